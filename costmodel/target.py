@@ -17,6 +17,7 @@ from meshwright.profiles.inputs.limits import is_number
 BUCKET_BYTES = 25 * 2**20
 ALONE_BYTES = BUCKET_BYTES // 8  # to copy such a tensor to a bucket costs more than a collective
 SCATTERED_AT_ONCE = 2  # buckets of `train_step`; what one more would hold waits for the oldest
+SENT_AT_ONCE = 2  # gradients on their way to host memory
 POSTED_AHEAD = 2  # receives of `train_step` ahead of the one that is waited for
 ZEROS = (0, 1, 2, 3)
 UNITS = ("bucket", "parameter", "block")

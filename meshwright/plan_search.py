@@ -97,7 +97,7 @@ def _searched(
             result = search.run()
         except InfeasibleError as error:
             raise (error if limit.over() else with_advice(search, error)) from None
-    there = {"host_states": result.host_states, "host_activations": result.host_activations}
+    there = result.in_host_memory
     if there != search.space.in_host_memory:
         search = search.offloading(**there)  # the space of what is compared
     report = explain_search(result, problem, phases_s)

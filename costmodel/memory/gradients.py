@@ -5,7 +5,9 @@ autograd left it; the rest is copied to fp32 buckets, one after the other, large
 of their own, which the backward that fills them last reduces. What is only summed stays in its
 bucket until the optimizer has read it. What ZeRO-1 and 2 scatter leaves a shard: two buckets are
 under way, and on a CPU hold what was received beside what is sent. ZeRO-3's are `fully_shard`'s:
-those of one block, the fp32 copy that is scattered, and that of the block before.
+those of one block, the fp32 copy that is scattered, and that of the block before. What goes to host
+memory leaves with the backward that makes it whole, two at a time on their way; but where shards
+are replicated it waits for the step's end.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.costmodel.target import SCATTERED_AT_ONCE
+from meshwright.costmodel.target import SCATTERED_AT_ONCE, SENT_AT_ONCE
 
 FP32 = 4
 
@@ -22,19 +24,22 @@ FP32 = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """A trained parameter: local elements, the ranks among which ZeRO divides it, the first block
-    (by number in its stage) that reads it, and whether its states lie in host memory."""
+    (by number in its stage) that reads it, and whether its states lie in host memory, and its
+    weights, too (`away`)."""
 
     numel: float
     shards: float
     block: int
     host: bool = False
+    away: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
     """How a stage's gradients are reduced: its `zero`, bytes of an element as autograd makes it,
-    whether there are ranks to sum over (`summed`), bytes of a bucket and of what travels alone, and
-    whether a scatter receives beside what it sends (`received`: on a CPU)."""
+    whether there are ranks to sum over (`summed`), bytes of a bucket and of what travels alone,
+    whether a scatter receives beside what it sends (`received`: on a CPU), and whether shards are
+    `replicated`."""
 
     zero: int
     weight_bytes: int
@@ -42,6 +47,7 @@ class Reduction:
     bucket_bytes: int
     alone_bytes: int
     received: bool
+    replicated: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -50,8 +56,14 @@ class _Bucket:
     nbytes: float
     shard_bytes: float
     alone: bool
+    host: bool  # leaves for host memory
     made: bool = False
     waiting: int = 0
+
+    @property
+    def scattered(self) -> bool:
+        """Whether its reduction leaves a shard."""
+        return self.shard_bytes < self.nbytes
 
 
 @dataclass(slots=True)
@@ -71,6 +83,7 @@ class GradientBytes:
     _scattered: float = 0.0
     _under_way: deque[_Bucket] = field(default_factory=deque)
     _shards: set[int] = field(default_factory=set)
+    _sent: deque[float] = field(default_factory=deque)  # bytes on their way to host memory
 
     def __post_init__(self) -> None:
         self._order = [*reversed(range(len(self.trained)))]
@@ -78,6 +91,8 @@ class GradientBytes:
 
     def begin(self, *, last: bool) -> None:
         """Before a backward, the `last` of the step or another."""
+        self.live -= sum(self._sent)
+        self._sent.clear()
         zero = self.reduction.zero
         self._reduces = zero == 2 or (zero < 2 and last)
         for bucket in self._bucket.values():
@@ -104,9 +119,11 @@ class GradientBytes:
             highest = self.live + given
         bucket.made = True
         bucket.waiting -= 1
-        if self._reduces and not bucket.waiting and bucket.shard_bytes < bucket.nbytes:
-            received = bucket.nbytes if self.reduction.received else 0.0
-            self.live += received + bucket.shard_bytes
+        if bucket.host and not self.reduction.summed:
+            bucket.made = False
+            self._send(bucket.nbytes)
+        elif self._reduces and not bucket.waiting and (bucket.scattered or bucket.host):
+            self.live += self._beside(bucket)
             highest = max(highest, self.live)
             bucket.made = False
             self._under_way.append(bucket)
@@ -133,9 +150,23 @@ class GradientBytes:
             self._block = self._copy = self._shard = 0.0
         return highest
 
+    def _beside(self, bucket: _Bucket) -> float:
+        """Bytes that a reduction makes: the shard, and what is received of it."""
+        if not bucket.scattered:
+            return 0.0  # in place
+        return bucket.shard_bytes + (bucket.nbytes if self.reduction.received else 0.0)
+
+    def _send(self, nbytes: float) -> None:
+        """Start the way to host memory of what is on the device."""
+        self._sent.append(nbytes)
+        while len(self._sent) > SENT_AT_ONCE:
+            self.live -= self._sent.popleft()
+
     def _finish(self, bucket: _Bucket) -> None:
-        received = bucket.nbytes if self.reduction.received else 0.0
-        self.live -= bucket.nbytes + received
+        self.live -= bucket.nbytes + self._beside(bucket) - bucket.shard_bytes
+        if bucket.host:
+            self._send(bucket.shard_bytes)
+            return
         if id(bucket) in self._shards:  # added to what earlier micro-batches left
             self.live -= bucket.shard_bytes
         self._shards.add(id(bucket))
@@ -144,7 +175,8 @@ class GradientBytes:
         """End what is under way; returns what the optimizer reads."""
         while self._under_way:
             self._finish(self._under_way.popleft())
-        self.live -= self._scattered
+        self.live -= self._scattered + sum(self._sent)
+        self._sent.clear()
         return self.live
 
     def _buckets(self) -> Iterator[_Bucket]:
@@ -157,7 +189,8 @@ class GradientBytes:
             if nbytes >= own.alone_bytes or not own.summed or whole:
                 yield self._made([k], alone=True)
                 continue
-            if members and filled + nbytes > own.bucket_bytes:
+            other = members and self.trained[members[-1]].host != self.trained[k].host
+            if members and (filled + nbytes > own.bucket_bytes or other):
                 yield self._made(members, alone=False)
                 members, filled = [], 0.0
             members.append(k)
@@ -173,4 +206,5 @@ class GradientBytes:
             nbytes=sum(nbytes for nbytes, _ in sizes),
             shard_bytes=sum(nbytes / (n if sharded else 1) for nbytes, n in sizes),
             alone=alone,
+            host=self.trained[members[0]].host and not self.reduction.replicated,
         )

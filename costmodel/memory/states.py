@@ -9,7 +9,8 @@ parameters, or n of them where the shards are replicated (`Setting.dp_shard`),
     ZeRO-2   the accumulated gradient, too
     ZeRO-3   the weights, too: only the fp32 shard stays, a block's weights are gathered to be used
 
-Of the `host` part, master and moments lie in host memory; with ZeRO-3 all does.
+Of the `host` part, master and moments lie in host memory; with ZeRO-3 all does, below it gradients
+where they go there as a backward makes them (`sent`).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ def model_states(
     optimizer: str,
     target: Target = EAGER,
     host: float = 0.0,
+    sent: float = 0.0,
 ) -> ModelStates[A]:
     """Bytes of the states of `numel` local (tensor-parallel) parameters, or of an array of them."""
     moments = optimizer_bytes(optimizer)
@@ -64,7 +66,7 @@ def model_states(
     if zero == 0:
         return ModelStates(
             weights=numel * weight,
-            gradients=numel * gradient,
+            gradients=numel * (gradient * (1 - sent)),
             optimizer=numel * ((1 - host) * (master + moments)),
         )
     if zero == 1:
@@ -72,14 +74,14 @@ def model_states(
         shard = 0 if target.bucket_copies == 0 and gradient == 4 else 4
         return ModelStates(
             weights=numel * weight,
-            gradients=numel * gradient,
-            optimizer=numel * (((1 - host) * (4 + moments) + shard) / dp),
+            gradients=numel * (gradient * (1 - sent)),
+            optimizer=numel * (((1 - host) * (4 + moments) + shard * (1 - sent)) / dp),
         )
     parts = numel / dp
     if zero == 2:
         return ModelStates(
             weights=numel * weight,
-            gradients=parts * gradient,
+            gradients=parts * (gradient * (1 - sent)),
             optimizer=parts * ((1 - host) * (master + moments)),
         )
     # one copy of the weights is left, the optimizer's where it has one
@@ -98,10 +100,18 @@ def model_state_bytes(
     optimizer: str,
     target: Target = EAGER,
     host: float = 0.0,
+    sent: float = 0.0,
 ) -> A:
     """Bytes of weights, gradients and optimizer states together, as `model_states`."""
     parts = model_states(
-        numel, precision=precision, zero=zero, dp=dp, optimizer=optimizer, target=target, host=host
+        numel,
+        precision=precision,
+        zero=zero,
+        dp=dp,
+        optimizer=optimizer,
+        target=target,
+        host=host,
+        sent=sent,
     )
     return parts.weights + parts.gradients + parts.optimizer
 

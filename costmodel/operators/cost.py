@@ -30,9 +30,9 @@ class Setting:
     contiguous, more where other stages lie between them. Under ZeRO-3 `hpz` neighbours keep a
     secondary shard of the weights from the forward to the backward, which gathers from it; 0 for
     none. `quantized` says what ZeRO-3 sends in blocks (`costmodel/quantized.py`). `host_states` is
-    the part of the optimizer states that lies in host memory, `host_activations` of the blocks
-    those that send what they save there. Steps that are `validated` afterwards keep what they may
-    have to undo.
+    the part of the optimizer states that lies in host memory, `host_weights` that of the weights,
+    but while their block runs (0 with ZeRO-3), `host_activations` of the blocks those that send
+    what they save there. Steps that are `validated` afterwards keep what they may have to undo.
     """
 
     cluster: Cluster
@@ -55,6 +55,7 @@ class Setting:
     host_states: float = 0.0
     host_activations: float = 0.0
     validated: bool = False
+    host_weights: float = 0.0
 
     def group(self, *, size: int, stride: int) -> Group:
         """The costliest of the groups of `size` ranks that lie `stride` apart in the mesh's own

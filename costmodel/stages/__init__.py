@@ -2,6 +2,7 @@
 
 from meshwright.costmodel.stages.away import Sent, sent_by_block
 from meshwright.costmodel.stages.course import BlockBytes, Peak, StageBytes, course_peaks
+from meshwright.costmodel.stages.offload import sent_gradients, weights_there
 from meshwright.costmodel.stages.peak import (
     fits,
     peak_bytes,
@@ -33,5 +34,6 @@ __all__ = [
     "NO_RECOMPUTE", "BlockBytes", "Floats", "HeldBytes", "Peak", "Recompute", "Sent", "StageBytes",
     "StageCosts", "Sums", "block_sums", "combined", "communicator_bytes", "course_peaks", "fits",
     "held_bytes", "of_one", "of_policy", "parameter_sums", "peak_bytes", "room_bytes",
-    "secondary_bytes", "sent_by_block", "shortfall_bytes", "stage_bytes", "stage_costs",
+    "secondary_bytes", "sent_by_block", "sent_gradients", "shortfall_bytes", "stage_bytes",
+    "stage_costs", "weights_there",
 ]  # fmt: skip

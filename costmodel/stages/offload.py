@@ -5,8 +5,13 @@ memory, 4 + 4 + moments bytes each, and the optimizer steps there: it reads and 
 on a device, at the rank's part of the bandwidth that the host's cores reach. Over the host link go,
 in fp32,
 
-    ZeRO-0 to 2   once a step: gradients after the last backward, exposed; weights beside the first
-                  forward, as ZeRO's gathers are hidden
+    ZeRO-0 to 2   once a step weights, beside the first forward, as ZeRO's gathers are hidden;
+                  gradients beside the backward that makes them whole: that of every micro-batch
+                  where no ranks sum them, or ZeRO-2 scatters them (the host adds up those of
+                  several, and is waited for), else the last; after it among replicas of shards.
+                  Weights that lie there: beside both passes of each micro-batch, in the precision
+                  that is computed in; once a step a copy of that goes there, where it is another
+                  than what is stored
     ZeRO-3        per micro-batch: weights before each gather, twice, and gradients as they are
                   scattered, beside compute; where there are several micro-batches, torch waits for
                   each gradient and adds it up on the host
@@ -14,12 +19,12 @@ in fp32,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from meshwright.costmodel.memory import optimizer_bytes, optimizer_step_bytes
-from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.stages.sums import Floats, Sums
 
 FP32 = 4
@@ -30,12 +35,15 @@ LONG_BYTES = 2**26  # of a copy that reaches the link's bandwidth
 class HostCosts:
     """Seconds of all weights of a rank that lie in host memory on their way to the device
     (`fetched_s`), of their gradients back (`returned_s`), of adding these up there (`added_s`), of
-    the optimizer's step there; bytes there."""
+    the optimizer's step there; of weights that lie there too on their way for a pass (`weights_s`)
+    and of what a step keeps of them (`kept_s`); bytes there."""
 
     fetched_s: Floats
     returned_s: Floats
     added_s: Floats
     step_s: Floats
+    weights_s: Floats
+    kept_s: Floats
     nbytes: Floats
 
 
@@ -45,16 +53,47 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     moved = setting.host_states * numel
     if host is None or not setting.host_states:
         none = np.zeros_like(numel)
-        return HostCosts(fetched_s=none, returned_s=none, added_s=none, step_s=none, nbytes=none)
+        return HostCosts(**dict.fromkeys((each.name for each in fields(HostCosts)), none))
     bandwidth = host.memory_bandwidth / setting.cluster.devices_per_node
     step_bytes = optimizer_step_bytes(1.0, optimizer=setting.optimizer)
+    to_device, to_host = (link_bandwidth(setting, kind) for kind in ("to_device", "to_host"))
+    weights = DTYPE_BYTES[setting.precision] * setting.host_weights * sums.parameters
+    copied = weights * (setting.precision != "fp32" or setting.zero > 0)
     return HostCosts(
-        fetched_s=FP32 * moved / link_bandwidth(setting, "to_device"),
-        returned_s=FP32 * moved / link_bandwidth(setting, "to_host"),
+        fetched_s=FP32 * moved / to_device,
+        returned_s=FP32 * moved / to_host,
         added_s=3 * FP32 * moved / bandwidth,
         step_s=step_bytes * moved / bandwidth,
-        nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved,
+        weights_s=weights / to_device,
+        kept_s=copied / to_host,
+        nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved + copied,
     )
+
+
+def sends_each(setting: Setting) -> bool:
+    """Whether every backward sends its gradients to the host, below ZeRO-3: no rank adds to them,
+    or ZeRO-2 has scattered them."""
+    if setting.dp * setting.cp == 1:
+        return True
+    return setting.zero == 2 and setting.shards == setting.dp * setting.cp
+
+
+def sent_gradients(setting: Setting) -> float:
+    """The part of the gradients that goes to the host as backwards make it, below ZeRO-3."""
+    last = setting.num_microbatches == 1 and setting.shards == setting.dp * setting.cp
+    return setting.host_states if last or sends_each(setting) else 0.0
+
+
+def weights_there(sums: Sums, setting: Setting) -> Floats:
+    """Bytes of weights that the device has only while their block runs."""
+    found: Floats = DTYPE_BYTES[setting.precision] * setting.host_weights * sums.parameters
+    return found
+
+
+def blocks_here(sums: Sums, setting: Setting) -> Floats:
+    """Bytes of those of them that the device has then: of a block, and of the next."""
+    both: Floats = 2.0 * DTYPE_BYTES[setting.precision] * sums.largest_parameters
+    return np.minimum(both, weights_there(sums, setting))
 
 
 def link_bandwidth(setting: Setting, kind: str) -> float:

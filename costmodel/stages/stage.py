@@ -41,7 +41,14 @@ from meshwright.costmodel.memory import (
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.stages.away import Sent, sent_evenly
-from meshwright.costmodel.stages.offload import HostCosts, host_costs
+from meshwright.costmodel.stages.offload import (
+    HostCosts,
+    blocks_here,
+    host_costs,
+    sends_each,
+    sent_gradients,
+    weights_there,
+)
 from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
 
@@ -176,9 +183,9 @@ def _with_data_axis(
     else:
         reduce = added(backward, sums.reduce_s, gradients)
     if setting.zero < 3 and setting.host_states:
-        gather = sums.gather_s if setting.zero else np.zeros(())
-        fetched = added(forward, gather + host.fetched_s, True) - added(forward, gather, True)
-        reduce = reduce + fetched + host.returned_s
+        ways = _ways_to_host(added, sums, forward, backward, setting, host)
+        to_forward, to_backward = ways[0], to_backward + ways[1]
+        reduce = reduce + ways[2]
     return _Passes(
         forward_s=forward + to_forward,
         backward_s=backward + to_backward,
@@ -186,6 +193,30 @@ def _with_data_axis(
         backward_comm_s=to_backward,
         reduce_s=reduce,
     )
+
+
+def _ways_to_host(
+    added: Callable[[Floats, Floats, bool], Floats],
+    sums: Sums,
+    forward: Floats,
+    backward: Floats,
+    setting: Setting,
+    host: HostCosts,
+) -> tuple[Floats, Floats, Floats]:
+    """Seconds that what goes to the host and comes from it adds to each forward, each backward and
+    a step, below ZeRO-3, beside ZeRO's gathers and the reduction of gradients."""
+    to_forward = added(forward, host.weights_s, True)
+    to_backward = added(backward, host.weights_s, True)
+    comm = sums.gather_s if setting.zero else np.zeros(())
+    once = added(forward, comm + host.fetched_s, True) - added(forward, comm, True)
+    once = once + added(forward, host.kept_s, True)
+    comm = sums.scatter_s if setting.zero else sums.reduce_s
+    sent = added(backward, comm + host.returned_s, True) - added(backward, comm, True)
+    if sends_each(setting):
+        several = setting.num_microbatches > 1
+        return to_forward, to_backward + sent + host.added_s * several, once
+    divided = setting.shards < setting.dp * setting.cp  # among replicas, after all
+    return to_forward, to_backward, once + (host.returned_s if divided else sent)
 
 
 def _copy_s(sums: Sums, setting: Setting) -> Floats:
@@ -255,17 +286,19 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
         optimizer=setting.optimizer,
         target=target,
         host=setting.host_states,
+        sent=sent_gradients(setting),
     )
     kept = sums.parameters * secondary_bytes(setting)
     undone = setting.validated * undo_bytes(
         sums.parameters, np.maximum(shards, 1.0), zero=setting.zero, optimizer=setting.optimizer
     )
     return HeldBytes(
-        weights=states.weights + kept,
+        weights=states.weights + kept - weights_there(sums, setting),
         gradients=states.gradients,
         optimizer=states.optimizer + undone,
         frozen=sums.frozen_bytes,
         buffers=buffer_bytes(sums.largest_parameters, setting.quantized)
+        + blocks_here(sums, setting)
         + working_bytes(
             sums.parameters,
             sums.largest_parameters,

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,19 +24,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from meshwright.executor.devices import on_device_of, to_host
+from meshwright.executor.host_memory import Aside
 from meshwright.executor.host_values import window_on
 
 LEAST_BYTES = 2**10  # of memory that is sent
-
-
-class Side(Protocol):
-    """Where copies run, beside what the device computes (`parameters/host_memory.py`)."""
-
-    def entered(self, *, host_waits: bool = True) -> AbstractContextManager[None]: ...
-
-    def mark(self) -> Any: ...
-
-    def wait(self, mark: Any) -> None: ...
 
 
 class _Memory:
@@ -61,7 +52,7 @@ class _Memory:
 class _Block:
     """What one block saved: fetched together. `before` is the block that was sent before it."""
 
-    def __init__(self, side: Side, device: torch.device, before: _Block | None) -> None:
+    def __init__(self, side: Aside, device: torch.device, before: _Block | None) -> None:
         self.side = side
         self.device = device
         self.before = before
@@ -72,7 +63,7 @@ class _Block:
     def send(self) -> list[_Memory]:
         """Send all of it that is still wanted; returns what is on its way."""
         leaving = [memory for memory in (ref() for ref in self.saved) if memory is not None]
-        with torch.no_grad(), self.side.entered(host_waits=False):
+        with torch.no_grad(), self.side.entered(waits=False):
             for memory in leaving:
                 memory.send()
         return leaving
@@ -81,7 +72,7 @@ class _Block:
         if self.fetched:
             return
         self.fetched = True
-        with torch.no_grad(), self.side.entered(host_waits=False):
+        with torch.no_grad(), self.side.entered(waits=False):
             for memory in (ref() for ref in self.saved):
                 if memory is not None:
                     memory.fetch(self.device)
@@ -125,7 +116,7 @@ class Away:
     """One micro-batch of a stage on its way through the forward; what is saved of some blocks goes
     to the host. `staying` are tensors that the device holds anyway."""
 
-    def __init__(self, side: Side, device: torch.device, staying: Iterable[torch.Tensor]) -> None:
+    def __init__(self, side: Aside, device: torch.device, staying: Iterable[torch.Tensor]) -> None:
         self.side = side
         self.device = device
         self.staying = {_address(t) for t in staying}

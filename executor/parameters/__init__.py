@@ -1,6 +1,7 @@
 """Parameters as DTensors, their gradients, ZeRO, norms and the loss scale."""
 
-from meshwright.executor.parameters.host_memory import Aside, use_cores
+from meshwright.executor.host_memory import use_cores
+from meshwright.executor.parameters.block_weights import BlockWeights
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
 from meshwright.executor.parameters.norms import clip_, norm_share
 from meshwright.executor.parameters.parameters import (
@@ -26,8 +27,8 @@ from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.parameters.zero3 import check_sharding, collect_gradients, shard_stage
 
 __all__ = [
-    "Aside", "LossScale", "ParameterSpec", "Reduced", "Reducer", "StageParameter", "StepGuard",
-    "TiedLayout", "WeightGather", "WholeTensors", "accumulate_grads", "as_torch",
+    "BlockWeights", "LossScale", "ParameterSpec", "Reduced", "Reducer", "StageParameter",
+    "StepGuard", "TiedLayout", "WeightGather", "WholeTensors", "accumulate_grads", "as_torch",
     "check_sharding", "clip_", "collect_gradients", "expose", "load", "local_of",
     "make_parameter", "norm_share", "part_of", "reduce_in_optimizers", "refresh_frozen",
     "shard_gradients", "shard_stage", "sum_tied_gradients", "use_cores", "whole_of", "wrap_like",

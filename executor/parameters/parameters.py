@@ -41,7 +41,8 @@ class ParameterSpec:
     0 to 3; ZeRO-3 gathers only a `gatherable` parameter. `dtype` is the leaf's. `shared_stages` are
     all stages of the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
     `part` axis splits it before anything else does. `reached`: the loss depends on it. `offload`:
-    what the optimizer reads and writes of it lies in host memory (`host_memory.py`).
+    what the optimizer reads and writes of it lies in host memory (`host_memory.py`). `away`: the
+    leaf, too, has memory only while its block runs (`block_weights.py`).
     """
 
     value: str
@@ -56,6 +57,7 @@ class ParameterSpec:
     experts: bool = False
     reached: bool = True
     offload: bool = False
+    away: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -136,7 +138,9 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
     elif spec.offload and not gathered:
         stored = to_host(stored)
     shares = shard == R and stored.dtype == spec.dtype and not spec.offload
-    leaf = stored if shares or gathered else local.to(spec.dtype)
+    leaf = stored if shares or gathered else local.to(spec.dtype, copy=spec.away)
+    if spec.away:
+        leaf.untyped_storage().resize_(0)
     plain = {field.name: getattr(spec, field.name) for field in fields(spec)}
     return StageParameter(
         **plain | {"reached": spec.reached and source.requires_grad},
@@ -287,7 +291,9 @@ def refresh_frozen(parameters: Iterable[StageParameter], *, written_only: bool =
 def shard_gradients(parameters: Iterable[StageParameter], place: Place) -> None:
     """Keep this rank's ZeRO shard of gradients that were all-reduced whole."""
     for p in parameters:
-        if p.gradient is not None and p.shard_placement.sharded and not p.scattered:
+        if p.gradient is None or p.gradient.shape == p.stored.shape:  # on one rank, or already
+            continue
+        if p.shard_placement.sharded and not p.scattered:
             shard = place.holders(experts=p.experts).shard
             local = local_part(p.gradient, p.shard_placement, shard.size, shard.rank)
             p.gradient = local.contiguous()

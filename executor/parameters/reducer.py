@@ -12,7 +12,9 @@ micro-batch's backward scatters, and only this rank's shard is accumulated. The 
                   once per step and after the backward, all-reduce over the replicate axis
 
 A gradient that is whole on every rank stays where autograd leaves it, in fp32. ZeRO-3's data axis
-is `fully_shard`'s (`zero3.py`).
+is `fully_shard`'s (`zero3.py`). What lies in host memory goes there, and is added up there, as soon
+as it is whole: in each backward where no collective sums it, or ZeRO-2's does, else in the last
+(`gradients_to_host.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +29,10 @@ import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES, SCATTERED_AT_ONCE
+from meshwright.executor.parameters.gradients_to_host import GradientsToHost
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
-from meshwright.executor.resharding import Axis, reduce_scatter_flat, split_parts
+from meshwright.executor.resharding import Axis, local_part, reduce_scatter_flat, split_parts
 
 Collectives = tuple[tuple[str, Axis], ...]  # ("all_reduce" or "reduce_scatter", axis), in order
 
@@ -52,7 +55,8 @@ class Bucket:
     (columns,), accumulated over micro-batches if `reduce_each_microbatch` (ZeRO-2), and at last
     reduced over `replicas`. `waiting` are
     the views (by number) that the current backward has not filled; `running` is the reduction under
-    way. A bucket of one large gradient has no buffer of its own: autograd's is reduced.
+    way. A bucket of one large gradient has no buffer of its own: autograd's is reduced. `to_host`:
+    the way there of results that are reduced no further.
     """
 
     views: list[_BucketView]
@@ -64,6 +68,7 @@ class Bucket:
     shard: torch.Tensor | None = None
     waiting: set[int] = field(default_factory=set)
     running: Iterator[None] | None = None
+    to_host: GradientsToHost | None = None
 
     def add(self, view: _BucketView, gradient: torch.Tensor) -> torch.Tensor:
         """Add one backward's gradient of a parameter; returns the sum so far, (rows, columns)."""
@@ -108,6 +113,12 @@ class Bucket:
                 yield
             work.wait()
         x = x.view(-1)
+        if self.to_host is not None:
+            norm = torch.linalg.vector_norm(x)
+            for view in self.views if self.reduce_each_microbatch else ():
+                _count(view.parameter, norm)
+            self.to_host.send(id(self), x)
+            return
         self.shard = x if self.shard is None else self.shard.add_(x)
 
     def wait(self) -> None:
@@ -146,15 +157,21 @@ class Reducer:
         self.last_backward = False  # of the step
         self.every_gradient = False  # the backward makes all of them, and is not the last
         self.scattering: deque[Bucket] = deque()
-        alike: dict[tuple[Collectives, bool], list[StageParameter]] = {}
+        self.to_host = GradientsToHost(place.device)
+        alike: dict[tuple[Collectives, bool, bool], list[StageParameter]] = {}
         for p in self.parameters:
             if collectives := _collectives(p, place):
-                alike.setdefault((collectives, p.zero == 2 and p.scattered), []).append(p)
+                each = p.zero == 2 and p.scattered
+                alike.setdefault((collectives, each, p.offload), []).append(p)
+            elif p.offload:
+                self._hook(p, partial(self._send_whole, p, place))
             else:
                 self._hook(p, partial(self._keep_whole, p))
-        for (collectives, each), members in alike.items():
+        for (collectives, each, offload), members in alike.items():
             for group in _by_size(members):
                 self.buckets.append(_bucket(group, collectives, each))
+                if offload and not self.buckets[-1].replicas:
+                    self.buckets[-1].to_host = self.to_host
         order = {id(p): k for k, p in enumerate(self.parameters)}  # in which a backward fills them
         self.buckets.sort(key=lambda b: max(order[id(view.parameter)] for view in b.views))
         for bucket in self.buckets:
@@ -215,21 +232,34 @@ class Reducer:
         if self.last_backward:
             p.norm = torch.linalg.vector_norm(summed)
 
+    def _send_whole(self, p: StageParameter, place: Place, leaf: torch.Tensor) -> None:
+        """Hook: send to the host what this rank's optimizer reads of a gradient."""
+        if leaf.grad is None:
+            return
+        gradient, leaf.grad = leaf.grad, None
+        _count(p, torch.linalg.vector_norm(gradient, dtype=torch.float32))
+        if p.shard_placement.sharded:
+            shard = place.holders(experts=p.experts).shard
+            gradient = local_part(gradient, p.shard_placement, shard.size, shard.rank).contiguous()
+        self.to_host.send(id(p), gradient.float())
+
     def _start_next(self) -> None:
         self._start(self.buckets[self.next_bucket])
         self.next_bucket += 1
 
     def _start(self, bucket: Bucket) -> None:
         """Start a bucket's reduction. Of a scattered one the gradients are let go at its end, so
-        that few are under way; the result of another lies in them."""
+        that few are under way, as are those that go to the host; the result of another lies in
+        them."""
         bucket.start()
-        if bucket.rows > 1:
+        if bucket.rows > 1 or bucket.to_host is not None:
             self.scattering.append(bucket)
             while len(self.scattering) > SCATTERED_AT_ONCE:
                 self.scattering.popleft().wait()
 
     def after_backward(self) -> None:
         """After a backward that is not the last: reduce what ZeRO-2 reduces every time."""
+        self.to_host.settle()
         for bucket in self.buckets:
             if bucket.reduce_each_microbatch:
                 if bucket.flat is not None:
@@ -246,12 +276,21 @@ class Reducer:
         self.scattering.clear()
         for bucket in self.buckets:
             bucket.wait()
+        there = self.to_host.finish()
+        for bucket in self.buckets:
+            bucket.shard = there.get(id(bucket), bucket.shard)
             bucket.give_gradients()
         for p in self.parameters:
+            p.gradient = there.get(id(p), p.gradient)
             if p.gradient is None:
                 p.gradient = torch.zeros_like(p.leaf) if p.leaf.grad is None else p.leaf.grad
                 p.gradient = p.gradient.float()
             p.leaf.grad = None
+
+
+def _count(p: StageParameter, norm: torch.Tensor) -> None:
+    """Add the norm of a part of a gradient: the sum is finite if all of them are."""
+    p.norm = norm if p.norm is None else p.norm + norm
 
 
 def _collectives(p: StageParameter, place: Place) -> Collectives:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES
-from meshwright.executor.parameters.host_memory import Aside, fill, on_device
+from meshwright.executor.host_memory import Aside, fill, on_device
+from meshwright.executor.parameters.block_weights import BlockWeights, revive
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
 from meshwright.executor.resharding import Axis, Waiting, all_gather_flat
@@ -36,8 +37,13 @@ class WeightGather:
         whole = [p for p in trained if not p.shard_placement.sharded]
         self.cast = [p for p in whole if not p.offload]
         self.offloaded: dict[str, list[StageParameter]] = {}  # by the block that waits for it
+        away: dict[str, list[StageParameter]] = {}
+        for p in trained:
+            if p.away:
+                away.setdefault(reader[p.fqn], []).append(p)
+        self.away = BlockWeights(away, place.device) if away else None
         for p in whole:
-            if p.offload:
+            if p.offload and not p.away:
                 self.offloaded.setdefault(reader[p.fqn], []).append(p)
         self.aside = Aside(place.device)
         self.arrived: dict[str, Any] = {}  # by block, until it has waited
@@ -54,8 +60,10 @@ class WeightGather:
         if self.cast:
             with torch.no_grad():
                 torch._foreach_copy_([p.leaf for p in self.cast], [p.stored for p in self.cast])
+        if self.away is not None:
+            self.away.begin()
         for block, members in self.offloaded.items():
-            with torch.no_grad(), self.aside.entered():
+            with self.aside.entered(), torch.no_grad():
                 for p in members:
                     fill(p.leaf, p.stored)
                 self.arrived[block] = self.aside.mark()
@@ -69,9 +77,13 @@ class WeightGather:
 
     def wait(self, block: str) -> None:
         """Before a block runs: wait until its weights are there."""
+        if self.away is not None:
+            self.away.forward(block)
         self.aside.wait(self.arrived.pop(block, None))
         while self.finished < self.needed.get(block, 0):
             self._finish_next()
+        if self.away is not None:
+            self.away.gathered(block)
 
     def _start(self) -> None:
         """Start the gathers of the next block that waits for some."""
@@ -91,7 +103,7 @@ class WeightGather:
 
     def _sent(self, bucket: Sequence[StageParameter], shard: Axis) -> tuple[torch.Tensor, Waiting]:
         """Start the gather of shards that lie in host memory."""
-        with torch.no_grad(), self.aside.entered():
+        with self.aside.entered(), torch.no_grad():
             flat = torch.cat([on_device(p.stored, p.leaf).reshape(-1) for p in bucket])
             return all_gather_flat(flat, shard)
 
@@ -103,6 +115,8 @@ class WeightGather:
             for p in () if _in_place(bucket[0]) else bucket:
                 stop = start + p.stored.numel()
                 shards = gathered[:, start:stop].view(len(gathered), *p.stored.shape)
+                if p.away:
+                    revive(p.leaf)
                 _shards(p, len(gathered)).copy_(shards)
                 start = stop
         self.finished += 1
@@ -112,7 +126,7 @@ class WeightGather:
 def _shards(p: StageParameter, n: int) -> torch.Tensor:
     """A view of a leaf as its n ZeRO shards, stacked: (n, *shard shape)."""
     dim, shape = p.shard_placement.dim, p.leaf.shape
-    stacked = p.leaf.view(*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :])
+    stacked = p.leaf.data.view(*shape[:dim], n, shape[dim] // n, *shape[dim + 1 :])
     return stacked.movedim(dim, 0)
 
 

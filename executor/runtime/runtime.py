@@ -112,8 +112,8 @@ class Runtime(RankState):
         self.gathers: dict[int, WeightGather] = {}
         for k, stage in stages.items():
             parameters = [*(p for p in shared if first[p.fqn] == k), *stage.parameters]
-            self.gathers[k] = WeightGather(parameters, place, stage.reader)
-            stage.program.ready = self.gathers[k].wait
+            self.gathers[k] = gather = WeightGather(parameters, place, stage.reader)
+            stage.program.ready, stage.program.away = gather.wait, gather.away
         self.planned = Step.of(checked, place, {k: s.lowered for k, s in stages.items()})
         self.other_steps: dict[BatchShape, Step] = {}
         self.kept_steps: dict[tuple[BatchShape, frozenset[str]], Step] = {}

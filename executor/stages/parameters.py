@@ -26,6 +26,7 @@ from meshwright.planner.plan import (
     PlanError,
     expert_weights,
     offloaded_parameters,
+    offloaded_weights,
     stage_of,
     stages_of_parameters,
 )
@@ -52,6 +53,7 @@ class RankParameters:
         self.offloaded = frozenset(
             value for stage in plan.stages for value in offloaded_parameters(stage, graph)
         )
+        self.away = frozenset(v for stage in plan.stages for v in offloaded_weights(stage, graph))
         if self.offloaded:
             use_cores(place.device)
         self.tied = _tied(plan, graph, checked.assignments)
@@ -123,6 +125,7 @@ class RankParameters:
             gatherable=gatherable and dtype == self.dtype,
             reached=value in self._reached,
             offload=len(owners) == 1 and value in self.offloaded,  # copies step alike
+            away=len(owners) == 1 and value in self.away,
         )
         return make_parameter(spec, self.sources[fqn], self.place)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -14,8 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.executor.backward import Away
 from meshwright.executor.devices import to_device
+from meshwright.executor.host_memory import Aside
 from meshwright.executor.lowering import Lowered, block_salt
-from meshwright.executor.parameters import Aside
+from meshwright.executor.parameters import BlockWeights
 from meshwright.executor.stages.segments import run_segment
 
 _Values: TypeAlias = Mapping[str, torch.Tensor]
@@ -126,6 +127,7 @@ class StageProgram(nn.Module):
         self.device = device
         self.ready: Callable[[str], None] | None = None
         self.aside = Aside(device)  # what is saved goes to the host there, and comes back
+        self.away: BlockWeights | None = None  # weights that are there for a block's run alone
 
     def take(self, graphs: StageGraphs) -> None:
         """Run these graphs from now on, on the same parameters and buffers."""
@@ -167,14 +169,14 @@ class StageProgram(nn.Module):
         values |= dict(zip(prologue.outputs, made, strict=True))
         random = self._random_states(rng)
         staying = (*values.values(), *counts.values(), *random.values())
-        away = Away(self.aside, self.device, staying) if self._sends else None
+        saved = Away(self.aside, self.device, staying) if self._sends else None
         for span in self.graphs.spans:
-            with self._saving(away, span):
+            with self._saving(saved, span):
                 self._span(span, values, counts, random)
-            if away is not None:
+            if saved is not None:
                 self._let_go(values, span.stop)
-        if away is not None:
-            away.settle()
+        if saved is not None:
+            saved.settle()
         if self.training:
             with torch.no_grad():
                 for (
@@ -191,18 +193,18 @@ class StageProgram(nn.Module):
         """Whether a forward sends what it saves to host memory."""
         return self.graphs.away > 0 and torch.is_grad_enabled()
 
-    def _saving(self, away: Away | None, span: range) -> AbstractContextManager[None]:
+    def _saving(self, saved: Away | None, span: range) -> AbstractContextManager[None]:
         """Context of a span's forward: what it saves goes to the host, or what the one before it
         sent comes back beside its backward."""
         sends = span.start < self.graphs.away
-        if away is None or not (sends or away.before):
+        if saved is None or not (sends or saved.before):
             return nullcontext()
         blocks = self.blocks[span.start : span.stop]
 
         def own() -> Iterator[torch.Tensor]:
             return chain.from_iterable(block.parameters() for block in blocks)
 
-        return away.saving(own, sends=sends)
+        return saved.saving(own, sends=sends)
 
     def _let_go(self, values: dict[str, torch.Tensor], stop: int) -> None:
         """Forget what the first blocks made and no later one reads."""
@@ -222,11 +224,23 @@ class StageProgram(nn.Module):
             return
         for block in self.blocks[span.start : span.stop]:
             self._announce(block)
-            values |= _run(block, values, counts, random)
+            made = _run(block, values, counts, random)
+            if self.away is not None and block.lowered.name in self.away.away:
+                self._return(block.lowered.name, made.values())
+            values |= made
 
     def _announce(self, block: BlockModule) -> None:
         if self.ready is not None:
             self.ready(block.lowered.name)
+
+    def _return(self, block: str, made: Iterable[torch.Tensor]) -> None:
+        """Have a block's weights come back before its backward, which the first gradient of what
+        it made begins."""
+        assert self.away is not None
+        again = self.away.backward
+        for x in made:
+            if x.requires_grad:
+                x.register_hook(lambda _: again(block))
 
     def _segment(
         self, span: range, values: _Values, counts: _Values, random: _Values
@@ -292,8 +306,12 @@ class StageProgram(nn.Module):
             elif name in gradients:
                 roots.append(tensor)
                 seeds.append(gradients[name])
+        if self.away is not None:
+            self.away.begin_backward()
         if roots:
             torch.autograd.backward(roots, seeds)
+        if self.away is not None:
+            self.away.let_go()
         return {
             name: tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
             for name, tensor in self.differentiable(done).items()

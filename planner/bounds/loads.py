@@ -20,7 +20,13 @@ import numpy as np
 
 from meshwright.costmodel.memory import model_state_bytes, working_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.stages import Floats, Sums, communicator_bytes
+from meshwright.costmodel.stages import (
+    Floats,
+    Sums,
+    communicator_bytes,
+    sent_gradients,
+    weights_there,
+)
 from meshwright.planner.drafts import StageSetup
 from meshwright.planner.stages import Chain
 
@@ -191,7 +197,7 @@ def _copied_s(sums: Sums, setting: Setting) -> Floats:
 
 def _states(sums: Sums, setting: Setting) -> Floats:
     shards = sums.parameters / np.maximum(sums.shard_parameters, 1e-9)
-    return model_state_bytes(
+    states = model_state_bytes(
         sums.parameters,
         precision=setting.precision,
         zero=setting.zero,
@@ -199,7 +205,9 @@ def _states(sums: Sums, setting: Setting) -> Floats:
         optimizer=setting.optimizer,
         target=setting.target,
         host=setting.host_states,
+        sent=sent_gradients(setting),
     )
+    return states - weights_there(sums, setting)
 
 
 def _fixed(chain: Chain, setting: Setting, whole: Sums | None) -> float:

@@ -9,6 +9,7 @@ from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.stages import StageCosts, combined, stage_costs
 from meshwright.planner.drafts.mesh import Mesh
+from meshwright.planner.plan import OFFLOADS
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 
 
@@ -16,7 +17,8 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
     and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
-    gives its costs; `host_states`, `host_activations` and `validated` as in `Setting`."""
+    gives its costs; `host_states`, `host_weights`, `host_activations` and `validated` as in
+    `Setting`."""
 
     mesh: Mesh
     zero: int
@@ -27,6 +29,7 @@ class StageSetup:
     host_states: float = 0.0
     host_activations: float = 0.0
     validated: bool = False
+    host_weights: float = 0.0
 
     @property
     def setting(self) -> Setting:
@@ -37,13 +40,15 @@ class StageSetup:
             host_states=self.host_states,
             host_activations=self.host_activations,
             validated=self.validated,
+            host_weights=self.host_weights if self.zero < 3 else 0.0,
         )
 
     @property
     def offload(self) -> dict[str, float]:
-        """What a plan says of it."""
-        parts = {"optimizer": self.host_states, "activations": self.host_activations}
-        return {name: part for name, part in parts.items() if part}
+        """What lies in host memory, as a plan has it."""
+        own = self.setting
+        parts = own.host_states, own.host_weights, own.host_activations
+        return {name: part for name, part in zip(OFFLOADS, parts, strict=True) if part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

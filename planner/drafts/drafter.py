@@ -19,7 +19,7 @@ from meshwright.planner.drafts.candidates import (
 )
 from meshwright.planner.drafts.combinations import Combination, StageDraft
 from meshwright.planner.drafts.equal_stages import EqualStages
-from meshwright.planner.drafts.space import Space
+from meshwright.planner.drafts.space import IN_HOST_MEMORY, Space
 from meshwright.planner.drafts.unequal_stages import UnequalStages
 from meshwright.planner.overrides import OverrideError, Overrides, restrict
 from meshwright.planner.plan import resolve_shardings
@@ -92,6 +92,7 @@ class Drafter:
             memory_margin=memory_margin,
             segmented=segmented,
             host_states=given or 0.0,
+            host_weights=self.restrictions.host_weights,
             host_activations=sends or 0.0,
         )
         at = self.space.cut_at
@@ -112,17 +113,19 @@ class Drafter:
             made.offload(**self.space.in_host_memory)
         return made
 
-    def offload(self, host_states: float, host_activations: float = 0.0) -> None:
-        """Draft with these parts of the optimizer states and of the blocks' activations in host
-        memory, where the overrides leave it free."""
-        self.space = replace(self.space, host_states=host_states, host_activations=host_activations)
+    def offload(self, **parts: float) -> None:
+        """Draft with these parts (`Space.in_host_memory`) of the optimizer states, the weights and
+        the blocks' activations in host memory, where the overrides leave it free; none of others.
+        """
+        there: dict[str, Any] = dict.fromkeys(IN_HOST_MEMORY, 0.0) | parts
+        self.space = replace(self.space, **there)
         self.equal = EqualStages(self.space, self.programs)
         self.unequal = UnequalStages(self.space, self.equal)
 
-    def offloading(self, host_states: float, host_activations: float = 0.0) -> Self:
+    def offloading(self, **parts: float) -> Self:
         """The same with these parts in host memory."""
         made = self.like()
-        made.offload(host_states, host_activations)
+        made.offload(**parts)
         return made
 
     def _arguments(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.costmodel.memory import model_state_bytes
+from meshwright.costmodel.operators import DTYPE_BYTES
 from meshwright.costmodel.stages import Floats, Sums, fits, stage_bytes, stage_costs
 from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.segments import may_segment
@@ -90,10 +91,12 @@ class MemoryFloor:
                 optimizer=problem.optimizer,
                 target=problem.target,
                 host=self.space.host_states,
+                sent=self.space.host_states,
             )
             for zero, shard in self.space.zeros(mesh)
         )
-        return any(fits(float(needed), self.space.room_bytes) for needed in states)
+        there = self.space.host_weights * part * DTYPE_BYTES[problem.precision]
+        return any(fits(float(needed) - there, self.space.room_bytes) for needed in states)
 
     def _needs(self, mesh: Mesh, m: int, kinds: Sums, policy: str) -> list[tuple[Floats, Floats]]:
         """Under each ZeRO stage the bytes that a block of each kind holds, and needs in passing."""
@@ -105,6 +108,7 @@ class MemoryFloor:
             kinds.shard_parameters = among / (shard or mesh.dp * mesh.cp)
             there: dict[str, Any] = self.space.in_host_memory
             own = replace(setting, zero=zero, dp_shard=shard, **there)
+            own = replace(own, host_weights=own.host_weights * (zero < 3))
             costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
             held = stage_bytes(costs.kept_bytes, costs.activation_bytes, 1.0)
             found.append((held, stage_costs(kinds, own, policy).passing_bytes))

@@ -43,26 +43,27 @@ MAX_MICROBATCH_CHOICES = 12
 MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps
 MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
+IN_HOST_MEMORY = ("host_states", "host_weights", "host_activations")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The choices for one model, cluster and batch, within the user's restrictions."""
+    """The choices for one model, cluster and batch, within the user's restrictions. A
+    `memory_margin` of each device is left free; what is `IN_HOST_MEMORY` as in `Setting`."""
 
     problem: Problem
     global_batch_size: int
     restrictions: Restrictions
     memory_margin: float = 0.0
-    """Part of a device's memory that plans leave free."""
     segmented: bool = False
     """Whether stages may run again in segments, where single blocks don't free enough."""
     host_states: float = 0.0
+    host_weights: float = 0.0
     host_activations: float = 0.0
-    """Parts of each stage's optimizer states, and of its blocks' activations, in host memory."""
 
     @property
     def in_host_memory(self) -> dict[str, float]:
-        return {"host_states": self.host_states, "host_activations": self.host_activations}
+        return {name: getattr(self, name) for name in IN_HOST_MEMORY}
 
     @property
     def memory_bytes(self) -> float:

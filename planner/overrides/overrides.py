@@ -98,6 +98,7 @@ class Overrides:
         self._check_shards()
         self._check_virtual()
         self._check_count()
+        self._check_weights()
 
     def items(self, name: str) -> Iterator[tuple[str | None, Any]]:
         """(glob, value) of an override; the glob is None where one value is for all."""
@@ -156,6 +157,21 @@ class Overrides:
         return each, f"schedule={self.schedule!r}"
 
     # --- two overrides ---
+
+    def _check_weights(self) -> None:
+        """Weights in host memory are no weights of ZeRO-3, and of no segments."""
+        if not (self.offload or {}).get("weights"):
+            return
+        segments = self.segments if isinstance(self.segments, int) else 1
+        for name, given in (("zero=3", self.everywhere("zero") == 3), ("segments", segments > 1)):
+            if given:
+                raise OverrideError(
+                    f" contradicts {name}: it is for weights whole on every rank, of blocks that "
+                    "run again alone",
+                    place=f"override offload={shown(dict(self.offload or {}))}",
+                    legal="zero 0, 1 or 2, without segments",
+                    way_out=_DROP,
+                )
 
     def _check_forbidden(self, forbidden: str) -> None:
         name, left = FORBIDS.get(forbidden, ("", ()))

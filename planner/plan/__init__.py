@@ -19,7 +19,12 @@ from meshwright.planner.plan.flow import (
     stages_of_parameters,
 )
 from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
-from meshwright.planner.plan.offload import away_blocks, check_offload, offloaded_parameters
+from meshwright.planner.plan.offload import (
+    away_blocks,
+    check_offload,
+    offloaded_parameters,
+    offloaded_weights,
+)
 from meshwright.planner.plan.plan import (
     OFFLOADS,
     PLACEMENTS,
@@ -63,7 +68,8 @@ __all__ = [
     "crossings", "describe", "divisors", "expand_names", "expand_ranks", "expert_weights",
     "express_shardings",
     "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together",
-    "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "placement_of",
+    "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "offloaded_weights",
+    "placement_of",
     "policy_counts", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",
     "seconds", "segments_of", "shared_apart", "sized", "slower", "spread_of", "stage_of",
     "stages_of_parameters", "ulysses_degrees", "updates_of",

@@ -1,4 +1,4 @@
-"""Which blocks' states lie in host memory: a stage's part of them as whole blocks.
+"""Which blocks' states and weights lie in host memory: a stage's part of them as whole blocks.
 
 The last blocks are taken first: their gradients are made first in a backward, and their weights are
 read last in a forward, so that both ways to the host have most to pass behind.
@@ -7,6 +7,7 @@ read last in a forward, so that both ways to the host have most to pass behind.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,21 @@ def trained_sizes(stage: StagePlan, graph: Graph) -> list[float]:
 
 def offloaded_parameters(stage: StagePlan, graph: Graph) -> frozenset[str]:
     """Values of the trained parameters whose states lie in host memory."""
-    part = stage.offload.get("optimizer", 0.0)
+    return _of_last_blocks(stage, graph, stage.offload.get("optimizer", 0.0))
+
+
+def offloaded_weights(stage: StagePlan, graph: Graph) -> frozenset[str]:
+    """Values of the trained parameters whose weights lie in host memory but while their block runs:
+    those that one block alone reads."""
+    found = _of_last_blocks(stage, graph, stage.offload.get("weights", 0.0))
+    if not found:
+        return found
+    readers = Counter(v for block in graph.blocks for v in {*block.parameters})
+    return frozenset(v for v in found if readers[v] == 1)
+
+
+def _of_last_blocks(stage: StagePlan, graph: Graph, part: float) -> frozenset[str]:
+    """Values of the trained parameters that are first read by the last blocks with this part."""
     if not part:
         return frozenset()
     blocks = {block.name: block for block in graph.blocks}
@@ -79,3 +94,32 @@ def check_offload(
             raise error(f"={shown(name)}", place=place, legal=OFFLOADS)
         if not is_number(part) or not 0 <= part <= 1:
             raise error(f"={shown(part)}", place=f"{place}: {name}", legal="a part, from 0 to 1")
+    weights, states = offload.get("weights", 0.0), offload.get("optimizer", 0.0)
+    if weights > states:
+        raise error(
+            f"={shown(weights)}: the optimizer steps weights in host memory there",
+            place=f"{place}: weights",
+            legal=f"0 to {shown(states)}, the part of the optimizer states",
+            way_out="raise that of the optimizer, too",
+        )
+
+
+def check_weights_there(stage: StagePlan, place: str) -> None:
+    """Raise `PlanError` for a stage that can't have weights in host memory."""
+    if not stage.offload.get("weights"):
+        return
+    said = f"={dict(stage.offload)!r}"
+    if stage.zero == 3:
+        raise PlanError(
+            f"{said} with zero=3, which has them there with the optimizer states",
+            place=f"{place}: offload",
+            legal="weights with zero 0, 1 or 2; with zero 3 the optimizer states alone",
+            way_out="drop the weights, or take another zero",
+        )
+    if stage.segments > 1:
+        raise PlanError(
+            f"{said} with segments={stage.segments}, whose blocks run again unasked",
+            place=f"{place}: offload",
+            legal="segments=1, or no weights in host memory",
+            way_out="drop one of the two",
+        )

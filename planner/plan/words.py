@@ -115,13 +115,19 @@ def _recompute_words(plan: Plan) -> str:
     return ", ".join(found)
 
 
+_OFFLOADED = {
+    "optimizer": "{} optimizer states",
+    "weights": "{} weights",
+    "activations": "activations of {} blocks",
+}
+
+
 def _offload_words(plan: Plan) -> str:
-    """62 % of the optimizer states in host memory, activations of 50% of the blocks in host
-    memory, of the stage with the most; nothing where there are none."""
-    states, blocks = (max(s.offload.get(n, 0.0) for s in plan.stages) for n in OFFLOADS)
-    found = [f"{offload_part(states)} optimizer states"] if states else []
-    found += [f"activations of {offload_part(blocks)} blocks"] if blocks else []
-    return " and ".join(found) + " in host memory" if found else ""
+    """62 % of the optimizer states and activations of 50 % of the blocks in host memory, of the
+    stage with the most; nothing where there are none."""
+    most = {name: max(s.offload.get(name, 0.0) for s in plan.stages) for name in OFFLOADS}
+    said = [_OFFLOADED[name].format(offload_part(part)) for name, part in most.items() if part]
+    return f"{' and '.join(said)} in host memory" if said else ""
 
 
 def offload_part(part: float) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
 
 from meshwright.costmodel.blocks import REGATHER, Moment, PassPrice, parts_of
 from meshwright.costmodel.memory import (
@@ -29,7 +30,14 @@ from meshwright.costmodel.stages import (
     course_peaks,
     secondary_bytes,
 )
-from meshwright.planner.plan import Plan, check_plan, crossings, offloaded_parameters
+from meshwright.planner.plan import (
+    Plan,
+    StagePlan,
+    check_plan,
+    crossings,
+    offloaded_parameters,
+    offloaded_weights,
+)
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.segments import Entered, in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
@@ -101,7 +109,7 @@ def _stage(
         states |= {value: assignment.states[value] for value in block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
     sent, there = {*chain(*targets.values())}, offloaded_parameters(stage, coster.graph)
-    trained, numbers, frozen = _parameters(readers, pricer, there)
+    trained, numbers, frozen = _parameters(readers, pricer, stage, there)
     held |= {(stage.ranks, value) for value, _ in readers}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
     among = {numbers[readers[parameter]] for parameter in shared if readers[parameter] in numbers}
@@ -215,9 +223,16 @@ def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
         undo_bytes(p.numel, p.shards, zero=setting.zero, optimizer=setting.optimizer)
         for p in trained
     )
+    weight_bytes = DTYPE_BYTES[setting.precision]
+    away: dict[int, float] = defaultdict(float)  # elements by block
+    for p in trained:
+        away[p.block] += p.numel * p.away
+    there = sorted(away)  # of these blocks one and the next have weights
+    here = max((away[a] + away[b] for a, b in pairwise([*there, -1])), default=0.0)
     return (
         secondary
         + undone
+        + weight_bytes * (here - sum(away.values()))
         + sum(
             fixed_bytes(
                 p.numel,
@@ -233,10 +248,14 @@ def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
 
 
 def _parameters(
-    readers: Mapping[tuple[str, Placement], tuple[int, int]], pricer: Pricer, there: Collection[str]
+    readers: Mapping[tuple[str, Placement], tuple[int, int]],
+    pricer: Pricer,
+    stage: StagePlan,
+    there: Collection[str],
 ) -> tuple[list[Trained], dict[tuple[int, int], int], float]:
     """The trained parameters in the order of the forward, those of host memory being `there`, the
     number of each by block and number there, and bytes of the others."""
+    away = offloaded_weights(stage, pricer.graph)
     trained: list[Trained] = []
     numbers: dict[tuple[int, int], int] = {}
     frozen = 0.0
@@ -244,7 +263,8 @@ def _parameters(
         if pricer.graph.values[value].requires_grad:
             shards, numbers[at] = pricer.parameters.shard_count(value, state), len(trained)
             numel, host = pricer.numel(value, state), value in there
-            trained.append(Trained(numel=numel, shards=shards, block=at[0], host=host))
+            own = Trained(numel=numel, shards=shards, block=at[0], host=host, away=value in away)
+            trained.append(own)
         else:
             frozen += pricer.nbytes(value, state)
     return trained, numbers, frozen
@@ -281,4 +301,5 @@ def _reduction(setting: Setting) -> Reduction:
         bucket_bytes=target.bucket_bytes,
         alone_bytes=target.alone_bytes,
         received=setting.cluster.device.kind == "cpu",
+        replicated=setting.shards < setting.dp * setting.cp,
     )

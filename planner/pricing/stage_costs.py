@@ -363,10 +363,9 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         quantized=stage.quantized,
         spread=spread_of(stage),
     )
-    states, activations = (stage.offload.get(name, 0.0) for name in OFFLOADS)
-    return replace(
-        setting, host_states=states, host_activations=activations, validated=plan.post_validation
-    )
+    states, weights, activations = (stage.offload.get(name, 0.0) for name in OFFLOADS)
+    setting = replace(setting, validated=plan.post_validation, host_states=states)
+    return replace(setting, host_weights=weights, host_activations=activations)
 
 
 def mesh_key(setting: Setting) -> MeshKey:

@@ -8,7 +8,8 @@ from meshwright.planner.search.least_memory import (
     shortfall_bytes,
 )
 from meshwright.planner.search.relaxations import plan_that_fits, some_plan_fits
-from meshwright.planner.search.search import Search, SearchResult
+from meshwright.planner.search.result import SearchResult
+from meshwright.planner.search.search import Search
 from meshwright.planner.search.taste import TIE, simplicity, why_simpler
 
 __all__ = [

@@ -22,7 +22,8 @@ from meshwright.planner.pricing import evaluate
 from meshwright.planner.search.offload import PAYS, held_by_hosts
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.search import Search, SearchResult
+    from meshwright.planner.search.result import SearchResult
+    from meshwright.planner.search.search import Search
 
 LEAST = 1 / 8  # of a stage's blocks: what frees less pays for little
 
@@ -45,9 +46,9 @@ def with_activations(search: Search) -> SearchResult | None:
     for states in dict.fromkeys((0.0, held_by_hosts(search))):
         if search.programs.time.over():
             break
-        if found := full.offloading(states, 1.0).attempt():
+        if found := full.offloading(host_states=states, host_activations=1.0).attempt():
             best = least_sent(search, found.best.plan, found.best) or found.best
-            return _first(found, _faster(search, best) or best, states)
+            return found.led_by(_faster(search, best) or best, states)
     search.host_said += "; nor does anything with activations there" * bool(search.host_said)
     return None
 
@@ -55,7 +56,7 @@ def with_activations(search: Search) -> SearchResult | None:
 def if_activations_pay(search: Search, found: SearchResult) -> SearchResult:
     """The result, or a faster plan that recomputes less, with activations in host memory."""
     faster = _faster(search, found.best) if may_send(search) else None
-    return found if faster is None else _first(found, faster, found.host_states)
+    return found if faster is None else found.led_by(faster, found.host_states)
 
 
 def _free(search: Search, *, segmented: bool = False) -> bool:
@@ -135,14 +136,3 @@ def _at(search: Search, plan: Plan, known: Candidate, parts: Sequence[float]) ->
     priced = evaluate(other, search.problem, known.assignments, search.programs.coster)
     fit = priced_fits(priced, search.problem.cluster, search.space.memory_bytes)
     return Candidate(evaluation=priced, assignments=known.assignments, fits=fit)
-
-
-def _first(found: SearchResult, best: Candidate, states: float) -> SearchResult:
-    """The result with another plan as the best."""
-    return dataclasses.replace(
-        found,
-        candidates=(best, *found.candidates[1:]),
-        bound_s=min(found.bound_s, best.step_time_s),
-        host_states=states,
-        host_activations=max(s.offload.get("activations", 0.0) for s in best.plan.stages),
-    )

@@ -1,16 +1,17 @@
-"""Optimizer states in host memory: where nothing fits without, and where they make a step faster.
+"""States and weights in host memory: where nothing fits without, and where they make steps faster.
 
 The search itself knows no host memory. Where no plan fits, it is made again with all states there
-that the hosts hold, and each stage of what it finds then takes back to its devices what they have
-room for. Where a plan fits and recomputes, memory binds: the mesh of the plan is drafted with the
-states in host memory and less recompute, if the step would be faster even without any.
+that the hosts hold, and then with all weights, too, where still nothing fits or what does computes
+again or by small micro-batches; each stage of what it finds takes back to its devices what they
+have room for. Where a plan fits and recomputes, memory binds: the mesh of the plan is drafted with
+the states in host memory and less recompute, if the step would be faster even without any.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from meshwright.costmodel.memory import optimizer_bytes
@@ -20,7 +21,8 @@ from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.pricing import evaluate
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.search import Search, SearchResult
+    from meshwright.planner.search.result import SearchResult
+    from meshwright.planner.search.search import Search
 
 FP32 = 4
 PAYS = 0.98  # of the step without: within it, the simpler plan wins
@@ -52,19 +54,28 @@ def with_host(
     part = held_by_hosts(search)
     if not part or search.space.host_states or search.programs.time.over():
         return None
-    there = search.offloading(part)
-    found = there.attempt() or otherwise(there)
-    if found is not None:
-        return _lessened(there, found)
+    best: SearchResult | None = None
+    for weights in (0.0, 1.0) if part == 1 else (0.0,):
+        if search.programs.time.over() or (best is not None and not _weights_bind(best)):
+            break
+        there = search.offloading(host_states=part, host_weights=weights)
+        found = there.attempt() or (None if best is not None else otherwise(there))
+        if found is not None:
+            found = _lessened(there, found)
+            if best is None or found.best.step_time_s < PAYS * best.best.step_time_s:
+                best = found
+    if best is not None:
+        return best
     host = search.problem.cluster.host
     assert host is not None
     search.host_said = (
-        f"With {'all' if part == 1 else f'{part:.0%}'} of the optimizer states in host memory "
-        "nothing fits, either"
+        f"With {'all' if part == 1 else f'{part:.0%}'} of the optimizer states "
+        f"{'and all weights ' if there.space.host_weights else ''}in host memory nothing fits, "
+        "either"
     )
     lacks = [draft.evaluation.prediction for draft in there.drafts]
     cluster = search.problem.cluster
-    short = [p.host_shortfall(cluster) for p in lacks if not any(p.shortfall_bytes(cluster))]
+    short = [p.host_shortfall(cluster) for p in lacks if p.host_shortfall(cluster)]
     if part < 1:
         lacking = host.memory_bytes * (1 / part - 1)
         search.host_said += f": for all of them a host lacks {sized(lacking)}"
@@ -72,6 +83,13 @@ def with_host(
         search.host_said += f": the closest plan lacks {sized(min(short))} of a host's memory"
     search.host_said += f" ({sized(host.memory_bytes)} a node)"
     return None
+
+
+def _weights_bind(found: SearchResult) -> bool:
+    """Whether a plan, which has weights on its devices, gives something else up for memory."""
+    plan = found.best.plan
+    again = plan.num_microbatches > 1 or any({*s.policies} != {"none"} for s in plan.stages)
+    return again and any(stage.zero < 3 for stage in plan.stages)
 
 
 def if_it_pays(search: Search, found: SearchResult) -> SearchResult:
@@ -83,7 +101,7 @@ def if_it_pays(search: Search, found: SearchResult) -> SearchResult:
         return found
     if search.programs.time.over() or not _may_pay(search, best):
         return found
-    there = search.offloading(part)
+    there = search.offloading(host_states=part)
     dp, tp, cp, ep = next(iter(alike))
     groups, m = len(plan.devices), plan.num_microbatches
     meshes = there.space.meshes(dp * tp * cp, m)
@@ -95,7 +113,7 @@ def if_it_pays(search: Search, found: SearchResult) -> SearchResult:
     other = _with_less(there, written[0])
     if other.step_time_s >= PAYS * best.step_time_s:
         return found
-    return _first(found, other, part)
+    return found.led_by(other, part)
 
 
 def _may_pay(search: Search, best: Candidate) -> bool:
@@ -119,43 +137,36 @@ def _may_pay(search: Search, best: Candidate) -> bool:
 
 
 def _lessened(search: Search, found: SearchResult) -> SearchResult:
-    return _first(found, _with_less(search, found.best), found.host_states)
-
-
-def _first(found: SearchResult, best: Candidate, part: float) -> SearchResult:
-    """The result with another plan as the best."""
-    return dataclasses.replace(
-        found,
-        candidates=(best, *found.candidates[1:]),
-        bound_s=min(found.bound_s, best.step_time_s),
-        host_states=part,
-        host_activations=max(s.offload.get("activations", 0.0) for s in best.plan.stages),
-    )
+    return found.led_by(_with_less(search, found.best), found.host_states)
 
 
 def _with_less(search: Search, best: Candidate) -> Candidate:
-    """The plan with as few states in host memory as fit, stage by stage."""
+    """The plan with as few states in host memory as fit, stage by stage; where weights lie there,
+    too, with as few of these: they come in each pass."""
     graph = search.problem.graph
     for k, stage in enumerate(best.plan.stages):
         if search.programs.time.over():
             break
-        choices = [p for p in parts(trained_sizes(stage, graph)) if p <= stage.offload["optimizer"]]
+        kind = "weights" if stage.offload.get("weights") else "optimizer"
+        most = stage.offload.get(kind, 0.0)
+        choices = [p for p in parts(trained_sizes(stage, graph)) if p <= most]
         low, high = 0, len(choices)  # from `high` on all fit, as what was found does
         while low < high:
             middle = (low + high) // 2
-            other = _at(search, best, k, choices[middle]) if middle < len(choices) else best
+            given = {kind: choices[middle]} if middle < len(choices) else {}
+            other = _at(search, best, k, given) if given else best
             low, high = (low, middle) if other.fits else (middle + 1, high)
         if high < len(choices):
-            best = _at(search, best, k, choices[high])
+            best = _at(search, best, k, {kind: choices[high]})
     return best
 
 
-def _at(search: Search, best: Candidate, k: int, part: float) -> Candidate:
-    """The plan with another part of stage k's states in host memory."""
+def _at(search: Search, best: Candidate, k: int, given: Mapping[str, float]) -> Candidate:
+    """The plan with other parts of stage k in host memory."""
     plan: Plan = best.plan
     stages = list(plan.stages)
-    own = {name: part for name, part in stages[k].offload.items() if name != "optimizer"}
-    stages[k] = dataclasses.replace(stages[k], offload=own | {"optimizer": part} if part else own)
+    there = {name: part for name, part in {**stages[k].offload, **given}.items() if part}
+    stages[k] = dataclasses.replace(stages[k], offload=there)
     other = dataclasses.replace(plan, stages=tuple(stages))
     priced = evaluate(other, search.problem, best.assignments, search.programs.coster)
     fits = priced_fits(priced, search.problem.cluster, search.space.memory_bytes)

@@ -17,7 +17,8 @@ from meshwright.planner.search.offload import with_host
 from meshwright.planner.search.relaxations import relaxations, way_out
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.search import Search, SearchResult
+    from meshwright.planner.search.result import SearchResult
+    from meshwright.planner.search.search import Search
 
 TRIES = 8  # searches, each without what the ones before refused
 
@@ -43,7 +44,7 @@ def without_refused(search: Search) -> SearchResult:
     found, excess = _without(search) if search.refused else (None, math.inf)
     if found is None and (segments := _segmented(search)):
         return if_activations_pay(search, segments)
-    found = found or with_host(search, _segmented) or with_activations(search)
+    found = found or with_host(search, _otherwise) or with_activations(search)
     if found is not None:
         return found
     if not search.refused or search.programs.time.over():
@@ -64,9 +65,17 @@ def _segmented(search: Search) -> SearchResult | None:
     """What fits in segments; None where they, or whether blocks run again, aren't free."""
     over = search.restrictions
     free = all(own is None for own in over.segments) and "none" not in over.recompute
+    free = free and not search.space.host_weights
     if search.segmented or not free or search.programs.time.over():
         return None
     return search.like(segmented=True).attempt()
+
+
+def _otherwise(search: Search) -> SearchResult | None:
+    """What fits in another way, of a search that found nothing: segments don't ask for weights."""
+    if not search.space.host_weights:
+        return _segmented(search)
+    return _without(search)[0] if search.refused else None
 
 
 def _without(search: Search) -> tuple[SearchResult | None, float]:

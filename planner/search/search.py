@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 from meshwright.costmodel.operators import Problem
@@ -32,6 +31,7 @@ from meshwright.planner.search.failure import LATE_MESHES
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.offload import if_it_pays
 from meshwright.planner.search.refused import kind_of, kind_of_draft, without_refused
+from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, order, shape
 from meshwright.planner.search.validated import if_validated_pays
 from meshwright.planner.stages import boundary_index
@@ -43,43 +43,6 @@ MAX_PROOFS = 6
 ALL_COUNTS = 6  # numbers of micro-batches up to which the stage DP looks at all
 NEAR_COUNTS = 3  # of more, those that it looks at
 MAX_SIMPLER = 2  # combinations of each simpler kind that are simulated for a tie
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
-    """The chosen plan first, runners-up after it (some of them drafts); solver certificates of the
-    chosen plan's block classes by block name; CPU seconds spent per phase; what was left out and
-    why. `meshes` are those whose combinations were offered, `drafts` the plans simulated.
-
-    No plan that the search may choose takes less than `bound_s` under the cost model; 0 where
-    there was no time to bound them all. `complete`
-    says that no time limit cut the search, or a block's program, short. `host_states` and
-    `host_activations` as in
-    `Space`, of the space that the plan was found in.
-    """
-
-    candidates: tuple[Candidate | PlanDraft, ...]
-    certificates: Mapping[str, Certificate]
-    phases_s: Mapping[str, float]
-    notes: tuple[str, ...]
-    meshes: tuple[MeshChoice, ...]
-    drafts: tuple[PlanDraft, ...]
-    bound_s: float
-    complete: bool = True
-    host_states: float = 0.0
-    host_activations: float = 0.0
-
-    @property
-    def best(self) -> Candidate:
-        best = self.candidates[0]
-        assert isinstance(best, Candidate)
-        return best
-
-    @property
-    def gap(self) -> float:
-        """Fraction by which the chosen step may exceed the fastest there is; inf without a
-        bound."""
-        return max(0.0, self.best.step_time_s / self.bound_s - 1.0) if self.bound_s else math.inf
 
 
 class Search(Drafter):
@@ -114,8 +77,8 @@ class Search(Drafter):
         self.drafts = self._explorer.drafts
         self.excess_bytes = math.inf  # of the closest plan that was written out
 
-    def offload(self, host_states: float, host_activations: float = 0.0) -> None:
-        super().offload(host_states, host_activations)
+    def offload(self, **parts: float) -> None:
+        super().offload(**parts)
         self._explorer.equal = self.equal
 
     def again(self, overrides: Overrides) -> SearchResult:

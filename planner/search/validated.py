@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from meshwright.planner.drafts import Candidate
 
 if TYPE_CHECKING:
-    from meshwright.planner.search.search import Search, SearchResult
+    from meshwright.planner.search.result import SearchResult
+    from meshwright.planner.search.search import Search
 
 ALLOWED = "post_validation"
 PAYS = 0.98  # of the step without: within it, the simpler plan wins
@@ -37,8 +38,4 @@ def if_validated_pays(search: Search, found: SearchResult) -> SearchResult:
     assert isinstance(other, Candidate)  # the first is written out
     if other.step_time_s >= PAYS * best.step_time_s:
         return found
-    return dataclasses.replace(
-        found,
-        candidates=(other, *found.candidates[1:]),
-        bound_s=min(found.bound_s, other.step_time_s),
-    )
+    return found.led_by(other, found.host_states)

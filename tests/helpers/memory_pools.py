@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from meshwright.executor.backward import away
-from meshwright.executor.parameters import parameters
+from meshwright.executor.parameters import block_weights, gradients_to_host, parameters
 
 DEVICE, HOST = "device", "host"
 COPIES = ("copy", "detach", "c10d", "set_", "alias")  # in the names of operators that may cross
@@ -59,10 +59,36 @@ class MemoryPools(TorchDispatchMode):
         """Context in which the executor's `to_host` makes tensors of the host, and all is
         counted."""
         with ExitStack() as stack:
-            for crossing in (parameters, away):
+            for crossing in (parameters, gradients_to_host, block_weights, away):
                 stack.enter_context(mock.patch.object(crossing, "to_host", self._to_host))
+            stack.enter_context(self._following_resizes())
             stack.enter_context(self)
             yield
+
+    @contextmanager
+    def _following_resizes(self) -> Iterator[None]:
+        """Context in which memory that is freed and taken again under a tensor is counted: no
+        operator passes the dispatcher then."""
+        storages: Any = torch.UntypedStorage  # whose method is replaced
+        resize = storages.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            known = self._known.get(storage._cdata)
+            result = resize(storage, size)
+            if known is not None:
+                pool, before, released = known
+                self._known[storage._cdata] = pool, size, released
+                self._count(pool, size - before)
+            return result
+
+        with mock.patch.object(storages, "resize_", resized):
+            yield
+
+    def _count(self, pool: str, nbytes: int) -> None:
+        self.live[pool] += nbytes
+        self.peak[pool] = max(self.peak[pool], self.live[pool])
+        if self.live[pool] > self.budget[pool]:
+            raise PoolError(f"{pool}: {self.live[pool]} bytes of {self.budget[pool]:.0f}")
 
     def _to_host(self, x: torch.Tensor) -> torch.Tensor:
         self._making = HOST
@@ -96,10 +122,7 @@ class MemoryPools(TorchDispatchMode):
         nbytes = storage.nbytes()
         released = weakref.ref(storage, self._released(identity))
         self._known[identity] = pool, nbytes, released
-        self.live[pool] += nbytes
-        self.peak[pool] = max(self.peak[pool], self.live[pool])
-        if self.live[pool] > self.budget[pool]:
-            raise PoolError(f"{pool}: {self.live[pool]} bytes of {self.budget[pool]:.0f}")
+        self._count(pool, nbytes)
 
     def _released(self, identity: int) -> Callable[[Any], None]:
         return lambda _: self._forget(identity)

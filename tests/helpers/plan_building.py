@@ -34,7 +34,7 @@ class Knobs:
 
     `cut` may list the first blocks of the stages after the first. ZeRO goes to the stages with
     dp > 1. `recompute` may be "mixed". `offload` is the part of each stage's optimizer states in
-    host memory, `away` of its blocks' activations.
+    host memory, `weights` that of its weights, `away` of its blocks' activations.
     """
 
     meshes: Sequence[tuple[int, int]]
@@ -55,6 +55,7 @@ class Knobs:
     precision: str = "fp32"
     shardings: Mapping[str, str] = field(default_factory=dict)
     offload: float = 0.0
+    weights: float = 0.0
     away: float = 0.0
 
 
@@ -93,7 +94,9 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 recompute=recompute,
                 segments=knobs.segments,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
-                offload=parts_of(optimizer=knobs.offload, activations=knobs.away),
+                offload=parts_of(
+                    optimizer=knobs.offload, weights=knobs.weights, activations=knobs.away
+                ),
             )
         )
     return Plan(

@@ -10,8 +10,8 @@ policy, or `mixed` by block; `seg3`, the blocks in a segment; a precision; a kin
 parallelism; shardings ("megatron", the case's own, where nothing is said; "bare", none; "sequence",
 the case's own with the activations between layers split along the sequence); where the pipeline is
 cut; `spread`, the placement that puts a pipeline's neighbours next to each other; `rows12`, the
-global batch; `host50`, percent of the optimizer states in host memory; `away50`, of each stage's
-blocks those whose activations go there.
+global batch; `host50`, percent of the optimizer states in host memory, `weights50` of the weights;
+`away50`, of each stage's blocks those whose activations go there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Meshes = tuple[tuple[int, int], ...]
 
 _COUNTS = {
     "m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "hpz": "hpz",
-    "rows": "rows", "seg": "segments", "host": "host", "away": "away",
+    "rows": "rows", "seg": "segments", "host": "host", "weights": "weights",
+    "away": "away",
 }  # fmt: skip
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
@@ -62,6 +63,7 @@ class Cell:
     placement: str = "tp,dp,pp"
     rows: int = GLOBAL_BATCH
     host: int = 0
+    weights: int = 0
     away: int = 0
     name: str = ""
 
@@ -158,6 +160,7 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             precision=cell.precision,
             shardings=cell.patterns,
             offload=cell.host / 100,
+            weights=cell.weights / 100,
             away=cell.away / 100,
         ),
     )

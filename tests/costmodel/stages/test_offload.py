@@ -51,28 +51,43 @@ def test_nothing_in_host_memory_costs_nothing(zero: int) -> None:
     assert (own.host_bytes, own.optimizer_s) == (0.0, 0.25 if zero else 2.0)
 
 
+@pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_devices_let_go_of_what_lies_in_host_memory(zero: int) -> None:
+def test_devices_let_go_of_what_lies_in_host_memory(zero: int, microbatches: int) -> None:
+    """Masters and moments; gradients of one micro-batch, of several where ZeRO-2 scatters them."""
+
     def held(part: float) -> float:
-        return float(stage_costs(sums(), setting(zero, part), "none").static_bytes)
+        own = setting(zero, part, microbatches)
+        return float(stage_costs(sums(), own, "none").static_bytes)
 
     shards = 1 if not zero else 8
-    freed = NUMEL / shards * ((4 + 8) if zero < 3 else (4 + 4 + 8))
+    sent = microbatches == 1 or zero >= 2
+    gradients = {0: 4, 1: 4 * 8 + 4, 2: 4, 3: 4}[zero] * sent  # of a rank's shards
+    freed = NUMEL / shards * (4 + 8 + gradients)
     assert held(0.0) - held(1.0) == pytest.approx(freed)
     assert held(0.0) - held(0.25) == pytest.approx(freed / 4)
-    alone = model_state_bytes(NUMEL, precision="bf16", zero=zero, dp=8, optimizer="adamw", host=1.0)
+    alone = model_state_bytes(
+        NUMEL, precision="bf16", zero=zero, dp=8, optimizer="adamw", host=1.0, sent=1.0
+    )
     assert held(1.0) >= alone
 
 
-def test_a_step_waits_for_gradients_once_and_with_zero_3_in_each_microbatch() -> None:
+def test_gradients_pass_beside_backwards_once_or_in_each_microbatch() -> None:
     def costs(zero: int, part: float, m: int) -> tuple[float, float]:
         own = stage_costs(sums(forward_s=9.0, backward_s=9.0), setting(zero, part, m), "none")
         return float(own.forward_s + own.backward_s), float(own.reduce_s + own.optimizer_s)
 
     at = host_costs(sums(), setting(2, 1.0))
+    for zero in (0, 1):  # summed in the last backward, 9 s long: the link is hidden behind it
+        passes, once = (a - b for a, b in zip(costs(zero, 1.0, 4), costs(zero, 0, 4), strict=True))
+        own = host_costs(sums(), setting(zero, 1.0))
+        assert passes == 0
+        assert own.step_s < once < own.step_s + own.returned_s + own.fetched_s
     passes, once = (a - b for a, b in zip(costs(2, 1.0, 4), costs(2, 0.0, 4), strict=True))
-    assert passes == 0
-    assert once >= at.returned_s + at.step_s
+    assert at.added_s < passes < at.added_s + at.returned_s
+    assert once < at.step_s + at.fetched_s
+    passes, once = (a - b for a, b in zip(costs(2, 1.0, 1), costs(2, 0.0, 1), strict=True))
+    assert passes < at.returned_s  # there is nothing to add to
     passes, once = (a - b for a, b in zip(costs(3, 1.0, 4), costs(3, 0.0, 4), strict=True))
     assert passes >= at.returned_s + at.added_s
     assert once == pytest.approx(at.step_s)
@@ -86,3 +101,31 @@ def test_measured_copies_take_the_place_of_the_catalogs() -> None:
     found = host_costs(sums(), replace(setting(0, 1.0), profile=Measured()))  # type: ignore[arg-type]
     assert found.fetched_s == pytest.approx(NUMEL * 4 / 1e9)
     assert found.returned_s == pytest.approx(NUMEL * 4 / 2e9)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_pass_in_the_compute_precision(precision: str) -> None:
+    own = replace(setting(0, 1.0, 4), precision=precision, host_weights=0.5)
+    found, alone = host_costs(sums(), own), host_costs(sums(), replace(own, host_weights=0.0))
+    host, nbytes = own.cluster.host, {"fp32": 4, "bf16": 2}[precision] * 0.5 * NUMEL
+    assert host is not None
+    copied = nbytes * (precision != "fp32")  # else it is what the optimizer steps
+    assert found.weights_s == pytest.approx(nbytes / host.link_bandwidth)
+    assert found.kept_s == pytest.approx(copied / host.link_bandwidth)
+    assert found.nbytes - alone.nbytes == pytest.approx(copied)
+    held = [
+        float(stage_costs(sums(largest_parameters=NUMEL / 50), each, "none").static_bytes)
+        for each in (replace(own, host_weights=0.0), own)
+    ]
+    assert held[0] - held[1] == pytest.approx(nbytes * (1 - 2 / 50 / 0.5))
+
+
+def test_weights_pass_beside_both_passes_of_each_microbatch() -> None:
+    own = replace(setting(0, 1.0, 4), host_weights=1.0)
+    busy = sums(forward_s=9.0, backward_s=9.0)
+    with_, without = (
+        stage_costs(busy, replace(own, host_weights=part), "none") for part in (1.0, 0.0)
+    )
+    fetched = host_costs(sums(), own).weights_s
+    for name in ("forward_s", "backward_s"):
+        assert 0 < getattr(with_, name) - getattr(without, name) < fetched

@@ -7,15 +7,16 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
 from meshwright import Cluster, auto_parallelize
-from meshwright.executor.parameters import clip_
+from meshwright.executor.parameters import BlockWeights, clip_, reducer
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.model import ParallelModel
-from tests.helpers.memory_pools import HOST, MemoryPools, PoolError
+from tests.helpers.memory_pools import DEVICE, HOST, MemoryPools, PoolError
 from tests.models.models import CASES
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_checks import build
@@ -41,9 +42,19 @@ CELLS = tuple(
         "gpt2_tied pp2 m4 zb_h1 front host100",
         "gpt2_deep tp2 m2 host40",
         "gpt2_deep pp2 interleaved_1f1b m4 v2 host70",
+        "llama dp2 m1 zero1 bf16 host60",
+        "gpt2_untied pp2 m4 bf16 mixed host100",
+        "gpt2_deep dp2 m2 host100 weights100",
+        "llama dp2 m2 zero2 bf16 mixed host100 weights60",
+        "gpt2_tied pp2 m4 bf16 host80 weights80",
+        "llama tp2 m2 zb_h1 full host100 weights100",
+        "gpt2_deep pp2 interleaved_1f1b m4 v2 regather host100 weights70",
     )
 )
+ALONE = Cell.parse("gpt2_deep pp2 m2 host100")  # no rank adds to another's gradients
 RESIDENT = {zero: Cell.parse(f"gpt2_deep dp2 m2 zero{zero} host100") for zero in (0, 1, 2, 3)}
+AWAY = Cell.parse("gpt2_deep pp2 m2 host100 weights100")
+LEFT = (ALONE, RESIDENT[2])
 BESIDE = Cell.parse("gpt2_deep dp2 m2 zero2")  # the same without
 SAVED = Cell.parse("gpt2_deep dp2 m2 zero2 host60")
 
@@ -87,6 +98,62 @@ def resident(folder: Path, zero: int) -> dict[str, Any]:
     runtime, _optimizer = trained_in(pools, folder, RESIDENT[zero])
     numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.offload)
     return {"live": pools.live[HOST], "numel": numel, "device": pools.peak["device"]}
+
+
+def left(folder: Path, cell: Cell) -> dict[str, Any]:
+    """Bytes that a step's backwards leave on the device, beside those of what the optimizer reads;
+    in buckets that are no larger than the model's."""
+    case, pools = CASES[cell.case], MemoryPools()
+    found: list[int] = []
+    with (
+        pools.crossing(),
+        mock.patch.object(reducer, "BUCKET_BYTES", 2**14),
+        mock.patch.object(reducer, "ALONE_BYTES", 2**14),
+    ):
+        runtime = build(folder, cell)
+        finish = runtime._finish_gradients
+
+        def counted() -> None:
+            found.append(pools.live[DEVICE])
+            finish()
+
+        with mock.patch.object(runtime, "_finish_gradients", counted):
+            batch = case.batch(cell.rows, 0)
+            before = pools.live[DEVICE]
+            runtime.train_step(batch)
+    numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.reached)
+    return {"left": found[0] - before, "read": 4 * numel}
+
+
+def away(folder: Path) -> dict[str, Any]:
+    """Bytes of a device at the most with weights on it and in host memory, those of the weights, of
+    two blocks of them, and which of them had memory in the steps, and after them."""
+    peaks, had = [], []
+    fetch = BlockWeights._fetch
+
+    def counted(own: BlockWeights, block: str, *, waits: bool) -> None:
+        fetch(own, block, waits=waits)
+        members = (p.leaf for block in own.away.values() for p in block)
+        had.append(sum(leaf.untyped_storage().nbytes() for leaf in members))
+
+    for cell in (ALONE, AWAY):
+        pools = MemoryPools()
+        with mock.patch.object(BlockWeights, "_fetch", counted):
+            runtime, _optimizer = trained_in(pools, folder, cell)
+        peaks.append(pools.peak[DEVICE])
+    (own,) = (gather.away for gather in runtime.gathers.values())
+    assert own is not None
+    sizes = sorted(4 * sum(p.leaf.numel() for p in block) for block in own.away.values())
+    leaves = [p.leaf for p in runtime.stage_parameters if p.away]
+    return {
+        "peaks": peaks,
+        "weights": sum(sizes),
+        "two": sum(sizes[-2:]),
+        "had": max(had),
+        "left": sum(leaf.untyped_storage().nbytes() for leaf in leaves),
+        "host": pools.live[HOST],
+        "numel": sum(p.stored.numel() for p in runtime.stage_parameters if p.offload),
+    }
 
 
 def budget(folder: Path) -> dict[str, Any]:
@@ -160,7 +227,8 @@ def main(folder: Path) -> None:
         cell.name: partial(run_cell, folder, cell) for cell in CELLS
     }
     work |= {f"resident{zero}": partial(resident, folder, zero) for zero in RESIDENT}
-    work |= {one.__name__: partial(one, folder) for one in (budget, checkpoint, clipped)}
+    work |= {f"left_{cell.name}": partial(left, folder, cell) for cell in LEFT}
+    work |= {one.__name__: partial(one, folder) for one in (away, budget, checkpoint, clipped)}
     run_all(work, folder, "")
 
 

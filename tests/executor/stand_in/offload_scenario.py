@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.executor import stand_in
-from meshwright.executor.parameters import whole_of
-from meshwright.executor.parameters.host_memory import Aside, fill
+from meshwright.executor import devices, stand_in
+from meshwright.executor.host_memory import Aside, fill
+from meshwright.executor.parameters import parameters, whole_of
 from meshwright.executor.rehearsal import Rehearsal
 
 rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
@@ -24,7 +25,7 @@ def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) 
     with monkeypatch.context() as patch:
         patch.setattr("os.cpu_count", lambda: 2 * torch.get_num_threads())
         patch.setattr(torch, "set_num_threads", lambda count: None)
-        for line in ("m2", "m2 bf16", "m2 zero2 bf16", "m2 zero3"):
+        for line in ("m2", "m2 bf16", "m2 zero2 bf16", "m2 zero3", "m2 bf16 away100"):
             assert run(f"mlp dp2 1f1b {line} host100").mismatches == ()
     for line in ("m2 bf16", "m2 zero3 full"):
         assert run(f"gpt2_deep dp2 1f1b {line} away100").mismatches == ()
@@ -45,3 +46,6 @@ def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) 
             leaf = torch.empty(4, device=device)
             fill(leaf, torch.empty(4))
         aside.wait(aside.mark())
+        waits = SimpleNamespace(offload=True, gradient=torch.empty(4, device=device))
+        parameters._to_host([waits], device)  # type: ignore[list-item]
+        assert waits.gradient.device == devices.HOST

@@ -14,7 +14,8 @@ from meshwright.planner.alternatives.alternatives import Alternative, alternativ
 from meshwright.planner.alternatives.families import RUNS_HERE, families, runs_here
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.search.search import Search, SearchResult
+from meshwright.planner.search.result import SearchResult
+from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import SERIAL
 from tests.helpers.planning import cluster, linears, problem_of

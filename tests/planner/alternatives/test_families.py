@@ -13,7 +13,8 @@ from meshwright.planner.alternatives.families import RUNS_HERE, WITHOUT
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.search.search import Search, SearchResult
+from meshwright.planner.search.result import SearchResult
+from meshwright.planner.search.search import Search
 from meshwright.planner.search.taste import TIE
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster, large_gpt2, linears, problem_of

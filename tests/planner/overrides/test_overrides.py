@@ -17,7 +17,8 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.planner.overrides.fitting import check_overrides
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import FORBIDDABLE, FORBIDS, OverrideError
-from meshwright.planner.search.search import Search, SearchResult
+from meshwright.planner.search.result import SearchResult
+from meshwright.planner.search.search import Search
 from tests.helpers.tiny import cut, net, slow_host
 
 ROWS = 16

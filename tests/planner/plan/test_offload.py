@@ -74,7 +74,8 @@ def test_a_file_says_what_is_offloaded_and_nothing_where_nothing_is() -> None:
     ("offload", "message"),
     [
         ({"optimizer": 1.5}, r"offload: optimizer=1.5; legal: a part, from 0 to 1"),
-        ({"weights": 0.5}, r"offload='weights'; legal: optimizer"),
+        ({"buffers": 0.5}, r"offload='buffers'; legal: optimizer"),
+        ({"weights": 0.5}, r"offload: weights=0.5: the optimizer steps.*legal: 0 to 0.0"),
         ({"optimizer": "half"}, r"legal: an object of parts from 0 to 1, of optimizer"),
         (0.5, r"=0.5; legal: an object of parts"),
     ],

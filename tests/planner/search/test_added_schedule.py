@@ -16,7 +16,8 @@ from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.flow import crossings
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.search.search import Search, SearchResult
+from meshwright.planner.search.result import SearchResult
+from meshwright.planner.search.search import Search
 from tests.helpers.planning import Traced, cluster, linears, problem_of
 
 NAME = "patient_1f1b"

@@ -58,7 +58,7 @@ def test_states_stay_on_devices_that_have_room(roomy: ParallelModel) -> None:
 
 
 def test_no_more_goes_to_the_host_than_must(roomy: ParallelModel) -> None:
-    room = (least(roomy, 0.0) + least(roomy, 1.0)) // 2
+    room = (3 * least(roomy, 0.0) + least(roomy, 1.0)) // 4
     result = on(gpus(room))
     own = part(result)
     assert 0 < own < 1
@@ -94,6 +94,44 @@ def test_a_host_that_is_too_small_is_named_with_what_it_lacks(roomy: ParallelMod
         on(gpus(least(roomy, 1.0) // 2))
 
 
+def test_weights_go_to_the_host_where_states_do_not_suffice(roomy: ParallelModel) -> None:
+    """As few of them as must, and where there is room for all no one."""
+    room = int(0.85 * least(roomy, 1.0))
+    result = on(gpus(room))
+    there = result.plan.stages[0].offload
+    assert there["optimizer"] == 1
+    assert 0 < there["weights"] <= 1
+    assert max(result.prediction.peak_memory_bytes) <= room
+    assert "weights in host memory" in str(result.report)
+    assert Plan.from_json(result.plan.to_json()) == result.plan
+    evaluator = Evaluator(result._problem)
+    choices = parts(trained_sizes(result.plan.stages[0], result._problem.graph))
+    less = choices[choices.index(there["weights"]) - 1]
+    other = with_stage(result.plan, offload={"optimizer": 1.0, "weights": less})
+    assert max(evaluator.price(other).prediction.peak_memory_bytes) > room
+    fewer = with_stage(result.plan, offload={"optimizer": 1.0})
+    assert evaluator.price(fewer).prediction.step_time_s < result.prediction.step_time_s
+
+
+def test_a_model_whose_weights_exceed_the_device_has_a_plan() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_layer=90, n_embd=4096, n_head=32, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0
+    )
+    with torch.device("meta"):
+        model: nn.Module = GPT2LMHeadModel(config)
+        ids = torch.zeros(32, 1024, dtype=torch.long)
+    card = Cluster.from_catalog("v100-32gb", devices_per_node=1)
+    result = auto_parallelize(
+        model, card, example_inputs={"input_ids": ids, "labels": ids}, global_batch_size=32,
+        precision="fp16", profile=False,
+    )  # fmt: skip
+    assert 2 * result._problem.graph.num_parameters() > card.device.memory_bytes
+    assert max(result.prediction.peak_memory_bytes) <= card.device.memory_bytes
+    assert result.plan.stages[0].offload["weights"] > 0.5
+
+
 def test_a_given_plan_must_fit_the_host(roomy: ParallelModel) -> None:
     plan = with_stage(roomy.plan, offload={"optimizer": 1.0})
     with pytest.raises(InfeasibleError, match=r"of a node's host memory, \S+ [KM]iB more"):
@@ -114,7 +152,10 @@ def test_a_user_decides(roomy: ParallelModel) -> None:
     ("given", "message"),
     [
         ({"offload": {"optimizer": 2}}, "override offload: optimizer=2; legal: a part"),
-        ({"offload": {"weights": 1}}, "override offload='weights'; legal: optimizer"),
+        ({"offload": {"buffers": 1}}, "override offload='buffers'; legal: optimizer"),
+        ({"offload": {"weights": 1}}, "override offload: weights=1: the optimizer steps weights"),
+        ({"offload": {"weights": 1, "optimizer": 1}, "zero": 3}, "contradicts zero=3"),
+        ({"offload": {"weights": 1, "optimizer": 1}, "segments": 2}, "contradicts segments"),
         ({"offload": 0.5}, "override offload=0.5; legal: parts from 0 to 1"),
         ({"offload": {"optimizer": 0.5}, "forbid": ["offload"]}, "contradicts forbid='offload'"),
     ],

@@ -10,7 +10,7 @@ import pytest
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
-from meshwright.planner.search.search import SearchResult
+from meshwright.planner.search.result import SearchResult
 from tests.helpers.enumeration import POLICIES, SERIAL, Enumeration, instance, limited
 from tests.helpers.planning import problem_of
 from tests.planner.search.test_search import AMPLE, search, searching

@@ -21,7 +21,8 @@ from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.search.search import Search, SearchResult
+from meshwright.planner.search.result import SearchResult
+from meshwright.planner.search.search import Search
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import Enumeration, instance, limited

@@ -2,9 +2,10 @@
 
 Of an offloaded parameter `stored` lies in host memory (pinned, where the device has streams), and
 so does what the optimizer makes of it: a torch optimizer's states lie where its parameters do, and
-it steps there. The leaf and its gradient stay on the device:
+it steps there. The leaf stays on the device:
 
-    after the backward    the reduced gradient is copied to the host, and waited for
+    in a backward         the gradient is copied to the host as it is made, or reduced
+                          (`gradients_to_host.py`), and added up there
     before a forward      the stored weight is copied to the device on a stream of its own and cast
                           there, block by block in the order of the forward, which waits for its own
 
@@ -43,10 +44,10 @@ class Aside:
         self.stream: Any = None  # made when it is first entered
 
     @contextmanager
-    def entered(self, *, host_waits: bool = True) -> Iterator[None]:
+    def entered(self, *, waits: bool = True) -> Iterator[None]:
         """Context in which work is given to the stream, after all that the current one was given.
-        Without gradients (an evaluation) the host waits for it, if it `host_waits`: nothing later
-        says that the host's memory may be written again."""
+        Without gradients (an evaluation) the host `waits` for it: nothing later says that the
+        host's memory may be written again."""
         if self.module is None:
             yield
             return
@@ -55,7 +56,7 @@ class Aside:
         self.stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(self.stream):
             yield
-        if host_waits and not torch.is_grad_enabled():
+        if waits and not torch.is_grad_enabled():
             self.stream.synchronize()
 
     def mark(self) -> Any:

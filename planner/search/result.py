@@ -1,0 +1,61 @@
+"""What a search found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from meshwright.planner.drafts import IN_HOST_MEMORY, Candidate, MeshChoice, PlanDraft
+from meshwright.planner.intra_op import Certificate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The chosen plan first, runners-up after it (some of them drafts); solver certificates of the
+    chosen plan's block classes by block name; CPU seconds spent per phase; what was left out and
+    why. `meshes` are those whose combinations were offered, `drafts` the plans simulated.
+
+    No plan that the search may choose takes less than `bound_s` under the cost model; 0 where
+    there was no time to bound them all. `complete` says that no time limit cut the search, or a
+    block's program, short. `host_states`, `host_weights` and `host_activations` as in `Space`, of
+    the space that the plan was found in.
+    """
+
+    candidates: tuple[Candidate | PlanDraft, ...]
+    certificates: Mapping[str, Certificate]
+    phases_s: Mapping[str, float]
+    notes: tuple[str, ...]
+    meshes: tuple[MeshChoice, ...]
+    drafts: tuple[PlanDraft, ...]
+    bound_s: float
+    complete: bool = True
+    host_states: float = 0.0
+    host_weights: float = 0.0
+    host_activations: float = 0.0
+
+    @property
+    def in_host_memory(self) -> dict[str, float]:
+        return {name: getattr(self, name) for name in IN_HOST_MEMORY}
+
+    @property
+    def best(self) -> Candidate:
+        best = self.candidates[0]
+        assert isinstance(best, Candidate)
+        return best
+
+    @property
+    def gap(self) -> float:
+        """Fraction by which the chosen step may exceed the fastest there is; inf without a
+        bound."""
+        return max(0.0, self.best.step_time_s / self.bound_s - 1.0) if self.bound_s else math.inf
+
+    def led_by(self, best: Candidate, host_states: float) -> SearchResult:
+        """The result with another plan as the best, found with so many states in host memory."""
+        return replace(
+            self,
+            candidates=(best, *self.candidates[1:]),
+            bound_s=min(self.bound_s, best.step_time_s),
+            host_states=host_states,
+            host_activations=max(s.offload.get("activations", 0.0) for s in best.plan.stages),
+        )
