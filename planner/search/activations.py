@@ -1,10 +1,11 @@
 """Activations in host memory: where nothing fits without, and where they make a step faster.
 
 Where no plan fits, with optimizer states in host memory neither, the search is made again with the
-activations of all blocks there, and with the states as well. Where a plan fits and recomputes, by
-block or in segments, memory binds: the same plan is priced with less recompute, and as many blocks'
-activations in host memory as it takes to fit. How many that are of each device group is found by
-halving, of all groups at once: the peak of a device depends on its own stages alone.
+activations of all blocks there, with the states as well, and with the weights. Where a plan fits
+and recomputes, by block or in segments, memory binds: the same plan is priced with less recompute,
+and as many blocks' activations in host memory as it takes to fit. How many that are of each device
+group is found by halving, of all groups at once: the peak of a device depends on its own stages
+alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts import Candidate, priced_fits
 from meshwright.planner.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing import evaluate
-from meshwright.planner.search.offload import PAYS, held_by_hosts
+from meshwright.planner.search.offload import PAYS, held_by_hosts, with_less
 
 if TYPE_CHECKING:
     from meshwright.planner.search.result import SearchResult
@@ -35,20 +36,22 @@ def may_send(search: Search) -> bool:
 
 
 def with_activations(search: Search) -> SearchResult | None:
-    """The result of a search with activations in host memory, and then with the optimizer's states
-    too; None where nothing fits so, either. All blocks repeat what they can at first: of what that
-    takes least memory, the plan then repeats less as it pays."""
+    """The result of a search with activations in host memory, then with the optimizer's states
+    too, then with weights; None where nothing fits so, either. All blocks repeat what they can at
+    first: of what that takes least memory, the plan then repeats less as it pays."""
     if not may_send(search):
         return None
     full = search
     if _free(search) and "full" in search.restrictions.policies:
         full = search.like(overrides=dataclasses.replace(search.overrides, recompute="full"))
-    for states in dict.fromkeys((0.0, held_by_hosts(search))):
+    held = held_by_hosts(search)
+    for states, weights in ((0.0, 0.0), (held, 0.0), (held, 1.0))[: 2 + (held == 1)]:
         if search.programs.time.over():
             break
-        if found := full.offloading(host_states=states, host_activations=1.0).attempt():
+        there = {"host_states": states, "host_weights": weights, "host_activations": 1.0}
+        if found := full.offloading(**there).attempt():
             best = least_sent(search, found.best.plan, found.best) or found.best
-            return found.led_by(_faster(search, best) or best, states)
+            return found.led_by(with_less(search, _faster(search, best) or best), states)
     search.host_said += "; nor does anything with activations there" * bool(search.host_said)
     return None
 

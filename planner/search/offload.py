@@ -110,7 +110,7 @@ def if_it_pays(search: Search, found: SearchResult) -> SearchResult:
     if not written:
         return found
     assert isinstance(written[0], Candidate)  # the first is written out
-    other = _with_less(there, written[0])
+    other = with_less(there, written[0])
     if other.step_time_s >= PAYS * best.step_time_s:
         return found
     return found.led_by(other, part)
@@ -137,10 +137,10 @@ def _may_pay(search: Search, best: Candidate) -> bool:
 
 
 def _lessened(search: Search, found: SearchResult) -> SearchResult:
-    return found.led_by(_with_less(search, found.best), found.host_states)
+    return found.led_by(with_less(search, found.best), found.host_states)
 
 
-def _with_less(search: Search, best: Candidate) -> Candidate:
+def with_less(search: Search, best: Candidate) -> Candidate:
     """The plan with as few states in host memory as fit, stage by stage; where weights lie there,
     too, with as few of these: they come in each pass."""
     graph = search.problem.graph

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from meshwright.planner.drafts import Combination, PlanDraft
@@ -44,7 +45,7 @@ def without_refused(search: Search) -> SearchResult:
     found, excess = _without(search) if search.refused else (None, math.inf)
     if found is None and (segments := _segmented(search)):
         return if_activations_pay(search, segments)
-    found = found or with_host(search, _otherwise) or with_activations(search)
+    found = found or _on_hosts(search)
     if found is not None:
         return found
     if not search.refused or search.programs.time.over():
@@ -59,6 +60,16 @@ def without_refused(search: Search) -> SearchResult:
         (excess,),
         helps,
     )
+
+
+def _on_hosts(search: Search) -> SearchResult | None:
+    """What fits with states and weights in host memory, or with activations there: the faster, as
+    far as the former gives something else up for memory."""
+    states = with_host(search, _otherwise)
+    if states is not None and {*chain(*(s.policies for s in states.best.plan.stages))} == {"none"}:
+        return states
+    found = [each for each in (states, with_activations(search)) if each is not None]
+    return min(found, key=lambda each: each.best.step_time_s, default=None)
 
 
 def _segmented(search: Search) -> SearchResult | None:

@@ -72,8 +72,9 @@ def test_a_slow_link_does_not_pay(roomy: ParallelModel) -> None:
 
 
 def test_where_nothing_fits_they_go_to_the_host_however_slow(roomy: ParallelModel) -> None:
-    room = peak(roomy, recompute="full", offload={"optimizer": 1.0, "activations": 1.0})
-    more = peak(roomy, recompute="full", offload={"optimizer": 1.0})
+    everything = {"optimizer": 1.0, "weights": 1.0, "activations": 1.0}
+    room = peak(roomy, recompute="full", offload=everything)
+    more = peak(roomy, recompute="full", offload={"optimizer": 1.0, "weights": 1.0})
     cluster = gpus((room + more) // 2, **SLOW)
     free = {"dp": 1, "segments": 1}
     result = on(cluster, **free)
@@ -104,7 +105,7 @@ def test_what_is_not_known_contradicts_or_is_not_priced_is_refused(roomy: Parall
     plan = with_stage(roomy.plan, offload={"activations": 1.0})
     with pytest.raises(InfeasibleError, match=r"of a node's host memory, \S+ [KM]iB more"):
         planned(net(), cluster=gpus(2**33, host_bytes=2**10), profile=False, plan=plan)
-    with pytest.raises(PlanError, match="legal: optimizer, activations"):
+    with pytest.raises(PlanError, match="legal: optimizer, weights, activations"):
         with_stage(roomy.plan, offload={"inputs": 1.0})
         planned(net(), cluster=gpus(2**33), profile=False,
                 plan=with_stage(roomy.plan, offload={"inputs": 1.0}))  # fmt: skip

@@ -42,12 +42,12 @@ def roomy() -> ParallelModel:
     return on(gpus(2**33))
 
 
-def least(result: ParallelModel, given: float) -> int:
+def least(result: ParallelModel, given: float, recompute: str = "full") -> int:
     """Bytes of tensors of the plan with so much of the states in host memory, everything
-    recomputed and in the smallest micro-batches."""
+    recomputed so and in the smallest micro-batches."""
     problem = result._problem
     plan = replace(result.plan, num_microbatches=result.plan.global_batch_size)
-    plan = with_stage(plan, offload={"optimizer": given} if given else {}, recompute="full")
+    plan = with_stage(plan, offload={"optimizer": given} if given else {}, recompute=recompute)
     return Evaluator(problem).price(plan).prediction.peak_memory_bytes[0]
 
 
@@ -58,15 +58,16 @@ def test_states_stay_on_devices_that_have_room(roomy: ParallelModel) -> None:
 
 
 def test_no_more_goes_to_the_host_than_must(roomy: ParallelModel) -> None:
-    room = (3 * least(roomy, 0.0) + least(roomy, 1.0)) // 4
-    result = on(gpus(room))
+    room = (3 * least(roomy, 0.0, "none") + least(roomy, 1.0, "none")) // 4
+    result = on(gpus(room), recompute="none")
     own = part(result)
     assert 0 < own < 1
     evaluator, memory = Evaluator(result._problem), result._problem.cluster.device.memory_bytes
     choices = parts(trained_sizes(result.plan.stages[0], result._problem.graph))
     less = choices[choices.index(own) - 1]
+    there = result.plan.stages[0].offload
     peaks = [
-        evaluator.price(with_stage(result.plan, offload={"optimizer": p})).prediction
+        evaluator.price(with_stage(result.plan, offload={**there, "optimizer": p})).prediction
         for p in (less, own)
     ]
     assert peaks[0].peak_memory_bytes[0] > memory >= peaks[1].peak_memory_bytes[0]
@@ -217,4 +218,5 @@ def test_llama_3_8b_on_two_cards_of_24_gb() -> None:
     assert part(result) > 0.5
     assert max(result.prediction.peak_memory_bytes) <= cards.device.memory_bytes
     (host,) = result.prediction.host_memory_bytes
-    assert host == pytest.approx(part(result) * LLAMA_BYTES, rel=1e-3)
+    assert host >= 0.999 * part(result) * LLAMA_BYTES
+    assert host <= cards.host.memory_bytes
