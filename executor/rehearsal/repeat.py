@@ -348,4 +348,4 @@ def _tensor(
     if made.kept is not None:
         return made.kept
     of = given[made.given] if made.given is not None else memories[made.place]
-    return of.detach().as_strided(made.shape, made.stride, made.offset)
+    return of.detach().as_strided(made.shape, made.stride, made.offset).data  # of no base

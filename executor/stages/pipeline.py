@@ -179,7 +179,7 @@ class PipelineRun:
         if (loss := stage.program.graphs.loss) is not None:
             self.losses.append(done.produced[loss].detach())
         for name, x in done.produced.items() if self.sends[unit] else ():
-            if name != loss and x.grad_fn is not None:
+            if name != loss:
                 done.produced[name] = handed(x)
                 self.handed.setdefault(unit, []).append(done.produced[name])
         for target, names in stage.beside.items():
