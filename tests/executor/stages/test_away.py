@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from meshwright import Cluster, auto_parallelize
 from tests.executor.stages.away_worker import CELLS, RESIDENT, WORLD
 from tests.helpers.launching import Results, results_of
-from tests.parity.parity_cells import Cell
+from tests.helpers.memory_pools import HOST, MemoryPools, PoolError
+from tests.models.models import CASES
+from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_reference import store
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 32 * 2**-8, "fp16": 32 * 2**-11}
@@ -41,3 +45,33 @@ def test_activations_lie_in_host_memory_as_priced_and_come_back(
     assert found["host"] == pytest.approx(found["priced"], rel=0.03)
     with_it, without = found["device"]
     assert without - with_it > 0.4 * found["host"] / WORLD
+
+
+def _stepped(pools: MemoryPools, cell: Cell) -> None:
+    """One step of a plan on one device, in this process."""
+    case, (plan, _) = CASES[cell.case], plan_of(cell)
+    with pools.crossing():
+        result = auto_parallelize(
+            case.model(),
+            Cluster.local(1, measure=False),
+            example_inputs=case.batch(cell.rows, 0),
+            global_batch_size=cell.rows,
+            loss_fn=case.loss_fn,
+            precision="fp32",
+            plan=plan,
+            profile=False,
+        )
+        result.train_step(case.batch(cell.rows, 0))
+
+
+def test_budgets_prove_where_activations_lie() -> None:
+    """A step passes a budget of the device that it does not pass without; a host of too small a
+    budget is an error."""
+    cell, measured = Cell.parse("gpt2_deep dp1 m4 gpipe away100 rows32"), MemoryPools()
+    _stepped(measured, cell)
+    room = 1.02 * measured.peak["device"]
+    _stepped(MemoryPools(device_bytes=room), cell)
+    with pytest.raises(PoolError, match="device"):
+        _stepped(MemoryPools(device_bytes=room), replace(cell, away=0))
+    with pytest.raises(PoolError, match="host"):
+        _stepped(MemoryPools(host_bytes=measured.peak[HOST] // 2), cell)
