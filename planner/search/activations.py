@@ -86,7 +86,7 @@ def _faster(search: Search, best: Candidate) -> Candidate | None:
         if search.programs.time.over():
             break
         other = dataclasses.replace(plan, stages=tuple(_with(s, policy) for s in plan.stages))
-        limit_s = PAYS * fastest.step_time_s
+        limit_s = min(PAYS * best.step_time_s, fastest.step_time_s)
         least = _at(search, other, best, [LEAST] * len(plan.stages))
         if least.step_time_s < limit_s:
             fastest = least_sent(search, other, best, limit_s) or fastest
