@@ -5,11 +5,11 @@ from meshwright.planner.drafts.combinations import Combination, MeshChoice, Stag
 from meshwright.planner.drafts.drafter import Drafter, Given
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.mesh import Mesh
-from meshwright.planner.drafts.space import IN_HOST_MEMORY, Space, groups_of
+from meshwright.planner.drafts.space import HostParts, Space, groups_of
 from meshwright.planner.drafts.unequal_stages import UnequalStages
 
 __all__ = [
-    "IN_HOST_MEMORY", "Candidate", "Combination", "Drafter", "EqualStages", "Given", "Mesh",
+    "Candidate", "Combination", "Drafter", "EqualStages", "Given", "HostParts", "Mesh",
     "MeshChoice", "PlanDraft", "Space", "StageDraft", "StageSetup", "UnequalStages", "groups_of",
     "priced_fits",
 ]  # fmt: skip

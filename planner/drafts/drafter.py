@@ -19,7 +19,7 @@ from meshwright.planner.drafts.candidates import (
 )
 from meshwright.planner.drafts.combinations import Combination, StageDraft
 from meshwright.planner.drafts.equal_stages import EqualStages
-from meshwright.planner.drafts.space import IN_HOST_MEMORY, Space
+from meshwright.planner.drafts.space import HostParts, Space
 from meshwright.planner.drafts.unequal_stages import UnequalStages
 from meshwright.planner.overrides import OverrideError, Overrides, restrict
 from meshwright.planner.plan import resolve_shardings
@@ -114,10 +114,8 @@ class Drafter:
         return made
 
     def offload(self, **parts: float) -> None:
-        """Draft with these parts (`Space.in_host_memory`) of the optimizer states, the weights and
-        the blocks' activations in host memory, where the overrides leave it free; none of others.
-        """
-        there: dict[str, Any] = dict.fromkeys(IN_HOST_MEMORY, 0.0) | parts
+        """Draft with these `HostParts`, where the overrides leave them free."""
+        there: dict[str, Any] = HostParts(**parts).in_host_memory
         self.space = replace(self.space, **there)
         self.equal = EqualStages(self.space, self.programs)
         self.unequal = UnequalStages(self.space, self.equal)

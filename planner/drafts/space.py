@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import numpy as np
@@ -43,13 +43,25 @@ MAX_MICROBATCH_CHOICES = 12
 MIN_CONTEXT = 4096  # tokens of a sequence that a rank keeps
 MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
-IN_HOST_MEMORY = ("host_states", "host_weights", "host_activations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostParts:
+    """The parts of stages that lie in host memory, as in `Setting`."""
+
+    host_states: float = 0.0
+    host_weights: float = 0.0
+    host_activations: float = 0.0
+
+    @property
+    def in_host_memory(self) -> dict[str, float]:
+        return {one.name: getattr(self, one.name) for one in fields(HostParts)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Space:
+class Space(HostParts):
     """The choices for one model, cluster and batch, within the user's restrictions. A
-    `memory_margin` of each device is left free; what is `IN_HOST_MEMORY` as in `Setting`."""
+    `memory_margin` of each device is left free; stages have these parts in host memory."""
 
     problem: Problem
     global_batch_size: int
@@ -57,13 +69,6 @@ class Space:
     memory_margin: float = 0.0
     segmented: bool = False
     """Whether stages may run again in segments, where single blocks don't free enough."""
-    host_states: float = 0.0
-    host_weights: float = 0.0
-    host_activations: float = 0.0
-
-    @property
-    def in_host_memory(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in IN_HOST_MEMORY}
 
     @property
     def memory_bytes(self) -> float:

@@ -6,20 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.planner.drafts import IN_HOST_MEMORY, Candidate, MeshChoice, PlanDraft
+from meshwright.planner.drafts import Candidate, HostParts, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import Certificate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult:
+class SearchResult(HostParts):
     """The chosen plan first, runners-up after it (some of them drafts); solver certificates of the
     chosen plan's block classes by block name; CPU seconds spent per phase; what was left out and
     why. `meshes` are those whose combinations were offered, `drafts` the plans simulated.
 
     No plan that the search may choose takes less than `bound_s` under the cost model; 0 where
     there was no time to bound them all. `complete` says that no time limit cut the search, or a
-    block's program, short. `host_states`, `host_weights` and `host_activations` as in `Space`, of
-    the space that the plan was found in.
+    block's program, short. The parts in host memory are those of the space that the plan was found
+    in.
     """
 
     candidates: tuple[Candidate | PlanDraft, ...]
@@ -30,13 +30,6 @@ class SearchResult:
     drafts: tuple[PlanDraft, ...]
     bound_s: float
     complete: bool = True
-    host_states: float = 0.0
-    host_weights: float = 0.0
-    host_activations: float = 0.0
-
-    @property
-    def in_host_memory(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in IN_HOST_MEMORY}
 
     @property
     def best(self) -> Candidate:
