@@ -33,9 +33,10 @@ EXPERT_MODEL_HOST = 15.0
 EXPERT_HOST = 4.0
 
 _ZERO_BUBBLE = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+_TWO_COPIES = ("chimera", "dualpipe")
 # stages of unequal meshes, and a pipeline that runs ahead, are only ours and Alpa's; secondary
 # shards and quantised collectives (ZeRO++) are ours: no published step that was fitted has them
-_USUAL = ("eager_1f1b", "unequal_meshes", "hpz", "quantized")
+_USUAL = ("eager_1f1b", *_TWO_COPIES, "unequal_meshes", "hpz", "quantized")
 
 # What `train_step` does: buckets of fp32 gradients are reduced while the backward makes the rest
 # (executor/parameters/reducer.py), updated weights are gathered a block ahead of the first forward
@@ -156,7 +157,15 @@ ALPA = Target(
     gradient_bytes=2,
     bucket_copies=0,
     pure=True,
-    excludes=("cp", "eager_1f1b", "interleaved_1f1b", "hpz", "quantized", *_ZERO_BUBBLE),
+    excludes=(
+        "cp",
+        "eager_1f1b",
+        "interleaved_1f1b",
+        "hpz",
+        "quantized",
+        *_ZERO_BUBBLE,
+        *_TWO_COPIES,
+    ),
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

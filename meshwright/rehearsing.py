@@ -24,7 +24,7 @@ from meshwright.executor.rehearsal import (
 )
 from meshwright.executor.stages import CheckedPlan
 from meshwright.planner.batch import input_leaves
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, passes_of
 from meshwright.planner.pricing import (
     Evaluator,
     Prediction,
@@ -100,7 +100,7 @@ def rehearse_plan(
 
 def _priced_step(plan: Plan, problem: Problem) -> Estimate:
     """The plan's price as an estimate has it, by the busiest device group."""
-    priced, m = Evaluator(problem).price(plan), plan.num_microbatches
+    priced, m = Evaluator(problem).price(plan), passes_of(plan)
     found: list[dict[str, float]] = []
     for ranks in plan.devices:
         own = [s for s, x in zip(priced.stages, plan.stages, strict=True) if x.ranks == ranks]

@@ -1,6 +1,7 @@
 """Pipeline schedules: their records, instruction streams, and the simulated step."""
 
 from meshwright.costmodel.schedules.early import Early, early_parts
+from meshwright.costmodel.schedules.fills import PipelineShape
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import (
     Instruction,
@@ -19,12 +20,7 @@ from meshwright.costmodel.schedules.simulate import (
     event_of,
     simulate,
 )
-from meshwright.costmodel.schedules.table import (
-    SCHEDULES,
-    PipelineShape,
-    Schedule,
-    stages_of_devices,
-)
+from meshwright.costmodel.schedules.table import SCHEDULES, Schedule, stages_of_devices
 
 __all__ = [
     "SCHEDULES", "Action", "Early", "Event", "Instruction", "PipelineShape", "Schedule",

@@ -13,9 +13,12 @@ which need a multiple of p, at least p and at least 2p micro-batches, take any m
 for as many as they need, and the computes of the micro-batches from m on are dropped. (An
 overlapped F is always of a later micro-batch than its B, so it never loses it.)
 
+Where the schedule holds two copies of the model, `m` micro-batches go through each, counted from 0,
+and `stages` are the device's stage of the first copy and its stage of the second.
+
 Sources: GPipe, arXiv 1811.06965; 1F1B (PipeDream-Flush), 2006.09503; eager 1F1B, 2211.05322;
-interleaved, 2104.04473; ZB-H1, ZB-H2 and ZB-V, 2401.10241; DualPipe, 2412.19437, of which DualPipeV
-is one half.
+interleaved, 2104.04473; Chimera, 2107.06925; ZB-H1, ZB-H2 and ZB-V, 2401.10241; DualPipe,
+2412.19437, of which DualPipeV is one half.
 """
 
 import math
@@ -209,3 +212,32 @@ def dualpipe_v(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int
         order.backward(down, split=True)
     for _ in range(d + 1):
         order.weight()
+
+
+def chimera(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
+    """Units of p/2 micro-batches per copy, one after the other. With F and B of one slot each, the
+    s-th stage of a copy takes micro-batch i of unit u
+
+        F in slot  2pu + s + 2i,        B in slot  2pu + 2p - 1 - s + 2i,
+
+    latest times of 1F1B in which the copies never meet on a device: their F lie on slots of s's and
+    p-1-s's parity, their B on those of the other one."""
+    half = p // 2
+    taken = []
+    for place, stage in zip((d, p - 1 - d), stages, strict=True):
+        for k in range(math.ceil(m / half) * half):
+            slot = 2 * p * (k // half) + 2 * (k % half)
+            taken.append((slot + place, stage, True))
+            taken.append((slot + 2 * p - 1 - place, stage, False))
+    for _, stage, is_forward in sorted(taken):
+        if is_forward:
+            order.forward(stage)
+        else:
+            order.backward(stage)
+
+
+def dualpipe(order: DeviceOrder, stages: Sequence[int], d: int, p: int, m: int) -> None:
+    """DualPipeV is one half of this: a device and its mirror image run it, each with the two copies
+    in the other's order."""
+    nearer = min(d, p - 1 - d)
+    dualpipe_v(order, stages if d == nearer else stages[::-1], nearer, p // 2, m)

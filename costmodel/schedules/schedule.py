@@ -23,10 +23,10 @@ from itertools import pairwise
 from typing import overload
 
 from meshwright.costmodel.schedules.errors import ScheduleError
+from meshwright.costmodel.schedules.fills import PipelineShape
 from meshwright.costmodel.schedules.orders import Action, Compute
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
-    PipelineShape,
     Schedule,
     check_count,
     compute_orders,
@@ -141,7 +141,8 @@ def build_schedule(
     below 1, stages that do not go evenly on the devices, or an edge that does not point forward.
     """
     if edges is None:
-        edges = [(stage, stage + 1) for stage in range(num_stages - 1)]
+        copies = SCHEDULES[name].pipelines(num_stages) if name in SCHEDULES else [range(num_stages)]
+        edges = [edge for stages in copies for edge in pairwise(stages)]
     return _build(name, num_stages, num_microbatches, frozenset(edges), num_devices, paired)
 
 

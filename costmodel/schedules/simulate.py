@@ -23,6 +23,8 @@ reduction, on p devices with v stages each, over the ideal time m·v·(F + B):
     dualpipe_v                  (p-1)(F + I - W)           W <= F = I and m >= 2p
     dualpipe_v, paired          (p-1)(F&B + B - 3W)        W <= F = I and m >= 2p; the most that a
                                                            device idles, if overlap shortens F&B
+    chimera                     (p-2)(F + K (B - F))       F <= B, m = K·p; stages as for v = 1
+    dualpipe                    (p/2-1)(F + I - W)         W <= F = I, m >= 2p; likewise
 
 so zb_h2 and zb_v have no bubble where F = I = W, but that of a common start and end, (p-1) F, which
 is none where steps are validated afterwards. For stages tᵢ = Fᵢ + Bᵢ that are not equal

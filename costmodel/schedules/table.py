@@ -11,39 +11,37 @@ To add a schedule, write its order function (`costmodel.schedules.orders`) and i
     interleaved_1f1b  d, d+p, .., d+(v-1)p    (v + 1)p - 1 - 2d
     zb_v              d, 2p-1-d               2p
     dualpipe_v        d, 2p-1-d               2p + 1
+    chimera           d, 2p-1-d               p
+    dualpipe          d, 2p-1-d               p + 1
 
 with m micro-batches, p devices and v stages per device. A micro-batch is in flight on a stage from
 its F to the end of its backward. Stages of which a device owns v are v times smaller than if it
 owned one, so the last three hold the activations of p + (p-1-2d)/v, p and p + 1/2 micro-batches on
 a whole device.
+
+The last two hold two copies of the model (`copies`): stages 0 to p-1 are the first, p to 2p-1 the
+second, whose stage p+j has the blocks of stage j. Devices run them in opposite directions, so stage
+p+j lies on device p-1-j: what fills the one pipeline drains the other. The first half of the
+micro-batches goes through the first copy, the second half through the second, and at the end the
+gradients of both are summed. Their stages are as large as if a device owned one, so they hold the
+activations of p and p + 1 micro-batches on a whole device.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from meshwright.costmodel.schedules import orders
+from meshwright.costmodel.schedules import fills, orders
+from meshwright.costmodel.schedules.fills import Floats, PipelineShape
 from meshwright.costmodel.schedules.orders import Compute, DeviceOrder
 from meshwright.profiles.inputs import MeshwrightError, shown
 
-Floats: TypeAlias = NDArray[np.float64]
 Stages: TypeAlias = tuple[int, ...]
 
 # per device, that the search tries where a schedule takes any number: those of published plans
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 10, 12, 16)
-
-
-class PipelineShape(NamedTuple):
-    """m micro-batches on p devices with v stages each."""
-
-    m: int
-    p: int
-    v: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +78,9 @@ class Schedule:
     staggered: bool
     """Whether a device ends a step as many forwards later as it begins it, so that nothing waits
     for the first one where steps are validated afterwards."""
+    copies: int
+    """Of the model: stages of one copy after those of the other, each with an equal share of the
+    micro-batches."""
 
     @property
     def unequal_meshes(self) -> bool:
@@ -94,8 +95,18 @@ class Schedule:
 
     def divides(self, zero: int) -> bool:
         """Whether the search combines it with a ZeRO stage: with a split backward, ZeRO-2 and 3
-        would gather weights twice and scatter gradients early."""
-        return zero < 2 or not self.splits_backward
+        would gather weights twice and scatter gradients early; of two copies ZeRO-3 is not built.
+        """
+        return zero < (2 if self.splits_backward else 3 if self.copies > 1 else 4)
+
+    def pipelines(self, num_stages: int) -> tuple[range, ...]:
+        """The stages of each copy of the model."""
+        each = num_stages // self.copies
+        return tuple(range(k * each, (k + 1) * each) for k in range(self.copies))
+
+    def runs(self, m: int, p: int) -> bool:
+        """Whether m micro-batches and p devices share out among the copies."""
+        return m % self.copies == 0 and p % self.copies == 0
 
     def offered(self, virtual_stages: int | None) -> tuple[int, ...]:
         """Stages per device to try, where the user asked for so many (None: left free)."""
@@ -123,60 +134,6 @@ def _together_interleaved(device: int, shape: PipelineShape) -> int:
     return min(m * v, 2 * (p - 1 - device) + (v - 1) * p + 1)
 
 
-# --- fills: seconds that filling and draining adds for each device but one ---
-
-
-def _fill_whole(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    return f + b
-
-
-def _fill_interleaved(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    """One pass through a stage of each device; where the last round of micro-batches leaves devices
-    out, as many turns of the other stages are idle."""
-    m, p, v = shape
-    missing = -m % p * (v - 1) / max(1, p - 1)
-    return f + b + missing * (f + b if m < p else np.maximum(f, b))
-
-
-def _fill_less_weights(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    """W runs where the device would wait, once in the warm-up and once in the cool-down; with few
-    micro-batches part of it."""
-    once = min(1.0, (shape.m - 1) / max(1, shape.p - 1))
-    return np.maximum(f + b - (1 + once) * w, 0.0)
-
-
-def _fill_v_shaped(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    """From two passes less W with one micro-batch to a backward's first part with p and more."""
-    early = max(0.0, 1.0 - (shape.m - 1) / max(1, shape.p - 1))
-    least = np.maximum(b - w + (f - w) / 2, 0.0)
-    return least + early * np.maximum(2 * (f + b - w) - least, 0.0)
-
-
-def _fill_less_weights_twice(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    """W runs instead of waiting twice as often, until waiting for the first F alone is left: all
-    devices start and end a step together."""
-    often = min(2.0, (shape.m - 1) / max(1, shape.p - 1))
-    return np.maximum(f + b - (1 + often) * w, f)
-
-
-# --- lower bounds on the step ---
-
-
-def _bound_of_slowest(work_s: float, slowest_s: float, m: int, p: int) -> float:
-    """T >= m · the slowest device."""
-    return m * slowest_s
-
-
-def _bound_of_chain(work_s: float, slowest_s: float, m: int, p: int) -> float:
-    """Stage k starts after one micro-batch went forward through all stages before it, which then
-    wait for its way back, and works m times: T >= t₁ + .. + t_{k-1} + m·t_k for every k. The least
-    T for which such t add up to W, the work, is where all of these hold with equality:
-
-        T  >=  W / (1 - (1 - 1/m)^p)
-    """
-    return max(m * slowest_s, work_s / (1 - (1 - 1 / m) ** p))
-
-
 _TABLE: dict[str, Schedule] = {
     "gpipe": Schedule(
         order=orders.gpipe,
@@ -186,11 +143,12 @@ _TABLE: dict[str, Schedule] = {
         on_request=False,
         in_flight=lambda stage, p, m: m,
         in_flight_together=None,
-        fill_s=_fill_whole,
-        bound_s=_bound_of_chain,
+        fill_s=fills.fill_whole,
+        bound_s=fills.bound_of_chain,
         standard=True,
         hides_sends=True,
         staggered=False,
+        copies=1,
     ),
     "1f1b": Schedule(
         order=orders.one_f_one_b,
@@ -200,11 +158,12 @@ _TABLE: dict[str, Schedule] = {
         on_request=False,
         in_flight=lambda stage, p, m: p - stage,
         in_flight_together=None,
-        fill_s=_fill_whole,
-        bound_s=_bound_of_chain,
+        fill_s=fills.fill_whole,
+        bound_s=fills.bound_of_chain,
         standard=True,
         hides_sends=False,
         staggered=False,
+        copies=1,
     ),
     "eager_1f1b": Schedule(
         order=orders.eager_1f1b,
@@ -214,11 +173,12 @@ _TABLE: dict[str, Schedule] = {
         on_request=False,
         in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
         in_flight_together=None,
-        fill_s=_fill_whole,
-        bound_s=_bound_of_chain,
+        fill_s=fills.fill_whole,
+        bound_s=fills.bound_of_chain,
         standard=False,
         hides_sends=True,
         staggered=False,
+        copies=1,
     ),
     "interleaved_1f1b": Schedule(
         order=orders.interleaved_1f1b,
@@ -228,11 +188,12 @@ _TABLE: dict[str, Schedule] = {
         on_request=False,
         in_flight=None,
         in_flight_together=_together_interleaved,
-        fill_s=_fill_interleaved,
-        bound_s=_bound_of_slowest,
+        fill_s=fills.fill_interleaved,
+        bound_s=fills.bound_of_slowest,
         standard=True,
         hides_sends=True,
         staggered=False,
+        copies=1,
     ),
     "zb_h1": Schedule(
         order=orders.zb_h1,
@@ -242,11 +203,12 @@ _TABLE: dict[str, Schedule] = {
         on_request=False,
         in_flight=lambda stage, p, m: p,
         in_flight_together=None,
-        fill_s=_fill_less_weights,
-        bound_s=_bound_of_slowest,
+        fill_s=fills.fill_less_weights,
+        bound_s=fills.bound_of_slowest,
         standard=False,
         hides_sends=True,
         staggered=False,
+        copies=1,
     ),
     "zb_h2": Schedule(
         order=orders.zb_h2,
@@ -256,11 +218,12 @@ _TABLE: dict[str, Schedule] = {
         on_request=False,
         in_flight=lambda stage, p, m: 2 * p - 1,
         in_flight_together=None,
-        fill_s=_fill_less_weights_twice,
-        bound_s=_bound_of_slowest,
+        fill_s=fills.fill_less_weights_twice,
+        bound_s=fills.bound_of_slowest,
         standard=False,
         hides_sends=True,
         staggered=True,
+        copies=1,
     ),
     "zb_v": Schedule(
         order=orders.zb_v,
@@ -270,11 +233,12 @@ _TABLE: dict[str, Schedule] = {
         on_request=False,
         in_flight=None,
         in_flight_together=None,
-        fill_s=_fill_v_shaped,
-        bound_s=_bound_of_slowest,
+        fill_s=fills.fill_v_shaped,
+        bound_s=fills.bound_of_slowest,
         standard=False,
         hides_sends=True,
         staggered=True,
+        copies=1,
     ),
     "dualpipe_v": Schedule(
         order=orders.dualpipe_v,
@@ -284,11 +248,42 @@ _TABLE: dict[str, Schedule] = {
         on_request=True,  # gains on zb_v only where communication hides in another's computation
         in_flight=None,
         in_flight_together=None,
-        fill_s=_fill_less_weights,
-        bound_s=_bound_of_slowest,
+        fill_s=fills.fill_less_weights,
+        bound_s=fills.bound_of_slowest,
         standard=False,
         hides_sends=True,
         staggered=False,
+        copies=1,
+    ),
+    "chimera": Schedule(
+        order=orders.chimera,
+        placement=_v_shaped,
+        stages_per_device=2,
+        splits_backward=False,
+        on_request=True,  # holds weights, gradients and states twice
+        in_flight=None,
+        in_flight_together=None,
+        fill_s=fills.fill_chimera,
+        bound_s=fills.bound_of_slowest,
+        standard=False,
+        hides_sends=False,
+        staggered=False,
+        copies=2,
+    ),
+    "dualpipe": Schedule(
+        order=orders.dualpipe,
+        placement=_v_shaped,
+        stages_per_device=2,
+        splits_backward=True,
+        on_request=True,  # holds weights, gradients and states twice
+        in_flight=None,
+        in_flight_together=None,
+        fill_s=fills.fill_dualpipe,
+        bound_s=fills.bound_of_slowest,
+        standard=False,
+        hides_sends=True,
+        staggered=False,
+        copies=2,
     ),
 }
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_TABLE)
@@ -323,6 +318,14 @@ def stages_of_devices(
             legal=f"num_stages={per_device * num_devices}",
             way_out="change one of the two",
         )
+    if num_devices % schedule.copies:
+        raise MeshwrightError(
+            f"={name!r} runs {schedule.copies} copies of the model in opposite directions, which "
+            f"{num_devices} device groups can't share",
+            place="schedule",
+            legal="an even number of device groups",
+            way_out="change pp, or the schedule",
+        )
     return schedule.placement(num_stages, num_devices)
 
 
@@ -334,11 +337,27 @@ def compute_orders(
     `stages_of_devices`, and for less than one micro-batch."""
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     check_count("num_microbatches", num_microbatches)
+    schedule = SCHEDULES[name]
+    each, rest = divmod(num_microbatches, schedule.copies)
+    if rest:
+        raise MeshwrightError(
+            f"={num_microbatches} with schedule={name!r}: each of its {schedule.copies} copies of "
+            "the model takes as many",
+            place="num_microbatches",
+            legal=f"a multiple of {schedule.copies}",
+        )
+    first = {s: k * each for k, own in enumerate(schedule.pipelines(num_stages)) for s in own}
     found = []
     for device, stages in enumerate(placed):
         order = DeviceOrder()
-        SCHEDULES[name].order(order, stages, device, len(placed), num_microbatches)
-        found.append(tuple(c for c in order.computes if c.microbatch < num_microbatches))
+        schedule.order(order, stages, device, len(placed), each)
+        found.append(
+            tuple(
+                c._replace(microbatch=first[c.stage] + c.microbatch)
+                for c in order.computes
+                if c.microbatch < each
+            )
+        )
     return tuple(found)
 
 

@@ -22,7 +22,13 @@ from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks.backward import Moment
 from meshwright.costmodel.memory import GradientBytes, Reduction, Trained
-from meshwright.costmodel.schedules import Action, Instruction, build_schedule, stages_of_devices
+from meshwright.costmodel.schedules import (
+    SCHEDULES,
+    Action,
+    Instruction,
+    build_schedule,
+    stages_of_devices,
+)
 from meshwright.costmodel.target import POSTED_AHEAD
 
 RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
@@ -152,9 +158,10 @@ def course_peaks(
         schedule, num_microbatches=num_microbatches, edges=edges, paired=False, **counts
     )
     placed = stages_of_devices(schedule, **counts)
+    each = num_microbatches // SCHEDULES[schedule].copies
     split = any(i.action is Action.BACKWARD_INPUT for stream in streams for i in stream)
     return [
-        _peak({k: _Stage(stages[k], num_microbatches, split=split) for k in members}, stream)
+        _peak({k: _Stage(stages[k], each, split=split) for k in members}, stream)
         for members, stream in zip(placed, streams, strict=True)
     ]
 

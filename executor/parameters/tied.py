@@ -22,10 +22,10 @@ from meshwright.executor.resharding import all_gather, local_part
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedLayout:
     """A stage's layout of a tied parameter: its placement on the tensor axis, and whether ZeRO may
-    shard it."""
+    shard it: its ZeRO stage."""
 
     placement: Placement
-    zero: bool
+    zero: int
 
 
 def sum_tied_gradients(
@@ -36,8 +36,8 @@ def sum_tied_gradients(
     """Sum the gradients of parameters that stages on several device groups hold. Collective among
     these.
 
-    `layouts` gives per FQN the layout on each owner stage: equal unsharded ones exchange local
-    gradients, others are gathered first.
+    `layouts` gives per FQN the layout on each owner stage: equal ones exchange local gradients,
+    others are gathered first.
     """
     for p in sorted(parameters, key=lambda p: p.fqn):
         # stages of one device group share one copy, known by the first that holds it
@@ -45,14 +45,22 @@ def sum_tied_gradients(
         if len(owners) < 2 or p.gradient is None:
             continue
         owner = next(k for k in owners if k in place.stages)
-        distinct = {(layouts[p.fqn][k].placement, place.meshes[k].tp) for k in owners}
-        alike = len(distinct) == 1 and not any(layouts[p.fqn][k].zero for k in owners)
+        alike = _alike(owners, layouts[p.fqn], place)
         copy = p.gradient if alike else _gathered(p, place)
         copies = _exchange(copy, owner, owners, place, place.tied_groups[p.shared_stages])
         total = copies[owners[0]].clone()
         for stage in owners[1:]:
             total += copies[stage]
         p.gradient = total if alike else _local(total, p, place)
+
+
+def _alike(owners: Sequence[int], layouts: Mapping[int, TiedLayout], place: Place) -> bool:
+    """Whether ranks at equal coordinates of all owners have the same part of the gradient."""
+    parts = set()
+    for k in owners:
+        own, mesh = layouts[k], place.meshes[k]
+        parts.add((own.placement, mesh.tp, (own.zero, mesh.dp, mesh.shards) if own.zero else None))
+    return len(parts) == 1 and all(layouts[k].zero < 3 for k in owners)
 
 
 def _first_holder(stage: int, p: StageParameter, place: Place) -> int:

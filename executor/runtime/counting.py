@@ -104,9 +104,12 @@ class Counted:
 
     def whole(self) -> float:
         """The count, on every rank. Collective."""
-        place, last = self.step.place, len(self.step.plan.stages) - 1
-        if place.mesh is None or last == 0:
+        place, ends = self.step.place, self.step.ends
+        if place.mesh is None or ends[0] == 0:
             return float(self.total)
         total = self.total.to(place.device)
-        dist.broadcast(total, src=place.meshes[last].ranks[0])
+        if len(ends) > 1:
+            dist.all_reduce(total if self.step.speaks else total.zero_())
+        else:
+            dist.broadcast(total, src=place.meshes[ends[0]].ranks[0])
         return float(total)

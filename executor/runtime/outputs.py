@@ -22,7 +22,7 @@ from meshwright.executor.resharding import Axis, Reshard, all_gather
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.step import Step
 from meshwright.executor.stages import Keep
-from meshwright.planner.plan import stage_of
+from meshwright.planner.plan import pipelines, stage_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,26 +71,33 @@ class _Kept:
     rows: int
     gather: bool
     at: torch.Tensor | None
-    parts: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    parts: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
 
     def __call__(self, stage: int, microbatch: int, made: Mapping[str, torch.Tensor]) -> None:
         """Take what a stage made of a micro-batch. Collective over the stage's ranks."""
         for value, state in self.step.stages[stage].handed.items():
             part = self._part(stage, value, state, microbatch, made[value])
-            self.parts.setdefault(value, []).append(part)
+            copy = next(c for c, own in enumerate(pipelines(self.step.plan)) if stage in own)
+            self.parts.setdefault((value, copy), []).append(part)
 
     def whole(self, value: str) -> torch.Tensor | None:
         """The value of all micro-batches. With `gather` collective over all ranks."""
-        parts, dim = self.parts.get(value, []), self.row_dim(value)
+        found = [self._of_copy(value, c) for c in range(len(pipelines(self.step.plan)))]
+        dim, here = self.row_dim(value), [x for x in found if x is not None]
+        return torch.cat(here, dim) if dim is not None and len(here) > 1 else next(iter(here), None)
+
+    def _of_copy(self, value: str, copy: int) -> torch.Tensor | None:
+        """The value of the micro-batches of a copy of the model."""
+        parts, dim = self.parts.get((value, copy), []), self.row_dim(value)
         found: torch.Tensor | None = None
         if parts:
             found = parts[0] if dim is None else torch.cat(parts, dim)
         if not self.gather or len(self.step.plan.devices) == 1 or self.place.mesh is None:
             return found
         if found is None:
-            meta = self.step.graph.values[value]
-            found = torch.empty(self._shape(value), dtype=meta.dtype, device=self.place.device)
-        source = self.place.meshes[_stage_with(self.step, value)].ranks[0]
+            meta, shape = self.step.graph.values[value], self._shape(value, copy)
+            found = torch.empty(shape, dtype=meta.dtype, device=self.place.device)
+        source = self.place.meshes[_stage_with(self.step, value, copy)].ranks[0]
         dist.broadcast(found := found.contiguous(), src=source)
         return found
 
@@ -114,11 +121,14 @@ class _Kept:
             legal="outputs that have a dim of rows, or num_microbatches=1",
         )
 
-    def _shape(self, value: str) -> list[int]:
-        """The shape of a value of all rows."""
+    def _shape(self, value: str, copy: int) -> list[int]:
+        """The shape of a value of all rows of a copy of the model."""
         shape, dim = list(self.step.graph.values[value].shape), self.row_dim(value)
+        plan = self.step.plan
+        each = plan.global_batch_size // len(pipelines(plan))
         if dim is not None:
-            shape[dim] = shape[dim] // self.step.plan.microbatch_rows * self.rows
+            rows = min(max(self.rows - copy * each, 0), each)
+            shape[dim] = shape[dim] // plan.microbatch_rows * rows
         return shape if self.at is None else [shape[0], *shape[2:]]
 
     def _all_tokens(
@@ -197,9 +207,9 @@ def _whole_on(
     return whole
 
 
-def _stage_with(step: Step, value: str) -> int:
-    """The stage whose blocks make a value, or are the first to read it."""
-    owner = stage_of(step.plan)
+def _stage_with(step: Step, value: str, copy: int) -> int:
+    """The stage of a copy of the model whose blocks make a value, or are the first to read it."""
+    owner = stage_of(step.plan, copy)
     blocks = step.graph.blocks
     made = [b for b in blocks if any(value in op.results for op in b.ops)]
     return owner[(made or [b for b in blocks if value in b.derived])[0].name]

@@ -108,13 +108,14 @@ class Runtime(RankState):
         self.tied_layouts = builder.tied
         self.reducers = {k: Reducer(stage.parameters, place) for k, stage in stages.items()}
         self.shared_reducer = Reducer(shared, place)
-        first = {p.fqn: min(k for k in p.shared_stages if k in stages) for p in shared}
+        self.planned = Step.of(checked, place, {k: s.lowered for k, s in stages.items()})
+        in_turn = list(dict.fromkeys(i.stage for i in self.planned.stream))
+        first = {p.fqn: next(k for k in in_turn if k in p.shared_stages) for p in shared}
         self.gathers: dict[int, WeightGather] = {}
         for k, stage in stages.items():
             parameters = [*(p for p in shared if first[p.fqn] == k), *stage.parameters]
             self.gathers[k] = gather = WeightGather(parameters, place, stage.reader)
             stage.program.ready, stage.program.away = gather.wait, gather.away
-        self.planned = Step.of(checked, place, {k: s.lowered for k, s in stages.items()})
         self.other_steps: dict[BatchShape, Step] = {}
         self.kept_steps: dict[tuple[BatchShape, frozenset[str]], Step] = {}
         self.at_shape = at_shape

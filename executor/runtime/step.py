@@ -21,7 +21,7 @@ from meshwright.costmodel.sharding import loss_is_summed
 from meshwright.executor.lowering import row_weight
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages import Batches, CheckedPlan, LoweredStage, Phase, Rows
-from meshwright.planner.plan import Plan, crossings
+from meshwright.planner.plan import Plan, crossings, pipelines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,26 +89,41 @@ class Step:
         return {name: total / self.plan.num_microbatches for name, total in totals.items()}
 
     def mean_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The mean over micro-batches and data ranks, broadcast from the last stage."""
-        place, last = self.place, len(self.plan.stages) - 1
+        """The mean over micro-batches and data ranks, broadcast from the last stage; summed over
+        the last stages of several copies of the model."""
+        place, ends = self.place, self.ends
+        if place.mesh is not None and len(ends) > 1:
+            total = self.own_loss(losses)
+            dist.all_reduce(total)
+            return total
         total = self._mean_here(losses)
-        if place.mesh is not None and last > 0:
-            dist.broadcast(total, src=place.meshes[last].ranks[0])
+        if place.mesh is not None and ends[0] > 0:
+            dist.broadcast(total, src=place.meshes[ends[0]].ranks[0])
         return total
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The last stage of each copy of the model: together they have all losses."""
+        return tuple(stages[-1] for stages in pipelines(self.plan))
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for a last stage."""
+        return any(self.place.rank == self.place.meshes[k].ranks[0] for k in self.ends)
 
     def own_loss(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """This rank's part of the mean loss, over all ranks: all of it on the first one of the last
-        stage, 0 on others."""
+        stage (of its copy of the model), 0 on others."""
         total = self._mean_here(losses)
-        speaks = self.place.rank == self.place.meshes[-1].ranks[0]
-        return total if speaks else torch.zeros_like(total)
+        return total if self.speaks else torch.zeros_like(total)
 
     def _mean_here(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The mean loss on ranks of the last stage, 0 on others."""
+        """The mean loss on ranks of the last stage (its part of the micro-batches, where there are
+        several last stages), 0 on others."""
         place = self.place
         total = torch.zeros((), dtype=torch.float32, device=place.device)
-        last = len(self.plan.stages) - 1
-        if losses:
+        last = next((k for k in self.ends if k in place.stages), None)
+        if losses and last is not None:
             total = (
                 torch.stack([x.float().reshape(()) for x in losses]).sum()
                 / self.plan.num_microbatches

@@ -28,7 +28,7 @@ from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
 from meshwright.executor.stages.totals import Total
 from meshwright.executor.transfers import Channels, stage_channels
-from meshwright.planner.plan import away_blocks, crossings, segments_of, stage_of, updates_of
+from meshwright.planner.plan import away_blocks, crossings, segments_of, updates_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,14 +85,14 @@ class StageLowering:
         self.backend = backend
         self.weight_gradients = weight_gradients
         self.keep = keep
-        self.owner = stage_of(plan)
         self.edges = crossings(plan, graph)
         self._layouts: dict[tuple[int, int, str], tuple[DataLayout, ...]] = {}
         self._classes: dict[Any, Any] = {}  # of blocks, lowered once for all stages
 
     def blocks(self, k: int) -> list[Block]:
         """The blocks of a stage."""
-        return [b for b in self.graph.blocks if self.owner[b.name] == k]
+        own = frozenset(self.plan.stages[k].blocks)
+        return [b for b in self.graph.blocks if b.name in own]
 
     def stage(self, k: int) -> LoweredStage:
         """One of this rank's stages."""

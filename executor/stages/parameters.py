@@ -27,7 +27,6 @@ from meshwright.planner.plan import (
     expert_weights,
     offloaded_parameters,
     offloaded_weights,
-    stage_of,
     stages_of_parameters,
 )
 
@@ -207,15 +206,14 @@ def _tied(
     plan: Plan, graph: Graph, assignments: Sequence[Mapping[str, Assignment]]
 ) -> dict[str, dict[int, TiedLayout]]:
     """FQN -> stage -> layout, of parameters held by several stages."""
-    owner, owners = stage_of(plan), stages_of_parameters(plan, graph)
+    owners = stages_of_parameters(plan, graph)
+    blocks = {block.name: block for block in graph.blocks}
     found: dict[str, dict[int, TiedLayout]] = {}
-    for block in graph.blocks:
-        k = owner[block.name]
-        for value in block.parameters:
-            if len(owners[value]) > 1:
-                state = assignments[k][block.name].states[value]
-                layout = TiedLayout(
-                    placement=state if state.sharded else R, zero=bool(plan.stages[k].zero)
-                )
-                found.setdefault(graph.parameters[value], {}).setdefault(k, layout)
+    for k, stage in enumerate(plan.stages):
+        for name in stage.blocks:
+            for value in blocks[name].parameters:
+                if len(owners[value]) > 1:
+                    state = assignments[k][name].states[value]
+                    layout = TiedLayout(placement=state if state.sharded else R, zero=stage.zero)
+                    found.setdefault(graph.parameters[value], {}).setdefault(k, layout)
     return found

@@ -162,18 +162,22 @@ class EqualStages:
         m, groups = choice.num_microbatches, choice.groups
         shapes = [PipelineShape(m, groups, each) for _, each in offered]
         each = np.array([shape.v for shape in shapes])
+        # stages of one copy of the model per device group
+        own_each = np.array([v / SCHEDULES[name].copies for name, v in offered])
         whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
-        levels = self._even_levels(whole, setup.setting, policies, groups * each)
+        levels = self._even_levels(whole, setup.setting, policies, groups * own_each)
         held = [held_at_peak(name, groups * v, m, groups) for name, v in offered]
         average = np.array([sum(own) / len(own) for own in held])
         chosen = levels.choose(average, self.room, per_device=each)
         most = levels.costs[-1]
         in_flight = np.array(list(map(min, held)))
-        parts = whole.without_maxima().shared_out(groups * each)  # of buffers not all have the most
+        parts = whole.without_maxima().shared_out(
+            groups * own_each
+        )  # of buffers not all have the most
         least = stage_costs(parts, setup.setting, levels.policies[-1])
         states, sure = least.kept_bytes, 1 - ROUNDING
         if choice.mesh.tp > 1 and groups > 1:  # as blocks prefer; those of a stage may split more
-            split = self.parameters / (choice.mesh.tp * choice.mesh.ep * groups * each)
+            split = self.parameters / (choice.mesh.tp * choice.mesh.ep * groups * own_each)
             states = states * np.minimum(1.0, split / np.maximum(least.parameters, 1.0))
             sure = SPLIT_MORE
         load = groups * each * stage_bytes(states, least.activation_bytes, in_flight)
@@ -188,7 +192,7 @@ class EqualStages:
             tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
             own = of_one(most, k) if tight else levels.at(k, chosen)
             sent = 0.0 if schedule.hides_sends else _sent_s(setup, int(groups * each[k]))
-            turn = each[k] * (own.amortised_s(m) + sent)
+            turn = own_each[k] * (own.amortised_s(m) + sent)
             fill = float(filling_s(schedule, own, shapes[k]))
             uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
             estimate = m * turn * uneven + (groups - 1) * fill
@@ -231,7 +235,7 @@ class EqualStages:
         return Sums(np.stack([kind.sums.times(kind.count).array for kind in kinds]))
 
     def _even_levels(
-        self, whole: Sums, setting: Setting, policies: Sequence[str], stages: NDArray[np.int64]
+        self, whole: Sums, setting: Setting, policies: Sequence[str], stages: NDArray[Any]
     ) -> RecomputeLevels:
         """A stage of the `whole` model shared out evenly among so many, an entry for each number of
         `stages`."""
@@ -267,10 +271,11 @@ class EqualStages:
         Of several stages on a device each may take what typical ones leave of its memory; with
         `alike` no more than an equal share, so that any of them fit together.
         """
-        m, setup, stages = combination.num_microbatches, combination.setup, combination.num_stages
+        m, setup = combination.num_microbatches, combination.setup
         groups, each = combination.groups, combination.stages_per_group
         schedule, levels = SCHEDULES[combination.schedule], self.levels(setup, combination.schedule)
-        held = held_at_peak(combination.schedule, stages, m, groups)
+        stages = combination.num_stages // schedule.copies  # copies are cut alike
+        held = held_at_peak(combination.schedule, combination.num_stages, m, groups)[:stages]
         counts = sorted(set(held))
         mates = [0.0 if alike else self._mates_bytes(combination, h) for h in counts]
         chosen_levels = [
@@ -293,13 +298,12 @@ class EqualStages:
         time_s, fill_s, levels_of = np.stack(times), np.stack(fills), np.array(level)
         # a device's stages make up for each other, which the even cut doesn't know
         slack = 1.0 if each == 1 else SHARED_SLACK
-        found = cut_evenly(
-            time_s, fill_s, levels_of, later=float(m * each), cutoff=cutoff_s * slack
-        )
+        later = float(m * each / schedule.copies)
+        found = cut_evenly(time_s, fill_s, levels_of, later=later, cutoff=cutoff_s * slack)
         if found is None:
             return None
         cuts, objective_s = found.cuts, found.objective_s
-        if each > 1:
+        if each > schedule.copies:
             devices = np.array(groups_of(combination.schedule, groups, each))
             cuts, busiest_s = even_out(cuts, time_s, np.stack(kept), levels_of, devices, self.room)
             places = levels_of, np.array(cuts[:-1]), np.array(cuts[1:])
@@ -314,7 +318,7 @@ class EqualStages:
                 given=self.given(int(self.cuts[cuts[k]]), int(self.cuts[cuts[k + 1]])),
                 in_flight=held[k],
             )
-            for k in range(stages)
+            for k in list(range(stages)) * schedule.copies
         ]
 
     def given(self, start: int, stop: int) -> int | None:
@@ -335,7 +339,8 @@ class EqualStages:
         if each == 1:
             return 0.0
         policies = self.space.policies(combination.schedule)
-        whole, stages = setup.chain.typical(), np.array([combination.num_stages])
+        copies = SCHEDULES[combination.schedule].copies
+        whole, stages = setup.chain.typical(), np.array([combination.num_stages // copies])
         levels = self._even_levels(whole, setup.setting, policies, stages)
         chosen = levels.choose(in_flight, self.room, per_device=each)
         costs = levels.at(0, chosen)

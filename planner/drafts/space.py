@@ -243,10 +243,16 @@ class Space(HostParts):
     def allowed(self, mesh: Mesh) -> bool:
         """Whether some stage may have this mesh."""
         over = self.restrictions
+        if self._held_twice and mesh.cp * mesh.ep > 1:
+            return False
         return all(
             any(own in (None, getattr(mesh, axis)) for own in getattr(over, axis))
             for axis in ("dp", "tp", "cp", "ep")
         )
+
+    @property
+    def _held_twice(self) -> bool:
+        return all(SCHEDULES[name].copies > 1 for name in self.restrictions.schedules)
 
     def placements(self, mesh: Mesh, stages: int) -> list[Mesh]:
         """The mesh contiguous, and with the pipeline inside the node where that is something
@@ -313,11 +319,13 @@ class Space(HostParts):
         """(schedule, stages per device group) for equal meshes. On one device group schedules take
         the same time: the one with the fewest micro-batches in flight."""
         over, most = self.restrictions, len(self.cut_at) - 1
+        if self._held_twice and (over.post_validation or any(self.in_host_memory.values())):
+            return []
         left = {
             name: schedule
             for name, schedule in ((name, SCHEDULES[name]) for name in over.schedules)
             if (not schedule.on_request or len(over.schedules) == 1) and schedule.divides(zero)
-            if self.problem.target.combines(zero, tp=1, pp=groups)
+            if self.problem.target.combines(zero, tp=1, pp=groups) and schedule.runs(m, groups)
         }
         if groups == 1:
             alone = [
@@ -331,7 +339,7 @@ class Space(HostParts):
             (name, each)
             for name, schedule in left.items()
             for each in schedule.offered(over.virtual_stages)
-            if groups * each <= most
+            if groups * each // schedule.copies <= most
         ]
 
     # --- cuts ---

@@ -31,9 +31,9 @@ def check_overrides(
     """
     wanted = runnable(overrides) if executable else overrides
     pp, (each, _) = wanted.everywhere("pp"), wanted.virtual()
-    stages = len(wanted.stages) if wanted.stages else pp and pp * (each or 1)
+    stages = len(wanted.stages) if wanted.stages else pp and pp * (each or 1) // wanted.copies
     if pp is None and stages and each:
-        pp = stages // each
+        pp = stages * wanted.copies // each
     if stages is not None and stages > num_blocks:
         asked = {"pp": pp or stages}
         if each is not None and each > 1:

@@ -51,8 +51,9 @@ class Overrides:
     `microbatch_size` rows per data-parallel rank and micro-batch, `num_microbatches`, the
     `schedule`, `placement`, the axes from the innermost ("tp,pp,dp": the pipeline inside the
     node), and `cp_kind`, how attention runs where cp splits its tokens: "all_gather", "ring" or
-    "ulysses". `stages` lists the blocks of each stage. `shardings` maps globs over modules,
-    operators or parameters to decisions (`colwise`, `rowwise`, `vocab`, `replicate`, `S(0)@tp`).
+    "ulysses". `stages` lists the blocks of each stage (of one copy of the model). `shardings` maps
+    globs over modules, operators or parameters to decisions (`colwise`, `rowwise`, `vocab`,
+    `replicate`, `S(0)@tp`).
     `offload` is the part of each stage's optimizer states, with their step, in host memory, and of
     its blocks those that send what they save for the backward there: {"optimizer": 0.5,
     "activations": 1}, what isn't named 0; free, there is none unless nothing fits without, or it is
@@ -92,6 +93,7 @@ class Overrides:
         check_shardings(self.shardings)
         check_offloads(self.offload)
         self._check_validation()
+        self._check_copies()
         for forbidden in self.forbid:
             self._check_forbidden(forbidden)
         self._check_meshes()
@@ -156,6 +158,11 @@ class Overrides:
         each = SCHEDULES[self.schedule].stages_per_device if self.schedule else None
         return each, f"schedule={self.schedule!r}"
 
+    @property
+    def copies(self) -> int:
+        """Copies of the model that the schedule holds; `stages` names those of one."""
+        return SCHEDULES[self.schedule].copies if self.schedule else 1
+
     # --- two overrides ---
 
     def _check_weights(self) -> None:
@@ -210,6 +217,26 @@ class Overrides:
                 "weights and states",
                 place="override post_validation",
                 legal="with pp from 2, zero 0 to 2 and without offload",
+                way_out=_DROP,
+            )
+
+    def _check_copies(self) -> None:
+        """Two copies of the model share device groups and micro-batches, and hold plain states."""
+        if self.copies == 1:
+            return
+        odd = [n for n in ("pp", "num_microbatches") if (getattr(self, n) or 0) % self.copies]
+        held = [f"zero={z}" for _, z in self.items("zero") if z == 3]
+        held += [f"{name}={n}" for name in ("cp", "ep") for _, n in self.items(name) if n > 1]
+        held += ["offload"] * any((self.offload or {}).values())
+        held += ["post_validation"] * bool(self.post_validation)
+        if odd or held:
+            why = f"{odd[0]}={getattr(self, odd[0])}" if odd else held[0]
+            raise OverrideError(
+                f" contradicts {why}: it runs {self.copies} copies of the model in opposite "
+                "directions",
+                place=f"override schedule={self.schedule!r}",
+                legal="an even pp and num_microbatches, zero 0 to 2, states on devices, no cp, ep "
+                "or post_validation",
                 way_out=_DROP,
             )
 
@@ -280,7 +307,7 @@ class Overrides:
         if self.stages is None:
             return
         count, pp, (each, who) = len(self.stages), self.everywhere("pp"), self.virtual()
-        unit = (pp or 1) * (each or 1)
+        unit = max(1, (pp or 1) * (each or 1) // self.copies)
         if not (count == unit if pp and each else count % unit == 0):
             asked = [f"pp={pp}" if self.pp else "forbid='pp'"] if pp else []
             asked += [who] if (each or 1) > 1 else []

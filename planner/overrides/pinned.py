@@ -14,6 +14,7 @@ from meshwright.planner.plan import (
     Plan,
     compress_names,
     express_shardings,
+    pipelines,
     placement_of,
     resolve_shardings,
 )
@@ -25,8 +26,9 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
 
     Raises `PlanError` where the ranks follow no placement that the search knows.
     """
-    stages = [stage for stage in plan.stages for _ in stage.blocks]
-    blocks = [name for stage in plan.stages for name in stage.blocks]
+    chain = [plan.stages[k] for k in pipelines(plan)[0]]
+    stages = [stage for stage in chain for _ in stage.blocks]
+    blocks = [name for stage in chain for name in stage.blocks]
 
     def pinned(values: Sequence[Any]) -> Any:
         return _pinned(blocks, values)
@@ -41,14 +43,14 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
         hpz=pinned([stage.secondary for stage in stages]),
         quantized=pinned([stage.quantized for stage in stages]),
         segments=pinned([stage.segments if stage.segments > 1 else None for stage in stages]),
-        recompute=pinned([policy for stage in plan.stages for policy in stage.policies]),
+        recompute=pinned([policy for stage in chain for policy in stage.policies]),
         pp=len(plan.devices),
         virtual_stages=len(plan.stages) // len(plan.devices),
         num_microbatches=plan.num_microbatches,
         schedule=plan.schedule,
         placement=placement_of(plan),
         cp_kind=plan.stages[0].cp_kind if plan.stages[0].cp > 1 else None,
-        stages=[compress_names(stage.blocks) for stage in plan.stages],
+        stages=[compress_names(stage.blocks) for stage in chain],
         shardings=_shardings(plan, graph),
         offload=_offload(plan),
         post_validation=plan.post_validation or None,

@@ -140,7 +140,8 @@ def restrict(
     _check_shards(choices, names, partial=partial)
     cuts = stage_cuts(wanted, graph)
     pp, each = _counts(wanted, cuts)
-    _check_stages(choices, names, cuts, pp, each)
+    alike = None if each is None else max(1, each // wanted.copies)
+    _check_stages(choices, names, cuts, pp, alike)
     values: dict[str, Any] = {
         name: tuple(c and c.value for c in found) for name, found in choices.items()
     }
@@ -306,8 +307,9 @@ def _counts(overrides: Overrides, cuts: Sequence[int] | None) -> tuple[int | Non
     """Device groups and stages on each, as far as the overrides say."""
     pp, (each, _) = overrides.everywhere("pp"), overrides.virtual()
     if cuts is not None:
-        pp = pp or (len(cuts) // each if each else None)
-        each = each or (len(cuts) // pp if pp else None)
+        count = len(cuts) * overrides.copies
+        pp = pp or (count // each if each else None)
+        each = each or (count // pp if pp else None)
     return pp, each
 
 

@@ -26,7 +26,8 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "schedule": (
         "the order of a pipeline's forwards and backwards: gpipe all forwards first; 1f1b in turn; "
         "eager_1f1b the same, further ahead; interleaved_1f1b several stages on each group; "
-        "zb_h1, zb_h2 and zb_v put gradients of weights off to fill gaps"
+        "zb_h1, zb_h2 and zb_v put gradients of weights off to fill gaps; chimera and dualpipe run "
+        "two copies of the model in opposite directions"
     ),
     "recompute": (
         "what a backward makes again rather than keeps, of how many blocks: none; selective "

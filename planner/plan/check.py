@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshwright.planner.plan.assignments import Known as Known
 from meshwright.planner.plan.assignments import stage_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
+from meshwright.planner.plan.flow import check_copies, pipelines
 from meshwright.planner.plan.offload import check_offload, check_weights_there
 from meshwright.planner.plan.plan import PRECISIONS, RUNS, ZERO, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
@@ -49,7 +51,9 @@ def check_plan(
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
     _check_validation(plan)
-    _check_blocks(plan, graph)
+    check_copies(plan, graph)
+    for stages in pipelines(plan):
+        _check_blocks([plan.stages[k] for k in stages], graph)
     check_ranks(plan)
     check_context(plan, graph, factors)
     _check_parameters(plan, graph)
@@ -333,9 +337,9 @@ def _check_whole(value: Any, place: str) -> None:
         raise PlanError(f"={value!r}", place=place, legal="an integer from 1")
 
 
-def _check_blocks(plan: Plan, graph: Graph) -> None:
+def _check_blocks(stages: Sequence[StagePlan], graph: Graph) -> None:
     names = [block.name for block in graph.blocks]
-    planned = [name for stage in plan.stages for name in stage.blocks]
+    planned = [name for stage in stages for name in stage.blocks]
     legal = ", ".join(compress_names(names))
     legal_names = set(names)
     for name in planned:
@@ -346,7 +350,7 @@ def _check_blocks(plan: Plan, graph: Graph) -> None:
                 place="plan",
                 legal=legal,
             )
-    for k, stage in enumerate(plan.stages):
+    for k, stage in enumerate(stages):
         if not stage.blocks:
             raise PlanError(
                 f"stage {k}: no blocks; every stage needs one", place="plan", legal=legal

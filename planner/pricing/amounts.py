@@ -39,7 +39,7 @@ from meshwright.costmodel.sharding import (
     transition,
 )
 from meshwright.costmodel.stages import NO_RECOMPUTE, Recompute, StageCosts, Sums
-from meshwright.planner.plan import Plan, segments_of
+from meshwright.planner.plan import Plan, passes_of, segments_of
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 Axis = Literal["tensor", "context", "experts", "data", "pipeline"]
@@ -110,9 +110,9 @@ def passes_amounts(
         exposed = sum(amount.exposed_s for amount in forward.values())
         more = 1 + (float(again.comm_s) / exposed if exposed else 0.0) + (block.name in twice)
         for key, amount in forward.items():
-            add(found, key, amount.times(plan.num_microbatches * more))
+            add(found, key, amount.times(passes_of(plan) * more))
         for key, amount in backward.items():
-            add(found, key, amount.times(plan.num_microbatches))
+            add(found, key, amount.times(passes_of(plan)))
     return found
 
 

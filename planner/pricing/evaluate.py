@@ -44,6 +44,7 @@ from meshwright.planner.plan import (
     shared_apart,
 )
 from meshwright.planner.pricing.away import sent_of
+from meshwright.planner.pricing.copies import with_exchange
 from meshwright.planner.pricing.course import plan_peaks
 from meshwright.planner.pricing.segments import Entered, stage_recompute
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
@@ -217,11 +218,18 @@ def evaluate(
 
 
 def price_stages(
-    plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]], send_scale: float = 1.0
+    plan: Plan,
+    coster: StageCoster,
+    stages: Sequence[StageCosts[float]],
+    send_scale: float = 1.0,
+    *,
+    exchanged: bool = False,
 ) -> Evaluation:
     """Price a plan whose stages' costs are known; its shardings are not asked. `send_scale`
-    multiplies the seconds of sends."""
+    multiplies the seconds of sends. The sum of gradients over copies of the model is added to the
+    costs, unless it is in them (`exchanged`)."""
     cluster = coster.cluster
+    stages = stages if exchanged else with_exchange(plan, coster, stages)
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
     timeline, streams = _simulate(plan, coster, stages, send_scale)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction

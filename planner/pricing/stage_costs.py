@@ -56,6 +56,7 @@ from meshwright.planner.plan import (
     StagePlan,
     expert_weights,
     fingerprint,
+    passes_of,
     spread_of,
     ulysses_degrees,
 )
@@ -356,7 +357,7 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
     setting = coster.setting(
         stage,
         rows=plan.microbatch_rows / stage.dp,
-        microbatches=plan.num_microbatches,
+        microbatches=passes_of(plan),
         zero=stage.zero,
         dp_shard=stage.dp_shard or 0,
         hpz=stage.hpz or 0,

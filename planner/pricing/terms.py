@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators import Problem
-from meshwright.planner.plan import Plan
+from meshwright.planner.plan import Plan, passes_of
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
 from meshwright.profiles.profile import Profile
 from meshwright.profiles.steps import COMPONENTS, NO_CORRECTIONS, STEP, Correction, Corrections
@@ -50,7 +50,7 @@ def priced_terms(plan: Plan, problem: Problem, profile: Profile) -> dict[str, Pr
 def terms_of(evaluation: Evaluation) -> dict[str, float]:
     """Seconds of a `train_step` by term: forward, backward and reduction are the sums over the
     device groups, the step (without the optimizer's) is the mean."""
-    m, groups = evaluation.plan.num_microbatches, len(evaluation.plan.devices)
+    m, groups = passes_of(evaluation.plan), len(evaluation.plan.devices)
 
     def total(name: str) -> float:
         return float(sum(getattr(stage, name) for stage in evaluation.stages))

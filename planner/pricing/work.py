@@ -15,7 +15,7 @@ from meshwright.costmodel.kernels import crosses_node
 from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.stages import StageCosts
-from meshwright.planner.plan import Plan, crossings
+from meshwright.planner.plan import Plan, crossings, passes_of
 from meshwright.planner.pricing.amounts import Amounts, Axis, add, data_amounts, passes_amounts
 from meshwright.planner.pricing.evaluate import (
     Evaluation,
@@ -123,7 +123,7 @@ def _flops(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> tuple[float, float]:
     _, sums, repeated = stage_sums(plan, k, coster, assignments)
-    again, m = float(repeated.seconds), plan.num_microbatches
+    again, m = float(repeated.seconds), passes_of(plan)
     return m * (float(sums.forward_s + sums.backward_s) + again), m * again
 
 
@@ -143,7 +143,7 @@ def _messages(plan: Plan, coster: StageCoster) -> list[float]:
     back."""
     found = [0.0] * len(plan.stages)
     for edge, values in crossings(plan, coster.graph).items():
-        sent = plan.num_microbatches * transfer_seconds(plan, coster, edge, values)
+        sent = passes_of(plan) * transfer_seconds(plan, coster, edge, values)
         for stage in edge:
             found[stage] += sent
     return found
@@ -228,17 +228,17 @@ def _between_stages(
     taken = {edge: transfer_seconds(plan, coster, edge, edges[edge]) for edge in edges}
     if not (whole := sum(taken.values())):
         return []
-    without = price_stages(plan, coster, evaluation.stages, send_scale=0.0)
+    without = price_stages(plan, coster, evaluation.stages, send_scale=0.0, exchanged=True)
     step_s = evaluation.prediction.step_time_s
     exposed = max(0.0, step_s - without.prediction.step_time_s)
     node, found = coster.cluster.devices_per_node, dict[tuple[int, str], Traffic]()
     for edge, values in edges.items():
-        seconds = plan.num_microbatches * taken[edge]
+        seconds = passes_of(plan) * taken[edge]
         if not seconds:
             continue  # to a stage on the same ranks
         source, destination = (plan.stages[k].ranks for k in edge)
         link = LINKS[crosses_node(source, destination, node)]
-        sent = plan.num_microbatches * transfer_seconds(plan, counting, edge, values)
+        sent = passes_of(plan) * transfer_seconds(plan, counting, edge, values)
         for stage in edge:
             known = found.get((stage, link))
             found[stage, link] = Traffic(
@@ -246,7 +246,7 @@ def _between_stages(
                 axis="pipeline",
                 collective="send",
                 link=link,
-                calls=plan.num_microbatches + (known.calls if known else 0),
+                calls=passes_of(plan) + (known.calls if known else 0),
                 sent_bytes=sent + (known.sent_bytes if known else 0.0),
                 seconds=seconds + (known.seconds if known else 0.0),
                 exposed_s=min(seconds, exposed * taken[edge] / whole / 2)

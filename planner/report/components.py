@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.costmodel.stages import StageCosts
-from meshwright.planner.plan import seconds
+from meshwright.planner.plan import passes_of, seconds
 from meshwright.planner.pricing import Evaluation
 
 SHOWN = 1e-6  # part of a step from which on a difference is one
@@ -43,7 +43,7 @@ def breakdown(evaluation: Evaluation) -> Components:
 
 def of_group(evaluation: Evaluation, ranks: tuple[int, ...]) -> Components:
     """Components of the device group of these ranks; it waits in the rest of the step."""
-    group, m = _stages(evaluation, ranks), evaluation.plan.num_microbatches
+    group, m = _stages(evaluation, ranks), passes_of(evaluation.plan)
 
     def total(*names: str) -> float:
         return float(sum(getattr(s, name) for s in group for name in names))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import InfeasibleError, describe, kept_together, sized
@@ -75,6 +76,11 @@ def _obstacle(drafter: Drafter) -> str:
         return (
             "one device group has no virtual stages, no second placement and no use for a "
             "backward in two parts"
+        )
+    if copied := [name for name in over.schedules if SCHEDULES[name].copies > 1]:
+        return (
+            f"{copied[0]} runs two copies of the model: it needs an even number of device groups "
+            "and of micro-batches, of equal meshes"
         )
     blocks = graph.blocks
     trained = sum(any(graph.values[v].requires_grad for v in b.parameters) for b in blocks)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.schedules.schedule import stages_of_devices
+from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of
@@ -68,16 +68,19 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
     group_of = {stage: group for group, stages in enumerate(placed) for stage in stages}
     ranks = ranks_of(meshes, knobs.placement, knobs.cp)
     cut = knobs.cut
-    starts = cut_points(graph.blocks, count, cut) if isinstance(cut, str) else tuple(cut)
+    copies = SCHEDULES[knobs.schedule].copies
+    own = count // copies
+    starts = cut_points(graph.blocks, own, cut) if isinstance(cut, str) else tuple(cut)
     bounds = (0, *starts, len(graph.blocks))
     if any(tp > 1 for _, tp in meshes):
         resolve_shardings(graph, graph.blocks, knobs.shardings)
     stages = []
     for k in range(count):
         dp, tp = meshes[group_of[k]]
-        blocks = graph.blocks[bounds[k] : bounds[k + 1]]
+        first = bounds[k % own]
+        blocks = graph.blocks[first : bounds[k % own + 1]]
         names = tuple(block.name for block in blocks)
-        mixed = [MIXED[(bounds[k] + i) % len(MIXED)] for i in range(len(names))]
+        mixed = [MIXED[(first + i) % len(MIXED)] for i in range(len(names))]
         recompute = recompute_of(names, mixed) if knobs.recompute == "mixed" else knobs.recompute
         stages.append(
             StagePlan(

@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.executor.ranks import launch
 from tests.models.models import CASES
 from tests.parity.context_cells import context_cells
+from tests.parity.copies_cells import copies_cells
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_checks import CHECKS
 from tests.parity.parity_launch import on_ranks, run_all
@@ -37,7 +38,7 @@ def main(folder: Path, only: str = "") -> None:
     world = launch.world_size()
     work: dict[str, Callable[[], dict[str, Any]]] = {
         cell.name: partial(run_cell, folder, cell)
-        for cell in (*cells_of(world), *context_cells(world))
+        for cell in (*cells_of(world), *context_cells(world), *copies_cells(world))
     }
     work |= {check.__name__: partial(check, folder) for check in CHECKS.get(world, ())}
     run_all({name: run for name, run in work.items() if only in name}, folder, f"{world}")

@@ -29,6 +29,7 @@ from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cluster, problem_of
 from tests.models.models import CASES, GLOBAL_BATCH, parallelize
 from tests.parity.context_cells import context_cells
+from tests.parity.copies_cells import copies_cells
 from tests.parity.parity_cells import Cell, graph_of, plan_of
 from tests.parity.parity_checks import (
     ACCUMULATED,
@@ -68,7 +69,11 @@ def parity(folder: Path) -> Of:
 
     def of(world: int) -> Results:
         if world not in launched:
-            cells = [c for c in (*all_cells(), *context_cells(), *CELLS) if c.world == world]
+            cells = [
+                c
+                for c in (*all_cells(), *context_cells(), *copies_cells(), *CELLS)
+                if c.world == world
+            ]
             store(folder, cells)
             if world == 4:
                 (folder / "dropout.json").write_text(json.dumps(_dropout_alone()))
@@ -98,7 +103,9 @@ def test_every_rank_ends_in_order(parity: Of, world: int) -> None:
     assert not any(rank.killed or rank.children_left for rank in run.ranks)
 
 
-@pytest.mark.parametrize("cell", [*all_cells(), *context_cells()], ids=lambda cell: cell.name)
+@pytest.mark.parametrize(
+    "cell", [*all_cells(), *context_cells(), *copies_cells()], ids=lambda cell: cell.name
+)
 def test_cell_equals_single_device(parity: Of, cell: Cell) -> None:
     found, tolerance = parity(cell.world)[cell.name], TOLERANCE[cell.precision]
     assert found["loss"] <= tolerance
@@ -111,7 +118,9 @@ def test_cell_equals_single_device(parity: Of, cell: Cell) -> None:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_cells_are_legal_plans_of_their_world(folder: Path, world: int) -> None:
-    cells = [cell for cell in (*all_cells(), *context_cells()) if cell.world == world]
+    cells = [
+        cell for cell in (*all_cells(), *context_cells(), *copies_cells()) if cell.world == world
+    ]
     for cell in cells:
         plan, of = plan_of(cell)
         assert plan.num_ranks == world
@@ -128,7 +137,9 @@ def test_matrix_covers_every_legal_pair_of_knobs() -> None:
         covered = {(getattr(cell, a), getattr(cell, b)) for cell in cells}
         missing = {pair for pair in product(*values) if _legal({a, b}, pair)} - covered
         assert not missing, f"({a}, {b})"
-    assert {cell.schedule for cell in cells} == set(SCHEDULES)
+    assert {cell.schedule for cell in cells} == {n for n, s in SCHEDULES.items() if s.copies == 1}
+    twice = {cell.schedule for cell in copies_cells()}
+    assert twice == {n for n, s in SCHEDULES.items() if s.copies > 1}
     assert {cell.zero for cell in cells} == {0, 1, 2, 3}
 
 

@@ -30,6 +30,22 @@ class Shape:
     def num_stages(self) -> int:
         return self.p * self.v
 
+    @property
+    def pipelines(self) -> tuple[range, ...]:
+        """The stages of each copy of the model."""
+        return SCHEDULES[self.name].pipelines(self.num_stages)
+
+    @property
+    def chain(self) -> Edges:
+        """Each stage of a copy with its next one."""
+        return [edge for stages in self.pipelines for edge in pairwise(stages)]
+
+    def microbatches(self, stage: int) -> range:
+        """Those that a stage runs."""
+        each = self.m // len(self.pipelines)
+        (copy,) = (k for k, stages in enumerate(self.pipelines) if stage in stages)
+        return range(copy * each, (copy + 1) * each)
+
     def streams(self, edges: Edges | None = None) -> Streams:
         return build_schedule(
             self.name,
@@ -49,14 +65,17 @@ def shapes(
     paired: st.SearchStrategy[bool] = whether,
 ) -> Shape:
     name = draw(st.sampled_from(names))
-    v = SCHEDULES[name].stages_per_device or draw(st.integers(1, 3))
-    return Shape(name=name, p=draw(st.integers(1, 5)), v=v, m=draw(m), paired=draw(paired))
+    v, copies = SCHEDULES[name].stages_per_device or draw(st.integers(1, 3)), SCHEDULES[name].copies
+    p, of_each = draw(st.integers(1, 5)), draw(m)
+    if copies > 1:  # both share out among them
+        p, of_each = copies * -(-p // copies), copies * -(-of_each // copies)
+    return Shape(name=name, p=p, v=v, m=of_each, paired=draw(paired))
 
 
 @st.composite
 def edges_of(draw: st.DrawFn, shape: Shape) -> Edges:
-    """Any set of forward edges between the stages, the chain included or not."""
-    possible = list(combinations(range(shape.num_stages), 2))
+    """Any set of forward edges between the stages of a copy, the chain included or not."""
+    possible = [edge for stages in shape.pipelines for edge in combinations(stages, 2)]
     return draw(st.lists(st.sampled_from(possible), unique=True)) if possible else []
 
 
@@ -96,5 +115,5 @@ def run(
 ) -> Timeline:
     """The simulated step; without `transfers`, of a chain whose links cost nothing."""
     if transfers is None:
-        transfers = dict.fromkeys(chain(shape.num_stages), 0)
+        transfers = dict.fromkeys(shape.chain, 0)
     return simulate(shape.streams(list(transfers)), of_stages, transfers)

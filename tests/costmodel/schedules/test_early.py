@@ -11,7 +11,6 @@ from meshwright.costmodel.schedules.schedule import Action
 from meshwright.costmodel.schedules.simulate import Timeline
 from tests.costmodel.schedules.pipelines import (
     Shape,
-    chain,
     edges_of,
     run,
     seconds,
@@ -28,7 +27,7 @@ def equal(shape: Shape, forward: int, input_: int, weight: int) -> Timeline:
 
 
 def period_s(shape: Shape, timeline: Timeline, verdict_s: float = 0.0) -> float:
-    return timeline.validated_s(shape.streams(chain(shape.num_stages)), verdict_s)
+    return timeline.validated_s(shape.streams(shape.chain), verdict_s)
 
 
 @given(data=st.data(), shape=shapes())

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from meshwright.costmodel.schedules.fills import PipelineShape
 from meshwright.costmodel.schedules.schedule import (
     SCHEDULES,
     backward_follows_forward,
     peak_activation,
 )
 from meshwright.costmodel.schedules.simulate import StageTimes
-from meshwright.costmodel.schedules.table import PipelineShape, Schedule
+from meshwright.costmodel.schedules.table import Schedule
 from tests.costmodel.schedules.pipelines import Shape, run, shapes
 from tests.helpers.source_files import PRODUCT, SourceFile, files_in
 
@@ -67,7 +68,7 @@ def test_no_step_of_equal_stages_undercuts_the_bound(shape: Shape) -> None:
     """F = 2, B = 4, W = 2 seconds, transfers free."""
     stage = StageTimes(forward_s=2, backward_s=4, weight_s=2, reduce_s=0, optimizer_s=0)
     step_s = run(shape, [stage] * shape.num_stages).step_time_s
-    work_s = 6.0 * shape.num_stages
+    work_s = 6.0 * shape.num_stages / len(shape.pipelines)
     bound_s = SCHEDULES[shape.name].bound_s(work_s, work_s / shape.p, shape.m, shape.p)
     assert bound_s <= step_s * (1 + 1e-9)
 
@@ -83,7 +84,7 @@ def test_ideal_time_and_fill_are_the_step_of_equal_stages(shape: Shape) -> None:
     for w, fill in zip(weight_s, fill_s, strict=True):
         stage = StageTimes(forward_s=2, backward_s=4, weight_s=w, reduce_s=0, optimizer_s=0)
         step_s = run(shape, [stage] * shape.num_stages).step_time_s
-        estimate_s = shape.m * shape.v * 6.0 + (shape.p - 1) * fill
+        estimate_s = shape.m * shape.v * 6.0 / schedule.copies + (shape.p - 1) * fill
         assert estimate_s <= step_s * (1 + 1e-9)
         if not schedule.on_request:
             assert estimate_s >= 0.85 * step_s

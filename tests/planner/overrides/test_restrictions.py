@@ -192,7 +192,12 @@ def test_with_equal_meshes_one_block_speaks_for_all() -> None:
     ("given", "pp", "each", "schedules"),
     [
         ({"virtual_stages": 1}, None, 1, {"gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2"}),
-        ({"virtual_stages": 2}, None, 2, {"interleaved_1f1b", "zb_v", "dualpipe_v"}),
+        (
+            {"virtual_stages": 2},
+            None,
+            2,
+            {"interleaved_1f1b", "zb_v", "dualpipe_v", "chimera", "dualpipe"},
+        ),
         ({"virtual_stages": 3}, None, 3, {"interleaved_1f1b"}),
         ({"schedule": "zb_v"}, None, 2, {"zb_v"}),
         ({"schedule": "gpipe", "pp": 4}, 4, 1, {"gpipe"}),
