@@ -19,6 +19,7 @@ from meshwright.costmodel.sharding import (
     context_layout,
     data_layout,
 )
+from meshwright.costmodel.written_buffers import updates_of
 from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.lowering import Context, Lowered, Lowering, State
 from meshwright.executor.ranks import Place
@@ -28,7 +29,7 @@ from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
 from meshwright.executor.stages.totals import Total
 from meshwright.executor.transfers import Channels, stage_channels
-from meshwright.planner.plan import away_blocks, crossings, segments_of, updates_of
+from meshwright.planner.plan import away_blocks, crossings, segments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,16 +27,11 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding import ULYSSES, FactorTable
 from meshwright.costmodel.stages import room_bytes
+from meshwright.costmodel.written_buffers import inseparable
 from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.segments import with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
-from meshwright.planner.plan import (
-    divisors,
-    fewest_experts,
-    inseparable,
-    kept_together,
-    ulysses_degrees,
-)
+from meshwright.planner.plan import divisors, fewest_experts, kept_together, ulysses_degrees
 from meshwright.profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12

@@ -62,7 +62,6 @@ from meshwright.planner.plan.words import (
     sized,
     slower,
 )
-from meshwright.planner.plan.written_buffers import inseparable, updates_of
 
 __all__ = [
     "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RUNS", "ZERO", "InfeasibleError", "Known",
@@ -71,10 +70,10 @@ __all__ = [
     "compress_ranks", "counted",
     "crossings", "describe", "divisors", "expand_names", "expand_ranks", "expert_weights",
     "express_shardings",
-    "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "inseparable", "kept_together",
+    "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "kept_together",
     "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "offloaded_weights",
     "passes_of", "pipelines", "placement_of",
     "policy_counts", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",
     "seconds", "segments_of", "shared_apart", "sized", "slower", "spread_of", "stage_of",
-    "stages_of_parameters", "ulysses_degrees", "updates_of",
+    "stages_of_parameters", "ulysses_degrees",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
+from meshwright.costmodel.written_buffers import inseparable
 from meshwright.planner.plan.assignments import Known as Known
 from meshwright.planner.plan.assignments import stage_assignments
 from meshwright.planner.plan.context_parallel import check_context
@@ -24,7 +25,6 @@ from meshwright.planner.plan.offload import check_offload, check_weights_there
 from meshwright.planner.plan.plan import PRECISIONS, RUNS, ZERO, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks, divisors
-from meshwright.planner.plan.written_buffers import inseparable
 
 
 def fingerprint(graph: Graph) -> str:

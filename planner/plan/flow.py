@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.written_buffers import updates_of
 from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError
-from meshwright.planner.plan.written_buffers import updates_of
 
 
 def spread_of(stage: StagePlan) -> int:
@@ -50,7 +51,11 @@ def check_copies(plan: Plan, graph: Graph) -> None:
     first, second = pipelines(plan)
     for one, other in zip(first, second, strict=True):
         own = plan.stages[one]
-        beside = {"ranks": own.ranks, "recompute": own.recompute, "segments": own.segments}
+        beside: dict[str, Any] = {
+            "ranks": own.ranks,
+            "recompute": own.recompute,
+            "segments": own.segments,
+        }
         if own != replace(plan.stages[other], **beside):
             raise PlanError(
                 f": stages {one} and {other} are copies of one stage, and differ",
