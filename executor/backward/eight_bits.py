@@ -109,7 +109,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, *, rowwise: bool) -> torch.Te
     operands, _ = formats(x.device, rowwise=rowwise)
     left = rounded(x, operands, rowwise=rowwise)
     right = rounded(weight, operands, rowwise=rowwise)
-    return multiplied(left, right, x.dtype, fast=True)
+    return multiplied(_turned(left), _turned(right), x.dtype, fast=True)
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class Gradient:
         left = rounded(self.wide, gradients, rowwise=self.rowwise)
         self.once = None if self.rowwise else left
         right = _turned(rounded(weight.t(), operands, rowwise=self.rowwise))
-        return multiplied(left, right, self.wide.dtype, fast=self.rowwise)
+        return multiplied(_turned(left), right, self.wide.dtype, fast=self.rowwise)
 
     def of_weight(self, x: torch.Tensor) -> torch.Tensor:
         """∂yᵀ x of an input (m, k)."""

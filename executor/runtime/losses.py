@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ class PendingScalar(torch.Tensor):
     @staticmethod
     def of(read: Callable[[], torch.Tensor]) -> PendingScalar:
         """The scalar that `read` returns, on the host."""
-        made: PendingScalar = torch.Tensor._make_subclass(PendingScalar, torch.zeros(()))
+        made: PendingScalar = torch.Tensor._make_subclass(PendingScalar, torch.full((), math.nan))
         made._read = read
         return made
 

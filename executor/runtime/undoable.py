@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from meshwright.executor.errors import StateError
 from meshwright.executor.parameters import local_of
 
 Options = list[dict[str, Any]]  # of each group of an optimizer, parameters apart
@@ -17,13 +20,15 @@ Options = list[dict[str, Any]]  # of each group of an optimizer, parameters apar
 class UndoableStep:
     """One step of an optimizer on the gradients that are there. `options` are learning rates and
     the like of this step, whatever a schedule makes of them; `tensors` what `step` changed, each
-    with its copy, and `states` what there was of each parameter."""
+    with its copy, and `states` what there was of each parameter; `gradients` those of this step,
+    with the version of their memory."""
 
     optimizer: torch.optim.Optimizer
     options: Options
     left: Options = field(default_factory=list)
     tensors: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
     states: dict[torch.Tensor, dict[str, Any]] = field(default_factory=dict)
+    gradients: dict[torch.Tensor, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer) -> UndoableStep:
@@ -35,6 +40,7 @@ class UndoableStep:
         for p in held:
             if p.grad is None:
                 continue
+            self.gradients[p] = p.grad, local_of(p.grad)._version
             state = self.optimizer.state.get(p, {})
             for x in (p, *state.values()):
                 if isinstance(x, torch.Tensor):
@@ -46,6 +52,30 @@ class UndoableStep:
         self.optimizer.step()
         self.left = _options(self.optimizer)
 
+    @contextmanager
+    def own_gradients(self) -> Iterator[None]:
+        """Context in which parameters have the gradients of this step, whatever they have now.
+        Raises StateError where those were written since."""
+        now = {p: p.grad for p in self.gradients}
+        for p, (gradient, version) in self.gradients.items():
+            if local_of(gradient)._version != version:
+                raise StateError(
+                    " were written before their step was validated, which may have to be made "
+                    "again with them",
+                    place="gradients of the last train_step",
+                    legal="gradients that stay, or that are let go (zero_grad's set_to_none=True)",
+                    way_out="drop what writes them (train_step(..., optimizer=) zeroes and clips), "
+                    "or call result.settle() before",
+                )
+            p.grad = gradient
+        try:
+            yield
+        finally:
+            for p, theirs in now.items():
+                if theirs is not self.gradients[p][0]:
+                    p.grad = theirs
+
+    @torch.no_grad()
     def undo(self) -> None:
         """Put back what was kept."""
         self.optimizer.state.update(self.states)
@@ -66,7 +96,7 @@ class UndoableStep:
 
     def forget(self) -> None:
         """Let go of the copies."""
-        self.tensors, self.states = [], {}
+        self.tensors, self.states, self.gradients = [], {}, {}
 
 
 def _options(optimizer: torch.optim.Optimizer) -> Options:

@@ -164,24 +164,29 @@ class Validation:
     def _conclude(self, verdict: Verdict, step: UndoableStep, *, stepped: bool) -> None:
         """Do what a verdict asks for, of a step that was made already or not."""
         finite, self.sure = verdict.finite, verdict.holds
-        with torch.no_grad():
-            if stepped and not self.sure:
-                step.undo()
-                self.repeats, self.undone_steps = True, self.undone_steps + 1
-            if not finite:
-                for p in self.runtime.stage_parameters:
-                    p.api.grad = None
-            elif not self.sure:
-                self._clip(verdict.coefficient)
         if not stepped:
+            self._mend(verdict)
             step.optimizer.step()
         elif not self.sure:
-            step.step_again()
+            with step.own_gradients():
+                step.undo()
+                self._mend(verdict)
+                step.step_again()
+            self.repeats, self.undone_steps = True, self.undone_steps + 1
         step.forget()
         if not finite:
             self.runtime.guard.say_skipped(None)
         self.runtime.guard.conclude(finite)
 
+    def _mend(self, verdict: Verdict) -> None:
+        """Drop or clip the gradients, if a verdict asks for it."""
+        if not verdict.finite:
+            for p in self.runtime.stage_parameters:
+                p.api.grad = None
+        elif not verdict.holds:
+            self._clip(verdict.coefficient)
+
+    @torch.no_grad()
     def _clip(self, coefficient: torch.Tensor) -> None:
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for p in self.runtime.stage_parameters:

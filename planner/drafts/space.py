@@ -274,7 +274,7 @@ class Space(HostParts):
             refused = over.uniform("zero") and None in over.dp and self.cluster.num_devices > 1
             return [] if refused else [(0, 0)]
         stages = {z for z in stages if self.problem.target.combines(z, tp=mesh.tp, pp=1)}
-        stages -= {3} if over.post_validation else set()
+        stages -= {3} if over.post_validation or over.host_weights else set()
         found = [(z, 0) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
         node = self.cluster.devices_per_node // (mesh.tp * mesh.spread)

@@ -169,8 +169,9 @@ class Overrides:
         """Weights in host memory are no weights of ZeRO-3, and of no segments."""
         if not (self.offload or {}).get("weights"):
             return
-        segments = self.segments if isinstance(self.segments, int) else 1
-        for name, given in (("zero=3", self.everywhere("zero") == 3), ("segments", segments > 1)):
+        divided = self.everywhere("zero") == 3 or any(z == 3 for _, z in self.items("zero"))
+        segmented = any(size > 1 for _, size in self.items("segments"))
+        for name, given in (("zero=3", divided), ("segments", segmented)):
             if given:
                 raise OverrideError(
                     f" contradicts {name}: it is for weights whole on every rank, of blocks that "
@@ -210,7 +211,8 @@ class Overrides:
             return
         other = "forbid='pp'" * ("pp" in self.forbid) or "pp=1" * (self.pp == 1)
         other = other or "zero=3" * (self.everywhere("zero") == 3)
-        other = other or f"offload={dict(self.offload or {})}" * bool(self.host_states)
+        there = any((self.offload or {}).values())
+        other = other or f"offload={dict(self.offload or {})}" * there
         if other:
             raise OverrideError(
                 f"=True contradicts {other}: a pipeline is validated whose ranks have their own "

@@ -195,7 +195,7 @@ def _check_validation(plan: Plan) -> None:
         if stage.zero == 3:
             why = why or f"stage {k} has zero=3, whose gathered weights would be the wrong ones"
         if any(stage.offload.values()):
-            why = why or f"stage {k} steps in host memory"
+            why = why or f"stage {k} has parts in host memory"
     if why:
         raise PlanError(
             f"=true: {why}",

@@ -55,6 +55,7 @@ def with_host(
     if not part or search.space.host_states or search.programs.time.over():
         return None
     best: SearchResult | None = None
+    there = search
     for weights in (0.0, 1.0) if part == 1 else (0.0,):
         if search.programs.time.over() or (best is not None and not _weights_bind(best)):
             break

@@ -50,5 +50,6 @@ class SearchResult(HostParts):
             candidates=(best, *self.candidates[1:]),
             bound_s=min(self.bound_s, best.step_time_s),
             host_states=host_states,
+            host_weights=max(s.offload.get("weights", 0.0) for s in best.plan.stages),
             host_activations=max(s.offload.get("activations", 0.0) for s in best.plan.stages),
         )

@@ -129,15 +129,27 @@ def test_products_and_their_gradients_are_those_of_rounded_operands(
 
 
 @BY_ROWS
-def test_units_give_what_emulation_gives(rowwise: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch._scaled_mm` on this CPU, for an uneven number of rows, too."""
+@pytest.mark.parametrize("operator", ["linear", "mm"])
+def test_units_give_what_emulation_gives(
+    operator: str, rowwise: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch._scaled_mm` on this CPU, for an uneven number of rows, too; what it is given lies as
+    units want it, the left by rows and the right by columns."""
+    multiply = torch._scaled_mm
+
+    def laid(a: torch.Tensor, b: torch.Tensor, *args: object, **given: object) -> torch.Tensor:
+        assert a.is_contiguous() and b.t().is_contiguous()
+        return multiply(a, b, *args, **given)
+
+    monkeypatch.setattr(torch, "_scaled_mm", laid)
     for m in (M, 32, 7):
         both = []
         for units in (False, True):
             monkeypatch.setattr(eight_bits, "has_units", lambda device, units=units: units)
-            x, w = nn.Parameter(numbers(1, m, K)), nn.Parameter(numbers(2, N, K))
+            lying = (N, K) if operator == "linear" else (K, N)
+            x, w = nn.Parameter(numbers(1, m, K)), nn.Parameter(numbers(2, *lying))
             try:
-                y = EightBitProduct("linear", rowwise=rowwise)(x, w)
+                y = EightBitProduct(operator, rowwise=rowwise)(x, w)
             except RuntimeError as error:
                 if "only supports per-tensor scaling for CPU" not in str(error):
                     raise

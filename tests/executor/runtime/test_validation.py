@@ -13,6 +13,7 @@ import torch
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
+from meshwright.executor.errors import StateError
 from meshwright.executor.runtime.losses import PendingScalar
 from meshwright.executor.runtime.undoable import UndoableStep
 from tests.executor.runtime.validation_worker import CELLS, HALF, WORLD
@@ -101,6 +102,23 @@ def test_a_step_is_undone_and_made_again(tensor_rate: bool) -> None:
         for name, x in optimizer.state[ours].items():
             assert torch.equal(x, its.state[theirs][name])
     assert optimizer.param_groups[0]["lr"] == its.param_groups[0]["lr"]
+
+
+def test_gradients_of_a_step_are_its_own() -> None:
+    """Whatever was made of `.grad` since; but not if their memory was written."""
+    model = nn.Linear(3, 2)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    _gradients(model, 0, 1.0)
+    mine = [p.grad for p in model.parameters()]
+    step = UndoableStep.of(optimizer)
+    step.step()
+    optimizer.zero_grad()
+    with step.own_gradients():
+        assert all(p.grad is own for p, own in zip(model.parameters(), mine, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    mine[0].zero_()
+    with pytest.raises(StateError, match="were written before"), step.own_gradients():
+        raise AssertionError
 
 
 def _gradients(model: nn.Module, k: int, scale: float) -> None:

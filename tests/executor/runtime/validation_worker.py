@@ -57,10 +57,10 @@ class Run:
 
     def step(self, k: int, max_norm: float | None) -> None:
         batch = self.case.batch(self.cell.rows, k)
+        self.optimizer.zero_grad()  # as users do, before the last step is validated, too
         if self.validated:
             loss, norm = self.runtime.validation.step(batch, self.optimizer, max_norm=max_norm)
         else:
-            self.optimizer.zero_grad()
             loss = self.runtime.train_step(batch)
             parameters, place = self.runtime.stage_parameters, self.runtime.place
             norm = clip_(parameters, place, math.inf if max_norm is None else max_norm)
