@@ -7,7 +7,7 @@ stand-in's) with streams and events. The host has none: its work is done when th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,6 +75,19 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
         with module.device(device):
             module.manual_seed(seed)
         yield
+
+
+def random_states(device: torch.device) -> Callable[[], None]:
+    """What puts the generators of the host and of the device back to where they are now."""
+    host = torch.get_rng_state()
+    there = module_of(device).get_rng_state(device) if has_streams(device) else None
+
+    def put_back() -> None:
+        torch.set_rng_state(host)
+        if there is not None:
+            module_of(device).set_rng_state(there, device)
+
+    return put_back
 
 
 class Clock:

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.schedules import Early
-from meshwright.executor.devices import has_streams, module_of
+from meshwright.executor.devices import random_states
 from meshwright.executor.errors import StateError
 from meshwright.executor.parameters import WholeTensors, accumulate_grads, local_of, norm_share
 from meshwright.executor.ranks import launch, progress
@@ -203,9 +203,7 @@ class Validation:
             return None
         runtime, device = self.runtime, self.runtime.place.device
         buffers = [(b.whole, b.whole.clone()) for b in runtime.held_buffers.values() if b.updated]
-        host, there = torch.get_rng_state(), None
-        if has_streams(device):
-            there = module_of(device).get_rng_state(device)
+        put_back = random_states(device)
 
         def holds(run: PipelineRun) -> bool:
             self._settle()
@@ -214,9 +212,7 @@ class Validation:
             if repeats:
                 for whole, kept in buffers:
                     whole.copy_(kept)
-                torch.set_rng_state(host)
-                if there is not None:
-                    module_of(device).set_rng_state(there, device)
+                put_back()
                 runtime.read_state()
             return not repeats
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from meshwright import Cluster, Overrides, auto_parallelize, leaf
 from meshwright.executor import devices, stand_in
+from meshwright.executor.backward import eight_bits
 from meshwright.executor.checkpoint import checkpoint, handover
 from meshwright.executor.files.chunks import LocalChunks
 from meshwright.executor.lowering import backend_of
@@ -283,6 +285,24 @@ def _scenarios(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         yield partial(_saved, folder / backend, backend, monkeypatch)
     yield partial(_launched, monkeypatch)
     yield partial(_compiled, monkeypatch)
+    yield partial(_eight_bits, monkeypatch)
+
+
+def _eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units for 8-bit products by device."""
+    gpu = torch.device("cuda", 0)
+    assert eight_bits.has_units(stand_in.device_for(GPU)[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+        assert eight_bits.has_units(gpu)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        assert not eight_bits.has_units(gpu)
+        assert eight_bits.formats(gpu, rowwise=False)[0] == torch.float8_e4m3fn
+        mi300 = SimpleNamespace(gcnArchName="gfx942")
+        patch.setattr(torch.version, "hip", "6")
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: mi300)
+        assert eight_bits.has_units(gpu)
+        assert eight_bits.formats(gpu, rowwise=False)[0] == torch.float8_e4m3fnuz
 
 
 def _timed(device: torch.device) -> None:
@@ -296,6 +316,7 @@ def _timed(device: torch.device) -> None:
         assert seconds >= 0
         with devices.seeded(device, 5):
             assert torch.initial_seed() == 5
+        devices.random_states(device)()
         chunks = LocalChunks.of(torch.empty(4, device=device))
         assert chunks.copied().local.device == devices.HOST
 
