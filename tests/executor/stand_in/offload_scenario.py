@@ -21,11 +21,11 @@ rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
 
 def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) -> None:
     """States in host memory: whole weights and parts of them, cast on the way and as they are.
-    Activations there."""
+    Weights of blocks, activations there."""
     with monkeypatch.context() as patch:
         patch.setattr("os.cpu_count", lambda: 2 * torch.get_num_threads())
         patch.setattr(torch, "set_num_threads", lambda count: None)
-        for line in ("m2", "m2 bf16", "m2 zero2 bf16", "m2 zero3", "m2 bf16 away100"):
+        for line in ("m2", "m2 bf16", "m2 zero2 bf16", "m2 zero3", "m2 bf16 weights100"):
             assert run(f"mlp dp2 1f1b {line} host100").mismatches == ()
     for line in ("m2 bf16", "m2 zero3 full"):
         assert run(f"gpt2_deep dp2 1f1b {line} away100").mismatches == ()

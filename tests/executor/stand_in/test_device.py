@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,6 @@ from torch.utils import _pytree as pytree
 
 from meshwright import Cluster, Overrides, auto_parallelize, leaf
 from meshwright.executor import devices, stand_in
-from meshwright.executor.backward import eight_bits
 from meshwright.executor.checkpoint import checkpoint, handover
 from meshwright.executor.files.chunks import LocalChunks
 from meshwright.executor.lowering import backend_of
@@ -38,6 +36,7 @@ from meshwright.executor.stages import stage as stage_module
 from meshwright.executor.stand_in import ORDER
 from meshwright.executor.transfers.transfer import Channel
 from tests.executor.stand_in.device_lines import device_lines, lines_run
+from tests.executor.stand_in.eight_bits_scenario import eight_bits_by_device
 from tests.executor.stand_in.offload_scenario import offloaded
 from tests.helpers.source_files import ROOT
 from tests.models.models import CASES, adamw
@@ -285,24 +284,7 @@ def _scenarios(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
         yield partial(_saved, folder / backend, backend, monkeypatch)
     yield partial(_launched, monkeypatch)
     yield partial(_compiled, monkeypatch)
-    yield partial(_eight_bits, monkeypatch)
-
-
-def _eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units for 8-bit products by device."""
-    gpu = torch.device("cuda", 0)
-    assert eight_bits.has_units(stand_in.device_for(GPU)[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-        assert eight_bits.has_units(gpu)
-        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        assert not eight_bits.has_units(gpu)
-        assert eight_bits.formats(gpu, rowwise=False)[0] == torch.float8_e4m3fn
-        mi300 = SimpleNamespace(gcnArchName="gfx942")
-        patch.setattr(torch.version, "hip", "6")
-        patch.setattr(torch.cuda, "get_device_properties", lambda device: mi300)
-        assert eight_bits.has_units(gpu)
-        assert eight_bits.formats(gpu, rowwise=False)[0] == torch.float8_e4m3fnuz
+    yield partial(eight_bits_by_device, monkeypatch)
 
 
 def _timed(device: torch.device) -> None:
