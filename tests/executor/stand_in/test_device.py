@@ -22,15 +22,13 @@ from torch.utils import _pytree as pytree
 from meshwright import Cluster, Overrides, auto_parallelize, leaf
 from meshwright.executor import devices, stand_in
 from meshwright.executor.checkpoint import checkpoint, handover
-from meshwright.executor.files.chunks import LocalChunks
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import weight_gather
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Event, Kind, Recorder, Rehearsal, rehearse
 from meshwright.executor.resharding import reshard
 from meshwright.executor.runtime import Runtime
-from meshwright.executor.runtime.timeline import Stopwatch
-from meshwright.executor.stages import CheckedPlan, Phase
+from meshwright.executor.stages import CheckedPlan
 from meshwright.executor.stages import batches as batches_module
 from meshwright.executor.stages import stage as stage_module
 from meshwright.executor.stand_in import ORDER
@@ -38,6 +36,7 @@ from meshwright.executor.transfers.transfer import Channel
 from tests.executor.stand_in.device_lines import device_lines, lines_run
 from tests.executor.stand_in.eight_bits_scenario import eight_bits_by_device
 from tests.executor.stand_in.offload_scenario import offloaded
+from tests.executor.stand_in.timed_scenario import timed
 from tests.helpers.source_files import ROOT
 from tests.models.models import CASES, adamw
 from tests.parity.parity_cells import Cell, plan_of
@@ -280,27 +279,11 @@ def _scenarios(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callab
     yield partial(offloaded, run, monkeypatch)
     for backend in (GPU, CPU):
         yield partial(run, f"{PIPELINE} pointwise", backend)
-        yield partial(_timed, stand_in.device_for(backend)[0])
+        yield partial(timed, stand_in.device_for(backend)[0])
         yield partial(_saved, folder / backend, backend, monkeypatch)
     yield partial(_launched, monkeypatch)
     yield partial(_compiled, monkeypatch)
     yield partial(eight_bits_by_device, monkeypatch)
-
-
-def _timed(device: torch.device) -> None:
-    with stand_in.standing_in(), FakeTensorMode():
-        watch = Stopwatch(device)
-        watch(Phase.REDUCE, lambda: None)
-        ((what, began, ended),) = watch.read()
-        assert what is Phase.REDUCE
-        assert began <= ended
-        ((_, seconds),) = watch.durations()
-        assert seconds >= 0
-        with devices.seeded(device, 5):
-            assert torch.initial_seed() == 5
-        devices.random_states(device)()
-        chunks = LocalChunks.of(torch.empty(4, device=device))
-        assert chunks.copied().local.device == devices.HOST
 
 
 def _saved(folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
