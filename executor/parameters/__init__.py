@@ -1,6 +1,5 @@
 """Parameters as DTensors, their gradients, ZeRO, norms and the loss scale."""
 
-from meshwright.executor.host_memory import use_cores
 from meshwright.executor.parameters.block_weights import BlockWeights
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
 from meshwright.executor.parameters.norms import clip_, norm_share
@@ -31,5 +30,5 @@ __all__ = [
     "StepGuard", "TiedLayout", "WeightGather", "WholeTensors", "accumulate_grads", "as_torch",
     "check_sharding", "clip_", "collect_gradients", "expose", "load", "local_of",
     "make_parameter", "norm_share", "part_of", "reduce_in_optimizers", "refresh_frozen",
-    "shard_gradients", "shard_stage", "sum_tied_gradients", "use_cores", "whole_of", "wrap_like",
+    "shard_gradients", "shard_stage", "sum_tied_gradients", "whole_of", "wrap_like",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from torch import nn
 from meshwright.costmodel.graph import Block, Graph, Op, refs
 from meshwright.costmodel.rules import LEAVES, leaf_of
 from meshwright.costmodel.sharding import RP, Assignment, DataLayout, Placement, R
+from meshwright.executor.host_memory import use_cores
 from meshwright.executor.lowering import State
 from meshwright.executor.parameters import (
     ParameterSpec,
@@ -17,7 +18,6 @@ from meshwright.executor.parameters import (
     TiedLayout,
     expose,
     make_parameter,
-    use_cores,
 )
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.checked import CheckedPlan

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 
 from meshwright.costmodel.blocks import parts_of, segment_policy
 from meshwright.costmodel.stages import fits
-from meshwright.planner.drafts import Candidate, priced_fits
+from meshwright.planner.drafts import Candidate
 from meshwright.planner.plan import Plan, StagePlan, recompute_of
-from meshwright.planner.pricing import evaluate
-from meshwright.planner.search.offload import PAYS, held_by_hosts, with_less
+from meshwright.planner.search.offload import PAYS, held_by_hosts, priced_again, with_less
 
 if TYPE_CHECKING:
     from meshwright.planner.search.result import SearchResult
@@ -135,7 +134,4 @@ def _at(search: Search, plan: Plan, known: Candidate, parts: Sequence[float]) ->
         offload = {k: v for k, v in stage.offload.items() if k != "activations"}
         offload |= {"activations": part} if part else {}
         stages.append(dataclasses.replace(stage, offload=offload))
-    other = dataclasses.replace(plan, stages=tuple(stages))
-    priced = evaluate(other, search.problem, known.assignments, search.programs.coster)
-    fit = priced_fits(priced, search.problem.cluster, search.space.memory_bytes)
-    return Candidate(evaluation=priced, assignments=known.assignments, fits=fit)
+    return priced_again(search, known, dataclasses.replace(plan, stages=tuple(stages)))

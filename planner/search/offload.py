@@ -103,15 +103,9 @@ def if_it_pays(search: Search, found: SearchResult) -> SearchResult:
     if search.programs.time.over() or not _may_pay(search, best):
         return found
     there = search.offloading(host_states=part)
-    dp, tp, cp, ep = next(iter(alike))
-    groups, m = len(plan.devices), plan.num_microbatches
-    meshes = there.space.meshes(dp * tp * cp, m)
-    own = [mesh for mesh in meshes if (mesh.dp, mesh.tp, mesh.cp, mesh.ep) == (dp, tp, cp, ep)]
-    written = there.of_meshes([c for mesh in own for c in there.equal.placed(mesh, m, groups)])
-    if not written:
+    if (written := there.on_meshes_of(plan)) is None:
         return found
-    assert isinstance(written[0], Candidate)  # the first is written out
-    other = with_less(there, written[0])
+    other = with_less(there, written)
     if other.step_time_s >= PAYS * best.step_time_s:
         return found
     return found.led_by(other, part)
@@ -168,7 +162,11 @@ def _at(search: Search, best: Candidate, k: int, given: Mapping[str, float]) -> 
     stages = list(plan.stages)
     there = {name: part for name, part in {**stages[k].offload, **given}.items() if part}
     stages[k] = dataclasses.replace(stages[k], offload=there)
-    other = dataclasses.replace(plan, stages=tuple(stages))
-    priced = evaluate(other, search.problem, best.assignments, search.programs.coster)
+    return priced_again(search, best, dataclasses.replace(plan, stages=tuple(stages)))
+
+
+def priced_again(search: Search, known: Candidate, plan: Plan) -> Candidate:
+    """A plan with the shardings of another, priced."""
+    priced = evaluate(plan, search.problem, known.assignments, search.programs.coster)
     fits = priced_fits(priced, search.problem.cluster, search.space.memory_bytes)
-    return Candidate(evaluation=priced, assignments=best.assignments, fits=fits)
+    return Candidate(evaluation=priced, assignments=known.assignments, fits=fits)

@@ -24,7 +24,7 @@ from meshwright.planner.bounds import Bounds
 from meshwright.planner.drafts import Candidate, Drafter, Given, Mesh, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import check_plan
+from meshwright.planner.plan import Plan, check_plan
 from meshwright.planner.search.activations import if_activations_pay
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES
@@ -234,6 +234,19 @@ class Search(Drafter):
         """The best plans on these meshes alone, the first of them written out."""
         self._explore(choices)
         return self._written()
+
+    def on_meshes_of(self, plan: Plan) -> Candidate | None:
+        """The best plan with the mesh, device groups and micro-batches of another, whose stages all
+        have one mesh; None where none fits."""
+        first, groups, m = plan.stages[0], len(plan.devices), plan.num_microbatches
+        degrees = first.dp, first.tp, first.cp, first.ep
+        meshes = self.space.meshes(first.dp * first.tp * first.cp, m)
+        own = [mesh for mesh in meshes if (mesh.dp, mesh.tp, mesh.cp, mesh.ep) == degrees]
+        written = self.of_meshes([c for mesh in own for c in self.equal.placed(mesh, m, groups)])
+        if not written:
+            return None
+        assert isinstance(written[0], Candidate)  # the first is written out
+        return written[0]
 
     # --- different meshes ---
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from meshwright.planner.drafts import Candidate
-
 if TYPE_CHECKING:
     from meshwright.planner.search.result import SearchResult
     from meshwright.planner.search.search import Search
@@ -21,21 +19,13 @@ def if_validated_pays(search: Search, found: SearchResult) -> SearchResult:
     problem, best = search.problem, found.best
     plan = best.plan
     alike = {(s.dp, s.tp, s.cp, s.ep) for s in plan.stages}
-    groups, m = len(plan.devices), plan.num_microbatches
     free = search.restrictions.post_validation is None and ALLOWED in problem.allow
-    if not free or not problem.target.gradients_come or groups == 1 or len(alike) > 1:
+    if not free or not problem.target.gradients_come or len(plan.devices) == 1 or len(alike) > 1:
         return found
     if any(s.offload for s in plan.stages) or search.programs.time.over():
         return found
     there = search.like(overrides=dataclasses.replace(search.overrides, post_validation=True))
-    dp, tp, cp, ep = next(iter(alike))
-    meshes = there.space.meshes(dp * tp * cp, m)
-    own = [mesh for mesh in meshes if (mesh.dp, mesh.tp, mesh.cp, mesh.ep) == (dp, tp, cp, ep)]
-    written = there.of_meshes([c for mesh in own for c in there.equal.placed(mesh, m, groups)])
-    if not written:
-        return found
-    other = written[0]
-    assert isinstance(other, Candidate)  # the first is written out
-    if other.step_time_s >= PAYS * best.step_time_s:
+    other = there.on_meshes_of(plan)
+    if other is None or other.step_time_s >= PAYS * best.step_time_s:
         return found
     return found.led_by(other, found.host_states)
