@@ -94,6 +94,8 @@ _QUANTITIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "host.link_bandwidth?": "bytes/s",
             "host.link_latency?": "seconds",
             "host.nvme?": "bytes",
+            "host.nvme_read_bandwidth?": "bytes/s",
+            "host.nvme_write_bandwidth?": "bytes/s",
         },
     }
 )
@@ -232,7 +234,8 @@ def read_file(path: Path) -> Entry:
         if key not in dimensions and key not in _TEXTS[entry]:
             raise unknown_name(f"{path.name} key", key, {*dimensions, *_TEXTS[entry]})
     if "host.memory" in leaves:
-        required |= {key for key in dimensions if key.startswith("host.")} - {"host.nvme"}
+        own = {key for key in dimensions if key.startswith("host.")}
+        required |= {key for key in own if not key.startswith("host.nvme")}
     if missing := sorted(required - set(leaves)):
         raise MeshwrightError(
             f"missing {', '.join(missing)}",

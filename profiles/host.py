@@ -2,8 +2,9 @@
 
 Values are SI, and all are of a whole node but those of the link: `link_bandwidth` is what one rank
 reaches in one direction while all ranks of its node move as much, and `memory_bandwidth` what an
-optimizer's step on all cores reaches, read plus written. A rank of n on a node has 1/n of both
-memories and of the memory bandwidth.
+optimizer's step on all cores reaches, read plus written. `nvme_read_bandwidth` and
+`nvme_write_bandwidth` are what all ranks reach together in files on the node's flash that they map.
+A rank of n on a node has 1/n of both memories, of the flash and of these bandwidths.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ class Host:
     link_bandwidth: float
     link_latency_s: float = 0.0
     nvme_bytes: int = 0
+    nvme_read_bandwidth: float = 0.0
+    nvme_write_bandwidth: float = 0.0
     assumptions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -34,6 +37,13 @@ class Host:
         check_number("host: link_bandwidth", self.link_bandwidth)
         check_number("host: link_latency_s", self.link_latency_s, zero=True)
         check_whole("host: nvme_bytes", self.nvme_bytes, least=0)
+        check_number("host: nvme_read_bandwidth", self.nvme_read_bandwidth, zero=True)
+        check_number("host: nvme_write_bandwidth", self.nvme_write_bandwidth, zero=True)
+
+    @property
+    def has_flash(self) -> bool:
+        """Whether it has flash of which all is known that states in files need."""
+        return min(self.nvme_bytes, self.nvme_read_bandwidth, self.nvme_write_bandwidth) > 0
 
     def moved_s(self, nbytes: float) -> float:
         """Seconds to move so many bytes of a rank, in one direction."""
@@ -51,6 +61,8 @@ def host_of(entry: Entry) -> Host | None:
         link_bandwidth=entry.value("host.link_bandwidth"),
         link_latency_s=entry.value("host.link_latency"),
         nvme_bytes=round(entry.optional("host.nvme") or 0),
+        nvme_read_bandwidth=entry.optional("host.nvme_read_bandwidth") or 0.0,
+        nvme_write_bandwidth=entry.optional("host.nvme_write_bandwidth") or 0.0,
         assumptions=tuple(note for note in entry.assumptions() if is_of_host(note)),
     )
 

@@ -32,7 +32,9 @@ class Setting:
     none. `quantized` says what ZeRO-3 sends in blocks (`costmodel/quantized.py`). `host_states` is
     the part of the optimizer states that lies in host memory, `host_weights` that of the weights,
     but while their block runs (0 with ZeRO-3), `host_activations` of the blocks those that send
-    what they save there. Steps that are `validated` afterwards keep what they may have to undo.
+    what they save there; `host_files` is the part of the states that lies in files on the node's
+    flash, no more than `host_states`. Steps that are `validated` afterwards keep what they may have
+    to undo.
     """
 
     cluster: Cluster
@@ -56,6 +58,7 @@ class Setting:
     host_activations: float = 0.0
     validated: bool = False
     host_weights: float = 0.0
+    host_files: float = 0.0
 
     def group(self, *, size: int, stride: int) -> Group:
         """The costliest of the groups of `size` ranks that lie `stride` apart in the mesh's own

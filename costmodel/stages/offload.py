@@ -15,6 +15,10 @@ in fp32,
     ZeRO-3        per micro-batch: weights before each gather, twice, and gradients as they are
                   scattered, beside compute; where there are several micro-batches, torch waits for
                   each gradient and adds it up on the host
+
+Of the states, those in files on the node's flash (`host_files`) leave host memory but for their
+gradients. What is read of files, weights before each first forward, all that the optimizer reads,
+and what it writes, is waited for, at the rank's part of the flash's bandwidths.
 """
 
 from __future__ import annotations
@@ -35,8 +39,9 @@ LONG_BYTES = 2**26  # of a copy that reaches the link's bandwidth
 class HostCosts:
     """Seconds of all weights of a rank that lie in host memory on their way to the device
     (`fetched_s`), of their gradients back (`returned_s`), of adding these up there (`added_s`), of
-    the optimizer's step there; of weights that lie there too on their way for a pass (`weights_s`)
-    and of what a step keeps of them (`kept_s`); bytes there."""
+    the optimizer's step there; and of reading and writing files once a step (`step_s`); of weights
+    that lie there too on their way for a pass (`weights_s`) and of what a step keeps of them
+    (`kept_s`); bytes there, and in files."""
 
     fetched_s: Floats
     returned_s: Floats
@@ -45,6 +50,7 @@ class HostCosts:
     weights_s: Floats
     kept_s: Floats
     nbytes: Floats
+    flash_bytes: Floats
 
 
 def host_costs(sums: Sums, setting: Setting) -> HostCosts:
@@ -59,15 +65,27 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     to_device, to_host = (link_bandwidth(setting, kind) for kind in ("to_device", "to_host"))
     weights = DTYPE_BYTES[setting.precision] * setting.host_weights * sums.parameters
     copied = weights * (setting.precision != "fp32" or setting.zero > 0)
+    filed = (FP32 + optimizer_bytes(setting.optimizer)) * setting.host_files * numel
+    weights_filed = FP32 * setting.host_files * numel
     return HostCosts(
         fetched_s=FP32 * moved / to_device,
         returned_s=FP32 * moved / to_host,
         added_s=3 * FP32 * moved / bandwidth,
-        step_s=step_bytes * moved / bandwidth,
+        step_s=step_bytes * moved / bandwidth + files_s(filed + weights_filed, filed, setting),
         weights_s=weights / to_device,
         kept_s=copied / to_host,
-        nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved + copied,
+        nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved + copied - filed,
+        flash_bytes=filed,
     )
+
+
+def files_s(read: Floats, written: Floats, setting: Setting) -> Floats:
+    """Seconds in which a rank reads and writes so many bytes of files on its node's flash."""
+    host = setting.cluster.host
+    if not setting.host_files or host is None:
+        return np.zeros_like(read)
+    per_node = setting.cluster.devices_per_node
+    return per_node * (read / host.nvme_read_bandwidth + written / host.nvme_write_bandwidth)
 
 
 def sends_each(setting: Setting) -> bool:

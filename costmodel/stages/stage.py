@@ -65,7 +65,7 @@ class StageCosts(Generic[A]):
     the part that is not hidden; `optimizer_s`); bytes in all (`static_bytes`, of which
     `passing_bytes` only during a backward, or for all stages of a device together) and per
     micro-batch in flight (`activation_bytes`), and of the host's memory (`host_bytes`, and
-    `away_bytes` per micro-batch in flight).
+    `away_bytes` per micro-batch in flight) and of files on its flash (`flash_bytes`).
     """
 
     forward_s: A
@@ -83,6 +83,7 @@ class StageCosts(Generic[A]):
     parameters: A
     host_bytes: A
     away_bytes: A
+    flash_bytes: A
 
     @property
     def kept_bytes(self) -> A:
@@ -366,5 +367,6 @@ def stage_costs(
         activation_bytes=kept - sent.nbytes,
         parameters=sums.parameters,
         host_bytes=host.nbytes,
+        flash_bytes=host.flash_bytes,
         away_bytes=sent.nbytes,
     )

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files import StoredTensor
+from meshwright.executor.parameters import empty_like
 
 Notes = dict[str, Any]
 States = dict[str, dict[str, torch.Tensor]]  # FQN -> name -> tensor
@@ -220,7 +221,7 @@ def _empty(parameter: torch.Tensor, kind: StoredTensor) -> torch.Tensor:
     """An empty state: laid out as its parameter if it has its shape, else replicated."""
     dtype = kind.dtype
     if kind.shape == parameter.shape:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+        return empty_like(parameter.detach(), dtype)
     whole = torch.empty(kind.shape, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return whole

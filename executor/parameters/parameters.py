@@ -30,6 +30,7 @@ from meshwright.executor.parameters.partial_dtensors import (
 )
 from meshwright.executor.ranks import Holders, Place
 from meshwright.executor.resharding import local_part
+from meshwright.executor.states_in_files import in_file
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,7 +43,8 @@ class ParameterSpec:
     all stages of the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
     `part` axis splits it before anything else does. `reached`: the loss depends on it. `offload`:
     what the optimizer reads and writes of it lies in host memory (`host_memory.py`). `away`: the
-    leaf, too, has memory only while its block runs (`block_weights.py`).
+    leaf, too, has memory only while its block runs (`block_weights.py`). `in_file`: what is
+    offloaded lies in a file, but for the gradient (`states_in_files.py`).
     """
 
     value: str
@@ -58,6 +60,7 @@ class ParameterSpec:
     reached: bool = True
     offload: bool = False
     away: bool = False
+    in_file: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -137,6 +140,8 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
         stored = to_host(stored) if spec.offload else stored.clone()
     elif spec.offload and not gathered:
         stored = to_host(stored)
+    if spec.in_file:
+        stored = in_file(stored)
     shares = shard == R and stored.dtype == spec.dtype and not spec.offload
     leaf = stored if shares or gathered else local.to(spec.dtype, copy=spec.away)
     if spec.away:

@@ -19,6 +19,7 @@ from meshwright.executor.parameters.block_weights import BlockWeights, revive
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
 from meshwright.executor.resharding import Axis, Waiting, all_gather_flat
+from meshwright.executor.states_in_files import staged
 
 IN_FLIGHT = 2  # buckets being gathered, and more where the next block needs them
 
@@ -65,8 +66,10 @@ class WeightGather:
         for block, members in self.offloaded.items():
             with self.aside.entered(), torch.no_grad():
                 for p in members:
-                    fill(p.leaf, p.stored)
+                    fill(p.leaf, staged(p.stored, p.leaf.device))
                 self.arrived[block] = self.aside.mark()
+            if self.arrived[block] is not None and any(p.in_file for p in members):
+                self.arrived[block].synchronize()  # no more of it is pinned than of one block
         self.started = self.finished = 0
         self._start()
 
@@ -104,7 +107,9 @@ class WeightGather:
     def _sent(self, bucket: Sequence[StageParameter], shard: Axis) -> tuple[torch.Tensor, Waiting]:
         """Start the gather of shards that lie in host memory."""
         with self.aside.entered(), torch.no_grad():
-            flat = torch.cat([on_device(p.stored, p.leaf).reshape(-1) for p in bucket])
+            stored = [staged(p.stored, p.leaf.device) for p in bucket]
+            pairs = zip(stored, bucket, strict=True)
+            flat = torch.cat([on_device(x, p.leaf).reshape(-1) for x, p in pairs])
             return all_gather_flat(flat, shard)
 
     def _finish_next(self) -> None:

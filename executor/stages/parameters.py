@@ -17,6 +17,7 @@ from meshwright.executor.parameters import (
     StageParameter,
     TiedLayout,
     expose,
+    keep_states_in_files,
     make_parameter,
 )
 from meshwright.executor.ranks import Place
@@ -25,6 +26,7 @@ from meshwright.planner.plan import (
     Plan,
     PlanError,
     expert_weights,
+    in_files,
     offloaded_parameters,
     offloaded_weights,
     stages_of_parameters,
@@ -53,8 +55,11 @@ class RankParameters:
             value for stage in plan.stages for value in offloaded_parameters(stage, graph)
         )
         self.away = frozenset(v for stage in plan.stages for v in offloaded_weights(stage, graph))
+        self.in_files = frozenset(v for stage in plan.stages for v in in_files(stage, graph))
         if self.offloaded:
             use_cores(place.device)
+        if self.in_files:
+            keep_states_in_files()
         self.tied = _tied(plan, graph, checked.assignments)
         self._states: dict[str, State] = {}  # of the shared ones
         self._reached = _reached(graph)
@@ -125,6 +130,7 @@ class RankParameters:
             reached=value in self._reached,
             offload=len(owners) == 1 and value in self.offloaded,  # copies step alike
             away=len(owners) == 1 and value in self.away,
+            in_file=len(owners) == 1 and value in self.in_files,
         )
         return make_parameter(spec, self.sources[fqn], self.place)
 

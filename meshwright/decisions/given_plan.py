@@ -101,6 +101,14 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
             "offload, a higher zero, or plan again",
             [float(lacking)],
         )
+    if lacking := prediction.flash_shortfall(cluster):
+        flash = cluster.host.nvme_bytes if cluster.host is not None else 0
+        raise InfeasibleError(
+            f"plan: needs {sized(max(prediction.flash_bytes))} of the {sized(flash)} of a node's "
+            f"flash, {sized(lacking)} more than there is. Way out: less nvme in the plan's "
+            "offload, a higher zero, or plan again",
+            [float(lacking)],
+        )
     room = cluster.device.memory_bytes
     short = prediction.shortfall_bytes(cluster)
     if any(short):

@@ -127,9 +127,10 @@ def _with_shardings(
 
 def priced_fits(priced: Evaluation, cluster: Cluster, memory_bytes: float) -> bool:
     """Whether a plan fits: no device holds more than so many bytes, no node's host more than it
-    has."""
+    has, in memory and on flash."""
     found = priced.prediction
-    return fits(max(found.peak_memory_bytes), memory_bytes) and not found.host_shortfall(cluster)
+    lacks = found.host_shortfall(cluster) or found.flash_shortfall(cluster)
+    return fits(max(found.peak_memory_bytes), memory_bytes) and not lacks
 
 
 def _plan(coster: StageCoster, stages: Sequence[StagePlan], pipeline: PipelineSetup) -> Plan:

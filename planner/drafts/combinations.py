@@ -17,8 +17,8 @@ from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 class StageSetup:
     """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
     and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
-    gives its costs; `host_states`, `host_weights`, `host_activations` and `validated` as in
-    `Setting`."""
+    gives its costs; `host_states`, `host_weights`, `host_activations`, `host_files` and
+    `validated` as in `Setting`."""
 
     mesh: Mesh
     zero: int
@@ -30,6 +30,7 @@ class StageSetup:
     host_activations: float = 0.0
     validated: bool = False
     host_weights: float = 0.0
+    host_files: float = 0.0
 
     @property
     def setting(self) -> Setting:
@@ -41,13 +42,14 @@ class StageSetup:
             host_activations=self.host_activations,
             validated=self.validated,
             host_weights=self.host_weights if self.zero < 3 else 0.0,
+            host_files=self.host_files if self.zero < 3 else 0.0,
         )
 
     @property
     def offload(self) -> dict[str, float]:
         """What lies in host memory, as a plan has it."""
         own = self.setting
-        parts = own.host_states, own.host_weights, own.host_activations
+        parts = own.host_states, own.host_weights, own.host_activations, own.host_files
         return {name: part for name, part in zip(OFFLOADS, parts, strict=True) if part}
 
 

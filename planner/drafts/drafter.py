@@ -21,7 +21,7 @@ from meshwright.planner.drafts.combinations import Combination, StageDraft
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import HostParts, Space
 from meshwright.planner.drafts.unequal_stages import UnequalStages
-from meshwright.planner.overrides import OverrideError, Overrides, restrict
+from meshwright.planner.overrides import OverrideError, Overrides, Restrictions, restrict
 from meshwright.planner.plan import resolve_shardings
 from meshwright.planner.pricing import StageCoster
 from meshwright.planner.stages import BlockPrograms
@@ -73,15 +73,7 @@ class Drafter:
             allow=problem.allow,
             precision=problem.precision,
         )
-        given = self.restrictions.host_states
-        sends = self.restrictions.host_activations
-        if (given or sends) and problem.cluster.host is None:
-            raise OverrideError(
-                f"cluster {problem.cluster.name!r} says nothing of its hosts' memory",
-                place=f"override offload={dict(overrides.offload or {})!r}",
-                legal="a cluster with a host",
-                way_out="give it one, in TOML as [host], or drop the override",
-            )
+        _check_host(problem, overrides, self.restrictions)
         forced, entries = self.restrictions.shardings, {}
         if forced:
             entries = resolve_shardings(graph, graph.blocks, forced, "override shardings")
@@ -91,9 +83,10 @@ class Drafter:
             restrictions=self.restrictions,
             memory_margin=memory_margin,
             segmented=segmented,
-            host_states=given or 0.0,
+            host_states=self.restrictions.host_states or 0.0,
             host_weights=self.restrictions.host_weights,
-            host_activations=sends or 0.0,
+            host_files=self.restrictions.host_files,
+            host_activations=self.restrictions.host_activations or 0.0,
         )
         at = self.space.cut_at
         if programs is None:
@@ -174,3 +167,30 @@ class Drafter:
     def forget(self) -> None:
         """Give back the memory of what was cut; prices stay."""
         self.equal.forget()
+
+
+def _check_host(problem: Problem, overrides: Overrides, own: Restrictions) -> None:
+    """Raise `OverrideError` for what is to lie in memory, or on flash, of which nothing is
+    known."""
+    host = problem.cluster.host
+    for wanted, known, what, legal in (
+        (
+            own.host_states or own.host_activations,
+            host is not None,
+            "memory",
+            "a cluster with a host",
+        ),
+        (
+            own.host_files,
+            host is not None and host.has_flash,
+            "flash",
+            "a cluster with nvme_bytes, nvme_read_bandwidth and nvme_write_bandwidth",
+        ),
+    ):
+        if wanted and not known:
+            raise OverrideError(
+                f"cluster {problem.cluster.name!r} says nothing of its hosts' {what}",
+                place=f"override offload={dict(overrides.offload or {})!r}",
+                legal=legal,
+                way_out="give it one, in TOML as [host], or drop the override",
+            )

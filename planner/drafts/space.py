@@ -47,6 +47,7 @@ class HostParts:
     host_states: float = 0.0
     host_weights: float = 0.0
     host_activations: float = 0.0
+    host_files: float = 0.0
 
     @property
     def in_host_memory(self) -> dict[str, float]:
@@ -274,7 +275,8 @@ class Space(HostParts):
             refused = over.uniform("zero") and None in over.dp and self.cluster.num_devices > 1
             return [] if refused else [(0, 0)]
         stages = {z for z in stages if self.problem.target.combines(z, tp=mesh.tp, pp=1)}
-        stages -= {3} if over.post_validation or over.host_weights else set()
+        alone = over.post_validation or over.host_weights or over.host_files
+        stages -= {3} if alone else set()
         found = [(z, 0) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
         node = self.cluster.devices_per_node // (mesh.tp * mesh.spread)

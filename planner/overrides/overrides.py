@@ -166,18 +166,21 @@ class Overrides:
     # --- two overrides ---
 
     def _check_weights(self) -> None:
-        """Weights in host memory are no weights of ZeRO-3, and of no segments."""
-        if not (self.offload or {}).get("weights"):
-            return
+        """Weights in host memory are none of ZeRO-3, segments or files; files none of ZeRO-3."""
+        there = self.offload or {}
+        weights, files = bool(there.get("weights")), bool(there.get("nvme"))
         divided = self.everywhere("zero") == 3 or any(z == 3 for _, z in self.items("zero"))
         segmented = any(size > 1 for _, size in self.items("segments"))
-        for name, given in (("zero=3", divided), ("segments", segmented)):
+        of_files = "files hold what the optimizer alone reads and writes, not shards"
+        of_weights = "it is for weights whole on every rank, of blocks that run again alone"
+        said = {"zero=3": (weights or files) and divided, "segments": weights and segmented}
+        for name, given in {**said, "weights": weights and files}.items():
             if given:
+                what = of_files if files else of_weights
                 raise OverrideError(
-                    f" contradicts {name}: it is for weights whole on every rank, of blocks that "
-                    "run again alone",
-                    place=f"override offload={shown(dict(self.offload or {}))}",
-                    legal="zero 0, 1 or 2, without segments",
+                    f" contradicts {name}: {what}",
+                    place=f"override offload={shown(dict(there))}",
+                    legal="zero 0, 1 or 2, without " + ("weights" if files else "segments"),
                     way_out=_DROP,
                 )
 

@@ -45,7 +45,8 @@ class Restrictions:
     the data axis only with `partial_shards`, with secondary shards only with `secondary_shards`.
     `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
     free, as are `host_states`, the part of the optimizer states in host memory (with it
-    `host_weights`, that of the weights, is decided), `host_activations`, of the blocks those that
+    `host_weights`, that of the weights, and `host_files`, that of the states in files, are
+    decided), `host_activations`, of the blocks those that
     send what they save there, and `post_validation`. Without
     `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
     stages end, where the user gave them.
@@ -81,6 +82,7 @@ class Restrictions:
     host_activations: float | None = None
     post_validation: bool | None = None
     host_weights: float = 0.0
+    host_files: float = 0.0
 
     def stage_mask(self, name: str, value: Any) -> np.ndarray:
         """[i, j]: whether a stage of blocks i..j-1 may have this value; bool (K+1, K+1), False
@@ -167,6 +169,7 @@ def restrict(
         host_activations=wanted.host_activations,
         post_validation=wanted.post_validation,
         host_weights=float((wanted.offload or {}).get("weights", 0.0)),
+        host_files=float((wanted.offload or {}).get("nvme", 0.0)),
     )
 
 

@@ -25,6 +25,7 @@ from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
 from meshwright.planner.plan.offload import (
     away_blocks,
     check_offload,
+    in_files,
     offloaded_parameters,
     offloaded_weights,
 )
@@ -70,7 +71,7 @@ __all__ = [
     "compress_ranks", "counted",
     "crossings", "describe", "divisors", "expand_names", "expand_ranks", "expert_weights",
     "express_shardings",
-    "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "kept_together",
+    "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "in_files", "kept_together",
     "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "offloaded_weights",
     "passes_of", "pipelines", "placement_of",
     "policy_counts", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",

@@ -21,7 +21,7 @@ from meshwright.planner.plan.assignments import stage_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
-from meshwright.planner.plan.offload import check_offload, check_weights_there
+from meshwright.planner.plan.offload import check_offload, check_there
 from meshwright.planner.plan.plan import PRECISIONS, RUNS, ZERO, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks, divisors
@@ -224,7 +224,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             way_out="give segments=1, or a schedule that doesn't split the backward",
         )
     check_offload(stage.offload, f"{place}: offload")
-    check_weights_there(stage, place)
+    check_there(stage, place)
     if stage.offload.get("optimizer") and (stage.hpz or stage.quantized != "none"):
         raise PlanError(
             f"={dict(stage.offload)!r} with hpz={stage.hpz}, quantized={stage.quantized!r}: what "

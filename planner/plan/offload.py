@@ -1,7 +1,8 @@
 """Which blocks' states and weights lie in host memory: a stage's part of them as whole blocks.
 
 The last blocks are taken first: their gradients are made first in a backward, and their weights are
-read last in a forward, so that both ways to the host have most to pass behind.
+read last in a forward, so that both ways to the host have most to pass behind. Of the states there,
+the last blocks' again lie in files on the node's flash (ZeRO-Infinity).
 """
 
 from __future__ import annotations
@@ -68,6 +69,12 @@ def offloaded_weights(stage: StagePlan, graph: Graph) -> frozenset[str]:
     return frozenset(v for v in found if readers[v] == 1)
 
 
+def in_files(stage: StagePlan, graph: Graph) -> frozenset[str]:
+    """Values of the trained parameters whose states lie in files, with the weights that the
+    optimizer reads; their gradients lie in host memory."""
+    return _of_last_blocks(stage, graph, stage.offload.get("nvme", 0.0))
+
+
 def _of_last_blocks(stage: StagePlan, graph: Graph, part: float) -> frozenset[str]:
     """Values of the trained parameters that are first read by the last blocks with this part."""
     if not part:
@@ -94,32 +101,45 @@ def check_offload(
             raise error(f"={shown(name)}", place=place, legal=OFFLOADS)
         if not is_number(part) or not 0 <= part <= 1:
             raise error(f"={shown(part)}", place=f"{place}: {name}", legal="a part, from 0 to 1")
-    weights, states = offload.get("weights", 0.0), offload.get("optimizer", 0.0)
-    if weights > states:
-        raise error(
-            f"={shown(weights)}: the optimizer steps weights in host memory there",
-            place=f"{place}: weights",
-            legal=f"0 to {shown(states)}, the part of the optimizer states",
-            way_out="raise that of the optimizer, too",
-        )
+    states = offload.get("optimizer", 0.0)
+    for name, why in (
+        ("weights", "the optimizer steps weights in host memory there"),
+        ("nvme", "it is a part of the optimizer states that are off devices"),
+    ):
+        if offload.get(name, 0.0) > states:
+            raise error(
+                f"={shown(offload[name])}: {why}",
+                place=f"{place}: {name}",
+                legal=f"0 to {shown(states)}, the part of the optimizer states",
+                way_out="raise that of the optimizer, too",
+            )
 
 
-def check_weights_there(stage: StagePlan, place: str) -> None:
-    """Raise `PlanError` for a stage that can't have weights in host memory."""
-    if not stage.offload.get("weights"):
-        return
-    said = f"={dict(stage.offload)!r}"
-    if stage.zero == 3:
-        raise PlanError(
-            f"{said} with zero=3, which has them there with the optimizer states",
-            place=f"{place}: offload",
-            legal="weights with zero 0, 1 or 2; with zero 3 the optimizer states alone",
-            way_out="drop the weights, or take another zero",
-        )
-    if stage.segments > 1:
-        raise PlanError(
-            f"{said} with segments={stage.segments}, whose blocks run again unasked",
-            place=f"{place}: offload",
-            legal="segments=1, or no weights in host memory",
-            way_out="drop one of the two",
-        )
+def check_there(stage: StagePlan, place: str) -> None:
+    """Raise `PlanError` for a stage that can't have weights in host memory, or states in files."""
+    weights, files = stage.offload.get("weights"), stage.offload.get("nvme")
+    for refused, other, legal in (
+        (
+            weights and stage.zero == 3,
+            "zero=3, which has them there with the optimizer states",
+            "weights with zero 0, 1 or 2; with zero 3 the optimizer states alone",
+        ),
+        (
+            weights and stage.segments > 1,
+            f"segments={stage.segments}, whose blocks run again unasked",
+            "segments=1, or no weights in host memory",
+        ),
+        (files and stage.zero == 3, "zero=3, whose shards torch keeps", "nvme with zero 0, 1 or 2"),
+        (
+            files and weights,
+            "weights in host memory, which would be read of the files in each pass",
+            "nvme, or weights",
+        ),
+    ):
+        if refused:
+            raise PlanError(
+                f"={dict(stage.offload)!r} with {other}",
+                place=f"{place}: offload",
+                legal=legal,
+                way_out="drop one of the two",
+            )

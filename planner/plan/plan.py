@@ -33,7 +33,7 @@ ZERO = (0, 1, 2, 3)
 # which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
-OFFLOADS = ("optimizer", "weights", "activations")  # what may lie in host memory
+OFFLOADS = ("optimizer", "weights", "activations", "nvme")  # what may lie off devices
 RUNS = {"recompute": RECOMPUTE}
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8_rowwise")
 _PARTS = ("dp_shard", "hpz")  # of the data axis
@@ -62,7 +62,8 @@ class StagePlan:
     with, but while their block runs; ZeRO-3 has them there with the states), by whole blocks from
     the last one on, as many as make that part of the stage's trained parameters or more;
     "activations" (what is saved for the backward), of so many of the stage's blocks, or more, from
-    the first one on.
+    the first one on. "nvme", no more than "optimizer", is the part of the states that lies in files
+    in place of host memory (`in_files`).
     """
 
     blocks: tuple[str, ...]

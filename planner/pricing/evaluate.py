@@ -34,18 +34,11 @@ from meshwright.costmodel.stages import (
     stage_costs,
 )
 from meshwright.costmodel.target import Target
-from meshwright.planner.plan import (
-    Known,
-    Plan,
-    PlanError,
-    StagePlan,
-    check_plan,
-    crossings,
-    shared_apart,
-)
+from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, shared_apart
 from meshwright.planner.pricing.away import sent_of
 from meshwright.planner.pricing.copies import with_exchange
 from meshwright.planner.pricing.course import plan_peaks
+from meshwright.planner.pricing.hosts import by_node, check_host
 from meshwright.planner.pricing.segments import Entered, stage_recompute
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
@@ -85,7 +78,8 @@ class Prediction:
     which need not come at once; `course` has the peaks as they come in the course of a step, and
     when, where the target's are followed, and the peak is no less than that. Where the plan was
     `rehearsed`, the verdict on memory rests on that; the other numbers are prices still.
-    `host_memory_bytes` is what lies in the host's memory of each node, where anything does."""
+    `host_memory_bytes` is what lies in the host's memory of each node, where anything does,
+    `flash_bytes` in files on its flash."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
@@ -97,6 +91,7 @@ class Prediction:
     course: tuple[Peak, ...] = ()
     rehearsed: RehearsedMemory | None = None
     host_memory_bytes: tuple[int, ...] = ()
+    flash_bytes: tuple[int, ...] = ()
 
     def host_shortfall(self, cluster: Cluster) -> int:
         """Bytes that the memory of the fullest host lacks; 0 where all fit."""
@@ -104,6 +99,11 @@ class Prediction:
             return 0
         room = cluster.host.memory_bytes if cluster.host is not None else 0
         return max(0, max(self.host_memory_bytes) - room)
+
+    def flash_shortfall(self, cluster: Cluster) -> int:
+        """Bytes that the fullest flash of a node lacks; 0 where all fit."""
+        room = cluster.host.nvme_bytes if cluster.host is not None else 0
+        return max(0, max(self.flash_bytes, default=0) - room)
 
     @property
     def course_bytes(self) -> list[int]:
@@ -124,7 +124,7 @@ class Prediction:
     def memory_verdict(self, cluster: Cluster) -> str:
         """Whether the plan "fits", is "tight" (the upper end of the interval does not) or "does not
         fit"; by the rehearsal where there was one."""
-        if self.host_shortfall(cluster):
+        if self.host_shortfall(cluster) or self.flash_shortfall(cluster):
             return "does not fit"
         if self.rehearsed is not None:
             return self.rehearsed.verdict(cluster)
@@ -204,7 +204,7 @@ def evaluate(
 ) -> Evaluation:
     """Price a checked plan in its own precision. `assignments` are what `check_plan` returns; the
     problem's graph may have any batch size."""
-    _check_host(plan, problem.cluster)
+    check_host(plan, problem.cluster)
     coster = coster or StageCoster(replace(problem, precision=plan.precision))
     stages = tuple(_stage(plan, k, coster, assignments[k]) for k in range(len(plan.stages)))
     priced = price_stages(plan, coster, stages)
@@ -245,6 +245,7 @@ def price_stages(
         in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
         for k in range(p)
     )
+    in_memory = [s.host_bytes + n * s.away_bytes for s, n in zip(stages, active, strict=True)]
     prediction = Prediction(
         step_time_s=step_s,
         peak_memory_bytes=peak_bytes(
@@ -254,7 +255,8 @@ def price_stages(
         mfu=flops / (step_s * peak),
         step_error=coster.errors[0],
         memory_error=coster.errors[1],
-        host_memory_bytes=_host_bytes(plan, stages, active, cluster),
+        host_memory_bytes=by_node(plan, in_memory, cluster),
+        flash_bytes=by_node(plan, [costs.flash_bytes for costs in stages], cluster),
     )
     return Evaluation(
         plan=plan,
@@ -264,31 +266,6 @@ def price_stages(
         timeline=timeline,
         target=coster.problem.target,
     )
-
-
-def _host_bytes(
-    plan: Plan, stages: Sequence[StageCosts[float]], active: Sequence[int], cluster: Cluster
-) -> tuple[int, ...]:
-    """Bytes in the host memory of each node; none where nothing lies there. `active` are the
-    micro-batches in flight of each stage."""
-    nodes = [0.0] * cluster.num_nodes
-    for stage, costs, count in zip(plan.stages, stages, active, strict=True):
-        there = costs.host_bytes + count * costs.away_bytes
-        for rank in stage.ranks if there else ():
-            nodes[rank // cluster.devices_per_node] += there
-    return tuple(map(math.ceil, nodes)) if any(nodes) else ()
-
-
-def _check_host(plan: Plan, cluster: Cluster) -> None:
-    """Raise `PlanError` where something is to lie in a host's memory of which nothing is known."""
-    for k, stage in enumerate(plan.stages):
-        if any(stage.offload.values()) and cluster.host is None:
-            raise PlanError(
-                f"cluster {cluster.name!r} says nothing of its hosts' memory",
-                place=f"plan: stage {k}: offload",
-                legal="a cluster with a host",
-                way_out="give it one, in TOML as [host], or drop it from the plan",
-            )
 
 
 def _stage(

@@ -364,9 +364,9 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
         quantized=stage.quantized,
         spread=spread_of(stage),
     )
-    states, weights, activations = (stage.offload.get(name, 0.0) for name in OFFLOADS)
+    states, weights, activations, files = (stage.offload.get(name, 0.0) for name in OFFLOADS)
     setting = replace(setting, validated=plan.post_validation, host_states=states)
-    return replace(setting, host_weights=weights, host_activations=activations)
+    return replace(setting, host_weights=weights, host_activations=activations, host_files=files)
 
 
 def mesh_key(setting: Setting) -> MeshKey:

@@ -32,6 +32,10 @@ from meshwright.planner.report.ulysses import ulysses_notes
 from meshwright.profiles.cluster import Cluster
 
 MAX_EXCLUDED = 6  # products in the notes
+FILES = (
+    "states in files are read and written through mappings, which the step waits for; each rank's "
+    "environment variable MESHWRIGHT_NVME names a folder on flash of its node"
+)
 HOST_STEP = (
     "the optimizer's step in host memory is one fused kernel on all cores of the host (torch's "
     "fused=True; without, it takes about five times as long), and only what is pinned moves at the "
@@ -129,6 +133,11 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
             "host_memory_bytes": list(prediction.host_memory_bytes),
             "host_room_bytes": cluster.host.memory_bytes,
         }
+    if prediction.flash_bytes and cluster.host is not None:
+        summary |= {
+            "flash_bytes": list(prediction.flash_bytes),
+            "flash_room_bytes": cluster.host.nvme_bytes,
+        }
     if (found := prediction.rehearsed) is None:
         return summary
     fullest = max(range(len(found.peak_bytes)), key=found.peak_bytes.__getitem__)
@@ -161,6 +170,7 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "segments": stage.segments,
             "offload": dict(stage.offload),
             "host_bytes": float(costs.host_bytes + in_flight * costs.away_bytes),
+            "flash_bytes": float(costs.flash_bytes),
             "forward_s": float(costs.forward_s),
             "backward_s": float(costs.backward_s),
             "communication_s": float(costs.forward_comm_s + costs.backward_comm_s),
@@ -195,6 +205,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         lines += [f"corrected by steps that ran: {each}" for each in problem.profile.corrected_by()]
     if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:
         lines += [*problem.cluster.host.assumptions, HOST_STEP]
+    lines += [FILES] * bool(evaluation.prediction.flash_bytes)
     ops = {op.short for op in problem.graph.ops}
     if "batch_norm" in ops:
         lines.append(

@@ -142,7 +142,16 @@ def _shown_stages(stages: Sequence[Row]) -> list[int]:
 def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
     decisions = ("stage", "blocks", "ranks", "mesh", "zero", "recompute")
     host = any(stage["offload"] for stage in report.stages)
-    heads = (*decisions, "forward", "backward", "comm", "memory", *(["host memory"] * host))
+    files = any(stage["flash_bytes"] for stage in report.stages)
+    heads = (
+        *decisions,
+        "forward",
+        "backward",
+        "comm",
+        "memory",
+        *(["host memory"] * host),
+        *(["files"] * files),
+    )
     rows: list[tuple[str, ...]] = []
     for k in shown:
         s = report.stages[k]
@@ -152,7 +161,7 @@ def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
         within += f", quantised {s['quantized']}" if s["quantized"] != "none" else ""
         modes = (f"{s['zero']}{within}", s["recompute"])
         times = (s["forward_s"], s["backward_s"], s["communication_s"])
-        there = [sized(s["host_bytes"])] * host
+        there = [sized(s["host_bytes"])] * host + [sized(s["flash_bytes"])] * files
         rows.append((*decided, *modes, *map(seconds, times), sized(s["memory_bytes"]), *there))
     per = "  (per micro-batch; comm is the exposed part of forward and backward)"
     lines: list[Part] = [Table(heads=heads, rows=rows), per]

@@ -77,10 +77,10 @@ def _obstacle(drafter: Drafter) -> str:
             "one device group has no virtual stages, no second placement and no use for a "
             "backward in two parts"
         )
-    if copied := [name for name in over.schedules if SCHEDULES[name].copies > 1]:
+    if all(SCHEDULES[name].copies > 1 for name in over.schedules):
         return (
-            f"{copied[0]} runs two copies of the model: it needs an even number of device groups "
-            "and of micro-batches, of equal meshes"
+            f"{over.schedules[0]} runs two copies of the model: it needs an even number of device "
+            "groups and of micro-batches, of equal meshes"
         )
     blocks = graph.blocks
     trained = sum(any(graph.values[v].requires_grad for v in b.parameters) for b in blocks)

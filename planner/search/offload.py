@@ -5,17 +5,20 @@ that the hosts hold, and then with all weights, too, where still nothing fits or
 again or by small micro-batches; each stage of what it finds takes back to its devices what they
 have room for. Where a plan fits and recomputes, memory binds: the mesh of the plan is drafted with
 the states in host memory and less recompute, if the step would be faster even without any.
+
+Where the hosts hold no more than a part of all states, and flash the rest, all are off the devices
+instead, with as many in files as must be (ZeRO-Infinity), where nothing fits otherwise or it pays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from meshwright.costmodel.memory import optimizer_bytes
-from meshwright.planner.drafts import Candidate, priced_fits
+from meshwright.planner.drafts import Candidate, HostParts, priced_fits
 from meshwright.planner.plan import Plan, sized
 from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.pricing import evaluate
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search.search import Search
 
 FP32 = 4
+WHOLE_BLOCKS = 1.02  # of the part in files: nodes differ by some blocks
 PAYS = 0.95  # of the step without: no host link was measured, and the simpler plan wins
 
 
@@ -38,11 +42,29 @@ def held_by_hosts(search: Search) -> float:
     if not known or given is not None or validated or not problem.target.gradients_come:
         return 0.0
     assert host is not None
-    graph = problem.graph
-    values = (graph.values[v] for v in graph.parameters)
-    trained = sum(math.prod(value.shape) for value in values if value.requires_grad)
-    states = trained * (2 * FP32 + optimizer_bytes(problem.optimizer))
+    states = _trained(search) * (2 * FP32 + optimizer_bytes(problem.optimizer))
     return min(1.0, problem.cluster.num_nodes * host.memory_bytes / max(states, 1))
+
+
+def _trained(search: Search) -> int:
+    """Elements of all trained parameters."""
+    graph = search.problem.graph
+    values = (graph.values[v] for v in graph.parameters)
+    return sum(math.prod(value.shape) for value in values if value.requires_grad)
+
+
+def held_in_files(search: Search) -> float:
+    """The part of all states that lies in files where all are off the devices and the hosts' memory
+    holds no more; 0 where it holds all, or flash does not hold the rest."""
+    cluster, host = search.problem.cluster, search.problem.cluster.host
+    part = held_by_hosts(search)
+    if host is None or not host.has_flash or not 0 < part < 1:
+        return 0.0
+    filed = FP32 + optimizer_bytes(search.problem.optimizer)
+    # f of them leave host memory but for their gradients: (1 - part) of all bytes, and some more
+    wanted = WHOLE_BLOCKS * (1 - part) * (FP32 + filed) / filed
+    room = cluster.num_nodes * host.nvme_bytes / (filed * max(_trained(search), 1))
+    return min(wanted, 1.0) if wanted <= min(room, WHOLE_BLOCKS) else 0.0
 
 
 def with_host(
@@ -56,10 +78,15 @@ def with_host(
         return None
     best: SearchResult | None = None
     there = search
-    for weights in (0.0, 1.0) if part == 1 else (0.0,):
+    choices = [HostParts(host_states=part)]
+    if part == 1:
+        choices.append(HostParts(host_states=1.0, host_weights=1.0))
+    elif files := held_in_files(search):
+        choices.append(HostParts(host_states=1.0, host_files=files))
+    for choice in choices:
         if search.programs.time.over() or (best is not None and not _weights_bind(best)):
             break
-        there = search.offloading(host_states=part, host_weights=weights)
+        there = search.offloading(**choice.in_host_memory)
         found = there.attempt() or (None if best is not None else otherwise(there))
         if found is not None:
             found = _lessened(there, found)
@@ -67,11 +94,19 @@ def with_host(
                 best = found
     if best is not None:
         return best
+    _say_what_lacks(search, there)
+    return None
+
+
+def _say_what_lacks(search: Search, there: Search) -> None:
+    """Note why nothing fits with so much in host memory, as the search `there` found."""
     host = search.problem.cluster.host
+    part = there.space.host_states
     assert host is not None
     search.host_said = (
         f"With {'all' if part == 1 else f'{part:.0%}'} of the optimizer states "
-        f"{'and all weights ' if there.space.host_weights else ''}in host memory nothing fits, "
+        f"{'and all weights ' if there.space.host_weights else ''}in host memory"
+        f"{' and files' if there.space.host_files else ''} nothing fits, "
         "either"
     )
     lacks = [draft.evaluation.prediction for draft in there.drafts]
@@ -83,11 +118,10 @@ def with_host(
     elif short:
         search.host_said += f": the closest plan lacks {sized(min(short))} of a host's memory"
     search.host_said += f" ({sized(host.memory_bytes)} a node)"
-    return None
 
 
 def _weights_bind(found: SearchResult) -> bool:
-    """Whether a plan, which has weights on its devices, gives something else up for memory."""
+    """Whether a plan with weights or states on its devices gives something else up for memory."""
     plan = found.best.plan
     again = plan.num_microbatches > 1 or any({*s.policies} != {"none"} for s in plan.stages)
     return again and any(stage.zero < 3 for stage in plan.stages)
@@ -139,12 +173,15 @@ def with_less(search: Search, best: Candidate) -> Candidate:
     """The plan with as few states in host memory as fit, stage by stage; where weights lie there,
     too, with as few of these: they come in each pass."""
     graph = search.problem.graph
-    for k, stage in enumerate(best.plan.stages):
+    for k, kind in [*_lessened_kinds(best.plan)]:
         if search.programs.time.over():
             break
-        kind = "weights" if stage.offload.get("weights") else "optimizer"
+        stage = best.plan.stages[k]
         most = stage.offload.get(kind, 0.0)
-        choices = [p for p in parts(trained_sizes(stage, graph)) if p <= most]
+        every = parts(trained_sizes(stage, graph))
+        choices = [p for p in every if p <= most]
+        if kind == "nvme":  # by whole blocks, as they are taken
+            choices = every[: len(choices) + 1]
         low, high = 0, len(choices)  # from `high` on all fit, as what was found does
         while low < high:
             middle = (low + high) // 2
@@ -156,11 +193,23 @@ def with_less(search: Search, best: Candidate) -> Candidate:
     return best
 
 
+def _lessened_kinds(plan: Plan) -> Iterator[tuple[int, str]]:
+    """What is lessened of each stage, in turn."""
+    for k, stage in enumerate(plan.stages):
+        yield k, "weights" if stage.offload.get("weights") else "optimizer"
+    for k, stage in enumerate(plan.stages):
+        if stage.offload.get("nvme"):
+            yield k, "nvme"
+
+
 def _at(search: Search, best: Candidate, k: int, given: Mapping[str, float]) -> Candidate:
     """The plan with other parts of stage k in host memory."""
     plan: Plan = best.plan
     stages = list(plan.stages)
-    there = {name: part for name, part in {**stages[k].offload, **given}.items() if part}
+    there = {**stages[k].offload, **given}
+    if "nvme" in there:  # a part of those off the devices
+        there["nvme"] = min(there["nvme"], there.get("optimizer", 0.0))
+    there = {name: part for name, part in there.items() if part}
     stages[k] = dataclasses.replace(stages[k], offload=there)
     return priced_again(search, best, dataclasses.replace(plan, stages=tuple(stages)))
 

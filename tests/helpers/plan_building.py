@@ -34,7 +34,8 @@ class Knobs:
 
     `cut` may list the first blocks of the stages after the first. ZeRO goes to the stages with
     dp > 1. `recompute` may be "mixed". `offload` is the part of each stage's optimizer states in
-    host memory, `weights` that of its weights, `away` of its blocks' activations.
+    host memory, `weights` that of its weights, `away` of its blocks' activations,
+    `nvme` that of the states in files.
     """
 
     meshes: Sequence[tuple[int, int]]
@@ -57,6 +58,7 @@ class Knobs:
     offload: float = 0.0
     weights: float = 0.0
     away: float = 0.0
+    nvme: float = 0.0
 
 
 def build_plan(graph: Graph, knobs: Knobs) -> Plan:
@@ -98,7 +100,10 @@ def build_plan(graph: Graph, knobs: Knobs) -> Plan:
                 segments=knobs.segments,
                 shardings=matching(graph, blocks, knobs.shardings) if tp > 1 else {},
                 offload=parts_of(
-                    optimizer=knobs.offload, weights=knobs.weights, activations=knobs.away
+                    optimizer=knobs.offload,
+                    weights=knobs.weights,
+                    activations=knobs.away,
+                    nvme=knobs.nvme,
                 ),
             )
         )

@@ -10,7 +10,8 @@ policy, or `mixed` by block; `seg3`, the blocks in a segment; a precision; a kin
 parallelism; shardings ("megatron", the case's own, where nothing is said; "bare", none; "sequence",
 the case's own with the activations between layers split along the sequence); where the pipeline is
 cut; `spread`, the placement that puts a pipeline's neighbours next to each other; `rows12`, the
-global batch; `host50`, percent of the optimizer states in host memory, `weights50` of the weights;
+global batch; `host50`, percent of the optimizer states in host memory, `weights50` of the weights,
+`nvme50` of the states in files;
 `away50`, of each stage's blocks those whose activations go there.
 """
 
@@ -32,7 +33,7 @@ Meshes = tuple[tuple[int, int], ...]
 _COUNTS = {
     "m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "hpz": "hpz",
     "rows": "rows", "seg": "segments", "host": "host", "weights": "weights",
-    "away": "away",
+    "away": "away", "nvme": "nvme",
 }  # fmt: skip
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
@@ -65,6 +66,7 @@ class Cell:
     host: int = 0
     weights: int = 0
     away: int = 0
+    nvme: int = 0
     name: str = ""
 
     @staticmethod
@@ -162,6 +164,7 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             offload=cell.host / 100,
             weights=cell.weights / 100,
             away=cell.away / 100,
+            nvme=cell.nvme / 100,
         ),
     )
     return plan, of

@@ -49,6 +49,14 @@ def test_numbers_out_of_range_are_refused(name: str) -> None:
         _host(**{name: 0})
 
 
+def test_flash_is_known_with_its_bytes_and_both_bandwidths() -> None:
+    known = {"nvme_bytes": 1, "nvme_read_bandwidth": 1e9, "nvme_write_bandwidth": 1e9}
+    assert _host(**known).has_flash
+    assert not any(_host(**{**known, name: 0}).has_flash for name in known)
+    with pytest.raises(ValueError, match="nvme_read_bandwidth is -1"):
+        _host(nvme_read_bandwidth=-1.0)
+
+
 def test_a_file_changes_the_host_of_its_base(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('base = "rtx-4090"\n[host]\nmemory_bytes = 137438953472\n')

@@ -45,6 +45,23 @@ def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: flo
     assert found.step_s == pytest.approx(step / bandwidth)
 
 
+@pytest.mark.parametrize(("zero", "numel"), [(0, NUMEL), (1, NUMEL / 8)])
+def test_what_lies_in_files_leaves_host_memory_and_is_read_and_written_once(
+    zero: int, numel: float
+) -> None:
+    beside, own = setting(zero, 1.0), replace(setting(zero, 1.0), host_files=0.25)
+    found, without, host = host_costs(sums(), own), host_costs(sums(), beside), own.cluster.host
+    assert host is not None
+    assert found.flash_bytes == pytest.approx(0.25 * numel * (4 + 8))
+    assert found.nbytes == pytest.approx(without.nbytes - found.flash_bytes)
+    read, written = 0.25 * numel * (4 + 4 + 8), 0.25 * numel * (4 + 8)  # a forward reads weights
+    wanted = read / host.nvme_read_bandwidth + written / host.nvme_write_bandwidth
+    assert found.step_s - without.step_s == pytest.approx(wanted * PER_NODE)
+    assert found.fetched_s == without.fetched_s
+    assert stage_costs(sums(), own, "none").flash_bytes == found.flash_bytes
+    assert without.flash_bytes == 0
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_nothing_in_host_memory_costs_nothing(zero: int) -> None:
     own = stage_costs(sums(optimizer_s=2.0, shard_s=0.25), setting(zero, 0.0), "none")

@@ -13,6 +13,7 @@ from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.offload import (
     away_blocks,
     first_offloaded,
+    in_files,
     offloaded_parameters,
     parts,
     trained_sizes,
@@ -76,6 +77,9 @@ def test_a_file_says_what_is_offloaded_and_nothing_where_nothing_is() -> None:
         ({"optimizer": 1.5}, r"offload: optimizer=1.5; legal: a part, from 0 to 1"),
         ({"buffers": 0.5}, r"offload='buffers'; legal: optimizer"),
         ({"weights": 0.5}, r"offload: weights=0.5: the optimizer steps.*legal: 0 to 0.0"),
+        ({"optimizer": 0.5, "nvme": 0.75}, r"offload: nvme=0.75: it is a part of.*legal: 0 to 0.5"),
+        ({"nvme": 0.25}, r"offload: nvme=0.25: it is a part of.*legal: 0 to 0.0"),
+        ({"optimizer": 1, "weights": 1, "nvme": 1}, r"with weights in host memory, which would"),
         ({"optimizer": "half"}, r"legal: an object of parts from 0 to 1, of optimizer"),
         (0.5, r"=0.5; legal: an object of parts"),
     ],
@@ -96,6 +100,20 @@ def test_what_comes_from_the_host_is_not_kept_twice_or_quantised(
     plan = with_stage(plan_for(graph, dp=2, tp=1), zero=3, offload={"optimizer": 0.5}, **changes)
     with pytest.raises(PlanError, match="neither kept twice nor sent in blocks"):
         check_plan(plan, graph, table)
+
+
+def test_states_in_files_are_those_of_the_last_blocks_and_a_file_says_so() -> None:
+    graph, table = cut(net())
+    plan = with_stage(plan_for(graph, dp=2, tp=1), offload={"optimizer": 1.0, "nvme": 0.1})
+    assert check_plan(Plan.from_json(plan.to_json()), graph, table)
+    assert Plan.from_json(plan.to_json()) == plan
+    some = {graph.parameters[v] for v in in_files(plan.stages[0], graph)}
+    beside = offloaded_parameters(replace(plan.stages[0], offload={"optimizer": 0.1}), graph)
+    assert some == {graph.parameters[v] for v in beside}
+    assert 0 < len(some) < len(graph.parameters)
+    assert "all optimizer states in host memory, 10% of the states in files" in describe(plan)
+    with pytest.raises(PlanError, match=r"zero=3, whose shards.*legal: nvme with zero 0, 1 or 2"):
+        check_plan(with_stage(plan, zero=3), graph, table)
 
 
 @given(st.integers(1, 40), st.integers(0, 40))

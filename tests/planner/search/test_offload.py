@@ -220,3 +220,58 @@ def test_llama_3_8b_on_two_cards_of_24_gb() -> None:
     (host,) = result.prediction.host_memory_bytes
     assert host >= 0.999 * part(result) * LLAMA_BYTES
     assert host <= cards.host.memory_bytes
+
+
+FLASH = {"nvme_bytes": 2**30, "nvme_read_bandwidth": 2e9, "nvme_write_bandwidth": 1e9}
+
+
+def test_states_that_no_host_holds_lie_in_files_and_no_more_than_must(roomy: ParallelModel) -> None:
+    room = (least(roomy, 0.0) + 3 * least(roomy, 1.0)) // 4
+    numel = roomy._problem.graph.num_parameters()
+    cluster = gpus(room, host_bytes=9 * numel, **FLASH)
+    result = on(cluster)
+    own, found = result.plan.stages[0].offload, result.prediction
+    assert own["optimizer"] == 1
+    assert found.flash_bytes[0] == pytest.approx(12 * own["nvme"] * numel, abs=1)
+    assert found.host_memory_bytes[0] == pytest.approx(16 * numel - found.flash_bytes[0], abs=1)
+    assert found.host_shortfall(cluster) == found.flash_shortfall(cluster) == 0
+    choices = parts(trained_sizes(result.plan.stages[0], result._problem.graph))
+    less = choices[choices.index(own["nvme"]) - 1]
+    other = with_stage(result.plan, offload={**own, "nvme": less})
+    priced = Evaluator(result._problem).price(other).prediction
+    assert priced.host_shortfall(cluster) > 0
+    said = str(result.report)
+    assert "of the states in files on flash" in said and "MESHWRIGHT_NVME" in said
+    report = result.report.to_dict()
+    assert report["stages"][0]["flash_bytes"] == pytest.approx(found.flash_bytes[0], abs=1)
+    assert report["summary"]["flash_bytes"] == list(found.flash_bytes)
+    again = on(cluster, offload={**own})
+    assert again.plan.stages[0].offload == own
+
+
+def test_files_stay_out_where_host_memory_holds_all(roomy: ParallelModel) -> None:
+    room = (least(roomy, 0.0) + 3 * least(roomy, 1.0)) // 4
+    assert "nvme" not in on(gpus(room, **FLASH)).plan.stages[0].offload
+    numel = roomy._problem.graph.num_parameters()
+    small = {**FLASH, "nvme_bytes": numel}
+    with pytest.raises(InfeasibleError, match="for all of them a host lacks"):
+        on(gpus(room, host_bytes=5 * numel, **small))
+
+
+def test_flash_that_is_too_small_or_unknown_is_named(roomy: ParallelModel) -> None:
+    plan = with_stage(roomy.plan, offload={"optimizer": 1.0, "nvme": 1.0})
+    small = gpus(2**33, **{**FLASH, "nvme_bytes": 2**10})
+    with pytest.raises(InfeasibleError, match=r"of the 1 KiB of a node's flash, \S+ KiB more"):
+        planned(net(), cluster=small, profile=False, plan=plan)
+    with pytest.raises(PlanError, match=r"says nothing of its hosts' flash.*nvme_read_bandwidth"):
+        planned(net(), cluster=gpus(2**33), profile=False, plan=plan)
+    with pytest.raises(OverrideError, match="says nothing of its hosts' flash"):
+        on(gpus(2**33), offload={"optimizer": 1.0, "nvme": 1.0})
+    for offload, said in (
+        ({"optimizer": 0.5, "nvme": 1.0}, "legal: 0 to 0.5"),
+        ({"optimizer": 1.0, "nvme": 1.0, "weights": 1.0}, "contradicts weights"),
+    ):
+        with pytest.raises(OverrideError, match=said):
+            on(gpus(2**33, **FLASH), offload=offload)
+    with pytest.raises(OverrideError, match="contradicts zero=3"):
+        on(gpus(2**33, **FLASH), offload={"optimizer": 1.0, "nvme": 1.0}, zero=3)
