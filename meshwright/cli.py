@@ -37,14 +37,7 @@ from meshwright.planner.report import Document, Part, Report, sensitivity_parts
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from meshwright.running import repeated
-from meshwright.shell import (
-    asking,
-    override_flags,
-    page_command,
-    profile_command,
-    profile_run,
-    progress_shown,
-)
+from meshwright.shell import asking, override_flags, page_command, profile_run, progress_shown
 from meshwright.shell.convert import add_command as add_convert
 from meshwright.shell.named import Parser, UserCodeError, check_writable, cluster_named, model_named
 from meshwright.shell.terminal import show, stdout_is_the_result
@@ -187,7 +180,7 @@ def _add_profile(commands: Any, common: argparse.ArgumentParser) -> None:
         "profile", parents=[common], help="measure this machine for the plans of a model"
     )
     model_flags.add_model(profile, optional=True)
-    profile_command.add_arguments(profile)
+    profile_run.add_arguments(profile)
     profile.set_defaults(command=_profile)
 
 

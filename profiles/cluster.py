@@ -23,16 +23,16 @@ from typing import Any
 
 import torch
 
-from meshwright.profiles.catalog_reader import (
+from meshwright.profiles.hardware.catalog_reader import (
     Entry,
     catalog_names,
     device_of_driver,
     read_entry,
     unknown_name,
 )
-from meshwright.profiles.curve import FULL, Curve
-from meshwright.profiles.device import DTYPES, Device, Link, Rates, check_whole
-from meshwright.profiles.host import Host, host_of, is_of_host
+from meshwright.profiles.hardware.curve import FULL, Curve
+from meshwright.profiles.hardware.device import DTYPES, Device, Link, Rates, check_whole
+from meshwright.profiles.hardware.host import Host, host_of, is_of_host
 from meshwright.profiles.inputs import MeshwrightError, read_toml, shown
 from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_TEXT
 from meshwright.profiles.measure_cpu import measure_cpu, total_memory_bytes

@@ -25,12 +25,12 @@ from functools import cached_property
 
 import torch
 
-from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.hardware.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.steps import NO_CORRECTIONS, Corrections, RunKind, StepTiming, fitted
 from meshwright.profiles.store import DeviceId, Measurements, Store
-from meshwright.profiles.timings import COPIES, CollectiveTiming, Timing
+from meshwright.profiles.timings import OF_HOST, CollectiveTiming, Timing
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ class Profile:
         """(collective, group size, ranks per node) -> its points in increasing order of bytes."""
         curves: dict[tuple[str, int, int], list[Point]] = defaultdict(list)
         for c in self.measurements.collectives:
-            if (c.ranks, c.backend) == (self.ranks, self.backend):
+            of_ranks = (c.ranks, c.backend) == (self.ranks, self.backend)
+            if of_ranks and c.kind not in OF_HOST:
                 curves[c.kind, c.size, c.per_node].append((c.nbytes, c.seconds))
         return {key: sorted(points) for key, points in curves.items()}
 
@@ -126,19 +127,15 @@ class Profile:
         group was timed."""
         return _on_curve(self._curves.get((kind, size, per_node)), nbytes)
 
-    def host_copy(self, kind: str, nbytes: float) -> float | None:
-        """Seconds of a copy "to_device" or "to_host"; None where none was timed."""
-        found = _on_curve(self._copies.get(kind), nbytes)
-        return found and found[0]
+    def host_bandwidth(self, kind: str) -> float | None:
+        """Bytes per second of a kind of `timings.OF_HOST`, of the most that were timed; None where
+        none was."""
+        return self._of_host.get(kind)
 
     @cached_property
-    def _copies(self) -> Mapping[str, list[Point]]:
-        """Direction -> points of copies between host and device in increasing order of bytes."""
-        curves: dict[str, list[Point]] = defaultdict(list)
-        for c in self.measurements.collectives:
-            if c.kind in COPIES:
-                curves[c.kind].append((c.nbytes, c.seconds))
-        return {key: sorted(points) for key, points in curves.items()}
+    def _of_host(self) -> Mapping[str, float]:
+        timed = sorted(self.measurements.collectives, key=lambda c: c.nbytes)
+        return {c.kind: c.nbytes / c.seconds for c in timed if c.kind in OF_HOST}
 
 
 def load_profile(

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from meshwright.profiles.device import check_number, check_whole
+from meshwright.profiles.hardware.device import check_number, check_whole
 from meshwright.profiles.inputs import MeshwrightError, parse_json, read_json, write_text
 from meshwright.profiles.inputs.cache_file import CacheFile, rows_of
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES

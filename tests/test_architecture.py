@@ -252,7 +252,7 @@ WIDE = ", ".join(f"p{k}=0" for k in range(MAX_PARAMETERS + 1))
         (imports_forward, "costmodel/rules/a.py", "from meshwright.costmodel import sharding"),
         (imports_forward, "costmodel/rules/__init__.py", "from meshwright.costmodel import blocks"),
         (imports_forward, "profiles/a.py", "import_module('meshwright.costmodel.graph')"),
-        (imports_forward, "profiles/a.py", "import profiles.curve"),
+        (imports_forward, "profiles/a.py", "import profiles.hardware.curve"),
         (imports_forward, "executor/lowering/a.py", "from tests import test_schedule"),
         (plan_makers_known, "executor/a.py", "from meshwright.planner.search import search"),
         (plan_makers_known, "executor/a.py", "from meshwright.planner import plan_b"),

@@ -49,9 +49,9 @@ from functools import cache
 
 import numpy as np
 
-from meshwright.profiles.catalog_reader import unknown_name
 from meshwright.profiles.cluster import Cluster, Link
-from meshwright.profiles.curve import FULL, Curve, FloatOrArray
+from meshwright.profiles.hardware.catalog_reader import unknown_name
+from meshwright.profiles.hardware.curve import FULL, Curve, FloatOrArray
 from meshwright.profiles.inputs import MeshwrightError, shown
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")

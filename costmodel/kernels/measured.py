@@ -16,8 +16,8 @@ class OpProfile(Protocol):
         self, kind: str, nbytes: float, size: int, per_node: int
     ) -> tuple[float, str] | None: ...
 
-    def host_copy(self, kind: str, nbytes: float) -> float | None:
-        """Seconds of a copy "to_device" or "to_host"; None where none was timed."""
+    def host_bandwidth(self, kind: str) -> float | None:
+        """Bytes per second of a kind of `profiles.timings.OF_HOST`; None where none was timed."""
         return None
 
     def correction(self, component: str) -> float:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.costmodel.operators import Setting
-from meshwright.costmodel.stages.offload import link_bandwidth
+from meshwright.costmodel.stages.offload import host_bandwidth
 from meshwright.costmodel.stages.sums import Floats
 
 
@@ -69,7 +69,7 @@ def sent_by_block(moved: Floats, forward: Floats, backward: Floats, setting: Set
 
 def _added(compute: Floats, nbytes: Floats, kind: str, setting: Setting) -> Floats:
     """Seconds that copies add to the compute beside them."""
-    device, copies = setting.cluster.device, nbytes / link_bandwidth(setting, kind)
+    device, copies = setting.cluster.device, nbytes / host_bandwidth(setting, kind)
     if device.kind == "cpu":
         return copies
     both = np.maximum(compute + device.overlap_slowdown * np.minimum(compute, copies), copies)

@@ -30,9 +30,9 @@ import numpy as np
 from meshwright.costmodel.memory import optimizer_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.stages.sums import Floats, Sums
+from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP
 
 FP32 = 4
-LONG_BYTES = 2**26  # of a copy that reaches the link's bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +60,9 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     if host is None or not setting.host_states:
         none = np.zeros_like(numel)
         return HostCosts(**dict.fromkeys((each.name for each in fields(HostCosts)), none))
-    bandwidth = host.memory_bandwidth / setting.cluster.devices_per_node
+    bandwidth = host_bandwidth(setting, HOST_STEP) / setting.cluster.devices_per_node
     step_bytes = optimizer_step_bytes(1.0, optimizer=setting.optimizer)
-    to_device, to_host = (link_bandwidth(setting, kind) for kind in ("to_device", "to_host"))
+    to_device, to_host = (host_bandwidth(setting, kind) for kind in COPIES)
     weights = DTYPE_BYTES[setting.precision] * setting.host_weights * sums.parameters
     copied = weights * (setting.precision != "fp32" or setting.zero > 0)
     filed = (FP32 + optimizer_bytes(setting.optimizer)) * setting.host_files * numel
@@ -81,11 +81,10 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
 
 def files_s(read: Floats, written: Floats, setting: Setting) -> Floats:
     """Seconds in which a rank reads and writes so many bytes of files on its node's flash."""
-    host = setting.cluster.host
-    if not setting.host_files or host is None:
+    if not setting.host_files:
         return np.zeros_like(read)
-    per_node = setting.cluster.devices_per_node
-    return per_node * (read / host.nvme_read_bandwidth + written / host.nvme_write_bandwidth)
+    from_flash, to_flash = (host_bandwidth(setting, kind) for kind in FLASH)
+    return setting.cluster.devices_per_node * (read / from_flash + written / to_flash)
 
 
 def sends_each(setting: Setting) -> bool:
@@ -114,9 +113,9 @@ def blocks_here(sums: Sums, setting: Setting) -> Floats:
     return np.minimum(both, weights_there(sums, setting))
 
 
-def link_bandwidth(setting: Setting, kind: str) -> float:
-    """Bytes per second of a rank's long copies: measured, else the catalog's."""
+def host_bandwidth(setting: Setting, kind: str) -> float:
+    """Bytes per second of a kind of `profiles.timings.OF_HOST`: measured, else the catalog's."""
     host, profile = setting.cluster.host, setting.profile
     assert host is not None
-    measured = profile.host_copy(kind, LONG_BYTES) if profile is not None else None
-    return LONG_BYTES / measured if measured else host.link_bandwidth
+    measured = profile.host_bandwidth(kind) if profile is not None else None
+    return measured or host.bandwidth(kind)

@@ -6,7 +6,12 @@ from collections import Counter
 from typing import Any
 
 from meshwright.planner.report import Document, Part, Table
-from meshwright.profiles.catalog_reader import SOURCE_KINDS, Entry, catalog_names, read_entry
+from meshwright.profiles.hardware.catalog_reader import (
+    SOURCE_KINDS,
+    Entry,
+    catalog_names,
+    read_entry,
+)
 
 Listing = tuple[Any, Document]  # data, text
 

@@ -8,7 +8,7 @@ from files: measurements that it exported on another, and collectives that other
 
 from __future__ import annotations
 
-import argparse
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,7 +35,7 @@ from meshwright.profiles.measure import (
     is_gpu,
     launch_local,
     measure_all,
-    measure_host_link,
+    measure_host,
     neighbours,
     read_collectives_csv,
     read_nccl_tests,
@@ -46,7 +46,7 @@ from meshwright.profiles.measure import (
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.profile import cores_busy, device_name, is_device_of, published_id
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
-from meshwright.profiles.timings import COPIES, CollectiveTiming, Timing
+from meshwright.profiles.timings import OF_HOST, CollectiveTiming, Timing
 from meshwright.shell.progress import Progress
 
 T = TypeVar("T")
@@ -59,12 +59,13 @@ MAX_ROWS = 6  # sizes of a micro-batch that are timed; others lie between two of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Seconds to spend all in all, whether to time collectives, and whether to time what the cache
-    knows again."""
+    """Seconds to spend all in all, whether to time collectives, whether to time what the cache
+    knows again, and a folder on the node's flash to time files in."""
 
     budget_s: float = BUDGET_S
     collectives: bool = True
     again: bool = False
+    flash: str | None = None
 
 
 USUAL = Effort()
@@ -82,7 +83,7 @@ class Summary:
     timed: int
     skipped: dict[str, int]
     collectives: tuple[CollectiveTiming, ...]
-    host_link: tuple[CollectiveTiming, ...]
+    of_host: tuple[CollectiveTiming, ...]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,7 +95,7 @@ class Summary:
             f"operators: {self.calls} distinct calls, {self.known} known, {self.timed} timed now",
             *(f"  {count} left to the roofline: {why}" for why, count in self.skipped.items()),
             f"collectives: {len(self.collectives)} timed now",
-            *_curve_ends((*self.collectives, *self.host_link)),
+            *_curve_ends((*self.collectives, *self.of_host)),
             f"cache {self.cache}; {self.seconds:.1f} s",
         ]
         return "\n".join(lines)
@@ -120,35 +121,6 @@ class Imported:
             *(f"  source: {source}" for source in self.sources),
         ]
         return "\n".join(lines)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that are the command's own."""
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, help=f"seconds, all in all ({BUDGET_S:g})"
-    )
-    parser.add_argument("--again", action="store_true", help="time what the cache knows, too")
-    parser.add_argument("--export", metavar="FILE", help="write what is known of the device")
-    parser.add_argument(
-        "--import",
-        dest="imported",
-        metavar="FILE",
-        help="take in measurements first: what --export wrote, an nccl-tests log (.log, .txt) or a "
-        "table of collectives (.csv)",
-    )
-    parser.add_argument(
-        "--forget-steps", action="store_true", help="forget what recalibrate() kept of the device"
-    )
-    log = parser.add_argument_group("of the imported log, where it doesn't say so itself")
-    log.add_argument("--ranks", type=int, metavar="N", help="GPUs of the run")
-    log.add_argument("--nodes", type=int, metavar="K", help="nodes of the run")
-    log.add_argument("--collective", choices=tuple(COLLECTIVES), help="what was measured")
-    parser.add_argument(
-        "--collectives",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="time collectives on local ranks",
-    )
 
 
 def profile_model(
@@ -180,17 +152,10 @@ def profile_model(
     wanted = calls(graph, analyse(graph), cluster, batch)
     known = store.read(here)
     missing = [one for one in wanted if effort.again or one.text not in known.operators]
-    curves: list[CollectiveTiming] = []
-    missing_curves = effort.again or not _has_curves(cluster, known)
-    if effort.collectives and _has_ranks_here(cluster) and missing_curves:
-        share_s = effort.budget_s * COLLECTIVES_SHARE
-        with Progress() as said:
-            said(f"profile: collectives of {cluster.num_devices} ranks, {share_s:.0f} s at most")
-            curves = launch_local(cluster.num_devices, cluster.backend, budget_s=share_s)
+    curves = _curves(cluster, known, effort)
     timed, skipped = dict[str, Timing](), Counter[str]()
     deadline_s = started + effort.budget_s
-    again = effort.again or not any(c.kind in COPIES for c in known.collectives)
-    copies = measure_host_link(device, cluster.backend, deadline_s) if again else []
+    of_host = _of_host(device, cluster, known, effort, deadline_s)
     timing = device.type == "cpu" and time.monotonic() < deadline_s
     company = cores_busy(cluster) - 1 if timing else 0
     with neighbours(company, missing):
@@ -199,7 +164,7 @@ def profile_model(
                 skipped[result.reason] += 1
             else:
                 timed[result[0].text] = result[1]
-    store.add(Measurements(device=here, operators=timed, collectives=(*curves, *copies)))
+    store.add(Measurements(device=here, operators=timed, collectives=(*curves, *of_host)))
     return Summary(
         device=here,
         cache=str(store.path),
@@ -208,7 +173,7 @@ def profile_model(
         timed=len(timed),
         skipped=dict(skipped),
         collectives=tuple(curves),
-        host_link=tuple(copies),
+        of_host=tuple(of_host),
         seconds=time.monotonic() - started,
     )
 
@@ -326,14 +291,37 @@ def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
     return torch.device(kind), here
 
 
-def _has_ranks_here(cluster: Cluster) -> bool:
-    return cluster.num_nodes == 1 and cluster.num_devices > 1
+def _of_host(
+    device: torch.device, cluster: Cluster, known: Measurements, effort: Effort, deadline_s: float
+) -> list[CollectiveTiming]:
+    """What is not known of the host of such a node."""
+    return measure_host(
+        device,
+        backend=cluster.backend,
+        ranks=cluster.devices_per_node,
+        cores=cores_busy(cluster) if device.type == "cpu" else os.cpu_count() or 1,
+        flash=effort.flash,
+        known=() if effort.again else {c.kind for c in known.collectives},
+        deadline_s=deadline_s,
+    )
+
+
+def _curves(cluster: Cluster, known: Measurements, effort: Effort) -> list[CollectiveTiming]:
+    """Collectives of local ranks, where they are wanted and not known."""
+    here = cluster.num_nodes == 1 and cluster.num_devices > 1
+    if not (effort.collectives and here and (effort.again or not _has_curves(cluster, known))):
+        return []
+    share_s = effort.budget_s * COLLECTIVES_SHARE
+    with Progress() as said:
+        said(f"profile: collectives of {cluster.num_devices} ranks, {share_s:.0f} s at most")
+        return launch_local(cluster.num_devices, cluster.backend, budget_s=share_s)
 
 
 def _has_curves(cluster: Cluster, known: Measurements) -> bool:
     """Whether all curves of the cluster's groups are there, to their ends."""
     world = (cluster.num_devices, cluster.backend)
-    mine = [c for c in known.collectives if (c.ranks, c.backend) == world]
+    timed = [c for c in known.collectives if c.kind not in OF_HOST]
+    mine = [c for c in timed if (c.ranks, c.backend) == world]
     groups = shapes(cluster.num_devices, cluster.devices_per_node)
     return len(mine) >= len(groups) * len(COLLECTIVES) * len(SIZES_BYTES)
 
@@ -389,8 +377,8 @@ def _curve_ends(curves: Sequence[CollectiveTiming]) -> list[str]:
         mine = [c for c in curves if (c.kind, c.size, c.per_node) == (kind, size, per_node)]
         least, most = min(c.seconds for c in mine), max(mine, key=lambda c: c.nbytes)
         of = f"{kind} of {size} ranks ({per_node} on a node)"
-        if kind in COPIES:
-            of = f"copies {kind.replace('_', ' ')}"
+        if kind in OF_HOST:
+            of = f"host, {kind.replace('_', ' ')}"
         lines.append(
             f"  {of}: from {least * 1e6:.0f} µs; "
             f"{most.nbytes / most.seconds / 1e9:.2f} GB/s at {most.nbytes / 2**20:.3g} MiB"

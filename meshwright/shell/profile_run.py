@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshwright.executor.states_in_files import FOLDER_VARIABLE
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.measure import COLLECTIVES
 from meshwright.profiles.profile import device_name, is_device_of
 from meshwright.profiles.store import Store
 from meshwright.shell.named import model_named
 from meshwright.shell.profile_command import (
+    BUDGET_S,
     Effort,
     Imported,
     Summary,
@@ -38,6 +42,41 @@ class Forgotten:
         return (
             f"forgotten: steps of {self.plans} plan{several} on {self.device}; cache {self.cache}"
         )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that are the command's own."""
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help=f"seconds, all in all ({BUDGET_S:g})"
+    )
+    parser.add_argument("--again", action="store_true", help="time what the cache knows, too")
+    parser.add_argument("--export", metavar="FILE", help="write what is known of the device")
+    parser.add_argument(
+        "--import",
+        dest="imported",
+        metavar="FILE",
+        help="take in measurements first: what --export wrote, an nccl-tests log (.log, .txt) or a "
+        "table of collectives (.csv)",
+    )
+    parser.add_argument(
+        "--forget-steps", action="store_true", help="forget what recalibrate() kept of the device"
+    )
+    log = parser.add_argument_group("of the imported log, where it doesn't say so itself")
+    log.add_argument("--ranks", type=int, metavar="N", help="GPUs of the run")
+    log.add_argument("--nodes", type=int, metavar="K", help="nodes of the run")
+    log.add_argument("--collective", choices=tuple(COLLECTIVES), help="what was measured")
+    parser.add_argument(
+        "--collectives",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="time collectives on local ranks",
+    )
+    parser.add_argument(
+        "--flash",
+        metavar="FOLDER",
+        default=os.environ.get(FOLDER_VARIABLE),
+        help=f"time files in a folder on the node's flash (default: {FOLDER_VARIABLE})",
+    )
 
 
 def forget_steps(cluster: Cluster, store: Store | None = None) -> Forgotten:
@@ -76,7 +115,9 @@ def profile(
         cluster,
         batch=args.batch,
         precision=precision,
-        effort=Effort(budget_s=args.budget, collectives=args.collectives, again=args.again),
+        effort=Effort(
+            budget_s=args.budget, collectives=args.collectives, again=args.again, flash=args.flash
+        ),
     )
     _export(args, cluster, say)
     return summary

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.planner.plan import Plan
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.device import Link
+from meshwright.profiles.hardware.device import Link
 
 ENDS = (1 / 4, 4.0)
 HALVINGS = 5  # of log 4: a factor is found to 4 %

@@ -25,7 +25,7 @@ from meshwright.planner.pricing.evaluate import (
 )
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import DTYPES, Cluster
-from meshwright.profiles.curve import FULL
+from meshwright.profiles.hardware.curve import FULL
 
 FREE = 1e30  # FLOP/s or bytes/s
 KINDS_OF_BYTES = ("in passes", "gradients and weights", "between stages")

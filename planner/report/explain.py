@@ -30,6 +30,7 @@ from meshwright.planner.report.indivisible import divided, divided_notes, exclud
 from meshwright.planner.report.report import Report, Row
 from meshwright.planner.report.ulysses import ulysses_notes
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.timings import OF_HOST
 
 MAX_EXCLUDED = 6  # products in the notes
 FILES = (
@@ -204,7 +205,8 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
     if problem.profile is not None:
         lines += [f"corrected by steps that ran: {each}" for each in problem.profile.corrected_by()]
     if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:
-        lines += [*problem.cluster.host.assumptions, HOST_STEP]
+        measured = [k for k in OF_HOST if problem.profile and problem.profile.host_bandwidth(k)]
+        lines += [*problem.cluster.host.assumed(measured), HOST_STEP]
     lines += [FILES] * bool(evaluation.prediction.flash_bytes)
     ops = {op.short for op in problem.graph.ops}
     if "batch_norm" in ops:

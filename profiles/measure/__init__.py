@@ -1,9 +1,8 @@
-"""Measurements of this machine, and those that others took: operators, collectives, copies to the
-host, files on flash, imports."""
+"""Measurements of this machine, and those that others took: operators, collectives, what a node's
+host does, imports."""
 
 from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, launch_local, shapes
-from meshwright.profiles.measure.flash import measure_flash
-from meshwright.profiles.measure.host_link import measure_host_link
+from meshwright.profiles.measure.host import measure_host
 from meshwright.profiles.measure.imports import (
     CollectiveRow,
     is_gpu,
@@ -17,6 +16,6 @@ from meshwright.profiles.measure.operators import Skipped, measure_all
 
 __all__ = [
     "COLLECTIVES", "SIZES_BYTES", "CollectiveRow", "Skipped", "is_gpu", "launch_local",
-    "measure_all", "measure_flash", "measure_host_link", "neighbours", "read_collectives_csv",
-    "read_nccl_tests", "shapes", "timings_for", "world_of_log",
+    "measure_all", "measure_host", "neighbours", "read_collectives_csv", "read_nccl_tests",
+    "shapes", "timings_for", "world_of_log",
 ]  # fmt: skip

@@ -1,62 +1,117 @@
 """Timing of files on a node's flash, as the executor reads and writes them: mapped.
 
-    write   all of a new file through its mapping, until it is written back
-    read    all of it through a mapping, after the system's cache has let it go
+    to_flash    all of a new file through its mapping, until it is written back
+    from_flash  all of it through a mapping, after the system's cache has let it go
 
-One process alone: what several ranks of a node reach together is more, up to what the drives do.
+By as many processes at once as the node has ranks, each with a file of its own (`flash_rank.py`).
 """
 
 from __future__ import annotations
 
-import mmap
+import contextlib
+import math
 import os
-import statistics
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.measure.errors import MeasuringError
+from meshwright.profiles.timings import FLASH
 
-FILE_BYTES = 2**28
+FILE_BYTES = 2**28  # of a rank
 REPETITIONS = 3
+TIMEOUT_S = 120.0  # of all of it, after which the processes are ended
 
 
 def measure_flash(
-    folder: str | os.PathLike[str], *, nbytes: int = FILE_BYTES
-) -> tuple[float, float]:
-    """Bytes per second, read and written, of a file of so many bytes in a folder, as one process
-    maps it: medians. For `nvme_read_bandwidth` and `nvme_write_bandwidth` of a host. Raises
-    ValueError for a folder that can't be written, or has no room."""
+    folder: str | os.PathLike[str],
+    *,
+    ranks: int = 1,
+    nbytes: int | None = None,
+    deadline_s: float = math.inf,
+) -> tuple[int, dict[str, list[float]]]:
+    """The bytes of all ranks' files in a folder, `nbytes` each (`FILE_BYTES`), and by kind of
+    `timings.FLASH` the seconds until the last of them had read or written its own, once per
+    repetition; one at least, and no more begins from `deadline_s` of the monotonic clock on. Raises
+    ValueError for a folder that can't be written, or has no room, and RuntimeError where it takes
+    too long."""
+    nbytes = nbytes or FILE_BYTES
+    _check(folder, ranks * nbytes)
+    taken: dict[str, list[float]] = {kind: [] for kind in FLASH}
+    from_flash, to_flash = taken
+    with _processes(folder, ranks, nbytes) as each:
+        for done in range(REPETITIONS):
+            if done and time.monotonic() >= deadline_s:
+                break
+            taken[to_flash].append(_together(each, "write"))
+            taken[from_flash].append(_together(each, "read"))
+    return ranks * nbytes, taken
+
+
+def _check(folder: str | os.PathLike[str], nbytes: int) -> None:
     try:
-        with tempfile.NamedTemporaryFile(prefix="meshwright-flash-", dir=folder) as file:
+        with tempfile.TemporaryFile(prefix="meshwright-flash-", dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
-            taken = [_timed(Path(file.name), file.fileno(), nbytes) for _ in range(REPETITIONS)]
     except OSError as error:
         raise MeshwrightError(
-            f"={str(folder)!r} ({error.strerror})",
+            f"={os.fspath(folder)!r} ({error.strerror})",
             place="folder",
             legal=f"a folder that can be written, with room for {nbytes} bytes",
             way_out="name another",
         ) from error
-    reads, writes = zip(*taken, strict=True)
-    return nbytes / statistics.median(reads), nbytes / statistics.median(writes)
 
 
-def _timed(path: Path, handle: int, nbytes: int) -> tuple[float, float]:
-    """Seconds to read and to write all of a file."""
-    started = time.perf_counter()
-    _mapped(path, nbytes).fill_(1)
-    os.fsync(handle)
-    written = time.perf_counter()
-    os.posix_fadvise(handle, 0, nbytes, os.POSIX_FADV_DONTNEED)
-    emptied = time.perf_counter()
-    found = int(_mapped(path, nbytes)[:: mmap.PAGESIZE].sum())  # every page comes in
-    read = time.perf_counter()
-    assert found == -(-nbytes // mmap.PAGESIZE), "a file that is not as it was written"
-    return read - emptied, written - started
+@contextlib.contextmanager
+def _processes(
+    folder: str | os.PathLike[str], ranks: int, nbytes: int
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that wait for a word to read or write. None outlives the block."""
+    command = [sys.executable, "-I", str(Path(__file__).with_name("flash_rank.py"))]
+    each: list[subprocess.Popen[str]] = []
+    late = threading.Timer(TIMEOUT_S, _end, [each])
+    try:
+        for _ in range(ranks):
+            process = subprocess.Popen(
+                [*command, os.fspath(folder), str(nbytes)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            each.append(process)
+        late.start()
+        yield each
+    finally:
+        late.cancel()
+        _end(each)
+        for process in each:
+            process.communicate()
 
 
-def _mapped(path: Path, nbytes: int) -> torch.Tensor:
-    return torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
+def _end(each: list[subprocess.Popen[str]]) -> None:
+    for process in each:
+        process.kill()
+
+
+def _together(each: list[subprocess.Popen[str]], word: str) -> float:
+    """Seconds until the last process is done."""
+    taken = []
+    try:
+        for process in each:
+            assert process.stdin is not None
+            process.stdin.write(f"{word}\n")
+            process.stdin.flush()
+        for process in each:
+            assert process.stdout is not None
+            taken.append(float(process.stdout.readline()))
+    except (OSError, ValueError) as error:
+        raise MeasuringError(
+            f"files were not read and written in {TIMEOUT_S:.0f} s, or a process of it failed",
+            place="profile: flash",
+            way_out="name another folder, or measure without it",
+        ) from error
+    return max(taken)

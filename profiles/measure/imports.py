@@ -22,8 +22,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.profiles.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.hardware.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.measure.cells import csv_rows, number, whole
 from meshwright.profiles.timings import CollectiveTiming

@@ -27,7 +27,7 @@ import numpy as np
 
 from meshwright.planner.published import Setup, Unpriced, evaluate, read_row
 from meshwright.profiles.cluster import Device
-from meshwright.profiles.curve import Curve
+from meshwright.profiles.hardware.curve import Curve
 from scripts.experts.rows import published_rows
 from scripts.fits.fit_links import Vector
 from scripts.validate_costmodel import halves

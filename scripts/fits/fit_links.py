@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.kernels import Group, collective_time
 from meshwright.profiles.cluster import Cluster, Link
-from meshwright.profiles.curve import Curve
+from meshwright.profiles.hardware.curve import Curve
 from meshwright.profiles.measure import CollectiveRow, read_collectives_csv
 
 Vector = NDArray[np.float64]

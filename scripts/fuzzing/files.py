@@ -9,8 +9,8 @@ from random import Random
 
 from meshwright.decisions import take_plan
 from meshwright.planner.plan import Plan
-from meshwright.profiles.catalog_reader import read_file
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.hardware.catalog_reader import read_file
 from meshwright.profiles.inputs import shown
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.store import Store, import_json

@@ -15,8 +15,8 @@ from meshwright.costmodel.targets import target_named
 from meshwright.decisions import Request, take_plan
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import InfeasibleError, Plan
-from meshwright.profiles.catalog_reader import CATALOG_DIR, Entry
 from meshwright.profiles.cluster import Cluster, _device, _link
+from meshwright.profiles.hardware.catalog_reader import CATALOG_DIR, Entry
 
 # the tiny model lives with the tests
 from tests.helpers.tiny import ROWS, cut, net, plan_for, slow_host, with_stage

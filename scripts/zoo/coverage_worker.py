@@ -25,7 +25,7 @@ from meshwright.executor.ranks import launch
 from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import TraceError
 from meshwright.planner.plan import describe
-from meshwright.profiles.device import Link
+from meshwright.profiles.hardware.device import Link
 from scripts.zoo.models import SMALL, ZOO, Built
 from tests.parity.parity_launch import on_ranks, run_all
 from tests.parity.parity_reference import difference

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from meshwright.costmodel.intervals import memory_quantiles, step_quantiles
-from meshwright.profiles.catalog_reader import catalog_names
+from meshwright.profiles.hardware.catalog_reader import catalog_names
 
 TARGETS = ("eager", "megatron", "megatron-lm", "fsdp", "alpa")
 

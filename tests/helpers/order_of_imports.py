@@ -7,6 +7,7 @@ from tests.helpers.source_files import PACKAGE
 # A package imports packages before it alone, and none of its own line.
 ORDER = """
 profiles.inputs
+profiles.hardware
 profiles.steps
 profiles
 profiles.measure

@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.planner.plan.words import seconds
-from meshwright.profiles.catalog_reader import catalog_names, read_entry
+from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
 from meshwright.shell.asking import cost_text
 from meshwright.shell.comparing import compared
 from meshwright.shell.fitting import _largest

@@ -13,6 +13,8 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.measure import flash as measure_flash
+from meshwright.profiles.measure import host as measure_host
 from meshwright.profiles.measure import operators as measure_ops
 from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES
 from meshwright.profiles.profile import MEASURED, cores_busy, load_profile
@@ -56,7 +58,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As few repetitions as there can be."""
+    """As few repetitions as there can be, of little."""
+    monkeypatch.setattr(measure_host, "STEP_ELEMENTS", 2**16)
+    monkeypatch.setattr(measure_flash, "FILE_BYTES", 2**16)
     real = measure_ops.measure
     monkeypatch.setattr(
         measure_ops, "measure", lambda one, device, *, budget_s: real(one, device, budget_s=0.0)
@@ -245,6 +249,23 @@ def test_a_profile_travels_as_a_file(folder: Path, capsys: pytest.CaptureFixture
     assert command("--json", "--import", "p.json") == 0
     second = json.loads(capsys.readouterr().out)
     assert (second["known"], second["timed"]) == (first["calls"], 0)
+
+
+def test_files_on_flash_are_timed_in_the_folder_that_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command("--again") == 0
+    said = capsys.readouterr().out
+    assert "host, host step: from" in said
+    assert "to flash" not in said
+    assert command("--flash", str(folder)) == 0
+    said = capsys.readouterr().out
+    assert "host, from flash: from" in said and "host, to flash: from" in said
+    assert command("--flash", str(folder)) == 0
+    assert "to flash" not in capsys.readouterr().out  # they are known
+    monkeypatch.setenv("MESHWRIGHT_NVME", str(folder / "nowhere"))
+    assert command("--again") == 1
+    assert "No such file" in capsys.readouterr().err
 
 
 def test_a_profile_of_another_device_is_refused_by_the_command(

@@ -14,7 +14,7 @@ import torch
 from meshwright.profiles import cluster as cluster_module
 from meshwright.profiles import measure_cpu as measure_cpu_module
 from meshwright.profiles.cluster import Cluster, Device, Host, Link
-from meshwright.profiles.curve import Curve
+from meshwright.profiles.hardware.curve import Curve
 from meshwright.profiles.measure_cpu import CpuRates, measure_cpu
 
 

@@ -27,7 +27,7 @@ from meshwright.planner.batch import split_batch
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
-from meshwright.profiles.device import Link
+from meshwright.profiles.hardware.device import Link
 from tests.models.models import Traced, parallelize
 from tests.parity.parity_reference import Reference, compare, trained
 from tests.user_code.user_models import USERS

@@ -23,7 +23,7 @@ from meshwright.costmodel.kernels.collectives import (
     routes,
 )
 from meshwright.profiles.cluster import Cluster, Link
-from meshwright.profiles.curve import Curve
+from meshwright.profiles.hardware.curve import Curve
 
 KINDS = st.sampled_from(COLLECTIVES)
 TENSOR_BYTES = st.integers(min_value=0, max_value=10**12).map(float)

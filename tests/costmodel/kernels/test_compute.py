@@ -17,7 +17,7 @@ from meshwright.costmodel.kernels.compute import (
     stream_seconds,
 )
 from meshwright.profiles.cluster import Cluster, Device
-from meshwright.profiles.curve import Curve
+from meshwright.profiles.hardware.curve import Curve
 
 PLAIN = Device(
     name="toy",

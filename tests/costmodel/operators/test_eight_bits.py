@@ -18,7 +18,7 @@ from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding.strategies import strategies
 from meshwright.costmodel.targets import COMPILED, EAGER, MEGATRON
 from meshwright.profiles.cluster import Cluster, Device
-from meshwright.profiles.curve import Curve
+from meshwright.profiles.hardware.curve import Curve
 from tests.costmodel.operators.test_pricing import ENDLESS, moving, pricer
 from tests.helpers.planning import Traced, cluster, cut
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,12 +113,18 @@ def test_gradients_pass_beside_backwards_once_or_in_each_microbatch() -> None:
 
 def test_measured_copies_take_the_place_of_the_catalogs() -> None:
     class Measured:
-        def host_copy(self, kind: str, nbytes: float) -> float:
-            return nbytes / {"to_device": 1e9, "to_host": 2e9}[kind]
+        def host_bandwidth(self, kind: str) -> float | None:
+            return {"to_device": 1e9, "to_host": 2e9, "from_flash": 3e9, "to_flash": 4e9}.get(kind)
 
-    found = host_costs(sums(), replace(setting(0, 1.0), profile=Measured()))  # type: ignore[arg-type]
+    known: Any = Measured()
+    own = replace(setting(0, 1.0), profile=known)
+    found = host_costs(sums(), own)
     assert found.fetched_s == pytest.approx(NUMEL * 4 / 1e9)
     assert found.returned_s == pytest.approx(NUMEL * 4 / 2e9)
+    filed = host_costs(sums(), replace(own, host_files=1.0))
+    nodes = own.cluster.devices_per_node  # ranks that share the flash
+    of_files = nodes * NUMEL * (16 / 3e9 + 12 / 4e9)
+    assert filed.step_s - found.step_s == pytest.approx(of_files)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.executor.ranks import launch
-from meshwright.profiles.device import Link
+from meshwright.profiles.hardware.device import Link
 from scripts.zoo.models import SMALL, ZOO
 from scripts.zoo.registry import VOCAB
 from tests.parity.parity_launch import on_ranks, run_all

@@ -17,7 +17,7 @@ from meshwright.executor.stages import CheckedPlan
 from meshwright.planner.plan import check_plan
 from meshwright.planner.pricing import evaluate
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.curve import FULL
+from meshwright.profiles.hardware.curve import FULL
 from tests.models.models import CASES, adamw
 from tests.parity.parity_cells import Cell, plan_of
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from meshwright.executor import devices, stand_in
+from meshwright.executor import devices, stand_in, states_in_files
 from meshwright.executor.host_memory import Aside, fill
 from meshwright.executor.parameters import parameters, whole_of
 from meshwright.executor.rehearsal import Rehearsal
@@ -21,12 +21,12 @@ rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
 
 def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) -> None:
     """States in host memory: whole weights and parts of them, cast on the way and as they are.
-    Weights of blocks, activations there."""
+    Weights of blocks, activations there; states in files."""
     with monkeypatch.context() as patch:
         patch.setattr("os.cpu_count", lambda: 2 * torch.get_num_threads())
         patch.setattr(torch, "set_num_threads", lambda count: None)
-        for line in ("m2", "m2 bf16", "m2 zero2 bf16", "m2 zero3", "m2 bf16 weights100"):
-            assert run(f"mlp dp2 1f1b {line} host100").mismatches == ()
+        for line in ("", "bf16", "zero2 bf16", "zero3", "bf16 weights100", "nvme100"):
+            assert run(f"mlp dp2 1f1b m2 {line} host100").mismatches == ()
     for line in ("m2 bf16", "m2 zero3 full"):
         assert run(f"gpt2_deep dp2 1f1b {line} away100").mismatches == ()
     there: list[torch.device] = []
@@ -49,3 +49,9 @@ def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) 
         waits = SimpleNamespace(offload=True, gradient=torch.empty(4, device=device))
         parameters._to_host([waits], device)  # type: ignore[list-item]
         assert waits.gradient.device == devices.HOST
+        with monkeypatch.context() as patch:  # fake tensors lie in no file
+            patch.setattr(states_in_files, "lies_in_file", lambda x: True)
+            patch.setattr(states_in_files, "let_go", lambda x: None)
+            mapped = torch.empty(4)
+            copy = states_in_files.staged(mapped, device)
+        assert copy is not mapped and copy.device == devices.HOST

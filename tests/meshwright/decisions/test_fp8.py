@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from meshwright import Cluster, ParallelModel, Plan, auto_parallelize
-from meshwright.profiles.catalog_reader import catalog_names, read_entry
+from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
 
 ROWS, WIDTH = 64, 256
 

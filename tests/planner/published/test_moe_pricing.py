@@ -36,7 +36,7 @@ from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.published.predict import traced
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster, Link
-from meshwright.profiles.curve import Curve
+from meshwright.profiles.hardware.curve import Curve
 from tests.planner.published.test_moe_models import DENSE, SPARSE
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from meshwright.profiles.catalog_reader import catalog_names, read_entry
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.host import Host
-from meshwright.profiles.measure import measure_host_link
+from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
+from meshwright.profiles.hardware.host import Host
+from meshwright.profiles.measure import flash, host, measure_host
 from meshwright.profiles.profile import profile_of
 from meshwright.profiles.store import DeviceId, Measurements
-from meshwright.profiles.timings import COPIES
+from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, OF_HOST
 
 NODES = [name for name in catalog_names() if read_entry(name).is_node]
 
@@ -69,17 +71,38 @@ def test_a_file_changes_the_host_of_its_base(tmp_path: Path) -> None:
         Cluster.load(path)
 
 
-def test_the_link_of_this_machine_is_measured_and_asked_by_bytes() -> None:
-    found = measure_host_link(torch.device("cpu"), "gloo")
-    assert {c.kind for c in found} == set(COPIES)
+def test_what_a_host_does_is_measured_and_takes_the_place_of_the_catalogs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "STEP_ELEMENTS", 2**20)
+    monkeypatch.setattr(flash, "FILE_BYTES", 2**22)
+    cpu = torch.device("cpu")
+    measure = partial(measure_host, cpu, backend="gloo", ranks=2, cores=1, flash=str(tmp_path))
+    found = measure()
+    assert {c.kind for c in found} == set(OF_HOST)
+    assert not [*tmp_path.iterdir()]
     cluster = Cluster.from_catalog("local-host")
     device = DeviceId(name="a CPU", driver="", torch="")
-    profile = profile_of(
-        cluster, Measurements(device=device, operators={}, collectives=tuple(found))
-    )
-    largest = max((c for c in found if c.kind == "to_host"), key=lambda c: c.nbytes)
-    assert profile.host_copy("to_host", largest.nbytes) == largest.seconds
-    assert (profile.host_copy("to_host", 4 * largest.nbytes) or 0) >= largest.seconds
-    assert profile.host_copy("sideways", 1.0) is None
+    measured = Measurements(device=device, operators={}, collectives=tuple(found))
+    profile = profile_of(cluster, measured)
+    for kind in OF_HOST:
+        longest = max((c for c in found if c.kind == kind), key=lambda c: c.nbytes)
+        assert profile.host_bandwidth(kind) == pytest.approx(longest.nbytes / longest.seconds)
+        assert 1e6 < longest.nbytes / longest.seconds < 1e13
+    assert profile.host_bandwidth("sideways") is None
     # copies are no collectives: what prices rest on is still modelled
     assert "collectives modelled" in profile.basis
+    assert measure(known=set(OF_HOST)) == []
+    assert {c.kind for c in measure(known={HOST_STEP, *COPIES})} == {*FLASH}
+    assert measure(deadline_s=time.monotonic()) == []
+
+
+def test_what_was_measured_is_assumed_no_more() -> None:
+    host = Cluster.from_catalog("dgx-h100").host
+    assert host is not None
+    assert any("host.nvme_read_bandwidth" in each for each in host.assumptions)
+    left = host.assumed({"from_flash"})
+    assert {*host.assumptions} - {*left} == {
+        each for each in host.assumptions if "host.nvme_read_bandwidth" in each
+    }
+    assert not [each for each in host.assumed(OF_HOST) if "bandwidth = " in each]

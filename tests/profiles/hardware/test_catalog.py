@@ -12,8 +12,13 @@ from typing import Any
 import pytest
 
 from meshwright.profiles import cluster as cluster_module
-from meshwright.profiles.catalog_reader import CATALOG_DIR, SOURCE_KINDS, catalog_names, read_file
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.hardware.catalog_reader import (
+    CATALOG_DIR,
+    SOURCE_KINDS,
+    catalog_names,
+    read_file,
+)
 
 FILES = sorted(CATALOG_DIR.glob("*.json"))
 PROMISED = (

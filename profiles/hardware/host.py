@@ -9,10 +9,22 @@ A rank of n on a node has 1/n of both memories, of the flash and of these bandwi
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from meshwright.profiles.catalog_reader import Entry
-from meshwright.profiles.device import check_number, check_whole
+from meshwright.profiles.hardware.catalog_reader import Entry
+from meshwright.profiles.hardware.device import check_number, check_whole
+
+BANDWIDTHS = MappingProxyType(
+    {
+        "to_device": "link_bandwidth",
+        "to_host": "link_bandwidth",
+        "host_step": "memory_bandwidth",
+        "from_flash": "nvme_read_bandwidth",
+        "to_flash": "nvme_write_bandwidth",
+    }
+)  # by a kind of `timings.OF_HOST`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +57,16 @@ class Host:
         """Whether it has flash of which all is known that states in files need."""
         return min(self.nvme_bytes, self.nvme_read_bandwidth, self.nvme_write_bandwidth) > 0
 
+    def bandwidth(self, kind: str) -> float:
+        """Bytes per second of a kind of `timings.OF_HOST`."""
+        found: float = getattr(self, BANDWIDTHS[kind])
+        return found
+
+    def assumed(self, measured: Collection[str]) -> list[str]:
+        """The assumptions that are left where some of `timings.OF_HOST` were measured."""
+        known = {BANDWIDTHS[kind] for kind in measured}
+        return [a for a in self.assumptions if _quantity(a).removeprefix("host.") not in known]
+
     def moved_s(self, nbytes: float) -> float:
         """Seconds to move so many bytes of a rank, in one direction."""
         return self.link_latency_s + nbytes / self.link_bandwidth
@@ -69,4 +91,9 @@ def host_of(entry: Entry) -> Host | None:
 
 def is_of_host(assumption: str) -> bool:
     """Whether a catalog entry's assumption is about its host."""
-    return ": host." in assumption.partition(" = ")[0]
+    return _quantity(assumption).startswith("host.")
+
+
+def _quantity(assumption: str) -> str:
+    """What an assumption is about: "entry: quantity = ..."."""
+    return assumption.partition(" = ")[0].rpartition(": ")[2]

@@ -18,11 +18,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from meshwright.profiles.curve import FULL, Curve
+from meshwright.profiles.hardware.curve import FULL, Curve
 from meshwright.profiles.inputs import MeshwrightError, read_json, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_TEXT, MOST_NUMBER, is_number
 
-CATALOG_DIR = Path(__file__).parent / "catalog"
+CATALOG_DIR = Path(__file__).parents[1] / "catalog"
 SOURCE_KINDS = ("datasheet", "published", "measured", "fitted", "assumed")
 
 # unit -> (dimension, factor to the SI unit of that dimension)

@@ -14,8 +14,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.profiles.catalog_reader import unknown_name
-from meshwright.profiles.curve import FULL, Curve, as_curve
+from meshwright.profiles.hardware.catalog_reader import unknown_name
+from meshwright.profiles.hardware.curve import FULL, Curve, as_curve
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_COUNT, MOST_NUMBER, is_number
 

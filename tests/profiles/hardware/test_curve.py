@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.profiles.curve import FULL, Curve, as_curve
+from meshwright.profiles.hardware.curve import FULL, Curve, as_curve
 
 CURVE = Curve(points=((1.0, 2.0), (100.0, 4.0), (1000.0, 3.0)))
 AMOUNTS = st.floats(min_value=0, max_value=1e30)

@@ -1,0 +1,1 @@
+"""Hardware as the catalog and a cluster's file describe it: devices, links, hosts, their curves."""
