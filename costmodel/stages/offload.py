@@ -63,8 +63,11 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     bandwidth = host_bandwidth(setting, HOST_STEP) / setting.cluster.devices_per_node
     step_bytes = optimizer_step_bytes(1.0, optimizer=setting.optimizer)
     to_device, to_host = (host_bandwidth(setting, kind) for kind in COPIES)
-    weights = DTYPE_BYTES[setting.precision] * setting.host_weights * sums.parameters
-    copied = weights * (setting.precision != "fp32" or setting.zero > 0)
+    weights = weights_there(sums, setting)
+    part = setting.host_weights  # of the weights, of which a step keeps copies
+    if setting.precision == "fp32" and not setting.zero:
+        part = min(part, setting.host_files)  # others are what the optimizer steps
+    copied = DTYPE_BYTES[setting.precision] * part * sums.parameters
     filed = (FP32 + optimizer_bytes(setting.optimizer)) * setting.host_files * numel
     weights_filed = FP32 * setting.host_files * numel
     return HostCosts(

@@ -3,8 +3,8 @@
 Before a block runs, forward or backward, its weights are there and those of the block after it are
 on their way, on a stream of their own; those of all others are let go. Of the values that the
 optimizer left, the first forward of a step makes what is computed with: sent and cast, or gathered
-(`weight_gather.py`). Where that is not what is stored, a copy of it then stays in host memory, in
-the compute dtype, for the other passes of the step.
+(`weight_gather.py`). Where that is not what is stored, or what is stored lies in a file, a copy of
+it then stays in host memory, in the compute dtype, for the other passes of the step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from meshwright.executor.devices import to_host
 from meshwright.executor.host_memory import Aside, fill
 from meshwright.executor.parameters.parameters import StageParameter
+from meshwright.executor.states_in_files import staged
 
 
 class BlockWeights:
@@ -50,7 +51,7 @@ class BlockWeights:
         self.stale.discard(block)
         with torch.no_grad(), self.aside.entered(waits=False):
             for p in self.away[block]:
-                if p.shard_placement.sharded or p.leaf.dtype != p.stored.dtype:
+                if p.shard_placement.sharded or p.leaf.dtype != p.stored.dtype or p.in_file:
                     self.copies[p.fqn] = to_host(p.leaf.data)
             self.leaving[block] = self.aside.mark()
 
@@ -91,7 +92,7 @@ class BlockWeights:
                 if not stale and p.fqn in self.copies:
                     p.leaf.data.copy_(self.copies[p.fqn], non_blocking=True)
                 elif not p.shard_placement.sharded:
-                    fill(p.leaf.data, p.stored)
+                    fill(p.leaf.data, staged(p.stored, p.leaf.device))
             self.here[block] = self.aside.mark()
 
     def _free(self, block: str) -> None:

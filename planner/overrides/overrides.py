@@ -166,21 +166,21 @@ class Overrides:
     # --- two overrides ---
 
     def _check_weights(self) -> None:
-        """Weights in host memory are none of ZeRO-3, segments or files; files none of ZeRO-3."""
+        """Weights in host memory are none of ZeRO-3 or segments, files none of ZeRO-3."""
         there = self.offload or {}
         weights, files = bool(there.get("weights")), bool(there.get("nvme"))
         divided = self.everywhere("zero") == 3 or any(z == 3 for _, z in self.items("zero"))
         segmented = any(size > 1 for _, size in self.items("segments"))
-        of_files = "files hold what the optimizer alone reads and writes, not shards"
-        of_weights = "it is for weights whole on every rank, of blocks that run again alone"
-        said = {"zero=3": (weights or files) and divided, "segments": weights and segmented}
-        for name, given in {**said, "weights": weights and files}.items():
+        for name, given in {
+            "zero=3": (weights or files) and divided,
+            "segments": weights and segmented,
+        }.items():
             if given:
-                what = of_files if files else of_weights
                 raise OverrideError(
-                    f" contradicts {name}: {what}",
+                    f" contradicts {name}: it is for weights whole on every rank, of blocks that "
+                    "run again alone",
                     place=f"override offload={shown(dict(there))}",
-                    legal="zero 0, 1 or 2, without " + ("weights" if files else "segments"),
+                    legal="zero 0, 1 or 2" + ", without segments" * weights,
                     way_out=_DROP,
                 )
 

@@ -130,11 +130,6 @@ def check_there(stage: StagePlan, place: str) -> None:
             "segments=1, or no weights in host memory",
         ),
         (files and stage.zero == 3, "zero=3, whose shards torch keeps", "nvme with zero 0, 1 or 2"),
-        (
-            files and weights,
-            "weights in host memory, which would be read of the files in each pass",
-            "nvme, or weights",
-        ),
     ):
         if refused:
             raise PlanError(

@@ -7,7 +7,8 @@ have room for. Where a plan fits and recomputes, memory binds: the mesh of the p
 the states in host memory and less recompute, if the step would be faster even without any.
 
 Where the hosts hold no more than a part of all states, and flash the rest, all are off the devices
-instead, with as many in files as must be (ZeRO-Infinity), where nothing fits otherwise or it pays.
+instead, with as many in files as must be (ZeRO-Infinity), where nothing fits otherwise or it pays;
+last all weights, too, with as few states in host memory as that takes.
 """
 
 from __future__ import annotations
@@ -56,15 +57,23 @@ def _trained(search: Search) -> int:
 def held_in_files(search: Search) -> float:
     """The part of all states that lies in files where all are off the devices and the hosts' memory
     holds no more; 0 where it holds all, or flash does not hold the rest."""
-    cluster, host = search.problem.cluster, search.problem.cluster.host
     part = held_by_hosts(search)
-    if host is None or not host.has_flash or not 0 < part < 1:
+    if not 0 < part < 1:
         return 0.0
     filed = FP32 + optimizer_bytes(search.problem.optimizer)
     # f of them leave host memory but for their gradients: (1 - part) of all bytes, and some more
     wanted = WHOLE_BLOCKS * (1 - part) * (FP32 + filed) / filed
-    room = cluster.num_nodes * host.nvme_bytes / (filed * max(_trained(search), 1))
-    return min(wanted, 1.0) if wanted <= min(room, WHOLE_BLOCKS) else 0.0
+    return min(wanted, 1.0) if wanted <= min(held_by_flash(search), WHOLE_BLOCKS) else 0.0
+
+
+def held_by_flash(search: Search) -> float:
+    """The part of all states, each element once, that files on the nodes' flash hold, or more than
+    all; 0 where nothing is known of it."""
+    cluster, host = search.problem.cluster, search.problem.cluster.host
+    if host is None or not host.has_flash:
+        return 0.0
+    filed = FP32 + optimizer_bytes(search.problem.optimizer)
+    return cluster.num_nodes * host.nvme_bytes / (filed * max(_trained(search), 1))
 
 
 def with_host(
@@ -78,12 +87,7 @@ def with_host(
         return None
     best: SearchResult | None = None
     there = search
-    choices = [HostParts(host_states=part)]
-    if part == 1:
-        choices.append(HostParts(host_states=1.0, host_weights=1.0))
-    elif files := held_in_files(search):
-        choices.append(HostParts(host_states=1.0, host_files=files))
-    for choice in choices:
+    for choice in _choices(search, part):
         if search.programs.time.over() or (best is not None and not _weights_bind(best)):
             break
         there = search.offloading(**choice.in_host_memory)
@@ -96,6 +100,18 @@ def with_host(
         return best
     _say_what_lacks(search, there)
     return None
+
+
+def _choices(search: Search, part: float) -> Iterator[HostParts]:
+    """What is tried in turn where the hosts hold this part of all states."""
+    yield HostParts(host_states=part)
+    files, room = held_in_files(search), held_by_flash(search)
+    if part == 1:
+        yield HostParts(host_states=1.0, host_weights=1.0)
+    elif files:
+        yield HostParts(host_states=1.0, host_files=files)
+    if files or (part == 1 and room):  # as many in files as there can be: they are lessened
+        yield HostParts(host_states=1.0, host_weights=1.0, host_files=min(room, 1.0))
 
 
 def _say_what_lacks(search: Search, there: Search) -> None:

@@ -40,6 +40,9 @@ CELLS = tuple(
         "mlp dp2 m2 zero2 fp16 host100 nvme50",
         "gpt2_tied pp2 m4 zb_h1 front host100 nvme40",
         "gpt2_deep tp2 m2 host100 nvme70",
+        "gpt2_deep dp2 m2 bf16 host100 weights100 nvme100",
+        "gpt2_deep dp2 m2 full host100 weights60 nvme100",
+        "gpt2_tied dp2 m2 zero2 host100 weights100 nvme50",
     )
 )
 RESIDENT = tuple(Cell.parse(f"gpt2_deep dp2 m2 zero{zero} host100 nvme100") for zero in (0, 1, 2))

@@ -267,10 +267,7 @@ def test_flash_that_is_too_small_or_unknown_is_named(roomy: ParallelModel) -> No
         planned(net(), cluster=gpus(2**33), profile=False, plan=plan)
     with pytest.raises(OverrideError, match="says nothing of its hosts' flash"):
         on(gpus(2**33), offload={"optimizer": 1.0, "nvme": 1.0})
-    for offload, said in (
-        ({"optimizer": 0.5, "nvme": 1.0}, "legal: 0 to 0.5"),
-        ({"optimizer": 1.0, "nvme": 1.0, "weights": 1.0}, "contradicts weights"),
-    ):
+    for offload, said in (({"optimizer": 0.5, "nvme": 1.0}, "legal: 0 to 0.5"),):
         with pytest.raises(OverrideError, match=said):
             on(gpus(2**33, **FLASH), offload=offload)
     with pytest.raises(OverrideError, match="contradicts zero=3"):
