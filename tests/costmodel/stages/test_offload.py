@@ -127,6 +127,17 @@ def test_measured_copies_take_the_place_of_the_catalogs() -> None:
     assert filed.step_s - found.step_s == pytest.approx(of_files)
 
 
+@pytest.mark.parametrize(("precision", "copied"), [("fp32", 4 * 0.25), ("bf16", 2 * 0.5)])
+def test_weights_in_files_are_read_once_a_step_and_kept(precision: str, copied: float) -> None:
+    own = replace(setting(0, 1.0, 4), precision=precision, host_weights=0.5, host_files=0.25)
+    found = host_costs(sums(), own)
+    assert found.flash_bytes == pytest.approx(0.25 * 12 * NUMEL)
+    assert found.nbytes == pytest.approx((16 - 0.25 * 12 + copied) * NUMEL)
+    host = own.cluster.host
+    assert host is not None
+    assert found.kept_s == pytest.approx(copied * NUMEL / host.link_bandwidth)
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_pass_in_the_compute_precision(precision: str) -> None:
     own = replace(setting(0, 1.0, 4), precision=precision, host_weights=0.5)

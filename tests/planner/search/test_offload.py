@@ -249,6 +249,27 @@ def test_states_that_no_host_holds_lie_in_files_and_no_more_than_must(roomy: Par
     assert again.plan.stages[0].offload == own
 
 
+def test_weights_that_no_device_and_states_that_no_host_holds_have_a_plan(
+    roomy: ParallelModel,
+) -> None:
+    room = int(0.85 * least(roomy, 1.0))
+    numel = roomy._problem.graph.num_parameters()
+    cluster = gpus(room, host_bytes=12 * numel, **FLASH)
+    with pytest.raises(InfeasibleError, match="in host memory nothing fits"):
+        on(gpus(room, host_bytes=12 * numel))
+    result = on(cluster)
+    own, found = result.plan.stages[0].offload, result.prediction
+    assert own["optimizer"] == 1 and 0 < own["weights"] <= 1 and 0 < own["nvme"] <= 1
+    assert max(found.peak_memory_bytes) <= room
+    assert found.host_shortfall(cluster) == found.flash_shortfall(cluster) == 0
+    for fewer in ("weights", "nvme"):
+        choices = parts(trained_sizes(result.plan.stages[0], result._problem.graph))
+        less = choices[choices.index(own[fewer]) - 1]
+        other = with_stage(result.plan, offload={**own, fewer: less})
+        priced = Evaluator(result._problem).price(other).prediction
+        assert priced.host_shortfall(cluster) or max(priced.peak_memory_bytes) > room
+
+
 def test_files_stay_out_where_host_memory_holds_all(roomy: ParallelModel) -> None:
     room = (least(roomy, 0.0) + 3 * least(roomy, 1.0)) // 4
     assert "nvme" not in on(gpus(room, **FLASH)).plan.stages[0].offload
