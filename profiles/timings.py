@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 COPIES = ("to_device", "to_host")  # between host and device, of one rank
-HOST_STEP = "host_step"  # the optimizer's on all cores of a node: bytes read plus written
+HOST_STEP = "optimizer_step"  # the optimizer's on all cores of a node: bytes read plus written
 FLASH = ("from_flash", "to_flash")  # files that all ranks of a node read or write together
 OF_HOST = (*COPIES, HOST_STEP, *FLASH)  # kinds of what a node's host does
 

@@ -20,7 +20,7 @@ BANDWIDTHS = MappingProxyType(
     {
         "to_device": "link_bandwidth",
         "to_host": "link_bandwidth",
-        "host_step": "memory_bandwidth",
+        "optimizer_step": "memory_bandwidth",
         "from_flash": "nvme_read_bandwidth",
         "to_flash": "nvme_write_bandwidth",
     }

@@ -256,7 +256,7 @@ def test_files_on_flash_are_timed_in_the_folder_that_is_named(
 ) -> None:
     assert command("--again") == 0
     said = capsys.readouterr().out
-    assert "host, host step: from" in said
+    assert "host, optimizer step: from" in said
     assert "to flash" not in said
     assert command("--flash", str(folder)) == 0
     said = capsys.readouterr().out
