@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable
 from functools import partial
@@ -11,24 +10,16 @@ from typing import Any
 
 import torch
 
-from meshwright import Cluster, auto_parallelize
 from meshwright.executor.errors import StateError
 from meshwright.executor.parameters import local_of
-from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.states_in_files import FOLDER_VARIABLE, lies_in_file
 from meshwright.model import ParallelModel
+from tests.executor.trained_cells import compared, far_after_saves
 from tests.models.models import CASES
-from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_cells import Cell
 from tests.parity.parity_checks import build
 from tests.parity.parity_launch import on_ranks, run_all
-from tests.parity.parity_reference import (
-    compare,
-    difference,
-    load_graph,
-    load_reference,
-    runtime_loop,
-)
 
 WORLD = 2
 CELLS = tuple(
@@ -48,16 +39,6 @@ CELLS = tuple(
 RESIDENT = tuple(Cell.parse(f"gpt2_deep dp2 m2 zero{zero} host100 nvme100") for zero in (0, 1, 2))
 SAVED = Cell.parse("gpt2_deep dp2 m2 zero2 host100 nvme60")
 BESIDE = Cell.parse("gpt2_deep dp2 m2 zero2")  # the same without
-
-
-def run_cell(folder: Path, cell: Cell) -> dict[str, Any]:
-    """Train a cell on all ranks, compare on rank 0."""
-    plan, of = plan_of(cell, load_graph(folder, cell))
-    found = runtime_loop(CASES[cell.case], plan, of)
-    if launch.rank():
-        return {}
-    norm = math.inf if cell.precision == "fp32" else 2
-    return compare(found, load_reference(folder, cell), norm)
 
 
 def _mappings() -> dict[int, tuple[int, int]]:
@@ -122,43 +103,16 @@ def others(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _planned(folder: Path, cell: Cell) -> ParallelModel:
-    case = CASES[cell.case]
-    plan, _ = plan_of(cell, load_graph(folder, cell))
-    return auto_parallelize(
-        case.model(),
-        Cluster.local(WORLD, measure=False),
-        example_inputs=case.batch(cell.rows, 0),
-        global_batch_size=cell.rows,
-        loss_fn=case.loss_fn,
-        precision="fp32",
-        plan=plan,
-        profile=False,
-    )
-
-
 def checkpoint(folder: Path) -> dict[str, Any]:
     """A run goes on under a plan without files, and back, as it would have without a save."""
-    batch = CASES[SAVED.case].batch
-    states: list[dict[str, torch.Tensor]] = []
     loaded: list[bool] = []
-    for cells in ((SAVED, SAVED, SAVED), (SAVED, BESIDE, SAVED)):
-        path: Path | None = None
-        for step, cell in enumerate(cells):
-            result = _planned(folder, cell)
-            optimizer = torch.optim.AdamW(result.parameters(), lr=1e-2)
-            if path is not None:
-                result.load_checkpoint(path, optimizer)
-                own = [p for p in result.parameters() if lies_in_file(p)]
-                moments = [x for p in own for x in optimizer.state[p].values() if x.dim()]
-                loaded += [lies_in_file(x) for x in moments]
-            optimizer.zero_grad()
-            result.train_step(batch(SAVED.rows, step))
-            optimizer.step()
-            path = folder / f"files-{len(states)}-{step}"
-            result.save_checkpoint(path, optimizer)
-        states.append(result.full_state_dict())
-    return {"difference": difference(*states)[0], "loaded": loaded}
+
+    def look(result: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
+        own = [p for p in result.parameters() if lies_in_file(p)]
+        moments = [x for p in own for x in optimizer.state[p].values() if x.dim()]
+        loaded.extend(map(lies_in_file, moments))
+
+    return {"difference": far_after_saves(folder, SAVED, BESIDE, look), "loaded": loaded}
 
 
 def refused(folder: Path) -> dict[str, Any]:
@@ -181,7 +135,7 @@ def main(folder: Path) -> None:
     flash.mkdir(exist_ok=True)
     os.environ[FOLDER_VARIABLE] = str(flash)
     work: dict[str, Callable[[], dict[str, Any]]] = {
-        cell.name: partial(run_cell, folder, cell) for cell in CELLS
+        cell.name: partial(compared, folder, cell) for cell in CELLS
     }
     work |= {f"resident_{cell.name}": partial(resident, folder, cell) for cell in RESIDENT}
     work |= {one.__name__: partial(one, folder) for one in (others, checkpoint, refused)}

@@ -11,23 +11,15 @@ from unittest import mock
 
 import torch
 
-from meshwright import Cluster, auto_parallelize
 from meshwright.executor.parameters import BlockWeights, clip_, reducer
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
-from meshwright.model import ParallelModel
+from tests.executor.trained_cells import compared, far_after_saves
 from tests.helpers.memory_pools import DEVICE, HOST, MemoryPools, PoolError
 from tests.models.models import CASES
-from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_cells import Cell
 from tests.parity.parity_checks import build
 from tests.parity.parity_launch import on_ranks, run_all
-from tests.parity.parity_reference import (
-    compare,
-    difference,
-    load_graph,
-    load_reference,
-    runtime_loop,
-)
 
 WORLD = 2
 CELLS = tuple(
@@ -57,16 +49,6 @@ AWAY = Cell.parse("gpt2_deep pp2 m2 host100 weights100")
 LEFT = (ALONE, RESIDENT[2])
 BESIDE = Cell.parse("gpt2_deep dp2 m2 zero2")  # the same without
 SAVED = Cell.parse("gpt2_deep dp2 m2 zero2 host60")
-
-
-def run_cell(folder: Path, cell: Cell) -> dict[str, Any]:
-    """Train a cell on all ranks, compare on rank 0."""
-    plan, of = plan_of(cell, load_graph(folder, cell))
-    found = runtime_loop(CASES[cell.case], plan, of)
-    if launch.rank():
-        return {}
-    norm = math.inf if cell.precision == "fp32" else 2
-    return compare(found, load_reference(folder, cell), norm)
 
 
 def trained_in(
@@ -176,39 +158,9 @@ def budget(folder: Path) -> dict[str, Any]:
     return {"said": refused}
 
 
-def _planned(folder: Path, cell: Cell) -> ParallelModel:
-    case = CASES[cell.case]
-    plan, _ = plan_of(cell, load_graph(folder, cell))
-    return auto_parallelize(
-        case.model(),
-        Cluster.local(WORLD, measure=False),
-        example_inputs=case.batch(cell.rows, 0),
-        global_batch_size=cell.rows,
-        loss_fn=case.loss_fn,
-        precision="fp32",
-        plan=plan,
-        profile=False,
-    )
-
-
 def checkpoint(folder: Path) -> dict[str, Any]:
     """A run goes on under a plan without host memory, and back, as it would have without a save."""
-    batch = CASES[SAVED.case].batch
-    states: list[dict[str, torch.Tensor]] = []
-    for cells in ((SAVED, SAVED, SAVED), (SAVED, BESIDE, SAVED)):
-        path: Path | None = None
-        for step, cell in enumerate(cells):
-            result = _planned(folder, cell)
-            optimizer = torch.optim.AdamW(result.parameters(), lr=1e-2)
-            if path is not None:
-                result.load_checkpoint(path, optimizer)
-            optimizer.zero_grad()
-            result.train_step(batch(SAVED.rows, step))
-            optimizer.step()
-            path = folder / f"offload-{len(states)}-{step}"
-            result.save_checkpoint(path, optimizer)
-        states.append(result.full_state_dict())
-    return {"difference": difference(*states)[0]}
+    return {"difference": far_after_saves(folder, SAVED, BESIDE)}
 
 
 def clipped(folder: Path) -> dict[str, Any]:
@@ -224,7 +176,7 @@ def clipped(folder: Path) -> dict[str, Any]:
 
 def main(folder: Path) -> None:
     work: dict[str, Callable[[], dict[str, Any]]] = {
-        cell.name: partial(run_cell, folder, cell) for cell in CELLS
+        cell.name: partial(compared, folder, cell) for cell in CELLS
     }
     work |= {f"resident{zero}": partial(resident, folder, zero) for zero in RESIDENT}
     work |= {f"left_{cell.name}": partial(left, folder, cell) for cell in LEFT}

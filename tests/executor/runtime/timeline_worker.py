@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from meshwright import Cluster, auto_parallelize
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel
+from tests.executor.trained_cells import planned
 from tests.models.models import CASES
-from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_cells import Cell
 from tests.parity.parity_launch import on_ranks, run_all
-from tests.parity.parity_reference import difference, load_graph
+from tests.parity.parity_reference import difference
 
 WORLD = 2
 CLOCK_S = 1e4
@@ -26,26 +26,10 @@ CELLS = tuple(
 )
 
 
-def planned(folder: Path, cell: Cell) -> ParallelModel:
-    """A cell's plan, ready to run."""
-    case = CASES[cell.case]
-    plan, _ = plan_of(cell, load_graph(folder, cell))
-    return auto_parallelize(
-        case.model(),
-        Cluster.local(WORLD),
-        example_inputs=case.batch(cell.rows, 0),
-        global_batch_size=cell.rows,
-        loss_fn=case.loss_fn,
-        precision="fp32",
-        plan=plan,
-        profile=False,
-    )
-
-
 def run_cell(folder: Path, cell: Cell) -> dict[str, Any]:
     """Time a step on the example inputs, after one that is not timed, and repeat it untimed; the
     traces go to files."""
-    result = planned(folder, cell)
+    result = planned(cell, folder)
     batch = CASES[cell.case].batch(cell.rows, 0)
     result.train_step(batch)
     _zero_grad(result)
@@ -73,7 +57,7 @@ def _zero_grad(result: ParallelModel) -> None:
 
 def unwritable(folder: Path) -> dict[str, Any]:
     """What every rank is told where the file can't be written, and how many steps were made."""
-    result = planned(folder, CELLS[0])
+    result = planned(CELLS[0], folder)
     try:
         result.timeline(folder / "missing" / "trace.json")
     except OSError as error:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from meshwright import Cluster, auto_parallelize
 from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel
+from tests.executor.trained_cells import planned
 from tests.helpers.memory_pools import HOST, MemoryPools
 from tests.models.models import CASES
 from tests.parity.parity_cells import Cell, plan_of
@@ -67,20 +67,9 @@ def run_cell(folder: Path, cell: Cell) -> dict[str, Any]:
 
 def _stepped(pools: MemoryPools, folder: Path, cell: Cell) -> ParallelModel:
     """One step of a given plan, counted from its planning on."""
-    case = CASES[cell.case]
-    plan, _ = plan_of(cell, load_graph(folder, cell))
     with pools.crossing():
-        result = auto_parallelize(
-            case.model(),
-            Cluster.local(WORLD, measure=False),
-            example_inputs=case.batch(cell.rows, 0),
-            global_batch_size=cell.rows,
-            loss_fn=case.loss_fn,
-            precision="fp32",
-            plan=plan,
-            profile=False,
-        )
-        result.train_step(case.batch(cell.rows, 0))
+        result = planned(cell, folder)
+        result.train_step(CASES[cell.case].batch(cell.rows, 0))
     return result
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from meshwright import Cluster, auto_parallelize
 from tests.executor.stages.away_worker import CELLS, RESIDENT, WORLD
+from tests.executor.trained_cells import planned
 from tests.helpers.launching import Results, results_of
 from tests.helpers.memory_pools import HOST, MemoryPools, PoolError
 from tests.models.models import CASES
-from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_cells import Cell
 from tests.parity.parity_reference import store
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 32 * 2**-8, "fp16": 32 * 2**-11}
@@ -49,19 +49,9 @@ def test_activations_lie_in_host_memory_as_priced_and_come_back(
 
 def _stepped(pools: MemoryPools, cell: Cell) -> None:
     """One step of a plan on one device, in this process."""
-    case, (plan, _) = CASES[cell.case], plan_of(cell)
     with pools.crossing():
-        result = auto_parallelize(
-            case.model(),
-            Cluster.local(1, measure=False),
-            example_inputs=case.batch(cell.rows, 0),
-            global_batch_size=cell.rows,
-            loss_fn=case.loss_fn,
-            precision="fp32",
-            plan=plan,
-            profile=False,
-        )
-        result.train_step(case.batch(cell.rows, 0))
+        result = planned(cell)
+        result.train_step(CASES[cell.case].batch(cell.rows, 0))
 
 
 def test_budgets_prove_where_activations_lie() -> None:
