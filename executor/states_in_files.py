@@ -19,7 +19,7 @@ import ctypes
 import mmap
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from meshwright.executor.devices import has_streams
+from meshwright.executor.devices import has_streams, to_host
 from meshwright.executor.errors import StateError
 from meshwright.executor.host_values import has_values
 
@@ -42,10 +42,10 @@ _MS_SYNC, _MADV_DONTNEED = 4, 4  # of <sys/mman.h> on Linux
 
 
 def in_file(x: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor of the host in a file, and no more of it in memory than needed; itself
-    without elements or values."""
+    """A copy of a tensor in a file, which is there when this returns, and no more of it in memory
+    than needed; in host memory without elements or values."""
     if not x.numel() or not has_values(x):
-        return x
+        return to_host(x)
     with torch.no_grad():
         made = _empty(x, x.dtype).copy_(x)
     let_go(made)
@@ -68,6 +68,20 @@ def staged(x: torch.Tensor, device: torch.device) -> torch.Tensor:
         copy = torch.empty(x.shape, dtype=x.dtype, pin_memory=has_streams(device)).copy_(x)
     let_go(x)
     return copy
+
+
+class Staging:
+    """Tensors in files on their way to a device: no more than two blocks of them are in memory."""
+
+    def __init__(self) -> None:
+        self.last: Any = None  # what the copies of the latest block wait for
+
+    def bring(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+        """A block's, as `staged`, after those before the block before have arrived."""
+        if self.last is not None and any(map(lies_in_file, tensors)):
+            self.last.synchronize()
+            self.last = None
+        return [staged(x, device) for x in tensors]
 
 
 def lies_in_file(x: torch.Tensor) -> bool:
@@ -142,29 +156,35 @@ class _LikeThem(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is not torch.ops.aten.zeros_like.default or not lies_in_file(args[0]):
-            return func(*args, **(kwargs or {}))
-        return empty_like(args[0], args[0].dtype)  # a new file is zeros
+        given = dict(kwargs or {})
+        elsewhere = torch.device(given.get("device") or "cpu").type != "cpu"
+        if func is not torch.ops.aten.zeros_like.default or elsewhere or not lies_in_file(args[0]):
+            return func(*args, **given)
+        return empty_like(args[0], given.get("dtype") or args[0].dtype)  # a new file is zeros
 
 
 class _Steps:
     """What is done around the steps of optimizers with parameters in files."""
 
     def __init__(self) -> None:
-        self.mode: Any = _LikeThem()  # type: ignore[no-untyped-call]
-        self.first: torch.optim.Optimizer | None = None  # whose first step runs in the mode
+        self.mode: Any = None  # that a step runs in which makes states
 
     def begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._leave()  # of a step that raised
         held = list(_in_files(optimizer))
         _move(optimizer, held)
-        if self.first is None and not all(optimizer.state.get(p) for p in held):
-            self.first = optimizer
+        if any(p.grad is not None and not optimizer.state.get(p) for p in held):
+            self.mode = _LikeThem()  # type: ignore[no-untyped-call]
             self.mode.__enter__()
 
+    def _leave(self) -> None:
+        innermost: Any = _get_current_dispatch_mode()
+        if self.mode is not None and self.mode is innermost:
+            innermost.__exit__(None, None, None)
+        self.mode = None
+
     def end(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self.first is optimizer:
-            self.first = None
-            self.mode.__exit__(None, None, None)
+        self._leave()
         held = list(_in_files(optimizer))
         _move(optimizer, held)
         for p in held:

@@ -77,9 +77,23 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
         step_s=step_bytes * moved / bandwidth + files_s(filed + weights_filed, filed, setting),
         weights_s=weights / to_device,
         kept_s=copied / to_host,
-        nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved + copied - filed,
+        nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved
+        + copied
+        - filed
+        + staged_bytes(sums, setting),
         flash_bytes=filed,
     )
+
+
+def staged_bytes(sums: Sums, setting: Setting) -> Floats:
+    """Bytes of weights in files on their way to a device, in pinned memory: of a block, and of the
+    next."""
+    if setting.cluster.device.kind == "cpu":
+        return np.zeros_like(sums.parameters)
+    shards = setting.shards if setting.zero else 1
+    both = np.minimum(2.0 * sums.largest_parameters, setting.host_files * sums.parameters)
+    found: Floats = FP32 * both / shards
+    return found
 
 
 def files_s(read: Floats, written: Floats, setting: Setting) -> Floats:

@@ -17,6 +17,7 @@ from meshwright.executor.checkpoint.optimizer_state import shaped
 from meshwright.executor.parameters import StageParameter, part_of, whole_of, wrap_like
 from meshwright.executor.runtime import Runtime
 from meshwright.executor.stages import current, follow, replicated
+from meshwright.executor.states_in_files import in_file
 from meshwright.planner.plan import Plan
 
 
@@ -113,9 +114,10 @@ def _laid_out(x: Any, p: StageParameter, runtime: Runtime, *, like: bool, on_dev
     """A state of a parameter in its layout under the running plan."""
     if not isinstance(x, torch.Tensor):
         return x
-    device = runtime.place.device
+    device = p.stored.device  # the host where it is offloaded
     if like and x.shape == p.shape:
-        return wrap_like(p, part_of(p, x.to(device), runtime.place).clone().contiguous())
+        own = part_of(p, x.to(device), runtime.place)
+        return wrap_like(p, in_file(own) if p.in_file else own.clone().contiguous())
     if x.ndim and isinstance(p.api, DTensor):
         mesh = p.api.device_mesh
         return DTensor.from_local(x.to(device), mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -17,7 +17,7 @@ import torch
 from meshwright.executor.devices import to_host
 from meshwright.executor.host_memory import Aside, fill
 from meshwright.executor.parameters.parameters import StageParameter
-from meshwright.executor.states_in_files import staged
+from meshwright.executor.states_in_files import Staging
 
 
 class BlockWeights:
@@ -27,7 +27,9 @@ class BlockWeights:
         """`away` by block, in the order of the forward."""
         self.away = away
         self.order = list(away)
+        self.device = device
         self.aside = Aside(device)
+        self.staging = Staging()
         self.copies: dict[str, torch.Tensor] = {}  # by FQN, of what is not stored so
         self.stale = set(away)  # blocks whose copies are of another step
         self.here: dict[str, Any] = {}  # blocks with memory, and what they wait for
@@ -87,13 +89,17 @@ class BlockWeights:
         members, stale = self.away[block], block in self.stale
         for p in members:
             revive(p.leaf)
+        kept = [] if stale else [p for p in members if p.fqn in self.copies]
+        rest = [p for p in members if p not in kept and not p.shard_placement.sharded]
         with self.aside.entered(waits=waits), torch.no_grad():
-            for p in members:
-                if not stale and p.fqn in self.copies:
-                    p.leaf.data.copy_(self.copies[p.fqn], non_blocking=True)
-                elif not p.shard_placement.sharded:
-                    fill(p.leaf.data, staged(p.stored, p.leaf.device))
+            for p in kept:
+                p.leaf.data.copy_(self.copies[p.fqn], non_blocking=True)
+            stored = self.staging.bring([p.stored for p in rest], self.device)
+            for p, x in zip(rest, stored, strict=True):
+                fill(p.leaf.data, x)
             self.here[block] = self.aside.mark()
+            if stale:
+                self.staging.last = self.here[block]
 
     def _free(self, block: str) -> None:
         self.aside.wait(self.here.pop(block))

@@ -137,11 +137,9 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
     stored = local.float() if source.is_floating_point() else local
     if shard.sharded and not gathered:
         stored = local_part(stored, shard, holders.shard.size, holders.shard.rank)
-        stored = to_host(stored) if spec.offload else stored.clone()
+        stored = _offloaded(stored, spec) if spec.offload else stored.clone()
     elif spec.offload and not gathered:
-        stored = to_host(stored)
-    if spec.in_file:
-        stored = in_file(stored)
+        stored = _offloaded(stored, spec)
     shares = shard == R and stored.dtype == spec.dtype and not spec.offload
     leaf = stored if shares or gathered else local.to(spec.dtype, copy=spec.away)
     if spec.away:
@@ -156,6 +154,11 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
         shard_placement=shard,
         staged=len({mesh.ranks for mesh in place.meshes}) > 1,
     )
+
+
+def _offloaded(x: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+    """A copy of a tensor where the optimizer steps it."""
+    return in_file(x) if spec.in_file else to_host(x)
 
 
 def _shard_of(

@@ -19,7 +19,7 @@ from meshwright.executor.parameters.block_weights import BlockWeights, revive
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
 from meshwright.executor.resharding import Axis, Waiting, all_gather_flat
-from meshwright.executor.states_in_files import staged
+from meshwright.executor.states_in_files import Staging
 
 IN_FLIGHT = 2  # buckets being gathered, and more where the next block needs them
 
@@ -47,6 +47,7 @@ class WeightGather:
             if p.offload and not p.away:
                 self.offloaded.setdefault(reader[p.fqn], []).append(p)
         self.aside = Aside(place.device)
+        self.staging = Staging()
         self.arrived: dict[str, Any] = {}  # by block, until it has waited
         self.buckets = _by_size([p for p in trained if p.shard_placement.sharded])
         self.needed: dict[str, int] = {}  # block -> the number of buckets it waits for
@@ -65,11 +66,10 @@ class WeightGather:
             self.away.begin()
         for block, members in self.offloaded.items():
             with self.aside.entered(), torch.no_grad():
-                for p in members:
-                    fill(p.leaf, staged(p.stored, p.leaf.device))
-                self.arrived[block] = self.aside.mark()
-            if self.arrived[block] is not None and any(p.in_file for p in members):
-                self.arrived[block].synchronize()  # no more of it is pinned than of one block
+                stored = self.staging.bring([p.stored for p in members], self.place.device)
+                for p, x in zip(members, stored, strict=True):
+                    fill(p.leaf, x)
+                self.staging.last = self.arrived[block] = self.aside.mark()
         self.started = self.finished = 0
         self._start()
 
@@ -107,9 +107,10 @@ class WeightGather:
     def _sent(self, bucket: Sequence[StageParameter], shard: Axis) -> tuple[torch.Tensor, Waiting]:
         """Start the gather of shards that lie in host memory."""
         with self.aside.entered(), torch.no_grad():
-            stored = [staged(p.stored, p.leaf.device) for p in bucket]
+            stored = self.staging.bring([p.stored for p in bucket], self.place.device)
             pairs = zip(stored, bucket, strict=True)
             flat = torch.cat([on_device(x, p.leaf).reshape(-1) for x, p in pairs])
+            self.staging.last = self.aside.mark()
             return all_gather_flat(flat, shard)
 
     def _finish_next(self) -> None:

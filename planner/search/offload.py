@@ -13,9 +13,10 @@ last all weights, too, with as few states in host memory as that takes.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.costmodel.memory import optimizer_bytes
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from meshwright.planner.search.search import Search
 
 FP32 = 4
-WHOLE_BLOCKS = 1.02  # of the part in files: nodes differ by some blocks
+TIE = 1.01  # of steps, below which the plan with less off its devices is taken
 PAYS = 0.95  # of the step without: no host link was measured, and the simpler plan wins
 
 
@@ -54,18 +55,6 @@ def _trained(search: Search) -> int:
     return sum(math.prod(value.shape) for value in values if value.requires_grad)
 
 
-def held_in_files(search: Search) -> float:
-    """The part of all states that lies in files where all are off the devices and the hosts' memory
-    holds no more; 0 where it holds all, or flash does not hold the rest."""
-    part = held_by_hosts(search)
-    if not 0 < part < 1:
-        return 0.0
-    filed = FP32 + optimizer_bytes(search.problem.optimizer)
-    # f of them leave host memory but for their gradients: (1 - part) of all bytes, and some more
-    wanted = WHOLE_BLOCKS * (1 - part) * (FP32 + filed) / filed
-    return min(wanted, 1.0) if wanted <= min(held_by_flash(search), WHOLE_BLOCKS) else 0.0
-
-
 def held_by_flash(search: Search) -> float:
     """The part of all states, each element once, that files on the nodes' flash hold, or more than
     all; 0 where nothing is known of it."""
@@ -88,7 +77,8 @@ def with_host(
     best: SearchResult | None = None
     there = search
     for choice in _choices(search, part):
-        if search.programs.time.over() or (best is not None and not _weights_bind(best)):
+        enough = best is not None and (not _weights_bind(best) or (choice.host_files and part == 1))
+        if enough or search.programs.time.over():
             break
         there = search.offloading(**choice.in_host_memory)
         found = there.attempt() or (None if best is not None else otherwise(there))
@@ -103,37 +93,37 @@ def with_host(
 
 
 def _choices(search: Search, part: float) -> Iterator[HostParts]:
-    """What is tried in turn where the hosts hold this part of all states."""
+    """What is tried in turn where the hosts hold this part of all states, each element once."""
     yield HostParts(host_states=part)
-    files, room = held_in_files(search), held_by_flash(search)
     if part == 1:
         yield HostParts(host_states=1.0, host_weights=1.0)
-    elif files:
-        yield HostParts(host_states=1.0, host_files=files)
-    if files or (part == 1 and room):  # as many in files as there can be: they are lessened
-        yield HostParts(host_states=1.0, host_weights=1.0, host_files=min(room, 1.0))
+    if room := min(held_by_flash(search), 1.0):  # as many as there can be: they are lessened
+        yield HostParts(host_states=1.0, host_files=room)
+        yield HostParts(host_states=1.0, host_weights=1.0, host_files=room)
 
 
 def _say_what_lacks(search: Search, there: Search) -> None:
     """Note why nothing fits with so much in host memory, as the search `there` found."""
-    host = search.problem.cluster.host
-    part = there.space.host_states
+    cluster, part = search.problem.cluster, there.space.host_states
+    host = cluster.host
     assert host is not None
     search.host_said = (
         f"With {'all' if part == 1 else f'{part:.0%}'} of the optimizer states "
         f"{'and all weights ' if there.space.host_weights else ''}in host memory"
-        f"{' and files' if there.space.host_files else ''} nothing fits, "
-        "either"
+        f"{' and files on flash' if there.space.host_files else ''} nothing fits, either"
     )
     lacks = [draft.evaluation.prediction for draft in there.drafts]
-    cluster = search.problem.cluster
     short = [p.host_shortfall(cluster) for p in lacks if p.host_shortfall(cluster)]
+    filed = [p.flash_shortfall(cluster) for p in lacks if p.flash_shortfall(cluster)]
     if part < 1:
         lacking = host.memory_bytes * (1 / part - 1)
         search.host_said += f": for all of them a host lacks {sized(lacking)}"
     elif short:
         search.host_said += f": the closest plan lacks {sized(min(short))} of a host's memory"
-    search.host_said += f" ({sized(host.memory_bytes)} a node)"
+    elif filed:
+        search.host_said += f": the closest plan lacks {sized(min(filed))} of a node's flash"
+    search.host_said += f" ({sized(host.memory_bytes)} a node"
+    search.host_said += f", {sized(host.nvme_bytes)} of flash)" if host.has_flash else ")"
 
 
 def _weights_bind(found: SearchResult) -> bool:
@@ -185,49 +175,52 @@ def _lessened(search: Search, found: SearchResult) -> SearchResult:
     return found.led_by(with_less(search, found.best), found.host_states)
 
 
-def with_less(search: Search, best: Candidate) -> Candidate:
-    """The plan with as few states in host memory as fit, stage by stage; where weights lie there,
-    too, with as few of these: they come in each pass."""
-    graph = search.problem.graph
-    for k, kind in [*_lessened_kinds(best.plan)]:
-        if search.programs.time.over():
-            break
-        stage = best.plan.stages[k]
-        most = stage.offload.get(kind, 0.0)
-        every = parts(trained_sizes(stage, graph))
-        choices = [p for p in every if p <= most]
-        if kind == "nvme":  # by whole blocks, as they are taken
-            choices = every[: len(choices) + 1]
-        low, high = 0, len(choices)  # from `high` on all fit, as what was found does
-        while low < high:
-            middle = (low + high) // 2
-            given = {kind: choices[middle]} if middle < len(choices) else {}
-            other = _at(search, best, k, given) if given else best
-            low, high = (low, middle) if other.fits else (middle + 1, high)
-        if high < len(choices):
-            best = _at(search, best, k, {kind: choices[high]})
+def with_less(search: Search, given: Candidate) -> Candidate:
+    """The plan with as few states in host memory as fit, stage by stage, or where weights lie
+    there, too, with as few of these: they come in each pass. Then with as few states in files as
+    the hosts have no room for: alike on all stages, and less on those with the most."""
+    sizes = [trained_sizes(stage, search.problem.graph) for stage in given.plan.stages]
+    best = given
+    for k, stage in enumerate(given.plan.stages):
+        kind = "weights" if stage.offload.get("weights") else "optimizer"
+        levels = [p for p in parts(sizes[k]) if p <= stage.offload.get(kind, 0.0)]
+        best = _least(search, best, levels, {k: kind})
+    filed = {k: sum(sizes[k]) / s.shards for k, s in enumerate(given.plan.stages)}
+    filed = {k: n for k, n in filed.items() if given.plan.stages[k].offload.get("nvme")}
+    for own in ([*filed], *([k] for k in sorted(filed, key=filed.__getitem__, reverse=True))):
+        levels = sorted({p for k in own for p in parts(sizes[k])})
+        most = max((best.plan.stages[k].offload.get("nvme", 0.0) for k in own), default=0.0)
+        count = bisect.bisect_right(levels, most) + 1  # whole blocks, which reach the next level
+        best = _least(search, best, levels[:count], dict.fromkeys(own, "nvme"))
+    return best if best.step_time_s <= TIE * given.step_time_s else given
+
+
+def _least(
+    search: Search, best: Candidate, levels: Sequence[float], kinds: Mapping[int, str]
+) -> Candidate:
+    """The plan with the least of the rising `levels` of each stage's kind that fits; the plan
+    itself where none does."""
+    low, high = 0, len(levels)  # from `high` on all fit, as what was found does
+    while low < high and not search.programs.time.over():
+        middle = (low + high) // 2
+        other = _at(search, best, {k: {kind: levels[middle]} for k, kind in kinds.items()})
+        if other.fits:
+            best, high = other, middle
+        else:
+            low = middle + 1
     return best
 
 
-def _lessened_kinds(plan: Plan) -> Iterator[tuple[int, str]]:
-    """What is lessened of each stage, in turn."""
-    for k, stage in enumerate(plan.stages):
-        yield k, "weights" if stage.offload.get("weights") else "optimizer"
-    for k, stage in enumerate(plan.stages):
-        if stage.offload.get("nvme"):
-            yield k, "nvme"
-
-
-def _at(search: Search, best: Candidate, k: int, given: Mapping[str, float]) -> Candidate:
-    """The plan with other parts of stage k in host memory."""
-    plan: Plan = best.plan
-    stages = list(plan.stages)
-    there = {**stages[k].offload, **given}
-    if "nvme" in there:  # a part of those off the devices
-        there["nvme"] = min(there["nvme"], there.get("optimizer", 0.0))
-    there = {name: part for name, part in there.items() if part}
-    stages[k] = dataclasses.replace(stages[k], offload=there)
-    return priced_again(search, best, dataclasses.replace(plan, stages=tuple(stages)))
+def _at(search: Search, best: Candidate, given: Mapping[int, Mapping[str, float]]) -> Candidate:
+    """The plan with other parts of some stages off their devices."""
+    stages = list(best.plan.stages)
+    for k, parts_of in given.items():
+        there = {**stages[k].offload, **parts_of}
+        if "nvme" in there:  # a part of those off the devices
+            there["nvme"] = min(there["nvme"], there.get("optimizer", 0.0))
+        there = {name: part for name, part in there.items() if part}
+        stages[k] = dataclasses.replace(stages[k], offload=there)
+    return priced_again(search, best, dataclasses.replace(best.plan, stages=tuple(stages)))
 
 
 def priced_again(search: Search, known: Candidate, plan: Plan) -> Candidate:

@@ -83,10 +83,9 @@ def _segmented(search: Search) -> SearchResult | None:
 
 
 def _otherwise(search: Search) -> SearchResult | None:
-    """What fits in another way, of a search that found nothing: segments don't ask for weights."""
-    if not search.space.host_weights:
-        return _segmented(search)
-    return _without(search)[0] if search.refused else None
+    """What fits in another way, of a search that found nothing."""
+    found = _without(search)[0] if search.refused else None
+    return found or _segmented(search)
 
 
 def _without(search: Search) -> tuple[SearchResult | None, float]:

@@ -127,6 +127,17 @@ def test_measured_copies_take_the_place_of_the_catalogs() -> None:
     assert filed.step_s - found.step_s == pytest.approx(of_files)
 
 
+@pytest.mark.parametrize("zero", [0, 2])
+def test_weights_in_files_are_pinned_on_their_way(zero: int) -> None:
+    own = replace(setting(zero, 1.0), host_files=0.25)
+    found, without = (
+        host_costs(sums(largest_parameters=largest), own) for largest in (NUMEL / 100, 0.0)
+    )
+    assert found.nbytes - without.nbytes == pytest.approx(8 * NUMEL / 100 / (8 if zero else 1))
+    most = host_costs(sums(largest_parameters=NUMEL), own)
+    assert most.nbytes - without.nbytes == pytest.approx(4 * NUMEL / 4 / (8 if zero else 1))
+
+
 @pytest.mark.parametrize(("precision", "copied"), [("fp32", 4 * 0.25), ("bf16", 2 * 0.5)])
 def test_weights_in_files_are_read_once_a_step_and_kept(precision: str, copied: float) -> None:
     own = replace(setting(0, 1.0, 4), precision=precision, host_weights=0.5, host_files=0.25)

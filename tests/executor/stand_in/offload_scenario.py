@@ -53,5 +53,8 @@ def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) 
             patch.setattr(states_in_files, "lies_in_file", lambda x: True)
             patch.setattr(states_in_files, "let_go", lambda x: None)
             mapped = torch.empty(4)
-            copy = states_in_files.staged(mapped, device)
+            staging = states_in_files.Staging()
+            staging.last = aside.mark()
+            (copy,) = staging.bring([mapped], device)
         assert copy is not mapped and copy.device == devices.HOST
+        assert staging.last is None

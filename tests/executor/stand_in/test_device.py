@@ -307,7 +307,7 @@ def _saved(folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states of a fused optimizer under another plan: on the device, its steps, too."""
+    """The states of a fused optimizer under another plan: where it steps them, its steps, too."""
     found: list[torch.device] = []
 
     def take_over(runtime: Runtime, _: Any, optimizer: MakeOptimizer, *__: Any, **___: Any) -> None:
@@ -327,8 +327,10 @@ def _handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(rehearsing, "run_steps", take_over)
-        run("mlp dp2 1f1b m2 zero1", optimizer=partial(torch.optim.AdamW, fused=True))
-    assert {device.type for device in found} == {stand_in.NAME}
+        for line, where in (("zero1", stand_in.NAME), ("zero1 host100", "cpu")):
+            found.clear()
+            run(f"mlp dp2 1f1b m2 {line}", optimizer=partial(torch.optim.AdamW, fused=True))
+            assert {device.type for device in found} == {where}
 
 
 def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
