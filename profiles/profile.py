@@ -127,15 +127,15 @@ class Profile:
         group was timed."""
         return _on_curve(self._curves.get((kind, size, per_node)), nbytes)
 
-    def host_bandwidth(self, kind: str) -> float | None:
-        """Bytes per second of a kind of `timings.OF_HOST`, of the most that were timed; None where
-        none was."""
-        return self._of_host.get(kind)
+    def host_bandwidth(self, kind: str, ranks: int = 1) -> float | None:
+        """Bytes per second of a kind of `timings.OF_HOST`, which so many ranks did at once, of the
+        most that were timed; None where none was."""
+        return self._of_host.get((kind, ranks))
 
     @cached_property
-    def _of_host(self) -> Mapping[str, float]:
+    def _of_host(self) -> Mapping[tuple[str, int], float]:
         timed = sorted(self.measurements.collectives, key=lambda c: c.nbytes)
-        return {c.kind: c.nbytes / c.seconds for c in timed if c.kind in OF_HOST}
+        return {(c.kind, c.size): c.nbytes / c.seconds for c in timed if c.kind in OF_HOST}
 
 
 def load_profile(

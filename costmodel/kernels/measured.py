@@ -16,8 +16,9 @@ class OpProfile(Protocol):
         self, kind: str, nbytes: float, size: int, per_node: int
     ) -> tuple[float, str] | None: ...
 
-    def host_bandwidth(self, kind: str) -> float | None:
-        """Bytes per second of a kind of `profiles.timings.OF_HOST`; None where none was timed."""
+    def host_bandwidth(self, kind: str, ranks: int = 1) -> float | None:
+        """Bytes per second of a kind of `profiles.timings.OF_HOST`, which so many ranks of a node
+        did at once; None where none was timed."""
         return None
 
     def correction(self, component: str) -> float:

@@ -134,5 +134,6 @@ def host_bandwidth(setting: Setting, kind: str) -> float:
     """Bytes per second of a kind of `profiles.timings.OF_HOST`: measured, else the catalog's."""
     host, profile = setting.cluster.host, setting.profile
     assert host is not None
-    measured = profile.host_bandwidth(kind) if profile is not None else None
+    ranks = setting.cluster.devices_per_node if kind in FLASH else 1
+    measured = profile.host_bandwidth(kind, ranks) if profile is not None else None
     return measured or host.bandwidth(kind)

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.executor.states_in_files import FOLDER_VARIABLE
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.profiles.measure import COLLECTIVES
+from meshwright.profiles.measure import COLLECTIVES, FILE_BYTES, check_folder
 from meshwright.profiles.profile import device_name, is_device_of
 from meshwright.profiles.store import Store
 from meshwright.shell.named import model_named
@@ -107,6 +107,8 @@ def profile(
             place="profile",
             legal="MODEL --batch N, or --import FILE",
         )
+    if args.flash:
+        check_folder(args.flash, FILE_BYTES * cluster.devices_per_node)
     model, example, *rest = model_named(args.model)
     summary = profile_model(
         model,

@@ -171,14 +171,14 @@ class Overrides:
         weights, files = bool(there.get("weights")), bool(there.get("nvme"))
         divided = self.everywhere("zero") == 3 or any(z == 3 for _, z in self.items("zero"))
         segmented = any(size > 1 for _, size in self.items("segments"))
-        for name, given in {
-            "zero=3": (weights or files) and divided,
-            "segments": weights and segmented,
-        }.items():
+        for name, why, given in (
+            ("zero=3", "it is for weights that ranks have whole", weights and divided),
+            ("zero=3", "torch keeps the shards that its optimizers step", files and divided),
+            ("segments", "it is for blocks that run again alone", weights and segmented),
+        ):
             if given:
                 raise OverrideError(
-                    f" contradicts {name}: it is for weights whole on every rank, of blocks that "
-                    "run again alone",
+                    f" contradicts {name}: {why}",
                     place=f"override offload={shown(dict(there))}",
                     legal="zero 0, 1 or 2" + ", without segments" * weights,
                     way_out=_DROP,

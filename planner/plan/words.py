@@ -123,13 +123,14 @@ _OFFLOADED = {
 
 
 def _offload_words(plan: Plan) -> str:
-    """62 % of the optimizer states and activations of 50 % of the blocks in host memory, of the
-    stage with the most; nothing where there are none."""
+    """62 % of the optimizer states and activations of 50 % of the blocks in host memory, 10 % of
+    the states in files on flash instead, of the stage with the most; nothing where there is
+    none."""
     most = {name: max(s.offload.get(name, 0.0) for s in plan.stages) for name in OFFLOADS}
     files = most.pop("nvme")
     said = [_OFFLOADED[name].format(offload_part(part)) for name, part in most.items() if part]
     text = f"{' and '.join(said)} in host memory" if said else ""
-    return text + (f", {offload_part(files)} states in files on flash" if files else "")
+    return text + (f", {offload_part(files)} states in files on flash instead" if files else "")
 
 
 def offload_part(part: float) -> str:

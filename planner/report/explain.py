@@ -30,7 +30,7 @@ from meshwright.planner.report.indivisible import divided, divided_notes, exclud
 from meshwright.planner.report.report import Report, Row
 from meshwright.planner.report.ulysses import ulysses_notes
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.timings import OF_HOST
+from meshwright.profiles.timings import FLASH, OF_HOST
 
 MAX_EXCLUDED = 6  # products in the notes
 FILES = (
@@ -205,8 +205,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
     if problem.profile is not None:
         lines += [f"corrected by steps that ran: {each}" for each in problem.profile.corrected_by()]
     if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:
-        measured = [k for k in OF_HOST if problem.profile and problem.profile.host_bandwidth(k)]
-        lines += [*problem.cluster.host.assumed(measured), HOST_STEP]
+        lines += [*problem.cluster.host.assumed(_measured_of_host(problem)), HOST_STEP]
     lines += [FILES] * bool(evaluation.prediction.flash_bytes)
     ops = {op.short for op in problem.graph.ops}
     if "batch_norm" in ops:
@@ -224,6 +223,14 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "dropout masks come from a counter over global indices: the same under every plan"
         )
     return lines
+
+
+def _measured_of_host(problem: Problem) -> list[str]:
+    """The kinds of what a node's host does that were measured, by the ranks of a node at once."""
+    own, per_node = problem.profile, problem.cluster.devices_per_node
+    if own is None:
+        return []
+    return [k for k in OF_HOST if own.host_bandwidth(k, per_node if k in FLASH else 1)]
 
 
 def _software(target: Target, *, hides: bool) -> str:

@@ -2,6 +2,7 @@
 host does, imports."""
 
 from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, launch_local, shapes
+from meshwright.profiles.measure.flash import FILE_BYTES, check_folder
 from meshwright.profiles.measure.host import measure_host
 from meshwright.profiles.measure.imports import (
     CollectiveRow,
@@ -15,7 +16,7 @@ from meshwright.profiles.measure.neighbours import neighbours
 from meshwright.profiles.measure.operators import Skipped, measure_all
 
 __all__ = [
-    "COLLECTIVES", "SIZES_BYTES", "CollectiveRow", "Skipped", "is_gpu", "launch_local",
-    "measure_all", "measure_host", "neighbours", "read_collectives_csv", "read_nccl_tests",
-    "shapes", "timings_for", "world_of_log",
+    "COLLECTIVES", "FILE_BYTES", "SIZES_BYTES", "CollectiveRow", "Skipped", "check_folder",
+    "is_gpu", "launch_local", "measure_all", "measure_host", "neighbours", "read_collectives_csv",
+    "read_nccl_tests", "shapes", "timings_for", "world_of_log",
 ]  # fmt: skip

@@ -41,7 +41,7 @@ def measure_flash(
     ValueError for a folder that can't be written, or has no room, and RuntimeError where it takes
     too long."""
     nbytes = nbytes or FILE_BYTES
-    _check(folder, ranks * nbytes)
+    check_folder(folder, ranks * nbytes)
     taken: dict[str, list[float]] = {kind: [] for kind in FLASH}
     from_flash, to_flash = taken
     with _processes(folder, ranks, nbytes) as each:
@@ -53,16 +53,17 @@ def measure_flash(
     return ranks * nbytes, taken
 
 
-def _check(folder: str | os.PathLike[str], nbytes: int) -> None:
+def check_folder(folder: str | os.PathLike[str], nbytes: int) -> None:
+    """Raise ValueError unless so many bytes can be written in a folder."""
     try:
         with tempfile.TemporaryFile(prefix="meshwright-flash-", dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError as error:
         raise MeshwrightError(
             f"={os.fspath(folder)!r} ({error.strerror})",
-            place="folder",
+            place="folder of flash (--flash, or MESHWRIGHT_NVME)",
             legal=f"a folder that can be written, with room for {nbytes} bytes",
-            way_out="name another",
+            way_out="name another, or none",
         ) from error
 
 

@@ -9,6 +9,7 @@ files   on the node's flash, of all ranks at once (`flash.py`)
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import time
@@ -16,8 +17,11 @@ from collections.abc import Callable, Collection, Iterator
 
 import torch
 
+from meshwright.profiles.measure.errors import MeasuringError
 from meshwright.profiles.measure.flash import measure_flash
-from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, CollectiveTiming
+from meshwright.profiles.timings import COPIES, HOST_STEP, CollectiveTiming
+
+log = logging.getLogger(__name__)
 
 COPY_BYTES = (2**16, 2**20, 2**24, 2**26)
 STEP_ELEMENTS = 2**25
@@ -36,9 +40,9 @@ def measure_host(
     deadline_s: float = math.inf,
 ) -> list[CollectiveTiming]:
     """The timings of a node of so many ranks, but those of `known` kinds: median seconds, as curves
-    of a "group" of one rank, or of all that read files of the folder `flash`, if there is one;
-    nothing from `deadline_s` of the monotonic clock on. Raises ValueError for a folder that can't
-    be written, or has no room."""
+    of a "group" of one rank, or of all that read files of the folder `flash`, if there is one, each
+    time; nothing from `deadline_s` of the monotonic clock on. Files that took too long are left
+    out, with a warning."""
     taken: list[CollectiveTiming] = []
     if not {*COPIES} <= {*known}:
         for kind, nbytes in ((kind, nbytes) for nbytes in COPY_BYTES for kind in COPIES):
@@ -48,8 +52,12 @@ def measure_host(
     if HOST_STEP not in known and time.monotonic() < deadline_s:
         times = _steps(cores, deadline_s)
         taken.append(timing(HOST_STEP, STEP_ELEMENTS * STEP_BYTES, times, backend))
-    if flash and not {*FLASH} <= {*known} and time.monotonic() < deadline_s:
-        nbytes, phases = measure_flash(flash, ranks=ranks, deadline_s=deadline_s)
+    if flash and time.monotonic() < deadline_s:
+        try:
+            nbytes, phases = measure_flash(flash, ranks=ranks, deadline_s=deadline_s)
+        except MeasuringError as error:
+            log.warning("files are not timed: %s", error)
+            return taken
         for kind, times in phases.items():
             taken.append(timing(kind, nbytes, times, backend, ranks))
     return taken

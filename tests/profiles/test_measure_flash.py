@@ -25,7 +25,7 @@ def test_one_repetition_is_taken_after_the_deadline(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_none_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"nowhere.*No such file.*legal: a folder"):
+    with pytest.raises(ValueError, match=r"--flash.*nowhere.*No such file.*legal: a folder"):
         measure_flash(tmp_path / "nowhere")
 
 

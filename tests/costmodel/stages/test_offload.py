@@ -113,7 +113,8 @@ def test_gradients_pass_beside_backwards_once_or_in_each_microbatch() -> None:
 
 def test_measured_copies_take_the_place_of_the_catalogs() -> None:
     class Measured:
-        def host_bandwidth(self, kind: str) -> float | None:
+        def host_bandwidth(self, kind: str, ranks: int = 1) -> float | None:
+            assert ranks == (PER_NODE if "flash" in kind else 1)
             return {"to_device": 1e9, "to_host": 2e9, "from_flash": 3e9, "to_flash": 4e9}.get(kind)
 
     known: Any = Measured()

@@ -87,14 +87,19 @@ def test_what_a_host_does_is_measured_and_takes_the_place_of_the_catalogs(
     profile = profile_of(cluster, measured)
     for kind in OF_HOST:
         longest = max((c for c in found if c.kind == kind), key=lambda c: c.nbytes)
-        assert profile.host_bandwidth(kind) == pytest.approx(longest.nbytes / longest.seconds)
+        bandwidth = profile.host_bandwidth(kind, 2 if kind in FLASH else 1)
+        assert bandwidth == pytest.approx(longest.nbytes / longest.seconds)
         assert 1e6 < longest.nbytes / longest.seconds < 1e13
     assert profile.host_bandwidth("sideways") is None
+    assert profile.host_bandwidth("to_flash") is None  # by one rank
     # copies are no collectives: what prices rest on is still modelled
     assert "collectives modelled" in profile.basis
-    assert measure(known=set(OF_HOST)) == []
     assert {c.kind for c in measure(known={HOST_STEP, *COPIES})} == {*FLASH}
+    assert {c.kind for c in measure(known=set(OF_HOST))} == {*FLASH}  # another folder, maybe
+    assert measure(known={HOST_STEP, *COPIES}, flash=None) == []
     assert measure(deadline_s=time.monotonic()) == []
+    monkeypatch.setattr(flash, "TIMEOUT_S", 0.0)
+    assert {c.kind for c in measure()} == {HOST_STEP, *COPIES}  # what was timed stays
 
 
 def test_what_was_measured_is_assumed_no_more() -> None:
