@@ -69,8 +69,7 @@ def with_host(
     search: Search, otherwise: Callable[[Search], SearchResult | None]
 ) -> SearchResult | None:
     """The result of a search with optimizer states in host memory, or what may be found `otherwise`
-    there; None where nothing fits so,
-    either: `search.host_said` says what lacks then."""
+    there; None where nothing fits so, either: `search.host_said` says what lacks then."""
     part = held_by_hosts(search)
     if not part or search.space.host_states or search.programs.time.over():
         return None
