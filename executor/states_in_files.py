@@ -59,7 +59,7 @@ def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _wrapped(_empty(_local(x), dtype), x)
 
 
-def staged(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _staged(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """What a device is sent of a tensor: itself, or of one in a file a copy in memory, pinned where
     the device has streams; the file's pages are let go."""
     if not lies_in_file(x):
@@ -77,11 +77,14 @@ class Staging:
         self.last: Any = None  # what the copies of the latest block wait for
 
     def bring(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """A block's, as `staged`, after those before the block before have arrived."""
-        if self.last is not None and any(map(lies_in_file, tensors)):
+        """What the device is sent of a block's, after what the block before was sent of has
+        arrived; themselves where none lies in a file."""
+        if not any(map(lies_in_file, tensors)):
+            return [*tensors]
+        if self.last is not None:
             self.last.synchronize()
             self.last = None
-        return [staged(x, device) for x in tensors]
+        return [_staged(x, device) for x in tensors]
 
 
 def lies_in_file(x: torch.Tensor) -> bool:

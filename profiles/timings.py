@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 COPIES = ("to_device", "to_host")  # between host and device, of one rank
 HOST_STEP = "optimizer_step"  # the optimizer's on all cores of a node: bytes read plus written
 FLASH = ("from_flash", "to_flash")  # files that all ranks of a node read or write together
 OF_HOST = (*COPIES, HOST_STEP, *FLASH)  # kinds of what a node's host does
+
+
+def at_once(kind: str, per_node: int) -> int:
+    """How many ranks of a node a timing of a kind of `OF_HOST` is of."""
+    return per_node if kind in FLASH else 1
+
+
+def spread_of(times: Sequence[float]) -> float:
+    """Interquartile range of repetitions over their median."""
+    middle = statistics.median(times)
+    if len(times) < 2 or not middle:
+        return 0.0
+    low, _, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ import numpy as np
 from meshwright.costmodel.memory import optimizer_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.stages.sums import Floats, Sums
-from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP
+from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, at_once
 
 FP32 = 4
 
@@ -134,6 +134,6 @@ def host_bandwidth(setting: Setting, kind: str) -> float:
     """Bytes per second of a kind of `profiles.timings.OF_HOST`: measured, else the catalog's."""
     host, profile = setting.cluster.host, setting.profile
     assert host is not None
-    ranks = setting.cluster.devices_per_node if kind in FLASH else 1
+    ranks = at_once(kind, setting.cluster.devices_per_node)
     measured = profile.host_bandwidth(kind, ranks) if profile is not None else None
     return measured or host.bandwidth(kind)

@@ -30,7 +30,7 @@ from meshwright.planner.report.indivisible import divided, divided_notes, exclud
 from meshwright.planner.report.report import Report, Row
 from meshwright.planner.report.ulysses import ulysses_notes
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.timings import FLASH, OF_HOST
+from meshwright.profiles.timings import OF_HOST, at_once
 
 MAX_EXCLUDED = 6  # products in the notes
 FILES = (
@@ -230,7 +230,7 @@ def _measured_of_host(problem: Problem) -> list[str]:
     own, per_node = problem.profile, problem.cluster.devices_per_node
     if own is None:
         return []
-    return [k for k in OF_HOST if own.host_bandwidth(k, per_node if k in FLASH else 1)]
+    return [kind for kind in OF_HOST if own.host_bandwidth(kind, at_once(kind, per_node))]
 
 
 def _software(target: Target, *, hides: bool) -> str:

@@ -184,11 +184,11 @@ def with_less(search: Search, given: Candidate) -> Candidate:
         kind = "weights" if stage.offload.get("weights") else "optimizer"
         levels = [p for p in parts(sizes[k]) if p <= stage.offload.get(kind, 0.0)]
         best = _least(search, best, levels, {k: kind})
-    filed = {k: sum(sizes[k]) / s.shards for k, s in enumerate(given.plan.stages)}
-    filed = {k: n for k, n in filed.items() if given.plan.stages[k].offload.get("nvme")}
-    for own in ([*filed], *([k] for k in sorted(filed, key=filed.__getitem__, reverse=True))):
+    held = {k: float(costs.flash_bytes) for k, costs in enumerate(given.evaluation.stages)}
+    filed = sorted((k for k in held if held[k]), key=held.__getitem__, reverse=True)
+    for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
         levels = sorted({p for k in own for p in parts(sizes[k])})
-        most = max((best.plan.stages[k].offload.get("nvme", 0.0) for k in own), default=0.0)
+        most = max(best.plan.stages[k].offload.get("nvme", 0.0) for k in own)
         count = bisect.bisect_right(levels, most) + 1  # whole blocks, which reach the next level
         best = _least(search, best, levels[:count], dict.fromkeys(own, "nvme"))
     return best if best.step_time_s <= TIE * given.step_time_s else given

@@ -19,7 +19,7 @@ import torch
 
 from meshwright.profiles.measure.errors import MeasuringError
 from meshwright.profiles.measure.flash import measure_flash
-from meshwright.profiles.timings import COPIES, HOST_STEP, CollectiveTiming
+from meshwright.profiles.timings import COPIES, HOST_STEP, CollectiveTiming, spread_of
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +48,10 @@ def measure_host(
         for kind, nbytes in ((kind, nbytes) for nbytes in COPY_BYTES for kind in COPIES):
             if time.monotonic() < deadline_s:
                 times = _copies(kind, nbytes, device)
-                taken.append(timing(kind, nbytes, times, backend))
+                taken.append(_timing(kind, nbytes, times, backend))
     if HOST_STEP not in known and time.monotonic() < deadline_s:
         times = _steps(cores, deadline_s)
-        taken.append(timing(HOST_STEP, STEP_ELEMENTS * STEP_BYTES, times, backend))
+        taken.append(_timing(HOST_STEP, STEP_ELEMENTS * STEP_BYTES, times, backend))
     if flash and time.monotonic() < deadline_s:
         try:
             nbytes, phases = measure_flash(flash, ranks=ranks, deadline_s=deadline_s)
@@ -59,16 +59,14 @@ def measure_host(
             log.warning("files are not timed: %s", error)
             return taken
         for kind, times in phases.items():
-            taken.append(timing(kind, nbytes, times, backend, ranks))
+            taken.append(_timing(kind, nbytes, times, backend, ranks))
     return taken
 
 
-def timing(
+def _timing(
     kind: str, nbytes: int, times: list[float], backend: str, ranks: int = 1
 ) -> CollectiveTiming:
     """The record of repeated measurements: their median, and their interquartile range over it."""
-    middle = max(statistics.median(times), 1e-9)
-    low, _, high = statistics.quantiles(times, n=4) if len(times) > 1 else (middle,) * 3
     return CollectiveTiming(
         backend=backend,
         kind=kind,
@@ -76,9 +74,9 @@ def timing(
         size=ranks,
         per_node=ranks,
         nbytes=nbytes,
-        seconds=middle,
+        seconds=max(statistics.median(times), 1e-9),
         repetitions=len(times),
-        spread=(high - low) / middle,
+        spread=spread_of(times),
     )
 
 

@@ -32,7 +32,7 @@ import torch
 
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.op_signature import OpSignature, is_floating
-from meshwright.profiles.timings import Timing
+from meshwright.profiles.timings import Timing, spread_of
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def measure(signature: OpSignature, device: torch.device, *, budget_s: float = B
         forward_s=statistics.median(forward for forward, _ in pairs),
         backward_s=statistics.median(backward for _, backward in pairs),
         repetitions=len(pairs),
-        spread=_spread([forward + backward for forward, backward in pairs]),
+        spread=spread_of([forward + backward for forward, backward in pairs]),
     )
 
 
@@ -260,15 +260,6 @@ def _seconds(start: Stamp, end: Stamp) -> float:
     assert isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
-
-
-def _spread(times: Sequence[float]) -> float:
-    """Interquartile range over the median."""
-    middle = statistics.median(times)
-    if len(times) < 2 or not middle:
-        return 0.0
-    low, _, high = statistics.quantiles(times, n=4)
-    return (high - low) / middle
 
 
 @contextmanager
