@@ -1,7 +1,7 @@
 """The order of the house, read from the syntax trees.
 
-Each rule is a function from one file to its offences, or from a folder to its own; the tests apply
-the rules to all of them, and each rule to a snippet that must break it.
+Each rule is a function from one file to its offences; the tests apply the rules to all of them, and
+each rule to a snippet that must break it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import ast
 import io
 import re
 import tokenize
-from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -27,13 +26,9 @@ from tests.helpers.source_files import (
     is_within,
 )
 
-DEEPER = ("planner/tracing",)  # whose sub-rooms have sub-rooms; elsewhere one level is enough
 # what the executor may know of the planner: the plan, not how it was found
 CONTRACT = ("planner.plan", "planner.operators", "planner.batch")
 
-MAX_FILES, MAX_FILES_OF_TESTS = 15, 25  # of a folder, its own
-MAX_FOLDER_LINES = 2200  # tests excepted
-MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 PUBLIC = {"auto_parallelize", "data_loader", "fit", "rule"}  # keywords of users and what each means
@@ -146,11 +141,6 @@ def blanket_ignores(file: SourceFile) -> list[str]:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def long_files(file: SourceFile) -> list[str]:
-    lines = len(file.text.splitlines())
-    return [f"{file.path} has {lines} lines; split it"] if lines > MAX_FILE_LINES else []
-
-
 def large_functions(file: SourceFile) -> list[str]:
     found = []
     for node in file.nodes:
@@ -167,31 +157,9 @@ def large_functions(file: SourceFile) -> list[str]:
     return found
 
 
-def large_folders(files: list[SourceFile]) -> list[str]:
-    """Folders with too many files or lines of their own, and folders too deep."""
-    counts: Counter[str] = Counter()
-    lines: Counter[str] = Counter()
-    for file in files:
-        folder = file.path.rpartition("/")[0]
-        counts[folder] += 1
-        lines[folder] += len(file.text.splitlines())
-    found = []
-    for folder, count in counts.items():
-        is_test = is_within(folder.replace("/", "."), "tests")
-        most = MAX_FILES_OF_TESTS if is_test else MAX_FILES
-        if count > most:
-            found.append(f"{folder} has {count} files, at most {most}")
-        if lines[folder] > MAX_FOLDER_LINES and not is_test:
-            found.append(f"{folder} has {lines[folder]} lines, at most {MAX_FOLDER_LINES}")
-        depth = folder.count("/") - any(folder.startswith(f"{deep}/") for deep in DEEPER)
-        if depth > 1 and not is_test:
-            found.append(f"{folder} lies too deep")
-    return found
-
-
 # --- the project ----------------------------------------------------------------------------------
 
-OF_ALL: tuple[Rule, ...] = (blanket_ignores, long_files, large_functions)
+OF_ALL: tuple[Rule, ...] = (blanket_ignores, large_functions)
 OF_PRODUCT: tuple[Rule, ...] = (
     imports_forward,
     plan_makers_known,
@@ -219,10 +187,6 @@ OF_TESTS: tuple[Rule, ...] = (import_path_edits, *OF_ALL)
 def test_files_keep_the_rules(rules: tuple[Rule, ...], file: SourceFile) -> None:
     offences = [offence for rule in rules for offence in rule(file)]
     assert not offences, "\n".join(offences)
-
-
-def test_folders_are_small() -> None:
-    assert large_folders(list(files_in(*PRODUCT, *BESIDE))) == []
 
 
 def test_every_package_has_its_place() -> None:
@@ -268,7 +232,6 @@ WIDE = ", ".join(f"p{k}=0" for k in range(MAX_PARAMETERS + 1))
         (import_path_edits, "tests/a.py", "def f():\n    sys.path += ['']"),
         (blanket_ignores, "planner/a.py", "x = f()  # type: " + "ignore"),
         (blanket_ignores, "planner/a.py", "x = f()  # noqa" + " - it's fine"),
-        (long_files, "scripts/a.py", "x = 1\n" * (MAX_FILE_LINES + 1)),
         (large_functions, "scripts/a.py", f"def f():\n{LONG}"),
         (large_functions, "tests/a.py", f"class C:\n    def f(self, {WIDE}): ..."),
     ],
@@ -293,31 +256,12 @@ def test_rule_catches(rule: Rule, path: str, text: str) -> None:
         (prints, "planner/a.py", "report.print()"),
         (import_path_edits, "scripts/a.py", "found = list(sys.path)"),
         (blanket_ignores, "planner/a.py", "x = '# noqa'  # noqa: E501\ny = z  # type: ignore[x]"),
-        (long_files, "scripts/a.py", "x = 1\n" * MAX_FILE_LINES),
         (large_functions, "scripts/a.py", f"def f():\n{LONG[:-10]}"),
         (large_functions, "meshwright/api.py", f"def auto_parallelize({WIDE}): ..."),
     ],
 )
 def test_rule_allows(rule: Rule, path: str, text: str) -> None:
     assert rule(SourceFile(path, text)) == []
-
-
-@pytest.mark.parametrize(
-    ("folder", "files", "lines", "offences"),
-    [
-        ("planner/plan", MAX_FILES, 1, 0),
-        ("planner/plan", MAX_FILES + 1, 1, 1),
-        ("planner/plan", 2, MAX_FOLDER_LINES // 2 + 1, 1),
-        ("tests/planner", MAX_FILES_OF_TESTS, MAX_FOLDER_LINES, 0),
-        ("tests/planner", MAX_FILES_OF_TESTS + 1, 1, 1),
-        ("planner/plan/inner", 1, 1, 1),
-        ("planner/tracing/inner", 1, 1, 0),
-        ("planner/tracing/inner/most", 1, 1, 1),
-    ],
-)
-def test_folder_limits(folder: str, files: int, lines: int, offences: int) -> None:
-    made = [SourceFile(f"{folder}/{k}.py", "\n" * lines) for k in range(files)]
-    assert len(large_folders(made)) == offences
 
 
 @pytest.mark.parametrize(
