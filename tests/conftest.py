@@ -1,4 +1,7 @@
-"""Tests price from the catalog: what was measured on this machine is out of their sight."""
+"""Tiers of tests, shared fixtures, and what no run may leave behind.
+
+Tests price from the catalog: what was measured on this machine is out of their sight.
+"""
 
 import gc
 import os
@@ -7,8 +10,51 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-settings.register_profile("shared_machine", deadline=None)  # a slow moment is no failure
+from tests.helpers import leftovers, ranks
+
+# a slow moment is no failure, and every run draws the same examples
+settings.register_profile("shared_machine", deadline=None, derandomize=True, database=None)
 settings.load_profile("shared_machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="the second tier of tests too")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers", "second_tier(reason): run by --all only; the reason names what stays"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    second = []
+    for item in items:
+        for mark in item.iter_markers("second_tier"):
+            if not mark.kwargs.get("reason"):
+                raise pytest.UsageError(f"{item.nodeid}: second_tier without a reason")
+            second.append(item)
+            break
+    if not config.getoption("--all") and second:
+        config.hook.pytest_deselected(items=second)
+        left = set(map(id, second))
+        items[:] = [item for item in items if id(item) not in left]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Show a failure when it happens; the summary at the end repeats it."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.nodeid} failed in {report.when}:\n{report.longreprtext}", flush=True)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def nothing_left_behind() -> Iterator[None]:
+    """No process, open file, socket or temporary file outlives the run."""
+    before = leftovers.seen()
+    yield
+    ranks.end_all()
+    gc.collect()
+    assert not (left := leftovers.since(before)), "\n".join(left)
 
 
 @pytest.fixture(autouse=True)

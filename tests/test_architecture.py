@@ -173,19 +173,12 @@ OF_TESTS: tuple[Rule, ...] = (import_path_edits, *OF_ALL)
 
 
 @pytest.mark.parametrize(
-    ("rules", "file"),
-    [
-        pytest.param(rules, file, id=file.path)
-        for rules, folders in (
-            (OF_PRODUCT, PRODUCT),
-            (OF_SCRIPTS, ("scripts", "examples")),
-            (OF_TESTS, ("tests",)),
-        )
-        for file in files_in(*folders)
-    ],
+    ("rules", "folders"),
+    [(OF_PRODUCT, PRODUCT), (OF_SCRIPTS, ("scripts", "examples")), (OF_TESTS, ("tests",))],
+    ids=["product", "scripts", "tests"],
 )
-def test_files_keep_the_rules(rules: tuple[Rule, ...], file: SourceFile) -> None:
-    offences = [offence for rule in rules for offence in rule(file)]
+def test_files_keep_the_rules(rules: tuple[Rule, ...], folders: tuple[str, ...]) -> None:
+    offences = [found for file in files_in(*folders) for rule in rules for found in rule(file)]
     assert not offences, "\n".join(offences)
 
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -119,32 +119,69 @@ def launch(
     After `timeout_s`, or `grace_s` after the first failure, ranks that still run are killed and
     marked so.
     """
-    port = free_port()
-    with _alone(), tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, f"{k}.{end}") for k in range(ranks) for end in ("out", "err")]
-        running: list[_Rank] = []
-        started = time.monotonic()
+    with _alone():
+        return Launching(script, *arguments, ranks=ranks).end(timeout_s, grace_s)
+
+
+class Launching:
+    """Ranks of a script that run: `end` must be called."""
+
+    def __init__(self, script: Path, *arguments: str, ranks: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="launch-")
+        names = [f"{k}.{end}" for k in range(ranks) for end in ("out", "err")]
+        self._files = [Path(self._folder.name, name) for name in names]
+        self._running: list[_Rank] = []
+        self._started = time.monotonic()
+        port = free_port()
+        for k in range(ranks):
+            request = (str(script), arguments, _environment(k, ranks, port), os.getcwd())
+            files = self._files[2 * k : 2 * k + 2]
+            self._running.append(_Rank(_server(k % SERVERS), request, files))
+
+    def written(self) -> list[int]:
+        """Bytes of every rank's stderr so far."""
+        return [file.stat().st_size for file in self._files[1::2]]
+
+    def tail(self, since: list[int], characters: int = 3000) -> str:
+        """The end of what every rank has written to stderr `since` then."""
+        texts = [
+            file.read_bytes()[start:].decode(errors="replace")[-characters:]
+            for file, start in zip(self._files[1::2], since, strict=True)
+        ]
+        return "\n".join(f"--- rank {k}\n{text}" for k, text in enumerate(texts) if text)
+
+    def ended(self, rank: int) -> str:
+        """How a rank ended that is about to."""
+        code = self._running[rank].poll(timeout_s=5)
+        return "and has not ended" if code is None else f"exit {code}"
+
+    def ask_where(self, rank: int) -> None:
+        """Have a rank print where its threads are, and end it."""
+        with suppress(ProcessLookupError):
+            os.kill(self._running[rank].pid, signal.SIGABRT)
+        self._running[rank].poll(timeout_s=5)
+
+    def end(self, timeout_s: float, grace_s: float = 10.0) -> Launch:
+        """Wait until all have ended, kill those that don't, and say how each did."""
         try:
-            for k in range(ranks):
-                request = (str(script), arguments, _environment(k, ranks, port), os.getcwd())
-                running.append(_Rank(_server(k % SERVERS), request, files[2 * k : 2 * k + 2]))
-            ended = _wait(running, started, timeout_s, grace_s)
+            ended = _wait(self._running, self._started, timeout_s, grace_s)
         finally:
-            left = [_kill_group(rank) for rank in running]
-        texts = [file.read_text(errors="replace") for file in files]
-    return Launch(
-        ranks=tuple(
-            Outcome(
-                returncode=rank.returncode,
-                stdout=texts[2 * k],
-                stderr=texts[2 * k + 1],
-                wall_s=ended.get(k, time.monotonic() - started),
-                killed=k not in ended,
-                children_left=left[k] and k in ended,
+            left = [_kill_group(rank) for rank in self._running]
+        texts = [file.read_text(errors="replace") for file in self._files]
+        self._folder.cleanup()
+        return Launch(
+            ranks=tuple(
+                Outcome(
+                    returncode=rank.returncode,
+                    stdout=texts[2 * k],
+                    stderr=texts[2 * k + 1],
+                    wall_s=ended.get(k, time.monotonic() - self._started),
+                    killed=k not in ended,
+                    children_left=left[k] and k in ended,
+                )
+                for k, rank in enumerate(self._running)
             )
-            for k, rank in enumerate(running)
         )
-    )
 
 
 @contextmanager
@@ -155,18 +192,29 @@ def _alone() -> Iterator[None]:
         yield
 
 
-@cache
-def _server(_: int) -> socket.socket:
+_servers: dict[int, tuple[socket.socket, subprocess.Popen[bytes]]] = {}
+
+
+def _server(number: int) -> socket.socket:
     """The socket of a rank server, which ends when this process closes it."""
-    own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with other:
-        subprocess.Popen(
-            [sys.executable, "-P", RANK_SERVER, str(other.fileno())],
-            env={**os.environ, **IN_EVERY_RANK},
-            stdout=subprocess.DEVNULL,
-            pass_fds=[other.fileno()],
-        )
-    return own
+    if number not in _servers:
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with other:
+            process = subprocess.Popen(
+                [sys.executable, "-P", RANK_SERVER, str(other.fileno())],
+                env={**os.environ, **IN_EVERY_RANK},
+                stdout=subprocess.DEVNULL,
+                pass_fds=[other.fileno()],
+            )
+        _servers[number] = own, process
+    return _servers[number][0]
+
+
+def end_servers() -> None:
+    while _servers:
+        own, process = _servers.popitem()[1]
+        own.close()
+        process.wait()
 
 
 class _Rank:
@@ -208,14 +256,14 @@ def _wait(
 ) -> dict[int, float]:
     """Seconds until each rank ended by itself; ranks still running at the deadline are absent."""
     ended: dict[int, float] = {}
-    deadline = started + timeout_s
+    deadline = time.monotonic() + timeout_s
     while len(ended) < len(running) and time.monotonic() < deadline:
         for k, rank in enumerate(running):
             if k not in ended and rank.poll() is not None:
                 ended[k] = time.monotonic() - started
                 if rank.returncode:
                     deadline = min(deadline, time.monotonic() + grace_s)
-        time.sleep(0.05)
+        time.sleep(0.02)
     return ended
 
 

@@ -1,0 +1,119 @@
+"""Cases that need several ranks: one launch for each number of ranks, which takes all of them.
+
+    found = on_ranks(4, train_cell, cell)
+
+runs `train_cell(cell)` on four ranks of one process group, after a barrier and with a fresh seed,
+and returns what rank 0 returned. The function is one of a module, and what passes is pickled:
+traced models and references are made once, by the test, and handed over. The ranks live as long as
+this process asks for cases; after a failure the next case gets a new launch.
+"""
+
+from __future__ import annotations
+
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.launching import Launching, end_servers
+
+RANK_LOOP = Path(__file__).with_name("rank_loop.py")
+START_S = 120.0
+GRACE_S = 5.0  # for the others to notice a failure by themselves
+CASES_OF_A_WORLD = 100  # their process groups stay open: then a new launch takes over
+
+_worlds: dict[int, World] = {}
+
+
+def on_ranks(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 180
+) -> Any:
+    """The result of rank 0 of `function(*arguments)` on `world` ranks.
+
+    The test fails where a rank raises, dies, or takes longer than `timeout_s` (seconds).
+    """
+    ranks = _worlds.get(world)
+    if ranks is None:
+        ranks = _worlds[world] = World(world)
+    result, failure = ranks.run(function, arguments, timeout_s)
+    if failure or ranks.cases >= CASES_OF_A_WORLD:
+        del _worlds[world]
+        ranks.end(kill=failure is not None)
+    if failure:
+        name = getattr(function, "__name__", str(function))
+        pytest.fail(f"{name}{arguments!r:.500} on {world} ranks: {failure}", pytrace=False)
+    return result
+
+
+def end_all() -> None:
+    """End the ranks of this process, in order, and what starts them."""
+    while _worlds:
+        _worlds.popitem()[1].end()
+    end_servers()
+
+
+class World:
+    """Ranks of one process group, and a connection to each."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self.cases = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        address = str(Path(self._folder.name, "parent"))
+        self._launch = Launching(RANK_LOOP, address, ranks=ranks)
+        self._of: dict[Connection, int] = {}
+        with Listener(address, family="AF_UNIX", backlog=ranks) as listener:
+            listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
+            try:
+                for _ in range(ranks):
+                    connection = listener.accept()
+                    self._of[connection] = connection.recv()
+            except (TimeoutError, EOFError):
+                said = self._launch.tail(since=[0] * ranks)
+                self.end(kill=True)
+                pytest.fail(f"{ranks} ranks did not start:\n{said}", pytrace=False)
+
+    def run(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout_s: float
+    ) -> tuple[Any, str | None]:
+        """Rank 0's result, and what failed."""
+        self.cases += 1
+        written = self._launch.written()
+        work = pickle.dumps((function, arguments))
+        for connection in self._of:
+            connection.send_bytes(work)
+        waiting, result, failures = set(self._of), None, []
+        deadline = time.monotonic() + timeout_s
+        while waiting and (left_s := deadline - time.monotonic()) > 0:
+            for connection in wait(waiting, left_s):
+                waiting.remove(connection)
+                rank = self._of[connection]
+                try:
+                    done, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    done, value = False, f"died, {self._launch.ended(rank)}"
+                if not done:
+                    failures.append(f"rank {rank} {value}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                elif rank == 0:
+                    result = value
+        if not waiting and not failures:
+            return result, None
+        if waiting:
+            late = sorted(self._of[connection] for connection in waiting)
+            failures.append(f"ranks {late} still ran after {timeout_s} s, or {GRACE_S} s")
+            for rank in late:
+                self._launch.ask_where(rank)
+        return None, "\n".join([*failures, self._launch.tail(since=written)])
+
+    def end(self, *, kill: bool = False) -> None:
+        """Close the connections and wait until all ranks have ended, in order unless `kill`."""
+        for connection in self._of:
+            connection.close()
+        self._launch.end(timeout_s=0 if kill else START_S)
+        self._folder.cleanup()
