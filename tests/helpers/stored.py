@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".pytest_cache" / "stored"
 MOST_BYTES = 2**30  # older entries leave
 # rooms that trace, cut into blocks and analyse, and those whose values they make
-MAKING = (
+MAKING: tuple[str, ...] = (
     "planner/tracing", "planner/blocks", "planner/operators", "planner/batch.py",
     "costmodel", "profiles/inputs",
 )  # fmt: skip
@@ -35,10 +35,16 @@ MAKING = (
 _here: dict[str, Any] = {}
 
 
-def stored(*key: object, make: Callable[[], T], models: tuple[ModuleType, ...] = ()) -> T:
+def stored(
+    *key: object,
+    make: Callable[[], T],
+    models: tuple[ModuleType, ...] = (),
+    rooms: tuple[str, ...] = MAKING,
+) -> T:
     """The value of `make()` under `key`, whose parts have a repr that says all of them; from this
-    process, or from the folder, or made. It is shared: nobody may change it."""
-    name = _digest(repr(key), _code_of_rooms(), *map(_code, models))
+    process, or from the folder, or made by the code of `rooms`. It is shared: nobody may change it.
+    """
+    name = _digest(repr(key), _code_of(rooms), *map(_code, models))
     if name not in _here:
         file = FOLDER / name
         try:
@@ -73,12 +79,11 @@ def _digest(*parts: str) -> str:
 
 
 @cache
-def _code_of_rooms() -> str:
-    files = [f for part in MAKING for f in ((ROOT / part).rglob("*.py") or ())]
-    files += [ROOT / part for part in MAKING if part.endswith(".py")]
-    texts = [file.read_text() for file in sorted(set(files))]
+def _code_of(rooms: tuple[str, ...]) -> str:
+    places = [ROOT / room for room in rooms]
+    files = [f for p in places for f in ([p] if p.is_file() else sorted(p.rglob("*.py")))]
     versions = [sys.version, version("torch"), version("transformers")]
-    return _digest(*versions, *texts)
+    return _digest(*versions, *(file.read_text() for file in files))
 
 
 @cache

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from functools import cache
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS, ContextKind
 from meshwright.planner.plan.plan import PRECISIONS, Plan
 from tests.helpers.plan_building import CUTS, Knobs, build_plan
+from tests.helpers.stored import stored
+from tests.models import architectures, branching_models, models, sequence_models
 from tests.models.models import CASES, GLOBAL_BATCH, Traced, traced
 
 Meshes = tuple[tuple[int, int], ...]
@@ -132,10 +133,15 @@ def _meshes(text: str) -> Meshes:
     return tuple(found)
 
 
-@cache
 def graph_of(case: str, rows: int, precision: str = "fp32") -> Traced:
-    """A case traced for micro-batches of `rows` rows."""
-    return traced(CASES[case], rows, precision)
+    """A case traced for micro-batches of `rows` rows, by whoever asks first."""
+    return stored(
+        case,
+        rows,
+        precision,
+        make=lambda: traced(CASES[case], rows, precision),
+        models=(models, architectures, branching_models, sequence_models),
+    )
 
 
 def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:

@@ -1,17 +1,13 @@
-"""What the cells of the parity matrix are compared with, made on one device and kept in files.
+"""What the cells of the parity matrix are compared with, made on one device, once.
 
 fp32 cells have an ordinary training loop over the user's model. Half precision rounds every
 operator's result, so that a loop of other operators (autocast's) differs by more than any plan
 does: bf16 and fp16 cells have the lowered model on one device, in the same micro-batches.
-
-Graphs are kept with the references: tracing costs a rank more than training.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import pickle
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +17,8 @@ import torch
 from torch import nn
 
 from meshwright.planner.plan.plan import Plan
+from tests.helpers.stored import MAKING, stored
+from tests.models import architectures, branching_models, models, sequence_models
 from tests.models.models import CASES, Case, Traced, parallelize
 from tests.parity.parity_cells import Cell, graph_of, plan_of
 
@@ -97,29 +95,22 @@ def _rows(batch: Any, start: int, stop: int) -> Any:
     return tuple(x[start:stop] for x in batch)
 
 
-# --- kept in files, for the ranks of a launch -----------------------------------------------------
+# --- made once ------------------------------------------------------------------------------------
 
 
-def store(folder: Path, cells: Iterable[Cell]) -> None:
-    """Make the graphs and references that the cells need and the folder lacks."""
-    for cell in cells:
-        graph, reference = _graph_file(folder, cell), _reference_file(folder, cell)
-        if not graph.exists():
-            graph.write_bytes(pickle.dumps(_traced(cell)))
-        if not reference.exists():
-            torch.save(dataclasses.asdict(_made(cell)), reference)
-
-
-def load_graph(folder: Path, cell: Cell) -> Traced:
-    return pickle.loads(_graph_file(folder, cell).read_bytes())
-
-
-def load_reference(folder: Path, cell: Cell) -> Reference:
-    return Reference(**torch.load(_reference_file(folder, cell)))
-
-
-def _traced(cell: Cell) -> Traced:
-    return graph_of(cell.case, cell.rows // cell.microbatches, cell.precision)
+def reference_of(cell: Cell) -> Reference:
+    """What a cell has to give: a test makes it, the ranks find it in the store."""
+    parts, half = _parts(cell), cell.precision != "fp32"
+    return stored(
+        "reference",
+        cell.case,
+        cell.rows,
+        parts,
+        cell.precision,
+        make=lambda: _made(cell),
+        models=(models, architectures, branching_models, sequence_models),
+        rooms=(*MAKING, "executor", "planner/plan") if half else (),
+    )
 
 
 def _made(cell: Cell) -> Reference:
@@ -135,12 +126,18 @@ def _parts(cell: Cell) -> int:
     return cell.microbatches if depends else 1
 
 
-def _graph_file(folder: Path, cell: Cell) -> Path:
-    return folder / f"{cell.case}-{cell.rows // cell.microbatches}-{cell.precision}.graph"
+def store(folder: Path, cells: Iterable[Cell]) -> None:
+    for cell in cells:
+        graph_of(cell.case, cell.rows // cell.microbatches, cell.precision)
+        reference_of(cell)
 
 
-def _reference_file(folder: Path, cell: Cell) -> Path:
-    return folder / f"{cell.case}-{cell.rows}-m{_parts(cell)}-{cell.precision}.pt"
+def load_graph(folder: Path, cell: Cell) -> Traced:
+    return graph_of(cell.case, cell.rows // cell.microbatches, cell.precision)
+
+
+def load_reference(folder: Path, cell: Cell) -> Reference:
+    return reference_of(cell)
 
 
 # --- comparison -----------------------------------------------------------------------------------
