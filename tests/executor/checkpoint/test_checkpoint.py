@@ -1,15 +1,13 @@
 """Checkpoints: saved under any plan, loaded under any other, complete or not there at all.
 
-Three launches of `checkpoint_worker.py` give results that the tests read: four ranks, which save
-and load; then two and eight, which load what the four saved, the two until one is killed in a
-save. The oracle of training is a plain PyTorch loop.
+The oracle of training is a plain PyTorch loop.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,156 +16,137 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from meshwright.planner.plan.plan import Plan
-from tests.executor.checkpoint.checkpoint_worker import (
+from tests.executor.checkpoint.checkpoint_runs import (
     AFTER,
     BEFORE,
-    FOUR,
-    PAIRS,
+    GPT2,
+    TOLERANCE,
+    History,
     differing,
+    distance,
+    goes_on,
+    history_of,
+    mistakes,
     optimize,
     plan_of,
     resume,
+    saves,
+    saves_beside_training,
+    start,
+    world_of,
 )
-from tests.helpers.launching import Launch, launch
+from tests.helpers.launching import launch
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier, tiered
 from tests.models.models import CASES, GLOBAL_BATCH
 
-TOLERANCE = 1e-5
-TIMEOUT_S = 900
-GRACE_S = 60.0
+TIMEOUT_S = 300
 WORKER = Path(__file__).with_name("checkpoint_worker.py")
-GPT2 = "gpt2_tied"
+FOUR = ("dp2tp2", "pp4", "tp4", "zero2", "zero3", "hybrid", "virtual", "uneven")
+# every plan is loaded once
+ROUND = (
+    ("zero3", "virtual"), ("virtual", "uneven"), ("uneven", "hybrid"), ("hybrid", "dp2tp2"),
+    ("zero3", "dp2"), ("dp2", "pp2"), ("pp2", "zero3"), ("hybrid", "tp4"), ("uneven", "alone"),
+    ("alone", "zero2"), ("virtual", "pp4"),
+)  # fmt: skip
+FIRST = (*((GPT2, *pair) for pair in ROUND), (GPT2, "zero3", "zero3"), ("resnet", "dp2", "virtual"))
+PAIRS = (
+    *FIRST,
+    *((GPT2, plan, plan) for plan in FOUR if plan != "zero3"),
+    *((GPT2, "dp2tp2", plan) for plan in (*FOUR[1:], "pp2dp2tp2")),
+    *((GPT2, plan, other) for plan in FOUR[1:] for other in ("dp2tp2", "alone")
+      if (plan, other) not in ROUND),
+    ("resnet", "dp2tp2", "dp2tp2"), ("resnet", "dp2tp2", "alone"),
+)  # fmt: skip
+MORE = "the change tier saves plans of all kinds, and loads every plan once"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """Results of the launches, and the folder that they wrote to."""
-
-    folder: Path
-    results: dict[str, Any]
-    runs: dict[int, Launch]
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.results:
-            told = "\n".join(run.tail() for run in self.runs.values())
-            pytest.fail(f"{name}: its launch ended before its result\n{told}")
-        return self.results[name]
+def on_plan(plan: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """A function of the runs on the ranks of a plan, or here."""
+    world = world_of(plan)
+    return on_ranks(world, function, *arguments) if world > 1 else function(*arguments)
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Where a run of a case on a plan was saved, once."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    results: dict[str, Any] = {}
-    runs = {}
-    for ranks in (4, 2, 8):
-        runs[ranks] = launch(WORKER, str(folder), ranks=ranks, timeout_s=TIMEOUT_S, grace_s=GRACE_S)
-        written = folder / f"results{ranks}.json"
-        results |= json.loads(written.read_text()) if written.exists() else {}
-    return Launched(folder=folder, results=results, runs=runs)
+
+    @cache
+    def of(case: str, plan: str) -> Path:
+        path = folder / f"{case}-{plan}"
+        on_plan(plan, saves, path, case, plan)
+        return path
+
+    return of
 
 
-def expected(launched: Launched, name: str) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    """The state at a save, the losses after it, and the state after those."""
-    return torch.load(launched.folder / f"{name}.expected")
-
-
-def test_every_launch_ends_in_order(launched: Launched) -> None:
-    for ranks in (4, 8):
-        assert launched.runs[ranks].ok, launched.runs[ranks].tail()
-    for run in launched.runs.values():
-        assert not any(rank.killed or rank.children_left for rank in run.ranks)
-
-
-@pytest.mark.parametrize(("case", "source", "target"), PAIRS)
-def test_training_goes_on_under_any_plan(
-    launched: Launched, case: str, source: str, target: str
-) -> None:
-    result = launched[f"{case}-{source}-{target}"]
-    assert result["loaded"] == [], "not loaded bit for bit"
-    assert len(result["losses"]) == AFTER
-    if source == target:
-        assert result["losses"] == result["expected"]
-        assert result["changed"] == []
-    assert result["losses"] == pytest.approx(result["expected"], rel=TOLERANCE)
-    assert result["distance"] <= TOLERANCE
-
-
-@pytest.mark.parametrize("target", ["dp2", "pp2", "pp2dp2tp2"])
-def test_training_goes_on_with_another_number_of_ranks(launched: Launched, target: str) -> None:
-    result = launched[f"{GPT2}-dp2tp2-{target}"]
-    assert result["loaded"] == []
-    assert result["losses"] == pytest.approx(result["expected"], rel=TOLERANCE)
-    assert result["distance"] <= TOLERANCE
-
-
-@pytest.mark.parametrize(
-    ("case", "source"), [*((GPT2, plan) for plan in FOUR), ("resnet", "dp2tp2")]
-)
-def test_one_device_goes_on(launched: Launched, case: str, source: str) -> None:
-    at_save, losses, after = expected(launched, f"{case}-{source}")
-    run = resume(case, "alone", launched.folder / f"{case}-{source}")
-    assert differing(run.state(), at_save) == []
-    assert run.steps(BEFORE, AFTER) == pytest.approx(losses, rel=TOLERANCE)
-    assert set(run.state()) == set(after)
-
-
-def test_it_is_the_training_of_a_plain_loop(launched: Launched) -> None:
-    """Both halves, saved and loaded under different plans, make the run that PyTorch makes."""
-    case = CASES[GPT2]
-    model = case.model()
-    optimizer, scheduler = optimize(GPT2, dict(model.named_parameters()))
-    losses = []
+@cache
+def plain(case: str) -> History:
+    """What PyTorch alone does on one device."""
+    model = CASES[case].model()
+    named = dict(model.named_parameters())
+    optimizer, scheduler = optimize(case, named)
+    losses, states = [], []
     for step in range(BEFORE + AFTER):
         optimizer.zero_grad()
-        loss = case.loss(model, case.batch(GLOBAL_BATCH, step))
+        loss = CASES[case].loss(model, CASES[case].batch(GLOBAL_BATCH, step))
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
         scheduler.step()
-    for pair in (("dp2tp2", "pp4"), ("zero3", "virtual")):
-        result = launched[f"{GPT2}-{'-'.join(pair)}"]
-        assert result["losses"] == pytest.approx(losses[BEFORE:], rel=TOLERANCE)
+        if step in (BEFORE - 1, BEFORE + AFTER - 1):
+            state = {n: x.detach().clone() for n, x in model.state_dict().items()}
+            for name, p in named.items():
+                state |= {f"{name}:{k}": x.clone() for k, x in optimizer.state[p].items()}
+            states.append(state)
+    return History(losses=losses, at_save=states[0], after=states[1])
 
 
-@pytest.mark.parametrize("source", FOUR)
-def test_weights_are_read_without_meshwright(launched: Launched, source: str) -> None:
-    """DCP alone, under the model's own names, a tied parameter under its first."""
-    at_save, _, _ = expected(launched, f"{GPT2}-{source}")
-    model = CASES[GPT2].model(seed=5)
+SOURCES = tuple(dict.fromkeys(pair[:2] for pair in PAIRS if pair[1] != "alone"))
+FIRST_SOURCES = tuple(dict.fromkeys(pair[:2] for pair in FIRST))
+
+
+@pytest.mark.parametrize("pair", tiered(PAIRS, FIRST.__contains__, MORE, name="-".join))
+def test_training_goes_on_under_any_plan(saved: Any, pair: tuple[str, str, str]) -> None:
+    case, source, target = pair
+    on_plan(target, goes_on, saved(case, source), case, target, source == target)
+
+
+@pytest.mark.parametrize("of", tiered(SOURCES, FIRST_SOURCES.__contains__, MORE, name="-".join))
+def test_a_checkpoint_is_of_a_plain_loop_and_read_without_meshwright(
+    saved: Any, of: tuple[str, str]
+) -> None:
+    """By DCP alone, under the model's own names, a tied parameter under its first. Neither replicas
+    nor tied copies are written twice: the boxes of a tensor have as many elements as it has."""
+    case, plan = of
+    path = saved(case, plan)
+    history = history_of(path)
+    if not CASES[case].batch_statistics:
+        wanted = plain(case)
+        assert history.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
+        assert distance(history.at_save, wanted.at_save) <= TOLERANCE
+        assert distance(history.after, wanted.after) <= TOLERANCE
+    model = CASES[case].model(seed=5)
     state = {"model": {name: p.detach() for name, p in model.named_parameters()}}
-    dcp.load(state, checkpoint_id=launched.folder / f"{GPT2}-{source}", no_dist=True)
-    assert differing(dict(model.named_parameters()), {n: at_save[n] for n in state["model"]}) == []
+    dcp.load(state, checkpoint_id=path, no_dist=True)
+    assert differing(state["model"], {n: history.at_save[n] for n in state["model"]}) == []
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    tied = {"model.lm_head.weight", "model.transformer.wte.weight"}
+    assert len(tied & stored.keys()) == (1 if case == GPT2 else 0)
+    for name, x in stored.items():
+        assert sum(torch.Size(c.sizes).numel() for c in x.chunks) == x.size.numel(), name
+    assert Plan.load(path / "plan.json") == plan_of(case, plan)[0]
 
 
-def test_a_part_is_stored_once(launched: Launched) -> None:
-    """Neither replicas nor tied copies are written twice: the boxes of each tensor have as many
-    elements as it has."""
-    for source in FOUR:
-        metadata = dcp.FileSystemReader(launched.folder / f"{GPT2}-{source}").read_metadata()
-        names = [name for name in metadata.state_dict_metadata if name.startswith("model.")]
-        assert not {"model.lm_head.weight", "model.transformer.wte.weight"} <= set(names)
-        for name, stored in metadata.state_dict_metadata.items():
-            volume = sum(torch.Size(chunk.sizes).numel() for chunk in stored.chunks)
-            assert volume == stored.size.numel(), name
+def test_an_asynchronous_save_holds_the_state_at_its_call(tmp_path: Path) -> None:
+    on_ranks(2, saves_beside_training, tmp_path)
 
 
-def test_the_plan_is_beside_it(launched: Launched) -> None:
-    plan, _ = plan_of(GPT2, "dp2tp2")
-    assert Plan.load(launched.folder / f"{GPT2}-dp2tp2" / "plan.json") == plan
-
-
-def test_an_asynchronous_save_holds_the_state_at_its_call(launched: Launched) -> None:
-    result = launched["asynchronously"]
-    assert result["first"] == []
-    assert result["second"] == []
-    assert result["losses"] == result["expected"]
-
-
-def test_a_save_that_nobody_waits_for_is_finished(launched: Launched) -> None:
-    resume(GPT2, "alone", launched.folder / "unfinished")
-
-
-def test_a_mistake_is_told_alike_on_all_ranks(launched: Launched) -> None:
-    result = launched["errors"]
+def test_a_mistake_is_told_alike_on_all_ranks(saved: Any, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("not a checkpoint")
+    start("mlp", "alone").save(tmp_path / "mlp")
     says = {
         "missing": r"NotThereError: checkpoint '.*nowhere': there is none",
         "no checkpoint": r"\w+edError: .*has no 'training.pt'",
@@ -175,26 +154,33 @@ def test_a_mistake_is_told_alike_on_all_ranks(launched: Launched) -> None:
         "other model": r"\w+edError: .*is of another model \(fingerprint \w+, this one \w+\)",
         "other optimizer": r"\w+edError: .*are those of AdamW, which SGD can't take",
         "no such extra": r"\w+edError: .*holds no state of \['sampler'\]; saved .*\['scheduler'\]",
-        "foreign state on rank 2": r"\w+edError: .*of shape \(5,\) that is none of the model's",
-        "full disk on rank 1": r"UnwrittenError: .*not saved.*rank 1: .*No space left",
-        "full disk on rank 1, later": r"UnwrittenError: .*not saved.*rank 1: .*No space left",
+        "foreign state": r"\w+edError: .*of shape \(5,\) that is none of the model's",
+        "full disk": r"UnwrittenError: .*not saved.*rank 1: .*No space left",
+        "full disk, later": r"UnwrittenError: .*not saved.*rank 1: .*No space left",
     }
-    assert set(result["said"]) == set(says)
-    for name, heard in result["said"].items():
+    said = on_ranks(2, mistakes, tmp_path, saved(GPT2, "zero3"), tmp_path / "mlp")
+    assert said.keys() == says.keys()
+    for name, heard in said.items():
         assert len(set(heard)) == 1, name
         assert re.search(says[name], heard[0], re.DOTALL), (name, heard[0])
-    assert not result["exists"], "a save that failed was published"
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["afterwards", "mlp", "other"]
 
 
-def test_a_killed_save_leaves_the_last_one(launched: Launched, tmp_path: Path) -> None:
-    ranks = launched.runs[2].ranks
-    assert ranks[1].returncode == -9
-    assert ranks[0].returncode not in (0, None) and not ranks[0].killed
-    path = launched.folder / "precious"
-    assert [*launched.folder.glob(".precious.*.saving")], "it was killed before it wrote"
-    wanted = torch.load(launched.folder / "precious.expected")
+def test_a_save_that_nobody_waits_for_is_finished(tmp_path: Path) -> None:
+    run = launch(WORKER, "unfinished", str(tmp_path), ranks=1, timeout_s=TIMEOUT_S)
+    assert run.ok, run.tail()
+    resume(GPT2, "alone", tmp_path / "unfinished")
+
+
+@second_tier("a crash at any operation on files, and another in a step, stay in the change tier")
+def test_a_killed_save_leaves_the_last_one(tmp_path: Path) -> None:
+    found = launch(WORKER, "killed", str(tmp_path), ranks=2, timeout_s=TIMEOUT_S, grace_s=60.0)
+    assert found.ranks[1].returncode == -9, found.tail()
+    assert found.ranks[0].returncode not in (0, None) and not found.ranks[0].killed
+    path = tmp_path / "precious"
+    assert [*tmp_path.glob(".precious.*.saving")], "it was killed before it wrote"
     run = resume(GPT2, "alone", path)
-    assert differing(run.state(), wanted) == []
+    assert differing(run.state(), torch.load(tmp_path / "precious.expected")) == []
     run.save(path)
-    assert not [*launched.folder.glob(".precious*")]
+    assert not [*tmp_path.glob(".precious*")]
     assert differing(resume(GPT2, "alone", path).state(), run.state()) == []

@@ -14,7 +14,7 @@ from torch import nn
 from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.errors import UnwrittenError
 from meshwright.executor.files import atomic_folder
-from tests.executor.checkpoint.checkpoint_worker import (
+from tests.executor.checkpoint.checkpoint_runs import (
     Run,
     differing,
     optimize,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from meshwright.executor.errors import DamagedError
-from tests.executor.checkpoint.checkpoint_worker import Run, differing, start
+from tests.executor.checkpoint.checkpoint_runs import Run, differing, start
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from meshwright.executor.files import atomic_folder
-from tests.executor.checkpoint.checkpoint_worker import differing, start
+from tests.executor.checkpoint.checkpoint_runs import differing, start
 
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 

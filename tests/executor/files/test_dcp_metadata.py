@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import metadata as upstream
 
 from meshwright.executor.checkpoint.weights import load_weights
 from meshwright.executor.files.dcp_metadata import read_metadata
-from tests.executor.checkpoint.checkpoint_worker import start
+from tests.executor.checkpoint.checkpoint_runs import start
 
 STATE = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(3), "note": "an object"}
 

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,15 @@ from meshwright.executor.files.chunks import ChunkRead
 from meshwright.executor.files.weight_files import open_source
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.profiles.inputs import MAX_MEASURED_BYTES
+from tests.executor.checkpoint.checkpoint_runs import differing, on_meta
+from tests.executor.files import test_weight_files
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.single_device import initialised
+from tests.helpers.stored import stored
 from tests.helpers.tiny import Net, net, planned
 from tests.models.architectures import MLP
 from tests.models.models import CASES, parallelize, traced
-from tests.parity.parity_cells import graph_of
+from tests.parity.parity_cells import Cell, plan_of
 
 ROWS = 4
 STATE = {
@@ -184,43 +188,30 @@ def test_two_models_in_one_file_are_ambiguous() -> None:
 # --- into a runtime -------------------------------------------------------------------------------
 
 
-def alone(case: str) -> tuple[Runtime, nn.Module]:
-    of = graph_of(case, ROWS)
-    plan = build_plan(of.graph, Knobs(meshes=((1, 1),), rows=ROWS, num_microbatches=1))
-    with torch.device("meta"):
-        model = CASES[case].build()
-    return parallelize(model, plan, of), model
-
-
-def test_what_nobody_asked_for_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_of_a_file_what_is_too_much_is_logged_and_half_a_model_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state: dict[str, Any] = initialised(CASES["mlp"].build(), 0)
     torch.save(state | {"stray": torch.zeros(1)}, tmp_path / "state.pt")
-    runtime, _ = alone("mlp")
+    torch.save({n: x for n, x in state.items() if not n.startswith("net.0")}, tmp_path / "half.pt")
+    cell, runtime, _ = on_meta("mlp 1")
+    with pytest.raises(ValueError, match=r"half.pt' .*2 missing: net.0.weight, net.0.bias"):
+        load_weights(runtime, tmp_path / "half.pt")
+    with pytest.raises(ValueError, match="meta"):
+        runtime.train_step(CASES["mlp"].batch(cell.rows, 0))
     with caplog.at_level(logging.WARNING, logger="meshwright.executor.checkpoint.weights"):
         load_weights(runtime, tmp_path / "state.pt")
     assert "1 unexpected, e.g. stray" in caplog.text
 
 
-def test_a_file_of_half_the_model_changes_nothing(tmp_path: Path) -> None:
-    state: dict[str, Any] = initialised(CASES["mlp"].build(), 0)
-    torch.save({n: x for n, x in state.items() if not n.startswith("net.0")}, tmp_path / "half.pt")
-    runtime, _ = alone("mlp")
-    with pytest.raises(ValueError, match=r"half.pt' .*2 missing: net.0.weight, net.0.bias"):
-        load_weights(runtime, tmp_path / "half.pt")
-    with pytest.raises(ValueError, match="meta"):
-        runtime.train_step(CASES["mlp"].batch(ROWS, 0))
-
-
 def test_a_real_model_is_loaded_in_place(tmp_path: Path) -> None:
-    torch.save(initialised(CASES["resnet"].build(), 1), tmp_path / "state.pt")
-    of = graph_of("resnet", ROWS)
-    plan = build_plan(of.graph, Knobs(meshes=((1, 1),), rows=ROWS, num_microbatches=1))
-    model = CASES["resnet"].model()
-    runtime = parallelize(model, plan, of)
-    load_weights(runtime, tmp_path / "state.pt")
     wanted = initialised(CASES["resnet"].build(), 1)
+    torch.save(wanted, tmp_path / "state.pt")
+    model = CASES["resnet"].model()
+    runtime = parallelize(model, *plan_of(Cell.parse("resnet 1 m4")))
+    load_weights(runtime, tmp_path / "state.pt")
     for state in (runtime.full_state_dict(), model.state_dict()):
-        assert all(torch.equal(x, wanted[n]) for n, x in state.items())
+        assert differing(state, wanted) == []
 
 
 class Spare(MLP):
@@ -234,46 +225,58 @@ class Spare(MLP):
 
 def spare(*, real: bool = False) -> tuple[Runtime, nn.Module]:
     case = replace(CASES["mlp"], build=Spare)
-    of = traced(case, ROWS)
+    of = stored("spare", make=lambda: traced(case, ROWS), models=(test_weight_files,))
     plan = build_plan(of.graph, Knobs(meshes=((1, 1),), rows=ROWS, num_microbatches=1))
     with torch.device("cpu" if real else "meta"):
         model = Spare()
     return parallelize(model, plan, of), model
 
 
-def test_what_the_graph_does_not_read_gets_its_value_too(tmp_path: Path) -> None:
-    runtime, model = spare()
-    init_weights(runtime, 1)
+def optimizer_of(runtime: Runtime) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(runtime.parameters())
+
+
+WAYS: dict[str, Callable[[Runtime, Path, dict[str, torch.Tensor]], object]] = {
+    "initialised": lambda runtime, folder, wanted: init_weights(runtime, 1),
+    "file": lambda runtime, folder, wanted: load_weights(runtime, folder / "state.pt"),
+    "state dict": lambda runtime, folder, wanted: runtime.load_state_dict(
+        {n: nn.Parameter(x) for n, x in wanted.items()}
+    ),
+    "checkpoint": lambda runtime, folder, wanted: checkpoint.load(
+        runtime, folder / "at", optimizer_of(runtime)
+    ),
+}
+
+
+@pytest.mark.parametrize("real", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_the_graph_does_not_read_gets_its_value_too(
+    tmp_path: Path, way: str, real: bool
+) -> None:
     wanted = initialised(Spare(), 1)
-    assert all(torch.equal(x, wanted[n]) for n, x in runtime.full_state_dict().items())
     torch.save(wanted, tmp_path / "state.pt")
+    source, _ = spare()
+    source.load_state_dict(wanted)
+    checkpoint.save(source, tmp_path / "at", optimizer_of(source))
+    runtime, model = spare(real=real)
+    assert runtime.loaded == real
+    if real and way == "initialised":
+        with pytest.raises(ValueError, match=r"nothing of the model is on the meta device.*build"):
+            init_weights(runtime, 1)
+        return
+    WAYS[way](runtime, tmp_path, wanted)
+    assert differing(runtime.full_state_dict(), wanted) == []
+    assert {n for n, x in model.state_dict().items() if torch.equal(x, wanted[n])} == set(wanted)
+    assert not any(x.requires_grad for x in runtime.unused.values())
+
+
+def test_what_lacks_it_or_has_another_shape_is_refused(tmp_path: Path) -> None:
+    wanted = initialised(Spare(), 1)
     part = {n: x for n, x in wanted.items() if "spare" not in n}
     torch.save(part, tmp_path / "part.pt")
-    other, model = spare()
-    with pytest.raises(ValueError, match=r"2 missing: spare.weight, spare.bias"):
-        load_weights(other, tmp_path / "part.pt")
-    load_weights(other, tmp_path / "state.pt")
-    assert all(torch.equal(x, wanted[n]) for n, x in other.full_state_dict().items())
-    assert torch.equal(model.spare.weight, wanted["spare.weight"])
-
-
-def test_a_state_dict_gives_it_one_as_well() -> None:
-    wanted = initialised(Spare(), 1)
-    for real in (False, True):
-        runtime, model = spare(real=real)
-        assert runtime.loaded == real
-        runtime.load_state_dict({n: nn.Parameter(x) for n, x in wanted.items()})
-        found = runtime.full_state_dict()
-        assert set(found) == set(wanted)
-        assert all(torch.equal(x, wanted[n]) for n, x in found.items())
-        assert not any(x.requires_grad for x in runtime.unused.values())
-        assert all(torch.equal(x, wanted[n]) for n, x in model.state_dict().items())
-
-
-def test_a_state_dict_without_it_or_with_another_shape() -> None:
-    wanted = initialised(Spare(), 1)
-    part = {n: x for n, x in wanted.items() if "spare" not in n}
     runtime, _ = spare()
+    with pytest.raises(ValueError, match=r"2 missing: spare.weight, spare.bias"):
+        load_weights(runtime, tmp_path / "part.pt")
     with pytest.raises(ValueError, match=r"missing 'spare.weight'"):
         runtime.load_state_dict(part)
     with pytest.raises(ValueError, match=r"'spare.bias' has shape \(4,\), the model \(3,\)"):
@@ -282,27 +285,6 @@ def test_a_state_dict_without_it_or_with_another_shape() -> None:
     real, model = spare(real=True)
     real.load_state_dict(part)
     assert torch.equal(real.full_state_dict()["spare.bias"], model.spare.bias)
-
-
-def test_a_checkpoint_holds_it(tmp_path: Path) -> None:
-    runtime, _ = spare()
-    wanted = initialised(Spare(), 1)
-    runtime.load_state_dict(wanted)
-    optimizer = torch.optim.AdamW(runtime.parameters())
-    checkpoint.save(runtime, tmp_path / "at", optimizer)
-    for real in (False, True):
-        other, model = spare(real=real)
-        checkpoint.load(other, tmp_path / "at", torch.optim.AdamW(other.parameters()))
-        found = other.full_state_dict()
-        assert set(found) == set(wanted)
-        assert all(torch.equal(x, wanted[n]) for n, x in found.items())
-        assert all(torch.equal(x, wanted[n]) for n, x in model.state_dict().items())
-
-
-def test_a_model_that_is_not_on_meta_is_not_initialised() -> None:
-    runtime, _ = spare(real=True)
-    with pytest.raises(ValueError, match=r"nothing of the model is on the meta device.*build it"):
-        init_weights(runtime, 1)
 
 
 def test_a_model_that_nobody_keeps_is_loaded(tmp_path: Path) -> None:
@@ -315,7 +297,7 @@ def test_a_model_that_nobody_keeps_is_loaded(tmp_path: Path) -> None:
 
 
 def test_buffers_outside_the_state_are_asked_for_with_the_way_out() -> None:
-    runtime, _ = alone("llama")
+    _, runtime, _ = on_meta("llama 1")
     says = r"buffers \['model.rotary_emb.inv_freq.*call init_weights first.*file by load_weights"
     with pytest.raises(ValueError, match=says):
         runtime.load_state_dict(CASES["llama"].build().state_dict())

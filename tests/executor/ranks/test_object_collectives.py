@@ -24,7 +24,7 @@ from meshwright.executor.ranks.object_collectives import (
 from meshwright.executor.ranks.watchdog import progress
 from meshwright.executor.runtime import state
 from meshwright.executor.runtime.state import RankState
-from tests.executor.checkpoint.checkpoint_worker import start
+from tests.executor.checkpoint.checkpoint_runs import start
 from tests.helpers.threaded_ranks import talking_ranks
 
 

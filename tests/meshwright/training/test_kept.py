@@ -8,7 +8,7 @@ import pytest
 
 from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.training.kept import KeptCheckpoints
-from tests.executor.checkpoint.checkpoint_worker import start
+from tests.executor.checkpoint.checkpoint_runs import start
 
 
 def test_the_newest_are_kept_and_resumed(tmp_path: Path) -> None:

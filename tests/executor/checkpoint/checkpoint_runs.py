@@ -1,0 +1,288 @@
+"""Runs that are saved under one plan and loaded under another, on one device or on ranks.
+
+Every plan trains GPT-2 (a tied embedding, a fused projection) by AdamW with two groups and a
+learning-rate schedule, or a ResNet (running statistics) by SGD with momentum: `BEFORE` steps, a
+save, `AFTER` more. A load starts from other weights, an optimizer that has made no step and whose
+groups are the other way round.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.files import dcp_writes
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.planner.plan.plan import Plan
+from tests.helpers.plan_building import Knobs, build_plan
+from tests.models.models import CASES, GLOBAL_BATCH, Traced, parallelize
+from tests.parity import parity_cells
+from tests.parity.parity_cells import Cell, graph_of
+
+GPT2 = "gpt2_tied"
+BEFORE, AFTER = 2, 1
+TOLERANCE = 1e-5
+DECAY = 0.5  # of the learning rate, per step
+MICROBATCHES = 4
+# build_plan's arguments; the ranks that each takes are those of its meshes
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "alone": {"meshes": ((1, 1),)},
+    "dp2": {"meshes": ((2, 1),), "zero": 1},
+    "pp2": {"meshes": ((1, 1), (1, 1))},
+    "dp2tp2": {"meshes": ((2, 2),), "zero": 1},
+    "pp4": {"meshes": ((1, 1),) * 4},
+    "tp4": {"meshes": ((1, 4),)},
+    "zero2": {"meshes": ((4, 1),), "zero": 2},
+    "zero3": {"meshes": ((2, 2),), "zero": 3},
+    "hybrid": {"meshes": ((4, 1),), "zero": 1, "dp_shard": 2},
+    "virtual": {"meshes": ((2, 1),) * 2, "virtual": 2, "schedule": "interleaved_1f1b", "zero": 2},
+    "uneven": {"meshes": ((1, 1), (2, 1), (1, 1)), "zero": 1},
+    "pp2dp2tp2": {"meshes": ((2, 2),) * 2, "zero": 1},
+}
+
+
+def world_of(plan: str) -> int:
+    return sum(dp * tp for dp, tp in PLANS[plan]["meshes"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A plan that trains."""
+
+    case: str
+    runtime: Runtime
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+
+    def steps(self, first: int, count: int) -> list[float]:
+        losses = []
+        for step in range(first, first + count):
+            self.optimizer.zero_grad()
+            batch = CASES[self.case].batch(GLOBAL_BATCH, step)
+            losses.append(float(self.runtime.train_step(batch)))
+            self.optimizer.step()
+            self.scheduler.step()
+        return losses
+
+    def save(self, path: Path, asynchronous: bool = False) -> checkpoint.Saving:
+        return checkpoint.save(
+            self.runtime,
+            path,
+            self.optimizer,
+            extra={"scheduler": self.scheduler},
+            asynchronous=asynchronous,
+        )
+
+    def load(self, path: Path) -> None:
+        checkpoint.load(self.runtime, path, self.optimizer, extra={"scheduler": self.scheduler})
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that a checkpoint holds as whole tensors: weights, buffers, the optimizer's
+        states, and with steps and seed the `lr` of every group, empty or not."""
+        found = self.runtime.full_state_dict()
+        for fqn, p in self.runtime.named_parameters():
+            for name, x in self.optimizer.state.get(p, {}).items():
+                whole = x.full_tensor() if isinstance(x, DTensor) else x
+                found[f"{fqn}:{name}"] = whole.detach().cpu()
+        rates = sorted(group["lr"] for group in self.optimizer.param_groups)
+        numbers = (*rates, self.runtime.steps, self.runtime.seed)
+        every: list[Any] = [(found, numbers)]
+        if self.runtime.plan.num_ranks > 1:
+            every = [None] * dist.get_world_size()
+            dist.all_gather_object(every, (found, numbers))
+        merged = {name: x.clone() for part, _ in every for name, x in part.items()}
+        alike = sorted({numbers for _, numbers in every})  # one row if the same on all ranks
+        return merged | {"numbers": torch.tensor(alike, dtype=torch.float64)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """All losses of a run, its state at the save and after the last step."""
+
+    losses: list[float]
+    at_save: dict[str, torch.Tensor]
+    after: dict[str, torch.Tensor]
+
+
+def plan_of(case: str, name: str) -> tuple[Plan, Traced]:
+    of = graph_of(case, GLOBAL_BATCH // MICROBATCHES)
+    plan = build_plan(
+        of.graph,
+        Knobs(
+            rows=GLOBAL_BATCH,
+            num_microbatches=MICROBATCHES,
+            shardings=CASES[case].shardings,
+            **PLANS[name],
+        ),
+    )
+    return plan, of
+
+
+def optimize(
+    case: str, parameters: Mapping[str, torch.Tensor], reverse: bool = False
+) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Weights and the rest in two groups of different options; the second may be empty."""
+    weights = [p for p in parameters.values() if p.ndim > 1]
+    rest = [p for p in parameters.values() if p.ndim <= 1]
+    groups = [{"params": weights, "weight_decay": 0.1}, {"params": rest, "lr": 5e-4}]
+    if reverse:
+        groups = [{"params": group["params"][::-1], "lr": 1.0} for group in groups[::-1]]
+    if case == "resnet":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, eps=1e-3)
+    return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY)
+
+
+def start(case: str, plan: str, *, other: bool = False) -> Run:
+    """A new run; with `other`, one whose weights, seed and options a load has to replace."""
+    model = CASES[case].model(seed=11 if other else 0)
+    torch.manual_seed(23 if other else 7)
+    runtime = parallelize(model, *plan_of(case, plan))
+    optimizer, scheduler = optimize(case, dict(runtime.named_parameters()), reverse=other)
+    return Run(case=case, runtime=runtime, optimizer=optimizer, scheduler=scheduler)
+
+
+def on_meta(line: str) -> tuple[Cell, Runtime, nn.Module]:
+    """A cell of one micro-batch, whose model is on meta, and the model."""
+    cell = Cell.parse(f"{line} m1 rows12")
+    plan, of = parity_cells.plan_of(cell)
+    with torch.device("meta"):
+        model = CASES[cell.case].build()
+    return cell, parallelize(model, plan, of), model
+
+
+def resume(case: str, plan: str, path: Path) -> Run:
+    run = start(case, plan, other=True)
+    run.load(path)
+    return run
+
+
+def differing(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of what is not equal bit for bit."""
+    return sorted(
+        name
+        for name in {*found, *wanted}
+        if name not in found or name not in wanted or not torch.equal(found[name], wanted[name])
+    )
+
+
+def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    """Largest difference, relative to the largest element of each tensor."""
+    return max(
+        float((found[name] - x).abs().max() / x.abs().max().clamp(1e-3))
+        for name, x in wanted.items()
+    )
+
+
+# --- on ranks, or on one device -------------------------------------------------------------------
+
+
+def history_of(path: Path) -> History:
+    """Of the run that was saved there."""
+    found: History = pickle.loads(path.with_suffix(".history").read_bytes())
+    return found
+
+
+def saves(path: Path, case: str, plan: str) -> None:
+    """The history lies beside the checkpoint."""
+    run = start(case, plan)
+    losses = run.steps(0, BEFORE)
+    run.save(path)
+    at_save = run.state()
+    losses += run.steps(BEFORE, AFTER)
+    history = History(losses=losses, at_save=at_save, after=run.state())
+    if launch.rank() == 0:
+        path.with_suffix(".history").write_bytes(pickle.dumps(history))
+
+
+def goes_on(path: Path, case: str, plan: str, exactly: bool) -> None:
+    """A load gives the state at the save bit by bit, and what follows is what followed it."""
+    run, saved = resume(case, plan, path), history_of(path)
+    assert differing(run.state(), saved.at_save) == []
+    losses, after = run.steps(BEFORE, AFTER), run.state()
+    assert losses == pytest.approx(saved.losses[BEFORE:], rel=TOLERANCE)
+    assert set(after) == set(saved.after) and distance(after, saved.after) <= TOLERANCE
+    if exactly:
+        assert losses == saved.losses[BEFORE:]
+        assert differing(after, saved.after) == []
+
+
+def saves_beside_training(folder: Path) -> None:
+    """Each asynchronous save holds the state at its call."""
+    run = start(GPT2, "dp2")
+    run.steps(0, 1)
+    first, at_first = run.save(folder / "first", asynchronous=True), run.state()
+    losses = run.steps(1, 1)
+    run.save(folder / "second", asynchronous=True)
+    at_second = run.state()
+    run.steps(2, 1)
+    first.wait()
+    loaded = resume(GPT2, "dp2", folder / "first")  # waits for the second save
+    assert differing(loaded.state(), at_first) == []
+    assert loaded.steps(1, 1) == losses
+    assert differing(resume(GPT2, "pp2", folder / "second").state(), at_second) == []
+
+
+def mistakes(folder: Path, path: Path, of_another: Path) -> dict[str, list[str]]:
+    """What every rank of two is told, per mistake; all of them go on afterwards. `path` and
+    `of_another` are checkpoints of this model and of another."""
+    run = start(GPT2, "pp2")
+    second = launch.rank() == 1
+    named = dict(run.runtime.named_parameters())
+    sgd = torch.optim.SGD([{"params": [*named.values()]}], lr=0.1)
+    foreign = _foreign() if second else run.optimizer
+    never = folder / "never"
+    made = {
+        "missing": lambda: run.load(folder / "nowhere"),
+        "no checkpoint": lambda: run.load(folder / "other"),
+        "not replaced": lambda: run.save(folder / "other"),
+        "other model": lambda: run.load(of_another),
+        "other optimizer": lambda: checkpoint.load(run.runtime, path, sgd),
+        "no such extra": lambda: checkpoint.load(
+            run.runtime, path, extra={"sampler": run.scheduler}
+        ),
+        "foreign state": lambda: checkpoint.save(run.runtime, never, foreign),
+        "full disk": lambda: _full_disk(run, never),
+        "full disk, later": lambda: _full_disk(run, never, asynchronous=True),
+    }
+    said = {}
+    for name, mistake in made.items():
+        told = "nothing was raised"
+        try:
+            mistake()
+        except (ValueError, RuntimeError, FileNotFoundError) as error:
+            told = f"{type(error).__name__}: {error}"
+        said[name] = [""] * launch.world_size()
+        dist.all_gather_object(said[name], told)
+    run.save(folder / "afterwards")
+    return said
+
+
+def _foreign() -> torch.optim.Optimizer:
+    p = torch.nn.Parameter(torch.zeros(5))
+    optimizer = torch.optim.AdamW([p])
+    p.grad = torch.ones(5)
+    optimizer.step()
+    return optimizer
+
+
+def _full_disk(run: Run, path: Path, asynchronous: bool = False) -> None:
+    def fail(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if launch.rank() == 1:
+            patch.setattr(dcp_writes.ChunkPlanner, "lookup_object", fail)
+        run.save(path, asynchronous=asynchronous).wait()
