@@ -1,15 +1,10 @@
-"""Leaves: what is kept as one node runs as it is written, split as it is declared.
-
-Oracle: plain PyTorch on one device.
-"""
+"""Leaves: what is kept as one node runs as it is written, split as it is declared."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +19,6 @@ from meshwright.costmodel.sharding.strategies import P, R, strategies
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.tracing.leaves.probe import LeafError
 from meshwright.planner.tracing.trace import TraceError, trace
-from tests.helpers.launching import launch
 from tests.helpers.traced import ROWS, WIDTH, rows, with_forward
 from tests.models.leaf_models import (
     LENGTH,
@@ -37,11 +31,6 @@ from tests.models.leaf_models import (
     loss_fn,
     model_of,
 )
-from tests.planner.tracing.leaf_worker import DRAWN, RUNS
-
-WORKER = Path(__file__).with_name("leaf_worker.py")
-EXAMPLE = Path(__file__).parents[3] / "examples" / "leaf.py"
-TOLERANCE = {"fp32": 1e-5, "bf16": 0.1}  # bf16 keeps 8 bits, and a router chooses by them
 
 
 def graph_of(*kinds: str, precision: str = "fp32") -> Graph:
@@ -60,48 +49,6 @@ def traced(
     for k, part in enumerate(parts):
         model.add_module(f"p{k}", part)
     return trace(model, inputs or (rows(WIDTH),), **more)
-
-
-# --- on ranks -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("leaves")
-    done = launch(WORKER, str(folder), ranks=4, timeout_s=400)
-    assert done.ok, done.tail()
-    return json.loads((folder / "results.json").read_text())
-
-
-@pytest.mark.parametrize("name", RUNS)
-def test_planned_leaves_train_as_on_one_device(launched: dict[str, Any], name: str) -> None:
-    found = launched[name]
-    assert "failed" not in found, found["failed"]
-    limit = TOLERANCE[RUNS[name].precision]
-    assert found["loss"] < limit
-    assert found["gradient"][0] < limit, found["gradient"]
-    assert found["state"][0] < limit, found["state"]
-    assert not found["names"]
-
-
-def test_replicas_of_a_leaf_draw_the_same_and_recompute_repeats_it(
-    launched: dict[str, Any],
-) -> None:
-    first, *others = (launched[name]["ranks"] for name in DRAWN)
-    assert all(rank == first[0] for rank in first)
-    assert all(ranks == first for ranks in others)
-    assert len(set(first[0][0])) > 1  # each step draws anew
-
-
-def test_the_example_trains_on_ranks_as_on_one_device() -> None:
-    done = launch(EXAMPLE, ranks=4, timeout_s=300)
-    assert done.ok, done.tail()
-    said = done.ranks[0].stdout
-    found = re.search(r"loss (\S+) -> (\S+) in .* difference from one device (\S+)", said)
-    assert found, said
-    assert float(found[2]) < 0.1 * float(found[1])
-    assert float(found[3]) < 1e-4
-    assert "selective_scan" in said
 
 
 # --- what a trace makes of them -------------------------------------------------------------------
