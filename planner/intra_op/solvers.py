@@ -15,6 +15,8 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pulp
@@ -172,6 +174,24 @@ def _flow(
     return terms
 
 
+def _make_silent(time_limit_s: float | None, problem: pulp.LpProblem) -> None:
+    """Give a program its HiGHS in place of PuLP's, whose output is on while it is made: the first
+    of a process prints HiGHS's banner then, when its callbacks are enabled."""
+    import highspy
+
+    base: Any = highspy.Highs
+
+    class Silent(base):  # type: ignore[misc]
+        def enableCallbacks(self) -> None:
+            self.setOptionValue("output_flag", False)
+            super().enableCallbacks()
+
+    model = problem.solverModel = Silent()
+    model.setOptionValue("output_flag", False)  # of versions that enable callbacks later
+    if time_limit_s:
+        model.setOptionValue("time_limit", float(time_limit_s))
+
+
 def _solver(time_limit_s: float | None) -> tuple[pulp.LpSolver, str]:
     """HiGHS through highspy, else CBC, and its name; SolverError where neither is there."""
     for name in ("HiGHS", "PULP_CBC_CMD", "COIN_CMD"):
@@ -180,6 +200,8 @@ def _solver(time_limit_s: float | None) -> tuple[pulp.LpSolver, str]:
             continue
         instance = solver(msg=False, timeLimit=time_limit_s) if time_limit_s else solver(msg=False)
         if instance.available():
+            if name == "HiGHS":
+                instance.createAndConfigureSolver = partial(_make_silent, time_limit_s)
             return instance, name
     raise SolverError(
         "no LP solver found", way_out="`pip install highspy` (HiGHS), or a CBC binary on the PATH"

@@ -1,16 +1,18 @@
 """Patches of transformers while one of its models is traced.
 
-Four things only. `use_cache` is turned off in the (copied) config, because a key/value cache is no
+Five things only. `use_cache` is turned off in the (copied) config, because a key/value cache is no
 part of training. transformers, when it sees an exporter, always builds an explicit [batch, 1, s, s]
 mask, which rules out the flash kernels; while tracing, it is told that no exporter is at work and
 that sequences are not packed, so that it keeps `is_causal=True` as it does in ordinary training.
 Mixtures of experts are written with our operators (`experts.py`), whichever of its own
-implementations the config names. And hand-written backwards that only repeat what autograd does are
-left out.
+implementations the config names. Hand-written backwards that only repeat what autograd does are
+left out. And its warnings wait for the user's own forward: a trace prints none of them, and those
+that are printed once are not used up.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +23,7 @@ from torch import nn
 
 from meshwright.planner.tracing.transformers import experts as hf_experts
 
+LOGGER = logging.getLogger("transformers")
 MASKING = "transformers.masking_utils"
 PATCHES: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("is_torchdynamo_exporting", lambda: False),
@@ -54,4 +57,21 @@ def adapted(model: nn.Module) -> Iterator[None]:
                 if hasattr(source, name) and hasattr(source, plain):
                     direct = type(name, (), {"apply": staticmethod(getattr(source, plain))})
                     stack.enter_context(mock.patch.object(source, name, direct))
+            stack.enter_context(_without_warnings())
         yield
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Context in which transformers logs errors alone."""
+    level = LOGGER.level
+    with ExitStack() as stack:
+        for name in ("warning_once", "info_once"):  # cached by what they print
+            once: Any = getattr(logging.Logger, name, None)
+            if hasattr(once, "__wrapped__"):
+                stack.enter_context(mock.patch.object(logging.Logger, name, once.__wrapped__))
+        LOGGER.setLevel(max(level, logging.ERROR))
+        try:
+            yield
+        finally:
+            LOGGER.setLevel(level)
