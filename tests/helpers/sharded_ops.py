@@ -71,10 +71,11 @@ def sampled(
     loss_fn: Callable[..., Any] | None = None,
     *,
     differentiable_inputs: bool = False,
+    graph: Graph | None = None,
 ) -> Sample:
-    """Trace a model and evaluate it on `batch`. A value requires a gradient if it did there;
-    with `differentiable_inputs` the floating inputs do."""
-    graph = _doubled(trace(model, batch, loss_fn=loss_fn))
+    """Evaluate a model's `graph`, traced here by default, on `batch`. A value requires a gradient
+    if it did there; with `differentiable_inputs` the floating inputs do."""
+    graph = _doubled(graph or trace(model, batch, loss_fn=loss_fn))
     leaves = _leaves(graph, model, batch, differentiable_inputs)
     values = evaluate(graph, leaves)
     metas = {
@@ -312,7 +313,8 @@ class OperatorCheck:
         )
 
     def everything(self, ranks: Ranks, degrees: Sequence[int] = (2, 4)) -> list[tuple[Mesh, str]]:
-        """Check every strategy on each axis and every pair on a 2×2 mesh; what was checked."""
+        """Check every strategy on each axis and, with two ranks on each, every pair on a 2×2 mesh;
+        what was checked."""
         checked: list[tuple[Mesh, str]] = []
         for n in degrees:
             for option in self.options(n):
@@ -321,6 +323,8 @@ class OperatorCheck:
             for option in self.options(n, data=True):
                 self.check((n, 1), option, None, ranks)
                 checked.append(((n, 1), option.name))
+        if 2 not in degrees:
+            return checked
         self.check((2, 1), self._reduced(), None, ranks)
         for data in self.options(2, data=True)[1:]:
             for tensor in self.options(2)[1:]:

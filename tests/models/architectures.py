@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import transformers
 from torch import nn
@@ -10,12 +12,10 @@ from torch.nn import functional as F
 VOCAB, SEQUENCE = 96, 16
 
 
-def gpt2(*, tied: bool, dropout: float = 0.0, layers: int = 3) -> nn.Module:
+def gpt2(*, tied: bool, dropout: float = 0.0, layers: int = 3, **options: Any) -> nn.Module:
+    sizes = {"n_embd": 32, "n_head": 4, "vocab_size": VOCAB}
     config = transformers.GPT2Config(
         n_layer=layers,
-        n_embd=32,
-        n_head=4,
-        vocab_size=VOCAB,
         n_positions=SEQUENCE,
         bos_token_id=0,
         eos_token_id=0,
@@ -23,11 +23,12 @@ def gpt2(*, tied: bool, dropout: float = 0.0, layers: int = 3) -> nn.Module:
         embd_pdrop=dropout,
         attn_pdrop=dropout,
         tie_word_embeddings=tied,
+        **sizes | options,
     )
     return transformers.GPT2LMHeadModel(config).train()
 
 
-def llama() -> nn.Module:
+def llama(**options: Any) -> nn.Module:
     config = transformers.LlamaConfig(
         num_hidden_layers=3,
         hidden_size=32,
@@ -36,20 +37,20 @@ def llama() -> nn.Module:
         intermediate_size=64,
         vocab_size=VOCAB,
         max_position_embeddings=SEQUENCE,
+        **options,
     )
     return transformers.LlamaForCausalLM(config).train()
 
 
-def bert() -> nn.Module:
+def bert(*, dropout: float = 0.0, **options: Any) -> nn.Module:
+    sizes = {"num_hidden_layers": 3, "intermediate_size": 64, "vocab_size": VOCAB}
     config = transformers.BertConfig(
-        num_hidden_layers=3,
         hidden_size=32,
         num_attention_heads=4,
-        intermediate_size=64,
-        vocab_size=VOCAB,
         max_position_embeddings=SEQUENCE,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+        **sizes | options,
     )
     return transformers.BertForMaskedLM(config).train()
 

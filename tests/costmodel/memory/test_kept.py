@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,16 +12,18 @@ from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op, TensorMeta
 from meshwright.costmodel.memory.call import Call
-from meshwright.costmodel.memory.kept import keep
+from meshwright.costmodel.memory.kept import PLACED, SPECIAL, keep
 from meshwright.costmodel.memory.storage import Held, Local, Storage, elementwise_strides, reshaped
-from meshwright.costmodel.rules.saves import saves_of
+from meshwright.costmodel.rules.saves import BY_CALL, saves_of
+from meshwright.costmodel.rules.saves import WRITTEN as LINES
 from meshwright.planner.batch import input_leaves
-from meshwright.planner.tracing.trace import trace
 from tests.costmodel.memory.saved_tensors import ledger
-from tests.costmodel.rules.rule_cases import RECURRENT, WRITTEN, Case, CaseModule, total
+from tests.costmodel.rules.rule_cases import RECURRENT, WRITTEN, Case
 from tests.costmodel.rules.rule_cases_auto import AUTOMATIC
 from tests.costmodel.rules.rule_cases_image import IMAGES
+from tests.costmodel.traces import call_graph, drawn
 from tests.helpers.sharded_ops import called
+from tests.helpers.tiers import tiered
 
 # who of an operator's operands is trained
 TRAINED = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}
@@ -103,22 +104,27 @@ NOT_16_BIT = {"avg_pool3d"}  # no kernel on a CPU
 CALLS = [of for of in (*WRITTEN, *IMAGES, *AUTOMATIC) if of.name not in UNKNOWN]
 
 
-def drawn(of: Case) -> tuple[CaseModule, Any]:
-    torch.manual_seed(0)
-    module = CaseModule(of)
-    return module, module.batch()
+def rule_of(of: Case) -> object:
+    """What says what a call keeps: a function of its operator alone, or a line that many have."""
+    own = SPECIAL.get(of.op) or BY_CALL.get(of.op) or PLACED.get(of.op)
+    return of.name if own else LINES.get(of.op)
 
 
-@cache
-def traced(of: Case) -> Graph:
-    module, batch = drawn(of)
-    return trace(module, batch, loss_fn=total)
+FIRST = set({rule_of(of): of.name for of in reversed(CALLS)}.values())  # one of each rule
 
 
 @pytest.mark.parametrize("trained", TRAINED)
-@pytest.mark.parametrize("of", CALLS, ids=lambda of: of.name)
+@pytest.mark.parametrize(
+    "of",
+    tiered(
+        CALLS,
+        lambda of: of.name in FIRST,
+        "the change tier has one call of each line of `saves.py`, all of operators with their own",
+        lambda of: of.name,
+    ),
+)
 def test_operator_keeps_what_the_hooks_see(of: Case, trained: str) -> None:
-    graph = traced(of)
+    graph = call_graph(of)
     for dtype in (torch.float32, torch.bfloat16):
         if dtype == torch.bfloat16 and of.name in NOT_16_BIT:
             continue

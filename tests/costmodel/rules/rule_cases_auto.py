@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
+from meshwright.planner.operators.moe import combine, dispatch, grouped_linear
 from tests.costmodel.rules.rule_cases import case, flags, ids, positive, w, x
 
 aten = torch.ops.aten
@@ -262,4 +265,51 @@ UNRULED = [
 
 AUTOMATIC = [
     *POINTWISE, *VIEWS, *ARRANGED, *INDEXED, *REDUCTIONS, *FACTORIES, *DRAWS, *UNRULED,
+]  # fmt: skip
+
+
+def grouped(**options: bool) -> Callable[..., torch.Tensor]:
+    def call(
+        x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *bias: torch.Tensor
+    ) -> torch.Tensor:
+        return grouped_linear(x, weight, experts, *(bias or (None,)), **options)
+
+    return call
+
+
+CHOSEN = ids(6, 4, 2, 2)
+EXPERTS = [
+    case("dispatch", "R S(0) S(1) S(3)", lambda a, i: dispatch(a, i), x(4, 2, 8), CHOSEN),
+    case("combine", "R S(0) S(1) S(2)", lambda a: combine(a), x(4, 2, 2, 8)),
+    case("grouped_linear", "R S(0) S(1) S(2) S(3) P", grouped(), x(4, 2, 2, 8), w(6, 8, 4), CHOSEN),
+    case(
+        "grouped_linear transposed", "R S(0) S(1) S(2) S(3) P",
+        grouped(transposed=True), x(4, 2, 2, 8), w(6, 4, 8), CHOSEN,
+    ),
+    case(
+        "grouped_linear bias", "R S(0) S(1) S(2) S(3) P",
+        grouped(), x(4, 2, 2, 8), w(6, 8, 4), CHOSEN, w(6, 4),
+    ),
+    case(
+        "histc of numbers", "R P",
+        lambda a: torch.histc(a.float(), bins=6, min=0, max=6), ids(6, 4, 2),
+    ),
+    case("scatter of one", "R S(0)", lambda a, i: a.scatter(1, i, 1.0), x(4, 6), ids(6, 4, 2)),
+    case(
+        "scatter source", "R S(0) S(2)",
+        lambda a, i, b: a.scatter(1, i, b), x(4, 6, 8), ids(6, 4, 2, 8), x(4, 2, 8),
+    ),
+    case(
+        "scatter corner", "R S(0)",
+        lambda a, i, b: a.scatter(1, i, b), x(4, 6, 8), ids(6, 4, 2, 4), x(4, 2, 4),
+    ),
+    case("scatter_add rows", "R P", lambda a, i, b: a.scatter_add(0, i, b), w(6), ids(6, 4), x(4)),
+    case(
+        "scatter_add dims", "R S(0) P",
+        lambda a, i, b: a.scatter_add(1, i, b), x(4, 6), ids(6, 4, 2), x(4, 2),
+    ),
+    case(
+        "new_zeros joined", "R S(0) S(1)",
+        lambda a, b: torch.cat([a, b], 1) + a.new_zeros(4, 10), x(4, 6), x(4, 4),
+    ),
 ]  # fmt: skip

@@ -26,26 +26,16 @@ from meshwright.costmodel.sharding.strategies import indivisible
 from meshwright.executor.lowering import emitter
 from meshwright.executor.lowering.implementations import GlobalLoss, SyncBatchNorm
 from meshwright.executor.resharding.reshard import Axis
-from meshwright.planner.tracing.trace import trace
-from tests.costmodel.rules.rule_cases import (
-    WRITTEN,
-    Case,
-    CaseModule,
-    Spec,
-    case,
-    ids,
-    k,
-    total,
-    w,
-    x,
-)
-from tests.costmodel.rules.rule_cases_auto import AUTOMATIC
+from tests.costmodel.rules.rule_cases import WRITTEN, Case, Spec, case, ids, k, w, x
+from tests.costmodel.rules.rule_cases_auto import AUTOMATIC, EXPERTS
 from tests.costmodel.rules.rule_cases_image import IMAGES
-from tests.helpers.sharded_ops import PRECISION, OperatorCheck, Sample, sampled
+from tests.costmodel.traces import graph_of, operator, sample_of
+from tests.helpers.sharded_ops import PRECISION, OperatorCheck, Sample
 from tests.helpers.threaded_ranks import Ranks, talking_ranks
-from tests.models import models
+from tests.helpers.tiers import second_tier, tiered
 
 MODELS = ("gpt2_tied", "gpt2_dropout", "llama", "bert", "resnet", "mlp", "plain_gpt")
+CALLS = [*WRITTEN, *IMAGES, *AUTOMATIC, *EXPERTS]
 
 
 @pytest.fixture(scope="module")
@@ -55,23 +45,22 @@ def ranks() -> Iterator[Ranks]:
         yield made
 
 
-def operator(of: Case) -> OperatorCheck:
-    """The (first) operator that a case is about."""
-    module = CaseModule(of)
-    sample = sampled(module, module.batch(), total, differentiable_inputs=True)
-    return OperatorCheck(sample, next(op for op in sample.ops if op.short == of.op))
-
-
 # --- call by call --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", [*WRITTEN, *IMAGES, *AUTOMATIC], ids=lambda of: of.name)
+@pytest.mark.parametrize("of", CALLS, ids=lambda of: of.name)
 def test_operator_on_shards_is_the_operator(of: Case, ranks: Ranks) -> None:
     check = operator(of)
     found = {str(s.results[0]) for data in (False, True) for s in check.options(2, data=data)}
     assert found == of.splits
     assert check.sample.table.ops[check.op.name].known == of.known
-    check.everything(ranks)
+    check.everything(ranks, degrees=(2,))
+
+
+@second_tier("parts of four ranks; the change tier has those of two, for every call")
+@pytest.mark.parametrize("of", CALLS, ids=lambda of: of.name)
+def test_operator_on_four_shards_is_the_operator(of: Case, ranks: Ranks) -> None:
+    operator(of).everything(ranks, degrees=(4,))
 
 
 def test_every_written_rule_has_a_case() -> None:
@@ -200,12 +189,18 @@ def signature(sample: Sample, op: Op) -> Any:
     return repr((op.target, plain, metas, atoms))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        MODELS,
+        lambda name: name in ("gpt2_dropout", "llama", "resnet"),
+        "the change tier has every kind of operator of these, and each again call by call",
+    ),
+)
 def test_operators_of_models_have_rules_that_hold(
     name: str, ranks: Ranks, verified: set[Any]
 ) -> None:
-    zoo = models.CASES[name]
-    sample = sampled(zoo.model(), zoo.batch(4, 0), zoo.loss_fn)
+    sample = sample_of(name)
     unknown = {op.key for op in sample.ops if not sample.table.ops[op.name].known}
     assert unknown == set()
     for op in sample.ops:
@@ -216,10 +211,7 @@ def test_operators_of_models_have_rules_that_hold(
 
 @pytest.mark.parametrize("name", MODELS)
 def test_traced_gradients_are_where_autograd_has_them(name: str) -> None:
-    zoo = models.CASES[name]
-    model, batch = zoo.model(), zoo.batch(4, 0)
-    traced = trace(model, batch, loss_fn=zoo.loss_fn).values
-    observed = sampled(model, batch, zoo.loss_fn).graph.values
+    traced, observed = graph_of(name).graph.values, sample_of(name).graph.values
     differ = {n for n in observed if observed[n].requires_grad != traced[n].requires_grad}
     assert differ == set()
 
@@ -284,7 +276,7 @@ def test_refinement_multiplies_to_both_shapes_in_one_order(
         assert not whole
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(two_shapes())
 def test_views_of_random_shapes(
     ranks: Ranks, shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -294,7 +286,7 @@ def test_views_of_random_shapes(
     check.everything(ranks, degrees=(2,))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 @given(
     st.sampled_from(["aten.add.Tensor", "aten.mul.Tensor", "aten.div.Tensor"]),
     st.lists(st.tuples(st.sampled_from([1, 2, 4, 6]), st.integers(0, 2)), min_size=1, max_size=4),
