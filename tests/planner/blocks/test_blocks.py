@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,69 +12,34 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.costmodel.graph import Block, Graph, verify_graph
+from meshwright.costmodel.graph import Graph, verify_graph
 from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.planner.blocks.cut import activations_at_cuts, cut_blocks
+from meshwright.planner.plan.ranges import compress_names
 from meshwright.planner.tracing.trace import trace
-from tests.helpers.traced import hugging_face
+from tests.parity.parity_cells import graph_of
 
 WIDTH = 16
 
 
-class Residual(nn.Module):
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, 3, stride, 1)
-        self.norm = nn.BatchNorm2d(outputs)
-        self.down: nn.Module = nn.Identity()
-        if inputs != outputs:
-            self.down = nn.Conv2d(inputs, outputs, 1, stride)
+class NamedUNet(nn.Module):
+    """Two levels down, two up, with skip connections, and no containers."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(self.conv(x))
-        y += self.down(x)
-        return torch.relu_(y)
-
-
-class ResNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, 1, 1)
-        self.layer1 = nn.Sequential(*(Residual(4, 4, 1) for _ in range(3)))
-        self.layer2 = nn.Sequential(Residual(4, 8, 2), Residual(8, 8, 1), Residual(8, 8, 1))
-        self.fc = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layer2(self.layer1(F.max_pool2d(self.stem(x), 2)))
-        return self.fc(x.mean((2, 3)))
-
-
-class UNet(nn.Module):
-    """Two levels down, two up, with skip connections; as containers or by names of their own."""
-
-    def __init__(self, named: bool) -> None:
-        super().__init__()
-        self.named = named
         sizes = [(3, 4), (4, 8), (8, 8), (16, 8), (12, 4)]
         convolutions = [nn.Conv2d(i, o, 3, padding=1) for i, o in sizes]
-        if named:
-            self.one, self.two, self.mid, self.three, self.four = convolutions
-        else:
-            self.down = nn.ModuleList(convolutions[:2])
-            self.mid = convolutions[2]
-            self.up = nn.ModuleList(convolutions[3:])
+        self.one, self.two, self.mid, self.three, self.four = convolutions
         self.out = nn.Conv2d(4, 2, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        down = (self.one, self.two) if self.named else self.down
-        up = (self.three, self.four) if self.named else self.up
         kept = []
-        for layer in down:
+        for layer in (self.one, self.two):
             kept.append(torch.relu(layer(x)))
             x = F.max_pool2d(kept[-1], 2)
         x = torch.relu(self.mid(x))
-        for layer in up:
+        for layer in (self.three, self.four):
             x = F.interpolate(x, scale_factor=2)
             x = torch.relu(layer(torch.cat([x, kept.pop()], 1)))
         return self.out(x)
@@ -162,15 +128,13 @@ def stack(layers: int) -> nn.Sequential:
     return nn.Sequential(*(module for pair in pairs for module in pair))
 
 
-IMAGE = (torch.rand(2, 3, 8, 8), torch.zeros(2, dtype=torch.long))
 PIXELS = (torch.rand(2, 3, 8, 8), torch.zeros(2, 8, 8, dtype=torch.long))
 VECTORS = (torch.rand(6, WIDTH), torch.rand(6, WIDTH))
+STEMMED = (torch.rand(6, 8), VECTORS[1])
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], Any]] = {
-    "resnet": (ResNet, IMAGE, F.cross_entropy),
-    "unet": (lambda: UNet(named=False), PIXELS, F.cross_entropy),
-    "unet by name": (lambda: UNet(named=True), PIXELS, F.cross_entropy),
-    "functional": (lambda: Functional(5), (torch.rand(6, 8), VECTORS[1]), F.mse_loss),
-    "functional, no repeat": (lambda: Functional(0, 2), (torch.rand(6, 8), VECTORS[1]), F.mse_loss),
+    "unet by name": (NamedUNet, PIXELS, F.cross_entropy),
+    "functional": (lambda: Functional(5), STEMMED, F.mse_loss),
+    "functional, no repeat": (lambda: Functional(0, 2), STEMMED, F.mse_loss),
     "alternating": (Alternating, VECTORS, F.mse_loss),
     "sequential": (lambda: nn.Sequential(stack(3), nn.Linear(WIDTH, WIDTH)), VECTORS, F.mse_loss),
     "root sequential": (lambda: stack(6), VECTORS, F.mse_loss),
@@ -180,42 +144,70 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], Any]]
     "branches": (lambda: Groups(4, parallel=True), VECTORS, F.mse_loss),
     "one layer": (lambda: nn.Linear(WIDTH, WIDTH), VECTORS, F.mse_loss),
 }
-TRANSFORMERS = ("gpt2", "llama", "bert", "t5")
+
+# blocks; of each, its class; its operators; the activations that cross the cut before it
+CUTS = {
+    "gpt2_tied": ("embed transformer.h.0-2 head", "01112", "3 35 35 35 5", "01111"),
+    "llama": ("embed model.layers.0-2 head", "01112", "1 47 47 47 9", "01111"),
+    "bert": ("embed bert.encoder.layer.0-2 head", "01112", "6 21 21 21 6", "01111"),
+    "t5": (
+        "embed encoder.block.0-1 encoder.final_layer_norm decoder.block.0-1 head",
+        "0123456", "1 38 35 7 60 57 10", "0121231",
+    ),
+    "resnet": ("embed layer1.0-1 layer2.0-1 head", "011234", "4 7 7 9 7 5", "011111"),
+    "unet": ("embed down.0-1 middle.c1 up.0-1 head", "0123456", "1 7 7 8 8 6 2", "0123211"),
+    "unet by name": ("block.0-5", "012345", "2 3 3 4 4 2", "012321"),
+    "functional": ("block.0-6", "0111112", "1 4 4 4 4 4 3", "0111111"),
+    "functional, no repeat": ("block.0-2", "012", "1 2 3", "011"),
+    # sums of the parent belong to the layer before them
+    "alternating": (
+        "embed mixers.0 scales.0 mixers.1 scales.1 mixers.2 scales.2 head",
+        "01232345", "1 3 3 3 3 3 2 1", "01222221",
+    ),
+    "sequential": ("0.0 0.2 0.4 head", "0112", "2 2 2 2", "0111"),
+    "root sequential": ("block.0-6", "0111112", "2 2 2 2 2 2 1", "0111111"),
+    "heavy head": ("layers.0-7 head.0-2", "01111111112", "2 2 2 2 2 2 2 2 2 2 2", "01111111111"),
+    # a row of equal layers in a container is opened; the first one's input asks for no gradient
+    "groups": (
+        "groups.0.members.0-3 groups.1.members.0-3 groups.2.members.0-3 head",
+        "0111111111112", "2 2 2 2 2 2 2 2 2 2 2 2 1", "0111111111111",
+    ),
+    # few layers, and parallel ones, stay together
+    "pairs": ("groups.0-2 head", "0112", "4 4 4 1", "0111"),
+    "branches": ("groups.0-2 head", "0112", "11 11 11 1", "0111"),
+    "one layer": ("block.0", "0", "2", "0"),
+}  # fmt: skip
 
 
 @cache
 def cut(name: str) -> Graph:
-    if name in TRANSFORMERS:
-        model, batch = hugging_face(name)
-        graph = trace(model, batch)
-    else:
-        make, inputs, loss_fn = MODELS[name]
-        graph = trace(make(), inputs, loss_fn=loss_fn)
+    if name not in MODELS:
+        return graph_of(name, 4).graph
+    make, inputs, loss_fn = MODELS[name]
+    graph = trace(make(), inputs, loss_fn=loss_fn)
     return cut_blocks(graph, analyse(graph))
 
 
-def names(graph: Graph) -> list[str]:
-    return [block.name for block in graph.blocks]
-
-
-def classes(blocks: Sequence[Block]) -> int:
-    return len({block.class_id for block in blocks})
+@pytest.mark.parametrize("name", CUTS)
+def test_where_models_are_cut(name: str) -> None:
+    graph = cut(name)
+    numbers: dict[str, int] = {}
+    found = (
+        " ".join(compress_names([block.name for block in graph.blocks])),
+        "".join(str(numbers.setdefault(b.class_id, len(numbers))) for b in graph.blocks),
+        " ".join(str(len(block.ops)) for block in graph.blocks),
+        "".join(str(len(crossing)) for crossing in activations_at_cuts(graph)),
+    )
+    assert found == CUTS[name]
 
 
 # --- what holds for every model ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [*TRANSFORMERS, *MODELS])
-def test_blocks_partition_the_operators(name: str) -> None:
+@pytest.mark.parametrize("name", CUTS)
+def test_blocks_partition_the_operators_and_declare_every_operand(name: str) -> None:
     graph = cut(name)
     verify_graph(graph)
-    assert all(block.ops for block in graph.blocks)
-    assert len(set(names(graph))) == len(graph.blocks)
-
-
-@pytest.mark.parametrize("name", [*TRANSFORMERS, *MODELS])
-def test_every_operand_of_a_block_is_declared(name: str) -> None:
-    graph = cut(name)
     raw = {*graph.inputs, *graph.constants, *(r for op in graph.derived for r in op.results)}
     made: set[str] = set()
     for block in graph.blocks:
@@ -231,18 +223,12 @@ def test_every_operand_of_a_block_is_declared(name: str) -> None:
     wanted = {n for block in graph.blocks for n in block.inputs}
     kept = {graph.loss, *graph.updates.values()} - raw
     assert made == wanted | kept
-
-
-@pytest.mark.parametrize("name", [*TRANSFORMERS, *MODELS])
-def test_crossing_is_what_is_made_before_and_read_after(name: str) -> None:
-    graph = cut(name)
     for k, crossed in enumerate(activations_at_cuts(graph)):
-        made = {n for block in graph.blocks[:k] for n in block.outputs}
-        read = {n for block in graph.blocks[k:] for n in block.inputs}
-        assert set(crossed) == made & read
+        before = {n for block in graph.blocks[:k] for n in block.outputs}
+        assert set(crossed) == before & {n for block in graph.blocks[k:] for n in block.inputs}
 
 
-@pytest.mark.parametrize("name", [*TRANSFORMERS, *MODELS])
+@pytest.mark.parametrize("name", CUTS)
 def test_no_block_is_most_of_the_model(name: str) -> None:
     graph = cut(name)
     table = analyse(graph)
@@ -254,109 +240,13 @@ def test_no_block_is_most_of_the_model(name: str) -> None:
     assert light <= 3, "an embedding, something between containers, a loss"
 
 
-# --- what each model should come out as ----------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "prefix"),
-    [("gpt2", "transformer.h"), ("llama", "model.layers"), ("bert", "bert.encoder.layer")],
-)
-def test_transformers(name: str, prefix: str) -> None:
-    graph = cut(name)
-    assert names(graph) == ["embed", f"{prefix}.0", f"{prefix}.1", "head"]
-    assert classes(graph.blocks[1:3]) == 1
-    assert classes(graph.blocks) == 3
-    assert [len(crossed) for crossed in activations_at_cuts(graph)] == [0, 1, 1, 1]
-
-
-def test_encoder_decoder() -> None:
-    graph = cut("t5")
-    encoder = [f"encoder.block.{i}" for i in range(2)]
-    decoder = [f"decoder.block.{i}" for i in range(2)]
-    assert names(graph) == ["embed", *encoder, "encoder.final_layer_norm", *decoder, "head"]
-    between = graph.blocks[3]
-    encoded = set(between.outputs) & set(graph.blocks[5].inputs)
-    assert len(encoded) == 1
-    cuts = activations_at_cuts(graph)
-    assert encoded <= set(cuts[4]) and encoded <= set(cuts[5])
-    assert not encoded & set(cuts[6])
-
-
-def test_resnet() -> None:
-    graph = cut("resnet")
-    layers = [f"layer{i}.{k}" for i in (1, 2) for k in range(3)]
-    assert names(graph) == ["embed", *layers, "head"]
-    kinds = [block.class_id for block in graph.blocks]
-    assert kinds[1] == kinds[2] == kinds[3]
-    assert kinds[5] == kinds[6]
-    assert classes(graph.blocks) == 5
-    assert all(len(block.buffers) == 2 for block in graph.blocks[1:-1])
-
-
-@pytest.mark.parametrize("name", ["unet", "unet by name"])
-def test_skip_connections_cross_directly(name: str) -> None:
-    graph = cut(name)
-    assert len(graph.blocks) >= 5
-    activations = [op.results[0] for op in graph.ops if op.short == "relu"]
-    cuts = activations_at_cuts(graph)
-    outer, inner = activations[:2]
-    assert sum(outer in crossed for crossed in cuts) >= 3
-    assert any(outer in crossed and inner in crossed for crossed in cuts)
-    assert max(len(crossed) for crossed in cuts) <= 3
-
-
-def test_containers_of_a_unet_and_what_is_between() -> None:
-    assert names(cut("unet")) == ["down.0", "down.1", "mid", "up.0", "up.1", "head"]
-
-
-def test_repeats_are_found_without_modules() -> None:
-    graph = cut("functional")
-    assert len(graph.blocks) == 7
-    assert classes(graph.blocks[1:6]) == 1
-    assert classes(graph.blocks) == 3
-    assert [op.short for op in graph.blocks[1].ops] == ["matmul", "relu", "matmul", "add"]
-    assert [op.short for op in graph.blocks[6].ops] == ["matmul", "tanh", "mse_loss"]
-
-
-def test_a_plain_chain_is_cut_by_work() -> None:
-    graph = cut("functional, no repeat")
-    assert [block.ops[0].short for block in graph.blocks] == ["matmul"] * 3
-
-
-def test_sequential_layers() -> None:
-    assert names(cut("sequential")) == ["0.0", "0.2", "0.4", "head"]
-    graph = cut("root sequential")
-    assert len(graph.blocks) == 7
-    assert classes(graph.blocks[1:6]) == 1
-
-
-def test_a_row_of_equal_layers_in_a_container_is_opened() -> None:
-    graph = cut("groups")
-    assert names(graph) == [
-        *(f"groups.{i}.members.{j}" for i in range(3) for j in range(4)),
-        "head",
-    ]
-    assert classes(graph.blocks[1:-1]) == 1  # the first one's input asks for no gradient
-
-
-@pytest.mark.parametrize("name", ["pairs", "branches"])
-def test_few_layers_and_parallel_ones_stay_together(name: str) -> None:
-    assert names(cut(name)) == ["groups.0", "groups.1", "groups.2", "head"]
-
-
-def test_sums_of_the_parent_belong_to_the_layer_before() -> None:
-    graph = cut("alternating")
-    layers = [f"{kind}.{i}" for i in range(3) for kind in ("mixers", "scales")]
-    assert names(graph) == ["embed", *layers, "head"]
-    assert [[op.short for op in graph.blocks[i].ops] for i in (5, 6, 7)] == [
-        ["linear", "add", "layer_norm"],
-        ["linear", "add"],
-        ["mse_loss"],
-    ]
-
-
-def test_a_heavy_head_is_cut() -> None:
-    graph = cut("heavy head")
-    layers = [f"layers.{i}" for i in range(8)]
-    assert names(graph) == [*layers, "head.0", "head.1", "head.2"]
-    assert classes(graph.blocks[1:8]) == 1
+def test_cuts_at_another_batch_size_are_the_same() -> None:
+    """With `like`, whatever the work says; where operators differ, it is ignored."""
+    graph, other = cut("sequential"), cut("root sequential")
+    again = cut_blocks(dataclasses.replace(graph, blocks=()), analyse(graph), like=graph)
+    assert again.blocks == graph.blocks
+    merged = dataclasses.replace(graph.blocks[0], ops=graph.ops[:4])
+    like = dataclasses.replace(graph, blocks=(merged, *graph.blocks[2:]))
+    found = cut_blocks(dataclasses.replace(graph, blocks=()), analyse(graph), like=like)
+    assert [(b.name, len(b.ops)) for b in found.blocks] == [("0.0", 4), ("0.4", 2), ("head", 2)]
+    assert cut_blocks(graph, analyse(graph), like=other).blocks == graph.blocks
