@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
 
@@ -34,105 +33,41 @@ from tests.costmodel.memory.saved_tensors import (
     pricer,
     setup,
 )
+from tests.costmodel.traces import MODELS, graph_of
 from tests.helpers.planning import cut
 from tests.helpers.threaded_ranks import Ranks, talking_ranks
-from tests.models.architectures import SEQUENCE, VOCAB, gpt2
-from tests.models.models import CASES, GLOBAL_BATCH, Case, Traced, traced
+from tests.helpers.tiers import tiered
+from tests.models.models import GLOBAL_BATCH, Traced
 
-SMALL: Mapping[str, Any] = {"vocab_size": VOCAB, "attn_implementation": "eager"}
-
-
-def eager_gpt2(dropout: float) -> nn.Module:
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=4,
-        n_positions=SEQUENCE,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        **SMALL,
-    )
-    return transformers.GPT2LMHeadModel(config).train()
-
-
-def eager_llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=SEQUENCE,
-        **SMALL,
-    )
-    return transformers.LlamaForCausalLM(config).train()
-
-
-def eager_bert(dropout: float) -> nn.Module:
-    config = transformers.BertConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        num_attention_heads=4,
-        intermediate_size=64,
-        max_position_embeddings=SEQUENCE,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
-        **SMALL,
-    )
-    return transformers.BertForMaskedLM(config).train()
-
-
-def like(name: str, build: Callable[[], nn.Module]) -> Case:
-    return dataclasses.replace(CASES[name], build=build)
-
-
-class ConvNet(nn.Module):
-    """What ResNets begin with: ReLU and maximum pooling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.pool, self.fc = nn.MaxPool2d(2), nn.Linear(8, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.pool(F.relu(self.bn(self.conv(x)), inplace=True))
-        return self.fc(x.mean((2, 3)))
-
-
-MODELS: Mapping[str, Case] = {
-    **CASES,
-    "gpt2_untied_dropout": like("gpt2_tied", partial(gpt2, tied=False, dropout=0.1)),
-    "gpt2_eager": like("gpt2_tied", partial(eager_gpt2, 0.0)),
-    "gpt2_eager_dropout": like("gpt2_tied", partial(eager_gpt2, 0.1)),
-    "llama_eager": like("llama", eager_llama),
-    "bert_eager": like("bert", partial(eager_bert, 0.0)),
-    "bert_eager_dropout": like("bert", partial(eager_bert, 0.1)),
-    "convnet": like("resnet", ConvNet),
-}
-
-
-@cache
-def graph_of(name: str, rows: int, precision: str = "fp32") -> Traced:
-    return traced(MODELS[name], rows, precision)
+# one of each kind of block, precision, attention and recompute; each model in second tier
+FIRST = {
+    "fp32": ("gpt2_untied_dropout", "bert_eager_dropout", "convnet", "recurrent", "t5", "moe",
+             "unet", "tokens"),
+    "bf16": ("llama", "gpt2_eager_dropout", "resnet", "plain_gpt"),
+}  # fmt: skip
+COVERED = "the change tier has each kind of operator in fp32, and one family of each in 16 bits"
+CELLS = tiered(
+    [(name, precision, parts) for precision in FIRST for parts in (4, 1) for name in MODELS],
+    lambda cell: cell[0] in FIRST[cell[1]] and cell[2] == 4,
+    COVERED,
+)
 
 
 # --- one device -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_model_keeps_what_the_hooks_see(name: str, precision: str) -> None:
-    for parts in (1, 4):
-        rows = GLOBAL_BATCH // parts
-        for recompute in ("none", "full"):
-            of = setup(graph_of(name, rows, precision), microbatches=parts, recompute=recompute)
-            assert predicted(of) == counted(of, MODELS[name].batch(rows, 0))
+@pytest.mark.parametrize("cell", CELLS)
+def test_model_keeps_what_the_hooks_see(cell: tuple[str, str, int]) -> None:
+    name, precision, parts = cell
+    rows = GLOBAL_BATCH // parts
+    for recompute in ("none", "full"):
+        of = setup(graph_of(name, rows, precision), microbatches=parts, recompute=recompute)
+        assert predicted(of) == counted(of, MODELS[name].batch(rows, 0))
 
 
-@pytest.mark.parametrize("name", ["gpt2_eager", "llama", "bert"])
+@pytest.mark.parametrize(
+    "name", tiered(["gpt2_eager", "llama", "bert"], "gpt2_eager".__eq__, COVERED)
+)
 def test_one_row_reshapes_without_copies(name: str) -> None:
     """A batch of one is no dim to memory: tensors that are copied for two rows are views for
     one."""
@@ -142,7 +77,7 @@ def test_one_row_reshapes_without_copies(name: str) -> None:
 
 
 def test_recompute_keeps_the_inputs_of_blocks_alone() -> None:
-    of = setup(graph_of("gpt2_untied", 4), recompute="full")
+    of = setup(graph_of("gpt2_untied"), recompute="full")
     inputs = dict.fromkeys(value for block in of.blocks for value in block.inputs)
     assert predicted(of) == sum(of.of.graph.values[value].nbytes for value in inputs)
 
@@ -154,11 +89,13 @@ UNCACHED = {"gpt2_tied", "gpt2_untied", "gpt2_eager", "llama", "llama_eager"}
 OWN = ["bert", "bert_eager", "convnet", "mlp", "plain_gpt", "resnet", *sorted(UNCACHED)]
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(
+    "name", tiered(OWN, lambda name: name in ("bert_eager", "llama", "convnet"), COVERED)
+)
 def test_the_users_model_keeps_the_same(name: str) -> None:
     """The model as its author runs it, masks and positions included."""
-    case, of = MODELS[name], setup(graph_of(name, 8))
-    model, batch = case.model(), case.batch(8, 0)
+    case, of = MODELS[name], setup(graph_of(name))
+    model, batch = case.model(), case.batch(4, 0)
     if name in UNCACHED:
         model.config.use_cache = False
     with ledger() as kept:
@@ -174,7 +111,7 @@ def test_the_users_model_keeps_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", ["gpt2_untied", "llama", "plain_gpt", "mlp"])
 def test_prices_of_blocks_add_up_to_the_model(name: str) -> None:
     """Where every block reads one value, and for its backward: what one keeps, another holds."""
-    of = setup(graph_of(name, 8), microbatches=2)
+    of = setup(graph_of(name), microbatches=4)
     prices = [
         price_block(pricer(of), of.layouts[b.name], of.assignments[b.name], {}) for b in of.blocks
     ]
@@ -183,7 +120,7 @@ def test_prices_of_blocks_add_up_to_the_model(name: str) -> None:
 
 def test_bytes_grow_with_the_rows() -> None:
     """A graph traced at one batch size is priced at another."""
-    few, many = (setup(graph_of("llama", rows), microbatches=2) for rows in (2, 8))
+    few, many = (setup(graph_of("llama", rows), microbatches=16 // rows) for rows in (4, 8))
     stretched = dataclasses.replace(few, rows=many.rows)
     assert predicted(stretched) == predicted(many)
     assert predicted(few) < predicted(many)
@@ -222,13 +159,18 @@ B, S, H, A = 2, 64, 128, 8  # micro-batch, sequence, width, heads
 SPLIT = Placement("S", 1)
 
 
-def layer_price(dropout: float, tp: int, *, sequence: bool) -> BlockPrice:
-    """A layer in 16 bits on GPUs, split as Megatron does; with `sequence` all between its products
-    along that, too."""
+@cache
+def layers(dropout: float) -> Traced:
     with torch.device("meta"):
         model = Stack(*(Layer(H, A, dropout) for _ in range(3)))
         batch = torch.empty(2, B, S, H, dtype=torch.bfloat16).unbind()
-    of = cut(model, batch, F.mse_loss, precision="bf16")
+    return cut(model, batch, F.mse_loss, precision="bf16")
+
+
+def layer_price(dropout: float, tp: int, *, sequence: bool) -> BlockPrice:
+    """A layer in 16 bits on GPUs, split as Megatron does; with `sequence` all between its products
+    along that, too."""
+    of = layers(dropout)
     graph, table = of.graph, of.table
     block = next(block for block in graph.blocks if block.name == "layers.1")
     layouts = BlockLayouts(graph, table, block, tp)
@@ -317,31 +259,45 @@ def agrees(of: Setup, name: str, ranks: Ranks) -> None:
     assert predicted(of) == max(got.values())
 
 
-@pytest.mark.parametrize("mesh", [(1, 2), (2, 1), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", MODELS)
-def test_ranks_keep_their_shares(name: str, mesh: tuple[int, int], ranks: Ranks) -> None:
+SHARES = {  # models on each mesh: every kind of parameter split, statistics synchronised
+    (1, 2): ("gpt2_untied_dropout", "bert_eager_dropout", "moe", "unet"),
+    (2, 1): ("resnet", "convnet"),
+    (2, 2): ("llama", "t5"),
+}
+
+
+@pytest.mark.parametrize(
+    "at",
+    tiered(
+        [(name, mesh) for mesh in SHARES for name in MODELS],
+        lambda at: at[0] in SHARES[at[1]],
+        "the change tier has each mesh, and each kind of operator on one",
+    ),
+)
+def test_ranks_keep_their_shares(at: tuple[str, tuple[int, int]], ranks: Ranks) -> None:
     """Megatron's shardings (tensor axis), synchronised statistics (data axis)."""
+    name, mesh = at
     shardings = MODELS[name].shardings if mesh[1] > 1 and name != "convnet" else {}
     for recompute in ("none", "full"):
-        of = setup(graph_of(name, 4), shardings, mesh=mesh, microbatches=4, recompute=recompute)
+        of = setup(graph_of(name), shardings, mesh=mesh, microbatches=4, recompute=recompute)
         agrees(of, name, ranks)
 
 
 @pytest.mark.parametrize("name", SEQUENCE_SPLIT)
 def test_ranks_keep_their_part_of_the_sequence(name: str, ranks: Ranks) -> None:
     shardings = {**MODELS[name].shardings, **SEQUENCE_SPLIT[name]}
-    of = setup(graph_of(name, 4), shardings, mesh=(1, 2))
+    of = setup(graph_of(name), shardings, mesh=(1, 2))
     agrees(of, name, ranks)
-    assert predicted(of) < predicted(setup(graph_of(name, 4), MODELS[name].shardings, mesh=(1, 2)))
+    assert predicted(of) < predicted(setup(graph_of(name), MODELS[name].shardings, mesh=(1, 2)))
 
 
-@pytest.mark.parametrize("name", SEQUENCE_SPLIT)
+@pytest.mark.parametrize("name", tiered(SEQUENCE_SPLIT, "llama".__eq__, "one of the two stays"))
 def test_ranks_keep_their_part_of_what_they_gather(name: str, ranks: Ranks) -> None:
     """To the byte, beside each policy."""
     shardings = {**MODELS[name].shardings, **SEQUENCE_SPLIT[name]}
     for policy in ("none", "selective", "pointwise", "widening", "products"):
         plain, regathered = (
-            setup(graph_of(name, 4), shardings, mesh=(1, 2), recompute=own)
+            setup(graph_of(name), shardings, mesh=(1, 2), recompute=own)
             for own in (policy, regathering(policy))
         )
         agrees(regathered, name, ranks)
@@ -351,7 +307,7 @@ def test_ranks_keep_their_part_of_what_they_gather(name: str, ranks: Ranks) -> N
 @cache
 def any_assignments(name: str, seed: int) -> Mapping[str, Assignment]:
     """Random strategies for a third of the operators; the rest follows."""
-    rng, of = random.Random(seed), graph_of(name, 4)
+    rng, of = random.Random(seed), graph_of(name)
     prices = pricer(setup(of, mesh=(1, 2)))
     found: dict[str, Assignment] = {}
     states: dict[str, Any] = {}
@@ -374,8 +330,8 @@ def any_assignments(name: str, seed: int) -> Mapping[str, Assignment]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", tiered(range(6), (0).__eq__, "one draw of each model stays"))
 @pytest.mark.parametrize("name", ["gpt2_untied_dropout", "llama", "plain_gpt", "resnet"])
 def test_ranks_keep_the_same_under_any_strategies(name: str, seed: int, ranks: Ranks) -> None:
-    of = chosen(graph_of(name, 4), any_assignments(name, seed), mesh=(1, 2))
+    of = chosen(graph_of(name), any_assignments(name, seed), mesh=(1, 2))
     agrees(of, name, ranks)

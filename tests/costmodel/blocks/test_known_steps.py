@@ -11,16 +11,28 @@ from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import block_memory
 from meshwright.costmodel.sharding.moves import moves
 from tests.costmodel.memory.saved_tensors import pricer, setup
-from tests.models.models import CASES, traced
+from tests.costmodel.traces import graph_of
+from tests.helpers.tiers import tiered
+from tests.models.models import CASES
 
 ROWS = (4.0, 1.0, 2.0, 3.0, 16.0, 1.0, 7.0)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", ["gpt2_tied", "llama", "resnet", "moe", "t5", "unet"])
-def test_other_rows_are_as_walked(name: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = CASES[name]
-    of = setup(traced(case, 4), case.shardings if tp > 1 else None, mesh=(1, tp))
+@pytest.mark.parametrize(
+    "at",
+    tiered(
+        [
+            (name, tp)
+            for name in ("gpt2_tied", "llama", "resnet", "moe", "t5", "unet")
+            for tp in (1, 2)
+        ],
+        lambda at: at in (("llama", 2), ("resnet", 1), ("moe", 2)),
+        "the change tier has both degrees, tokens, images and experts",
+    ),
+)
+def test_other_rows_are_as_walked(at: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    name, tp = at
+    of = setup(graph_of(name), CASES[name].shardings if tp > 1 else None, mesh=(1, tp))
     walks: list[float] = []
 
     def walked(prices: object, steps: object) -> object:

@@ -19,8 +19,9 @@ from meshwright.costmodel.blocks.policies import PARTIAL
 from meshwright.costmodel.blocks.repeated import least_kept, repeated_ops
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.memory.storage import Storage
-from tests.costmodel.blocks.test_block_memory import Stack, graph_of
+from tests.costmodel.blocks.test_block_memory import Stack
 from tests.costmodel.memory.saved_tensors import ledger, memories, predicted, setup
+from tests.costmodel.traces import graph_of
 from tests.helpers.planning import cut
 from tests.models.architectures import SEQUENCE
 from tests.models.models import Traced
@@ -74,7 +75,7 @@ def test_no_set_of_operators_keeps_less_for_its_cost(
 
 @pytest.mark.parametrize("name", ["gpt2_tied", "llama", "bert_eager_dropout", "moe", "t5"])
 def test_each_policy_keeps_no_more_than_the_one_before(name: str) -> None:
-    of = setup(graph_of(name, 4))
+    of = setup(graph_of(name))
     for block, memory in zip(of.blocks, memories(of).values(), strict=True):
         names = [
             {op.name for op in again(policy, block, of.of)}
@@ -88,7 +89,7 @@ def test_each_policy_keeps_no_more_than_the_one_before(name: str) -> None:
 
 def test_products_are_repeated_by_what_they_make() -> None:
     """Of Llama's: gate and up widen, and the last product's result is nobody's."""
-    of = graph_of("llama", 4)
+    of = graph_of("llama")
     block = of.graph.blocks[1]
     made = {policy: {op.key for op in again(policy, block, of)} for policy in PARTIAL}
     products = {
@@ -106,7 +107,7 @@ def test_products_are_repeated_by_what_they_make() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2_eager", "gpt2_eager_dropout", "bert_eager_dropout"])
 def test_selective_recompute_repeats_scores_and_probabilities(name: str) -> None:
-    of = graph_of(name, 4)
+    of = graph_of(name)
     block = of.graph.blocks[1]
     picked = again("selective", block, of)
     squares = {op.short for op in picked}
@@ -121,13 +122,13 @@ def test_selective_recompute_repeats_scores_and_probabilities(name: str) -> None
 
 def test_fused_attention_and_convolutions_are_not_repeated() -> None:
     for name in ("gpt2_tied", "resnet", "mlp"):
-        of = graph_of(name, 4)
+        of = graph_of(name)
         for block in of.graph.blocks:
             assert not again("selective", block, of)
 
 
 def test_written_out_dropout_of_an_attention_operator_is_repeated() -> None:
-    of = graph_of("gpt2_dropout", 4)
+    of = graph_of("gpt2_dropout")
     block = of.graph.blocks[1]
     (op,) = again("selective", block, of)
     assert op.short == "scaled_dot_product_attention"

@@ -1,4 +1,4 @@
-"""The simulation against an event-by-event reference and a demand-driven longest path.
+"""The simulation against an event-by-event reference.
 
 All times are whole numbers of seconds, so sums are exact and times are compared with ==.
 """
@@ -6,8 +6,6 @@ All times are whole numbers of seconds, so sums are exact and times are compared
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,15 +14,8 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.schedules.compiled import program_of
 from meshwright.costmodel.schedules.orders import Compute
-from meshwright.costmodel.schedules.schedule import (
-    SCHEDULES,
-    Action,
-    Instruction,
-    build_schedule,
-    stages_of_devices,
-)
-from meshwright.costmodel.schedules.simulate import Event, StageTimes, Timeline, simulate
-from meshwright.costmodel.schedules.table import compute_orders
+from meshwright.costmodel.schedules.schedule import SCHEDULES, Action, Instruction, build_schedule
+from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
 from tests.costmodel.schedules.pipelines import (
     Shape,
     chain,
@@ -113,55 +104,6 @@ def played(
     return events
 
 
-def longest_path_s(shape: Shape, of_stages: Sequence[StageTimes], transfers: Transfers) -> float:
-    """When the last compute ends, asked backwards from the end of each device. Knows no streams,
-    and only channels that no two stages share."""
-    orders = compute_orders(
-        shape.name, num_stages=shape.num_stages, num_microbatches=shape.m, num_devices=shape.p
-    )
-    if not shape.paired:
-        orders = tuple(tuple(c._replace(overlapped=False) for c in order) for order in orders)
-    where = {
-        (c.action is F, c.stage, c.microbatch): (d, at)
-        for d, order in enumerate(orders)
-        for at, c in enumerate(order)
-        if c.action is not W
-    }
-    device_of = {c.stage: d for d, order in enumerate(orders) for c in order}
-
-    @cache
-    def start_s(device: int, at: int) -> float:
-        """Of the compute or, where two overlap, of both."""
-        order = orders[device]
-        if at and order[at - 1].overlapped:
-            return start_s(device, at - 1)
-        after = [end_s(device, at - 1)] if at else [0.0]
-        for each in order[at : at + 1 + order[at].overlapped]:
-            if each.action is not W:
-                for i, j in transfers:
-                    if (j if each.action is F else i) == each.stage:
-                        after.append(arrival_s(each.action is F, i, j, each.microbatch))
-        return max(after)
-
-    @cache
-    def end_s(device: int, at: int) -> float:
-        order = orders[device]
-        if order[at].overlapped:
-            return end_s(device, at + 1)
-        both = order[max(0, at - 1) : at + 1] if at and order[at - 1].overlapped else [order[at]]
-        return start_s(device, at) + sum(compute_s(each, of_stages) for each in both)
-
-    @cache
-    def arrival_s(forward: bool, i: int, j: int, k: int) -> float:
-        sent_s = end_s(*where[forward, i if forward else j, k])
-        if device_of[i] == device_of[j]:
-            return sent_s
-        free_s = arrival_s(forward, i, j, k - 1) if k > shape.microbatches(i)[0] else 0.0
-        return max(sent_s, free_s) + transfers[i, j]
-
-    return max(end_s(d, len(order) - 1) for d, order in enumerate(orders))
-
-
 # --- any schedule, any graph -----------------------------------------------------------------
 
 
@@ -184,54 +126,6 @@ def test_every_event_is_when_the_reference_has_it(
         assert spans[-1][1] <= timeline.pipeline_s
     assert timeline.period_s <= timeline.step_time_s
     assert 0 <= timeline.bubble_fraction <= 1
-
-
-@given(data=st.data(), shape=shapes())
-def test_any_stage_graph_finishes_when_its_longest_path_does(
-    data: st.DataObject, shape: Shape
-) -> None:
-    of_stages = [data.draw(stage_times()) for _ in range(shape.num_stages)]
-    cost = seconds if shape.v == 1 else st.just(0)  # stages of a device share its channels
-    transfers = {edge: data.draw(cost) for edge in data.draw(edges_of(shape))}
-    timeline = run(shape, of_stages, transfers)
-    assert timeline.pipeline_s == longest_path_s(shape, of_stages, transfers)
-
-
-@given(case=cases())
-def test_a_track_does_one_thing_at_a_time(case: tuple[Shape, list[StageTimes], Transfers]) -> None:
-    shape, of_stages, transfers = case
-    placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
-    device_of = {stage: d for d, stages in enumerate(placed) for stage in stages}
-    tracks: dict[tuple[int, str], list[Event]] = defaultdict(list)
-    for event in run(shape, of_stages, transfers).events:
-        tracks[device_of[event.stage], event.track].append(event)
-        if event.track.startswith("send"):
-            peer = int(event.track.split("->")[1])
-            tracks[device_of[event.stage], f"to device {device_of[peer]}"].append(event)
-    for events in tracks.values():
-        spans = sorted((event.start_s, event.end_s) for event in events)
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-
-
-@given(case=cases(), data=st.data())
-def test_no_step_is_faster_because_something_takes_longer(
-    case: tuple[Shape, list[StageTimes], Transfers], data: st.DataObject
-) -> None:
-    shape, of_stages, transfers = case
-    slower = list(of_stages)
-    at = data.draw(st.integers(0, shape.num_stages - 1))
-    slower[at] = StageTimes(
-        forward_s=of_stages[at].forward_s + data.draw(seconds),
-        backward_s=of_stages[at].backward_s + data.draw(seconds),
-        weight_s=of_stages[at].weight_s,
-        overlap_s=of_stages[at].overlap_s,
-        reduce_s=of_stages[at].reduce_s,
-        optimizer_s=of_stages[at].optimizer_s,
-    )
-    slow_transfers = {edge: c + data.draw(seconds) for edge, c in transfers.items()}
-    fast, slow = run(shape, of_stages, transfers), run(shape, slower, slow_transfers)
-    assert fast.step_time_s <= slow.step_time_s
-    assert fast.pipeline_s >= max(fast.busy_s)
 
 
 def test_the_step_ends_with_the_last_reduction_and_optimizer() -> None:

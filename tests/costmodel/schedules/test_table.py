@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import MISSING, fields
 
 import numpy as np
 import pytest
 from hypothesis import given
 
+from meshwright.costmodel.schedules import fills
 from meshwright.costmodel.schedules.fills import PipelineShape
 from meshwright.costmodel.schedules.schedule import (
     SCHEDULES,
     backward_follows_forward,
-    peak_activation,
+    least_in_flight,
 )
 from meshwright.costmodel.schedules.simulate import StageTimes
 from meshwright.costmodel.schedules.table import Schedule
 from tests.costmodel.schedules.pipelines import Shape, run, shapes
-from tests.helpers.source_files import PRODUCT, SourceFile, files_in
+from tests.helpers.source_files import PRODUCT, files_in
 
 HOMES = (
     "costmodel/schedules/table.py",
@@ -36,11 +38,9 @@ def names_of_schedules(tree: ast.Module) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize(
-    "file", [f for f in files_in(*PRODUCT) if f.path not in HOMES], ids=lambda file: file.path
-)
-def test_only_the_table_names_schedules(file: SourceFile) -> None:
-    assert names_of_schedules(file.tree) == []
+def test_only_the_table_names_schedules() -> None:
+    named = {f.path: names_of_schedules(f.tree) for f in files_in(*PRODUCT) if f.path not in HOMES}
+    assert {path: found for path, found in named.items() if found} == {}
 
 
 def test_names_of_schedules_are_found() -> None:
@@ -116,17 +116,76 @@ def test_the_backward_of_a_last_stage_follows_its_forward(
     assert found == follows
 
 
-@pytest.mark.parametrize("name", [n for n, s in SCHEDULES.items() if s.in_flight_together])
-@pytest.mark.parametrize("each", [1, 2, 3, 5])
-def test_what_a_device_holds_together_is_what_its_order_holds(name: str, each: int) -> None:
-    together = SCHEDULES[name].in_flight_together
-    assert together is not None
-    for p in (1, 2, 3, 4, 6):
-        for m in (p, 2 * p, 5 * p):
-            # of stages that don't weigh alike the order is counted
-            weights = [1.0 + 1e-9 * k for k in range(p * each)]
-            counted = peak_activation(
-                name, num_microbatches=m, bytes_per_stage=weights, num_devices=p
-            )
-            shape = PipelineShape(m, p, each)
-            assert [round(held) for held in counted] == [together(d, shape) for d in range(p)]
+@pytest.mark.parametrize(
+    ("fill", "f", "b", "w", "shape", "seconds"),
+    [
+        (fills.fill_whole, 2, 4, 1, PipelineShape(8, 4), 6),
+        (fills.fill_interleaved, 2, 4, 1, PipelineShape(8, 4, 2), 6),
+        (fills.fill_interleaved, 2, 4, 1, PipelineShape(6, 4, 3), 6 + 2 * 2 / 3 * 4),  # lacks two
+        (fills.fill_interleaved, 2, 4, 1, PipelineShape(3, 4, 2), 6 + 1 / 3 * 6),
+        (fills.fill_less_weights, 2, 4, 1, PipelineShape(8, 4), 6 - 2),
+        (fills.fill_less_weights, 2, 4, 1, PipelineShape(2, 4), 6 - 1 - 1 / 3),
+        (fills.fill_less_weights, 1, 2, 2, PipelineShape(8, 4), 0),
+        (fills.fill_v_shaped, 2, 4, 1, PipelineShape(8, 4), 3 + 1 / 2),
+        (fills.fill_v_shaped, 2, 4, 1, PipelineShape(1, 4), 2 * 5),
+        (fills.fill_v_shaped, 2, 4, 1, PipelineShape(2, 4), 3.5 + 2 / 3 * (10 - 3.5)),
+        (fills.fill_less_weights_twice, 2, 4, 1, PipelineShape(8, 4), 6 - 3),
+        (fills.fill_less_weights_twice, 2, 4, 1, PipelineShape(3, 4), 6 - 1 - 2 / 3),
+        (fills.fill_less_weights_twice, 2, 4, 2, PipelineShape(8, 4), 2),
+        (fills.fill_chimera, 2, 4, 1, PipelineShape(8, 4), 2 * (2 + 2 * 2) / 3),
+        (fills.fill_chimera, 4, 2, 1, PipelineShape(9, 4), 2 * 4 / 3),
+        (fills.fill_dualpipe, 2, 4, 1, PipelineShape(8, 6), 2 * 4 / 5),
+    ],
+)
+def test_fills_by_hand(
+    fill: Callable[..., fills.Floats],
+    f: float,
+    b: float,
+    w: float,
+    shape: PipelineShape,
+    seconds: float,
+) -> None:
+    found = fill(*(np.array([x, x], dtype=float) for x in (f, b, w)), shape)
+    assert found.tolist() == pytest.approx([seconds] * 2)
+
+
+def test_bounds_by_hand() -> None:
+    """Of two devices with 2 micro-batches: of work 12, 12 / (1 - 1/4), or twice the slowest."""
+    assert fills.bound_of_chain(12.0, 6.0, 2, 2) == pytest.approx(16)
+    assert fills.bound_of_chain(12.0, 9.0, 2, 2) == fills.bound_of_slowest(12.0, 9.0, 2, 2) == 18
+    assert fills.bound_of_chain(12.0, 6.0, 1, 2) == 12
+
+
+def test_what_each_schedule_asks_and_takes() -> None:
+    """One line each: its copies, stages on a device, ZeRO, counts, recompute, offers."""
+    split = {name for name, own in SCHEDULES.items() if own.splits_backward}
+    assert split == {"zb_h1", "zb_h2", "zb_v", "dualpipe_v", "dualpipe"}
+    assert {n for n, own in SCHEDULES.items() if own.on_request} == {
+        "dualpipe_v", "chimera", "dualpipe",
+    }  # fmt: skip
+    assert {n for n, own in SCHEDULES.items() if own.staggered} == {"zb_h2", "zb_v"}
+    assert {n for n, own in SCHEDULES.items() if own.standard} == {
+        "gpipe", "1f1b", "interleaved_1f1b",
+    }  # fmt: skip
+    assert {n for n, own in SCHEDULES.items() if not own.hides_sends} == {"1f1b", "chimera"}
+    for name, own in SCHEDULES.items():
+        two = name in ("chimera", "dualpipe")
+        highest = 1 if name in split else 2 if two else 3
+        assert [own.divides(zero) for zero in range(4)] == [zero <= highest for zero in range(4)]
+        assert own.recomputed == (("none", "regather") if name in split else None)
+        assert own.pipelines(8) == ((range(4), range(4, 8)) if two else (range(8),))
+        assert [own.runs(m, p) for m, p in ((4, 2), (3, 2), (4, 3))] == [True, not two, not two]
+        assert own.unequal_meshes == (own.stages_per_device == 1)
+
+
+def test_the_least_that_is_in_flight_on_any_stage_of_a_device() -> None:
+    """Of a V the last stage has fewer than the first on device 0, and as many at its turn."""
+    for name, stages, m, expected in (
+        ("1f1b", 3, 8, (3, 2, 1)),
+        ("1f1b", 3, 2, (2, 2, 1)),
+        ("interleaved_1f1b", 4, 4, (2, 1)),
+        ("zb_v", 4, 8, (1, 2)),
+    ):
+        devices = len(expected)
+        found = least_in_flight(name, num_stages=stages, num_microbatches=m, num_devices=devices)
+        assert found == expected, name
