@@ -108,47 +108,32 @@ def ids() -> torch.Tensor:
     return torch.randint(1, VOCAB, (ROWS, SEQUENCE), generator=torch.Generator().manual_seed(0))
 
 
-def hugging_face(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+def hugging_face(name: str, layers: int = 2) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """gpt2, llama, bert or t5, tiny, and a batch."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     labels = ids().masked_fill(ids() == 3, -100)
     batch = {"input_ids": ids(), "labels": labels}
-    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+    special = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": VOCAB}
+    common = {
+        "num_hidden_layers": layers, "hidden_size": 16, "num_attention_heads": 4,
+        "intermediate_size": 24,
+    }  # fmt: skip
     if name == "gpt2":
         config = transformers.GPT2Config(
-            n_layer=2, n_embd=16, n_head=4, vocab_size=VOCAB, n_positions=16, **special
+            n_layer=layers, n_embd=16, n_head=4, n_positions=16, **special
         )
         return transformers.GPT2LMHeadModel(config), batch
     if name == "llama":
-        config = transformers.LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=16,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=24,
-            vocab_size=VOCAB,
-            **special,
-        )
+        config = transformers.LlamaConfig(num_key_value_heads=2, **common, **special)
         return transformers.LlamaForCausalLM(config), batch
-    if name == "t5":
+    if name == "t5":  # the first layer of a stack makes the position bias of the others
         config = transformers.T5Config(
-            d_model=16,
-            d_kv=4,
-            d_ff=24,
-            num_layers=2,
-            num_heads=4,
-            vocab_size=VOCAB,
+            d_model=16, d_kv=4, d_ff=24, num_layers=layers, num_heads=4, vocab_size=VOCAB,
             decoder_start_token_id=0,
-        )
+        )  # fmt: skip
         return transformers.T5ForConditionalGeneration(config), batch
-    config = transformers.BertConfig(
-        num_hidden_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
-        intermediate_size=24,
-        vocab_size=VOCAB,
-        max_position_embeddings=16,
-    )
+    config = transformers.BertConfig(vocab_size=VOCAB, max_position_embeddings=16, **common)
     mask = torch.ones_like(ids())
     mask[1, 4:] = 0
     return transformers.BertForMaskedLM(config), {**batch, "attention_mask": mask}

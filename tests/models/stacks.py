@@ -122,6 +122,19 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
+def each(
+    step: Callable[[Any, int, Any, torch.Tensor], torch.Tensor],
+) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """A run of `step(stack, position, layer, x)`, one layer after the other."""
+
+    def run(self: Stack, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = step(self, k, layer, x)
+        return x
+
+    return run
+
+
 def with_layer(forward: Callable[[Any, Any], Any], **attributes: Any) -> Callable[[int], Layer]:
     """A maker of layers with another forward; `attributes` are called with the position."""
     kind = type("Other", (Layer,), {"forward": forward})

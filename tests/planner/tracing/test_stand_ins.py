@@ -12,66 +12,35 @@ from torch import nn
 
 from meshwright.planner.tracing.trace import trace
 from meshwright.planner.tracing.user_module.similar_layers import find_similar_layers
-from tests.helpers.traced import VOCAB, WIDTH, agree, ids, rows
-from tests.models.stacks import DEPTH, Layer, Stack, nested, refusals, with_layer
+from tests.helpers.traced import WIDTH, agree, hugging_face, rows
+from tests.models.stacks import DEPTH, Layer, Stack, each, nested, refusals, with_layer
 
 # --- models of transformers ----------------------------------------------------------------------
-
-
-def hugging_face(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    transformers = pytest.importorskip("transformers")
-    transformers.logging.set_verbosity_error()
-    special = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-    common = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": DEPTH,
-        "num_attention_heads": 4, "max_position_embeddings": 16, **special,
-    }  # fmt: skip
-    batch = {"input_ids": ids(), "labels": ids()}
-    if name == "gpt2":
-        config = transformers.GPT2Config(
-            n_layer=DEPTH, n_embd=16, n_head=4, n_positions=16, **special
-        )
-        return transformers.GPT2LMHeadModel(config), batch
-    if name == "llama":
-        config = transformers.LlamaConfig(num_key_value_heads=2, **common)
-        return transformers.LlamaForCausalLM(config), batch
-    if name == "t5":  # the first layer of a stack makes the position bias of the others
-        config = transformers.T5Config(
-            d_model=16,
-            d_kv=4,
-            d_ff=16,
-            num_layers=DEPTH,
-            num_heads=4,
-            vocab_size=VOCAB,
-            decoder_start_token_id=0,
-        )
-        return transformers.T5ForConditionalGeneration(config), batch
-    return transformers.BertForMaskedLM(transformers.BertConfig(**common)), batch
 
 
 @pytest.mark.parametrize(
     ("name", "precision"), [("gpt2", "bf16"), ("llama", "fp32"), ("bert", "fp32"), ("t5", "fp32")]
 )
 def test_transformers_models(name: str, precision: str) -> None:
-    model, batch = hugging_face(name)
+    model, batch = hugging_face(name, DEPTH)
     assert find_similar_layers(model)
     assert not refusals(model, batch, precision=precision)
 
 
 def test_a_short_trace_computes_what_the_model_does() -> None:
-    model, batch = hugging_face("gpt2")
+    model, batch = hugging_face("gpt2", DEPTH)
     assert find_similar_layers(model)
     agree(model.eval(), batch)
 
 
 def test_gradient_checkpointing_of_transformers() -> None:
-    model, batch = hugging_face("llama")
+    model, batch = hugging_face("llama", DEPTH)
     model.gradient_checkpointing_enable()
     assert not refusals(model, batch)
 
 
 def test_hidden_states_that_hooks_record() -> None:
-    model, batch = hugging_face("bert")
+    model, batch = hugging_face("bert", DEPTH)
     model.config.output_hidden_states = True
     refusals(model, batch)
 
@@ -88,14 +57,10 @@ def collected(self: Stack, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(kept).sum(0)
 
 
-def between(self: Stack, x: torch.Tensor) -> torch.Tensor:
+@each
+def between(self: Stack, k: int, layer: Any, x: torch.Tensor) -> torch.Tensor:
     """Views, in-place operations of the parent's own, and layers that are skipped or turned."""
-    for k, layer in enumerate(self.layers):
-        if k == 2:
-            continue
-        y = layer(x.flip(0) if k % 2 else x)
-        x = y.relu() + k
-    return x
+    return x if k == 2 else layer(x.flip(0) if k % 2 else x).relu() + k
 
 
 def run_nested(self: Stack, x: torch.Tensor) -> torch.Tensor:
@@ -118,10 +83,6 @@ def frozen_trunk(self: Stack, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
     return self.head(x)
-
-
-def own_constant(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return x + self.l(x) * torch.tensor([1.0] * WIDTH) + torch.arange(WIDTH)
 
 
 def inner_writes(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -148,7 +109,11 @@ SHORT: dict[str, Callable[[], nn.Module]] = {
     "between": lambda: Stack(run=between),
     "sequential": lambda: nn.Sequential(*(Layer() for _ in range(DEPTH)), nn.Linear(WIDTH, 4)),
     "nested structures": lambda: Stack(with_layer(nested), run_nested),
-    "constants": lambda: Stack(with_layer(own_constant)),
+    "constants": lambda: Stack(
+        with_layer(
+            lambda self, x: x + self.l(x) * torch.tensor([1.0] * WIDTH) + torch.arange(WIDTH)
+        )
+    ),
     "writes inside": lambda: Stack(with_layer(inner_writes)),
     "no_grad inside": lambda: Stack(with_layer(no_grad_inside)),
     "autocast": lambda: Stack(run=under_autocast),
