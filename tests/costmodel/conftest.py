@@ -12,7 +12,6 @@ import pytest
 def heap_of_others_aside() -> Iterator[None]:
     """A trace looks for caches among all objects that the collector knows: two thirds of its time,
     where torch and the tests before it are among them."""
-    gc.collect()
     gc.freeze()
     yield
     gc.unfreeze()

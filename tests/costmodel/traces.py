@@ -13,12 +13,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.planner.tracing.trace import trace
 from tests.costmodel.rules import rule_cases, rule_cases_auto, rule_cases_image
 from tests.costmodel.rules.rule_cases import Case as Call
 from tests.costmodel.rules.rule_cases import CaseModule, total
+from tests.helpers import traced as helper
 from tests.helpers.sharded_ops import OperatorCheck, Sample, sampled
 from tests.helpers.stored import stored
+from tests.helpers.traced import hugging_face
 from tests.models import architectures, models
 from tests.models.architectures import bert, gpt2, llama
 from tests.models.models import CASES, Case, Traced, traced
@@ -99,3 +102,14 @@ def operator(of: Call) -> OperatorCheck:
     graph = call_graph(of)
     sample = sampled(module, batch, total, differentiable_inputs=True, graph=graph)
     return OperatorCheck(sample, next(op for op in sample.ops if op.short == of.op))
+
+
+def analysed(name: str) -> tuple[Graph, FactorTable]:
+    """A model of `tests/helpers/traced.py` for 5 rows: a batch whose size no other dim has."""
+
+    def make() -> tuple[Graph, FactorTable]:
+        model, batch = hugging_face(name)
+        graph = trace(model, batch, batch_size=5)
+        return graph, analyse(graph)
+
+    return stored("hugging face", name, make=make, models=(helper,))

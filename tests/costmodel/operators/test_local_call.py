@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,17 +18,21 @@ from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, str
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.measure.operators import operator
 from meshwright.profiles.op_signature import OperandIndex, OpSignature
-from tests.helpers.sharded_ops import Sample, sampled
+from tests.costmodel.traces import graph_of, sample_of
+from tests.helpers.sharded_ops import Sample
 from tests.helpers.shards import shards
-from tests.models.models import CASES
+from tests.helpers.tiers import tiered
 
-ZOO = ("gpt2_tied", "llama", "bert", "resnet", "plain_gpt")
+LIVE = tiered(
+    ("gpt2_tied", "llama", "bert", "resnet", "plain_gpt"),
+    lambda name: name in ("llama", "resnet"),
+    "the change tier has tokens and images",
+)
 
 
-@pytest.fixture(scope="module", params=ZOO)
+@pytest.fixture(scope="module", params=LIVE)
 def sample(request: pytest.FixtureRequest) -> Sample:
-    case = CASES[request.param]
-    return sampled(case.model(), case.batch(4, 0), case.loss_fn)
+    return sample_of(request.param)
 
 
 def options(sample: Sample, degree: int) -> list[tuple[Op, Strategy, OpSignature]]:
@@ -79,28 +84,25 @@ def test_calls_give_what_a_rank_holds_of_the_results(sample: Sample, degree: int
             assert result.shape == held.shape, f"{op.target} {one.name}"
 
 
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize("name", LIVE)
 def test_rows_scale_as_a_trace_of_that_many_rows(name: str) -> None:
-    """Shapes of a graph traced at 2 rows, asked for 6, are those of one traced at 6."""
-    case = CASES[name]
-
-    def at(rows: int) -> tuple[Graph, FactorTable]:
-        graph = trace(case.model(), case.batch(4, 0), batch_size=rows, loss_fn=case.loss_fn)
-        return graph, analyse(graph)
-
-    (two, small), (six, large) = at(2), at(6)
+    """Shapes of a graph traced at 4 rows, asked for 8, are those of one traced at 8."""
+    (four, small), (eight, large) = (
+        (of.graph, of.table) for of in (graph_of(name, rows) for rows in (4, 8))
+    )
     compared = 0
-    for a, b in zip(two.ops, six.ops, strict=True):
-        for one in strategies(two, small, a, 2):
-            same = [s for s in strategies(six, large, b, 2) if s.name == one.name]
+    for a, b in zip(four.ops, eight.ops, strict=True):
+        for one in strategies(four, small, a, 2):
+            same = [s for s in strategies(eight, large, b, 2) if s.name == one.name]
             if not same:
                 continue
-            found = signature(two, small, a, one, rows=6, tp=2)
-            assert found == signature(six, large, b, same[0], rows=6, tp=2), a.key
+            found = signature(four, small, a, one, rows=8, tp=2)
+            assert found == signature(eight, large, b, same[0], rows=8, tp=2), a.key
             compared += found is not None
     assert compared > 20
 
 
+@cache
 def mlp() -> tuple[Graph, FactorTable]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
     graph = trace(

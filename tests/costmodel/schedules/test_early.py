@@ -58,41 +58,6 @@ def test_what_runs_early_waits_for_nothing_that_comes_later(
     assert arriving == sent
 
 
-@given(
-    p=st.integers(2, 6),
-    more=st.integers(0, 6),
-    w=st.integers(1, 5),
-    f=st.integers(0, 5),
-    i=st.integers(0, 5),
-)
-def test_zb_h2_has_the_bubble_of_its_paper(p: int, more: int, w: int, f: int, i: int) -> None:
-    """(p-1)(F + I - 2W), none where all take the same; and (p-1) F more, at most, otherwise."""
-    f, i, m = w + f, w + i, 2 * p - 1 + more
-    shape = Shape(name="zb_h2", p=p, v=1, m=m)
-    timeline, ideal_s = equal(shape, f, i, w), m * (f + i + w)
-    assert period_s(shape, timeline) - ideal_s == (p - 1) * (f + i - 2 * w)
-    assert timeline.step_time_s - ideal_s == (p - 1) * max(f, f + i - 2 * w)
-    if f == i == w:
-        assert timeline.validated_bubble(period_s(shape, timeline)) == 0
-
-
-@given(p=st.integers(2, 6), more=st.integers(0, 6), w=st.integers(1, 5), f=st.integers(0, 5))
-def test_zb_v_has_the_bubble_of_its_paper(p: int, more: int, w: int, f: int) -> None:
-    f, m = w + f, 2 * p - 1 + more
-    shape = Shape(name="zb_v", p=p, v=2, m=m)
-    assert period_s(shape, equal(shape, f, f, w)) - 2 * m * (2 * f + w) == 2 * (p - 1) * (f - w)
-
-
-@given(
-    shape=shapes(names=("gpipe", "1f1b", "eager_1f1b", "interleaved_1f1b"), paired=st.just(False)),
-    f=st.integers(1, 5),
-    b=st.integers(1, 5),
-)
-def test_where_the_first_device_ends_last_nothing_is_gained(shape: Shape, f: int, b: int) -> None:
-    timeline = equal(shape, f, b, 0)
-    assert period_s(shape, timeline) == timeline.step_time_s
-
-
 @given(data=st.data(), shape=shapes(), verdict=seconds)
 def test_steps_follow_each_other_as_they_can(
     data: st.DataObject, shape: Shape, verdict: int

@@ -3,13 +3,14 @@
 All times are whole numbers of seconds, so sums are exact and times are compared with ==.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES, peak_activation
+from meshwright.costmodel.schedules.schedule import SCHEDULES
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline
 from tests.costmodel.schedules.pipelines import (
     Shape,
@@ -45,89 +46,76 @@ def equal(shape: Shape, forward: int, input_: int, weight: int) -> Timeline:
 # --- equal stages ----------------------------------------------------------------------------
 
 
-@given(shape=shapes(names=("gpipe", "1f1b", "eager_1f1b")), forward=positive, backward=positive)
-def test_one_stage_per_device_takes_the_textbook_time(
-    shape: Shape, forward: int, backward: int
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """Seconds that a schedule adds to the ideal time, of equal stages with F, I and W seconds: in a
+    step by itself, and where steps are validated afterwards (None: the same). They hold from
+    `least(p)` micro-batches on, of multiples of `unit(p)`, W <= F, I; `alike`: where F = I."""
+
+    bubble: Callable[..., float]
+    validated: Callable[..., float] | None = None
+    least: Callable[[int], int] = lambda p: 1
+    unit: Callable[[int], int] = lambda p: 1
+    alike: bool = False
+
+
+FORMS = {
+    "gpipe": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w)),
+    "1f1b": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w)),
+    "eager_1f1b": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w)),
+    "interleaved_1f1b": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w), unit=lambda p: p),
+    "zb_h1": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i - w), least=lambda p: p),
+    "zb_h2": Form(
+        bubble=lambda p, m, f, i, w: (p - 1) * max(f, f + i - 2 * w),
+        validated=lambda p, m, f, i, w: (p - 1) * (f + i - 2 * w),
+        least=lambda p: 2 * p - 1,
+    ),
+    "zb_v": Form(
+        bubble=lambda p, m, f, i, w: (p - 1) * max(f, 2 * (f - w)),
+        validated=lambda p, m, f, i, w: 2 * (p - 1) * (f - w),
+        least=lambda p: 2 * p - 1,
+        alike=True,
+    ),
+    "dualpipe_v": Form(
+        bubble=lambda p, m, f, i, w: (p - 1) * (2 * f - w), least=lambda p: 2 * p, alike=True
+    ),
+    # p - 2 slots of F, and in each unit of p micro-batches as many times what B takes more
+    "chimera": Form(
+        bubble=lambda p, m, f, i, w: (p - 2) * (f + m // p * (i + w - f)), unit=lambda p: p
+    ),
+    "dualpipe": Form(
+        bubble=lambda p, m, f, i, w: (p // 2 - 1) * (2 * f - w),
+        least=lambda p: 2 * p,
+        unit=lambda p: 2,
+        alike=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(data=st.data(), p=st.integers(1, 6), w=positive, f=st.integers(0, 5), i=st.integers(0, 5))
+def test_equal_stages_take_the_time_of_the_papers(
+    name: str, data: st.DataObject, p: int, w: int, f: int, i: int
 ) -> None:
-    p, m = shape.p, shape.m
-    timeline = equal(shape, forward, backward, 0)
-    assert timeline.step_time_s == timeline.pipeline_s == (m + p - 1) * (forward + backward)
-    assert timeline.bubble_fraction == pytest.approx((p - 1) / (m + p - 1))
-    assert timeline.busy_s == (m * (forward + backward),) * p
-    assert all(timeline.idle_s(d) == (p - 1) * (forward + backward) for d in range(p))
-
-
-@given(
-    p=st.integers(1, 5),
-    v=st.integers(1, 4),
-    rounds=st.integers(1, 4),
-    forward=positive,
-    backward=positive,
-)
-def test_interleaving_divides_the_bubble_by_the_stages_per_device(
-    p: int, v: int, rounds: int, forward: int, backward: int
-) -> None:
-    shape = Shape(name="interleaved_1f1b", p=p, v=v, m=rounds * p)
-    step_time_s = equal(shape, forward, backward, 0).step_time_s
-    ideal_s = shape.m * v * (forward + backward)
-    assert step_time_s - ideal_s == (p - 1) * (forward + backward)
-    assert (step_time_s - ideal_s) / ideal_s == pytest.approx((p - 1) / (shape.m * v))
-
-
-@given(
-    p=st.integers(1, 6),
-    more=st.integers(0, 9),
-    w=positive,
-    f=st.integers(0, 5),
-    i=st.integers(0, 5),
-)
-def test_zb_h1_puts_weight_gradients_into_the_bubble(
-    p: int, more: int, w: int, f: int, i: int
-) -> None:
-    """(p-1)(F + I - W) where neither F nor I is shorter than W."""
-    f, i, m = w + f, w + i, p + more
-    timeline = equal(Shape(name="zb_h1", p=p, v=1, m=m), f, i, w)
-    assert timeline.step_time_s - m * (f + i + w) == (p - 1) * (f + i - w)
-
-
-@given(
-    p=st.integers(2, 6),
-    more=st.integers(0, 9),
-    w=positive,
-    f=st.integers(0, 5),
-    i=st.integers(0, 9),
-)
-def test_zb_h2_waits_for_its_first_forward_where_steps_begin_together(
-    p: int, more: int, w: int, f: int, i: int
-) -> None:
-    """(p-1) max(F, F + I - 2W), of which the first F is none without a barrier between steps."""
-    f, i, m = w + f, w + i, 2 * p - 1 + more
-    timeline = equal(Shape(name="zb_h2", p=p, v=1, m=m), f, i, w)
-    assert timeline.step_time_s - m * (f + i + w) == (p - 1) * max(f, f + i - 2 * w)
-    if i <= 2 * w:
-        assert timeline.period_s - m * (f + i + w) == (p - 1) * (f + i - 2 * w)
-
-
-@given(p=st.integers(1, 6), more=st.integers(0, 9), t=positive)
-def test_zb_v_has_no_bubble_in_the_memory_of_1f1b(p: int, more: int, t: int) -> None:
-    """The paper's claim for F = I = W: what a step idles is waiting for the first F alone, which
-    overlaps with the last step where no barrier is between them; and on no device activations of
-    more than p micro-batches, as on the first one under 1F1B."""
-    m = 2 * p + more
-    timeline = equal(Shape(name="zb_v", p=p, v=2, m=m), t, t, t)
-    assert timeline.period_s == max(timeline.busy_s) == 2 * m * 3 * t
-    assert timeline.step_time_s - timeline.period_s == (p - 1) * t
-    halves = peak_activation("zb_v", num_microbatches=m, bytes_per_stage=[0.5] * (2 * p))
-    whole = peak_activation("1f1b", num_microbatches=m, bytes_per_stage=[1.0] * p)
-    assert max(halves) == max(whole) == p
-
-
-@given(p=st.integers(1, 6), more=st.integers(0, 9), w=positive, longer=st.integers(0, 5))
-def test_zb_v_has_no_bubble_when_all_take_the_same(p: int, more: int, w: int, longer: int) -> None:
-    f, m = w + longer, 2 * p - 1 + more
-    timeline = equal(Shape(name="zb_v", p=p, v=2, m=m), f, f, w)
-    assert timeline.period_s - 2 * m * (2 * f + w) == 2 * (p - 1) * longer
-    assert timeline.step_time_s - timeline.period_s <= (p - 1) * f
+    form, own = FORMS[name], SCHEDULES[name]
+    v, p = own.stages_per_device or data.draw(st.integers(1, 4)), p * own.copies
+    f, i = w + f, w + (f if form.alike else i)
+    if name == "chimera":
+        i = max(i, f)  # B no shorter than F
+    unit = form.unit(p)
+    m = unit * (-(-form.least(p) // unit) + data.draw(st.integers(0, 9 if unit < 3 else 2)))
+    shape = Shape(name=name, p=p, v=v, m=m)
+    timeline = equal(shape, f, i, w)
+    busy_s = m * v // own.copies * (f + i + w)
+    bubble_s = form.bubble(p, m, f, i, w)
+    assert timeline.busy_s == (busy_s,) * p
+    assert timeline.step_time_s == timeline.pipeline_s == busy_s + bubble_s
+    assert timeline.bubble_fraction == pytest.approx(bubble_s / (busy_s + bubble_s))
+    period_s = timeline.validated_s(shape.streams(shape.chain), 0.0)
+    validated_s = bubble_s if form.validated is None else form.validated(p, m, f, i, w)
+    if form.validated or (not own.splits_backward and own.copies == 1):
+        assert period_s == busy_s + validated_s
+        assert timeline.validated_bubble(period_s) == pytest.approx(1 - busy_s / period_s)
 
 
 @given(
@@ -148,18 +136,6 @@ def test_dualpipe_v_idles_as_published(p: int, more: int, w: int, longer: int, s
     timeline = run(shape, [one] * (2 * p))
     both, backward = f + (f + w) - saved, f + w
     assert max(timeline.idle_s(d) for d in range(p)) == (p - 1) * (both + backward - 3 * w)
-
-
-@given(p=st.integers(1, 6), more=st.integers(0, 9), w=positive, longer=st.integers(0, 5))
-def test_dualpipe_v_without_an_overlap_has_half_the_bubble_of_zb_h1(
-    p: int, more: int, w: int, longer: int
-) -> None:
-    """(p-1)(F + I - W) of stages half as long: F and B of a pair don't wait for each other."""
-    f, m = w + longer, 2 * p + more
-    apart = equal(Shape(name="dualpipe_v", p=p, v=2, m=m), f, f, w)
-    assert apart.step_time_s - 2 * m * (2 * f + w) == (p - 1) * (2 * f - w)
-    whole = equal(Shape(name="zb_h1", p=p, v=1, m=m), 2 * f, 2 * f, 2 * w)
-    assert 2 * (apart.step_time_s - sum(apart.busy_s) / p) == whole.step_time_s - whole.busy_s[0]
 
 
 @given(shape=shapes(names=("dualpipe_v",), m=st.integers(1, 16)), data=st.data())

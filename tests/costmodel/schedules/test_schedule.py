@@ -289,6 +289,8 @@ PUBLISHED = {  # (p, v, device) -> stages' micro-batches held once there are eno
     "zb_h2": lambda p, v, d: 2 * p - 1,
     "zb_v": lambda p, v, d: 2 * p,
     "dualpipe_v": lambda p, v, d: 2 * p + 1,
+    "chimera": lambda p, v, d: p // 2 + 1 + min(d, p - 1 - d),
+    "dualpipe": lambda p, v, d: p + 1,
 }
 
 

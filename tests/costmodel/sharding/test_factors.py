@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright import leaf
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules.auto import refine
 from meshwright.costmodel.sharding.data_axis import data_layout
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.planner.tracing.trace import trace
-from tests.helpers.traced import hugging_face
-
-
-@cache
-def analysed(name: str) -> tuple[Graph, FactorTable]:
-    """A model of tests/helpers/traced.py for 5 rows: a batch whose size no other dim has."""
-    model, batch = hugging_face(name)
-    graph = trace(model, batch, batch_size=5)
-    return graph, analyse(graph)
+from tests.costmodel.traces import analysed
 
 
 def parameter(graph: Graph, fqn: str) -> str:
@@ -186,61 +174,3 @@ def test_letters_name_the_atoms_of_their_dims(name: str) -> None:
             for atoms, names in zip(table.dims[value], dims, strict=True):
                 if names and all(made.kinds[n] != "whole" for n in names):
                     assert atoms == tuple(a for n in names for a in letters.get(n, ()))
-
-
-# --- common refinement ---------------------------------------------------------------------------
-
-
-@st.composite
-def two_shapes(draw: st.DrawFn) -> tuple[list[int], list[int]]:
-    """Two shapes of one size: the same primes, grouped in two ways; half of the time re-ordered."""
-    primes = draw(st.lists(st.sampled_from([1, 2, 2, 3, 5]), max_size=7))
-    other = draw(st.permutations(primes)) if draw(st.booleans()) else primes
-
-    def grouped(items: list[int]) -> list[int]:
-        cuts = draw(st.lists(st.booleans(), min_size=len(items), max_size=len(items)))
-        shape: list[int] = []
-        for size, cut in zip(items, cuts, strict=True):
-            if cut or not shape:
-                shape.append(size)
-            else:
-                shape[-1] *= size
-        return shape
-
-    return grouped(primes), grouped(list(other))
-
-
-@given(two_shapes())
-def test_refinement_rebuilds_both_shapes(shapes: tuple[list[int], list[int]]) -> None:
-    before, after = shapes
-    left, right, found, whole = refine(before, after)
-    for shape, dims in ((before, left), (after, right)):
-        assert [math.prod(found[f] for f in dim) for dim in dims] == shape
-    named = [f for dims in (left, right) for dim in dims for f in dim]
-    assert set(named) == set(found) and whole <= set(found)
-    shared = [[f for dim in dims for f in dim if f not in whole] for dims in (left, right)]
-    assert shared[0] == shared[1]
-    assert len(set(shared[0])) == len(shared[0])
-
-
-@given(two_shapes())
-def test_refined_factors_split_as_the_view_does(shapes: tuple[list[int], list[int]]) -> None:
-    """A shard along a shared factor, viewed at its local shape, is that shard of the whole view."""
-    before, after = shapes
-    left, right, found, whole = refine(before, after)
-    tensor = torch.arange(math.prod(before)).view(before)
-    viewed = tensor.view(after)
-
-    def shard(t: torch.Tensor, dims: tuple[tuple[str, ...], ...], factor: str) -> torch.Tensor:
-        d = next(d for d, names in enumerate(dims) if factor in names)
-        names = dims[d]
-        unfolded = t.unflatten(d, [found[f] for f in names]) if names else t
-        at = d + names.index(factor)
-        half = unfolded.narrow(at, 0, found[factor] // 2)
-        return half.flatten(d, d + len(names) - 1)
-
-    for factor in {f for dim in left for f in dim} - whole:
-        if found[factor] == 2:
-            local = shard(tensor, left, factor)
-            expected = shard(viewed, right, factor)
-            assert torch.equal(local.reshape(expected.shape), expected)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from hypothesis import given, settings
@@ -27,7 +28,8 @@ from meshwright.costmodel.sharding.moves import (
 )
 from meshwright.costmodel.sharding.strategies import RP, P, Placement, R, transition
 from tests.costmodel.sharding.test_layouts import MODELS, boundary, layouts_of, random_assignment
-from tests.helpers.planning import case, cut, large_gpt2
+from tests.costmodel.traces import graph_of
+from tests.helpers.planning import Traced, cut, large_gpt2
 
 COLUMNS = Placement("S", 1)
 
@@ -69,11 +71,11 @@ def belong(steps: Sequence[Step]) -> None:
             assert not any(isinstance(other, Run) for other in between)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(MODELS), st.sampled_from([2, 4]), st.integers(0, 2**32 - 1))
 def test_any_assignment_runs(name: str, degree: int, seed: int) -> None:
     rng = random.Random(seed)
-    for layouts in layouts_of(case(name), degree):
+    for layouts in layouts_of(graph_of(name), degree):
         inputs, block = boundary(layouts, rng), layouts.block
         assignment = random_assignment(layouts, inputs, rng)
         steps = moves(layouts, assignment, inputs)
@@ -89,12 +91,12 @@ def test_any_assignment_runs(name: str, degree: int, seed: int) -> None:
         )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(MODELS), st.integers(0, 2**32 - 1))
 def test_readers_are_served_from_the_hub(name: str, seed: int) -> None:
     """The state that the assignment gives a value, or as it settles at the boundary."""
     rng = random.Random(seed)
-    for layouts in layouts_of(case(name), 2):
+    for layouts in layouts_of(graph_of(name), 2):
         inputs = boundary(layouts, rng)
         assignment = random_assignment(layouts, inputs, rng)
         steps = [s for s in moves(layouts, assignment, inputs) if isinstance(s, Move)]
@@ -137,14 +139,14 @@ def test_megatron_reduces_once_behind_each_product() -> None:
     }
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20)
 @given(st.sampled_from(MODELS), st.integers(0, 2**32 - 1))
 def test_gradients_of_parameters_wait_for_the_step_where_all_are_partial(
     name: str, seed: int
 ) -> None:
     """And a parameter that its stage holds partial, as its readers take it, is not moved."""
     rng = random.Random(seed)
-    for layouts in layouts_of(case(name), 2):
+    for layouts in layouts_of(graph_of(name), 2):
         inputs, parameters = boundary(layouts, rng), layouts.block.parameters
         assignment = random_assignment(layouts, inputs, rng)
         targets = {v: layouts.targets(v, assignment.strategies) for v in parameters}
@@ -159,7 +161,7 @@ def test_gradients_of_parameters_wait_for_the_step_where_all_are_partial(
 
 
 def test_what_is_replicated_is_not_moved() -> None:
-    ops = case("gpt2_tied").graph.derived
+    ops = graph_of("gpt2_tied").graph.derived
     made = {value for op in ops for value in op.results}
     read = tuple(dict.fromkeys(v for op in ops for v in op.operands if v not in made))
     steps = replicated_steps(ops, read, tuple(made))
@@ -182,10 +184,16 @@ class Shared(nn.Module):
         return self.b(y) + self.c(y)
 
 
+@cache
+def shared() -> Traced:
+    batch = torch.empty(4, 8), torch.empty(4, 8)
+    return cut(Shared(), batch, F.mse_loss, precision="fp32")
+
+
 def moved(state: str, *readers: str) -> list[tuple[Placement, Placement]]:
     """Re-shards of the value between a product by rows, which makes it partial, and two others.
     `state` names its hub."""
-    of = cut(Shared(), (torch.empty(4, 8), torch.empty(4, 8)), F.mse_loss, precision="fp32")
+    of = shared()
     block = Block(
         name="all",
         ops=of.graph.ops,

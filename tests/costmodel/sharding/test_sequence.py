@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.planner.tracing.trace import trace
-from tests.helpers.traced import hugging_face
+from tests.costmodel.traces import analysed
 
 LENGTH, WIDTH, WORDS = 12, 16, 40
 Head = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -72,7 +73,8 @@ def last(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     return loss(net.words(net.embed(tokens)[:, -1]), labels[:, -1])
 
 
-def analysed(head: Head) -> tuple[Graph, FactorTable]:
+@cache
+def decoder(head: Head) -> tuple[Graph, FactorTable]:
     with torch.device("meta"):
         ids = torch.zeros(2, LENGTH, dtype=torch.long)
         graph = trace(Decoder(head), (ids, ids))
@@ -92,22 +94,21 @@ def analysed(head: Head) -> tuple[Graph, FactorTable]:
     ],
 )
 def test_a_shift_by_one_token_keeps_the_sequence(head: Head, lengths: list[int]) -> None:
-    _, table = analysed(head)
+    _, table = decoder(head)
     assert table.sequence is not None and not table.tokens.why
     assert sorted({table.sizes[atom] for atom in table.context}) == lengths
 
 
 @pytest.mark.parametrize("head", [padded, cropped, one_more, mixed, rolled, late])
 def test_everything_with_tokens_has_the_sequence(head: Head) -> None:
-    graph, table = analysed(head)
+    graph, table = decoder(head)
     for value in {v for op in graph.ops for v in op.results if graph.values[v].shape}:
         assert any(not table.context.isdisjoint(atoms) for atoms in table.dims[value])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_decoders_of_transformers_have_a_sequence(name: str) -> None:
-    model, batch = hugging_face(name)
-    table = analyse(trace(model, batch, batch_size=5))
+    _, table = analysed(name)
     assert table.sequence is not None
 
 
@@ -133,14 +134,13 @@ def skipping(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
     ],
 )
 def test_what_needs_whole_sequences_rules_cp_out(head: Head, why: str) -> None:
-    _, table = analysed(head)
+    _, table = decoder(head)
     assert table.sequence is None and not table.context
     assert why in table.tokens.why
 
 
 def test_two_sequences_are_named() -> None:
-    model, batch = hugging_face("t5")
-    table = analyse(trace(model, batch, batch_size=5))
+    _, table = analysed("t5")
     assert table.sequence is None
     assert "inputs without one sequence dim: input_ids [5, " in table.tokens.why
 

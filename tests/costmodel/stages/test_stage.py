@@ -6,6 +6,7 @@ The sums are made up here, so that every expectation is arithmetic on them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.price import BlockPrice
+from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.costmodel.operators.cost import COST_FIELDS, Cost, Setting
 from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs
@@ -47,74 +49,119 @@ def stage(
     """A stage of these sums on four data-parallel ranks, others 0."""
     on = cluster(4)
     device = dataclasses.replace(on.device, overlap_slowdown=slowdown, kind=kind)
-    setting = Setting(
-        cluster=dataclasses.replace(on, device=device),
-        dp=4,
-        tp=1,
-        rows=1,
-        num_microbatches=3,
-        precision=precision,
-        optimizer="adamw",
-        zero=zero,
-        target=target,
-    )
+    given = {**_SMALL, "precision": precision, "zero": zero, "target": target}
+    setting = Setting(cluster=dataclasses.replace(on, device=device), **given)
     return of_one(stage_costs(sums_of(**sums), setting, recompute))
+
+
+_SMALL: dict[str, Any] = {
+    "dp": 4, "tp": 1, "rows": 1, "num_microbatches": 3, "precision": "fp32", "optimizer": "adamw",
+    "target": PLAIN,
+}  # fmt: skip
 
 
 # --- beside and after ----------------------------------------------------------------------------
 
 
-@given(SECONDS, SECONDS, PARTS)
-def test_reduction_beside_the_backward_costs_between_the_longer_and_both(
-    compute: float, comm: float, edge: float
+@given(SECONDS, SECONDS, PARTS, PARTS)
+def test_reduction_beside_the_backward(
+    compute: float, comm: float, edge: float, slowdown: float
 ) -> None:
-    found = stage(
-        backward_s=compute,
-        reduce_s=comm,
-        parameters=1000,
-        largest_parameters=1000 * edge,
-        target=HIDING,
-    )
-    together = found.backward_s + found.reduce_s
-    assert max(compute, comm) - 1e-9 <= together <= compute + comm + 1e-9
-    # the last block's gradients come when nothing is left to compute
-    assert found.reduce_s >= comm * edge - 1e-9
-
-
-@given(SECONDS, SECONDS, PARTS)
-def test_what_is_not_overlapped_comes_after(compute: float, comm: float, edge: float) -> None:
+    """The last block's gradients come when nothing is left to compute; while others pass, compute
+    is slower. What is not overlapped comes after."""
     sums = {"backward_s": compute, "parameters": 1000, "largest_parameters": 1000 * edge}
-    assert stage(**sums, reduce_s=comm).reduce_s == pytest.approx(comm)
+    body = comm * (1 - edge)
+    together = max(compute + slowdown * min(compute, body), body) + comm * edge
+    found = stage(**sums, reduce_s=comm, target=HIDING, slowdown=slowdown)
+    assert found.backward_s == pytest.approx(compute)
+    assert found.reduce_s == pytest.approx(together - compute, rel=1e-9, abs=1e-9)
+    assert stage(**sums, reduce_s=comm, slowdown=slowdown).reduce_s == pytest.approx(comm)
     assert stage(**sums, scatter_s=comm, zero=1).reduce_s == pytest.approx(comm)
 
 
-@given(SECONDS, SECONDS, PARTS, PARTS)
-def test_compute_slows_down_while_something_runs_beside(
-    compute: float, comm: float, slowdown: float, more: float
-) -> None:
-    times = [
-        stage(backward_s=compute, reduce_s=comm, target=HIDING, slowdown=s).reduce_s
-        for s in (0.0, slowdown, min(1.0, slowdown + more))
-    ]
-    assert times[0] - 1e-9 <= times[1] <= times[2] + 1e-9
-    assert times[2] <= comm + 1e-9
-    # at most the slowdown, for as long as both run
-    assert times[1] - times[0] <= slowdown * min(compute, comm) + 1e-9
+def test_a_target_hides_a_part_of_zero_3s() -> None:
+    """6 of 8 s of a gather pass beside 10 of forward at 20 %; a backward's gather and scatter."""
+    target = dataclasses.replace(HIDING, hidden_zero3=0.75)
+    sums = {"forward_s": 10, "backward_s": 20, "zero3_gather_s": 8, "zero3_scatter_s": 4}
+    found = stage(**sums, zero=3, target=target, slowdown=0.2)
+    assert found.forward_s == pytest.approx(10 + 0.2 * 6 + 2)
+    assert found.backward_s == pytest.approx(20 + 0.2 * 9 + 3)
 
 
-def test_by_hand() -> None:
-    """10 s of backward, 4 s of reduction of which the last block's quarter is bare, 20 % slower
-    while 3 s run beside: 10.6 + 1 s."""
-    found = stage(
-        backward_s=10,
-        reduce_s=4,
-        parameters=1000,
-        largest_parameters=250,
-        target=HIDING,
-        slowdown=0.2,
+def test_exchanges_between_experts_pass_behind_another_micro_batchs_compute() -> None:
+    target = dataclasses.replace(PLAIN, overlap_experts=0.5)
+    sums = {"forward_s": 10, "forward_exchange_s": 4, "backward_s": 9, "backward_exchange_s": 7}
+    found = stage(**sums, target=target)
+    assert (found.forward_s, found.backward_s) == pytest.approx((10 - 2, 9 - 2))  # 2 s compute
+
+
+def test_a_stage_is_as_slow_as_the_slowest_node_of_its_cluster() -> None:
+    one, two = (
+        of_one(stage_costs(sums_of(forward_s=3, backward_s=5), setting, "none"))
+        for setting in (Setting(cluster=cluster(4, nodes=nodes), **_SMALL) for nodes in (1, 2))
     )
-    assert found.backward_s == 10
-    assert found.reduce_s == pytest.approx(1.6)
+    assert (one.forward_s, one.backward_s) == pytest.approx((3, 5))
+    assert two.forward_s / one.forward_s == two.backward_s / one.backward_s == slowest_of(2) > 1
+
+
+def test_a_secondary_shard_is_gathered_for_backwards_and_held() -> None:
+    """Beside the shards, 1/2 of the weights in the compute precision."""
+    setting = Setting(cluster=cluster(4), **{**_SMALL, "zero": 3, "precision": "bf16"})
+    sums = sums_of(zero3_gather_s=8, zero3_secondary_s=2, parameters=1000, shard_parameters=250)
+    plain, near = (
+        of_one(stage_costs(sums, s, "none")) for s in (setting, dataclasses.replace(setting, hpz=2))
+    )
+    assert (plain.forward_comm_s, plain.backward_comm_s) == (8, 8)
+    assert (near.forward_comm_s, near.backward_comm_s) == (8, 2)
+    assert near.static_bytes - plain.static_bytes == pytest.approx(1000 * 2 / 2)
+
+
+def test_segments_gather_once_more_for_the_forward_that_they_repeat() -> None:
+    sums = sums_of(
+        forward_s=6, forward_comm_s=1, forward_host_s=2, backward_s=12, saved_bytes=80,
+        input_bytes=16, blocks=4, zero3_gather_s=3,
+    )  # fmt: skip
+    found = sums.recompute("none/2")
+    assert (found.seconds, found.comm_s, found.host_s) == (6, 1, 2)
+    assert found.freed_bytes == 80 + 16 * (1 - 1 / 2)
+    assert found.largest_bytes == (80 + 16) * 2 / 4
+    assert found.gather_s == 3 * (1 - 1 / 2)
+
+
+def test_scaled_seconds_are_those_of_their_kind() -> None:
+    """Compute twice, communication of passes three times, the data axis' five times."""
+    sums = sums_of(
+        forward_s=10, forward_comm_s=4, backward_s=20, backward_comm_s=6, forward_host_s=1,
+        weight_s=7, optimizer_s=8, reduce_s=9, zero3_gather_s=2, saved_bytes=100,
+        full=(5, 2, 3, 40),
+    )  # fmt: skip
+    found = sums.scaled(compute=2, communication=3, data_axis=5)
+    got = {name: float(getattr(found, name)) for name in (
+        "forward_s", "forward_comm_s", "backward_s", "forward_host_s", "weight_s", "optimizer_s",
+        "reduce_s", "zero3_gather_s", "saved_bytes",
+    )}  # fmt: skip
+    assert [*got.values()] == [2 * 6 + 3 * 4, 12, 2 * 14 + 3 * 6, 2, 14, 16, 45, 10, 100]
+    again = found.recompute("full")
+    assert (again.seconds, again.comm_s, again.host_s, again.freed_bytes) == (12, 6, 6, 40)
+
+
+def test_spans_are_sums_and_maxima_of_their_blocks() -> None:
+    blocks = Sums(np.random.default_rng(1).random((5, COLUMNS)))
+    starts, stops = np.array([0, 1, 2, 4]), np.array([5, 3, 3, 5])
+    found = blocks.spans(starts, stops)
+    for run, start, stop in zip(found.array, starts, stops, strict=True):
+        own = blocks.array[start:stop]
+        np.testing.assert_allclose(run[:-MAXIMA], own[:, :-MAXIMA].sum(axis=0))
+        np.testing.assert_array_equal(run[-MAXIMA:], own[:, -MAXIMA:].max(axis=0))
+        following = functools.reduce(Sums.then, map(Sums, own))
+        np.testing.assert_allclose(following.array, run)
+    times, less = blocks.times(3), blocks - blocks
+    np.testing.assert_allclose(times.array[:, :-MAXIMA], 3 * blocks.array[:, :-MAXIMA])
+    assert not less.array[:, :-MAXIMA].any()
+    for made in (times, less):
+        np.testing.assert_array_equal(made.array[:, -MAXIMA:], blocks.array[:, -MAXIMA:])
+    part = blocks[0].shared_out(np.array([1, 4]))
+    np.testing.assert_allclose(part.array[1, :-MAXIMA], blocks.array[0, :-MAXIMA] / 4)
 
 
 # --- the stages of ZeRO --------------------------------------------------------------------------
@@ -343,30 +390,11 @@ def test_seconds_are_named_as_in_the_cost_of_an_operator() -> None:
     ]
 
 
-@given(st.lists(st.lists(SECONDS, min_size=COLUMNS, max_size=COLUMNS), min_size=1))
-def test_runs_of_blocks_add_up_but_for_their_largest(rows: list[list[float]]) -> None:
-    blocks = np.array(rows)
-    run = Sums.zeros()
-    for block in blocks:
-        run = run.then(Sums(block))
-    np.testing.assert_allclose(run.array[:-MAXIMA], blocks[:, :-MAXIMA].sum(axis=0))
-    np.testing.assert_array_equal(run.array[-MAXIMA:], blocks[:, -MAXIMA:].max(axis=0))
-
-
 def test_arrays_of_stages_are_priced_one_by_one() -> None:
     rng = np.random.default_rng(0)
     sums = Sums(rng.random((3, 4, COLUMNS)))
-    setting = Setting(
-        cluster=cluster(4),
-        dp=4,
-        tp=1,
-        rows=1,
-        num_microbatches=3,
-        precision="bf16",
-        optimizer="adamw",
-        zero=2,
-        target=HIDING,
-    )
+    given = {**_SMALL, "precision": "bf16", "zero": 2, "target": HIDING}
+    setting = Setting(cluster=cluster(4), **given)
     whole = stage_costs(sums, setting, "full")
     for i, j in np.ndindex(3, 4):
         one = stage_costs(sums[i, j], setting, "full")
