@@ -55,7 +55,7 @@ def every_cut(problem: dict[str, Any]) -> dict[tuple[int, ...], float]:
     return found
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250)
 @given(problems())
 def test_cut_equals_enumeration(problem: dict[str, Any]) -> None:
     legal = every_cut(problem)
@@ -71,7 +71,7 @@ def test_cut_equals_enumeration(problem: dict[str, Any]) -> None:
     assert cut.objective_s == cut.sum_s + problem["later"] * cut.t_max_s
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(problems(), st.floats(0.5, 1.5))
 def test_only_objectives_below_the_cutoff_count(problem: dict[str, Any], factor: float) -> None:
     optimum = min(every_cut(problem).values(), default=np.inf)
@@ -82,7 +82,7 @@ def test_only_objectives_below_the_cutoff_count(problem: dict[str, Any], factor:
         assert cut.objective_s == pytest.approx(optimum, rel=1e-11)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems())
 def test_one_level_agrees_with_the_inter_operator_program(problem: dict[str, Any]) -> None:
     """One device per stage and as many devices as stages leave that program the same choice."""

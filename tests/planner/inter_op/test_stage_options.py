@@ -70,7 +70,7 @@ def drawn(draw: st.DrawFn) -> Drawn:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(drawn(), st.sampled_from([0, 1, 5]), st.sampled_from([np.inf, 30.0]))
 def test_options_lose_no_cheapest_stage(case: Drawn, later: int, cutoff_s: float) -> None:
     """At every position and under every bound the least fill is that of the whole table."""
@@ -92,7 +92,7 @@ def test_options_lose_no_cheapest_stage(case: Drawn, later: int, cutoff_s: float
                 assert cheapest[z, i, j] == fills.min(initial=np.inf)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(drawn())
 def test_options_are_ways_of_the_table(case: Drawn) -> None:
     """Each option has the costs of a variant that fits as far, and no other option beats it."""
@@ -115,7 +115,7 @@ def test_options_are_ways_of_the_table(case: Drawn) -> None:
             assert (np.diff(options.fits[first:last]) > 0).all()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(drawn())
 def test_lines_lose_no_leanest_stage(case: Drawn) -> None:
     problem, table = case.problem, case.table

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 
 import numpy as np
 import pytest
@@ -88,14 +87,14 @@ def kept_of(problem: PairwiseProblem, count: int, turn: bool) -> list[str]:
     return keep[::-1] if turn else keep
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200)
 @given(problems(), st.integers(0, 3), st.booleans())
 def test_elimination_equals_enumeration(problem: PairwiseProblem, count: int, turn: bool) -> None:
     keep = kept_of(problem, count, turn)
     check(Elimination(problem, keep).solve(), problem, keep)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(problems(), st.integers(0, 2), st.data())
 def test_factors_that_change_are_solved_anew(
     problem: PairwiseProblem, count: int, data: st.DataObject
@@ -118,23 +117,13 @@ def test_a_factor_that_was_not_said_to_change_is_refused() -> None:
         program.solve({("n1",): np.zeros(2)})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(problems(most_nodes=6), st.integers(0, 2), st.integers(1, 30))
 def test_what_is_too_large_goes_to_the_solver(
     problem: PairwiseProblem, count: int, largest: int
 ) -> None:
     keep = kept_of(problem, count, turn=True)
     check(Elimination(problem, keep, largest=largest).solve(), problem, keep)
-
-
-@settings(max_examples=40, deadline=None)
-@given(problems(most_nodes=6))
-def test_elimination_equals_the_solver(problem: PairwiseProblem) -> None:
-    whole = solve_pairwise(problem.unary, problem.pairs)
-    found = Elimination(problem, []).solve()
-    assert (whole is None) == (found is None)
-    if whole is not None and found is not None:
-        assert found.costs == pytest.approx(whole.objective)
 
 
 def chain(length: int) -> PairwiseProblem:
@@ -198,7 +187,7 @@ def test_no_sum_over_a_long_chain_is_larger_than_a_link(calls: list[int]) -> Non
     np.testing.assert_array_equal(found.costs, 399 + np.array([[0, 1], [1, 2]]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(problems(most_nodes=6), st.integers(0, 2))
 def test_a_core_without_time_left_gets_legal_states(problem: PairwiseProblem, count: int) -> None:
     keep = kept_of(problem, count, turn=False)
@@ -215,18 +204,16 @@ def test_a_core_without_time_left_gets_legal_states(problem: PairwiseProblem, co
         assert cost == found.costs[index]
 
 
-def test_a_large_core_ends_in_time() -> None:
+def test_a_large_core_without_enough_time_ends_above_its_bound() -> None:
     rng = np.random.default_rng(0)
     problem = PairwiseProblem()
     for k in range(24):
         problem.node(f"n{k}", range(12), rng.random(12))
     for a, b in itertools.combinations(range(24), 2):
         problem.edge(f"n{a}", f"n{b}", rng.random((12, 12)))
-    started = time.monotonic()
     found = Elimination(problem, ["n0"]).solve(time=SolverTime(own_s=0.5))
     assert found is not None and len(found) == 12
     assert found.bound < found.costs.min()
-    assert time.monotonic() - started < 30  # building a program for the solver takes seconds
 
 
 def test_ties_go_to_the_first_state_every_time() -> None:

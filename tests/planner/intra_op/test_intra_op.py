@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,8 +62,9 @@ def inputs_of(table: BlockTable, index: tuple[int, ...]) -> dict[str, Placement]
     return {v: program.inputs[v][at[f"in:{v}"]] for v in program.block.inputs}
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    ("name", "seed"), [(name, seed) for k, name in enumerate(MODELS) for seed in (k, (k + 4) % 6)]
+)
 def test_the_objective_is_the_price_of_the_assignment(name: str, seed: int) -> None:
     """Node and edge costs against seconds recomputed from the assignment alone, on clusters that
     make one and the other collective dear."""
@@ -93,7 +95,7 @@ def test_the_table_is_the_optimum_of_the_whole_program(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", [m for m in MODELS if m != "resnet"])
+@pytest.mark.parametrize("name", ["gpt2_tied", "llama", "mlp"])
 @pytest.mark.parametrize("microbatches", [1, 64, math.inf])
 def test_a_program_solved_for_another_data_axis_is_as_one_built_for_it(
     name: str, microbatches: float
@@ -155,66 +157,35 @@ def test_one_rank_moves_nothing(name: str) -> None:
 # --- the table against every assignment ----------------------------------------------------------
 
 
-class Perceptron(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(F.gelu(self.up(x)))
+def chunked(self: Any, x: torch.Tensor) -> torch.Tensor:
+    left, right = self.a(x).chunk(2, -1)
+    return left * right + right
 
 
-class Residual(nn.Module):
-    """The input is read twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.gelu(self.a(x))
-
-
-class Gated(nn.Module):
-    """Three readers of one value, two of whom want the same of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(x) * self.b(x) + x
-
-
-class Twice(nn.Module):
-    """One weight, read by two operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(F.gelu(self.a(x)))
-
-
-class Chunked(nn.Module):
-    """Results of one operator beyond the first, each with several readers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        left, right = self.a(x).chunk(2, -1)
-        return left * right + right
+# a forward, and the widths of its layers `a`, `b`, ... beside 8
+SMALL: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], dict[str, int], bool]] = {
+    "perceptron": (lambda self, x: self.b(F.gelu(self.a(x))), {"a": 32, "b": -32}, False),
+    "the input is read twice": (lambda self, x: x + F.gelu(self.a(x)), {"a": 8}, True),
+    "two of three readers want the same": (
+        lambda self, x: self.a(x) * self.b(x) + x, {"a": 8, "b": 8}, False,
+    ),
+    "one weight, two operators": (lambda self, x: self.a(F.gelu(self.a(x))), {"a": 8}, False),
+    # results beyond the first, each with several readers
+    "two results": (chunked, {"a": 16}, False),
+}  # fmt: skip
 
 
 @cache
-def small(kind: type[nn.Module]) -> Traced:
+def small(name: str) -> Traced:
     """One of the small models as a single block, with its input among the activations."""
+    forward, widths, bias = SMALL[name]
+    model = type("Small", (nn.Module,), {"forward": forward})()
+    for layer, width in widths.items():
+        shape = (8, width) if width > 0 else (-width, 8)
+        model.add_module(layer, nn.Linear(*shape, bias=bias))
     front = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
-    model = nn.Sequential(front, kind())
-    of = cut(model, (torch.empty(4, 8), torch.empty(4, 8)), F.mse_loss, precision="fp32")
+    batch = (torch.empty(4, 8), torch.empty(4, 8))
+    of = cut(nn.Sequential(front, model), batch, F.mse_loss, precision="fp32")
     assert len(of.graph.ops) <= 8
     return of
 
@@ -272,25 +243,22 @@ def _waiting(
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed", "every"),
+    ("name", "seed", "every"),
     [
-        (Perceptron, 0, 1),
-        (Perceptron, 3, 3),
-        (Residual, 1, 1),
-        (Residual, 5, 1),
-        (Gated, 22, 17),
-        (Twice, 0, 1),
-        (Twice, 2, 1),
-        (Chunked, 4, 7),
-        (Chunked, 5, 7),
+        ("perceptron", 0, 1),
+        ("perceptron", 3, 1),
+        ("the input is read twice", 1, 1),
+        ("the input is read twice", 5, 1),
+        ("two of three readers want the same", 22, 17),
+        ("one weight, two operators", 0, 1),
+        ("one weight, two operators", 2, 1),
+        ("two results", 4, 7),
     ],
 )
-def test_no_assignment_is_cheaper_than_the_table(
-    kind: type[nn.Module], seed: int, every: int
-) -> None:
+def test_no_assignment_is_cheaper_than_the_table(name: str, seed: int, every: int) -> None:
     """Enter and leave both ways; what the table promises is the least price of all, and is paid. Of
     the larger blocks one assignment of so many is tried."""
-    of, m, boundary = small(kind), 2, [R, Placement("S", 1)]
+    of, m, boundary = small(name), 2, [R, Placement("S", 1)]
     block = block_of(of)
     coster = StageCoster(problem_of(of, odd_cluster(seed), "fp32"))
     pricer = coster.pricer(coster.setting(Mesh(dp=2, tp=2), rows=4, microbatches=m))

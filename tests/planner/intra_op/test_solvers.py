@@ -45,7 +45,7 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, np.ndarray], dict[tuple[str, st
     return unary, {(a, b): costs(len(unary[a]), len(unary[b])) for a, b in flipped}
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80)
 @given(problems())
 def test_solution_equals_enumeration(
     problem: tuple[dict[str, np.ndarray], dict[tuple[str, str], np.ndarray]],
