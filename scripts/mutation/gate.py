@@ -23,10 +23,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -186,11 +186,9 @@ def in_parallel(
             found.append(judge(mutant, tester))
             print(found[-1].row(), flush=True)
 
-    threads = [threading.Thread(target=work, args=(tester,)) for tester in testers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(testers)) as pool:
+        for ended in [pool.submit(work, tester) for tester in testers]:
+            ended.result()
     return found
 
 

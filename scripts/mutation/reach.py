@@ -89,7 +89,8 @@ class Tree:
         mirror, near, far = [], [], []
         for test in self.tests:
             inside, _, own = test.rpartition("/")
-            if own == f"test_{name}" and (reached[test] is not None or inside == folder):
+            room = test.split("/")[1] == file.split("/")[0]
+            if own == f"test_{name}" and room and (reached[test] or inside == folder):
                 mirror.append(test)
             elif inside == folder:
                 near.append(test)

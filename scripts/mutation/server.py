@@ -94,7 +94,7 @@ def _run(job: dict[str, Any]) -> dict[str, Any]:
             continue
         heard_s = time.monotonic()
         runs, ended = line.get("runs", runs), line.get("ended", ended)
-        found["failed"] += [line["failed"]] * ("failed" in line)
+        found["failed"] += [line["failed"]] if "failed" in line else []
     if not ended and not found["why"]:
         found["why"] = "died"
         found["failed"].append(runs)
