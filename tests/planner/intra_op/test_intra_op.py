@@ -246,13 +246,13 @@ def _waiting(
     ("name", "seed", "every"),
     [
         ("perceptron", 0, 1),
-        ("perceptron", 3, 1),
+        ("perceptron", 3, 7),
         ("the input is read twice", 1, 1),
         ("the input is read twice", 5, 1),
-        ("two of three readers want the same", 22, 17),
+        ("two of three readers want the same", 22, 29),
         ("one weight, two operators", 0, 1),
         ("one weight, two operators", 2, 1),
-        ("two results", 4, 7),
+        ("two results", 4, 17),
     ],
 )
 def test_no_assignment_is_cheaper_than_the_table(name: str, seed: int, every: int) -> None:

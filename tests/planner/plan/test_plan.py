@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from functools import cache
 from pathlib import Path
@@ -75,13 +74,6 @@ def test_json_round_trip(plan: Plan) -> None:
     assert Plan.from_json(plan.to_json()) == plan
 
 
-@few
-@given(PLANS)
-def test_shardings_are_written_sorted(plan: Plan) -> None:
-    for stage in json.loads(plan.to_json())["stages"]:
-        assert list(stage["shardings"]) == sorted(stage["shardings"])
-
-
 def test_the_file_is_short_enough_to_read() -> None:
     plan = Plan(
         model="0123",
@@ -126,17 +118,6 @@ def test_the_file_is_short_enough_to_read() -> None:
 }
 """
     )
-
-
-def test_one_changed_decision_is_one_changed_line() -> None:
-    before = plan_for(cut(net())[0], stages=2)
-    after = with_stage(before, 1, recompute="full")
-    diff = difflib.unified_diff(before.to_json().splitlines(), after.to_json().splitlines(), n=0)
-    changed = [line for line in diff if line[:1] in "+-" and line[:3] not in ("+++", "---")]
-    assert [line.split()[1:] for line in changed] == [
-        ['"recompute":', '"none",'],
-        ['"recompute":', '"full",'],
-    ]
 
 
 def test_save_and_load(tmp_path: Path) -> None:
@@ -190,25 +171,18 @@ def test_other_json_is_no_plan(text: str) -> None:
 @pytest.mark.parametrize("in_stage", [False, True])
 def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
     data = json.loads(example().to_json())
-    where = data["stages"][0] if in_stage else data
-    missing = "recompute" if in_stage else "schedule"
-    where["shedule"] = where.pop(missing)
-    with pytest.raises(PlanError) as caught:
-        Plan.from_json(json.dumps(data), name="my.json")
-    message = str(caught.value)
-    assert all(part in message for part in ("my.json", f"missing ['{missing}']", "['shedule']"))
-    assert ("stage 0" in message) == in_stage
-
-
-def test_every_missing_key_is_an_error() -> None:
-    data = json.loads(example().to_json())
-    for key in set(data) - {"format"}:
-        with pytest.raises(PlanError, match=key):
-            Plan.from_json(json.dumps({k: v for k, v in data.items() if k != key}))
-    for key in data["stages"][0]:
-        stage = {k: v for k, v in data["stages"][0].items() if k != key}
-        with pytest.raises(PlanError, match=f"stage 0.*{key}"):
-            Plan.from_json(json.dumps(data | {"stages": [stage]}))
+    whole = data["stages"][0] if in_stage else data
+    place, more = ("my.json: stage 0", "offload, quantized, segments") if in_stage else (
+        "my.json", "post_validation",
+    )  # fmt: skip
+    legal = ", ".join(sorted([*whole, *more.split(", ")]))
+    for key in whole.keys() - {"format"}:
+        other = {("shedule" if k == key else k): v for k, v in whole.items()}
+        text = json.dumps(data | {"stages": [other]} if in_stage else other)
+        with pytest.raises(PlanError) as caught:
+            Plan.from_json(text, name="my.json")
+        says = f"{place}: missing ['{key}'], unknown ['shedule']; legal: the keys {legal}"
+        assert_says(caught.value, says)
 
 
 # --- names and ranks -----------------------------------------------------------------------------
@@ -218,13 +192,6 @@ def test_every_missing_key_is_an_error() -> None:
 @given(st.lists(NAMES, max_size=10))
 def test_names_round_trip(names: list[str]) -> None:
     assert list(expand_names(compress_names(names))) == names
-
-
-@few
-@given(st.integers(0, 5), st.integers(1, 200))
-def test_a_run_of_names_is_one_range(start: int, count: int) -> None:
-    names = [f"h.{i}" for i in range(start, start + count)]
-    assert len(compress_names(["embed", *names, "head"])) == 3
 
 
 def test_names_are_written_as_ranges() -> None:

@@ -10,7 +10,7 @@ import pytest
 from meshwright.planner.plan.ranges import PlanError, expand_names, expand_ranks
 from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_NAMES
 
-LATE_S = 1.0
+LATE_S = 10.0
 
 
 @pytest.mark.parametrize(
