@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-from pathlib import Path
 
-# the generator lives with the tests
+# the generator and the launcher live with the tests
+from tests.helpers.ranks import end_all
 from tests.parity.fuzzing import fuzz
 
-PER_LAUNCH = 50
+REPORTED = 50  # plans between two lines of progress
 
 
 def main() -> int:
@@ -25,21 +24,17 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4, help="of each plan (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first (%(default)s)")
     options = parser.parse_args()
-    seeds = range(options.seed, options.seed + options.plans)
     failed = 0
-    for start in range(0, len(seeds), PER_LAUNCH):
-        with tempfile.TemporaryDirectory() as folder:
-            failures = fuzz(Path(folder), seeds[start : start + PER_LAUNCH], options.ranks)
-        for failure in failures:
-            print(f"seed {failure.seed}: {failure.reason}\n{failure.draw.spec}")
+    for done, seed in enumerate(range(options.seed, options.seed + options.plans), 1):
+        failure = fuzz(seed, options.ranks)
+        if failure is not None:
+            failed += 1
+            print(f"seed {seed}: {failure.reason}\n{failure.draw.spec}")
             print(failure.draw.plan.to_json(), end="")
-            print(
-                f"again: scripts/fuzz_parity --plans 1 --ranks {options.ranks} "
-                f"--seed {failure.seed}\n"
-            )
-        failed += len(failures)
-        done = min(start + PER_LAUNCH, len(seeds))
-        print(f"{done} plans on {options.ranks} ranks, {failed} failed", flush=True)
+            print(f"again: scripts/fuzz_parity --plans 1 --ranks {options.ranks} --seed {seed}\n")
+        if done % REPORTED == 0 or done == options.plans:
+            print(f"{done} plans on {options.ranks} ranks, {failed} failed", flush=True)
+    end_all()
     return 1 if failed else 0
 
 

@@ -14,17 +14,14 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.metadata
-import json
 import os
 import sys
-import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,14 +33,13 @@ from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.errors import TraceError
 from meshwright.planner.plan import describe
 from meshwright.planner.tracing import trace
-from scripts.zoo.coverage_worker import LAYOUTS, RANKS
+from scripts.zoo.coverage_runs import LAYOUTS, RANKS, run
 from scripts.zoo.models import PUBLISHED, SMALL, ZOO, Built
-from tests.helpers.launching import launch
+from tests.helpers.ranks import attempt, end_all
 
-WORKER = Path(__file__).parent / "zoo" / "coverage_worker.py"
 NODES = (1, 8)  # of 8 H100 each
 EXACT = 1e-4  # largest relative error of a loss, gradient or buffer that counts as parity
-TIMEOUT_S = 900
+TIMEOUT_S = 300  # of a cell
 TRACED_ROWS = 2
 
 
@@ -130,18 +126,13 @@ def planned(name: str, nodes: int) -> Planned:
 
 
 def executed(cells: Iterable[str], timeout_s: float = TIMEOUT_S) -> dict[str, dict[str, Any]]:
-    """Results of cells `NAME/LAYOUT` by cell; a launch that dies fails the cell it was at, and the
-    rest go on in the next."""
-    left, results = list(cells), dict[str, dict[str, Any]]()
-    while left:
-        with tempfile.TemporaryDirectory() as folder:
-            run = launch(WORKER, folder, *left, ranks=RANKS, timeout_s=timeout_s)
-            written = Path(folder, "results.json")
-            found = json.loads(written.read_text()) if written.exists() else {}
-        results |= found
-        if len(found) < len(left):
-            results[left[len(found)]] = {"failed": f"the launch ended\n{run.tail()}"}
-        left = left[len(found) + 1 :]
+    """Results of cells `NAME/LAYOUT` by cell, of one launch; a cell that fails leaves the others
+    alone, which go on in the next."""
+    results: dict[str, dict[str, Any]] = {}
+    for cell in cells:
+        found, failure = attempt(RANKS, run, *cell.rsplit("/", 1), timeout_s=timeout_s)
+        results[cell] = {"failed": failure} if failure else found
+    end_all()
     return results
 
 

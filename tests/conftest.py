@@ -48,13 +48,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No process, open file, socket or temporary file outlives the run."""
-    before = leftovers.seen()
-    yield
-    ranks.end_all()
-    gc.collect()
-    assert not (left := leftovers.since(before)), "\n".join(left)
+    with leftovers.temporary_files_in(tmp_path_factory.mktemp("temporary")):
+        before = leftovers.seen()
+        yield
+        ranks.end_all()
+        gc.collect()
+        assert not (left := leftovers.since(before)), "\n".join(left)
 
 
 @pytest.fixture(autouse=True)

@@ -161,6 +161,15 @@ class Launching:
             os.kill(self._running[rank].pid, signal.SIGABRT)
         self._running[rank].poll(timeout_s=5)
 
+    def kill(self) -> None:
+        """End all, whatever they do."""
+        for rank in self._running:
+            with suppress(ProcessLookupError):
+                os.killpg(rank.pid, signal.SIGKILL)
+        for rank in self._running:
+            rank.poll(timeout_s=None)
+        self._folder.cleanup()
+
     def end(self, timeout_s: float, grace_s: float = 10.0) -> Launch:
         """Wait until all have ended, kill those that don't, and say how each did."""
         try:

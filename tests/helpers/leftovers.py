@@ -1,16 +1,28 @@
 """What a run of tests may not leave behind: child processes, open files and sockets, temporary
-files of its own."""
+files. While it lasts, temporary files of the run and of what it starts have a folder of their own.
+"""
 
 from __future__ import annotations
 
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 WAIT_S = 10.0  # a process that was told to end, ends
-OURS = ("ranks-", "launch-", "meshwright")  # begin the names of temporary files that are ours
+
+
+@contextmanager
+def temporary_files_in(folder: Path) -> Iterator[None]:
+    before = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
+    yield
+    tempfile.tempdir = before[0]
+    del os.environ["TMPDIR"]
+    if before[1] is not None:
+        os.environ["TMPDIR"] = before[1]
 
 
 def seen() -> set[str]:
@@ -47,7 +59,7 @@ def _counts(path: str) -> bool:
 
 
 def _files() -> Iterable[str]:
-    return (str(p) for p in Path(tempfile.gettempdir()).iterdir() if p.name.startswith(OURS))
+    return map(str, Path(tempfile.gettempdir()).iterdir())
 
 
 def _children() -> Iterable[tuple[int, str]]:

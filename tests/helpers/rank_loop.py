@@ -42,7 +42,7 @@ def serve(address: str) -> None:
                 answer = (True, function(*arguments))
             except Exception:  # noqa: BLE001 - whatever it is belongs to the case
                 answer = (False, traceback.format_exc())
-            parent.send(answer)
+            parent.send_bytes(pickle.dumps(answer))
 
 
 if __name__ == "__main__":

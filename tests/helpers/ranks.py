@@ -14,6 +14,7 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -37,21 +38,28 @@ def on_ranks(
 
     The test fails where a rank raises, dies, or takes longer than `timeout_s` (seconds).
     """
-    ranks = _worlds.get(world)
-    if ranks is None:
-        ranks = _worlds[world] = World(world)
-    result, failure = ranks.run(function, arguments, timeout_s)
-    if failure or ranks.cases >= CASES_OF_A_WORLD:
-        del _worlds[world]
-        ranks.end(kill=failure is not None)
-    if failure:
+    result, failure = attempt(world, function, *arguments, timeout_s=timeout_s)
+    if failure is not None:
         name = getattr(function, "__name__", str(function))
         pytest.fail(f"{name}{arguments!r:.500} on {world} ranks: {failure}", pytrace=False)
     return result
 
 
+def attempt(
+    world: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 180
+) -> tuple[Any, str | None]:
+    """The same as a pair: the result of rank 0, and None or what failed."""
+    ranks = _worlds.get(world)
+    if ranks is None:
+        ranks = _worlds[world] = World(world)
+    result, failure = ranks.run(function, arguments, timeout_s)
+    if failure is not None or ranks.cases >= CASES_OF_A_WORLD:
+        _worlds.pop(world).end()
+    return result, failure
+
+
 def end_all() -> None:
-    """End the ranks of this process, in order, and what starts them."""
+    """End the ranks of this process, and what starts them."""
     while _worlds:
         _worlds.popitem()[1].end()
     end_servers()
@@ -75,7 +83,7 @@ class World:
                     self._of[connection] = connection.recv()
             except (TimeoutError, EOFError):
                 said = self._launch.tail(since=[0] * ranks)
-                self.end(kill=True)
+                self.end()
                 pytest.fail(f"{ranks} ranks did not start:\n{said}", pytrace=False)
 
     def run(
@@ -86,7 +94,8 @@ class World:
         written = self._launch.written()
         work = pickle.dumps((function, arguments))
         for connection in self._of:
-            connection.send_bytes(work)
+            with suppress(BrokenPipeError):  # it has died, as its answer says
+                connection.send_bytes(work)
         waiting, result, failures = set(self._of), None, []
         deadline = time.monotonic() + timeout_s
         while waiting and (left_s := deadline - time.monotonic()) > 0:
@@ -94,7 +103,7 @@ class World:
                 waiting.remove(connection)
                 rank = self._of[connection]
                 try:
-                    done, value = connection.recv()
+                    done, value = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionResetError):
                     done, value = False, f"died, {self._launch.ended(rank)}"
                 if not done:
@@ -111,9 +120,9 @@ class World:
                 self._launch.ask_where(rank)
         return None, "\n".join([*failures, self._launch.tail(since=written)])
 
-    def end(self, *, kill: bool = False) -> None:
-        """Close the connections and wait until all ranks have ended, in order unless `kill`."""
+    def end(self) -> None:
+        """Kill the ranks: they wait for a case, or one has failed."""
         for connection in self._of:
             connection.close()
-        self._launch.end(timeout_s=0 if kill else START_S)
+        self._launch.kill()
         self._folder.cleanup()

@@ -1,28 +1,24 @@
 """Many random plans in few launches: draws, their single-device references, what went wrong.
 
-Everything random is drawn in one process from the seed and handed to the ranks in a file, so that
+Everything random is drawn in one process from the seed and handed to the ranks, so that
 they can't disagree about it.
 """
 
 from __future__ import annotations
 
-import json
-import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
+from meshwright.executor.ranks import launch
 from meshwright.planner.plan.plan import Plan
-from tests.helpers.launching import launch
+from tests.helpers.ranks import attempt
 from tests.models.models import Traced, traced
 from tests.models.random_models import ROWS, Spec, case_of, draw_microbatches, draw_plan, draw_spec
-from tests.parity.parity_reference import Reference, plain_loop
+from tests.parity.parity_reference import Reference, compare, plain_loop, runtime_loop
 
 TOLERANCE = 1e-4  # random models have no tuned sizes; what is wrong is wrong by percents
-TIMEOUT_S = 900
-WORKER = Path(__file__).with_name("fuzz_worker.py")
+TIMEOUT_S = 120
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,36 +52,21 @@ def draw(seed: int, ranks: int) -> Draw:
     return Draw(spec=spec, of=of, plan=plan, wanted=plain_loop(case, ROWS, parts=parts))
 
 
-def fuzz(folder: Path, seeds: Sequence[int], ranks: int) -> list[Failure]:
-    """Run the plans of all seeds; a launch that dies is a failure of the seed it was at, and the
-    others go on in the next."""
-    drawn = {seed: draw(seed, ranks) for seed in seeds}
-    for seed, made in drawn.items():
-        (folder / f"{seed}.draw").write_bytes(pickle.dumps(made))
-    failures: list[Failure] = []
-    left = list(seeds)
-    while left:
-        written = folder / "results.json"
-        written.unlink(missing_ok=True)
-        run = launch(WORKER, str(folder), *map(str, left), ranks=ranks, timeout_s=TIMEOUT_S)
-        results = json.loads(written.read_text()) if written.exists() else {}
-        reasons = {seed: _wrong(results[str(seed)]) for seed in left if str(seed) in results}
-        if len(reasons) < len(left):
-            reasons[left[len(reasons)]] = f"the launch died\n{run.tail()}"
-        failures += [
-            Failure(seed=seed, reason=reason, draw=drawn[seed])
-            for seed, reason in reasons.items()
-            if reason
-        ]
-        left = left[len(reasons) :]
-    return failures
+def fuzz(seed: int, ranks: int) -> Failure | None:
+    """Run the plan of a seed; what was wrong with it."""
+    made = draw(seed, ranks)
+    found, failure = attempt(ranks, run_draw, made, timeout_s=TIMEOUT_S)
+    reason = failure or _wrong(found)
+    return Failure(seed=seed, reason=reason, draw=made) if reason else None
+
+
+def run_draw(draw: Draw) -> dict[str, Any]:
+    found = runtime_loop(case_of(draw.spec), draw.plan, draw.of)
+    return {} if launch.rank() else compare(found, draw.wanted)
 
 
 def _wrong(result: dict[str, Any]) -> str:
     """What is wrong with one result; "" for nothing."""
-    for end in ("refused", "failed"):
-        if end in result:
-            return f"{end}: {result[end]}"
     if result["loss"] > TOLERANCE:
         return f"losses differ by {result['loss']:.1e}"
     for kind in ("gradient", "state"):

@@ -1,13 +1,16 @@
-"""The cells of the parity matrix by number of ranks, in the words of `parity_cells.py`.
+"""The cells of parity, in the words of `parity_cells.py`.
 
-They are spread, not the full product: every legal pair of values of any two of case, schedule, ZeRO
-stage, recompute and precision is here, on equal and unequal meshes. The mixture of experts runs in
-fp32 only: in half precision, roundings decide between experts.
+The matrix is spread, not the full product: every legal pair of values of any two of case, schedule,
+ZeRO stage, recompute and precision is here, on equal and unequal meshes. The mixture of experts
+runs in fp32 only: in half precision, roundings decide between experts. The tables after it have
+what goes beyond these knobs. `covering` chooses the cells of the change tier.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from itertools import combinations
 
 from tests.parity.parity_cells import Cell
 
@@ -196,12 +199,149 @@ unet         tp2|dp2xtp2|tp2  eager_1f1b m4 zero2 pointwise bare back
 """
 
 
+# sequences split: four models (causal, with shared keys, windows, both directions) and `tokens`,
+# which has what decoders have beside attention (shifts, learned positions, means over tokens)
+CONTEXT = """
+gpt2_tied    cp2              ring m4
+llama        cp2              all_gather m4 zero1
+llama        cp2              ring m4 zero3
+mistral      cp2              ulysses m4
+mistral      cp2              ring m4
+bert         cp2              all_gather m4
+tokens       cp2              all_gather m4
+tokens       cp2              ulysses m2 zero2
+moe          cp2              ring m4
+plain_gpt    cp2              all_gather m4 bf16
+gpt2_tied    cp4              ulysses m2 mixed
+gpt2_tied    cp2xtp2          ulysses m4 sequence
+gpt2_tied    cp2xtp2          ring m4 sequence
+gpt2_tied    dp2xcp2          ring m2 zero1
+gpt2_tied    pp2xcp2          all_gather m4 mixed
+llama        cp4              ring m4 zero3
+llama        cp4              all_gather m2 zero2 full
+llama        cp2xtp2          all_gather m4 sequence
+llama        dp2xcp2          ulysses m2 zero3
+llama        pp2xcp2          ring zb_h1 m4 zero1 bf16
+mistral      cp4              ring m4
+mistral      cp2xtp2          all_gather m4 zero1
+mistral      dp2xcp2          ring m4 zero3
+mistral      pp2xcp2          ulysses m4 full
+bert         cp4              ulysses m4 full
+bert         cp4              ring m2 zero1
+bert         cp2xtp2          ring m4
+bert         dp2xcp2          all_gather m4 zero3 shard2
+bert         pp2xcp2          ulysses interleaved_1f1b v2 m4 fp16
+tokens       cp4              ring m4
+tokens       cp2xtp2          ring m4
+tokens       pp2xcp2          all_gather zb_v m4
+llama        pp2xdp2xcp2      ring m2 zero1 spread
+gpt2_tied    dp2xcp2xtp2      ulysses m2 zero3 sequence
+mistral      pp2xcp2xtp2      all_gather interleaved_1f1b v2 m4 zero1
+"""
+
+# schedules with two copies of the model, which run in opposite directions
+COPIES = """
+gpt2_tied    pp2          chimera m4
+gpt2_untied  pp2          chimera m2 bf16
+llama        pp2          chimera m4 full
+gpt2_tied    pp2          dualpipe m4 bf16
+llama        pp2          dualpipe m8
+gpt2_tied    pp4          chimera m8
+gpt2_tied    pp2xdp2      chimera m4 zero1
+gpt2_tied    pp2xdp2      chimera m4 fp16 pointwise spread
+gpt2_tied    pp2xtp2      chimera m4
+llama        pp2xdp2      chimera m4 zero2 bf16
+llama        pp4          chimera m4
+gpt2_untied  pp4          dualpipe m8
+gpt2_tied    pp2xdp2      dualpipe m4 zero1
+llama        pp2xtp2      dualpipe m4 fp16
+gpt2_untied  pp2xdp2      dualpipe m2 zero1
+"""
+
+REGATHERED = """
+gpt2_deep  tp4       1f1b m2 sequence regather
+gpt2_deep  dp2xtp2   1f1b m4 zero3 sequence pointwise+regather
+gpt2_deep  pp2xtp2   zb_v m4 sequence regather
+gpt2_deep  pp2xtp2   interleaved_1f1b m4 v2 sequence selective+regather
+gpt2_tied  dp2xtp2   gpipe m2 zero2 sequence widening+regather bf16
+llama      tp4       1f1b m2 sequence regather
+llama      dp2xtp2   1f1b m2 zero3 sequence products+regather
+llama      pp2xtp2   zb_h2 m4 sequence regather front
+"""
+
+SEGMENTED = """
+gpt2_deep  dp4       1f1b m2 zero3 seg3 full
+gpt2_deep  dp2xtp2   1f1b m2 zero2 seg4 sequence pointwise+regather
+gpt2_deep  pp2xdp2   1f1b m4 zero3 seg2
+gpt2_deep  pp2xtp2   interleaved_1f1b m4 v2 seg2 pointwise bf16
+gpt2_tied  pp2xdp2   eager_1f1b m4 zero1 seg2 mixed
+llama      pp2xdp2   1f1b m4 zero1 seg2 full
+t5         pp2xdp2   gpipe m4 zero3 seg4 full
+moe        dp4       1f1b m2 zero3 seg2
+resnet     dp4       1f1b m2 zero1 seg2
+"""
+
+EIGHT_BITS = """
+gpt2_tied    tp4        1f1b m2 sequence fp8
+gpt2_tied    dp2xtp2    1f1b m2 zero2 mixed sequence fp8_rowwise
+gpt2_untied  dp4        1f1b m2 zero3 full fp8
+gpt2_untied  pp2xdp2    zb_h1 m4 zero1 fp8
+llama        pp2xtp2    zb_v m4 sequence regather fp8_rowwise
+llama        dp2xcp2    1f1b m2 zero3 ring fp8
+llama        dp2|tp2    eager_1f1b m4 fp8
+t5           dp4        gpipe m2 zero1 fp8_rowwise
+"""
+
+
+def cells_in(table: str) -> tuple[Cell, ...]:
+    return tuple(Cell.parse(line) for line in table.splitlines() if line)
+
+
+MATRIX = cells_in(TWO_RANKS + FOUR_RANKS + EIGHT_RANKS)
+ALL = (*MATRIX, *cells_in(CONTEXT + COPIES + REGATHERED + SEGMENTED + EIGHT_BITS))
+
+# --- the change tier ------------------------------------------------------------------------------
+
+_KINDS = {
+    "bert": "encoder", "resnet": "images", "unet": "images", "mlp": "mlp", "t5": "encoder-decoder",
+    "moe": "experts",
+}  # fmt: skip  # all others are decoders
+_COST = {2: 1, 4: 2, 8: 5}  # of a cell by its ranks, about
+
+
+def covering(cells: Sequence[Cell]) -> set[str]:
+    """Names of few cells that have every pair of values of schedule, ZeRO, recompute, axis,
+    precision and kind of model that any cell has, and every value of the other knobs: the cheapest
+    of what is still missing, again and again."""
+    missing = frozenset[Covered]().union(*map(_covers, cells))
+    found: set[str] = set()
+    while missing:
+        best = max(cells, key=lambda cell: len(_covers(cell) & missing) / _COST[cell.world])
+        missing -= _covers(best)
+        found.add(best.name)
+    return found
+
+
+Covered = tuple[tuple[str, object], ...]
+
+
 @cache
-def cells_of(world: int) -> tuple[Cell, ...]:
-    """The cells that run on `world` ranks."""
-    tables = {2: TWO_RANKS, 4: FOUR_RANKS, 8: EIGHT_RANKS}
-    return tuple(Cell.parse(line) for line in tables[world].strip().splitlines())
-
-
-def all_cells() -> tuple[Cell, ...]:
-    return (*cells_of(2), *cells_of(4), *cells_of(8))
+def _covers(cell: Cell) -> frozenset[Covered]:
+    meshes = cell.meshes
+    used = {
+        "pp": len(meshes) > 1, "dp": any(dp > 1 for dp, _ in meshes),
+        "tp": any(tp > 1 for _, tp in meshes), "cp": cell.cp > 1,
+    }  # fmt: skip
+    of_pairs = {
+        *(("axis", axis) for axis, is_used in used.items() if is_used),
+        *((k, getattr(cell, k)) for k in ("schedule", "zero", "recompute", "precision")),
+        ("kind", _KINDS.get(cell.case, "decoder")),
+    }
+    others = {
+        *((k, getattr(cell, k)) for k in ("case", "cut", "placement", "shardings", "rows")),
+        ("unequal", len(set(meshes)) > 1), ("segments", cell.segments > 1),
+        ("divided", cell.dp_shard is not None), ("hpz", cell.hpz is not None),
+        *([("cp_kind", cell.cp_kind)] if cell.cp > 1 else []),
+    }  # fmt: skip
+    pairs = combinations(sorted(of_pairs, key=str), 2)
+    return frozenset([*pairs, *((other,) for other in others)])

@@ -16,13 +16,25 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.plan import Plan
+from tests.helpers.ranks import on_ranks
 from tests.helpers.stored import MAKING, stored
 from tests.models import architectures, branching_models, models, sequence_models
-from tests.models.models import CASES, Case, Traced, parallelize
+from tests.models.models import CASES, GLOBAL_BATCH, Case, Traced, parallelize
 from tests.parity.parity_cells import Cell, graph_of, plan_of
 
 STEPS = 3
+# fp32: two orders of one sum, of any element. Half precision: 32 roundings of 2^-8 or 2^-11, of the
+# norm of a tensor; what a plan loses or counts twice is a micro-batch's or a rank's part of it.
+# 8 bits: each rank scales what it has; a sum rounded otherwise may fall to the other side of a
+# rounding, so the tolerance is that of bf16.
+TOLERANCE = {
+    "fp32": 1e-5, "bf16": 32 * 2**-8, "fp16": 32 * 2**-11, "fp8": 32 * 2**-8,
+    "fp8_rowwise": 32 * 2**-8,
+}  # fmt: skip
+LOSS_TOLERANCE = TOLERANCE | {"fp8": 2**-8, "fp8_rowwise": 2**-8}
 FLOOR = 1e-2  # of the largest reference: below it, differences are rounding of larger numbers
 
 Tensors = dict[str, torch.Tensor]
@@ -87,6 +99,23 @@ def runtime_loop(case: Case, plan: Plan, of: Traced, *, compile: bool | str = Fa
         gradients.append(runtime.full_gradients())
         optimizer.step()
     return Reference(losses=losses, gradients=gradients, state=runtime.full_state_dict())
+
+
+def built(cell: Cell, model: nn.Module | None = None) -> Runtime:
+    """A runtime of the cell's plan over its case's model, or another of the same kind."""
+    return parallelize(model or CASES[cell.case].model(), *plan_of(cell))
+
+
+def train(runtime: Runtime, name: str, steps: int = STEPS) -> list[float]:
+    """Losses of an ordinary training loop over a runtime."""
+    case = CASES[name]
+    optimizer = case.optimize(runtime)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(float(runtime.train_step(case.batch(GLOBAL_BATCH, step))))
+        optimizer.step()
+    return losses
 
 
 def _rows(batch: Any, start: int, stop: int) -> Any:
@@ -176,3 +205,26 @@ def compare(found: Reference, wanted: Reference, norm: float = math.inf) -> dict
         "state": difference(found.state, wanted.state, norm),
         "names": sorted(set(found.state) ^ set(wanted.state)),
     }
+
+
+def on_its_ranks(cell: Cell) -> dict[str, Any]:
+    """Train a cell on its ranks, and compare it with its reference."""
+    reference_of(cell)
+    return on_ranks(cell.world, compared, cell)
+
+
+def compared(cell: Cell) -> dict[str, Any]:
+    """Train a cell on all ranks, compare on rank 0. In half precision single elements are noise, in
+    fp32 they are not."""
+    found = runtime_loop(CASES[cell.case], *plan_of(cell))
+    norm = math.inf if cell.precision == "fp32" else 2
+    return {} if launch.rank() else compare(found, reference_of(cell), norm)
+
+
+def assert_equal(found: dict[str, Any], precision: str) -> None:
+    """What `compared` found lies within the rounding of a precision."""
+    assert found["loss"] <= LOSS_TOLERANCE[precision]
+    for what in ("gradient", "state"):
+        error, where = found[what]
+        assert error <= TOLERANCE[precision], f"{what} of {where}: {error:.1e}"
+    assert found["names"] == [], "names that only one of the two state dicts has"

@@ -1,14 +1,8 @@
-"""Every plan equals the single device: losses, gradients, final parameters, to rounding.
-
-One launch per world size (`parity_worker.py`) runs the matrix of `parity_matrix.py` and further
-checks; each test reads its part of the results. What needs one device only is tested in this
-process.
-"""
+"""Every plan equals the single device: losses, gradients, final parameters, to rounding."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -24,123 +18,105 @@ from meshwright.planner.plan.flow import crossings
 from meshwright.planner.plan.plan import PlanError
 from meshwright.planner.pricing.evaluate import transfer_seconds
 from meshwright.planner.pricing.stage_costs import StageCoster
-from tests.helpers.launching import Results, results_of
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cluster, problem_of
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
 from tests.models.models import CASES, GLOBAL_BATCH, parallelize
-from tests.parity.context_cells import context_cells
-from tests.parity.copies_cells import copies_cells
+from tests.parity import parity_checks
 from tests.parity.parity_cells import Cell, graph_of, plan_of
-from tests.parity.parity_checks import (
-    ACCUMULATED,
-    CELLS,
-    DROPOUT,
-    DROPOUT_SEED,
-    REPEATED,
-    ROUND_TRIPS,
-    SHARES,
-    STRANGE,
-    UNEQUAL,
+from tests.parity.parity_checks import DROPOUT_SEED
+from tests.parity.parity_matrix import ALL, COPIES, MATRIX, cells_in, covering
+from tests.parity.parity_reference import (
+    TOLERANCE,
+    assert_equal,
+    difference,
+    on_its_ranks,
+    plain_loop,
+    reference_of,
     train,
 )
-from tests.parity.parity_matrix import all_cells
-from tests.parity.parity_reference import STEPS, difference, plain_loop, store
 
-# fp32: two orders of one sum, of any element. Half precision: 32 roundings of 2^-8 or 2^-11, of the
-# norm of a tensor; what a plan loses or counts twice is a micro-batch's or a rank's part of it.
-TOLERANCE = {"fp32": 1e-5, "bf16": 32 * 2**-8, "fp16": 32 * 2**-11}
-TIMEOUT_S = 600
-WORLDS = (2, 4, 8)
+SAVED = Cell.parse("gpt2_tied pp2xtp2 m2 zero1 front")
+HALF = Cell.parse("gpt2_untied dp2xtp2 m2 zero1 bf16")
+ROUND_TRIPS = [
+    (Cell.parse(f"{name} dp2xtp2 m2 zero1"), Cell.parse(f"{name} pp2xtp2 m2 front"))
+    for name in ("gpt2_tied", "resnet", "llama", "bert")
+]
+REPEATED = cells_in("""
+recurrent pp2xdp2 interleaved_1f1b m4 v2 zero1
+recurrent pp2xdp2 zb_v m4 zero2
+recurrent pp2xtp2 dualpipe_v m4
+recurrent pp2xdp2 interleaved_1f1b m4 v2 bf16
+recurrent dp4 m2 zero3
+""")
+ACCUMULATED = cells_in("""
+gpt2_tied dp4 m2
+gpt2_tied dp2xtp2 m2 zero1
+gpt2_tied dp4 m2 zero2
+llama dp2xtp2 m2 zero3
+gpt2_tied pp2xdp2 m2 front
+""")
+DROPOUT = cells_in("""
+gpt2_dropout dp4 m2
+gpt2_dropout tp4 m1
+gpt2_dropout pp2xdp2 m4 full front
+gpt2_dropout cp4 ring m2
+gpt2_dropout cp2xtp2 ulysses m1
+gpt2_dropout pp2xdp2 m4 front
+gpt2_dropout pp2xdp2 m4 front seg2 full
+""")
+UNEQUAL = cells_in("""
+llama 1|dp3 rows12
+llama 1|dp2|1
+unet 1|dp2|1 gpipe front
+llama dp2|tp2
+llama tp2|dp2
+unet 1|tp2|1
+llama dp2|dp4|dp2
+t5 dp2xtp2|tp2|tp2
+""")
+ZERO = (0, 1, 2, 3)
+COVERED = "the change tier has cells that cover every pair of knobs"
 
 
-Of = Callable[[int], Results]
+def name_of(cell: Cell) -> str:
+    return cell.name
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where graphs and references lie."""
-    return tmp_path_factory.mktemp("parity")
-
-
-@pytest.fixture(scope="module")
-def parity(folder: Path) -> Of:
-    """The launch of a number of ranks, on first demand."""
-    launched: dict[int, Results] = {}
-
-    def of(world: int) -> Results:
-        if world not in launched:
-            cells = [
-                c
-                for c in (*all_cells(), *context_cells(), *copies_cells(), *CELLS)
-                if c.world == world
-            ]
-            store(folder, cells)
-            if world == 4:
-                (folder / "dropout.json").write_text(json.dumps(_dropout_alone()))
-            worker = Path(__file__).with_name("parity_worker.py")
-            launched[world] = results_of(
-                worker, folder, ranks=world, timeout_s=TIMEOUT_S, name=f"{world}"
-            )
-        return launched[world]
-
-    return of
-
-
-def _dropout_alone() -> list[float]:
-    plan, of = plan_of(DROPOUT["dp4"].alone)
-    model = CASES["gpt2_dropout"].model()
-    torch.manual_seed(DROPOUT_SEED)
-    return train(parallelize(model, plan, of), "gpt2_dropout")
+def some(cells: tuple[Cell, ...], *first: int) -> list[Any]:
+    """Cells as parameters, the `first` of them in the change tier."""
+    reason = "the change tier has those that differ most"
+    return tiered(cells, [cells[k] for k in first].__contains__, reason, name_of)
 
 
 # --- the matrix -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_rank_ends_in_order(parity: Of, world: int) -> None:
-    run = parity(world).run
-    assert run.ok, run.tail()
-    assert not any(rank.killed or rank.children_left for rank in run.ranks)
-
-
 @pytest.mark.parametrize(
-    "cell", [*all_cells(), *context_cells(), *copies_cells()], ids=lambda cell: cell.name
+    "cell", tiered(ALL, lambda cell: cell.name in covering(ALL), COVERED, name_of)
 )
-def test_cell_equals_single_device(parity: Of, cell: Cell) -> None:
-    found, tolerance = parity(cell.world)[cell.name], TOLERANCE[cell.precision]
-    assert found["loss"] <= tolerance
-    error, where = found["gradient"]
-    assert error <= tolerance, f"gradient of {where}: {error:.1e}"
-    error, where = found["state"]
-    assert error <= tolerance, f"{where} after {STEPS} steps: {error:.1e}"
-    assert found["names"] == [], "names that only one of the two state dicts has"
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_cells_are_legal_plans_of_their_world(folder: Path, world: int) -> None:
-    cells = [
-        cell for cell in (*all_cells(), *context_cells(), *copies_cells()) if cell.world == world
-    ]
-    for cell in cells:
-        plan, of = plan_of(cell)
-        assert plan.num_ranks == world
-        check_plan(plan, of.graph, of.table)
-        check_runs(plan)
+def test_cell_equals_single_device(cell: Cell) -> None:
+    plan, of = plan_of(cell)
+    assert plan.num_ranks == cell.world
+    check_plan(plan, of.graph, of.table)
+    check_runs(plan)
+    assert_equal(on_its_ranks(cell), cell.precision)
 
 
 def test_matrix_covers_every_legal_pair_of_knobs() -> None:
     knobs = ("case", "schedule", "zero", "recompute", "precision")
-    cells = all_cells()
-    assert len({cell.name for cell in cells}) == len(cells) >= 150
+    assert len({cell.name for cell in MATRIX}) == len(MATRIX) >= 150
     for a, b in combinations(knobs, 2):
-        values = [{getattr(cell, knob) for cell in cells} for knob in (a, b)]
-        covered = {(getattr(cell, a), getattr(cell, b)) for cell in cells}
+        values = [{getattr(cell, knob) for cell in MATRIX} for knob in (a, b)]
+        covered = {(getattr(cell, a), getattr(cell, b)) for cell in MATRIX}
         missing = {pair for pair in product(*values) if _legal({a, b}, pair)} - covered
         assert not missing, f"({a}, {b})"
-    assert {cell.schedule for cell in cells} == {n for n, s in SCHEDULES.items() if s.copies == 1}
-    twice = {cell.schedule for cell in copies_cells()}
+    once = {cell.schedule for cell in MATRIX}
+    twice = {cell.schedule for cell in cells_in(COPIES)}
+    assert once == {n for n, s in SCHEDULES.items() if s.copies == 1}
     assert twice == {n for n, s in SCHEDULES.items() if s.copies > 1}
-    assert {cell.zero for cell in cells} == {0, 1, 2, 3}
+    assert {cell.zero for cell in MATRIX} == set(ZERO)
 
 
 def _legal(knobs: set[str], pair: tuple[Any, Any]) -> bool:
@@ -148,7 +124,7 @@ def _legal(knobs: set[str], pair: tuple[Any, Any]) -> bool:
     split = {name for name, schedule in SCHEDULES.items() if schedule.splits_backward}
     if knobs == {"schedule", "zero"}:
         return not (pair[0] in split and pair[1] == 3)
-    halves = {cell.case for cell in all_cells() if cell.precision != "fp32"}
+    halves = {cell.case for cell in MATRIX if cell.precision != "fp32"}
     return not (knobs == {"case", "precision"} and pair[0] not in halves and pair[1] != "fp32")
 
 
@@ -162,84 +138,69 @@ def test_zero3_with_a_split_backward_is_refused(schedule: str) -> None:
 # --- further checks on four ranks -----------------------------------------------------------------
 
 
-def test_saved_plan_runs_bit_for_bit(parity: Of) -> None:
-    result = parity(4)["saved_plan"]
-    assert result["equal"]
-    before, after = result["losses"]
-    assert len(before) == STEPS
-    assert before == after
+def test_saved_plan_runs_bit_for_bit(tmp_path: Path) -> None:
+    on_ranks(4, parity_checks.saved_plan, SAVED, tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("mesh", DROPOUT)
-def test_dropout_is_the_same_under_every_plan(parity: Of, mesh: str) -> None:
-    result = parity(4)["dropout"]
-    assert result["losses"][mesh] == pytest.approx(result["reference"], rel=TOLERANCE["fp32"])
+@cache
+def _dropout_alone() -> list[float]:
+    plan, of = plan_of(DROPOUT[0].alone)
+    model = CASES["gpt2_dropout"].model()
+    torch.manual_seed(DROPOUT_SEED)
+    return train(parallelize(model, plan, of), "gpt2_dropout")
+
+
+@pytest.mark.parametrize("cell", some(DROPOUT, 1, 2, 3), ids=name_of)
+def test_dropout_is_the_same_under_every_plan(cell: Cell) -> None:
+    alone = _dropout_alone()
     without = plain_loop(CASES["gpt2_tied"], GLOBAL_BATCH).losses
-    assert abs(result["reference"][0] - without[0]) > 100 * TOLERANCE["fp32"]
-    assert result["evaluated"][mesh] == pytest.approx(result["plain"], rel=TOLERANCE["fp32"])
+    assert abs(alone[0] - without[0]) > 100 * TOLERANCE["fp32"]
+    on_ranks(cell.world, parity_checks.dropout, cell, alone)
 
 
-def test_a_buffer_that_holds_the_batch_is_whole_on_data_ranks(parity: Of) -> None:
-    result = parity(4)["carried_rows"]
-    assert result["losses"] == pytest.approx(result["plain losses"], rel=TOLERANCE["fp32"])
-    states, plain = (torch.tensor(result[name]) for name in ("states", "plain states"))
-    torch.testing.assert_close(states, plain)
+def test_a_buffer_that_holds_the_batch_is_whole_on_data_ranks() -> None:
+    on_ranks(4, parity_checks.carried_rows)
 
 
-def test_bf16_trains_on_fp32_master_weights(parity: Of) -> None:
-    result = parity(4)["half_precision"]
-    assert result["losses"] == pytest.approx(result["reference"], rel=0.02)
-    assert result["losses"] != result["reference"]
-    assert result["compute"] == ["torch.bfloat16"]
-    assert result["master"] == ["torch.float32"]
+def test_bf16_trains_on_fp32_master_weights() -> None:
+    fp32 = plain_loop(CASES[HALF.case], GLOBAL_BATCH).losses
+    on_ranks(4, parity_checks.half_precision, HALF, fp32)
 
 
-@pytest.mark.parametrize("case", ROUND_TRIPS)
-def test_state_moves_between_plans_and_the_model(parity: Of, case: str) -> None:
-    result = parity(4)["state_round_trip"][case]
-    assert "All keys matched" in result["strict"]
-    for target in ("other_plan", "meta"):
-        assert result[target]["same"]
-        assert result[target]["loss"] == pytest.approx(result["loss"], rel=TOLERANCE["fp32"])
+@pytest.mark.parametrize(
+    "pair", tiered(ROUND_TRIPS, lambda p: p[0].case == "gpt2_tied", COVERED, lambda p: p[0].case)
+)
+def test_state_moves_between_plans_and_the_model(pair: tuple[Cell, Cell]) -> None:
+    on_ranks(4, parity_checks.state_round_trip, *pair)
 
 
-@pytest.mark.parametrize("zero", STRANGE)
-def test_a_step_is_skipped_for_a_number_that_is_none_in_any_micro_batch(
-    parity: Of, zero: int
-) -> None:
-    found = parity(4)["strange"][str(zero)]
-    assert found == {"skipped": [1, 1], "delivered": 0, "afterwards": True}
+@pytest.mark.parametrize("zero", ZERO)
+def test_a_step_is_skipped_for_a_number_that_is_none_in_any_micro_batch(zero: int) -> None:
+    on_ranks(4, parity_checks.strange, Cell.parse(f"mlp dp4 m2 zero{zero}"))
 
 
-@pytest.mark.parametrize("kind", ["parameters", "gradients", "moments"])
-@pytest.mark.parametrize("zero", SHARES)
-def test_zero_divides_what_the_optimizer_holds(parity: Of, zero: int, kind: str) -> None:
-    share = parity(4)["zero_shares"][str(zero)]
-    assert share[kind] * (4 if zero else 1) == share["all"]
+@pytest.mark.parametrize("zero", ZERO)
+def test_zero_divides_what_the_optimizer_holds(zero: int) -> None:
+    on_ranks(4, parity_checks.zero_shares, Cell.parse(f"gpt2_untied dp4 m2 zero{zero}"))
 
 
-@pytest.mark.parametrize("cell", REPEATED, ids=lambda cell: cell.name)
-def test_a_layer_on_several_stages_trains_as_one(parity: Of, cell: Cell) -> None:
-    found = parity(cell.world)["repeated_layer"][cell.name]
-    for what in ("gradient", "state"):
-        error, where = found[what]
-        assert error <= TOLERANCE[cell.precision], f"{what} of {where}: {error:.1e}"
-    # as on one device, what the loss does not depend on has no gradient, rather than zero
-    assert {"detached", "frozen"}.isdisjoint(found["gradients"])
+@pytest.mark.parametrize("cell", some(REPEATED, 0, 4))
+def test_a_layer_on_several_stages_trains_as_one(cell: Cell) -> None:
+    reference_of(cell)
+    assert_equal(on_ranks(cell.world, parity_checks.repeated_layer, cell), cell.precision)
 
 
-@pytest.mark.parametrize("cell", ACCUMULATED, ids=lambda cell: cell.name)
-def test_gradients_add_up_and_are_the_users(parity: Of, cell: Cell) -> None:
-    found = parity(cell.world)["accumulated"][cell.name]
-    assert found["kept"], "gradients that were kept changed in a later step"
-    assert max(found["again"], found["twice"]) <= TOLERANCE["fp32"]
-    assert found["evaluated"] == pytest.approx(found["trained"], rel=1e-6)
+@pytest.mark.parametrize("cell", some(ACCUMULATED, 1, 3, 4))
+def test_gradients_add_up_and_are_the_users(cell: Cell) -> None:
+    on_ranks(cell.world, parity_checks.accumulated, cell)
 
 
-@pytest.mark.parametrize("cell", UNEQUAL, ids=lambda cell: cell.name)
-def test_unequal_stages_send_what_the_other_side_needs(parity: Of, cell: Cell) -> None:
-    """Every rank of a stage gets its own rows of each tensor once, and nothing else travels."""
-    found = parity(cell.world)["transfers"][cell.name]
+@pytest.mark.parametrize("cell", some(UNEQUAL, 0, 2, 3))
+def test_unequal_stages_send_what_the_other_side_needs(cell: Cell) -> None:
+    """Every rank of a stage gets its own rows of each tensor once, and nothing else travels; at a
+    byte per second the busiest rank of an edge takes the predicted seconds, on average of both
+    ways."""
+    found = on_ranks(cell.world, parity_checks.transfers, cell)
     wanted = _wanted_bytes(cell)
     totals = dict.fromkeys(wanted, 0)
     for channels in found["channels"]:
@@ -247,6 +208,18 @@ def test_unequal_stages_send_what_the_other_side_needs(parity: Of, cell: Cell) -
             totals[edge] += nbytes
     assert totals == wanted
     assert found["sent"] == [cell.microbatches * sum(c.values()) for c in found["channels"]]
+
+    plan, of = plan_of(cell)
+    slow = cluster(cell.world, bandwidth=1.0)
+    coster = StageCoster(problem_of(of, slow, "fp32", optimizer="sgd"))
+    for edge, values in crossings(plan, of.graph).items():
+        both = []
+        for source, target in (edge, edge[::-1]):
+            way = f"{source}->{target}"
+            sent = max(channels.get(way, 0) for channels in found["channels"])
+            both.append(max(sent, wanted[way] / len(plan.stages[target].ranks)))
+        seconds = transfer_seconds(plan, coster, edge, values)
+        assert seconds == pytest.approx(sum(both) / 2, rel=1e-6)
 
 
 def _wanted_bytes(cell: Cell) -> dict[str, int]:
@@ -265,24 +238,6 @@ def _wanted_bytes(cell: Cell) -> dict[str, int]:
                 if forward or meta.requires_grad
             )
     return found
-
-
-@pytest.mark.parametrize("cell", UNEQUAL, ids=lambda cell: cell.name)
-def test_unequal_stages_send_what_the_plan_was_priced_for(parity: Of, cell: Cell) -> None:
-    """At a byte per second, the busiest rank of an edge takes the predicted seconds, on average of
-    both ways."""
-    found = parity(cell.world)["transfers"][cell.name]
-    plan, of = plan_of(cell)
-    slow = cluster(cell.world, bandwidth=1.0)
-    coster = StageCoster(problem_of(of, slow, "fp32", optimizer="sgd"))
-    for edge, values in crossings(plan, of.graph).items():
-        both = []
-        for source, target in (edge, edge[::-1]):
-            way = f"{source}->{target}"
-            sent = max(channels.get(way, 0) for channels in found["channels"])
-            both.append(max(sent, _wanted_bytes(cell)[way] / len(plan.stages[target].ranks)))
-        seconds = transfer_seconds(plan, coster, edge, values)
-        assert seconds == pytest.approx(sum(both) / 2, rel=1e-6)
 
 
 # --- one device, no process group -----------------------------------------------------------------

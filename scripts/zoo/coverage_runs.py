@@ -1,7 +1,4 @@
-"""One rank of a coverage launch: small models under several plans, each step compared with plain
-PyTorch.
-
-    coverage_worker.py FOLDER NAME/LAYOUT ...
+"""Small models under several plans on all ranks of a launch, each step compared with plain PyTorch.
 
 Compared are the loss of one step, every gradient and every buffer after it.
 """
@@ -11,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +22,6 @@ from meshwright.planner.errors import TraceError
 from meshwright.planner.plan import describe
 from meshwright.profiles.hardware.device import Link
 from scripts.zoo.models import SMALL, ZOO, Built
-from tests.parity.parity_launch import on_ranks, run_all
 from tests.parity.parity_reference import difference
 
 ROWS = 8
@@ -137,11 +131,3 @@ def run(name: str, layout: str) -> dict[str, Any]:
         "buffers": difference(state, buffers) if buffers else (0.0, ""),
         "extra": sorted(set(gradients) - set(wanted.gradients)),
     }
-
-
-def main(folder: Path, *cells: str) -> None:
-    run_all({cell: partial(run, *cell.rsplit("/", 1)) for cell in cells}, folder, "")
-
-
-if __name__ == "__main__":
-    on_ranks(main)
