@@ -2,53 +2,128 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from meshwright.planner.plan.plan import StagePlan
-from meshwright.planner.plan.words import counted, describe, seconds
-from tests.planner.report.test_report import overridden
+from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.plan.words import (
+    counted,
+    describe,
+    kept_together,
+    margin_beside,
+    meeting_words,
+    recompute_words,
+    seconds,
+    sized,
+    slower,
+)
+
+GIB = 2.0**30
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("say", "cases"),
     [
-        (0, "0 µs"),
-        (2e-6, "2 µs"),
-        (999.7e-6, "1 ms"),
-        (0.0456, "45.6 ms"),
-        (0.9999, "1 s"),
-        (75.3, "75.3 s"),
+        (seconds, {0: "0 µs", 2e-6: "2 µs", 999.7e-6: "1 ms", 0.0456: "45.6 ms", 0.9999: "1 s",
+                   75.3: "75.3 s", 1e-10: "0 µs", 12_345.6: "12,346 s"}),
+        (counted, {808: "808", 1_234: "1.23 k", 999_999: "1 M", 124_439_808: "124 M", 7e9: "7 B"}),
+        (sized, {808 * 2**10: "808 KiB", 12.3 * 2**20: "12.3 MiB", 75.6 * GIB: "75.6 GiB",
+                 1023.9 * 2**20: "1 GiB", 1024 * GIB: "1,024 GiB"}),
+        (slower, {0.123: "+12.3%", -0.045: "-4.5%", 1.0: "+100.0%", 1.5: "2.5 times"}),
     ],
-)
-def test_seconds(value: float, text: str) -> None:
-    assert seconds(value) == text
+)  # fmt: skip
+def test_numbers(say: Callable[[float], str], cases: dict[float, str]) -> None:
+    assert {value: say(value) for value in cases} == cases
+
+
+def test_a_margin_that_leaves_room_is_rounded_down() -> None:
+    assert margin_beside(60.0, 80.0) == 0.25
+    assert margin_beside(2.0, 3.0) == 0.333
+
+
+def plan(*stages: dict[str, Any], **whole: Any) -> Plan:
+    """Two blocks on two ranks to each stage, which is a device group of its own unless said."""
+    base: dict[str, Any] = {"dp": 2, "tp": 1}
+    made = [
+        StagePlan(
+            **{**base, "ranks": (2 * k, 2 * k + 1), "blocks": (f"b.{2 * k}", f"b.{2 * k + 1}")}
+            | stage
+        )
+        for k, stage in enumerate(stages)
+    ]
+    given: dict[str, Any] = {"num_microbatches": 2, "schedule": "1f1b", "global_batch_size": 8}
+    return Plan(model="", precision="bf16", stages=tuple(made), **given | whole)
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
-    [(808, "808"), (1_234, "1.23 k"), (999_999, "1 M"), (124_439_808, "124 M"), (7e9, "7 B")],
-)
-def test_counted(value: float, text: str) -> None:
-    assert counted(value) == text
+    ("made", "text"),
+    [
+        (plan({}), "dp2×tp1, 2 micro-batches of 4 rows"),
+        (plan({}, num_microbatches=1), "dp2×tp1, 1 micro-batch of 8 rows"),
+        (plan({}, {}, num_microbatches=8), "pp2 × dp2×tp1, 1f1b, 8 micro-batches of 1 row"),
+        (
+            plan({}, {"dp": 1, "tp": 2}, schedule="gpipe"),
+            "pp2 × dp2×tp1 | dp1×tp2, gpipe, 2 micro-batches of 4 rows",
+        ),
+        (
+            plan(*({"dp": n} for n in range(1, 6))),
+            "pp5 × dp1×tp1 | dp2×tp1 | dp3×tp1 | dp4×tp1 ..., 1f1b, 2 micro-batches of 4 rows",
+        ),
+        (
+            plan({}, {}, {"ranks": (0, 1)}, {"ranks": (2, 3)}, schedule="interleaved_1f1b",
+                 post_validation=True),
+            "pp2 × dp2×tp1, interleaved_1f1b with 2 stages on each, validated afterwards, "
+            "2 micro-batches of 4 rows",
+        ),
+        (
+            plan({"cp": 2, "ep": 2, "cp_kind": "ring"}),
+            "dp2×cp2(ring)×ep2×tp1, 2 micro-batches of 4 rows",
+        ),
+        (
+            plan({"recompute": "full"}, {"zero": 1, "recompute": "full"}, num_microbatches=8),
+            "pp2 × dp2×tp1, 1f1b, 8 micro-batches of 1 row, ZeRO-1 on some stages, full recompute",
+        ),
+        (
+            plan({"zero": 3, "dp_shard": 8, "hpz": 4, "quantized": "weights"}),
+            "dp2×tp1, 2 micro-batches of 4 rows, ZeRO-3 within 8 ranks (secondary shards among 4) "
+            "with quantised weights",
+        ),
+        (
+            plan({"zero": 3, "quantized": "both"}, {"zero": 2}),
+            "pp2 × dp2×tp1, 1f1b, 2 micro-batches of 4 rows, ZeRO-2/3 with quantised weights and "
+            "gradients",
+        ),
+        (
+            plan({"recompute": {"full": ("b.0",), "none": ("b.1",)}, "segments": 2}),
+            "dp2×tp1, 2 micro-batches of 4 rows, full recompute of some blocks, segments of 2 "
+            "blocks",
+        ),
+        (
+            plan({"offload": {"optimizer": 1.0, "weights": 0.62, "nvme": 0.1}}),
+            "dp2×tp1, 2 micro-batches of 4 rows, all optimizer states and 62% of the weights in "
+            "host memory, 10% of the states in files on flash instead",
+        ),
+        (
+            plan({"offload": {"activations": 0.5}}, {"offload": {"activations": 0.25}}),
+            "pp2 × dp2×tp1, 1f1b, 2 micro-batches of 4 rows, activations of 50% of the blocks in "
+            "host memory",
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_in_a_line(made: Plan, text: str) -> None:
+    assert describe(made) == text
 
 
-def test_a_plan_in_a_line() -> None:
-    text = describe(overridden().plan)
-    assert text.startswith("pp2 × dp")
-    assert ", gpipe, 2 micro-batches of 4 rows" in text
-    one = overridden().plan
-    stages = tuple(
-        StagePlan(blocks=s.blocks, ranks=s.ranks, dp=s.dp, tp=s.tp, zero=k, recompute="full")
-        for k, s in enumerate(one.stages)
-    )
+def test_recompute_of_a_stage() -> None:
+    stage = plan({"blocks": ("a", "b", "c"), "recompute": {"full": ("a", "c"), "none": ("b",)}})
+    assert recompute_words(stage.stages[0]) == "2 full 1 none"
+    assert recompute_words(plan({"recompute": "full", "segments": 4}).stages[0]) == "full, in 4s"
 
-    twice = dataclasses.replace(one, schedule="interleaved_1f1b", stages=(*one.stages, *one.stages))
-    assert describe(twice).startswith(describe(one).split(", ")[0])
-    assert ", interleaved_1f1b with 2 stages on each, " in describe(twice)
-    split = tuple(dataclasses.replace(s, dp=2, cp=2, ep=2, tp=1) for s in one.stages)
-    assert "pp2 × dp2×cp2(all_gather)×ep2×tp1" in describe(dataclasses.replace(one, stages=split))
 
-    mixed = describe(dataclasses.replace(one, stages=stages, num_microbatches=8))
-    assert mixed.endswith("8 micro-batches of 1 row, ZeRO-1 on some stages, full recompute")
+def test_three_operators_in_which_rows_meet_are_named() -> None:
+    assert meeting_words(["a", "b", "c"]) == "a, b, c"  # type: ignore[list-item]
+    assert meeting_words([*"abcde"]) == "a, b, c and 2 more"  # type: ignore[list-item]
+    says = kept_together(["a"])  # type: ignore[list-item]
+    assert says.startswith("rows of the batch meet in a, ") and '"per_microbatch" consents' in says
