@@ -6,6 +6,7 @@ Tests price from the catalog: what was measured on this machine is out of their 
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -15,6 +16,18 @@ from tests.helpers import leftovers, ranks
 # a slow moment is no failure, and every run draws the same examples
 settings.register_profile("shared_machine", deadline=None, derandomize=True, database=None)
 settings.load_profile("shared_machine")
+
+
+# cheap checks first, large files before small ones, so that two workers end together
+ORDER = (
+    "test_architecture.py", "test_docs.py", "test_errors.py", "costmodel", "parity", "executor",
+    "user_code",
+)  # fmt: skip
+
+
+def _place(item: pytest.Item) -> int:
+    part = Path(item.nodeid.partition("::")[0]).parts[1]
+    return ORDER.index(part) if part in ORDER else len(ORDER)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,6 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 raise pytest.UsageError(f"{item.nodeid}: second_tier without a reason")
             second.append(item)
             break
+    items.sort(key=_place)
     if not config.getoption("--all") and second:
         config.hook.pytest_deselected(items=second)
         left = set(map(id, second))
