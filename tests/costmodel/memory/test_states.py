@@ -17,9 +17,12 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.memory.states import (
     OPTIMIZER_BYTES,
+    fixed_bytes,
     model_state_bytes,
     optimizer_bytes,
     optimizer_step_bytes,
+    optimizer_temporary_bytes,
+    undo_bytes,
     working_bytes,
 )
 from meshwright.costmodel.target import Target
@@ -123,6 +126,37 @@ def test_a_step_reads_weight_and_gradient_and_updates_weight_and_moments(optimiz
     moments = optimizer_bytes(optimizer)
     read, written = 2 * 4 + moments, 4 + moments
     assert optimizer_step_bytes(10, optimizer=optimizer) == 10 * (read + written)
+
+
+@pytest.mark.parametrize(
+    ("precision", "zero", "shards", "host", "per_parameter"),
+    [
+        ("fp32", 0, 4, False, 4 + 8),
+        ("bf16", 0, 4, False, 2 + 4 + 8),
+        ("fp32", 1, 4, False, 4 + 12 / 4),
+        ("bf16", 2, 4, False, 2 + 12 / 4),
+        ("bf16", 3, 4, False, 12 / 4),
+        ("bf16", 1, 1, False, 2 + 4 + 8),  # of one rank
+        ("bf16", 0, 4, True, 2),
+        ("fp32", 2, 4, True, 4),
+        ("bf16", 3, 4, True, 0),
+    ],
+)
+def test_what_stays_between_steps(
+    precision: str, zero: int, shards: int, host: bool, per_parameter: float
+) -> None:
+    given = {"precision": precision, "zero": zero, "optimizer": "adamw", "host": host}
+    assert fixed_bytes(1000, shards, **given) == 1000 * per_parameter
+
+
+def test_a_step_is_undone_from_weights_and_moments_and_adam_makes_roots_of_all() -> None:
+    assert undo_bytes(1000, 4, zero=0, optimizer="adamw") == 1000 * 12
+    assert undo_bytes(1000, 4, zero=1, optimizer="sgd") == 1000 / 4 * (4 + optimizer_bytes("sgd"))
+    made = [
+        optimizer_temporary_bytes([10, 30], optimizer=optimizer, device=device)
+        for optimizer, device in (("adamw", "cuda"), ("adam", "cpu"), ("sgd", "cuda"))
+    ]
+    assert made == [4 * 40, 2 * 4 * 30, 0]
 
 
 def test_an_unknown_optimizer_is_refused_with_the_way_out() -> None:
