@@ -21,14 +21,13 @@ from meshwright.planner.overrides.fitting import check_overrides
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
-from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.check import check_plan, fingerprint
 from meshwright.planner.plan.plan import PLACEMENTS, Plan, PlanError, StagePlan, recompute_of
 from meshwright.planner.plan.shardings import resolve_shardings
 from meshwright.planner.search.search import Search
 from tests.helpers.tiny import cut, net, plan_for, slow_host, with_stage
 
-few = settings(deadline=None, max_examples=40)
+few = settings(max_examples=40)
 known: dict[Any, Any] = {}  # checked blocks of the tiny model
 SHARDINGS = ({}, {"layers.*.up": "colwise"}, {"layers.**": "replicate", "head": "colwise"})
 
@@ -253,10 +252,23 @@ def test_larger_groups_may_come_first() -> None:
     assert plan_overrides(plan, graph).placement == "tp,dp,pp"
 
 
-def test_a_policy_that_is_none_cannot_be_pinned() -> None:
+def test_most_of_what_stages_offload_is_pinned() -> None:
     graph, _ = model()
-    with pytest.raises(OverrideError, match=r"recompute='some'; legal: none, regather, selective"):
-        plan_overrides(with_stage(plan_for(graph), recompute="some"), graph)
+    plan = plan_for(graph, stages=2)
+    assert plan_overrides(plan, graph).offload is None
+    for k, part in enumerate((0.25, 0.5)):
+        plan = with_stage(plan, k, offload={"optimizer": part, "weights": 0.1 * k})
+    found = plan_overrides(plan, graph).offload
+    assert found == {"optimizer": 0.5, "weights": 0.1, "activations": 0.0, "nvme": 0.0}
+
+
+def test_two_groups_inside_a_node_do_not_share_out_three() -> None:
+    graph, _ = model()
+    plan = plan_for(graph, stages=3, dp=2, tp=1)
+    for k, ranks in enumerate(((0, 2), (1, 3), (4, 6))):
+        plan = with_stage(plan, k, ranks=ranks)
+    with pytest.raises(PlanError, match="which no placement gives"):
+        plan_overrides(plan, graph)
 
 
 @pytest.mark.parametrize(
