@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 from tests.helpers.launching import ROOT, free_port, launch
+from tests.helpers.tiers import second_tier
 
 EXAMPLES = ROOT / "examples"
+MORE = "that the README's lines are the example's stays, and what the examples call has its tests"
 
 
 def test_ten_lines_are_the_readme_s() -> None:
@@ -19,6 +21,7 @@ def test_ten_lines_are_the_readme_s() -> None:
     )
 
 
+@second_tier(MORE)
 def test_ten_lines_train(tmp_path: Path) -> None:
     lines = (EXAMPLES / "ten_lines.py").read_text()
     for large, small in (("n_layer=4", "n_layer=1"), ("256", "16"), ("(10)", "(2)")):
@@ -29,12 +32,14 @@ def test_ten_lines_train(tmp_path: Path) -> None:
     assert done.ok, done.tail()
 
 
+@second_tier(MORE)
 def test_an_operator_of_one_s_own_is_split_by_its_rule() -> None:
     done = launch(EXAMPLES / "custom_rule.py", ranks=2, timeout_s=200)
     assert done.ok, done.tail()
     assert "'up': [32, 32], 'down': [32, 32]" in done.ranks[0].stdout
 
 
+@second_tier(MORE)
 def test_overrides_are_planned_without_hardware() -> None:
     said = subprocess.run(
         [sys.executable, EXAMPLES / "overrides.py"],
@@ -49,6 +54,7 @@ def test_overrides_are_planned_without_hardware() -> None:
     assert "tp=3" in said.splitlines()[-1]
 
 
+@second_tier(MORE)
 def test_two_hosts_train_and_go_on_from_their_checkpoint(tmp_path: Path) -> None:
     losses = []
     for start in range(2):

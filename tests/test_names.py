@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.source_files import PACKAGE, PRODUCT, ROOMS, ROOT, files_in
+from tests.helpers.tiers import second_tier
 
+pytestmark = second_tier("the rules of imports over the tree (test_architecture) stay")
 SHIPPED = ("pyproject.toml", "README.md", "LICENSE", *PRODUCT)
 ENVIRONMENT = {"PATH": os.environ["PATH"], "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 OWN = ("profiles.py", "executor.py", "costmodel.py", "planner/__init__.py")

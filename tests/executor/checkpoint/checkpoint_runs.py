@@ -25,35 +25,32 @@ from meshwright.executor.files import dcp_writes
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.plan import Plan
-from tests.helpers.plan_building import Knobs, build_plan
 from tests.models.models import CASES, GLOBAL_BATCH, Traced, parallelize
 from tests.parity import parity_cells
-from tests.parity.parity_cells import Cell, graph_of
+from tests.parity.parity_cells import Cell
 
 GPT2 = "gpt2_tied"
 BEFORE, AFTER = 2, 1
 TOLERANCE = 1e-5
 DECAY = 0.5  # of the learning rate, per step
-MICROBATCHES = 4
-# build_plan's arguments; the ranks that each takes are those of its meshes
-PLANS: Mapping[str, Mapping[str, Any]] = {
-    "alone": {"meshes": ((1, 1),)},
-    "dp2": {"meshes": ((2, 1),), "zero": 1},
-    "pp2": {"meshes": ((1, 1), (1, 1))},
-    "dp2tp2": {"meshes": ((2, 2),), "zero": 1},
-    "pp4": {"meshes": ((1, 1),) * 4},
-    "tp4": {"meshes": ((1, 4),)},
-    "zero2": {"meshes": ((4, 1),), "zero": 2},
-    "zero3": {"meshes": ((2, 2),), "zero": 3},
-    "hybrid": {"meshes": ((4, 1),), "zero": 1, "dp_shard": 2},
-    "virtual": {"meshes": ((2, 1),) * 2, "virtual": 2, "schedule": "interleaved_1f1b", "zero": 2},
-    "uneven": {"meshes": ((1, 1), (2, 1), (1, 1)), "zero": 1},
-    "pp2dp2tp2": {"meshes": ((2, 2),) * 2, "zero": 1},
+PLANS: Mapping[str, str] = {  # as the parity matrix says them
+    "alone": "1",
+    "dp2": "dp2 zero1",
+    "pp2": "pp2",
+    "dp2tp2": "dp2xtp2 zero1",
+    "pp4": "pp4",
+    "tp4": "tp4",
+    "zero2": "dp4 zero2",
+    "zero3": "dp2xtp2 zero3",
+    "hybrid": "dp4 zero1 shard2",
+    "virtual": "pp2xdp2 zero2 interleaved_1f1b v2",
+    "uneven": "1|dp2|1 zero1",
+    "pp2dp2tp2": "pp2xdp2xtp2 zero1",
 }
 
 
-def world_of(plan: str) -> int:
-    return sum(dp * tp for dp, tp in PLANS[plan]["meshes"])
+def cell_of(case: str, plan: str) -> Cell:
+    return Cell.parse(f"{case} {PLANS[plan]} m4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,18 +112,8 @@ class History:
     after: dict[str, torch.Tensor]
 
 
-def plan_of(case: str, name: str) -> tuple[Plan, Traced]:
-    of = graph_of(case, GLOBAL_BATCH // MICROBATCHES)
-    plan = build_plan(
-        of.graph,
-        Knobs(
-            rows=GLOBAL_BATCH,
-            num_microbatches=MICROBATCHES,
-            shardings=CASES[case].shardings,
-            **PLANS[name],
-        ),
-    )
-    return plan, of
+def plan_of(case: str, plan: str) -> tuple[Plan, Traced]:
+    return parity_cells.plan_of(cell_of(case, plan))
 
 
 def optimize(

@@ -22,6 +22,7 @@ from tests.executor.checkpoint.checkpoint_runs import (
     GPT2,
     TOLERANCE,
     History,
+    cell_of,
     differing,
     distance,
     goes_on,
@@ -33,7 +34,6 @@ from tests.executor.checkpoint.checkpoint_runs import (
     saves,
     saves_beside_training,
     start,
-    world_of,
 )
 from tests.helpers.launching import launch
 from tests.helpers.ranks import on_ranks
@@ -63,7 +63,7 @@ MORE = "the change tier saves plans of all kinds, and loads every plan once"
 
 def on_plan(plan: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """A function of the runs on the ranks of a plan, or here."""
-    world = world_of(plan)
+    world = cell_of(GPT2, plan).world
     return on_ranks(world, function, *arguments) if world > 1 else function(*arguments)
 
 

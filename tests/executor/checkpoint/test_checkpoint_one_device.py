@@ -23,8 +23,11 @@ from tests.executor.checkpoint.checkpoint_runs import (
     start,
 )
 from tests.helpers.plan_building import Knobs, build_plan
+from tests.helpers.tiers import tiered
 from tests.helpers.tiny import ROWS, batch, net, planned
 from tests.models.models import CASES, GLOBAL_BATCH, MLP, parallelize, traced
+from tests.parity import parity_cells
+from tests.parity.parity_cells import Cell
 
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -43,7 +46,11 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+FIRST = ("SGD", "AdamW", "Adam fused", "Adafactor")
+MORE = "the change tier has states like the parameters, of other shapes, and none of a tensor"
+
+
+@pytest.mark.parametrize("name", tiered(OPTIMIZERS, FIRST.__contains__, MORE))
 def test_any_optimizer_goes_on_bit_by_bit(tmp_path: Path, name: str) -> None:
     def run(other: bool) -> Run:
         made = start("mlp", "alone", other=other)
@@ -76,10 +83,8 @@ def test_dropout_goes_on_with_the_same_masks(tmp_path: Path) -> None:
 
 
 def test_the_loss_scale_is_kept(tmp_path: Path) -> None:
-    of = traced(CASES["mlp"], GLOBAL_BATCH, "fp16")
-    knobs = Knobs(meshes=((1, 1),), rows=GLOBAL_BATCH, num_microbatches=1, precision="fp16")
-    plan = build_plan(of.graph, knobs)
-    run, again = (parallelize(CASES["mlp"].model(), plan, of) for _ in range(2))
+    of = parity_cells.plan_of(Cell.parse("mlp 1 m1 fp16"))
+    run, again = (parallelize(CASES["mlp"].model(), *of) for _ in range(2))
     for finite in (False, True):
         run.loss_scale.update(finite)
     checkpoint.save(run, tmp_path / "at0")
@@ -185,10 +190,13 @@ def test_options_go_by_name_and_must_agree_within_a_group(tmp_path: Path) -> Non
     one = torch.optim.AdamW([{"params": [*run.runtime.parameters()]}])
     with pytest.raises(ValueError, match=r"in group 0 .*saved with different options"):
         checkpoint.load(run.runtime, tmp_path / "at0", one)
-    part = torch.optim.AdamW([next(iter(run.runtime.parameters()))], foreach=True, lr=1.0)
+    saved = torch.load(tmp_path / "at0" / "training.pt", weights_only=True)["optimizer"]["groups"]
+    how = {"foreach": True, "fused": None, "capturable": True, "differentiable": False}
+    assert not any(set(how) & set(options) for options, _ in saved)
+    part = torch.optim.AdamW([next(iter(run.runtime.parameters()))], lr=1.0, **how)
     checkpoint.load(run.runtime, tmp_path / "at0", part)
     assert part.param_groups[0]["lr"] == 1e-3
-    assert part.param_groups[0]["foreach"] is True, "how it runs is the run's own choice"
+    assert how.items() <= part.param_groups[0].items(), "how it runs is the run's own choice"
 
 
 def test_parameters_that_were_not_trained_have_no_states(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,30 +15,32 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from meshwright.cli import main, perform
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.checkpoint.weights import load_weights
 from meshwright.executor.errors import SavedError
-from tests.executor.export.export_models import MODELS, batch, gpt2, llama, optimizer_of
-from tests.executor.export.export_worker import SHARD_BYTES, far, sums
-from tests.executor.export.test_pretrained import alone
+from meshwright.executor.export import save_pretrained
+from tests.executor.export.export_runs import EXPORTED, SHARD_BYTES, far, running, sums, train
+from tests.helpers.tiers import second_tier
+from tests.models.models import adamw
 
 NAME = "tests.executor.export.test_convert:wrapped"
+GPT2 = "gpt2_tied"
 
 
 def wrapped() -> tuple[Any, Any]:
     """The model of a command line."""
-    return MODELS["wrapped"](), batch()
+    return EXPORTED["wrapped"].model(), EXPORTED["wrapped"].batch(4, 0)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a checkpoint of a trained Llama, its export, and its config."""
+    """A folder with a checkpoint of a trained GPT-2, its export, and its config."""
     folder = tmp_path_factory.mktemp("convert")
-    result = alone(llama())
-    optimizer = optimizer_of(result.parameters())
-    result.train_step(batch())
-    optimizer.step()
-    result.save_checkpoint(folder / "checkpoint", optimizer)
-    result.save_pretrained(folder / "export", max_shard_size=SHARD_BYTES)
-    result.save_pretrained(folder / "half", dtype=torch.bfloat16)
+    runtime = running(GPT2)
+    _, optimizer = train(runtime, GPT2, 1)
+    checkpoint.save(runtime, folder / "checkpoint", optimizer)
+    save_pretrained(runtime, folder / "export", max_shard_size=SHARD_BYTES)
+    save_pretrained(runtime, folder / "half", dtype=torch.bfloat16)
     return folder
 
 
@@ -61,59 +64,56 @@ def test_a_checkpoint_becomes_what_the_run_would_have_exported(made: Path, tmp_p
 
 @pytest.mark.parametrize("kind", ["export", "bin"])
 def test_weights_become_a_checkpoint_and_train_on(made: Path, tmp_path: Path, kind: str) -> None:
-    model = transformers.LlamaForCausalLM.from_pretrained(made / "export")
+    model = transformers.GPT2LMHeadModel.from_pretrained(made / "export")
     source = made / "export"
     if kind == "bin":
         source = tmp_path / "weights.bin"
         torch.save(model.state_dict(), source)
     convert(source, tmp_path / "back", "checkpoint", "--config", made / "export")
-    result = alone(llama())
-    seed = result.runtime.seed
-    result.load_checkpoint(tmp_path / "back")
-    assert far(result.full_state_dict(), model.state_dict()) == 0
-    assert (result.runtime.steps, result.runtime.seed) == (0, seed)
-    result.save_checkpoint(tmp_path / "back")  # a save wrote it, so a save may replace it
+    runtime = running(GPT2)
+    seed = runtime.seed
+    checkpoint.load(runtime, tmp_path / "back")
+    assert far(runtime.full_state_dict(), model.state_dict()) == 0
+    assert (runtime.steps, runtime.seed) == (0, seed)
+    checkpoint.save(runtime, tmp_path / "back")  # a save wrote it, so a save may replace it
     with pytest.raises(SavedError, match=r"saved without an optimizer"):
-        result.load_checkpoint(tmp_path / "back", optimizer_of(result.parameters()))
+        checkpoint.load(runtime, tmp_path / "back", adamw(runtime.parameters()))
 
 
 def test_a_model_inside_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = wrapped()
-    alone(model).save_checkpoint(tmp_path / "checkpoint")
+    checkpoint.save(running("wrapped", model=model), tmp_path / "checkpoint")
     convert(tmp_path / "checkpoint", tmp_path / "out", "hf", "--model", NAME, "--json")
     said = json.loads(capsys.readouterr().out)
     assert said["files"] == ["model.safetensors"]
-    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
     assert far(loaded.state_dict(), model.inner.state_dict()) == 0
 
 
 def test_what_does_not_fit_or_is_damaged_is_refused(made: Path, tmp_path: Path) -> None:
-    other = gpt2()
-    other.config.architectures = ["GPT2LMHeadModel"]
-    other.config.save_pretrained(tmp_path / "gpt2")
-    differs = r"2\d missing: transformer.wte.weight, .*; 38 unexpected: model.embed_tokens.weight"
+    other = EXPORTED["llama"].model()
+    other.config.architectures = ["LlamaForCausalLM"]
+    other.config.save_pretrained(tmp_path / "llama")
+    runtime = running("llama")
+    differs = r"30 missing: model.embed_tokens.weight, .*; \d+ unexpected: (lm_head|transformer)"
     with pytest.raises(SavedError, match=differs):
-        convert(made / "checkpoint", tmp_path / "out", "hf", "--config", tmp_path / "gpt2")
+        convert(made / "checkpoint", tmp_path / "out", "hf", "--config", tmp_path / "llama")
     with pytest.raises(SavedError, match=differs):
-        alone(gpt2()).load_weights(made / "export")
+        load_weights(runtime, made / "export")
     with pytest.raises(SavedError, match=rf"is of another model \(fingerprint.*\); {differs}"):
-        alone(gpt2()).load_checkpoint(made / "checkpoint")
+        checkpoint.load(runtime, made / "checkpoint")
     convert(made / "export", tmp_path / "back", "checkpoint", "--config", made / "export")
     with pytest.raises(SavedError, match=rf"is of another model: {differs}"):
-        alone(gpt2()).load_checkpoint(tmp_path / "back")
+        checkpoint.load(runtime, tmp_path / "back")
     with pytest.raises(SavedError, match=r"is a checkpoint already"):
         convert(made / "checkpoint", tmp_path / "out", "checkpoint", "--config", made / "export")
     with pytest.raises(SavedError, match=r"is no checkpoint: it has no '.metadata'"):
         convert(made / "export", tmp_path / "out", "hf", "--config", made / "export")
-    damaged = tmp_path / "damaged"
-    damaged.mkdir()
-    for path in (made / "export").iterdir():
-        (damaged / path.name).write_bytes(path.read_bytes())
-    with (damaged / "model-00002-of-00008.safetensors").open("r+b") as file:
-        file.seek(-3, 2)
-        file.write(b"!!!")
-    with pytest.raises(SavedError, match=r"'model-00002-of-00008.safetensors' is damaged"):
-        convert(damaged, tmp_path / "out", "checkpoint", "--config", made / "export")
+    shutil.copytree(made / "export", tmp_path / "damaged")
+    second = sorted((tmp_path / "damaged").glob("model-*"))[1]
+    second.write_bytes(second.read_bytes()[:-3] + b"!!!")
+    with pytest.raises(SavedError, match=rf"'{second.name}' is damaged"):
+        convert(tmp_path / "damaged", tmp_path / "out", "checkpoint", "--config", made / "export")
     assert not (tmp_path / "out").exists()
 
 
@@ -153,6 +153,7 @@ print(max(seen) - seen[0])
 """
 
 
+@second_tier("that a tensor is read when it is written is what the others here go through")
 def test_no_more_than_some_tensors_are_in_memory(tmp_path: Path) -> None:
     """192 MiB in 24 tensors: one file of safetensors of which each tensor is read alone."""
     (tmp_path / "weights").mkdir()

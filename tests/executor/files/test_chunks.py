@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import product
 
@@ -74,6 +75,10 @@ class _Mesh:
     def ndim(self) -> int:
         return len(self.shape)
 
+    @property
+    def mesh(self) -> torch.Tensor:
+        return torch.arange(5, 5 + math.prod(self.shape)).view(self.shape)
+
     def get_coordinate(self) -> tuple[int, ...]:
         return self.coordinate
 
@@ -88,9 +93,12 @@ def test_one_replica_writes_each_tensor_and_none_much_more(
 ) -> None:
     tensors = [torch.empty(size, device="meta") for size in sizes]
     written = []
-    for coordinate in product(*(range(n) for n in shape)):
+    for rank, coordinate in enumerate(product(*(range(n) for n in shape)), 5):
         writers, mesh = ReplicaWriters(), _Mesh(shape=shape, coordinate=coordinate)
-        written.append([writers.choose(x, mesh).mine for x in tensors])  # type: ignore[arg-type]
+        chosen = [writers.choose(x, mesh) for x in tensors]  # type: ignore[arg-type]
+        written.append([replica.mine for replica in chosen])
+        for replica in chosen:  # of which all ranks know the one
+            assert (rank in replica.ranks(mesh)) == replica.mine  # type: ignore[arg-type]
     assert all(sum(chosen) == 1 for chosen in zip(*written, strict=True))
     loads = [sum(n for n, mine in zip(sizes, own, strict=True) if mine) for own in written]
     assert max(loads) - min(loads) <= max(sizes)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.executor.files import checksums
-from meshwright.executor.files.chunks import ChunkRead, LocalChunks
+from meshwright.executor.files.chunks import Chunk, ChunkRead, LocalChunks
 from meshwright.executor.files.dcp_metadata import read_metadata
 from meshwright.executor.files.dcp_reads import overlap, read_tensors
 from meshwright.executor.files.dcp_writes import write_tensors
@@ -163,3 +163,19 @@ def test_a_box_of_another_layout(tmp_path: Path, name: str) -> None:
     box = ((1, 3), (0, 3))
     read_tensors([ChunkRead(name=f"model.{name}", ranges=box, into=into)], stored)
     assert torch.equal(into, STATE[name][1:3, 0:3].double())
+
+
+@pytest.mark.parametrize(
+    "ranges", [((1, 3), (2, 5)), ((0, 4), (0, 6)), ((2, 4), (3, 6)), ((3, 4), (0, 1))], ids=str
+)
+def test_a_box_over_several_chunks(tmp_path: Path, ranges: tuple[tuple[int, int], ...]) -> None:
+    x = torch.arange(24.0).view(4, 6)
+    boxes = [(row, column) for row in (0, 2) for column in (0, 3)]
+    chunks = tuple(Chunk(offset=at, local_offset=at, sizes=(2, 3)) for at in boxes)
+    write_tensors({"m": {"x": LocalChunks(shape=x.shape, local=x, chunks=chunks)}}, tmp_path, None)
+    stored = read_metadata(tmp_path)
+    assert sorted(chunk.box for chunk in stored["m.x"].chunks) == [(at, (2, 3)) for at in boxes]
+    wanted = x[tuple(slice(*ends) for ends in ranges)]
+    into = torch.full_like(wanted, -1)
+    read_tensors([ChunkRead(name="m.x", ranges=ranges, into=into)], stored)
+    assert torch.equal(into, wanted)

@@ -8,7 +8,12 @@ from typing import Any
 
 import pytest
 
-from meshwright.executor.files.ownership import check_files, read_manifest, write_manifest
+from meshwright.executor.files.ownership import (
+    check_files,
+    foreign_files,
+    read_manifest,
+    write_manifest,
+)
 
 NAMES = (".metadata", "training.pt", "plan.json")
 
@@ -79,3 +84,30 @@ def test_a_damaged_manifest_is_told(tmp_path: Path, found: Any) -> None:
     (folder / "manifest.json").write_text('{"format": 1, "files": {}}')
     with pytest.raises(RuntimeError, match=r"is not in its manifest"):
         check_files(folder)
+
+
+OURS = (
+    "training.pt", "plan.json", "manifest.json", ".metadata", ".metadata.tmp", "__0_0.distcp",
+    "__1023_12.distcp", "model.safetensors", "adapter_model.safetensors",
+    "model-00001-of-00012.safetensors", "model.safetensors.index.json", "config.json",
+    "adapter_config.json", "generation_config.json",
+)  # fmt: skip
+FOREIGN = (
+    "notes.txt", "training.pt.bak", "xtraining.pt", "__0.distcp", "__0_0.pt", "model.pt",
+    "model-1-of-2.safetensors", "config.yaml", "my_config.json", ".metadata.bak",
+)  # fmt: skip
+
+
+def test_what_a_save_may_write_is_known_by_name(tmp_path: Path) -> None:
+    for name in (*OURS, *FOREIGN):
+        (tmp_path / name).write_text("")
+    assert foreign_files(tmp_path, finished=False) == sorted(FOREIGN)
+    for name in FOREIGN:
+        (tmp_path / name).unlink()
+    assert foreign_files(tmp_path, finished=True) == []
+    (tmp_path / "manifest.json").write_text('{"format": 1, "files": {"plan.json": {"bytes": 0}}}')
+    unlisted = sorted({*OURS} - {"plan.json", "manifest.json"})
+    assert foreign_files(tmp_path, finished=True) == unlisted
+    (tmp_path / "manifest.json").unlink()
+    (tmp_path / "training.pt").unlink()  # an older version's save has it
+    assert foreign_files(tmp_path, finished=True) == sorted(x.name for x in tmp_path.iterdir())

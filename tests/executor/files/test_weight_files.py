@@ -90,6 +90,18 @@ def test_every_format_gives_names_shapes_and_boxes(tmp_path: Path, kind: str) ->
     assert count.item() == 7
 
 
+def test_names_of_nested_dicts_and_the_safer_of_two_formats(tmp_path: Path) -> None:
+    torch.save({"a": {"b": {"c": torch.ones(2)}, "d": torch.ones(3)}, 5: "x"}, tmp_path / "x.bin")
+    assert open_source(tmp_path / "x.bin").shapes == {"a.b.c": (2,), "a.d": (3,)}
+    assert open_source(tmp_path).shapes == {"a.b.c": (2,), "a.d": (3,)}
+    safetensors.torch.save_file(STATE, tmp_path / "x.safetensors")
+    assert set(open_source(tmp_path).shapes) == set(STATE)
+    safetensors.torch.save_file({"part": torch.ones(1)}, tmp_path / "part.safetensors")
+    index = {"weight_map": {"part": "part.safetensors"}}
+    (tmp_path / "x.safetensors.index.json").write_text(json.dumps(index))
+    assert set(open_source(tmp_path).shapes) == {"part"}
+
+
 def test_what_is_no_weight_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere' does not exist; give a file of torch.save"):
         open_source(tmp_path / "nowhere")

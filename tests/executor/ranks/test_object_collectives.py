@@ -70,8 +70,13 @@ def test_what_one_rank_tells_reaches_those_it_is_for() -> None:
         assert result["said"] == ["no on 2", "nothing on 0"]
 
 
-def merged(monkeypatch: pytest.MonkeyPatch, *groups: tuple[int, ...]) -> tuple[Any, list[int]]:
-    """A rank's own dict merged with those of other device groups, and the ranks that told it."""
+@pytest.mark.parametrize(
+    ("groups", "names", "tellers"),
+    [(((0, 1, 2, 3),), {"mine"}, []), (((0, 1), (2, 3)), {"of 0", "mine"}, [0, 2])],
+)
+def test_each_of_several_device_groups_tells_its_part_once(
+    monkeypatch: pytest.MonkeyPatch, groups: Any, names: set[str], tellers: list[int]
+) -> None:
     told: list[int] = []
 
     def telling(_: Any, rank: int, mine: dict[str, Any]) -> dict[str, Any]:
@@ -83,19 +88,8 @@ def merged(monkeypatch: pytest.MonkeyPatch, *groups: tuple[int, ...]) -> tuple[A
     here: Any = SimpleNamespace(
         plan=SimpleNamespace(devices=groups), place=SimpleNamespace(rank=2, mesh=object())
     )
-    return RankState.merged(here, {"mine": torch.zeros(1)}), told
-
-
-def test_one_device_group_merges_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, told = merged(monkeypatch, (0, 1, 2, 3))
-    assert set(found) == {"mine"}
-    assert told == []
-
-
-def test_each_device_group_tells_its_part_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, told = merged(monkeypatch, (0, 1), (2, 3))
-    assert set(found) == {"of 0", "mine"}
-    assert told == [0, 2]
+    assert set(RankState.merged(here, {"mine": torch.zeros(1)})) == names
+    assert told == tellers
 
 
 # --- phases ---------------------------------------------------------------------------------------

@@ -5,21 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
-from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.operators import Problem
 from meshwright.executor.prices import Prices
-from meshwright.executor.rehearsal import Estimate, Priced, Rehearsal, rehearse
+from meshwright.executor.rehearsal import Estimate, Priced, Rehearsal
 from meshwright.executor.rehearsal.estimate import estimate
 from meshwright.executor.rehearsal.events import Event, Kind, RankLog
-from meshwright.executor.stages import CheckedPlan
-from meshwright.planner.plan import check_plan
 from meshwright.planner.pricing import evaluate
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.curve import FULL
-from tests.models.models import CASES, adamw
-from tests.parity.parity_cells import Cell, plan_of
+from tests.executor.rehearsal.rehearsal_runs import checked
+from tests.helpers.tiers import tiered
 
 FREE = 1e30
 GROUP = ("data", (0, 1))
@@ -47,33 +42,20 @@ def cluster(ranks: int, *, flops: float = FREE, link: float = FREE) -> Cluster:
 
 def rehearsed(line: str, on: Cluster) -> tuple[Rehearsal, float]:
     """A cell rehearsed with prices on a cluster, and its step at the plan's price there."""
-    cell = Cell.parse(line)
-    case, (plan, of) = CASES[cell.case], plan_of(cell)
-    example = case.batch(cell.rows, 0)
-    found = rehearse(
-        CheckedPlan.of(plan, of.graph, of.table),
-        case.model(),
-        lambda: pytree.tree_map(torch.empty_like, example),
-        adamw,
-        priced=Priced(prices=Prices(cluster=on)),
-    )
-    problem = Problem(graph=of.graph, factors=of.table, cluster=on, precision=plan.precision)
-    price = evaluate(plan, problem, check_plan(plan, of.graph, of.table))
-    return found, price.prediction.step_time_s
+    found = checked(line).rehearse(priced=Priced(prices=Prices(cluster=on)))
+    return found, evaluate(*checked(line).priced_on(on)).prediction.step_time_s
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "gpt2_tied 1 1f1b m2",
-        "gpt2_deep 1 1f1b m8 full",
-        "gpt2_untied tp2 1f1b m2",
-        "gpt2_untied pp2 gpipe m4",
-        "gpt2_deep pp2 1f1b m8 full",
-        "gpt2_deep pp4 1f1b m4",
-        "gpt2_deep pp2xdp2 interleaved_1f1b m4 v2",
-    ],
-)
+PRODUCTS = (
+    "gpt2_deep pp2 1f1b m8 full", "mlp pp2 gpipe m4", "gpt2_untied tp2 1f1b m2",
+    "gpt2_tied 1 1f1b m2", "gpt2_deep 1 1f1b m8 full", "gpt2_untied pp2 gpipe m4",
+    "gpt2_deep pp4 1f1b m4", "gpt2_deep pp2xdp2 interleaved_1f1b m4 v2",
+)  # fmt: skip
+LINKS = ("gpt2_untied dp2 1f1b m2", "llama tp2 1f1b m2 full", "gpt2_tied tp2 1f1b m2")
+MORE = "the change tier has pipelines, the tensor and the data axis, with and without recompute"
+
+
+@pytest.mark.parametrize("line", tiered(PRODUCTS, PRODUCTS[:3].__contains__, MORE))
 def test_where_products_alone_take_time_both_estimates_are_one(line: str) -> None:
     """Bubbles and repeated micro-batches included: the price simulates the schedule, the estimate
     replays what the executor did."""
@@ -84,9 +66,7 @@ def test_where_products_alone_take_time_both_estimates_are_one(line: str) -> Non
     assert found.estimate.step_s >= busiest / 1e9 * (1 - 1e-6)
 
 
-@pytest.mark.parametrize(
-    "line", ["gpt2_untied dp2 1f1b m2", "gpt2_tied tp2 1f1b m2", "llama tp2 1f1b m2 full"]
-)
+@pytest.mark.parametrize("line", tiered(LINKS, LINKS[:2].__contains__, MORE))
 def test_where_links_alone_take_time_both_estimates_are_one(line: str) -> None:
     found, step_s = rehearsed(line, cluster(2, link=1e6))
     assert found.estimate is not None

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright import Cluster, auto_parallelize
-from meshwright.executor.rehearsal import Rehearsal
 from meshwright.executor.rehearsal.memory import BUFFERS, SAVED, TRANSIENT, Memory
-from meshwright.planner.overrides import Overrides
-from tests.models.models import CASES
+from meshwright.planner.pricing import StageCoster, bytes_beside_tensors, evaluate
+from tests.executor.rehearsal.rehearsal_runs import checked
+from tests.helpers.tiers import tiered
+from tests.helpers.tiny import host
 
 
 def test_what_a_block_leaves_is_saved_and_the_rest_passes() -> None:
@@ -35,38 +35,23 @@ def test_what_a_block_leaves_is_saved_and_the_rest_passes() -> None:
     assert saved.numel() == 10
 
 
-@pytest.mark.parametrize(
-    ("name", "decisions"),
-    [
-        ("llama", {"dp": 4, "zero": 2, "num_microbatches": 1}),
-        ("llama", {"dp": 2, "tp": 2, "zero": 1, "num_microbatches": 2}),
-        ("llama", {"dp": 2, "pp": 2, "zero": 0, "schedule": "1f1b", "num_microbatches": 4}),
-        ("llama", {"tp": 2, "pp": 2, "schedule": "1f1b", "num_microbatches": 4}),
-        ("bert", {"dp": 4, "zero": 0, "num_microbatches": 1}),
-        ("llama", {"dp": 4, "zero": 3, "num_microbatches": 1}),
-        ("llama", {"dp": 4, "zero": 3, "hpz": 2, "num_microbatches": 1}),
-    ],
-    ids=str,
-)
-def test_the_price_is_near_the_rehearsed_peak(name: str, decisions: dict[str, int]) -> None:
-    found = _rehearsed(name, decisions)
-    for priced, peak in zip(found.priced_bytes, found.peak_bytes, strict=True):
-        assert priced == pytest.approx(peak, rel=0.02)
+PRICED = (
+    "llama pp2xdp2 1f1b m4", "llama dp4 1f1b m1 zero3 hpz2", "llama dp2xtp2 1f1b m2 zero1",
+    "llama dp4 1f1b m1 zero2", "llama pp2xtp2 1f1b m4", "bert dp4 1f1b m1",
+    "llama dp4 1f1b m1 zero3",
+)  # fmt: skip
+MORE = "the change tier has a pipeline, and ZeRO on both axes"
+
+
+@pytest.mark.parametrize("line", tiered(PRICED, PRICED[:3].__contains__, MORE))
+def test_the_price_is_near_the_rehearsed_peak(line: str) -> None:
+    of = checked(line)
+    found = of.rehearse()
+    plan, problem, assignments = of.priced_on(host(4))
+    prices = evaluate(plan, problem, assignments).prediction.course_bytes
+    beside = bytes_beside_tensors(plan, StageCoster(problem))
+    for priced, less, peak in zip(prices, beside, found.peak_bytes, strict=True):
+        assert priced - less == pytest.approx(peak, rel=0.02)
     for log in found.logs.values():
         assert sum(log.peak_by_kind.values()) == log.peak_bytes
         assert sum(log.saved_by_block.values()) == log.peak_by_kind[SAVED]
-
-
-def _rehearsed(name: str, decisions: dict[str, int]) -> Rehearsal:
-    case, cluster = CASES[name], Cluster.local(4, "cpu", measure=False)
-    given = {"dp": 1, "tp": 1, "pp": 1, "recompute": "none", **decisions}
-    result = auto_parallelize(
-        case.model(),
-        cluster,
-        example_inputs=case.batch(4, 0),
-        global_batch_size=16,
-        precision="fp32",
-        overrides=Overrides(**given),  # type: ignore[arg-type]
-        profile=False,
-    )
-    return result.rehearse()

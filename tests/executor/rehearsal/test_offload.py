@@ -11,10 +11,14 @@ from meshwright import Overrides
 from meshwright.executor.rehearsal import Rehearsal
 from meshwright.executor.rehearsal.result import STATES, WEIGHTS
 from meshwright.profiles.cluster import Cluster
+from tests.helpers.tiers import tiered
 from tests.helpers.tiny import batch, net, planned
 
+GIVEN = ({"pp": 2}, {"recompute": "none"}, {"recompute": "full"}, {"dp": 2, "zero": 3})
+MORE = "the change tier has states under ZeRO-3, and activations of a pipeline"
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+
+@pytest.mark.parametrize("zero", tiered((0, 1, 2, 3), {3}.__contains__, MORE))
 def test_no_state_is_on_the_device_and_nothing_races(zero: int) -> None:
     result = planned(
         net(),
@@ -32,9 +36,7 @@ def test_no_state_is_on_the_device_and_nothing_races(zero: int) -> None:
         assert log.peak_by_kind.get(WEIGHTS, 0) == (0 if zero == 3 else 2 * numel)
 
 
-@pytest.mark.parametrize(
-    "given", [{"recompute": "none"}, {"recompute": "full"}, {"dp": 2, "zero": 3}, {"pp": 2}]
-)
+@pytest.mark.parametrize("given", tiered(GIVEN, GIVEN[:1].__contains__, MORE))
 def test_saved_activations_leave_the_device_as_priced(given: dict[str, Any]) -> None:
     count = 1 if "recompute" in given else 2
     cluster = Cluster.from_catalog("rtx-4090", devices_per_node=count)

@@ -122,6 +122,14 @@ def change(
     return fault
 
 
+def together(*faults: Callable[[Streams], None]) -> Callable[[Streams], None]:
+    def fault(streams: Streams) -> None:
+        for one in faults:
+            one(streams)
+
+    return fault
+
+
 def swap_groups(streams: Streams) -> None:
     """The last two collectives, of different groups, in the other order on rank 0 alone."""
     events = streams[0]
@@ -152,42 +160,6 @@ def reduce_before_send(streams: Streams) -> None:
         streams[rank].insert(k, streams[rank].pop())
 
 
-def extra_microbatch(streams: Streams) -> None:
-    for rank in (0, 1):
-        k = place(streams, rank, Kind.SEND)
-        streams[rank].insert(k, streams[rank][k])
-
-
-def only_rank_0(streams: Streams) -> None:
-    """`if rank == 0`: a collective that nobody else comes to."""
-    streams[0].append(collective("default_pg", (0, 1, 2, 3), 1))
-
-
-def stops_early(streams: Streams) -> None:
-    del streams[2][8:]
-
-
-def ways_swapped(streams: Streams) -> None:
-    k = place(streams, 0, Kind.SEND)
-    streams[0][k] = message(Kind.SEND, 2, way="backward")
-
-
-def smaller_group(streams: Streams) -> None:
-    k = place(streams, 2, Kind.COLLECTIVE, group="data")
-    streams[2][k] = collective("data", (2,), 80)
-
-
-def stranger(streams: Streams) -> None:
-    k = place(streams, 0, Kind.SEND)
-    streams[0][k] = message(Kind.SEND, 7)
-
-
-def crossed_peers(streams: Streams) -> None:
-    for rank, peer in ((0, 3), (1, 2)):
-        k = place(streams, rank, Kind.SEND)
-        streams[rank][k] = message(Kind.SEND, peer)
-
-
 ALL, SEND, RECEIVE = Kind.COLLECTIVE, Kind.SEND, Kind.RECEIVE
 
 FAULTS: Mapping[str, tuple[Callable[[Streams], None], str]] = {
@@ -197,18 +169,18 @@ FAULTS: Mapping[str, tuple[Callable[[Streams], None], str]] = {
     "dropped receive": (drop(2, RECEIVE), "messages"),
     "doubled send": (double(0, SEND), "messages"),
     "doubled receive": (double(3, RECEIVE), "messages"),
-    "a micro-batch more": (extra_microbatch, "messages"),
+    "a micro-batch more": (together(double(0, SEND), double(1, SEND)), "messages"),
     "send of another shape": (change(0, SEND, shapes=((2, 9),)), "messages"),
     "send of another dtype": (change(1, SEND, dtype="bfloat16"), "messages"),
     "receive of another shape": (change(2, RECEIVE, shapes=((1, 8),)), "messages"),
     "send with another tag": (change(0, SEND, tag=9), "messages"),
-    "send in the other group": (ways_swapped, "messages"),
+    "send in the other group": (change(0, SEND, group=("backward", (0, 1, 2, 3))), "messages"),
     "send to the wrong rank": (change(0, SEND, peer=1), "messages"),
-    "send to a rank that is not there": (stranger, "messages"),
-    "crossed peers": (crossed_peers, "messages"),
+    "send to a rank that is not there": (change(0, SEND, peer=7), "messages"),
+    "crossed peers": (together(change(0, SEND, peer=3), change(1, SEND, peer=2)), "messages"),
     "dropped collective": (drop(1, ALL, 0, "data"), "collectives"),
     "doubled collective": (double(2, ALL, "tensor"), "collectives"),
-    "collective of rank 0 alone": (only_rank_0, "collectives"),
+    "collective of rank 0 alone": (lambda s: s[0].append(s[0][-1]), "collectives"),
     "collective of another shape": (change(1, ALL, "data", shapes=((101,),)), "collectives"),
     "collective of another dtype": (change(1, ALL, "data", dtype="float16"), "collectives"),
     "another collective": (change(3, ALL, "data", operation="_allgather_"), "collectives"),
@@ -219,8 +191,8 @@ FAULTS: Mapping[str, tuple[Callable[[Streams], None], str]] = {
     "a group of the same size": (
         change(0, ALL, "tensor", number=1, group=("tensor", (0, 3))), "collectives"
     ),
-    "a smaller group": (smaller_group, "collectives"),
-    "a rank that stops early": (stops_early, "collectives"),
+    "a smaller group": (change(2, ALL, "data", group=("data", (2,))), "collectives"),
+    "a rank that stops early": (lambda s: s[2].__delitem__(slice(8, None)), "collectives"),
     "groups in another order": (swap_groups, "replay"),
     "waits before sends": (wait_before_send, "replay"),
     "a collective before a send": (reduce_before_send, "replay"),
@@ -260,9 +232,8 @@ def test_the_place_is_said() -> None:
 
 
 def mesh(first: int, dp: int, tp: int, **more: int) -> StageMesh:
-    return StageMesh(
-        ranks=tuple(range(first, first + dp * tp)), dp=dp, tp=tp, shards=more.get("shards", dp)
-    )
+    given = {"shards": dp, **more}
+    return StageMesh(ranks=tuple(range(first, first + dp * tp)), dp=dp, tp=tp, **given)
 
 
 def test_the_first_of_an_axis_is_a_kind() -> None:
@@ -275,6 +246,16 @@ def test_the_first_of_shards_is_a_kind() -> None:
     kinds = kinds_of_ranks([mesh(0, 8, 1, shards=4)])
     assert sorted(set(kinds.values())) == [0, 1, 4]
     assert kinds[3] == kinds[2] == kinds[5] == 1
+
+
+def test_the_first_of_experts_and_of_rows_is_a_kind_and_each_part_of_the_tokens() -> None:
+    kinds = kinds_of_ranks([mesh(0, 8, 1, experts=4)])
+    assert kinds == {0: 0, 4: 4, **dict.fromkeys((1, 2, 3, 5, 6, 7), 1)}
+    kinds = kinds_of_ranks([mesh(0, 8, 1, cp=2)])
+    assert kinds == {0: 0, 1: 1, **dict.fromkeys((2, 4, 6), 2), **dict.fromkeys((3, 5, 7), 3)}
+    kinds = kinds_of_ranks([mesh(0, 3, 3)])
+    firsts, others = dict.fromkeys((1, 2), 1), dict.fromkeys((4, 5, 7, 8), 4)
+    assert kinds == {0: 0, **firsts, 3: 3, 6: 3, **others}
 
 
 def test_other_parts_are_kinds() -> None:

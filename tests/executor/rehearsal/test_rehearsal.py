@@ -3,114 +3,69 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from meshwright.executor.rehearsal import Kind, Recorder, Rehearsal, rank_log, rehearse, run_steps
-from meshwright.executor.runtime import RunOptions, Runtime
-from meshwright.executor.stages import CheckedPlan
-from tests.executor.rehearsal.rehearsal_worker import CELLS, events_of
-from tests.helpers.launching import Results, results_of
-from tests.models.models import CASES, adamw
-from tests.parity.parity_cells import Cell, plan_of
-from tests.parity.parity_reference import store
+from meshwright.executor.rehearsal import Kind, rehearse
+from tests.executor.rehearsal.rehearsal_runs import checked, does_what_was_rehearsed, rehearsal
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
+from tests.models.models import adamw
+from tests.parity.parity_cells import Cell
 
-TIMEOUT_S = 400
-MORE = tuple(
-    Cell.parse(line)
-    for line in (
-        "gpt2_untied  pp2xdp2          gpipe m4 zero1",
-        "gpt2_untied  pp2xdp2          eager_1f1b m4 zero2",
-        "gpt2_untied  pp2xtp2          zb_h2 m4",
-        "llama        dp2xtp2          1f1b m2 zero3 full",
-        "llama        pp4              1f1b m8 full",
-        "bert         tp4              1f1b m2",
-        "t5           pp2xdp2          1f1b m4 zero1",
-    )
+FIRST = (
+    "gpt2_tied pp2xdp2 1f1b m4 zero3",
+    "gpt2_tied tp2 gpipe m2 mixed sequence",
+    "mlp pp2xdp2 dualpipe_v m4 zero2",
 )
+REAL = (
+    *FIRST,
+    "gpt2_tied dp2xtp2 gpipe m4 mixed sequence",
+    "gpt2_tied dp4 gpipe m4 zero2 shard2 mixed bf16",
+    "gpt2_tied pp2xdp2 zb_h1 m4 zero1 pointwise front spread",
+    "gpt2_tied pp2xtp2 interleaved_1f1b m4 v2 full bare",
+    "gpt2_tied 1|dp2|1 1f1b m8 zero2 full front",
+    "gpt2_untied dp4 1f1b m4 zero3",
+    "llama pp2xdp2 1f1b m4 zero3 full",
+    "llama pp2xtp2 zb_v m4",
+    "llama tp2 1f1b m2",
+    "gpt2_untied pp2 zb_h1 m4 front",
+    "gpt2_untied pp2xdp2xtp2 1f1b m4 zero1 sequence",
+    "gpt2_tied dp8 1f1b m2 zero3 shard4",
+)
+KINDS = (
+    "mlp pp2xdp4 1f1b m4 zero1",
+    "gpt2_untied dp4 1f1b m2 zero1",
+    "gpt2_untied pp2xdp2 gpipe m4 zero1",
+    "gpt2_untied pp2xdp2 eager_1f1b m4 zero2",
+    "gpt2_untied pp2xtp2 zb_h2 m4",
+    "llama dp2xtp2 1f1b m2 zero3 full",
+    "llama pp4 1f1b m8 full",
+    "bert tp4 1f1b m2",
+    "t5 pp2xdp2 1f1b m4 zero1",
+)
+MORE = "the change tier has ZeRO, tensor parallel and pipelined ranks, recompute, and tied weights"
 
 
-@cache
-def rehearsal(cell: Cell, every: bool = True) -> Rehearsal:
-    case = CASES[cell.case]
-    plan, of = plan_of(cell)
-    example = case.batch(cell.rows, 0)
-    return rehearse(
-        CheckedPlan.of(plan, of.graph, of.table),
-        case.model(),
-        lambda: pytree.tree_map(torch.empty_like, example),
-        adamw,
-        every=every,
-    )
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Cell], Any]:
-    """What each rank of a plan did: events, peak bytes, what it would save."""
-    folder = tmp_path_factory.mktemp("rehearsal")
-    store(folder, CELLS)
-    worker = Path(__file__).with_name("rehearsal_worker.py")
-
-    @cache
-    def results(ranks: int) -> Results:
-        name = f"-rehearsal-{ranks}"
-        return results_of(worker, folder, ranks=ranks, timeout_s=TIMEOUT_S, name=name)
-
-    return lambda cell: results(cell.world)[cell.name]["ranks"]
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_the_log_of_real_ranks_is_the_rehearsed(real: Callable[[Cell], Any], cell: Cell) -> None:
-    ranks = real(cell)
-    logs = rehearsal(cell).logs
-    assert len(ranks) == len(logs) == cell.world
-    for rank, (found, _, _) in enumerate(ranks):
-        expected = events_of(logs[rank].events)
-        assert found
-        for k, (a, b) in enumerate(zip(found, expected, strict=False)):
-            assert a == b, f"rank {rank}, event {k}"
-        assert len(found) == len(expected)
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_the_memory_of_real_ranks_is_the_rehearsed(real: Callable[[Cell], Any], cell: Cell) -> None:
-    """But for messages that a peer has not taken yet: in a rehearsal they leave at once."""
-    logs = rehearsal(cell).logs
-    for rank, (_, peak_bytes, _) in enumerate(real(cell)):
-        sent = sum(e.nbytes for e in logs[rank].events if e.kind is Kind.SEND)
-        rehearsed = logs[rank].peak_bytes
-        assert 0.99 * rehearsed <= peak_bytes <= 1.01 * rehearsed + sent
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_real_ranks_would_save_what_the_rehearsed_would(
-    real: Callable[[Cell], Any], cell: Cell
-) -> None:
-    logs = rehearsal(cell).logs
-    for rank, (_, _, saved) in enumerate(real(cell)):
-        assert saved == [str(x) for x in logs[rank].saved]
-        assert any("boxes=((" in x for x in saved)
-
-
-@pytest.mark.parametrize("cell", (*CELLS, *MORE), ids=lambda cell: cell.name)
-def test_plans_match(cell: Cell) -> None:
-    found = rehearsal(cell)
+@pytest.mark.parametrize("line", tiered(REAL, FIRST.__contains__, MORE))
+def test_real_ranks_do_what_was_rehearsed(line: str) -> None:
+    found = rehearsal(line)
     assert found.mismatches == ()
-    assert all(log.peak_bytes > 0 for log in found.logs.values())
-    assert any(log.flops for log in found.logs.values())
+    world = Cell.parse(line).world
+    assert sorted(found.logs) == [*range(world)]
+    assert all(log.peak_bytes > 0 and log.flops for log in found.logs.values())
+    on_ranks(world, does_what_was_rehearsed, line, dict(found.logs))
 
 
-@pytest.mark.parametrize("cell", MORE, ids=lambda cell: cell.name)
-def test_kinds_do_what_all_ranks_do(cell: Cell) -> None:
+@pytest.mark.parametrize("line", tiered(KINDS, KINDS[:1].__contains__, MORE))
+def test_kinds_do_what_all_ranks_do(line: str) -> None:
     """A rank of a kind has the peak, the work and the number of messages of the one rehearsed."""
-    every, kinds = rehearsal(cell), rehearsal(cell, every=False)
-    assert kinds.mismatches == ()
+    every, kinds = rehearsal(line), rehearsal(line, every=False)
+    assert every.mismatches == kinds.mismatches == ()
+    assert len(kinds.logs) < len(every.logs) == Cell.parse(line).world
     assert kinds.peak_bytes == every.peak_bytes
     for rank, stands in kinds.kind_of.items():
         own, other = every.logs[rank], kinds.logs[stands]
@@ -120,13 +75,11 @@ def test_kinds_do_what_all_ranks_do(cell: Cell) -> None:
 
 
 def test_the_model_is_left_as_it_is() -> None:
-    cell = MORE[0]
-    case, (plan, of) = CASES[cell.case], plan_of(cell)
-    model, example = case.model(), case.batch(cell.rows, 0)
+    of = checked(KINDS[0])
+    model = of.case.model()
     before = {name: x.clone() for name, x in model.state_dict().items()}
     held = {name: id(x) for name, x in model.named_parameters()}
-    checked = CheckedPlan.of(plan, of.graph, of.table)
-    rehearse(checked, model, lambda: pytree.tree_map(torch.empty_like, example), adamw)
+    rehearse(of.checked, model, of.batch, adamw)
     assert not torch.distributed.is_initialized()
     assert {name: id(x) for name, x in model.named_parameters()} == held
     for name, x in model.state_dict().items():
@@ -146,27 +99,18 @@ class _Reads(torch.optim.SGD):
 
 
 def test_an_optimizer_that_reads_values_is_refused() -> None:
-    cell = MORE[0]
-    case, (plan, of) = CASES[cell.case], plan_of(cell)
-    example = case.batch(cell.rows, 0)
-
     def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         return _Reads(parameters, lr=0.1)
 
+    of = checked(KINDS[0])
     with pytest.raises(ValueError, match="reads the value of a tensor"):
-        rehearse(
-            CheckedPlan.of(plan, of.graph, of.table),
-            case.model(),
-            lambda: pytree.tree_map(torch.empty_like, example),
-            make,
-        )
+        rehearse(of.checked, of.case.model(), of.batch, make)
     assert not torch.distributed.is_initialized()
 
 
 def test_messages_are_recorded() -> None:
     """A pipeline of two stages sends each micro-batch's activations on, and gradients back."""
-    cell = Cell.parse("mlp pp2 1f1b m4")
-    logs = rehearsal(cell).logs
+    logs = rehearsal("mlp pp2 1f1b m4").logs
     for rank, way in ((0, "forward"), (1, "backward")):
         sent = [e for e in logs[rank].events if e.kind is Kind.SEND]
         # a training step, and, of activations, an evaluation
@@ -175,33 +119,20 @@ def test_messages_are_recorded() -> None:
         assert {e.peer for e in sent} == {1 - rank}
 
 
-@pytest.mark.parametrize("policy", ["", "pointwise", "full", "mixed"])
+POLICIES = ("", "pointwise", "full", "mixed")
+
+
+@pytest.mark.parametrize("policy", tiered(POLICIES, {"mixed"}.__contains__, MORE))
 def test_memory_is_that_of_a_real_step(policy: str) -> None:
     """To the byte, by kind, and the FLOPs: with and without recompute, on one device."""
-    cell = Cell.parse(f"gpt2_deep 1 1f1b m2 {policy} rows16")
-    case, (plan, of) = CASES[cell.case], plan_of(cell)
-    checked = CheckedPlan.of(plan, of.graph, of.table)
-    example = case.batch(cell.rows, 0)
-    recorder = Recorder()
-    with recorder.following_resizes(), recorder:
-        runtime = Runtime(checked, case.model(), options=RunOptions(device=torch.device("cpu")))
-        run_steps(runtime, lambda: example, adamw, recorder, evaluates=False)
-    real = recorder.log(0)
-    found = rank_log(
-        checked,
-        case.model(),
-        lambda: pytree.tree_map(torch.empty_like, example),
-        adamw,
-        rank=0,
-        evaluates=False,
-    )
+    of = checked(f"gpt2_deep 1 1f1b m2 {policy} rows16")
+    real, found = of.real_log(evaluates=False), of.rank_log(0, evaluates=False)
     assert real.peak_bytes == found.peak_bytes
     assert real.peak_by_kind == found.peak_by_kind
     assert real.flops == found.flops
 
 
-@pytest.mark.parametrize("kind", ["ring", "all_gather"])
+@pytest.mark.parametrize("kind", tiered(("ring", "all_gather"), {"ring"}.__contains__, MORE))
 def test_the_ranks_of_a_row_stand_for_those_of_others(kind: str) -> None:
     """Who sends tokens to whom is among ranks that are rehearsed."""
-    found = rehearsal(Cell.parse(f"llama dp4xcp2 {kind} m2 zero1"), every=False)
-    assert found.mismatches == ()
+    assert rehearsal(f"llama dp4xcp2 {kind} m2 zero1", every=False).mismatches == ()

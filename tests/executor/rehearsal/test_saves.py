@@ -13,17 +13,16 @@ from meshwright.executor.checkpoint import SavedTensor
 from meshwright.executor.files import chunks
 from meshwright.executor.files.chunks import untiled
 from meshwright.executor.rehearsal import RankLog, unlike_saves
-from tests.executor.rehearsal.test_rehearsal import rehearsal
-from tests.parity.parity_cells import Cell
+from tests.executor.rehearsal.rehearsal_runs import rehearsal
 
 # two stages of two data ranks, whose ZeRO-3 shards every weight; the tied one is on both stages
-TIED = Cell.parse("gpt2_tied pp2xdp2 1f1b m4 zero3")
+TIED = "gpt2_tied pp2xdp2 1f1b m4 zero3"
 EVERY = {rank: rank for rank in range(4)}
 Logs = dict[int, RankLog]
 
 
-def logs_of(cell: Cell) -> Logs:
-    return dict(rehearsal(cell).logs)
+def logs_of(line: str) -> Logs:
+    return dict(rehearsal(line).logs)
 
 
 def named(logs: Logs, rank: int, name: str) -> SavedTensor:
@@ -94,7 +93,7 @@ def test_what_two_ranks_write_is_found() -> None:
 
 
 def test_what_a_rank_writes_unasked_is_found() -> None:
-    logs = logs_of(Cell.parse("mlp dp4 1f1b m2"))
+    logs = logs_of("mlp dp4 1f1b m2")
     name = logs[0].saved[0].name
     (writer,) = named(logs, 0, name).writers
     other = (writer + 1) % 4

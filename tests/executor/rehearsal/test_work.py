@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.operators import Problem
-from meshwright.executor.rehearsal import Rehearsal, rehearse
+from meshwright.executor.rehearsal import Rehearsal
 from meshwright.executor.rehearsal.events import Event, Kind, RankLog
 from meshwright.executor.rehearsal.work import link_bytes
-from meshwright.executor.stages import CheckedPlan
-from meshwright.planner.plan import Plan, check_plan
 from meshwright.planner.pricing import KINDS_OF_BYTES, Work, priced_work
-from meshwright.profiles.cluster import Cluster
-from tests.executor.experts.experts_worker import ROWS, RUNS
-from tests.executor.experts.experts_worker import graph_of as experts_graph
-from tests.executor.experts.experts_worker import plan_of as experts_plan
-from tests.models.experts_models import batch as experts_batch
-from tests.models.experts_models import language_model
-from tests.models.models import CASES, Traced, adamw
-from tests.parity.parity_cells import Cell, plan_of
+from tests.executor.rehearsal.rehearsal_runs import Checked, checked, checked_experts
+from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiny import host
 
 REL, ABS = 1e-3, 320  # bytes: counts of rows, losses, norms, what batches are compared by
 MESSAGES = {"forward", "backward"}
 
-CELLS = """
-gpt2_tied    1                1f1b m2
-llama        1                1f1b m2 full
-gpt2_deep    1                1f1b m2 mixed
-gpt2_deep    1                1f1b m2 widening
-gpt2_tied    dp2              1f1b m2
-gpt2_untied  dp2              1f1b m2 bf16
-gpt2_tied    tp2              1f1b m2
-llama        tp2              1f1b m2 full
-gpt2_tied    dp2              1f1b m2 zero1
-gpt2_tied    dp2              1f1b m2 zero2
-gpt2_untied  dp4              1f1b m2 zero2 shard2 bf16
-gpt2_untied  pp2              1f1b m4 mixed
-gpt2_untied  pp2xtp2          zb_h1 m4
-llama        pp2xtp2          zb_v m4
-moe          dp2              1f1b m2
-resnet       dp2              1f1b m2
-resnet       tp2              1f1b m2
-plain_gpt    dp2              1f1b m2 full
-"""
+FIRST = (
+    "llama tp2 1f1b m2 full",
+    "gpt2_untied dp2 1f1b m2 zero2 bf16",
+    "gpt2_untied pp2 1f1b m4 mixed",
+    "mlp pp2xdp2 zb_v m4 zero1",
+)
+ALIKE = (
+    *FIRST,
+    "gpt2_tied 1 1f1b m2",
+    "llama 1 1f1b m2 full",
+    "gpt2_deep 1 1f1b m2 mixed",
+    "gpt2_deep 1 1f1b m2 widening",
+    "gpt2_tied dp2 1f1b m2",
+    "gpt2_untied dp2 1f1b m2 bf16",
+    "gpt2_tied tp2 1f1b m2",
+    "gpt2_tied dp2 1f1b m2 zero1",
+    "gpt2_tied dp2 1f1b m2 zero2",
+    "gpt2_untied dp4 1f1b m2 zero2 shard2 bf16",
+    "gpt2_untied pp2xtp2 zb_h1 m4",
+    "llama pp2xtp2 zb_v m4",
+    "moe dp2 1f1b m2",
+    "resnet dp2 1f1b m2",
+    "resnet tp2 1f1b m2",
+    "plain_gpt dp2 1f1b m2 full",
+)
 # Cells in which ranks send more or less than the price says, by so many bytes of each device group,
 # and why.
 KEPT = "the last block's weights, gathered for a forward, are kept for the backward that follows"
@@ -76,33 +67,23 @@ UNLIKE = {
         "each backward; the price has it twice",
     ),
 }
+FIRST_UNLIKE = {"gpt2_tied dp4 1f1b m2 zero3 hpz2", "gpt2_tied dp4 1f1b m2 zero3 quantized"}
 REGATHERING = (
-    ("llama tp2 1f1b m2 sequence", "regather"),
+    ("llama tp2 1f1b m2 sequence", " regather"),
     ("gpt2_deep tp4 1f1b m2 sequence pointwise", "+regather"),
-    ("llama pp2xtp2 zb_h1 m4 sequence", "regather"),
+    ("llama pp2xtp2 zb_h1 m4 sequence", " regather"),
 )
-EXPERTS = ("dp4 ep2", "dp4 ep2 full", "dp2 tp2 ep2 matrices")
+SPLIT = {"layers.*.experts.gate": "S(2)", "layers.*.experts.up": "S(2)",
+         "layers.*.experts.down": "S(1)"}  # the matrices  # fmt: skip
+SPREAD: tuple[tuple[str, dict[str, str]], ...] = (
+    ("dp2 m2", {}), ("dp4 m2", {}), ("dp4 m2 full", {}), ("dp2xtp2 m2", SPLIT),
+)  # fmt: skip
+MORE = "the change tier has every axis, ZeRO of each kind, recompute, and half precision"
 
 
-def both(
-    plan: Plan, of: Traced, model: nn.Module, example: Any, count: Callable[[Any], Any] = adamw
-) -> tuple[Rehearsal, list[Work]]:
+def of_plan(of: Checked) -> tuple[Rehearsal, list[Work]]:
     """A plan rehearsed, and the work of each device group at its price."""
-    checked = CheckedPlan.of(plan, of.graph, of.table)
-    found = rehearse(checked, model, lambda: pytree.tree_map(torch.empty_like, example), count)
-    problem = Problem(
-        graph=of.graph,
-        factors=of.table,
-        cluster=Cluster.local(plan.num_ranks, measure=False),
-        precision=plan.precision,
-    )
-    return found, priced_work(plan, problem, check_plan(plan, of.graph, of.table))
-
-
-def of_cell(line: str) -> tuple[Rehearsal, list[Work]]:
-    cell = Cell.parse(line)
-    case, (plan, of) = CASES[cell.case], plan_of(cell)
-    return both(plan, of, case.model(), case.batch(cell.rows, 0))
+    return of.rehearse(), priced_work(*of.priced_on(host(of.plan.num_ranks)))
 
 
 def sent(log: RankLog) -> tuple[float, float]:
@@ -118,9 +99,9 @@ def priced(work: Work) -> tuple[float, float]:
     return sum(collectives), messages
 
 
-@pytest.mark.parametrize("line", CELLS.strip().splitlines())
+@pytest.mark.parametrize("line", tiered(ALIKE, FIRST.__contains__, MORE))
 def test_ranks_do_and_send_what_is_priced(line: str) -> None:
-    found, works = of_cell(line)
+    found, works = of_plan(checked(line))
     assert len(works) == len(found.plan.devices)
     for rank, log in found.logs.items():
         work = works[found.group_of[rank]]
@@ -128,9 +109,9 @@ def test_ranks_do_and_send_what_is_priced(line: str) -> None:
         assert sent(log) == pytest.approx(priced(work), rel=REL, abs=ABS)
 
 
-@pytest.mark.parametrize("line", UNLIKE)
+@pytest.mark.parametrize("line", tiered(UNLIKE, FIRST_UNLIKE.__contains__, MORE))
 def test_what_the_price_leaves_out_is_known(line: str) -> None:
-    found, works = of_cell(line)
+    found, works = of_plan(checked(line))
     differences, why = UNLIKE[line]
     for rank, log in found.logs.items():
         group = found.group_of[rank]
@@ -140,24 +121,23 @@ def test_what_the_price_leaves_out_is_known(line: str) -> None:
         assert sent(log) == pytest.approx(expected, rel=REL, abs=ABS), why
 
 
-@pytest.mark.parametrize(("line", "more"), REGATHERING)
-def test_gathers_again_are_sent_as_priced(line: str, more: str) -> None:
+@pytest.mark.parametrize("of", tiered(REGATHERING, REGATHERING[:1].__contains__, MORE, "".join))
+def test_gathers_again_are_sent_as_priced(of: tuple[str, str]) -> None:
     """Beside what the plan without them sends."""
-    runs = [of_cell(line), of_cell(line + (more if more[0] == "+" else f" {more}"))]
+    runs = [of_plan(checked(line)) for line in (of[0], "".join(of))]
     for rank in runs[0][0].logs:
         before, after = (sent(found.logs[rank])[0] for found, _ in runs)
         asked, wanted = (priced(works[found.group_of[rank]])[0] for found, works in runs)
         assert 0 < after - before == pytest.approx(wanted - asked, rel=REL)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-def test_experts_receive_what_is_priced_and_the_weights_of_copies(name: str) -> None:
+@pytest.mark.parametrize("of", tiered(SPREAD, SPREAD[:1].__contains__, MORE, lambda of: of[0]))
+def test_experts_receive_what_is_priced_and_the_weights_of_copies(
+    of: tuple[str, dict[str, str]],
+) -> None:
     """The exchange carries a number beside each copy of a token, and counts; the price has the
     copies alone."""
-    run = RUNS[name]
-    of = experts_graph(ROWS // run.microbatches, run.precision)
-    model = language_model("routed", run.spread)
-    found, works = both(experts_plan(run, of), of, model, experts_batch(ROWS, 0))
+    found, works = of_plan(checked_experts(of[0], 2, of[1]))
     for rank, log in found.logs.items():
         work = works[found.group_of[rank]]
         assert sum(log.flops.values()) == pytest.approx(work.flops, rel=REL)
@@ -172,10 +152,11 @@ def test_experts_receive_what_is_priced_and_the_weights_of_copies(name: str) -> 
         assert collectives - weights == pytest.approx(priced(work)[0], rel=REL, abs=2 * ABS)
 
 
+@second_tier(MORE)
 def test_attention_that_is_written_out_does_less_than_a_fused_one() -> None:
     """T5's, whose bias is trained: on a CPU there is no kernel for it, and its backward, which has
     the scores, does 4 products where a fused one does 5."""
-    found, works = of_cell("t5 pp2xdp2 1f1b m4 zero1")
+    found, works = of_plan(checked("t5 pp2xdp2 1f1b m4 zero1"))
     for rank, log in found.logs.items():
         written_out = log.flops["aten.bmm"]
         fused = works[found.group_of[rank]].flops
