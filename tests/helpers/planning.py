@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.price import price_pass
-from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.operators.cost import Cost, Setting
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import analyse
@@ -58,6 +58,15 @@ def problem_of(of: Traced, on: Cluster, precision: str = "bf16", **given: Any) -
 
 # plans fit by the most of each kind of memory, added up: oracles don't follow a step
 SUMMED = dataclasses.replace(EAGER, gradients_come=False)
+
+
+def setting_on(on: Cluster, **given: Any) -> Setting:
+    """One rank, one row, one micro-batch in fp32 with AdamW, but for what is given."""
+    fields: dict[str, Any] = {
+        "dp": 1, "tp": 1, "rows": 1, "num_microbatches": 1, "precision": "fp32",
+        "optimizer": "adamw", **given,
+    }  # fmt: skip
+    return Setting(cluster=on, **fields)
 
 
 def programs_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -18,7 +19,7 @@ from meshwright.costmodel.blocks.memory import block_memory
 from meshwright.costmodel.blocks.policies import regathering
 from meshwright.costmodel.blocks.price import BlockPrice, price_block
 from meshwright.costmodel.operators.fusion import fuse
-from meshwright.costmodel.operators.pricing import Pricer, Setting
+from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.moves import moves
 from meshwright.costmodel.sharding.strategies import Placement
@@ -34,7 +35,7 @@ from tests.costmodel.memory.saved_tensors import (
     setup,
 )
 from tests.costmodel.traces import MODELS, graph_of
-from tests.helpers.planning import cut
+from tests.helpers.planning import cut, setting_on
 from tests.helpers.threaded_ranks import Ranks, talking_ranks
 from tests.helpers.tiers import tiered
 from tests.models.models import GLOBAL_BATCH, Traced
@@ -144,15 +145,8 @@ class Layer(nn.Module):
         return x + F.dropout(self.down(F.gelu(self.up(self.n2(x)))), self.dropout)
 
 
-class Stack(nn.Module):
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def stack(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(OrderedDict(layers=nn.Sequential(*layers)))
 
 
 B, S, H, A = 2, 64, 128, 8  # micro-batch, sequence, width, heads
@@ -162,7 +156,7 @@ SPLIT = Placement("S", 1)
 @cache
 def layers(dropout: float) -> Traced:
     with torch.device("meta"):
-        model = Stack(*(Layer(H, A, dropout) for _ in range(3)))
+        model = stack(*(Layer(H, A, dropout) for _ in range(3)))
         batch = torch.empty(2, B, S, H, dtype=torch.bfloat16).unbind()
     return cut(model, batch, F.mse_loss, precision="bf16")
 
@@ -181,16 +175,8 @@ def layer_price(dropout: float, tp: int, *, sequence: bool) -> BlockPrice:
         between = {"add", "dropout", "layers.1.proj:linear", "layers.1.down:linear"}
         split |= {op.name: Entry(state=SPLIT) for op in block.ops if between & {op.short, op.key}}
     assignment = layouts.complete(split if tp > 1 else {}, inputs)
-    setting = Setting(
-        cluster=Cluster.from_catalog("h100-sxm"),
-        dp=1,
-        tp=tp,
-        rows=B,
-        num_microbatches=1,
-        precision="bf16",
-        optimizer="adamw",
-        target=Target(name="plain kernels"),
-    )
+    target, on = Target(name="plain kernels"), Cluster.from_catalog("h100-sxm")
+    setting = setting_on(on, tp=tp, rows=B, precision="bf16", target=target)
     prices = Pricer(graph=graph, table=table, setting=setting)
     return price_block(prices, layouts, assignment, inputs)
 
@@ -222,7 +208,7 @@ def test_values_inside_a_fused_kernel_are_not_kept() -> None:
     """The gate's activation is read by the product alone, and made again from the gate."""
     width, rows, layers = 16, 6, 3
     with torch.device("meta"):
-        model = Stack(*(Gated(width) for _ in range(layers)))
+        model = stack(*(Gated(width) for _ in range(layers)))
         batch = torch.empty(rows, width), torch.empty(rows, width)
     of = setup(cut(model, batch, F.mse_loss, precision="fp32"))
     graph, table = of.of.graph, of.of.table

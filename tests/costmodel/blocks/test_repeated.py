@@ -19,7 +19,7 @@ from meshwright.costmodel.blocks.policies import PARTIAL
 from meshwright.costmodel.blocks.repeated import least_kept, repeated_ops
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.memory.storage import Storage
-from tests.costmodel.blocks.test_block_memory import Stack
+from tests.costmodel.blocks.test_block_memory import stack
 from tests.costmodel.memory.saved_tensors import ledger, memories, predicted, setup
 from tests.costmodel.traces import graph_of
 from tests.helpers.planning import cut
@@ -157,7 +157,7 @@ def test_repeated_operators_keep_what_a_checkpoint_around_them_keeps() -> None:
     batch = torch.randn(4, 24, width), torch.randn(4, 24, width)
 
     def model(again: bool) -> nn.Module:
-        return Stack(*(Core(width, again) for _ in range(layers)))
+        return stack(*(Core(width, again) for _ in range(layers)))
 
     of = setup(cut(model(False), batch, F.mse_loss, precision="fp32"))
     graph = of.of.graph

@@ -22,7 +22,7 @@ from meshwright.costmodel.blocks.policies import parts_of, recomputable
 from meshwright.costmodel.blocks.repeated import repeated_ops
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.memory.storage import Held, Storage
-from meshwright.costmodel.operators.pricing import Pricer, Setting
+from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.data_axis import data_layout
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.moves import buffer_state, moves
@@ -37,6 +37,7 @@ from meshwright.planner.batch import input_leaves
 from meshwright.planner.plan.check import check_plan
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.plan_building import Knobs, build_plan
+from tests.helpers.planning import setting_on
 from tests.helpers.threaded_ranks import Mesh
 from tests.models.models import GLOBAL_BATCH, Traced
 
@@ -162,15 +163,8 @@ def chosen(
 
 def pricer(of: Setup) -> Pricer:
     dp, tp = of.mesh
-    setting = Setting(
-        cluster=Cluster.local(dp * tp),
-        dp=dp,
-        tp=tp,
-        rows=of.rows,
-        num_microbatches=of.microbatches,
-        precision="fp32",
-        optimizer="adamw",
-    )
+    given = {"dp": dp, "tp": tp, "rows": of.rows, "num_microbatches": of.microbatches}
+    setting = setting_on(Cluster.local(dp * tp), **given)
     return Pricer(graph=of.of.graph, table=of.of.table, setting=setting)
 
 

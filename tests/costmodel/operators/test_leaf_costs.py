@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from meshwright import leaf
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.streams import leaf_seconds
 from meshwright.costmodel.rules.leaf import LEAVES, Work, leaf_of
@@ -22,6 +21,7 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import strategies
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import setting_on
 from tests.helpers.traced import ROWS, WIDTH, rows, with_forward
 from tests.models.leaf_models import LENGTH, Scan, batch, loss_fn, model_of
 
@@ -76,15 +76,7 @@ def test_a_leaf_costs_what_its_operators_cost(rows_run: int) -> None:
     def seconds(part: nn.Module) -> float:
         model = nn.Sequential(nn.Linear(1024, 1024), part)
         graph = trace(model, (torch.empty(8, 1024),) * 2, loss_fn=F.mse_loss, precision="fp32")
-        setting = Setting(
-            cluster=Cluster.from_catalog("h100-sxm"),
-            dp=1,
-            tp=1,
-            rows=rows_run,
-            num_microbatches=1,
-            precision="fp32",
-            optimizer="adamw",
-        )
+        setting = setting_on(Cluster.from_catalog("h100-sxm"), rows=rows_run)
         table = analyse(graph)
         op = next(op for op in graph.ops if op.module == "1")
         (whole, *_) = strategies(graph, table, op, 1)

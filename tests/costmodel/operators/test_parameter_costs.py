@@ -21,7 +21,7 @@ from meshwright.costmodel.quantized import wire_bytes
 from meshwright.costmodel.sharding.strategies import R
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import Traced, cluster, cut
+from tests.helpers.planning import Traced, cluster, cut, setting_on
 
 ENDLESS = 1e30
 # gradients of two bytes and no buffers; weights of four
@@ -36,11 +36,7 @@ def net() -> Traced:
 
 
 def setting(on: Cluster, **given: Any) -> Setting:
-    fields: dict[str, Any] = {
-        "dp": 1, "tp": 1, "rows": 4, "num_microbatches": 1, "precision": "fp32",
-        "optimizer": "adamw", "target": PLAIN, **given,
-    }  # fmt: skip
-    return Setting(cluster=on, **fields)
+    return setting_on(on, **{"rows": 4, "target": PLAIN, **given})
 
 
 def pricer(on: Cluster, **given: Any) -> Pricer:

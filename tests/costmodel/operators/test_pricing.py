@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels.measured import OpProfile
-from meshwright.costmodel.operators.cost import Cost, Setting
+from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.fusion import fuse
 from meshwright.costmodel.operators.pricing import VIEW_HOST_SHARE, Pricer
 from meshwright.costmodel.sharding.strategies import R, Strategy, strategies
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import Traced, cluster, cut
+from tests.helpers.planning import Traced, cluster, cut, setting_on
 
 ROWS, LENGTH, WIDTH, WIDE, HEADS = 4, 6, 8, 16, 2
 ENDLESS = 1e30
@@ -56,14 +56,10 @@ def net(*, written: bool = False, frozen: bool = False) -> Traced:
 
 
 def pricer(of: Traced, on: Cluster, *, fusion: str = "none", **given: Any) -> Pricer:
-    setting: dict[str, Any] = {
-        "dp": 1, "tp": 1, "rows": ROWS, "num_microbatches": 1, "precision": "fp32",
-        "optimizer": "adamw", **given,
-    }  # fmt: skip
     return Pricer(
         graph=of.graph,
         table=of.table,
-        setting=Setting(cluster=on, **setting),
+        setting=setting_on(on, **{"rows": ROWS, **given}),
         fusion=fuse(of.graph, of.table, fusion),
     )
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from meshwright.costmodel.blocks.policies import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
-from meshwright.costmodel.operators.cost import Cost, Setting
+from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
@@ -26,6 +26,7 @@ from meshwright.costmodel.sharding.strategies import strategies
 from meshwright.executor.runtime.evaluation import check_evaluable
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import setting_on
 
 ROOT = Path(__file__).parents[3]
 NAME = "traits_test.normalise"
@@ -75,15 +76,7 @@ def operator(graph: Graph) -> Op:
 
 
 def priced(graph: Graph, dp: int) -> Cost:
-    setting = Setting(
-        cluster=Cluster.from_catalog("h100-sxm"),
-        dp=dp,
-        tp=1,
-        rows=8,
-        num_microbatches=1,
-        precision="fp32",
-        optimizer="adamw",
-    )
+    setting = setting_on(Cluster.from_catalog("h100-sxm"), dp=dp, rows=8)
     table, op = analyse(graph), operator(graph)
     (whole,) = strategies(graph, table, op, 1)
     return Pricer(graph=graph, table=table, setting=setting).op_cost(op, whole)

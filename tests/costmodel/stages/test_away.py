@@ -12,6 +12,7 @@ from meshwright.costmodel.stages.away import sent_by_block, sent_evenly
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import setting_on
 
 
 def setting(part: float, *, slowdown: float = 0.0, kind: str = "cuda") -> Setting:
@@ -20,10 +21,8 @@ def setting(part: float, *, slowdown: float = 0.0, kind: str = "cuda") -> Settin
     assert cluster.host is not None
     device = replace(cluster.device, overlap_slowdown=slowdown, kind=kind)
     host = replace(cluster.host, link_bandwidth=1.0)
-    return Setting(
-        cluster=replace(cluster, device=device, host=host), dp=1, tp=1, rows=1,
-        num_microbatches=1, precision="bf16", optimizer="adamw", host_activations=part,
-    )  # fmt: skip
+    on = replace(cluster, device=device, host=host)
+    return setting_on(on, precision="bf16", host_activations=part)
 
 
 def four(**changes: float) -> Sums:

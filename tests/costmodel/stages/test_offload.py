@@ -14,6 +14,7 @@ from meshwright.costmodel.stages.offload import host_costs
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import setting_on
 
 NUMEL = 1e9
 PER_NODE = 8
@@ -21,10 +22,8 @@ PER_NODE = 8
 
 def setting(zero: int, part: float, microbatches: int = 1) -> Setting:
     cluster = Cluster.from_catalog("dgx-a100")
-    return Setting(
-        cluster=cluster, dp=8, tp=1, rows=1, num_microbatches=microbatches, precision="bf16",
-        optimizer="adamw", zero=zero, host_states=part,
-    )  # fmt: skip
+    given = {"num_microbatches": microbatches, "precision": "bf16", "zero": zero}
+    return setting_on(cluster, dp=8, host_states=part, **given)
 
 
 def sums(**changes: float) -> Sums:

@@ -28,7 +28,7 @@ from meshwright.costmodel.stages.sums import (
     block_sums,
 )
 from meshwright.costmodel.target import Target
-from tests.helpers.planning import cluster, sums_of
+from tests.helpers.planning import cluster, setting_on, sums_of
 
 SECONDS = st.floats(0, 100)
 PARTS = st.floats(0, 1)
@@ -49,15 +49,16 @@ def stage(
     """A stage of these sums on four data-parallel ranks, others 0."""
     on = cluster(4)
     device = dataclasses.replace(on.device, overlap_slowdown=slowdown, kind=kind)
-    given = {**_SMALL, "precision": precision, "zero": zero, "target": target}
-    setting = Setting(cluster=dataclasses.replace(on, device=device), **given)
+    setting = dataclasses.replace(
+        four_ranks(precision=precision, zero=zero, target=target),
+        cluster=dataclasses.replace(on, device=device),
+    )
     return of_one(stage_costs(sums_of(**sums), setting, recompute))
 
 
-_SMALL: dict[str, Any] = {
-    "dp": 4, "tp": 1, "rows": 1, "num_microbatches": 3, "precision": "fp32", "optimizer": "adamw",
-    "target": PLAIN,
-}  # fmt: skip
+def four_ranks(nodes: int = 1, **given: Any) -> Setting:
+    fields: dict[str, Any] = {"dp": 4, "num_microbatches": 3, "target": PLAIN, **given}
+    return setting_on(cluster(4, nodes=nodes), **fields)
 
 
 # --- beside and after ----------------------------------------------------------------------------
@@ -98,7 +99,7 @@ def test_exchanges_between_experts_pass_behind_another_micro_batchs_compute() ->
 def test_a_stage_is_as_slow_as_the_slowest_node_of_its_cluster() -> None:
     one, two = (
         of_one(stage_costs(sums_of(forward_s=3, backward_s=5), setting, "none"))
-        for setting in (Setting(cluster=cluster(4, nodes=nodes), **_SMALL) for nodes in (1, 2))
+        for setting in (four_ranks(nodes=nodes) for nodes in (1, 2))
     )
     assert (one.forward_s, one.backward_s) == pytest.approx((3, 5))
     assert two.forward_s / one.forward_s == two.backward_s / one.backward_s == slowest_of(2) > 1
@@ -106,7 +107,7 @@ def test_a_stage_is_as_slow_as_the_slowest_node_of_its_cluster() -> None:
 
 def test_a_secondary_shard_is_gathered_for_backwards_and_held() -> None:
     """Beside the shards, 1/2 of the weights in the compute precision."""
-    setting = Setting(cluster=cluster(4), **{**_SMALL, "zero": 3, "precision": "bf16"})
+    setting = four_ranks(zero=3, precision="bf16")
     sums = sums_of(zero3_gather_s=8, zero3_secondary_s=2, parameters=1000, shard_parameters=250)
     plain, near = (
         of_one(stage_costs(sums, s, "none")) for s in (setting, dataclasses.replace(setting, hpz=2))
@@ -276,14 +277,7 @@ def test_gathered_weights_are_copied_where_the_target_does_so(
 def test_communicators_of_a_rank_take_memory(mesh: dict[str, int], count: int) -> None:
     on = cluster(8)
     device = dataclasses.replace(on.device, communicator_bytes=1000)
-    setting = Setting(
-        **{"dp": 1, "tp": 1, **mesh},  # type: ignore[arg-type]
-        cluster=dataclasses.replace(on, device=device),
-        rows=1,
-        num_microbatches=1,
-        precision="fp32",
-        optimizer="adamw",
-    )
+    setting = setting_on(dataclasses.replace(on, device=device), **mesh)
     assert setting.communicators == count
     costs = of_one(stage_costs(sums_of(), setting, "none"))
     assert costs.passing_bytes == costs.static_bytes == 1000 * (count - 2)
@@ -393,8 +387,7 @@ def test_seconds_are_named_as_in_the_cost_of_an_operator() -> None:
 def test_arrays_of_stages_are_priced_one_by_one() -> None:
     rng = np.random.default_rng(0)
     sums = Sums(rng.random((3, 4, COLUMNS)))
-    given = {**_SMALL, "precision": "bf16", "zero": 2, "target": HIDING}
-    setting = Setting(cluster=cluster(4), **given)
+    setting = four_ranks(precision="bf16", zero=2, target=HIDING)
     whole = stage_costs(sums, setting, "full")
     for i, j in np.ndindex(3, 4):
         one = stage_costs(sums[i, j], setting, "full")
