@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.mutation.reach import Tree
 from scripts.mutation.table import Mutant, read_mutants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,3 +44,31 @@ def test_a_text_that_moved_is_refused() -> None:
             mutant.applied(source)
     with pytest.raises(ValueError, match="becomes no Python"):
         Mutant(name="m", kind="", file="a.py", text="1", change="(", breaks="it").applied("1")
+
+
+def test_the_nearest_tests_come_first(tmp_path: Path) -> None:
+    """Mirror, its folder, then the others by how far they import the file."""
+    for path, text in {
+        "planner/__init__.py": "",
+        "planner/plan/__init__.py": "from .check import checked",
+        "planner/plan/check.py": "checked = 1",
+        "planner/search.py": "from meshwright.planner.plan import checked",
+        "tests/planner/plan/test_check.py": "import numpy",
+        "tests/planner/plan/test_words.py": "",
+        "tests/planner/test_search.py": "from meshwright.planner import search",
+        "tests/planner/test_file.py": "from meshwright.planner.plan import checked\n" * 9,
+        "tests/helpers/launching.py": "from meshwright.planner import search",
+        "tests/planner/test_ranks.py": "import tests.helpers.launching",
+        "tests/planner/test_other.py": "from meshwright.planner import nothing",
+    }.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    tree = Tree(tmp_path)
+    mirror, near, far = tree.reaching("planner/plan/check.py")
+    assert mirror == ["tests/planner/plan/test_check.py"]
+    assert near == ["tests/planner/plan/test_words.py"]
+    assert [path.rpartition("/")[2] for path in far] == [
+        "test_file.py", "test_search.py", "test_ranks.py",
+    ]  # fmt: skip
+    assert [path for path in tree.tests if tree.starts_ranks(path)] == [far[-1]]
+    assert tree.others == ("numpy",)
