@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.testing import assert_close
@@ -32,6 +32,7 @@ def whole(
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("keys", [4, 2])
+@settings(max_examples=12)
 @given(cuts=st.lists(st.integers(1, 9), unique=True, max_size=3).map(sorted))
 def test_blocks_of_keys_make_the_whole(
     cuts: list[int], keys: int, masked: bool, dtype: torch.dtype

@@ -64,6 +64,16 @@ def test_all_ranks_together_attend_to_what_is_causal(n: int, zigzag: bool) -> No
 
 
 @pytest.mark.parametrize("zigzag", [False, True])
+def test_a_mask_has_columns_for_the_tokens_of_each_rank(zigzag: bool) -> None:
+    mask = torch.arange(16).unsqueeze(0)
+    order = into_zigzag(mask, TOKENS, 4) if zigzag else mask
+    blocks = Blocks(axis=Axis("c", 4, 1), kind=RING, causal=False, zigzag=zigzag, scale=None)
+    for j in range(4):
+        assert torch.equal(blocks.columns(mask, j), local_part(order, TOKENS, 4, j))
+    assert torch.equal(blocks.columns(mask[:, 5:6], 3), mask[:, 5:6])
+
+
+@pytest.mark.parametrize("zigzag", [False, True])
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("by", [1, -1])
 @pytest.mark.parametrize("wraps", [False, True])

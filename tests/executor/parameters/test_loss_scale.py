@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn, optim
+from torch import nn
 
 from meshwright.costmodel.sharding.strategies import R
 from meshwright.executor.parameters.loss_scale import CEILING, LossScale, StepGuard
@@ -184,40 +184,6 @@ def test_a_parameter_without_a_gradient_is_left_out() -> None:
     assert guard().admit([])
 
 
-OPTIMIZERS = {
-    "sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "adamw": lambda p: optim.AdamW(p, lr=0.1),
-    "adamw_fused": lambda p: optim.AdamW(p, lr=0.1, fused=True),
-    "adagrad": lambda p: optim.Adagrad(p, lr=0.1),
-    "adafactor": lambda p: optim.Adafactor(p, lr=0.1),
-    "rmsprop": lambda p: optim.RMSprop(p, lr=0.1, momentum=0.9),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_does_nothing_in_a_skipped_step(name: str) -> None:
-    """Momentum and weight decay move no weight, no step is counted, the schedule goes on."""
-    (p,) = held([1.0, -2.0])
-    optimizer = OPTIMIZERS[name]([p.api])
-    scheduler = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-    p.api.grad = p.gradient
-    optimizer.step()
-    scheduler.step()
-    optimizer.zero_grad()
-    weights = p.api.detach().clone()
-    state = {
-        k: torch.as_tensor(x).clone() for k, x in optimizer.state[p.api].items() if x is not None
-    }
-    p.gradient = torch.tensor([math.nan, 1.0])
-    assert not guard().admit([p])
-    p.api.grad = p.gradient
-    optimizer.step()
-    scheduler.step()
-    assert not torch.equal(weights, torch.ones(2)) and torch.equal(p.api.detach(), weights)
-    assert all(torch.equal(torch.as_tensor(optimizer.state[p.api][k]), x) for k, x in state.items())
-    assert scheduler.get_last_lr() == [0.1 / 4]
-
-
 def test_a_skipped_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """Searching the scale is news; a step lost without that, or at its floor, is a warning."""
     for scale, level in (
@@ -227,6 +193,14 @@ def test_a_skipped_step_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     ):
         caplog.clear()
         with caplog.at_level(logging.INFO):
-            guard(scale).admit(held([math.nan]))
+            guard(scale).admit(held([1.0], [math.nan], [math.inf], [2.0]))
         assert [record.levelno for record in caplog.records] == [level]
         assert "step skipped" in caplog.text
+        assert ("first in the backward that of 'w2'" in caplog.text) == (level == logging.WARNING)
+
+
+def test_what_is_no_search_for_a_scale_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    of = guard()
+    for _ in range(2):
+        assert not of.admit(held([math.nan]))
+    assert len(caplog.records) == 1 and of.skipped_steps == 2

@@ -2,80 +2,173 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
 
-from tests.executor.parameters.offload_worker import (
-    ALONE,
-    AWAY,
-    BESIDE,
-    CELLS,
-    LEFT,
-    RESIDENT,
-    SAVED,
-    WORLD,
+from meshwright.executor.parameters import BlockWeights, clip_, reducer
+from meshwright.executor.runtime.runtime import Runtime
+from tests.executor.trained_cells import cells, goes_on_after_saves
+from tests.helpers.memory_pools import DEVICE, HOST, MemoryPools
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier, tiered
+from tests.models.models import CASES
+from tests.parity.parity_cells import Cell
+from tests.parity.parity_reference import assert_equal, built, on_its_ranks
+
+CELLS = cells(
+    """
+    llama dp2 m2 zero3 bf16 host100
+    gpt2_tied dp2 m4 zero1 bf16 host50
+    mlp dp2 m2 zero2 fp16 host30
+    gpt2_tied pp2 m4 zb_h1 front host100
+    llama dp2 m2 zero2 bf16 mixed host100 weights60
+    gpt2_deep pp2 interleaved_1f1b m4 v2 regather host100 weights70
+    """,
+    """
+    gpt2_untied dp2 m2 host100
+    llama dp2 m2 zero2 full host60
+    gpt2_deep dp2 m4 zero3 host50
+    gpt2_deep tp2 m2 host40
+    gpt2_deep pp2 interleaved_1f1b m4 v2 host70
+    llama dp2 m1 zero1 bf16 host60
+    gpt2_untied pp2 m4 bf16 mixed host100
+    gpt2_deep dp2 m2 host100 weights100
+    gpt2_tied pp2 m4 bf16 host80 weights80
+    llama tp2 m2 zb_h1 full host100 weights100
+    """,
 )
-from tests.helpers.launching import Results, results_of
-from tests.parity.parity_reference import store
-
-TOLERANCE = {"fp32": 1e-5, "bf16": 32 * 2**-8, "fp16": 32 * 2**-11}
+WORLD = 2
 ADAM = 4 + 4 + 8  # bytes of an element in host memory: weight, gradient, moments
+ALONE = Cell.parse("gpt2_deep pp2 m2 host100")  # no rank adds to another's gradients
+AWAY = Cell.parse("gpt2_deep pp2 m2 host100 weights100")
+RESIDENT = {zero: Cell.parse(f"gpt2_deep dp2 m2 zero{zero} host100") for zero in (0, 1, 2, 3)}
+SAVED = Cell.parse("gpt2_tied dp2 m2 zero2 host60")
+BESIDE = Cell.parse("gpt2_tied dp2 m2 zero2")  # the same without
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("offload")
-    store(folder, [*CELLS, *RESIDENT.values(), ALONE, AWAY, SAVED, BESIDE])
-    worker = Path(__file__).with_name("offload_worker.py")
-    return results_of(worker, folder, ranks=WORLD, timeout_s=400, name="")
+@pytest.mark.parametrize("cell", CELLS)
+def test_training_equals_one_device(cell: Cell) -> None:
+    assert_equal(on_its_ranks(cell), cell.precision)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_training_equals_one_device(cell: object, results: Results) -> None:
-    found, tolerance = results[cell.name], TOLERANCE[cell.precision]  # type: ignore[attr-defined]
-    assert found["names"] == []
-    assert found["loss"] <= tolerance
-    assert found["gradient"][0] <= tolerance, found["gradient"]
-    assert found["state"][0] <= tolerance, found["state"]
+def trained_in(pools: MemoryPools, cell: Cell) -> tuple[Runtime, torch.optim.Optimizer]:
+    """Two steps, counted from the building of the runtime on."""
+    case = CASES[cell.case]
+    with pools.crossing():
+        runtime = built(cell)
+        own = [p for p in runtime.stage_parameters if p.offload]
+        pools.place([p.stored for p in own if p.gathered], HOST)
+        optimizer = torch.optim.AdamW(runtime.parameters(), lr=1e-3)
+        for step in range(2):
+            optimizer.zero_grad()
+            runtime.train_step(case.batch(cell.rows, step))
+            optimizer.step()
+        for p in runtime.stage_parameters:
+            states = [x for x in optimizer.state[p.api].values() if x.dim()]
+            local = [getattr(x, "_local_tensor", x) for x in (*states, p.api.grad, p.stored)]
+            wanted = {HOST} if p.offload else {DEVICE}
+            assert {pools.pool_of(x) for x in local} == wanted, p.fqn
+            assert p.gathered or pools.pool_of(p.leaf) == DEVICE
+    return runtime, optimizer
 
 
-@pytest.mark.parametrize("zero", RESIDENT)
-def test_states_lie_in_host_memory_and_nothing_else(zero: int, results: Results) -> None:
-    found = results[f"resident{zero}"]
-    assert found["live"] == ADAM * found["numel"]
+def resident(cell: Cell) -> int:
+    """All states lie in host memory after two steps, and nothing else. Returns their number on this
+    rank."""
+    pools = MemoryPools()
+    runtime, _optimizer = trained_in(pools, cell)
+    numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.offload)
+    assert pools.live[HOST] == ADAM * numel
+    return numel
 
 
-def test_zero_divides_what_lies_in_host_memory(results: Results) -> None:
-    whole, *parts = (results[f"resident{zero}"]["numel"] for zero in (0, 1, 2, 3))
-    assert all(part < 0.52 * whole for part in parts)
+@pytest.mark.parametrize(
+    "zero",
+    tiered((1, 2, 3), lambda zero: zero == 2, "stages 1 and 3 divide states as stage 2 does"),
+)
+def test_states_lie_in_host_memory_and_zero_divides_them(zero: int) -> None:
+    whole, part = (on_ranks(WORLD, resident, RESIDENT[z]) for z in (0, zero))
+    assert part == whole / WORLD
 
 
-@pytest.mark.parametrize("cell", LEFT, ids=lambda cell: cell.name)
-def test_gradients_leave_the_device_as_they_are_made(cell: object, results: Results) -> None:
+def gradients_leave(cell: Cell) -> None:
+    """A step's backwards leave less on the device than the optimizer reads, in buckets that are no
+    larger than the model's."""
+    pools, left = MemoryPools(), list[int]()
+    with (
+        pools.crossing(),
+        mock.patch.object(reducer, "BUCKET_BYTES", 2**14),
+        mock.patch.object(reducer, "ALONE_BYTES", 2**14),
+    ):
+        runtime = built(cell)
+        finish = runtime._finish_gradients
+
+        def counted() -> None:
+            left.append(pools.live[DEVICE])
+            finish()
+
+        with mock.patch.object(runtime, "_finish_gradients", counted):
+            batch = CASES[cell.case].batch(cell.rows, 0)
+            before = pools.live[DEVICE]
+            runtime.train_step(batch)
+    read = 4 * sum(p.stored.numel() for p in runtime.stage_parameters if p.reached)
+    assert left[0] - before < 0.55 * read
+
+
+@pytest.mark.parametrize("cell", (ALONE, RESIDENT[2]), ids=lambda cell: cell.name)
+def test_gradients_leave_the_device_as_they_are_made(cell: Cell) -> None:
     """But for those on their way."""
-    found = results[f"left_{cell.name}"]  # type: ignore[attr-defined]
-    assert found["left"] < 0.55 * found["read"]
+    on_ranks(WORLD, gradients_leave, cell)
 
 
-def test_weights_lie_on_the_device_while_their_block_runs_alone(results: Results) -> None:
-    found = results["away"]
-    beside, there = found["peaks"]
-    assert found["left"] == 0
-    assert 0 < found["had"] <= found["two"] < 0.8 * found["weights"]
-    assert beside - there > 0.3 * found["weights"]
-    assert found["host"] == ADAM * found["numel"]  # in fp32 the optimizer's are what is read
+def weights_away() -> None:
+    """The device has memory for the weights of two blocks at once, after the steps for none."""
+    peaks, had = [], []
+    fetch = BlockWeights._fetch
+
+    def counted(own: BlockWeights, block: str, *, waits: bool) -> None:
+        fetch(own, block, waits=waits)
+        members = (p.leaf for block in own.away.values() for p in block)
+        had.append(sum(leaf.untyped_storage().nbytes() for leaf in members))
+
+    for cell in (ALONE, AWAY):
+        pools = MemoryPools()
+        with mock.patch.object(BlockWeights, "_fetch", counted):
+            runtime, _optimizer = trained_in(pools, cell)
+        peaks.append(pools.peak[DEVICE])
+    (own,) = (gather.away for gather in runtime.gathers.values())
+    assert own is not None
+    sizes = sorted(4 * sum(p.leaf.numel() for p in block) for block in own.away.values())
+    assert 0 < max(had) <= sum(sizes[-2:]) < 0.8 * sum(sizes)
+    assert peaks[0] - peaks[1] > 0.3 * sum(sizes)
+    leaves = [p.leaf for p in runtime.stage_parameters if p.away]
+    assert not sum(leaf.untyped_storage().nbytes() for leaf in leaves)
+    # in fp32 the optimizer's are what is read
+    numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.offload)
+    assert pools.live[HOST] == ADAM * numel
 
 
-def test_budgets_prove_where_states_lie(results: Results) -> None:
-    assert results["budget"]["said"] == ["device", "host"]
+def test_weights_lie_on_the_device_while_their_block_runs_alone() -> None:
+    on_ranks(WORLD, weights_away)
 
 
-def test_checkpoints_go_on_with_and_without_host_memory(results: Results) -> None:
-    assert results["checkpoint"]["difference"] <= 1e-6
+@second_tier("states in files, and not, go on after saves in test_states_in_files")
+def test_checkpoints_go_on_with_and_without_host_memory(tmp_path: Path) -> None:
+    on_ranks(WORLD, goes_on_after_saves, tmp_path, SAVED, BESIDE)
 
 
-def test_norms_count_gradients_of_both_memories(results: Results) -> None:
-    alone, clipped, ours, ours_clipped = results["clipped"]["norms"]
+def norms(cell: Cell) -> list[float]:
+    """The norms that clipping finds, before and after."""
+    runtime = built(cell)
+    runtime.train_step(CASES[cell.case].batch(cell.rows, 0))
+    return [float(clip_(runtime.stage_parameters, runtime.place, x)) for x in (0.1, math.inf)]
+
+
+def test_norms_count_gradients_of_both_memories() -> None:
+    alone, ours = (on_ranks(WORLD, norms, cell) for cell in (BESIDE, SAVED))
     assert ours == pytest.approx(alone, rel=1e-5)
-    assert ours_clipped == pytest.approx(clipped, rel=1e-5) == pytest.approx(0.1, rel=1e-3)
+    assert ours[1] == pytest.approx(0.1, rel=1e-3)

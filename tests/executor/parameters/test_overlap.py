@@ -5,6 +5,7 @@ Collectives are recorded, not done: what counts is when they start, and when som
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,15 @@ from torch import nn
 
 from meshwright.costmodel.sharding.layouts import Placement
 from meshwright.costmodel.sharding.strategies import R
+from meshwright.costmodel.target import SENT_AT_ONCE
 from meshwright.costmodel.targets import EAGER
 from meshwright.executor.parameters import reducer as reducer_module
 from meshwright.executor.parameters import weight_gather as gather_module
+from meshwright.executor.parameters.gradients_to_host import GradientsToHost
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.parameters.reducer import Reducer
 from meshwright.executor.parameters.weight_gather import WeightGather
+from meshwright.executor.parameters.whole_tensors import _owners
 from meshwright.executor.resharding.reshard import Axis
 
 Log = list[tuple[str, Any]]
@@ -152,3 +156,44 @@ def test_weights_are_gathered_a_block_ahead(monkeypatch: pytest.MonkeyPatch) -> 
         started, waited = ([n for what, n in log if what == w] for w in ("start", "wait"))
         assert waited == list(range((b + 1) * each))
         assert started == list(range(min(b + 2, blocks) * each))
+
+
+def sizes(groups: Iterable[Sequence[StageParameter]]) -> list[list[int]]:
+    return [[p.leaf.numel() for p in group] for group in groups]
+
+
+def test_buckets_are_filled_in_order_and_the_large_are_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of gradients in fp32, and of weights in the dtype that is gathered."""
+    for module in (reducer_module, gather_module):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 48)
+        monkeypatch.setattr(module, "ALONE_BYTES", 64)
+    members = [parameter(f"w{k}", torch.ones(n)) for k, n in enumerate((4, 8, 1, 16, 4))]
+    assert sizes(reducer_module._by_size(members)) == [[4, 8], [16], [1, 4]]
+    halves = [
+        parameter(f"w{k}", torch.ones(n, dtype=torch.bfloat16), shards=2, zero=1)
+        for k, n in enumerate((8, 16, 2, 32, 4))
+    ]
+    assert sizes(gather_module._by_size(halves)) == [[8, 16], [2], [32], [4]]
+    wide = [parameter(f"w{k}", torch.ones(n), shards=2, zero=1) for k, n in enumerate((2, 16, 4))]
+    assert sizes(gather_module._by_size(wide)) == [[2], [16], [4]]  # in place: alone
+    halves[1].offload = True
+    assert sizes(gather_module._by_size(halves[:2])) == [[8], [16]]
+
+
+def test_so_many_gradients_are_on_their_way_to_the_host_and_add_up() -> None:
+    way = GradientsToHost(torch.device("cpu"))
+    for k in range(SENT_AT_ONCE + 3):
+        way.send(k % 2, torch.full((2,), 2.0**k))
+        assert len(way.under_way) == min(k + 1, SENT_AT_ONCE)
+    found = way.finish()
+    for key in (0, 1):
+        assert found[key].tolist() == [sum(2.0**k for k in range(key, SENT_AT_ONCE + 3, 2))] * 2
+    assert way.finish() == {}
+
+
+def test_owners_of_whole_tensors_have_alike_many_elements() -> None:
+    """The largest first, to whom has the least."""
+    members = [parameter(f"w{k}", torch.ones(n)) for k, n in enumerate((2, 16, 8, 9, 9))]
+    assert _owners(members, 2) == [1, 0, 0, 1, 1]

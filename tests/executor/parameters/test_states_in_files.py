@@ -2,70 +2,158 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from meshwright.executor.errors import StateError
+from meshwright.executor.parameters import local_of
+from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.states_in_files import (
     FOLDER_VARIABLE,
     in_file,
     keep_states_in_files,
     lies_in_file,
 )
-from tests.executor.parameters.files_worker import BESIDE, CELLS, RESIDENT, SAVED, WORLD
-from tests.helpers.launching import Results, results_of
+from tests.executor.trained_cells import cells, goes_on_after_saves
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
+from tests.models.models import CASES
 from tests.parity.parity_cells import Cell
-from tests.parity.parity_reference import store
+from tests.parity.parity_reference import assert_equal, built, compared, reference_of
 
-TOLERANCE = {"fp32": 1e-5, "bf16": 32 * 2**-8, "fp16": 32 * 2**-11}
+CELLS = cells(
+    """
+    gpt2_tied dp2 m4 zero1 bf16 host80 nvme50
+    gpt2_tied pp2 m4 zb_h1 front host100 nvme40
+    gpt2_deep dp2 m2 full host100 weights60 nvme100
+    """,
+    """
+    gpt2_untied dp2 m2 host100 nvme100
+    llama dp2 m2 zero2 full host100 nvme60
+    mlp dp2 m2 zero2 fp16 host100 nvme50
+    gpt2_deep tp2 m2 host100 nvme70
+    gpt2_deep dp2 m2 bf16 host100 weights100 nvme100
+    gpt2_tied dp2 m2 zero2 host100 weights100 nvme50
+    """,
+)
+WORLD = 2
 ADAM = 4 + 8  # bytes of an element in files: weight and moments
 PAGE = 4096
+ADAMW = partial(torch.optim.AdamW, lr=1e-3)
+SAVED = Cell.parse("gpt2_tied dp2 m2 zero2 host80 nvme60")
+BESIDE = Cell.parse("gpt2_tied dp2 m2 zero2")  # the same without
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("files")
-    store(folder, [*CELLS, *RESIDENT, SAVED, BESIDE])
-    worker = Path(__file__).with_name("files_worker.py")
-    return results_of(worker, folder, ranks=WORLD, timeout_s=300, name="")
+def with_files(folder: Path | str, function: Any, *arguments: Any) -> Any:
+    """What a function returns where files of states go to a folder."""
+    with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
+        return function(*arguments)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_training_equals_one_device(cell: Cell, results: Results) -> None:
-    found, tolerance = results[cell.name], TOLERANCE[cell.precision]
-    assert found["names"] == []
-    assert found["loss"] <= tolerance
-    assert found["gradient"][0] <= tolerance, found["gradient"]
-    assert found["state"][0] <= tolerance, found["state"]
+@pytest.mark.parametrize("cell", CELLS)
+def test_training_equals_one_device(cell: Cell, tmp_path: Path) -> None:
+    reference_of(cell)
+    assert_equal(on_ranks(WORLD, with_files, tmp_path, compared, cell), cell.precision)
 
 
-@pytest.mark.parametrize("cell", RESIDENT, ids=lambda cell: cell.name)
-def test_weights_and_moments_lie_in_files_and_not_in_memory(cell: Cell, results: Results) -> None:
-    found = results[f"resident_{cell.name}"]
-    assert found["whole"] and found["weights"] and all(found["states"])
-    assert not any(found["gradients"])
-    nbytes = ADAM * found["numel"]
-    assert nbytes <= found["mapped"] <= nbytes + PAGE * found["files"]
-    assert found["resident"] == 0
+def trained(cell: Cell, make: Any = ADAMW) -> tuple[Runtime, torch.optim.Optimizer]:
+    case, runtime = CASES[cell.case], built(cell)
+    optimizer = make(runtime.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        runtime.train_step(case.batch(cell.rows, step))
+        optimizer.step()
+    return runtime, optimizer
 
 
-def test_states_of_other_optimizers_lie_there_too(results: Results) -> None:
-    for states in results["others"].values():
-        assert states and all(states)
+def resident(cell: Cell) -> None:
+    """Weights and moments lie in files after two steps, gradients don't, and no page of the files
+    is in memory."""
+    runtime, optimizer = trained(cell)
+    own = [p for p in runtime.stage_parameters if p.in_file]
+    states = [x for p in own for x in optimizer.state[p.api].values() if x.dim()]
+    assert len(own) == len([p for p in runtime.stage_parameters if p.trainable])
+    assert len(states) == 2 * len(own)
+    assert all(map(lies_in_file, (*(p.api for p in own), *states)))
+    assert not any(lies_in_file(p.api.grad) for p in own)
+    there = _mappings()
+    at = [local_of(x.detach()).data_ptr() for x in (*(p.api for p in own), *states)]
+    nbytes = ADAM * sum(p.stored.numel() for p in own)
+    assert nbytes <= sum(there[x][0] for x in at) <= nbytes + PAGE * len(at)
+    assert not sum(there[x][1] for x in at)
 
 
-def test_checkpoints_go_on_with_and_without_files(results: Results) -> None:
-    found = results["checkpoint"]
-    assert found["difference"] <= 1e-6
-    assert found["loaded"] and all(found["loaded"])
+def _mappings() -> dict[int, tuple[int, int]]:
+    """Bytes of each mapping of a file of states, and those of them in memory, by its address."""
+    found: dict[int, tuple[int, int]] = {}
+    start, size = 0, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if not words[0].endswith(":"):
+            start = int(words[0].split("-")[0], 16) if "meshwright-states-" in line else 0
+        elif start and words[0] == "Size:":
+            size = 1024 * int(words[1])
+        elif start and words[0] == "Rss:":
+            found[start] = size, 1024 * int(words[1])
+    return found
 
 
-def test_folders_that_will_not_do_are_named(results: Results) -> None:
-    missing, unsaid = results["refused"]["said"]
-    assert "MESHWRIGHT_NVME" in missing and "No such file" in missing
-    assert "of which no folder is known" in unsaid
+@pytest.mark.parametrize(
+    "zero",
+    tiered((0, 1, 2), lambda zero: zero == 2, "stages 0 and 1 differ from 2 in gradients alone"),
+)
+def test_weights_and_moments_lie_in_files_and_not_in_memory(zero: int, tmp_path: Path) -> None:
+    cell = Cell.parse(f"gpt2_tied dp2 m2 zero{zero} host100 nvme100")
+    on_ranks(WORLD, with_files, tmp_path, resident, cell)
+
+
+def others() -> None:
+    """Optimizers that make their states of gradients have them in files after a step."""
+    for make in (
+        partial(torch.optim.SGD, momentum=0.9),
+        partial(torch.optim.AdamW, fused=True),
+        partial(torch.optim.AdamW, foreach=True),
+    ):
+        runtime, optimizer = trained(SAVED, partial(make, lr=1e-3))
+        own = [p.api for p in runtime.stage_parameters if p.in_file]
+        states = [x for p in own for x in optimizer.state[p].values() if x.dim()]
+        assert states and all(map(lies_in_file, states)), make.keywords
+
+
+def test_states_of_other_optimizers_lie_there_too(tmp_path: Path) -> None:
+    on_ranks(WORLD, with_files, tmp_path, others)
+
+
+def moments_lie_in_files(runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
+    own = [p.api for p in runtime.stage_parameters if p.in_file]
+    moments = [x for p in own for x in optimizer.state[p].values() if x.dim()]
+    assert all(map(lies_in_file, moments)) and len(moments) == 2 * len(own)
+
+
+def test_checkpoints_go_on_with_and_without_files(tmp_path: Path) -> None:
+    runs = tmp_path, goes_on_after_saves, tmp_path, SAVED, BESIDE, moments_lie_in_files
+    on_ranks(WORLD, with_files, *runs)
+
+
+def refused(folder: Path) -> None:
+    """Folders that are none, aren't there, or are not said."""
+    for name, said in (
+        (str(folder / "nowhere"), "MESHWRIGHT_NVME.*No such file"),
+        ("", "of which no folder is known"),
+    ):
+        with pytest.raises(StateError, match=f"(?s){said}"):
+            with_files(name, built, SAVED)
+
+
+def test_folders_that_will_not_do_are_named(tmp_path: Path) -> None:
+    on_ranks(WORLD, refused, tmp_path)
 
 
 # --- in this process ------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,50 +20,31 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from meshwright import Cluster, auto_parallelize
+from meshwright import Cluster, ParallelModel, auto_parallelize
 from meshwright.cli import main
 from meshwright.costmodel.schedules.schedule import Action, Instruction, build_schedule
 from meshwright.costmodel.schedules.simulate import StageTimes as Prices
 from meshwright.costmodel.schedules.simulate import simulate
-from meshwright.executor.runtime.timeline import Span, StepTimes, rank_events, step_times
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime import timeline
+from meshwright.executor.runtime.timeline import (
+    MeasuredStep,
+    Span,
+    StepTimes,
+    rank_events,
+    step_times,
+)
 from meshwright.executor.stages.pipeline import Phase
-from tests.executor.runtime.timeline_worker import CELLS, CLOCK_S, WORLD
-from tests.helpers.launching import Launch, launch
-from tests.parity.parity_cells import Cell
-from tests.parity.parity_reference import store
+from tests.executor.trained_cells import planned
+from tests.helpers.ranks import on_ranks
+from tests.models.models import CASES
+from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_reference import difference
 
-TIMEOUT_S = 300
+WORLD = 2
+CLOCK_S = 1e4
+CELLS = tuple(map(Cell.parse, ("mlp pp2 zb_h1 m4", "mlp pp2 zb_v m4", "mlp dp2 m2 zero1")))
 PHASES = (Phase.REFRESH.value, Phase.DELIVER.value)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Launched:
-    """The results of a launch and its traces."""
-
-    run: Launch
-    folder: Path
-    results: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        found = self.results.get(name, {"failed": self.run.tail()})
-        assert "failed" not in found, found["failed"]
-        return found
-
-    def trace(self, cell: Cell, kind: str) -> Any:
-        self[cell.name]
-        return json.loads((self.folder / f"{cell.name}.{kind}").read_text())
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    folder = tmp_path_factory.mktemp("timeline")
-    store(folder, CELLS)
-    worker = Path(__file__).with_name("timeline_worker.py")
-    run = launch(worker, str(folder), ranks=WORLD, timeout_s=TIMEOUT_S)
-    written = folder / "results-timeline.json"
-    results = json.loads(written.read_text()) if written.exists() else {}
-    return Launched(run=run, folder=folder, results=results)
-
 
 Tracks = dict[tuple[str, str], list[dict[str, Any]]]
 
@@ -96,70 +79,74 @@ def names(of: Tracks) -> dict[tuple[str, str], list[str]]:
 # --- on ranks -------------------------------------------------------------------------------------
 
 
-def test_every_rank_ends_in_order(launched: Launched) -> None:
-    assert launched.run.ok, launched.run.tail()
+def measures(cell: Cell, folder: Path) -> None:
+    """Time a step on the example inputs, after one that is not timed, and repeat it untimed: a
+    timed step is a step, and the predicted bubbles are told beside the measured ones. The clock of
+    rank 1 is wrong, as the clocks of two hosts are."""
+    result = planned(cell)
+    batch = CASES[cell.case].batch(cell.rows, 0)
+    right = time.perf_counter
+    wrong_s = CLOCK_S * launch.rank()
+    with mock.patch.object(time, "perf_counter", lambda: right() + wrong_s):
+        result.train_step(batch)
+        _zero_grad(result)
+        timed = result.timeline(folder / "measured")
+    gradients = result.runtime.full_gradients()
+    _zero_grad(result)
+    assert float(timed.loss) == pytest.approx(float(result.train_step(batch)), rel=1e-6)
+    assert difference(gradients, result.runtime.full_gradients())[0] <= 1e-6  # delivered once
+    assert result.runtime.steps == 3
+    assert 0 < timed.measured.step_s < CLOCK_S / 2
+    assert timed.measured.bubbles.keys() == timed.predicted.bubbles.keys()
+    assert all(0 <= share < 1 for share in timed.measured.bubbles.values())
+    assert all(name in str(timed) for name in timed.measured.bubbles)
+    if launch.rank() == 0:
+        result.report.trace(folder / "simulated")
+
+
+def _zero_grad(result: ParallelModel) -> None:
+    for parameter in result.parameters():
+        parameter.grad = None
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_tracks_and_names_are_the_simulated_ones(launched: Launched, cell: Cell) -> None:
-    measured = tracks(launched.trace(cell, "measured"))
-    simulated = tracks(launched.trace(cell, "simulated"))
+def test_tracks_and_names_are_the_simulated_ones(cell: Cell, tmp_path: Path) -> None:
+    """A track does one thing at a time; phases surround the computation once per rank."""
+    plan_of(cell)
+    on_ranks(WORLD, measures, cell, tmp_path)
+    measured, simulated = (
+        tracks(json.loads((tmp_path / kind).read_text())) for kind in ("measured", "simulated")
+    )
     assert len(measured) == WORLD
     by_name = {next(iter(of))[0]: names(of) for of in simulated.values()}
     assert {next(iter(of))[0] for of in measured.values()} == set(by_name)
     for of in measured.values():
         assert names(of) == by_name[next(iter(of))[0]]
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_a_track_does_one_thing_at_a_time(launched: Launched, cell: Cell) -> None:
-    for of in tracks(launched.trace(cell, "measured")).values():
         for events in of.values():
             for before, after in pairwise(events):
                 assert before["ts"] + before["dur"] <= after["ts"] + 1e-3  # µs: rounding
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_phases_surround_the_computation_once_per_rank(launched: Launched, cell: Cell) -> None:
-    for of in tracks(launched.trace(cell, "measured")).values():
         (computed,) = (events for (_, thread), events in of.items() if thread == "compute")
         shown = [e["name"] for e in computed]
         assert (shown[0], shown[-1]) == PHASES
         assert not set(shown[1:-1]) & set(PHASES)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_a_timed_step_is_a_step(launched: Launched, cell: Cell) -> None:
-    found = launched[cell.name]
-    timed, plain = found["losses"]
-    assert timed == pytest.approx(plain, rel=1e-6)
-    assert found["gradient"][0] <= 1e-6, "delivered once, as by any step"
-    assert found["steps"] == 3
+def unwritable(folder: Path) -> None:
+    """What every rank is told before the step where the file can't be written."""
+    result = planned(CELLS[0])
+    with pytest.raises(OSError, match=r"trace\.json"):
+        result.timeline(folder / "missing" / "trace.json")
+    assert result.runtime.steps == 0
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_ranks_are_put_on_one_clock(launched: Launched, cell: Cell) -> None:
-    assert 0 < launched[cell.name]["step_s"] < CLOCK_S / 2
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_bubbles_are_told_beside_the_predicted_ones(launched: Launched, cell: Cell) -> None:
-    found = launched[cell.name]
-    assert found["bubbles"].keys() == found["predicted"].keys()
-    assert all(0 <= share < 1 for share in found["bubbles"].values())
-    assert all(name in found["text"] for name in found["bubbles"])
-
-
-def test_an_unwritable_path_is_said_on_every_rank_before_the_step(launched: Launched) -> None:
-    found = launched["unwritable"]
-    assert "trace.json" in found["error"]
-    assert found["steps"] == 0
+def test_an_unwritable_path_is_said_on_every_rank_before_the_step(tmp_path: Path) -> None:
+    on_ranks(WORLD, unwritable, tmp_path)
 
 
 # --- one device -----------------------------------------------------------------------------------
 
 
-def planned(example: tuple[torch.Tensor, ...]) -> Any:
+def on_one_device(example: tuple[torch.Tensor, ...]) -> Any:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
     return auto_parallelize(
         model,
@@ -174,7 +161,7 @@ def planned(example: tuple[torch.Tensor, ...]) -> Any:
 
 def test_example_inputs_are_repeated_where_no_batch_is_given(tmp_path: Path) -> None:
     example = torch.randn(3, 4), torch.randn(3, 2)
-    result = planned(example)
+    result = on_one_device(example)
     timed = result.timeline(tmp_path / "trace.json")
     again = torch.arange(8) % 3
     expected = result.train_step((example[0][again], example[1][again]))
@@ -183,7 +170,7 @@ def test_example_inputs_are_repeated_where_no_batch_is_given(tmp_path: Path) -> 
 
 
 def test_examples_without_values_ask_for_a_batch(tmp_path: Path) -> None:
-    result = planned((torch.empty(4, 4, device="meta"), torch.empty(4, 2, device="meta")))
+    result = on_one_device((torch.empty(4, 4, device="meta"), torch.empty(4, 2, device="meta")))
     with pytest.raises(ValueError, match="batch="):
         result.timeline(tmp_path / "trace.json")
 
@@ -279,15 +266,59 @@ def test_times_of_a_simulated_trace_are_the_simulation_s(
         )
         for k in range(stages)
     ]  # fmt: skip
-    timeline = simulate(streams, prices, {(k, k + 1): 0.25 for k in range(stages - 1)})
-    found = step_times(timeline.chrome_trace())
-    assert found.pipeline_s == pytest.approx(timeline.pipeline_s)
-    assert list(found.busy_s.values()) == pytest.approx(list(timeline.busy_s))
-    assert math.isclose(found.bubble_fraction, timeline.bubble_fraction, abs_tol=1e-9)
-    assert found.step_s <= timeline.step_time_s + 1e-9
+    simulated = simulate(streams, prices, {(k, k + 1): 0.25 for k in range(stages - 1)})
+    found = step_times(simulated.chrome_trace())
+    assert found.pipeline_s == pytest.approx(simulated.pipeline_s)
+    assert list(found.busy_s.values()) == pytest.approx(list(simulated.busy_s))
+    assert math.isclose(found.bubble_fraction, simulated.bubble_fraction, abs_tol=1e-9)
+    assert found.step_s <= simulated.step_time_s + 1e-9
 
 
 def test_bubbles_are_what_computation_leaves() -> None:
     times = StepTimes(step_s=9.0, pipeline_s=8.0, busy_s={"stage 0": 6.0, "stage 1": 2.0})
     assert times.bubbles == {"stage 0": 0.25, "stage 1": 0.75}
     assert times.bubble_fraction == 0.5
+
+
+def test_a_group_is_as_busy_as_its_busiest_rank() -> None:
+    """What is no micro-batch's is no computation; the optimizer is no part of the step."""
+
+    def event(name: str, pid: int, track: str, start_s: float, for_s: float) -> dict[str, Any]:
+        args = {"microbatch": 0} if name == "F0" else {}
+        span = {"ts": start_s * 1e6, "dur": for_s * 1e6}
+        return {"name": name, "ph": "X", "pid": pid, "cat": track, "args": args, **span}
+
+    named = [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": "stage 0"}}
+        for pid in (0, 1)
+    ]
+    events = [
+        event("refresh", 0, "compute", 1, 1), event("F0", 0, "compute", 2, 3),
+        event("F0", 1, "compute", 2, 2), event("F0", 1, "compute", 4.5, 2),
+        event("reduce", 0, "reduce", 7, 1), event("optimizer", 0, "optimizer", 0, 20),
+    ]  # fmt: skip
+    found = step_times({"traceEvents": [*named, *events]})
+    assert found == StepTimes(step_s=7.0, pipeline_s=5.5, busy_s={"stage 0": 4.0})
+    told = MeasuredStep(loss=torch.zeros(()), measured=found, predicted=found)
+    assert str(told).startswith(
+        "step without optimizer: 7e+03 ms, predicted 7e+03 ms\nbubble: 27.3%"
+    )
+
+
+def test_the_fastest_round_trip_gives_a_clocks_offset(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the other's clock had been read in its middle."""
+    trips = [(10.0 * k, 10.0 * k + took) for k, took in enumerate((5, 4, 3, 2, 3, 4, 5, 6))]
+    read = iter([100 + asked + 0.75 for asked, _ in trips])
+    sent: list[float] = []
+    talk = SimpleNamespace(
+        get_rank=lambda group: 0,
+        get_world_size=lambda group: 2,
+        send=lambda x, rank, group: sent.append(float(x)),
+        recv=lambda x, rank, group: x.fill_(next(read)),
+    )
+    monkeypatch.setattr(timeline, "dist", talk)
+    clock = iter([t for trip in trips for t in trip])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    assert timeline._offset_s("group") == 0.0  # type: ignore[arg-type]
+    assert len(sent) == len(trips) + 1
+    assert sent[-1] == 31.0 - 130.75

@@ -1,70 +1,218 @@
 """Steps that are validated afterwards train what clipping first trains, to the bit.
 
-One launch (`validation_worker.py`) on four ranks: schedules, ZeRO, precisions, buffers, parameters
-of two stages, gradients that are clipped in some steps, and in fp16 not finite in some.
+On four ranks: schedules, ZeRO, precisions, buffers, parameters of two stages, gradients that are
+clipped in some steps, and in fp16 not finite in some.
 """
 
 from __future__ import annotations
 
+import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
+from meshwright import Cluster, auto_parallelize, fit
 from meshwright.executor.errors import StateError
+from meshwright.executor.parameters.loss_scale import LossScale
+from meshwright.executor.parameters.norms import clip_
+from meshwright.executor.parameters.whole_tensors import WholeTensors
+from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.losses import PendingScalar
+from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.undoable import UndoableStep
-from tests.executor.runtime.validation_worker import CELLS, HALF, WORLD
-from tests.helpers.launching import Results, results_of
-from tests.parity.parity_cells import Cell
-from tests.parity.parity_reference import store
+from tests.executor.trained_cells import cells
+from tests.helpers.ranks import on_ranks
+from tests.models.models import CASES, parallelize
+from tests.parity.parity_cells import Cell, plan_of
+from tests.parity.parity_reference import difference
 
-TIMEOUT_S = 300
-
-
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("validation")
-    store(folder, CELLS)
-    worker = Path(__file__).with_name("validation_worker.py")
-    return results_of(worker, folder, ranks=WORLD, timeout_s=TIMEOUT_S, name="-validation")
-
-
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_what_is_trained_is_the_same(launched: Results, cell: Cell) -> None:
-    found = launched[cell.name]
-    assert found["after"] == found["first"]  # losses, norms, skipped steps, rates, the scale
-    assert found["state"] == 0  # weights, buffers and moments
-    assert found["evaluated"][0] == found["evaluated"][1]
-    assert len(set(found["ahead"])) == len(set(found["undone"])) == 1  # all ranks decide alike
-    assert found["ahead"][0] > found["undone"][0] > 0
-    norms = found["first"]["norms"]
-    assert min(x for x in norms if x) < found["max_norm"] < max(norms)
+WORLD, STEPS = 4, 8
+# parameters of two stages on different ranks; buffers that forwards write; an overflowing scale
+CELLS = cells(
+    """
+    gpt2_tied pp2xdp2 m4 zero2
+    resnet pp4 gpipe m4
+    gpt2_untied pp4 zb_h2 m8 fp16
+    """,
+    """
+    llama pp2xdp2 zb_v m4 zero1
+    gpt2_untied pp4 zb_h2 m8
+    llama pp2xtp2 interleaved_1f1b v2 m4 bf16
+    """,
+)
+FITTED = Cell.parse("gpt2_untied pp4 zb_h2 m8")
 
 
-def test_a_gradient_that_leaves_fp16_undoes_a_step(launched: Results) -> None:
-    """More steps are undone than were clipped."""
-    found = launched["-".join(HALF.split())]
-    clipped = sum(x > found["max_norm"] for x in found["first"]["norms"])
-    assert found["after"]["skipped"] > 4
-    assert found["undone"][0] > clipped
+class Run:
+    """A model's training under a plan; `validated` afterwards, or clipped first."""
+
+    def __init__(self, cell: Cell, *, validated: bool) -> None:
+        self.case, self.cell, self.validated = CASES[cell.case], cell, validated
+        plan, of = plan_of(cell)
+        self.runtime: Runtime = parallelize(
+            self.case.model(), replace(plan, post_validation=validated), of
+        )
+        if self.runtime.guard.scale is not None:  # soon too large, again and again
+            self.runtime.guard.scale = LossScale(value=2.0**24, growth_interval=2)
+        self.optimizer = optim.AdamW(self.runtime.parameters(), lr=3e-3)
+        self.schedule = LambdaLR(self.optimizer, lambda k: 1 / (1 + k))
+        self.losses: list[Any] = []
+        self.norms: list[Any] = []
+
+    def step(self, k: int, max_norm: float | None) -> None:
+        batch = self.case.batch(self.cell.rows, k)
+        self.optimizer.zero_grad()  # as users do, before the last step is validated, too
+        if self.validated:
+            loss, norm = self.runtime.validation.step(batch, self.optimizer, max_norm=max_norm)
+        else:
+            loss = self.runtime.train_step(batch)
+            parameters, place = self.runtime.stage_parameters, self.runtime.place
+            norm = clip_(parameters, place, math.inf if max_norm is None else max_norm)
+            self.optimizer.step()
+        self.schedule.step()
+        self.losses.append(loss.detach())
+        self.norms.append(norm)
+
+    def read(self) -> dict[str, Any]:
+        """Numbers of all steps."""
+        self.runtime.validation.settle()
+        return {
+            "losses": [float(x).hex() for x in self.losses],
+            "norms": [float(x) for x in self.norms],
+            "skipped": self.runtime.guard.skipped_steps,
+            "rates": [group["lr"] for group in self.optimizer.param_groups],
+            "scale": self.runtime.guard.scale and self.runtime.guard.scale.value,
+        }
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Weights, buffers, and moments of this rank's shards."""
+        found = self.runtime.full_state_dict()
+        for name, p in self.runtime.named_parameters():
+            for moment, x in self.optimizer.state[p].items():
+                found[f"{name} {moment}"] = x.to_local() if hasattr(x, "to_local") else x
+        return found
 
 
-def test_a_run_is_the_same(launched: Results) -> None:
-    """Logged losses and norms, checkpoints, and a run that goes on from one."""
-    found = launched["fit"]
-    one, two, again = found["one"], found["two"], found["one again"]
-    assert (one["loss"], one["rows"]) == (two["loss"], two["rows"])
-    assert one["rows"][2:] == again["rows"]
-    assert found["state"] == found["state again"] == 0
-    assert one["ahead"] > 0
-    assert two["ahead"] == 0
+def of_all_ranks(value: Any) -> list[Any]:
+    found: list[Any] = [None] * WORLD
+    dist.all_gather_object(found, value)
+    return found
 
 
-def test_an_optimizer_of_whole_tensors_is_refused(launched: Results) -> None:
-    assert "train_step: optimizer" in launched["refused"]["said"]
+def trains_the_same(cell: Cell) -> None:
+    """Both, with clipping by a norm that some gradients exceed; an evaluation in between."""
+    half = cell.precision == "fp16"
+    steps = 3 * STEPS if half else STEPS
+    probe = Run(cell, validated=False)
+    for k in range(steps):
+        probe.step(k, None)
+    norms = sorted(float(x) for x in probe.norms[3:] if 0 < float(x) < math.inf)
+    max_norm = norms[-2] * 0.999  # below the two largest
+    runs = [Run(cell, validated=validated) for validated in (False, True)]
+    evaluated = []
+    for run in runs:
+        for k in range(steps):
+            run.step(k, max_norm)
+            if k == steps // 2:
+                run.runtime.validation.settle()
+                evaluated.append(_evaluated(run))
+    first, after = (run.read() for run in runs)
+    assert after == first  # losses, norms, skipped steps, rates, the scale
+    assert evaluated[0] == evaluated[1]
+    wanted, found = (run.states() for run in runs)
+    assert difference(found, wanted)[0] == 0  # weights, buffers and moments
+    norms = first["norms"]
+    assert min(x for x in norms if x) < max_norm < max(norms)
+    validation = runs[1].runtime.validation
+    decided = validation.ahead_steps, validation.undone_steps
+    assert decided[0] > decided[1] > 0
+    assert of_all_ranks(decided) == [decided] * WORLD
+    if half:  # a gradient that leaves fp16 undoes a step, too
+        assert after["skipped"] > 4
+        assert decided[1] > sum(x > max_norm for x in norms)
+
+
+def _evaluated(run: Run) -> str:
+    if run.case.batch_statistics:
+        return ""
+    return float(run.runtime.eval_step(run.case.batch(run.cell.rows, 99))).hex()
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_what_is_trained_is_the_same(cell: Cell) -> None:
+    plan_of(cell)
+    on_ranks(WORLD, trains_the_same, cell)
+
+
+def fits_the_same(folder: Path) -> None:
+    """Logged losses and norms, checkpoints, and a run that goes on from one, under a plan with and
+    without."""
+    case = CASES[FITTED.case]
+    batches = [case.batch(FITTED.rows, k) for k in range(6)]
+    ended, rows = [], []
+    for name, validated in (("one", True), ("two", False), ("one", True)):
+        again = len(ended) == 2
+        rows.append(list[dict[str, float]]())
+        if again and launch.rank() == 0:
+            for later in sorted((folder / name).glob("step-*"))[1:]:
+                shutil.rmtree(later)
+        dist.barrier()
+        result = auto_parallelize(
+            case.model(),
+            Cluster.local(WORLD),
+            example_inputs=case.batch(FITTED.rows, 0),
+            global_batch_size=FITTED.rows,
+            loss_fn=case.loss_fn,
+            precision="fp32",
+            plan=replace(plan_of(FITTED)[0], post_validation=validated),
+            profile=False,
+        )
+        fitted = fit(
+            result,
+            batches[2:] if again else batches,
+            optimizer=lambda result: optim.AdamW(result.parameters(), lr=3e-3),
+            schedule=lambda optimizer: LambdaLR(optimizer, lambda k: 1 / (1 + k)),
+            steps=6,
+            max_grad_norm=0.7,
+            folder=folder / name,
+            save_every=2,
+            keep=3,
+            log_to=rows[-1].append,
+            log_every=1,
+        )
+        ended.append((fitted, fitted.result.full_state_dict()))
+    logged = [[(row["loss"], row.get("grad_norm")) for row in of] for of in rows]
+    assert ended[0][0].loss == ended[1][0].loss
+    assert logged[0] == logged[1]
+    assert logged[0][2:] == logged[2]
+    for _, state in (ended[0], ended[2]):
+        assert difference(state, ended[1][1])[0] == 0
+    ahead = [of.result.runtime.validation.ahead_steps for of, _ in ended[:2]]
+    assert ahead[0] > 0 == ahead[1]
+
+
+def test_a_run_is_the_same(tmp_path: Path) -> None:
+    on_ranks(WORLD, fits_the_same, tmp_path)
+
+
+def refused() -> None:
+    run = Run(FITTED, validated=True)
+    held, place = run.runtime.stage_parameters, run.runtime.place
+    chosen = [p for p in run.runtime.parameters() if p.requires_grad]
+    whole = WholeTensors(optim.AdamW, chosen, held=held, place=place, options={})
+    with pytest.raises(ValueError, match="train_step: optimizer"):
+        run.runtime.validation.step(run.case.batch(FITTED.rows, 0), whole, max_norm=None)
+
+
+def test_an_optimizer_of_whole_tensors_is_refused() -> None:
+    on_ranks(WORLD, refused)
 
 
 # --- on one process ------------------------------------------------------------------------------
