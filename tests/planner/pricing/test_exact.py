@@ -1,0 +1,240 @@
+"""Prices of a small net in closed form: sends, hosts, memory by what holds it, what is off devices.
+
+The net's activations between layers are [rows, 6, 16] in fp32; nothing waits for a latency.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.intervals import Quantiles
+from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.flow import crossings, passes_of
+from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.pricing.copies import with_exchange
+from meshwright.planner.pricing.evaluate import (
+    Evaluation,
+    Prediction,
+    RehearsedMemory,
+    evaluate,
+    transfer_seconds,
+)
+from meshwright.planner.pricing.held import memory_parts
+from meshwright.planner.pricing.hosts import by_node, check_host
+from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import cluster
+from tests.helpers.tiny import SEQUENCE, WIDTH, cut, net, plan_for, with_stage
+
+BANDWIDTH = 1e6
+ON = cluster(8, bandwidth=BANDWIDTH)
+ROW_BYTES = SEQUENCE * WIDTH * 4
+
+
+@cache
+def model(frozen: bool = False) -> tuple[Graph, FactorTable]:
+    made = net()
+    made.layers[0].requires_grad_(not frozen)
+    return cut(made)
+
+
+def problem(on: Cluster = ON, frozen: bool = False) -> Problem:
+    graph, factors = model(frozen)
+    return Problem(graph=graph, factors=factors, cluster=on, precision="fp32")
+
+
+def priced(plan: Plan, on: Cluster = ON, frozen: bool = False) -> Evaluation:
+    of = problem(on, frozen)
+    return evaluate(plan, of, check_plan(plan, of.graph, of.factors))
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "rows"),
+    [
+        # of 8 rows: (those of the rank with most to do, as sender and as receiver) / 2
+        ((2, 1), (2, 1), 4),
+        ((4, 1), (2, 1), (4 + 4) / 2),
+        ((1, 2), (2, 1), (4 + 8) / 2),
+        ((1, 1), (1, 4), (8 * 4 + 8) / 2),  # to each of four tensor ranks its copy
+    ],
+)
+def test_a_send_takes_what_the_busiest_rank_moves(
+    source: tuple[int, int], target: tuple[int, int], rows: float
+) -> None:
+    graph = model()[0]
+    plan, first = plan_for(graph, stages=2), source[0] * source[1]
+    meshes = ((source, range(first)), (target, range(first, first + target[0] * target[1])))
+    for k, ((dp, tp), ranks) in enumerate(meshes):
+        plan = with_stage(plan, k, dp=dp, tp=tp, ranks=tuple(ranks))
+    ((edge, values),) = crossings(plan, graph).items()
+    found = transfer_seconds(plan, StageCoster(problem()), edge, values)
+    assert found == pytest.approx(rows * ROW_BYTES / BANDWIDTH)
+
+
+def test_utilisation_is_of_all_devices_at_their_peak() -> None:
+    plan = plan_for(model()[0], dp=2, tp=2)
+    found = priced(plan).prediction
+    flops = StageCoster(problem()).model_flops.of(plan.global_batch_size)
+    assert found.mfu == pytest.approx(flops / (found.step_time_s * 4 * 1e12))
+
+
+def test_copies_of_the_model_add_their_gradients_up_parameter_by_parameter() -> None:
+    """Every stage's gradients meet its mate's in fp32: one message carries them, and each further
+    parameter's takes what a byte does."""
+    graph = model()[0]
+    plan = plan_for(graph, stages=2, dp=1, tp=1, schedule="dualpipe")
+    names = [block.name for block in graph.blocks]
+    plan = dataclasses.replace(plan, stages=tuple(
+        dataclasses.replace(plan.stages[0], blocks=tuple(own), ranks=(rank,))
+        for own, rank in ((names[:3], 0), (names[3:], 1), (names[:3], 1), (names[3:], 0))
+    ))  # fmt: skip
+    coster = StageCoster(problem())
+    assignments = check_plan(plan, graph, model()[1])
+    plain = evaluate(dataclasses.replace(plan, stages=plan.stages[:2], schedule="1f1b"),
+                     problem(), assignments[:2]).stages  # fmt: skip
+    found = with_exchange(plan, coster, (*plain, *plain))
+    counts = [sum(len(b.parameters) for b in graph.blocks if b.name in own)
+              for own in (names[:3], names[3:])]  # fmt: skip
+    for own, costs, count in zip((*plain, *plain), found, counts * 2, strict=True):
+        seconds = (own.parameters * 4 + count - 1) / BANDWIDTH
+        assert costs.reduce_s - own.reduce_s == pytest.approx(seconds)
+    assert passes_of(plan) == 1 and passes_of(plan_for(graph)) == 2
+
+
+def test_what_prices_rest_on_are_parts_of_the_operators_seconds() -> None:
+    found = priced(plan_for(model()[0], stages=2))
+    stages = [
+        dataclasses.replace(s, forward_s=3.0, backward_s=6.0, forward_comm_s=1.0,
+                            backward_comm_s=3.0, measured_s=m, interpolated_s=i)
+        for s, m, i in zip(found.stages, (1.0, 2.0), (0.5, 0.0), strict=True)
+    ]  # fmt: skip
+    parts = dataclasses.replace(found, stages=tuple(stages)).rests_on()
+    assert parts == {"measured": 0.3, "interpolated": 0.05, "modelled": pytest.approx(0.65)}
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def prediction(**given: Any) -> Prediction:
+    error = Quantiles(low=0.8, high=1.25, rows=1, models=1, of="")
+    base: dict[str, Any] = {
+        "step_time_s": 2.0, "peak_memory_bytes": [40, 80], "bubble_fraction": 0.0, "mfu": 0.5,
+        "step_error": error, "memory_error": error,
+    }  # fmt: skip
+    return Prediction(**base | given)
+
+
+def rehearsed(nbytes: int) -> RehearsedMemory:
+    return RehearsedMemory(tensor_bytes=[nbytes - 5, 0], beside_bytes=[5, 5], margin=0.1)
+
+
+def roomy(memory: int, host: int = 1, flash: int = 0) -> Cluster:
+    on = cluster(2, nodes=2, memory_bytes=memory)
+    found = Cluster.from_catalog("dgx-h100", num_nodes=1).host
+    assert found is not None
+    return dataclasses.replace(
+        on, host=dataclasses.replace(found, memory_bytes=host, nvme_bytes=flash)
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "on", "verdict"),
+    [
+        ({}, roomy(79), "does not fit"),
+        ({}, roomy(99), "tight"),
+        ({}, roomy(100), "fits"),
+        ({"host_memory_bytes": (60, 50)}, roomy(100, host=60), "fits"),
+        ({"host_memory_bytes": (60, 61)}, roomy(100, host=60), "does not fit"),
+        ({"flash_bytes": (60, 61)}, roomy(100, flash=61), "fits"),
+        ({"flash_bytes": (60, 61)}, roomy(100, flash=60), "does not fit"),
+        ({"rehearsed": rehearsed(90)}, roomy(100), "fits"),
+        ({"rehearsed": rehearsed(91)}, roomy(100), "tight"),
+        ({"rehearsed": rehearsed(101)}, roomy(100), "does not fit"),
+    ],
+)
+def test_verdicts_on_memory(given: dict[str, Any], on: Cluster, verdict: str) -> None:
+    found = prediction(**given)
+    assert found.memory_verdict(on) == verdict
+    assert found.step_interval_s == (1.6, 2.5)
+    assert found.memory_interval_bytes == (64.0, 100.0)
+    assert found.shortfall_bytes(roomy(79)) == [0, 1]
+
+
+def test_what_lies_on_hosts_is_counted_by_node() -> None:
+    plan = with_stage(plan_for(model()[0], stages=2, dp=3, tp=1), 1, ranks=(5, 4, 3))
+    on = cluster(2, nodes=3)
+    assert by_node(plan, [10.0, 1.5], on) == (20, 12, 3)
+    assert by_node(plan, [0.0, 0.0], on) == ()
+
+
+@pytest.mark.parametrize(
+    ("offload", "lacking", "says"),
+    [
+        (
+            {"optimizer": 1.0}, "host",
+            "plan: stage 0: offload: cluster 'h100-sxm' says nothing of its hosts' memory; legal: "
+            "a cluster with a host; give it one, in TOML as [host], or drop it from the plan",
+        ),
+        (
+            {"optimizer": 1.0, "nvme": 0.5}, "flash",
+            "plan: stage 0: offload: cluster 'h100-sxm' says nothing of its hosts' flash; legal: a "
+            "cluster with nvme_bytes, nvme_read_bandwidth and nvme_write_bandwidth; give it these, "
+            "in TOML in [host], or drop nvme from the plan",
+        ),
+    ],
+)  # fmt: skip
+def test_a_host_of_which_nothing_is_known_holds_nothing(
+    offload: dict[str, float], lacking: str, says: str
+) -> None:
+    plan = with_stage(plan_for(model()[0]), offload=offload)
+    on = roomy(100) if lacking == "flash" else dataclasses.replace(ON, host=None)
+    with pytest.raises(PlanError) as caught:
+        check_host(plan, on)
+    assert str(caught.value) == says
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_memory_by_what_holds_it(zero: int) -> None:
+    """AdamW in fp32 on two data ranks, the first layer frozen: its weights are held, too. ZeRO-1
+    keeps shards of weights and gradients beside the moments."""
+    plan = with_stage(plan_for(model(True)[0], dp=2, tp=1), zero=zero)
+    of = problem(frozen=True)
+    assignments = check_plan(plan, of.graph, of.factors)
+    found = evaluate(plan, of, assignments)
+    (parts,) = memory_parts(found, StageCoster(of), assignments)
+    numel = {v: of.graph.values[v].numel for v in of.graph.parameters}
+    trained = sum(n for v, n in numel.items() if of.graph.values[v].requires_grad)
+    frozen = sum(numel.values()) - trained
+    assert parts.weights == 4 * (trained / (2 if zero == 3 else 1) + frozen)
+    assert parts.optimizer == {0: 8, 1: (8 + 4 + 4) / 2}.get(zero, 8 / 2) * trained
+    assert parts.gradients == 4 * trained / (2 if zero >= 2 else 1)
+
+
+def test_activations_off_devices_are_those_that_are_not_on_them() -> None:
+    """Of a layer: the norm's input and statistics, both products' inputs, and gelu's."""
+    layer = 8 * (4 * SEQUENCE * (WIDTH + 2 + WIDTH + 2 * WIDTH + 2 * WIDTH))
+    plain = with_stage(plan_for(model()[0], dp=1, tp=1), ranks=(0,))
+    host = Cluster.from_catalog("dgx-h100", num_nodes=1).host
+    on = dataclasses.replace(ON, host=host)
+    keep, some, none = (
+        priced(with_stage(plain, offload={"activations": part} if part else {}), on)
+        for part in (0.0, 0.6, 1.0)
+    )
+    held = keep.stages[0].activation_bytes
+    for found, away in ((keep, 0), (some, 2 * layer), (none, held)):
+        (costs,) = found.stages
+        assert (costs.away_bytes, costs.activation_bytes) == (away, held - away)
+        on_host = found.prediction.host_memory_bytes
+        assert on_host == ((away * found.in_flight[0],) if away else ())
+    # a layer's are there for its backward while the next one's come
+    assert none.stages[0].passing_bytes - keep.stages[0].passing_bytes == 2 * layer
