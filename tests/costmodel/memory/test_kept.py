@@ -113,17 +113,17 @@ def rule_of(of: Case) -> object:
 FIRST = set({rule_of(of): of.name for of in reversed(CALLS)}.values())  # one of each rule
 
 
-@pytest.mark.parametrize("trained", TRAINED)
 @pytest.mark.parametrize(
-    "of",
+    "at",
     tiered(
-        CALLS,
-        lambda of: of.name in FIRST,
-        "the change tier has one call of each line of `saves.py`, all of operators with their own",
-        lambda of: of.name,
+        [(of, trained) for of in CALLS for trained in TRAINED],
+        lambda at: at[1] == "all" or at[0].name in FIRST,
+        "the change tier has every call once, one of each rule with every operand trained apart",
+        lambda at: f"{at[0].name}-{at[1]}",
     ),
 )
-def test_operator_keeps_what_the_hooks_see(of: Case, trained: str) -> None:
+def test_operator_keeps_what_the_hooks_see(at: tuple[Case, str]) -> None:
+    of, trained = at
     graph = call_graph(of)
     for dtype in (torch.float32, torch.bfloat16):
         if dtype == torch.bfloat16 and of.name in NOT_16_BIT:

@@ -13,6 +13,7 @@ from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.stages.offload import host_costs
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.costmodel.stages.sums import Sums
+from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import setting_on
 
@@ -40,6 +41,7 @@ def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: flo
     assert found.nbytes == pytest.approx(0.5 * numel * (4 + 4 + 8))
     assert found.fetched_s == pytest.approx(0.5 * numel * 4 / host.link_bandwidth)
     bandwidth = host.memory_bandwidth / PER_NODE
+    assert found.added_s == pytest.approx(0.5 * numel * 3 * 4 / bandwidth)
     step = optimizer_step_bytes(0.5 * numel, optimizer="adamw")
     assert step == 0.5 * numel * 28
     assert found.step_s == pytest.approx(step / bandwidth)
@@ -108,6 +110,36 @@ def test_gradients_pass_beside_backwards_once_or_in_each_microbatch() -> None:
     passes, once = (a - b for a, b in zip(costs(3, 1.0, 4), costs(3, 0.0, 4), strict=True))
     assert passes >= at.returned_s + at.added_s
     assert once == pytest.approx(at.step_s)
+
+
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_on_a_cpu_all_that_passes_is_waited_for(zero: int, microbatches: int) -> None:
+    """By way: in each forward, each backward, once a step."""
+    own = replace(setting(zero, 1.0, microbatches), host_weights=0.5 * (zero < 3))
+    cpu = replace(own.cluster, device=replace(own.cluster.device, kind="cpu"))
+    own = replace(own, cluster=cpu, target=replace(EAGER, copies_weights=False))
+    h, costs = host_costs(sums(), own), stage_costs(sums(), own, "none")
+    several = microbatches > 1
+    forward, backward, once = {
+        0: (h.weights_s, h.weights_s, h.fetched_s + h.kept_s + h.returned_s),
+        1: (h.weights_s, h.weights_s, h.fetched_s + h.kept_s + h.returned_s),
+        2: (h.weights_s, h.weights_s + h.returned_s + several * h.added_s, h.fetched_s + h.kept_s),
+        3: (h.fetched_s, h.fetched_s + h.returned_s + several * h.added_s, 0),
+    }[zero]
+    assert float(costs.forward_s) == pytest.approx(float(forward))
+    assert float(costs.backward_s) == pytest.approx(float(backward))
+    assert float(costs.reduce_s) == pytest.approx(float(once))
+
+
+def test_steps_that_are_validated_copy_what_they_write() -> None:
+    """28 bytes a parameter are read and written, and 12 copied; which are held."""
+    plain, checked = (
+        stage_costs(sums(optimizer_s=2.0), replace(setting(0, 0.0), validated=flag), "none")
+        for flag in (False, True)
+    )
+    assert float(checked.optimizer_s) == pytest.approx(2 * (1 + 2 * 12 / 28))
+    assert float(checked.static_bytes - plain.static_bytes) == pytest.approx(12 * NUMEL)
 
 
 def test_measured_copies_take_the_place_of_the_catalogs() -> None:

@@ -1,0 +1,128 @@
+"""The price of a block by hand: a residual perceptron, where one resource alone costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from meshwright.costmodel.blocks.price import BlockPrice, PassNeeds, price_block
+from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.sharding.layouts import BlockLayouts, Entry
+from meshwright.costmodel.stages.sums import block_sums
+from meshwright.costmodel.targets import EAGER
+from meshwright.profiles.cluster import Cluster
+from tests.costmodel.blocks.test_block_memory import stack
+from tests.costmodel.operators.test_pricing import busy, hosted, talking
+from tests.helpers.planning import Traced, cut, setting_on
+
+ROWS, WIDTH, WIDE = 4, 8, 32
+UP = 2 * ROWS * WIDTH * WIDE  # FLOPs of either product
+X, INNER = 4 * ROWS * WIDTH, 4 * ROWS * WIDE  # bytes of what enters, and of what is inside
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDE, bias=False)
+        self.down = nn.Linear(WIDE, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+@cache
+def layers() -> Traced:
+    with torch.device("meta"):
+        batch = (torch.empty(ROWS, WIDTH),) * 2
+        return cut(stack(*(Layer() for _ in range(3))), batch, F.mse_loss, precision="fp32")
+
+
+def price(on: Cluster, tp: int = 1, **given: Any) -> BlockPrice:
+    """Of the layer in the middle; with several ranks split as Megatron does."""
+    of = layers()
+    (block,) = (block for block in of.graph.blocks if block.name == "layers.1")
+    layouts = BlockLayouts(of.graph, of.table, block, tp)
+    up = next(op for op in block.ops if op.short == "linear")
+    entries = {up.name: Entry(strategy="colwise")} if tp > 1 else {}
+    setting = setting_on(on, **{"tp": tp, "rows": ROWS, **given})
+    prices = Pricer(graph=of.graph, table=of.table, setting=setting)
+    return price_block(prices, layouts, layouts.complete(entries, {}), {})
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_work_and_memory_are_those_of_its_operators(tp: int) -> None:
+    found = price(busy(), tp)
+    cost = found.cost
+    assert (cost.forward_s, cost.backward_s) == pytest.approx((2 * UP / tp, 4 * UP / tp))
+    assert cost.weight_s == pytest.approx(2 * UP / tp)
+    assert (found.saved_bytes, found.input_bytes) == (2 * INNER / tp, X)  # of gelu, and of `down`
+    assert found.transient_bytes == max(2 * INNER / tp, INNER / tp + X, 3 * X)  # of the sum
+    assert found.parameters == found.unit_parameters == 2 * WIDTH * WIDE / tp
+    assert found.shard_parameters == found.parameters and not found.frozen_bytes
+    by_parameter = dataclasses.replace(EAGER, unit="parameter")
+    assert price(busy(), tp, target=by_parameter).unit_parameters == WIDTH * WIDE / tp
+    assert price(busy(), tp, dp=4 // tp).shard_parameters == found.parameters / (4 // tp)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_each_pass_sums_over_the_ranks_once(tp: int) -> None:
+    each = 2 * X * (tp - 1) / tp
+    cost = price(talking(), tp).cost
+    assert (cost.forward_comm_s, cost.backward_comm_s) == pytest.approx((each, each))
+    assert (cost.forward_s, cost.backward_s) == (cost.forward_comm_s, cost.backward_comm_s)
+
+
+@pytest.mark.parametrize(
+    ("policy", "seconds", "freed", "kernels"),
+    [
+        ("selective", 0, 0, 0),
+        ("pointwise", 0, INNER, 1),  # gelu, of what `up` made
+        ("widening", UP, 2 * INNER, 2),  # and `up`, of what entered
+        ("products", UP, 2 * INNER, 2),  # what `down` made nobody reads
+        ("full", UP, 2 * INNER, 2),
+    ],
+)
+def test_policies_run_again_and_free(
+    policy: str, seconds: float, freed: float, kernels: int
+) -> None:
+    own = price(busy()).repeats[policy]
+    assert (own.seconds, own.comm_s, own.freed_bytes) == pytest.approx((seconds, 0, freed))
+    assert price(hosted()).repeats[policy].host_s == pytest.approx(kernels)
+    whole = price(busy(), target=dataclasses.replace(EAGER, repeats_whole=True)).repeats
+    assert whole[policy].seconds == pytest.approx(2 * UP if policy == "full" else seconds)
+    sums = block_sums(price(busy()))
+    again = sums.recompute(policy)
+    assert (again.seconds, again.freed_bytes) == (own.seconds, own.freed_bytes)
+    decided = sums.with_policy(policy)
+    assert decided.backward_s == sums.backward_s + own.seconds
+    assert decided.saved_bytes == 2 * INNER - freed and decided.decided_bytes == freed
+    assert decided.recompute("full").seconds == 0  # no policy changes it any more
+    both = sums.recompute_by(["none", policy])
+    assert both.seconds.tolist() == [0, own.seconds]
+    assert both.largest_bytes.tolist() == [0, freed]
+
+
+def test_what_a_price_depends_on() -> None:
+    """Statistics and losses on the data axis, experts on their own; the rest on neither."""
+    setting = setting_on(busy(), rows=ROWS)
+    changes: list[dict[str, Any]] = [
+        {"dp": 2},
+        {"dp": 4},
+        {"num_microbatches": 2},
+        {"ep": 2},
+        {"ep": 4},
+    ]
+    for needs, differ in (
+        (PassNeeds(statistics=False, loss=False, experts=False), 2),
+        (PassNeeds(statistics=True, loss=False, experts=False), 5),
+        (PassNeeds(statistics=False, loss=True, experts=False), 4),
+        (PassNeeds(statistics=False, loss=False, experts=True), 3),
+    ):
+        keys = {needs.key(dataclasses.replace(setting, **change)) for change in [{}, *changes]}
+        assert len(keys) == differ, needs
