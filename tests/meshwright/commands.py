@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshwright.cli import main
+from meshwright.profiles.timings import CollectiveTiming
 
 TARGETS = """
 import torch
@@ -35,6 +38,13 @@ def own():
     return Own(), {"x": torch.randn(3, 16), "scale": 2.0}
 
 
+def texts():
+    model = nn.Sequential(nn.Embedding(24, 16), nn.Linear(16, 24))
+    return model, (torch.zeros(4, 6).long(), torch.zeros(4, 6).long()), lambda y, t: (
+        F.cross_entropy(y.flatten(0, 1), t.flatten())
+    )
+
+
 def alone():
     return nn.Linear(2, 2)
 
@@ -60,6 +70,17 @@ FOUR = [*PLAN, "--cluster", "dgx-a100"]
 Captured = pytest.CaptureFixture[str]
 
 
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """What takes the place of stderr."""
+    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    return stream
+
+
 def in_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in a folder with a module of targets, which is forgotten again."""
     (folder / "cli_targets.py").write_text(TARGETS)
@@ -67,6 +88,15 @@ def in_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "cli_targets", raising=False)
+
+
+def timing(**changes: Any) -> CollectiveTiming:
+    """Of an all-reduce of two ranks, with changes."""
+    given = {
+        "backend": "gloo", "kind": "all_reduce", "ranks": 2, "size": 2, "per_node": 2,
+        "nbytes": 1024, "seconds": 0.5, "repetitions": 5, "spread": 0.0,
+    }  # fmt: skip
+    return CollectiveTiming(**{**given, **changes})
 
 
 def failed(capsys: Captured, arguments: list[str], code: int = 1) -> str:

@@ -13,7 +13,10 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.planner.plan.words import seconds
+from meshwright.planner.report import sequence_length
+from meshwright.planner.search import Search
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
+from meshwright.shell import fitting
 from meshwright.shell.asking import cost_text
 from meshwright.shell.comparing import compared
 from meshwright.shell.fitting import _largest
@@ -210,6 +213,24 @@ def test_fit_finds_the_largest_batch(capsys: Captured) -> None:
     assert data["batch_at_once"] > 16 and data["batch_at_once"] % 16 == 0
     assert main(asked) == 0
     assert f"as one micro-batch: {data['batch_at_once']:,} rows" in capsys.readouterr().out
+
+
+def test_fit_searches_batches_and_sequences(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where 1,000 tokens fit: of 16 rows of 6 tokens 10 times as many."""
+
+    def fits(search: Search) -> bool:
+        return search.global_batch_size * (sequence_length(search.problem) or 0) <= 1000
+
+    monkeypatch.setattr(fitting, "some_plan_fits", fits)
+    asked = ["fit", "cli_targets:texts", *PLAN[2:], "--cluster", "dgx-a100"]
+    assert main([*asked, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    found = [data[name] for name in ("batch_at_once", "sequence_now", "sequence")]
+    assert found == [160, 6, 60]
+    assert main(asked) == 0
+    assert "longest sequence that fits: 60 tokens (planned: 6)" in capsys.readouterr().out
 
 
 def test_fit_says_what_would_help(capsys: Captured) -> None:

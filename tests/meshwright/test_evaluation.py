@@ -2,59 +2,221 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
 from meshwright.executor.errors import StateError
-from tests.helpers.launching import Results, results_of
-from tests.meshwright.evaluation_worker import CELLS
-from tests.user_code.user_runs import RANKS, ROWS
+from meshwright.executor.ranks import launch
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
+from tests.user_code.user_runs import LAYOUTS, RANKS, ROWS, free_links
 
-LANGUAGE = [f"{name} {layout}" for name, (_, layouts) in CELLS.items() for layout in layouts]
-IMAGES = ("images dp2×tp2", "images pp2×tp2")
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    worker = Path(__file__).with_name("evaluation_worker.py")
-    return results_of(worker, tmp_path_factory.mktemp("evaluation"), ranks=RANKS, timeout_s=580)
+LENGTH, CLASSES, IGNORED = 8, 48, -100
 
 
-@pytest.mark.parametrize("cell", LANGUAGE)
-@pytest.mark.parametrize("what", ["logits", "loss", "fewer rows, no labels", "own rows"])
-def test_outputs_are_those_of_one_device(found: Results, cell: str, what: str) -> None:
-    assert found[cell][what] < 2e-5
+# --- four ranks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cell", LANGUAGE)
-def test_a_data_set_is_a_mean_over_its_targets(found: Results, cell: str) -> None:
-    of = found[cell]
-    assert of["data set"] < 1e-5
-    assert of["perplexity"] < 1e-5
-    assert of["counted"] == [True, ROWS + 3, 2]
-    assert "ended on ranks [2]" in of["ended"]
+def gpt2() -> nn.Module:
+    config = GPT2Config(
+        n_layer=4, n_embd=32, n_head=4, vocab_size=CLASSES, n_positions=64, initializer_range=0.3,
+        bos_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
 
 
-@pytest.mark.parametrize("cell", LANGUAGE)
-def test_tokens_are_those_of_transformers(found: Results, cell: str) -> None:
-    assert found[cell]["tokens"]
-    assert found[cell]["no loss"]
-    assert "generate: ranks [2, 3] give other prompts" in found[cell]["other prompts"]
+def llama() -> nn.Module:
+    config = LlamaConfig(
+        num_hidden_layers=4, hidden_size=32, intermediate_size=48, num_attention_heads=4,
+        vocab_size=CLASSES, max_position_embeddings=64, initializer_range=0.3,
+        bos_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize("cell", IMAGES)
-def test_batch_norm_reads_its_running_statistics(found: Results, cell: str) -> None:
-    of = found[cell]
-    assert max(of[what] for what in ("scores", "pooled", "eval_step", "data set")) < 1e-5
-    assert of["unread"]
-    assert "generate: the model makes" in of["language"]
+class Images(nn.Module):
+    """Convolutions with batch norm and dropout; its output is a dict, one entry without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        pooled = self.second(self.first(x)).mean((2, 3))
+        return {"scores": self.head(self.drop(pooled)), "pooled": pooled, "unread": pooled.exp()}
+
+
+def planned(build: Callable[[], nn.Module], layout: str, **given: Any) -> ParallelModel:
+    torch.manual_seed(0)
+    found = LAYOUTS[layout]
+    if found.tp == 2 and build is gpt2:  # the vocabulary split, which is gathered
+        found = dataclasses.replace(found, shardings={"lm_head": "colwise"})
+    return auto_parallelize(
+        build(),
+        free_links(RANKS),
+        global_batch_size=ROWS,
+        precision="fp32",
+        overrides=found,
+        **given,
+    )
+
+
+def plain(build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return build().eval()
+
+
+def ids(rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(1, CLASSES, (rows, length), generator=draw)
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    """Two batches of uneven numbers of targets, the last of fewer rows."""
+    first, last = ids(ROWS, LENGTH), ids(3, LENGTH, 2)
+    labels = first.clone()
+    labels[0, 2:], labels[5, :4] = IGNORED, IGNORED
+    return [{"input_ids": first, "labels": labels}, {"input_ids": last, "labels": last}]
+
+
+def far(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.shape == b.shape, (a.shape, b.shape)
+    return float((a - b).abs().max())
+
+
+def language(build: Callable[[], nn.Module], layout: str) -> None:
+    """Outputs of a whole batch and of fewer rows, a data set's mean, generated tokens."""
+    alone, data = plain(build), batches()
+    result = planned(build, layout, example_inputs=data[0])
+    with torch.no_grad():
+        wanted = [alone(**b) for b in data]
+    whole = result.forward(data[0], gather=True)
+    assert far(whole.logits, wanted[0].logits) < 2e-5
+    assert abs(float(whole.loss - wanted[0].loss)) < 2e-5
+    few = result.forward({"input_ids": data[1]["input_ids"]}, gather=True)
+    assert far(few.logits, wanted[1].logits) < 2e-5
+    assert few.get("loss") is None
+    compare_own_rows(result, data[0], wanted[0].logits)
+
+    counts = [int((b["labels"][:, 1:] != IGNORED).sum()) for b in data]
+    mean = sum(float(w.loss) * n for w, n in zip(wanted, counts, strict=True)) / sum(counts)
+    of = result.evaluate(data)
+    assert of.loss == pytest.approx(mean, rel=0, abs=1e-5)
+    assert of.perplexity == pytest.approx(float(torch.tensor(mean).exp()), rel=1e-5)
+    assert (of.counted, of.rows, of.batches) == (sum(counts), ROWS + 3, 2)
+    compare_tokens(result, alone)
+    with pytest.raises(ValueError, match=r"generate: ranks \[2, 3\] give other prompts"):
+        result.generate(ids(2, 3, launch.rank() // 2), 2)
+    with pytest.raises((ValueError, RuntimeError), match=r"ended on ranks \[2\]"):
+        result.evaluate(uneven(data))
+
+
+def compare_own_rows(result: ParallelModel, batch: Any, wanted: torch.Tensor) -> None:
+    """What this rank has of the logits, beside the rows that it reads."""
+    here = result.forward(batch).get("logits")
+    place, plan = result.runtime.place, result.plan
+    if len(plan.stages) - 1 not in place.stages:
+        assert here is None
+        return
+    micros = wanted.split(plan.microbatch_rows)
+    rows = torch.cat([m.tensor_split(place.data.size)[place.data.rank] for m in micros])
+    assert far(here, rows) < 2e-5
+
+
+def compare_tokens(result: ParallelModel, alone: Any) -> None:
+    """Prompts of unequal lengths are continued as transformers' own `generate` does row by row,
+    over the planned length."""
+    prompts, lengths = ids(5, 6, 3), [6, 2, 4, 6, 1]
+    padded = prompts.clone()
+    for row, n in enumerate(lengths):
+        padded[row, n:] = 0
+    rows = [
+        alone.generate(prompts[k : k + 1, :n], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        for k, n in enumerate(lengths)
+    ]
+    found = result.generate(padded, 5, pad_token_id=0)
+    wanted = torch.zeros_like(found)
+    for k, row in enumerate(rows):
+        wanted[k, : row.shape[1]] = row[0]
+    assert torch.equal(found, wanted)
+    eos = int(found[0, 7])
+    until = result.generate(padded, 5, pad_token_id=0, eos_token_id=eos)
+    ended = []
+    for row, n in zip(found, lengths, strict=True):
+        new = row[n : n + 5].tolist()
+        ended.append([*row[:n].tolist(), *(new[: new.index(eos) + 1] if eos in new else new)])
+    width = max(map(len, ended))
+    assert len(ended[0]) < 11 and until.tolist() == [
+        row + [0] * (width - len(row)) for row in ended
+    ]
+
+
+def uneven(data: list[Any]) -> Iterator[Any]:
+    yield from data[: 1 if launch.rank() == 2 else 2]
+
+
+def images(layout: str) -> None:
+    draw = torch.Generator().manual_seed(4)
+    x = torch.randn(ROWS, 3, 8, 8, generator=draw)
+    y = torch.randint(5, (ROWS,), generator=draw)
+    result = planned(
+        Images,
+        layout,
+        example_inputs=(x, y),
+        loss_fn=lambda out, y: F.cross_entropy(out["scores"], y),
+    )
+    result.train_step((x, y))
+    alone = plain(Images)
+    alone.load_state_dict(result.full_state_dict())
+    with torch.no_grad():
+        wanted = alone(x)
+    out = result.forward((x,), gather=True)
+    assert far(out["scores"], wanted["scores"]) < 1e-5
+    assert far(out["pooled"], wanted["pooled"]) < 1e-5
+    assert out["unread"] is None
+    loss = pytest.approx(float(F.cross_entropy(wanted["scores"], y)), rel=0, abs=1e-5)
+    assert float(result.eval_step((x, y))) == loss
+    assert result.evaluate([(x, y)]).loss == loss
+    with pytest.raises((ValueError, RuntimeError), match="generate: the model makes"):
+        result.generate(ids(2, 3), 2)
+
+
+OTHERS = "a vocabulary that is split and gathered, in stages and by tensors"
+CELLS = [
+    *((gpt2, layout) for layout in ("dp2×tp2", "pp2×tp2", "zero3")),
+    *((llama, layout) for layout in ("dp2×tp2", "pp4", "zero3")),
+]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    tiered(
+        CELLS,
+        lambda cell: cell == (gpt2, "pp2×tp2"),
+        OTHERS,
+        lambda cell: f"{cell[0].__name__} {cell[1]}",
+    ),
+)
+def test_outputs_data_sets_and_tokens_are_those_of_one_device(cell: tuple[Any, str]) -> None:
+    on_ranks(RANKS, language, *cell)
+
+
+@pytest.mark.parametrize(
+    "layout", tiered(("dp2×tp2", "pp2×tp2"), lambda layout: layout == "pp2×tp2", OTHERS)
+)
+def test_batch_norm_reads_its_running_statistics(layout: str) -> None:
+    on_ranks(RANKS, images, layout)
 
 
 # --- one device -----------------------------------------------------------------------------------

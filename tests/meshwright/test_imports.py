@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from meshwright import Overrides
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import net, planned
 
 SEARCH = (
@@ -21,17 +20,9 @@ SEARCH = (
     "highspy",
 )
 PLANNER = (
-    "meshwright.planner.tracing",
-    "meshwright.planner.search",
-    "meshwright.planner.drafts",
-    "meshwright.planner.alternatives",
-    "meshwright.planner.report",
+    *SEARCH, "meshwright.planner.tracing", "meshwright.planner.report",
     "meshwright.planner.pricing",
-    "meshwright.planner.inter_op",
-    "meshwright.planner.intra_op",
-    "pulp",
-    "highspy",
-)
+)  # fmt: skip
 
 
 def loaded_by(program: str, *arguments: str) -> set[str]:
@@ -61,6 +52,7 @@ assert "nothing was searched" in str(result.report)
     assert within(loaded, SEARCH) == []
 
 
+@second_tier("a rank with a plan file stays, which runs what the executor has")
 def test_the_executor_loads_plans_and_operators_of_the_planner_only() -> None:
     program = """
 import pkgutil
@@ -74,9 +66,9 @@ for module in pkgutil.walk_packages(meshwright.executor.__path__, "meshwright.ex
     assert within(loaded, PLANNER) == []
 
 
-@pytest.mark.parametrize("name", ["InfeasibleError", "OverrideError", "PlanError", "TraceError"])
-def test_an_error_is_imported_without_who_raises_it(name: str) -> None:
-    loaded = loaded_by(f"from meshwright import {name}")
+def test_errors_are_imported_without_who_raises_them() -> None:
+    names = "InfeasibleError, OverrideError, PlanError, TraceError"
+    loaded = loaded_by(f"from meshwright import {names}")
     assert within(loaded, (*SEARCH, "meshwright.planner.tracing", "meshwright.executor")) == []
 
 

@@ -23,9 +23,11 @@ from meshwright.profiles.timings import CollectiveTiming
 from meshwright.shell import profile_command
 from meshwright.shell.profile_command import Effort, calls, microbatch_rows, profile_model, progress
 from tests.helpers import tiny
+from tests.meshwright.commands import Terminal, timing
 
 TARGET = """
 from tests.helpers import tiny
+from tests.meshwright.commands import Terminal, timing
 
 
 def net():
@@ -45,12 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
     def launch_local(ranks: int, backend: str, *, budget_s: float) -> list[CollectiveTiming]:
         asked.append((ranks, backend))
-        return [
-            CollectiveTiming(
-                backend=backend, kind="all_reduce", ranks=ranks, size=ranks, per_node=ranks,
-                nbytes=1024, seconds=0.5, repetitions=5, spread=0.0,
-            )
-        ]  # fmt: skip
+        return [timing(backend=backend, ranks=ranks, size=ranks, per_node=ranks)]
 
     monkeypatch.setattr(profile_command, "launch_local", launch_local)
     return asked
@@ -170,13 +167,7 @@ def test_collectives_take_as_many_ranks_as_the_cluster_has(
 def test_whole_curves_are_not_timed_again(store: Store, launches: list[tuple[int, str]]) -> None:
     cluster = tiny.host(2)
     for known in (0, len(SIZES_BYTES) - 1, len(SIZES_BYTES)):
-        found = [
-            CollectiveTiming(
-                backend="gloo", kind=kind, ranks=2, size=2, per_node=2, nbytes=4**k,
-                seconds=0.5, repetitions=5, spread=0.0,
-            )
-            for kind in COLLECTIVES for k in range(known)
-        ]  # fmt: skip
+        found = [timing(kind=kind, nbytes=4**k) for kind in COLLECTIVES for k in range(known)]
         here = DeviceId.here("cpu", cores_busy(cluster))
         store.add(Measurements(device=here, operators={}, collectives=tuple(found)))
         launches.clear()
@@ -224,21 +215,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(*more: str) -> int:
-    return main(
-        [
-            "profile",
-            "profile_targets:net",
-            "--batch",
-            "2",
-            "--precision",
-            "fp32",
-            "--cluster",
-            "local:1",
-            "--budget",
-            "600",
-            *more,
-        ]
-    )
+    of = ["profile_targets:net", "--batch", "2", "--precision", "fp32", "--cluster", "local:1"]
+    return main(["profile", *of, "--budget", "600", *more])
 
 
 def test_a_profile_travels_as_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -285,11 +263,6 @@ def test_nothing_measured_is_nothing_to_export(
 
 
 # --- the bar --------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure.imports import CollectiveRow, is_gpu, timings_for, world_of_log
 from meshwright.profiles.profile import INTERPOLATED, MEASURED, load_profile
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
-from meshwright.profiles.timings import CollectiveTiming
 from meshwright.shell.profile_command import import_profile
 from tests.helpers import tiny
+from tests.meshwright.commands import timing
 
 MIB = 2**20
 PAIR = Cluster.from_catalog("dgx-a100", num_nodes=2)
@@ -79,16 +79,8 @@ def test_a_log_prices_the_plans_of_a_cluster_that_is_not_here(store: Store, tmp_
     between = profile.collective("all_reduce", 2.5 * MIB, 8, 8)
     assert between == (pytest.approx(70e-6), INTERPOLATED)  # half way
     graph, table = tiny.cut(tiny.net())
-    setting = Setting(
-        cluster=PAIR,
-        dp=2,
-        tp=8,
-        rows=4,
-        num_microbatches=1,
-        precision="bf16",
-        optimizer="adamw",
-        profile=profile,
-    )
+    given = {"rows": 4, "num_microbatches": 1, "precision": "bf16", "optimizer": "adamw"}
+    setting = Setting(cluster=PAIR, dp=2, tp=8, profile=profile, **given)
     prices = Pricer(graph=graph, table=table, setting=setting)
     assert prices.comm("all_reduce", 2.5 * MIB) == pytest.approx(70e-6)
 
@@ -125,17 +117,7 @@ def test_the_source_is_kept(store: Store, tmp_path: Path) -> None:
 def test_own_curves_come_before_published_ones(store: Store, tmp_path: Path) -> None:
     taken(store, tmp_path, log())
     taken(store, tmp_path, log(program="all_gather_perf"))
-    mine = CollectiveTiming(
-        backend="nccl",
-        kind="all_reduce",
-        ranks=16,
-        size=8,
-        per_node=8,
-        nbytes=2 * MIB,
-        seconds=0.5,
-        repetitions=9,
-        spread=0.0,
-    )
+    mine = timing(backend="nccl", ranks=16, size=8, per_node=8, nbytes=2 * MIB, repetitions=9)
     own = DeviceId(name=GPU, driver="1", torch="2")
     store.add(Measurements(device=own, operators={}, collectives=(mine,)))
     profile = load_profile(PAIR, store)
@@ -365,18 +347,7 @@ def test_nothing_to_do_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("schema", [1, 2])
 def test_a_cache_of_an_older_schema_is_kept(store: Store, schema: int) -> None:
     device = DeviceId(name="a chip", driver="1", torch="2")
-    timing = CollectiveTiming(
-        backend="gloo",
-        kind="all_reduce",
-        ranks=2,
-        size=2,
-        per_node=2,
-        nbytes=8,
-        seconds=0.5,
-        repetitions=3,
-        spread=0.0,
-    )
-    found = Measurements(device=device, operators={}, collectives=(timing,))
+    found = Measurements(device=device, operators={}, collectives=(timing(nbytes=8),))
     store.add(found)
     with closing(sqlite3.connect(store.path)) as connection:
         connection.execute("DROP TABLE steps")

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
-import sys
 
 import pytest
 
 from meshwright.shell import progress
 from meshwright.shell.progress import BAR, FIRST_S, Progress, bar, progress_shown
-from tests.meshwright.commands import Captured
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    return stream
+from tests.meshwright.commands import Captured, terminal
 
 
 def lines(text: str) -> list[str]:
@@ -61,3 +49,16 @@ def test_elsewhere_lines_are_few_and_plain(capsys: Captured) -> None:
             said("reading", 0.5)
     err = capsys.readouterr().err
     assert err.splitlines() == [f"reading, after {s:.0f} s" for s in (10, 20, 40, 80)]
+
+
+def test_on_a_terminal_lines_take_the_place_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = terminal(monkeypatch)
+    with Progress() as said:
+        said("one of two")
+        said("two")
+    shown = stream.getvalue()
+    assert (shown.count("\r"), shown.count("\n")) == (2, 1) and shown.endswith("\n")
+    monkeypatch.setenv("RANK", "1")
+    with Progress() as said:
+        said("by another rank")
+    assert stream.getvalue() == shown

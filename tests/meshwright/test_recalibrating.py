@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,15 +12,16 @@ import torch
 from meshwright import Cluster, Overrides, ParallelModel
 from meshwright.cli import main
 from meshwright.executor.errors import StateError
+from meshwright.executor.ranks import all_gather_object, gloo_group
 from meshwright.monitor import WARM_UP
 from meshwright.profiles.profile import cores_busy, load_profile, no_profile
-from meshwright.profiles.steps import RunKind
+from meshwright.profiles.steps import STEP, RunKind
 from meshwright.profiles.store import DeviceId, Measurements, Store
 from meshwright.running.recalibrated import LEAST_STEPS, step_timings
-from tests.helpers.launching import results_of
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
 from tests.helpers.tiny import ROWS, batch, host, net, planned
 
-RANKS_SCRIPT = Path(__file__).with_name("recalibrated_ranks.py")
 RUN = RunKind(precision="fp32", target="eager")
 
 
@@ -98,6 +98,17 @@ def test_what_is_forgotten_no_longer_counts(capsys: pytest.CaptureFixture[str]) 
     assert not any("corrected" in line for line in again.report.assumptions)
 
 
+def test_ranks_of_a_stage_count_by_their_mean_and_stages_by_their_sum() -> None:
+    """Of a whole step, which all stages take, by the mean of stages."""
+    result = planned(net(), 4, overrides=Overrides(dp=2, pp=2, num_microbatches=2))
+    names = ("forward_s", "backward_s", "reduction_s", "train_step_s")
+    medians = [{name: (rank + 1) * 10**k for k, name in enumerate(names)} for rank in range(4)]
+    steps = step_timings(result.plan, result._problem, no_profile(host(4)), medians, 15)
+    measured = {step.term: step.measured_s for step in steps}
+    assert measured == {"forward": 5, "backward": 50, "reduction": 500, STEP: 2500}
+    assert {step.samples for step in steps} == {15}
+
+
 def test_a_process_without_the_ranks_has_nothing_to_keep() -> None:
     with pytest.raises(StateError, match=r"needs 2 ranks.*torchrun"):
         planned(net(), 2).recalibrate()
@@ -171,14 +182,35 @@ def test_steps_priced_on_another_basis_do_not_count() -> None:
     assert load_profile(host(1), run=RUN) is None
 
 
-def test_ranks_recalibrate_together(tmp_path: Path) -> None:
-    assert os.environ["MESHWRIGHT_CACHE"]  # the ranks' too
-    found = results_of(RANKS_SCRIPT, tmp_path, ranks=2, timeout_s=240)
-    assert found["ranks agree"]["found"]
-    for number, name in enumerate(("dp", "tp", "pp"), 1):
-        own = found[name]
-        assert own["samples"] == 6 and own["plans"] == number
-        assert own["measured_s"] > own["before_s"]  # microseconds of work, gloo's milliseconds
-        assert own["before_s"] < own["after_s"] < 3 * own["measured_s"]
-        assert own["again_s"] == pytest.approx(own["after_s"], rel=0.01)  # of a rank, of the mean
-    assert "messages between stages inside a node" in found["pp"]["parts"]
+def recalibrate_together(overrides: Overrides, cache: Path) -> set[str]:
+    """The parts of a step that were kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHWRIGHT_CACHE", str(cache))
+        result = planned(net(), cluster=host(2), overrides=overrides)
+        with pytest.raises(StateError, match="0 steps"):
+            result.recalibrate()
+        for _ in range(WARM_UP + LEAST_STEPS + 1):
+            result.train_step(batch(ROWS))
+        found = result.recalibrate()
+        again = planned(net(), cluster=host(2), plan=result.plan)
+        steps = [s for d in Store().devices() for s in Store().read(d).steps]
+    assert found.samples == LEAST_STEPS + 1
+    assert len({s.plan for s in steps}) == 1
+    assert found.measured_s > found.before_s  # microseconds of work, gloo's milliseconds
+    assert found.before_s < found.after_s < 3 * found.measured_s
+    predicted_s = again.monitor.predicted.train_step_s
+    assert predicted_s == pytest.approx(found.after_s, rel=0.01)  # of a rank, of the mean
+    texts = all_gather_object(gloo_group(), str(found))
+    assert texts[0] == texts[1]
+    return {part for s in steps for part in s.parts}
+
+
+TOGETHER = {"dp": Overrides(dp=2), "tp": Overrides(tp=2), "pp": Overrides(pp=2, num_microbatches=2)}
+
+
+@pytest.mark.parametrize(
+    "axis", tiered(TOGETHER, lambda axis: axis == "pp", "stages have the most parts of a step")
+)
+def test_ranks_recalibrate_together(axis: str, tmp_path: Path) -> None:
+    parts = on_ranks(2, recalibrate_together, TOGETHER[axis], tmp_path)
+    assert ("messages between stages inside a node" in parts) == (axis == "pp")

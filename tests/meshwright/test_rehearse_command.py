@@ -31,18 +31,6 @@ def test_rehearse_speaks_for_ranks_that_are_not_there(capsys: Captured) -> None:
     assert all(rank["peak_bytes"] > 0 for rank in found["ranks"].values())
 
 
-def test_a_rehearsal_that_does_not_match_exits_with_1(
-    capsys: Captured, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert main([*FOUR, "--pp", "2", "-o", "plan.json"]) == 0
-    capsys.readouterr()
-    unmet = Mismatch(proof="messages", ranks=(0, 1), text="what the first never sends")
-    rehearsing = sys.modules[rehearse.__module__]
-    monkeypatch.setattr(rehearsing, "mismatches", lambda logs, kind_of: [unmet])
-    assert main(["rehearse", *FOUR[1:], "--plan", "plan.json"]) == 1
-    assert str(unmet) in capsys.readouterr().out
-
-
 def test_plan_and_rehearse(capsys: Captured) -> None:
     flags = ["--pp", "2", "--num-microbatches", "2", "--rehearse"]
     assert main([*FOUR, *flags]) == 0
@@ -61,10 +49,12 @@ def test_plan_and_rehearse_what_does_not_match(
     unmet = Mismatch(proof="messages", ranks=(0, 1), text="what the first never sends")
     rehearsing = sys.modules[rehearse.__module__]
     monkeypatch.setattr(rehearsing, "mismatches", lambda logs, kind_of: [unmet])
-    assert main([*FOUR, "--pp", "2", "--rehearse"]) == 1
+    assert main([*FOUR, "--pp", "2", "--rehearse", "-o", "plan.json"]) == 1
     out, err = capsys.readouterr()
     assert ", 1 mismatch, peak" in out.splitlines()[-1]
     assert f"mismatch: {unmet}" in err and str(unmet) in out
+    assert main(["rehearse", *FOUR[1:], "--plan", "plan.json"]) == 1
+    assert str(unmet) in capsys.readouterr().out
 
 
 def test_a_plan_that_does_not_fit_when_rehearsed_exits_with_2(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -18,7 +16,6 @@ from meshwright import Overrides, ParallelModel, auto_parallelize, leaf
 from meshwright.executor.rehearsal import Rehearsal
 from meshwright.planner.pricing import RehearsedMemory
 from meshwright.planner.report import memory_summary
-from meshwright.shell import Progress
 from tests.helpers.tiny import host, net, planned
 
 MIB = 2**20
@@ -103,43 +100,6 @@ def test_compiled_blocks_are_said_to_be_left_out() -> None:
     found = planned(net(), 4, compile=True, overrides=Overrides(dp=4)).rehearse()
     assert found.ok and "they ran uncompiled" in found.left_out[-1]
     assert planned(net(), 4, overrides=Overrides(dp=4)).rehearse().left_out == ()
-
-
-# --- progress ------------------------------------------------------------------------------------
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_on_a_terminal_lines_take_the_place_of_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    with Progress() as said:
-        said("one of two")
-        said("two")
-    assert stream.getvalue().count("\n") == 1 and stream.getvalue().endswith("\n")
-    assert stream.getvalue().count("\r") == 2
-
-
-def test_elsewhere_few_lines_of_what_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stream := io.StringIO())
-    now = [0.0]
-    with Progress(clock=lambda: now[0]) as said:
-        for second in range(300):
-            now[0] = float(second)
-            said(f"line {second}")
-    assert stream.getvalue().splitlines() == [
-        f"line {second}, after {second} s" for second in (10, 20, 40, 80, 160)
-    ]
-
-
-def test_other_ranks_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
-    monkeypatch.setenv("RANK", "1")
-    with Progress() as said:
-        said("line")
-    assert stream.getvalue() == ""
 
 
 # --- bad input -----------------------------------------------------------------------------------

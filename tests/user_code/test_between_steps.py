@@ -4,6 +4,7 @@ at the step."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -55,10 +56,15 @@ def branches(self: Any, x: torch.Tensor, beta: float) -> torch.Tensor:
     return y * 2 if beta > 0 else y
 
 
+@cache
+def scaled_result() -> tuple[nn.Module, ParallelModel]:
+    return result_of(scaled, {"x": torch.rand(4, WIDTH), "beta": 0.5})
+
+
 @pytest.mark.parametrize("beta", [0.25, 0, 1.0, 2])
 def test_a_number_is_an_input(beta: float) -> None:
     x = torch.rand(4, WIDTH)
-    model, result = result_of(scaled, {"x": x, "beta": 0.5})
+    model, result = scaled_result()
     loss = result.train_step({"x": x, "beta": beta})
     torch.testing.assert_close(loss, model(x, beta).detach())
 
@@ -68,6 +74,14 @@ def test_numbers_keep_the_compute_dtype() -> None:
     graph = trace(with_forward(scaled), batch, precision="bf16")
     wide = {m.dtype for m in graph.values.values() if m.shape == (3, WIDTH) and m.requires_grad}
     assert wide == {torch.bfloat16}
+
+
+@cache
+def repeated_result() -> tuple[ParallelModel, dict[str, Any]]:
+    batch = {"x": torch.rand(4, WIDTH), "n": 2, "flag": True, "mode": "sum"}
+    _, result = result_of(repeated, batch)
+    result.train_step(batch)
+    return result, batch
 
 
 @pytest.mark.parametrize(
@@ -82,9 +96,7 @@ def test_numbers_keep_the_compute_dtype() -> None:
     ],
 )
 def test_what_the_course_depends_on_is_compared(change: dict[str, Any], message: str) -> None:
-    batch = {"x": torch.rand(4, WIDTH), "n": 2, "flag": True, "mode": "sum"}
-    _, result = result_of(repeated, batch)
-    result.train_step(batch)
+    result, batch = repeated_result()
     with pytest.raises(ValueError, match=message):
         result.train_step({**batch, **change})
     with pytest.raises(ValueError, match=message):

@@ -18,10 +18,6 @@ from torch.nn import functional as F
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.planner.tracing.trace import TraceError, trace
 from tests.helpers.traced import WIDTH, agree, rows, with_forward
-from tests.parity.parity_reference import compare
-from tests.user_code.user_models import USERS
-from tests.user_code.user_runs import plain_steps, runtime_steps
-from tests.user_code.user_state import STATES
 
 Forward = Callable[..., torch.Tensor]
 
@@ -31,15 +27,6 @@ def holding(**attributes: Any) -> Callable[[nn.Module], None]:
 
 
 # --- what is followed -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("name", STATES)
-def test_trains_on_one_device_as_plain_pytorch_does(name: str, parts: int) -> None:
-    user = USERS[name]
-    found = compare(runtime_steps(user, parts), plain_steps(user, parts))
-    assert found["loss"] < user.tolerance
-    assert found["gradient"][0] < user.tolerance
 
 
 def keeps_mask(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -12,66 +14,210 @@ from torch.nn import functional as F
 from meshwright import Cluster, InfeasibleError, OverrideError, Overrides, auto_parallelize
 from meshwright.planner.plan.plan import PlanError
 from meshwright.planner.tracing.trace import TraceError
-from tests.helpers.launching import Results, results_of
-from tests.helpers.row_losses import MEET, ROWS, WIDTH
-from tests.user_code.row_runs import (
-    ALONE,
-    BY_ROWS,
-    EXACT_NAMES,
-    FEWER,
-    LAYOUTS,
-    MEANS,
-    RANKS,
-    TOGETHER,
-    Logits,
-    batch_of,
-    built,
-    run,
-)
+from tests.helpers.ranks import on_ranks
+from tests.helpers.row_losses import EXACT, LENGTH, MEET, WIDTH, Loss, Tensor
+from tests.helpers.row_losses import ROWS as SAMPLE_ROWS
+from tests.helpers.tiers import second_tier, tiered
+from tests.parity.parity_reference import difference
 
-TOLERANCE = 2e-5
+ROWS, RANKS, TOLERANCE = 8, 2, 2e-5
 CONSENT = 'rows_meet="per_microbatch"'
+LAYOUTS: Mapping[str, Overrides] = {
+    "dp2": Overrides(dp=2, tp=1, pp=1, num_microbatches=1),
+    "dp2 × 2": Overrides(dp=2, tp=1, pp=1, num_microbatches=2),
+    "tp2 × 4": Overrides(dp=1, tp=2, pp=1, num_microbatches=4),
+    "pp2 × 4": Overrides(dp=1, tp=1, pp=2, num_microbatches=4),
+}
+# of losses in which rows meet: as many micro-batches as may be
+TOGETHER: Mapping[str, Overrides] = {
+    "dp2": Overrides(dp=2, tp=1, pp=1),
+    "pp2": Overrides(dp=1, tp=1, pp=2),
+}
+# whose labels or masks can keep rows from counting
+FEWER = (
+    "cross-entropy", "class weights", "masked mean", "masked mean, at least 1", "sum and count",
+)  # fmt: skip
+# whose labels could, but whose loss is divided by the number of rows
+BY_ROWS = tuple(
+    f"cross-entropy by {what}" for what in ("rows", "a tensor of rows", "a root of rows")
+)
+MEANS = ("mean", "infonce")  # in which every row counts
+FIXED = ("row by row", "row by number")  # a loop over rows is another program for each number
+NAMES = [n for n in (*EXACT, "sum and count", "number of items") if n not in FIXED]
+
+
+class Tokens(nn.Module):
+    """Two layers and a loss. Half of the rows have an empty mask, or no label at all."""
+
+    def __init__(self, loss: Loss) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.loss = loss
+
+    def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.loss(x, mask, labels)
+
+
+def summed(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ losses and the number of labels: (sum, count)."""
+    found = F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum")
+    return found, (labels != -100).sum()
+
+
+class Logits(Tokens):
+    """The output alone: `loss_fn` knows the labels."""
+
+    def __init__(self) -> None:
+        super().__init__(EXACT["mean"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Items(Logits):
+    """Transformers' way: a sum divided by the number of labels of the global batch, an input."""
+
+    def forward(self, x: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        return summed(super().forward(x), labels)[0] / num_items_in_batch
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(3)
+    mask = torch.rand(ROWS, LENGTH) > 0.4
+    mask[: ROWS // 2] = False
+    labels = torch.randint(WIDTH, (ROWS, LENGTH)).masked_fill(~mask, -100)
+    return torch.randn(ROWS, LENGTH, WIDTH), mask, labels
+
+
+def batch_of(name: str) -> Any:
+    x, mask, labels = tensors()
+    if name == "sum and count":
+        return x, labels
+    if name == "number of items":
+        return {"x": x, "labels": labels, "num_items_in_batch": (labels != -100).sum()}
+    if name in ("last token", "masked by row"):  # which no empty row has
+        return x, torch.ones_like(mask), labels.clamp(min=0)
+    return x, mask, labels
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    if name == "sum and count":
+        return Logits()
+    if name == "number of items":
+        return Items()
+    return Tokens(EXACT[name] if name in EXACT else MEET[name][0])
+
+
+def last(batch: Any, rows: int) -> Any:
+    """The last rows of a batch, which are not empty."""
+    return {**batch} if isinstance(batch, Mapping) else tuple(x[-rows:] for x in batch)
+
+
+def plain(name: str, batch: Any) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients on the whole batch."""
+    model = built(name)
+    if name == "sum and count":
+        total, count = summed(model(batch[0]), batch[1])
+        loss = total / count
+    else:
+        loss = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+    loss.backward()
+    return float(loss), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def exact(
+    name: str, overrides: Overrides, ranks: int = 1, rows: int = ROWS, **options: Any
+) -> None:
+    """A step and an evaluation on so many rows are those of one device on all of them."""
+    result = auto_parallelize(
+        built(name),
+        Cluster.local(ranks, measure=False),
+        example_inputs=batch_of(name),
+        global_batch_size=ROWS,
+        loss_fn=summed if name == "sum and count" else None,
+        precision="fp32",
+        overrides=overrides,
+        **options,
+    )
+    batch = last(batch_of(name), rows)
+    loss, gradients = plain(name, batch)
+    near = partial(pytest.approx, rel=TOLERANCE, abs=TOLERANCE)
+    assert float(result.eval_step(batch)) == near(loss)
+    assert float(result.train_step(batch).detach()) == near(loss)
+    off, where = difference(result.runtime.full_gradients(), gradients)
+    assert off < TOLERANCE, where
 
 
 # --- exact ----------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize("layout", ALONE)
-@pytest.mark.parametrize("name", EXACT_NAMES)
-def test_micro_batches_on_one_device(name: str, layout: str) -> None:
-    found = run(name, ALONE[layout])
-    assert max(found.values()) < TOLERANCE, found
+PARTS = [(name, m) for name in NAMES for m in (2, 8)]
+OTHERS = "one loss of each kind is run; costmodel/sharding tells of each by what it is divided"
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    worker = Path(__file__).with_name("row_worker.py")
-    return results_of(worker, tmp_path_factory.mktemp("rows"), ranks=RANKS, timeout_s=580)
+# one of each way to divide a sum: by elements, rows, a count, a weight, an input, not at all
+WAYS = (
+    "mean", "cross-entropy", "sum", "mean of row sums", "cross-entropy by a tensor of rows",
+    "masked mean, at least 1", "by weights of the batch", "per position", "several",
+    "number of items",
+)  # fmt: skip
 
 
-RUNS = [f"{name}, {layout}" for name in EXACT_NAMES for layout in LAYOUTS]
-RUNS += [f"{name}, {layout}" for name in MEET for layout in TOGETHER]
-RUNS += [f"{name}, 3 rows, {layout}" for name in FEWER for layout in LAYOUTS]
-RUNS += [f"{name}, 6 rows, {layout}" for name in MEANS for layout in TOGETHER]
+def in_first_tier(cell: tuple[str, int]) -> bool:
+    return cell[0] in WAYS and cell[1] == (8 if cell[0] in FEWER else 2)
 
 
-@pytest.mark.parametrize("key", RUNS)
-def test_on_ranks(launched: Results, key: str) -> None:
-    found = launched[key]
-    assert "failed" not in found, found["failed"]
-    assert max(found.values()) < TOLERANCE, found
+@pytest.mark.parametrize(
+    "cell", tiered(PARTS, in_first_tier, OTHERS, lambda cell: f"{cell[0]}-{cell[1]}")
+)
+def test_micro_batches_on_one_device(cell: tuple[str, int]) -> None:
+    exact(cell[0], Overrides(num_microbatches=cell[1]))
+
+
+RUNS = [(name, layout, ROWS) for name in NAMES for layout in LAYOUTS]
+RUNS += [(name, layout, ROWS) for name in MEET for layout in TOGETHER]
+RUNS += [(name, layout, 3) for name in FEWER for layout in LAYOUTS]
+RUNS += [(name, layout, 6) for name in MEANS for layout in TOGETHER]
+# each layout with sums, means and counts of rows; rows that meet; fewer rows
+FIRST = (
+    ("mean", "dp2", ROWS), ("cross-entropy", "dp2 × 2", ROWS), ("masked mean", "dp2", ROWS),
+    ("by the batch's rows", "dp2 × 2", ROWS), ("number of items", "tp2 × 4", ROWS),
+    ("per position", "dp2", ROWS), ("sum and count", "pp2 × 4", ROWS), ("infonce", "dp2", ROWS),
+    ("cross-entropy", "dp2 × 2", 3), ("masked mean", "pp2 × 4", 3), ("mean", "dp2", 6),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "run",
+    tiered(
+        RUNS,
+        lambda run: run in FIRST,
+        "every layout has losses of each kind, and every loss is exact on one device",
+        lambda run: ", ".join(map(str, run)),
+    ),
+)
+def test_on_ranks(run: tuple[str, str, int]) -> None:
+    name, layout, rows = run
+    of = TOGETHER if name in MEET or rows == 6 else LAYOUTS
+    on_ranks(RANKS, exact, name, of[layout], RANKS, rows)
 
 
 # --- refused --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MEET)
+MEETING = "costmodel/sharding tells of each loss where rows meet; here is one of each reason"
+
+
+@pytest.mark.parametrize("name", tiered(MEET, lambda n: n in ("infonce", "halves"), MEETING))
 def test_rows_that_meet_keep_to_one_micro_batch(name: str) -> None:
     """Chosen by the search, or refused where several are asked for; with consent they are not."""
-    found = run(name, Overrides())
-    assert max(found.values()) < TOLERANCE, found
+    exact(name, Overrides())
     with pytest.raises(OverrideError) as refused:
-        run(name, Overrides(num_microbatches=2))
+        exact(name, Overrides(num_microbatches=2))
     assert CONSENT in str(refused.value) and ".py:" in str(refused.value)
 
 
@@ -103,15 +249,16 @@ def test_consent_is_to_rows_that_meet_within_micro_batches() -> None:
     assert CONSENT in str(refused.value)
 
 
+@second_tier("refusals of several micro-batches name the consent")
 def test_what_does_not_fit_in_one_micro_batch_names_the_consent() -> None:
     with torch.device("meta"):
-        batch = torch.zeros(ROWS, 1 << 14, WIDTH), torch.zeros(ROWS, 1, dtype=torch.bool)
-        model = built("infonce")
+        x, mask = torch.zeros(SAMPLE_ROWS, 1 << 14, WIDTH), torch.zeros(SAMPLE_ROWS, 1) > 0
+        labels, model = torch.zeros(SAMPLE_ROWS, 1, dtype=torch.int64), built("infonce")
     with pytest.raises(InfeasibleError) as refused:
         auto_parallelize(
             model,
             Cluster.from_catalog("v100-16gb", num_nodes=1),
-            example_inputs=(*batch, torch.zeros(ROWS, 1, dtype=torch.int64, device="meta")),
+            example_inputs=(x, mask, labels),
             global_batch_size=1 << 18,
             precision="fp32",
         )
@@ -120,7 +267,7 @@ def test_what_does_not_fit_in_one_micro_batch_names_the_consent() -> None:
 
 def test_consent_is_a_word() -> None:
     with pytest.raises(ValueError, match="rows_meet='always'; legal: exact, per_microbatch"):
-        run("mean", Overrides(), rows_meet="always")
+        exact("mean", Overrides(), rows_meet="always")
 
 
 class Two(Logits):
@@ -146,21 +293,38 @@ def test_two_scalars_of_a_model_are_told_apart() -> None:
 # --- smaller batches ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("layout", ALONE)
-@pytest.mark.parametrize("name", FEWER)
-def test_the_last_smaller_batch(name: str, rows: int, layout: str) -> None:
+LAST = [(name, m, rows) for name in FEWER for m in (2, 8) for rows in (1, 3)]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    tiered(
+        LAST,
+        lambda c: c[1:] == (2, 3) and c[0] in ("class weights", "masked mean", "sum and count"),
+        "a last batch of three rows in two micro-batches: weights, a mask, a count",
+        lambda c: f"{c[0]}, {c[2]} rows in {c[1]}",
+    ),
+)
+def test_the_last_smaller_batch(cell: tuple[str, int, int]) -> None:
     """Rows that fill it up count nothing, in the loss and in gradients."""
-    found = run(name, ALONE[layout], rows=rows)
-    assert max(found.values()) < TOLERANCE, found
+    name, microbatches, rows = cell
+    exact(name, Overrides(num_microbatches=microbatches), rows=rows)
 
 
-@pytest.mark.parametrize("name", ["mean", "sum", "mean of row sums", "infonce", *BY_ROWS])
+WHOLE = ("mean", "sum", "mean of row sums", "infonce", *BY_ROWS)
+
+
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        WHOLE,
+        lambda n: n in ("mean of row sums", "infonce", BY_ROWS[1]),
+        "a mean of rows, rows that meet, and a number of rows",
+    ),
+)
 def test_the_last_smaller_batch_by_itself(name: str) -> None:
     """Where every row counts, the model is lowered for so many."""
-    several = Overrides() if name in MEET else Overrides(num_microbatches=4)
-    found = run(name, several, rows=6)
-    assert max(found.values()) < TOLERANCE, found
+    exact(name, Overrides() if name in MEET else Overrides(num_microbatches=4), rows=6)
 
 
 def test_a_smaller_batch_of_probabilities() -> None:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
-from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
@@ -28,8 +26,10 @@ from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.hardware.device import Link
+from tests.helpers.stored import stored
 from tests.models.models import Traced, parallelize
 from tests.parity.parity_reference import Reference, compare, trained
+from tests.user_code import user_models, user_parts
 from tests.user_code.user_models import USERS
 from tests.user_code.user_parts import UserModel
 
@@ -72,39 +72,35 @@ def free_links(ranks: int) -> Cluster:
     return dataclasses.replace(local, intra_link=link, inter_link=link)
 
 
-def prepare(folder: Path, names: list[str]) -> dict[str, str]:
-    """Write what the ranks need for these models; why there is no plan, by run."""
-    refused: dict[str, str] = {}
-    for name in names:
-        user = USERS[name]
-        traced = {ROWS: traced_at(user, ROWS)}
-        references: dict[int, Reference] = {}
-        first = auto_parallelize(
-            built(user),
-            free_links(RANKS),
-            example_inputs=batch_of(user, 0),
-            global_batch_size=ROWS,
-            loss_fn=user.loss_fn,
-            precision="fp32",
-            executable=True,
-            overrides=LAYOUTS["dp4"],
-            rows_meet="per_microbatch",  # as the references
-        )
-        for layout, overrides in LAYOUTS.items():
-            try:
-                plan = first.replan(_sharded(user, overrides)).plan
-            except ValueError as error:
-                refused[f"{name} {layout}"] = str(error)
-                continue
-            rows, parts = plan.microbatch_rows, plan.num_microbatches
-            if rows not in traced:
-                traced[rows] = traced_at(user, rows, traced[ROWS].graph)
-            if parts not in references:
-                alone = runtime_steps if user.own_masks else plain_steps
-                references[parts] = alone(user, parts)
-            prepared = Prepared(plan=plan, of=traced[rows], reference=references[parts])
-            (folder / f"{name} {layout}.run").write_bytes(pickle.dumps(prepared))
-    return refused
+@cache
+def planned_for_ranks(name: str) -> ParallelModel:
+    """A user's model planned for all ranks; other layouts are its `replan`."""
+    user = USERS[name]
+    return auto_parallelize(
+        built(user),
+        free_links(RANKS),
+        example_inputs=batch_of(user, 0),
+        global_batch_size=ROWS,
+        loss_fn=user.loss_fn,
+        precision="fp32",
+        executable=True,
+        overrides=LAYOUTS["dp4"],
+        rows_meet="per_microbatch",  # as the references
+    )
+
+
+def plan_of(name: str, layout: str) -> Plan:
+    return planned_for_ranks(name).replan(_sharded(USERS[name], LAYOUTS[layout])).plan
+
+
+def prepared(name: str, layout: str) -> Prepared:
+    user, plan = USERS[name], plan_of(name, layout)
+    alone = runtime_steps if user.own_masks else plain_steps
+    return Prepared(
+        plan=plan,
+        of=traced_at(name, plan.microbatch_rows),
+        reference=alone(user, plan.num_microbatches),
+    )
 
 
 def _sharded(user: UserModel, overrides: Overrides) -> Overrides:
@@ -114,12 +110,19 @@ def _sharded(user: UserModel, overrides: Overrides) -> Overrides:
     return dataclasses.replace(overrides, shardings=found) if overrides.tp == 2 else overrides
 
 
-def traced_at(user: UserModel, rows: int, like: Graph | None = None) -> Traced:
-    graph = trace(
-        built(user), batch_of(user, 0), loss_fn=user.loss_fn, batch_size=rows, precision="fp32"
-    )
-    table = analyse(graph)
-    return Traced(graph=cut_blocks(graph, table, like), table=table)
+def traced_at(name: str, rows: int) -> Traced:
+    """At so many rows, cut into the blocks of the whole batch."""
+
+    def make() -> Traced:
+        user = USERS[name]
+        graph = trace(
+            built(user), batch_of(user, 0), loss_fn=user.loss_fn, batch_size=rows, precision="fp32"
+        )
+        table = analyse(graph)
+        like = traced_at(name, ROWS).graph if rows != ROWS else None
+        return Traced(graph=cut_blocks(graph, table, like), table=table)
+
+    return stored("user", name, rows, make=make, models=(user_models, user_parts))
 
 
 def plain_steps(user: UserModel, parts: int) -> Reference:
@@ -185,17 +188,21 @@ def steps_of(user: UserModel, runtime: Runtime) -> Reference:
     return Reference(losses=losses, gradients=gradients, state=runtime.full_state_dict())
 
 
-def run(folder: Path, name: str) -> dict[str, Any]:
-    """One prepared run on this rank; rank 0 says how far it is off, and what was sharded."""
-    prepared: Prepared = pickle.loads((folder / f"{name}.run").read_bytes())
-    user = USERS[name.rsplit(" ", 1)[0]]
+def train_as_alone(name: str, layout: str, prepared: Prepared) -> None:
+    """Losses, gradients (and which there are none of) and state of two steps are the reference's.
+    Of all ranks."""
+    user = USERS[name]
     runtime = parallelize(built(user), prepared.plan, prepared.of)
     found = steps_of(user, runtime)
     if launch.rank():
-        return {}
-    local = sum(p.stored.numel() for p in runtime.stage_parameters)
-    whole = sum(math.prod(p.shape) for p in runtime.stage_parameters)
-    result = compare(found, prepared.reference)
-    steps = zip(found.gradients, prepared.reference.gradients, strict=True)
-    extra = {name for ours, theirs in steps for name in ours.keys() ^ theirs.keys()}
-    return result | {"held": local / whole, "extra": sorted(extra)}
+        return
+    off = compare(found, prepared.reference)
+    assert off["loss"] < user.tolerance
+    for what in ("gradient", "state"):
+        assert off[what][0] < user.tolerance, off[what]
+    assert off["names"] == []
+    for ours, theirs in zip(found.gradients, prepared.reference.gradients, strict=True):
+        assert ours.keys() == theirs.keys()
+    if layout == "dp2×tp2":  # something was sharded
+        whole = sum(math.prod(p.shape) for p in runtime.stage_parameters)
+        assert sum(p.stored.numel() for p in runtime.stage_parameters) < whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -49,6 +50,12 @@ def planned(plan: str | None = None, ranks: int = RANKS) -> ParallelModel:
         precision="fp32",
         overrides=PLANS[plan] if plan else None,
     )
+
+
+@cache
+def planned_alone() -> ParallelModel:
+    """Of one rank, for what trains nothing."""
+    return planned(ranks=1)
 
 
 def batch_of(numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from meshwright import data_loader
 from meshwright.data.arguments import DataError, checked_lengths
 from meshwright.profiles.inputs import MeshwrightError
-from tests.meshwright.data.feeding import SAMPLES, Tokens, planned
+from tests.meshwright.data.feeding import SAMPLES, Tokens, planned_alone
 
 
 @pytest.mark.parametrize(
@@ -35,13 +35,13 @@ from tests.meshwright.data.feeding import SAMPLES, Tokens, planned
 )
 def test_options_that_cannot_be_are_refused(given: dict[str, Any], place: str) -> None:
     with pytest.raises(MeshwrightError, match=place) as caught:
-        data_loader(Tokens(), planned(ranks=1), **given)
+        data_loader(Tokens(), planned_alone(), **given)
     assert caught.value.place.startswith("data_loader") and caught.value.legal
 
 
 @pytest.mark.parametrize("state", [None, {}, {"epoch": -1}, "state", {"seed": "x"}], ids=str)
 def test_a_state_of_something_else_is_refused(state: Any) -> None:
-    loader = data_loader(Tokens(), planned(ranks=1))
+    loader = data_loader(Tokens(), planned_alone())
     with pytest.raises(DataError, match="data_loader: state"):
         loader.load_state_dict(state)
     right = loader.state_dict()
@@ -56,7 +56,7 @@ def test_samples_that_make_no_batch_are_told() -> None:
             return torch.zeros(1 + number)
 
     with pytest.raises(DataError, match="make no batch"):
-        next(iter(data_loader(Ragged(), planned(ranks=1))))
+        next(iter(data_loader(Ragged(), planned_alone())))
 
 
 @pytest.mark.parametrize("make", [list, tuple, np.array, torch.tensor])

@@ -2,57 +2,99 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
+from typing import Any
 
 import pytest
+import torch
 
+from meshwright import ParallelModel, data_loader
 from meshwright.data.order import Order
-from tests.helpers.launching import Results, results_of
-from tests.meshwright.data.feeding import PLANS, RANKS, ROWS, SAMPLES, plain_losses, planned
+from meshwright.executor.ranks import all_gather_object, gloo_group, launch
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
+from tests.meshwright.data.feeding import (
+    PLANS,
+    RANKS,
+    ROWS,
+    SAMPLES,
+    Tokens,
+    batch_of,
+    plain_losses,
+    planned,
+)
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    worker = Path(__file__).with_name("data_worker.py")
-    return results_of(worker, tmp_path_factory.mktemp("data"), ranks=RANKS, timeout_s=300)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[float]:
-    order = Order(size=SAMPLES, rows=ROWS, shuffle=True, seed=3, drop_last=False)
-    return plain_losses([batch.samples for batch in order.batches(0)])
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_own_rows_train_as_the_global_batch_does(
-    launched: Results, expected: list[float], plan: str
-) -> None:
-    found = launched[plan]
-    assert len(expected) == 3 and found["losses"] == pytest.approx(expected, rel=1e-5)
-    assert found["eval"][0] == pytest.approx(found["eval"][1], rel=1e-6)
-
-
-def test_only_stages_that_read_data_need_any(launched: Results) -> None:
-    assert launched["pp4"]["reads"] == [True, False, False, True]
-    assert launched["dp4"]["reads"] == [True] * 4
+def train_on_own_rows(plan: str, expected: list[float]) -> list[bool]:
+    """An epoch whose last batch is smaller; which ranks read."""
+    result = planned(plan)
+    optimizer = torch.optim.SGD(result.parameters(), lr=0.5)
+    losses = []
+    for batch in data_loader(Tokens(), result, seed=3):
+        optimizer.zero_grad()
+        losses.append(float(result.train_step(batch, local=True)))
+        optimizer.step()
+    assert losses == pytest.approx(expected, rel=1e-5)
+    share = result.data_parallel
+    own = batch_of(share.rows) if share.reads else None
+    whole = float(result.eval_step(batch_of(range(ROWS))))
+    assert float(result.eval_step(own, local=True)) == pytest.approx(whole, rel=1e-6)
+    return all_gather_object(gloo_group(), share.reads)
 
 
 @pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ("of another share", "ranks of one result.data_parallel.rank give the same rows"),
-        ("longer on a rank", "on ranks [2, 3]: rows have the same dtype and sizes on every rank"),
-        ("more rows on a rank", "ranks give [4, 4, 8, 8] rows, where the shares of a global batch"),
-        ("none", "it is None, and this rank reads data"),
-        ("another key", "['ids'] were not among example_inputs"),
-        ("sharded dataset", f"has {[SAMPLES + k for k in range(RANKS)]} samples on the ranks"),
-        ("small dataset", "less than a batch of 8"),
-        ("no len", "without len() or samples by number"),
-    ],
+    "plan",
+    tiered(PLANS, lambda k: k in ("dp2×tp2", "pp4"), "stages and tensor groups share rows here"),
 )
-def test_every_rank_is_told_what_is_wrong(launched: Results, case: str, says: str) -> None:
-    for said in launched["errors"][case]:
-        assert says in said, said
+def test_own_rows_train_as_the_global_batch_does(plan: str) -> None:
+    order = Order(size=SAMPLES, rows=ROWS, shuffle=True, seed=3, drop_last=False)
+    expected = plain_losses([batch.samples for batch in order.batches(0)])
+    assert len(expected) == 3
+    reads = on_ranks(RANKS, train_on_own_rows, plan, expected)
+    assert reads == ([True, False, False, True] if plan == "pp4" else [True] * RANKS)
+
+
+def refuse_wrong_rows() -> None:
+    """What wrong batches and datasets are told, on every rank."""
+    result, rank = planned("dp2×tp2"), launch.rank()
+    right = batch_of(result.data_parallel.rows)
+
+    def refused(text: str, call: Any, *given: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            call(*given, **options)
+
+    for text, batch in (
+        (
+            "ranks of one result.data_parallel.rank give the same rows",
+            batch_of(rows_of(rank % 2, result)),
+        ),
+        (
+            "on ranks [2, 3]: rows have the same dtype and sizes on every rank",
+            tuple(torch.cat([x, x], 1) for x in right) if rank >= 2 else right,
+        ),
+        (
+            "ranks give [4, 4, 8, 8] rows, where the shares of a global batch",
+            tuple(torch.cat([x, x]) for x in right) if rank >= 2 else right,
+        ),
+        ("it is None, and this rank reads data", None),
+        ("['ids'] were not among example_inputs", {"ids": right[0]}),
+    ):
+        refused(text, result.train_step, batch, local=True)
+    sizes = [SAMPLES + k for k in range(RANKS)]
+    refused(f"has {sizes} samples on the ranks", data_loader, Tokens(SAMPLES + rank), result)
+    refused("less than a batch of 8", data_loader, Tokens(5), result, drop_last=True)
+    refused("without len() or samples by number", data_loader, iter([]), result)
+
+
+def rows_of(share: int, result: ParallelModel) -> list[int]:
+    """Rows of a share: ranks of one tensor group ask for different ones."""
+    micro = result.plan.microbatch_rows
+    rows = torch.arange(result.plan.global_batch_size).split(micro)
+    return [int(n) for part in rows for n in part.tensor_split(2)[share]]
+
+
+def test_every_rank_is_told_what_is_wrong() -> None:
+    on_ranks(RANKS, refuse_wrong_rows)
 
 
 def test_one_device_has_all_rows() -> None:

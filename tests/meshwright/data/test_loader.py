@@ -124,6 +124,15 @@ def test_rows_keep_their_places_in_the_global_batch(ranks: int, microbatches: in
             assert torch.equal(part["labels"], whole["labels"][list(loader.share.rows)])
 
 
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 0), (3, 0), (3, 2)])
+def test_the_order_is_torchs_by_seed_and_epoch(seed: int, epoch: int) -> None:
+    """The one that runs saved before go on in."""
+    order = Order(size=21, rows=ROWS, shuffle=True, seed=seed, drop_last=False)
+    draw = torch.Generator().manual_seed(1_000_003 * seed + 7_919 * epoch)
+    batches = [batch.samples.tolist() for batch in order.batches(epoch)]
+    assert batches == [x.tolist() for x in torch.randperm(21, generator=draw).split(ROWS)]
+
+
 def test_epochs_differ_and_follow_each_other() -> None:
     (loader,) = loaders({"size": 16, "shuffle": True, "seed": 0}, 1)
     first, second = [[b["n"].flatten().tolist() for b in loader] for _ in range(2)]
@@ -234,7 +243,15 @@ def test_buckets_hold_every_sample_once_padded_to_their_length(
     assert sorted(seen) == list(range(len(lengths)))
 
 
+def test_rows_of_a_bucket_are_a_power_of_two_within_its_tokens() -> None:
+    buckets = Buckets(lengths=[8], to=(4, 8), tokens=55)
+    assert [buckets.rows(n, planned=16) for n in (4, 8)] == [8, 4]  # of 13 and 6
+    assert buckets.rows(4, planned=6) == 6
+    assert Buckets(lengths=[8], to=(4, 8)).rows(4, planned=16) == 16
+
+
 def test_what_buckets_refuse() -> None:
+    Buckets(lengths=[8], to=(8,), tokens=8)
     with pytest.raises(MeshwrightError, match="1 of 3 samples are longer than 8, the longest 9"):
         Buckets(lengths=[1, 9, 8], to=(4, 8))
     with pytest.raises(MeshwrightError, match="increasing"):

@@ -15,10 +15,18 @@ from transformers import (
     TrainingArguments,
 )
 from transformers import Trainer as Theirs
+from transformers.trainer_utils import SaveStrategy
 
 from meshwright import Cluster, MeshwrightError
 from meshwright.hf import Trainer
-from meshwright.hf.arguments import TAKEN, WITHOUT_EFFECT, check_arguments
+from meshwright.hf.arguments import (
+    TAKEN,
+    WITHOUT_EFFECT,
+    check_arguments,
+    every,
+    global_batch_size,
+    precision_of,
+)
 
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
 
@@ -107,9 +115,40 @@ def test_a_path_to_resume_from_is_refused(tmp_path: Path) -> None:
         ours(arguments(tmp_path)).train("elsewhere/checkpoint-5")  # type: ignore[arg-type]
 
 
-def test_accumulation_is_rows_of_a_step(tmp_path: Path) -> None:
+def test_arguments_say_rows_precision_and_steps(tmp_path: Path) -> None:
     args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3)
     assert ours(args).result.plan.global_batch_size == 6
+    assert global_batch_size(args, num_devices=4) == 24
+    halves = [arguments(tmp_path, **{name: True}) for name in ("bf16", "fp16")]
+    assert [precision_of(a) for a in (args, *halves)] == ["fp32", "bf16", "fp16"]
+    for strategy, steps, found in (
+        ("no", 3, None), ("steps", 0, None), ("steps", 3, 3), ("steps", 0.25, 10),
+        ("steps", 0.001, 1), ("epoch", 3, 7),
+    ):  # fmt: skip
+        assert every(SaveStrategy(strategy), steps, epoch_steps=7, total_steps=40) == found
+
+
+@pytest.mark.parametrize(("drop_last", "steps"), [(False, 5), (True, 3)])
+def test_epochs_are_steps(tmp_path: Path, drop_last: bool, steps: int) -> None:
+    """8 rows in steps of 3 are 3 steps an epoch, the last of 2 rows, or 2 without it."""
+    rows = {"max_steps": -1, "per_device_train_batch_size": 3, "num_train_epochs": 1.5}
+    args = arguments(tmp_path, dataloader_drop_last=drop_last, **rows)
+    assert ours(args).train().global_step == steps
+
+
+def test_weights_alone_decay(tmp_path: Path) -> None:
+    args = arguments(tmp_path, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-7)
+    trainer = ours(args)
+    decayed, others = trainer._optimizer(trainer.result).param_groups
+    names = {p: name for name, p in trainer.result.named_parameters()}
+    assert {names[p].rpartition(".")[2] for p in decayed["params"]} == {"weight"}
+    assert not [names[p] for p in decayed["params"] if "ln_" in names[p]]
+    assert {p for group in (decayed, others) for p in group["params"]} == set(names)
+    for group, decay in ((decayed, 0.1), (others, 0.0)):
+        found = [group[name] for name in ("weight_decay", "lr", "betas", "eps")]
+        assert found == [decay, 1e-2, (0.8, 0.9), 1e-7]
+    trainer.args.optim = "sgd"
+    assert type(trainer._optimizer(trainer.result)) is torch.optim.SGD
 
 
 @pytest.mark.parametrize(

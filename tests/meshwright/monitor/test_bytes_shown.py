@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,7 @@ from safetensors.torch import save_file
 
 from meshwright import progress_shown
 from tests.helpers.tiny import ROWS, batch, net, planned
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+from tests.meshwright.commands import Terminal, terminal
 
 
 def shown(stream: Terminal, what: str) -> list[tuple[str, str]]:
@@ -29,7 +23,7 @@ def shown(stream: Terminal, what: str) -> list[tuple[str, str]]:
 def test_reads_and_writes_are_shown_to_their_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", stream := Terminal())
+    stream = terminal(monkeypatch)
     result = planned(net())
     optimizer = torch.optim.AdamW(result.parameters())
     result.train_step(batch(ROWS))

@@ -182,6 +182,18 @@ def test_forward_and_backward_off_alike_have_one_reason() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("factors", "likely"),
+    [((2.0, 3.9), BLOCKS), ((3.9, 2.0), BLOCKS), ((2.0, 4.1), ("backward_s",)),
+     ((0.5, 2.0), ("backward_s",))],
+)  # fmt: skip
+def test_factors_are_alike_up_to_the_square_of_one(
+    factors: tuple[float, float], likely: tuple[str, ...]
+) -> None:
+    row = alike(forward_s=factors[0], backward_s=factors[1], step_time_s=4.0 + sum(factors))
+    assert deviation([row], alike(), steps=20, interval_s=(5.0, 7.0)).likely == likely
+
+
 def test_the_median_counts_and_equal_steps_have_no_reason() -> None:
     own = alike()
     rows = [own, own, {name: 100 * value for name, value in own.items()}]
@@ -270,13 +282,31 @@ def test_the_norm_can_be_taken_without_clipping() -> None:
         assert torch.equal(a, b)
 
 
-def test_predictions_of_a_pipeline_are_those_of_the_rank() -> None:
-    result = planned(net(), devices=2, overrides=Overrides(pp=2, num_microbatches=4))
-    for rank, row in enumerate(result.report.stages):
-        own = Predicted.of(result.report, rank)
-        assert own.terms["forward_s"] == pytest.approx(4 * row["forward_s"])
-        assert own.train_step_s == pytest.approx(own.step_time_s - row["optimizer_s"])
-        assert sum(own.terms.values()) >= own.train_step_s * (1 - 1e-9)
+def test_predictions_are_those_of_the_ranks_stage() -> None:
+    """Passes of all micro-batches, the reduction once; what is left of the step is waiting."""
+    result = planned(net(), devices=4, overrides=Overrides(pp=2, dp=2, num_microbatches=4))
+    summary = result.report.summary
+    for rank, stage in ((1, 0), (2, 1)):
+        own, row = Predicted.of(result.report, rank), result.report.stages[stage]
+        forward_s, backward_s = 4 * row["forward_s"], 4 * row["backward_s"]
+        reduction_s = row["gradient_reduction_s"]
+        train_step_s = summary["step_time_s"] - row["optimizer_s"]
+        rest_s = max(0.0, train_step_s - forward_s - backward_s - reduction_s)
+        assert own == Predicted(
+            train_step_s=pytest.approx(train_step_s),
+            terms={
+                "forward_s": pytest.approx(forward_s),
+                "backward_s": pytest.approx(backward_s),
+                "reduction_s": pytest.approx(reduction_s),
+                "waiting_s": pytest.approx(rest_s),
+            },
+            step_time_s=summary["step_time_s"],
+            interval_s=tuple(summary["step_interval_s"]),
+            rows=ROWS,
+            tokens_per_row=SEQUENCE,
+            mfu=summary["mfu"],
+            peak_memory_bytes=summary["peak_memory_bytes"][stage],
+        )
 
 
 def test_longer_batches_and_another_plan(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from meshwright import fit
 from meshwright.profiles.inputs import MeshwrightError
 from tests.helpers.tiny import net
-from tests.meshwright.data.feeding import Tokens, batch_of, planned
+from tests.meshwright.data.feeding import Tokens, batch_of, planned_alone
 
 
 def sgd(result: Any) -> torch.optim.Optimizer:
@@ -41,7 +41,7 @@ def sgd(result: Any) -> torch.optim.Optimizer:
 )
 def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
     asked = {"model": None, "data": Tokens(), "optimizer": sgd, "steps": 1, **given}
-    asked["model"] = planned(ranks=1) if asked["model"] is None else asked["model"]
+    asked["model"] = planned_alone() if asked["model"] is None else asked["model"]
     with pytest.raises(MeshwrightError, match=says) as caught:
         fit(asked.pop("model"), asked.pop("data"), **asked)
     assert caught.value.legal and caught.value.way_out

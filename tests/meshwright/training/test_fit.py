@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from meshwright import fit
+from meshwright import ParallelModel, fit
 from meshwright.data.order import Order
+from meshwright.executor.errors import StateError
+from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError
-from tests.helpers.launching import Results, results_of
+from meshwright.training import Fitted
+from tests.helpers.ranks import on_ranks
 from tests.helpers.tiny import loss, net
 from tests.meshwright.data.feeding import (
     RANKS,
@@ -22,20 +27,9 @@ from tests.meshwright.data.feeding import (
     plain_losses,
     planned,
 )
-from tests.meshwright.training.fit_worker import SEED, STEPS, STOPPED_AT, run
 
+SEED, STEPS, STOPPED_AT = 3, 6, 2
 MORE = 3  # steps on one rank
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fit")
-
-
-@pytest.fixture(scope="module")
-def launched(folder: Path) -> Results:
-    worker = Path(__file__).with_name("fit_worker.py")
-    return results_of(worker, folder, ranks=RANKS, timeout_s=300)
 
 
 @pytest.fixture(scope="module")
@@ -46,36 +40,88 @@ def expected() -> list[float]:
     return plain_losses(batches[: STEPS + MORE])
 
 
-def test_a_stopped_run_goes_on_at_the_same_sample(launched: Results, expected: list[float]) -> None:
+def run(result: ParallelModel, folder: Path, **given: Any) -> tuple[Fitted, dict[int, float]]:
+    """How it ended, and the losses by step that rank 0 has logged."""
+    losses: dict[int, float] = {}
+
+    def log(metrics: Any) -> None:
+        if "loss" in metrics:
+            losses[int(metrics["step"])] = metrics["loss"]
+
+    options = {
+        "optimizer": lambda result: torch.optim.SGD(result.parameters(), lr=0.5),
+        "schedule": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        "max_grad_norm": None,
+        "folder": folder,
+        "log_to": log,
+        "log_every": 1,
+        "seed": SEED,
+        **given,
+    }
+    return fit(result, Tokens(), **options), losses
+
+
+def signalled(number: int, rank: int) -> Any:
+    """An optimizer after whose step `STOPPED_AT` one rank gets a signal."""
+
+    def make(result: ParallelModel) -> torch.optim.Optimizer:
+        optimizer = torch.optim.SGD(result.parameters(), lr=0.5)
+        steps = []
+
+        def count(*_: Any) -> None:
+            steps.append(1)
+            if len(steps) == STOPPED_AT and launch.rank() == rank:
+                os.kill(os.getpid(), number)
+
+        optimizer.register_step_post_hook(count)
+        return optimizer
+
+    return make
+
+
+def stop_and_go_on(folder: Path, expected: list[float]) -> None:
     """SIGTERM on one rank stops all after the next step; under another plan the rest follows."""
-    found = launched["stopped"]
-    assert found["ended"] == ["signal", "steps"]
-    assert found["steps"] == [STOPPED_AT + 1, STEPS]
-    assert found["logged"] == [[1, 2, 3], [4, 5, 6]]
-    assert found["losses"] == pytest.approx(expected[:STEPS], rel=1e-5)
+    stop = signalled(signal.SIGTERM, rank=2)
+    first, before = run(planned("dp2×tp2"), folder, steps=STEPS, optimizer=stop)
+    second, after = run(planned("pp2×dp2"), folder, steps=STEPS)
+    assert (first.ended, first.steps) == ("signal", STOPPED_AT + 1)
+    assert (second.ended, second.steps) == ("steps", STEPS)
+    if not launch.rank():
+        assert ([*before], [*after]) == ([1, 2, 3], [4, 5, 6])
+        assert [*before.values(), *after.values()] == pytest.approx(expected, rel=1e-5)
 
 
-def test_it_goes_on_on_one_rank(launched: Results, folder: Path, expected: list[float]) -> None:
-    assert launched["stopped"]
-    done, losses = run(planned(ranks=1), folder / "stopped", steps=STEPS + MORE)
-    assert done.steps == STEPS + MORE and sorted(losses) == [7, 8, 9]
-    assert [losses[k] for k in (7, 8, 9)] == pytest.approx(expected[STEPS:], rel=1e-5)
+def test_a_stopped_run_goes_on_at_the_same_sample(tmp_path: Path, expected: list[float]) -> None:
+    """On as many ranks, and then on one."""
+    on_ranks(RANKS, stop_and_go_on, tmp_path, expected[:STEPS])
+    done, losses = run(planned(ranks=1), tmp_path, steps=STEPS + MORE)
+    assert done.steps == STEPS + MORE and [*losses] == [7, 8, 9]
+    assert [*losses.values()] == pytest.approx(expected[STEPS:], rel=1e-5)
 
 
-def test_a_signal_saves_and_the_run_goes_on(launched: Results) -> None:
-    found = launched["saved"]
-    assert (found["ended"], found["steps"]) == ("data", 3)
-    assert found["kept"] == ["step-00000003"]
+def end_runs(folder: Path) -> None:
+    """SIGUSR1 saves and the run goes on; patience and unequal batches end one."""
+    save = signalled(signal.SIGUSR1, rank=1)
+    done, _ = run(planned("dp4"), folder, optimizer=save, keep=2, save_every=5)
+    assert (done.ended, done.steps) == ("data", 3)
+    assert [path.name for path in folder.iterdir()] == ["step-00000003"]
+
+    # without learning no evaluation is better than the first
+    given = {"steps": 50, "evaluation": Tokens(8), "evaluate_every": 2, "patience": 3}
+    done, _ = run(planned("dp4"), folder / "none", optimizer=still, **given)
+    assert (done.ended, done.steps) == ("patience", 8) and done.eval_loss
+
+    batches = [batch_of(range(ROWS))] * (1 if launch.rank() == 2 else 2)
+    with pytest.raises(StateError, match=r"fit: data: the batches ended on ranks \[2\] before"):
+        fit(planned("dp4"), batches, optimizer=still)
 
 
-def test_batches_that_end_on_one_rank_are_told_on_all(launched: Results) -> None:
-    assert "fit: data: the batches ended on ranks [2] before" in launched["unequal"]["says"]
+def still(result: ParallelModel) -> torch.optim.Optimizer:
+    return torch.optim.SGD(result.parameters(), lr=0.0)
 
 
-def test_patience_ends_a_run(launched: Results) -> None:
-    found = launched["patience"]
-    assert (found["ended"], found["steps"]) == ("patience", 8)
-    assert found["eval"] > 0
+def test_signals_patience_and_unequal_batches(tmp_path: Path) -> None:
+    on_ranks(RANKS, end_runs, tmp_path / "run")
 
 
 # --- on one device --------------------------------------------------------------------------------
@@ -95,6 +141,29 @@ def test_a_plain_module_is_planned_first(expected: list[float], tmp_path: Path) 
     assert (done.ended, done.steps) == ("data", 3)
     assert done.loss == pytest.approx(expected[2], rel=1e-5)
     assert len(log.read_text().splitlines()) == 1
+
+
+def test_a_run_in_parts_is_the_whole_run(tmp_path: Path) -> None:
+    """Moments and the schedule go on; every second step and the last one are saved."""
+    found: dict[str, list[tuple[float, ...]]] = {"whole": [], "parts": []}
+    for name, steps in (("whole", 5), ("parts", 3), ("parts", 5)):
+        fit(
+            planned(ranks=1),
+            Tokens(),
+            optimizer=lambda result: torch.optim.AdamW(result.parameters(), lr=0.1),
+            schedule=lambda of: torch.optim.lr_scheduler.LinearLR(of, 1.0, 0.5, total_iters=5),
+            log_to=lambda m: found[name].append((m["step"], m["lr"], m["loss"])),  # noqa: B023
+            log_every=1,
+            steps=steps,
+            folder=tmp_path / name,
+            save_every=2,
+            keep=2,
+        )
+        kept = sorted(path.name for path in (tmp_path / name).iterdir())
+        assert kept == [f"step-{k:08d}" for k in ((2, 3) if steps == 3 else (4, 5))]
+    assert found["parts"] == found["whole"]
+    assert [step for step, *_ in found["whole"]] == [1, 2, 3, 4, 5]
+    assert [lr for _, lr, _ in found["whole"]] == pytest.approx([0.1, 0.09, 0.08, 0.07, 0.06])
 
 
 def test_batches_of_ones_own_are_global(expected: list[float]) -> None:

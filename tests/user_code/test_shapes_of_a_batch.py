@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,31 +12,99 @@ import torch
 from torch import nn
 
 from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
-from tests.helpers.launching import Results, results_of
-from tests.user_code.shapes.shape_runs import ALONE, MEGATRON, ON_RANKS, RANKS, run
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
+from tests.parity.parity_reference import difference
+from tests.user_code.small_transformers import MEGATRON, VOCAB, built
 
 TOLERANCE = 2e-5
 WIDTH = 8
+ROWS, LENGTH, RANKS = 8, 16, 2
+# (rows, tokens): as planned, shorter and odd, longer, seen before, fewer rows, and both
+SHAPES = ((8, 16), (8, 13), (8, 24), (8, 16), (8, 13), (6, 16), (4, 20))
+ALONE: Mapping[str, Overrides] = {
+    "one": Overrides(num_microbatches=1),
+    "2 micro-batches": Overrides(num_microbatches=2, recompute="full"),
+}
+LAYOUTS: Mapping[str, Overrides] = {
+    "dp2": Overrides(dp=2, tp=1, pp=1, num_microbatches=2),
+    "zero3": Overrides(dp=2, tp=1, pp=1, zero=3, num_microbatches=1),
+    "tp2": Overrides(dp=1, tp=2, pp=1, num_microbatches=1),
+    "pp2": Overrides(dp=1, tp=1, pp=2, num_microbatches=4, schedule="1f1b"),
+    "pp2 zero-bubble": Overrides(dp=1, tp=1, pp=2, num_microbatches=4, schedule="zb_h1"),
+}
+# every layout once; shardings are of the model, so tp with both
+ON_RANKS = (
+    ("gpt2", "dp2"),
+    ("gpt2", "tp2"),
+    ("gpt2", "pp2 zero-bubble"),
+    ("llama", "zero3"),
+    ("llama", "tp2"),
+    ("llama", "pp2"),
+)
 
 
-@pytest.mark.parametrize("layout", ALONE)
-@pytest.mark.parametrize("kind", MEGATRON)
-def test_on_one_device(kind: str, layout: str) -> None:
-    found = run(kind, ALONE[layout])
-    assert max(found.values()) < TOLERANCE, found
+def batch(rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
+    """Every row begins with some padding, of its own length; labels there are ignored."""
+    drawn = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (rows, length), generator=drawn)
+    mask = torch.arange(length) >= torch.arange(rows)[:, None] % 4
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    worker = Path(__file__).with_name("shape_worker.py")
-    return results_of(worker, tmp_path_factory.mktemp("shapes"), ranks=RANKS, timeout_s=400)
+def train_at_every_shape(kind: str, overrides: Overrides, ranks: int = 1) -> None:
+    """Losses, evaluations and gradients of all shapes are those of one device."""
+    model = built(kind)
+    alone = copy.deepcopy(model)
+    if overrides.tp == 2:
+        overrides = dataclasses.replace(overrides, shardings=MEGATRON[kind])
+    result = auto_parallelize(
+        model,
+        Cluster.local(ranks, measure=False),
+        example_inputs=batch(4, LENGTH, 0),
+        global_batch_size=ROWS,
+        precision="fp32",
+        overrides=overrides,
+    )
+    mine = torch.optim.SGD(result.parameters(), lr=0.5)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.5)
+    for step, (rows, length) in enumerate(SHAPES):
+        given = batch(rows, length, step)
+        model.eval()
+        evaluated = float(result.eval_step(given))
+        model.train()
+        mine.zero_grad()
+        loss = float(result.train_step(given))
+        plain.zero_grad()
+        wanted = alone(**given).loss
+        wanted.backward()
+        assert abs(loss - float(wanted)) < TOLERANCE
+        assert abs(evaluated - float(wanted)) < TOLERANCE
+        gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+        off, where = difference(result.runtime.full_gradients(), gradients)
+        assert off < TOLERANCE, where
+        mine.step()
+        plain.step()
 
 
-@pytest.mark.parametrize("key", [", ".join(cell) for cell in ON_RANKS])
-def test_on_ranks(launched: Results, key: str) -> None:
-    found = launched[key]
-    assert "failed" not in found, found["failed"]
-    assert max(found.values()) < TOLERANCE, found
+CELLS = [*((kind, layout) for kind in MEGATRON for layout in ALONE), *ON_RANKS]
+
+
+@pytest.mark.parametrize(
+    "cell",
+    tiered(
+        CELLS,
+        lambda cell: cell == ("gpt2", "pp2 zero-bubble"),
+        "stages of several micro-batches meet every shape; the rest is of parity's layouts",
+        ", ".join,
+    ),
+)
+def test_trains_at_every_shape(cell: tuple[str, str]) -> None:
+    kind, layout = cell
+    if layout in ALONE:
+        train_at_every_shape(kind, ALONE[layout])
+    else:
+        on_ranks(RANKS, train_at_every_shape, kind, LAYOUTS[layout], RANKS)
 
 
 class Tokens(nn.Module):
