@@ -1,7 +1,7 @@
 """Refusals as data: under a heading for each check, what is given and all that the error says.
 
-    # Overrides
-    {'tp': 0} => override tp=0; legal: an integer from 1 to 1000000, or None to leave it free
+# Overrides
+{'tp': 0} => override tp=0; legal: an integer from 1 to 1000000, or None to leave it free
 """
 
 from __future__ import annotations
