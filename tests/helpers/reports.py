@@ -9,6 +9,7 @@ import transformers
 
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.planner.report import Report
+from tests.helpers.tiny import net, planned
 
 LENGTH, ROWS = 1024, 32
 
@@ -17,7 +18,7 @@ LENGTH, ROWS = 1024, 32
 def report_of_axes() -> Report:
     """Of a small Llama on 8 GPUs, by a plan with data, tensor and pipeline parallelism."""
     config = transformers.LlamaConfig(
-        hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=8,
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=4, vocab_size=512, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
@@ -37,19 +38,8 @@ def report_of_axes() -> Report:
 
 @cache
 def rehearsed_report() -> Report:
-    """Of a small GPT-2 on 4 CPU ranks, with pipeline and data parallelism, after its rehearsal."""
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=32,
-        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, tie_word_embeddings=False,
-    )  # fmt: skip
-    ids = torch.arange(8 * 32).view(8, 32) % 128
-    result = auto_parallelize(
-        transformers.GPT2LMHeadModel(config),
-        Cluster.local(4, measure=False),
-        example_inputs={"input_ids": ids, "labels": ids},
-        global_batch_size=8,
-        overrides=Overrides(pp=2, tp=1, num_microbatches=2),
-        profile=False,
-    )
+    """Of a tiny net on 4 CPU ranks, with pipeline and data parallelism, after its rehearsal."""
+    overrides = Overrides(pp=2, tp=1, num_microbatches=2)
+    result = planned(net(), 4, overrides=overrides, profile=False)
     assert result.rehearse().ok
     return result.report

@@ -16,6 +16,7 @@ from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure import collectives
 from meshwright.profiles.measure.collectives import COLLECTIVES, Shape, launch_local, shapes
+from tests.helpers.tiers import second_tier
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
@@ -59,7 +60,7 @@ def test_every_group_of_a_mesh_is_among_them(nodes: int, per_node: int) -> None:
 
 
 def test_two_ranks_time_everything_and_leave_nothing_behind() -> None:
-    found = launch_local(2, "gloo", budget_s=0.5)
+    found = launch_local(2, "gloo", budget_s=0.1)
     assert {c.kind for c in found} == set(COLLECTIVES)
     for c in found:
         assert (c.backend, c.ranks, c.size, c.per_node) == ("gloo", 2, 2, 2)
@@ -94,6 +95,7 @@ def test_on_a_cpu_a_collective_is_what_it_adds_to_the_work_between(
     assert collectives._typical([1.0, 2.0, 9.0], torch.device("cuda")) == 2.0
 
 
+@second_tier("two ranks more; what they time stays")
 def test_a_launch_that_fails_says_why() -> None:
     with pytest.raises(RuntimeError, match=r"2 no-such ranks failed(?s:.)*no-such"):
         launch_local(2, "no-such", budget_s=0.5)

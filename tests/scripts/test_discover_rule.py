@@ -21,6 +21,7 @@ from tests.costmodel.rules.rule_cases import RECURRENT, WRITTEN, Case, CaseModul
 from tests.costmodel.rules.rule_cases_auto import AUTOMATIC
 from tests.costmodel.rules.rule_cases_image import IMAGES
 from tests.helpers.sharded_ops import sampled
+from tests.helpers.tiers import second_tier
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -122,6 +123,7 @@ def test_shipped_rule_is_rediscovered(name: str) -> None:
     assert shipped <= found
 
 
+@second_tier("all rules; thirty of them stay, one by one")
 def test_most_shipped_rules_are_rediscovered(capsys: pytest.CaptureFixture[str]) -> None:
     pairs = [p for of in CALLS if of.known and (p := compared(of)) is not None]
     of_how_many = sum(len(shipped) for shipped, _ in pairs)

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from scripts.elastic.hosts import PLAIN, made_hosts
 from scripts.elastic.trials import STEPS, reference, trial
+from tests.helpers.tiers import second_tier
 
 
+@second_tier("two hosts' torchrun trees; faults of ranks stay in tests/executor/ranks")
 def test_a_run_goes_on_without_a_host_and_with_it_again(tmp_path: Path) -> None:
     """With the losses of a run that nothing happened to; no process is left."""
     expected = reference(tmp_path / "reference")

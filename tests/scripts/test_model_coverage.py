@@ -11,8 +11,11 @@ import pytest
 from meshwright.planner.errors import TraceError
 from scripts.model_coverage import EXACT, error_of, executed, traced
 from scripts.zoo.models import SMALL, ZOO
+from tests.helpers.tiers import second_tier, tiered
 
 TIMEOUT_S = 600
+FIRST = ("DeBERTa-v3", "Mamba-2", "T5", "U-Net")
+ZOO_IS_LARGE = "a trace of every model of the zoo; a few unlike ones stay"
 INSTALLED = tuple(name for name, e in ZOO.items() if e.library not in ("torchvision", "timm"))
 # run in full on every rank: what depends on all that comes before it in the batch, and norms of
 # kernels
@@ -39,6 +42,7 @@ def test_the_zoo_holds_models_of_every_kind() -> None:
     assert {"torchvision", "timm", "transformers"} < {entry.library for entry in ZOO.values()}
 
 
+@second_tier("models of the zoo; refusals of tracing stay beside their code")
 @pytest.mark.parametrize("name", [name for name, entry in ZOO.items() if entry.refused])
 def test_a_refusal_says_the_line_and_the_way_out(name: str) -> None:
     with pytest.raises(TraceError, match=ZOO[name].refused) as refusal:
@@ -46,7 +50,9 @@ def test_a_refusal_says_the_line_and_the_way_out(name: str) -> None:
     assert ".py:" in str(refusal.value) and "meshwright.leaf" in str(refusal.value)
 
 
-@pytest.mark.parametrize("name", [name for name in INSTALLED if not ZOO[name].refused])
+@pytest.mark.parametrize(
+    "name", tiered([n for n in INSTALLED if not ZOO[n].refused], FIRST.__contains__, ZOO_IS_LARGE)
+)
 def test_every_operator_has_a_rule(name: str) -> None:
     found = traced(name, SMALL)
     assert set(found.unruled) <= WHOLE
@@ -58,6 +64,7 @@ def results() -> Mapping[str, Mapping[str, Any]]:
     return executed(CELLS, TIMEOUT_S)
 
 
+@second_tier("ten models on ranks; parity's cells stay")
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_model_trains_as_on_one_device(
     results: Mapping[str, Mapping[str, Any]], cell: str
@@ -67,6 +74,7 @@ def test_a_model_trains_as_on_one_device(
     assert error is not None and error < EXACT, found
 
 
+@second_tier("of the ten models above")
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.endswith("tp4")])
 def test_most_parameters_are_sharded_where_links_cost_nothing(
     results: Mapping[str, Mapping[str, Any]], cell: str

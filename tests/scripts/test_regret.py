@@ -10,6 +10,7 @@ import pytest
 from scripts.experts import sweeps
 from scripts.experts.rows import published_rows
 from scripts.experts.sweeps import PLAN, PLANS, SWEEP, Priced, Row, Sweep
+from tests.helpers.tiers import second_tier
 
 
 def rows(*times: tuple[str, float, float]) -> list[Row]:
@@ -73,6 +74,7 @@ def test_equal_predictions_are_broken_by_the_plan() -> None:
     assert sweep_of(*plans).choice is plans[1]
 
 
+@second_tier("hundreds of published rows are priced; published steps of five stay")
 def test_choices_among_published_sweeps_lose_little() -> None:
     """Every second sweep, to keep it short; they lose what all of them do (1.6 % in the mean and
     12.8 % at worst, of 8 % that are asked for: docs/measurements.md)."""

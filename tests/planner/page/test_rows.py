@@ -67,6 +67,7 @@ def test_a_plan_of_several_families_is_compared_once() -> None:
     ]
     assert rows[1]["peak_memory_bytes"] == 5
     assert [row["tie"] for row in rows] == [True, False, False]
+    assert [row["step"] for row in rows] == ["990 ms", "1 s", "1.5 s"]
     assert [row["family"] for row in without_plan(data)] == ["zb_v"]
 
 
@@ -77,6 +78,8 @@ def test_a_plan_of_several_families_is_compared_once() -> None:
         (cells.time(6.9e-17), "0"),
         (cells.more_time(-0.5), "−500 ms"),
         (cells.gib(3 * 2**30), "3.00 GiB"),
+        (cells.gib(0.5 * 2**30), "0.50 GiB"),
+        (cells.gib(3 * 2**20), "3 MiB"),
         (cells.sent(2.5e9), "2.5 GB"),
         (cells.scaled(264_000, "tokens/s"), "264 k tokens/s"),
         (cells.number(12345.0), "12,345"),

@@ -27,6 +27,9 @@ from meshwright.planner.published.predict import traced
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from scripts.experts import alpa as alpa_models
+from tests.helpers.tiers import second_tier
+
+LATER = second_tier("searches of large models; the two landmarks that broke most often stay")
 
 
 def gpt(*, layers: int, hidden: int, vocab: int = 51200, length: int = 2048) -> TransformerDims:
@@ -116,6 +119,7 @@ def nodes_of(ranks: tuple[int, ...], per_node: int = 8) -> set[int]:
 # --- degrees and placement -----------------------------------------------------------------------
 
 
+@LATER
 def test_tensor_parallelism_stays_in_the_node() -> None:
     for stage in large().plan.stages:
         assert stage.tp > 1
@@ -123,6 +127,7 @@ def test_tensor_parallelism_stays_in_the_node() -> None:
             assert len(nodes_of(stage.ranks[start : start + stage.tp])) == 1
 
 
+@LATER
 def test_the_pipeline_crosses_nodes() -> None:
     groups = large().plan.devices
     assert len(groups) > 1
@@ -130,6 +135,7 @@ def test_the_pipeline_crosses_nodes() -> None:
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(homes, 2))
 
 
+@LATER
 def test_a_small_model_is_data_parallel_alone() -> None:
     (stage,) = best(GPT2, "dgx-h100", nodes=1, devices=8, batch=64).plan.stages
     assert (stage.dp, stage.tp) == (8, 1)
@@ -159,6 +165,7 @@ def signed(dims: TransformerDims, node: str, *, nodes: int, batch: int, target: 
     return found.plan
 
 
+@LATER
 def test_zero_in_one_node() -> None:
     """Where tensor parallelism hides behind products it ties with ZeRO, which is simpler."""
     (stage,) = signed(GPT_7B, "dgx-h100", nodes=1, batch=32, target=MEGATRON).stages
@@ -166,6 +173,7 @@ def test_zero_in_one_node() -> None:
     assert stage.zero >= 2
 
 
+@LATER
 def test_plain_zero_on_one_node_of_h100() -> None:
     """With the overlaps of `train_step` gradients hide behind the backward; tensor parallelism
     hides nothing."""
@@ -173,12 +181,14 @@ def test_plain_zero_on_one_node_of_h100() -> None:
     assert (stage.dp, stage.tp, stage.cp) == (8, 1, 1)
 
 
+@LATER
 def test_data_parallelism_beats_a_zero_bubble_pipeline_by_simplicity() -> None:
     """Llama-2-7B's size on 64 A100: a pipeline gains a percent or two, less than prices resolve."""
     (stage,) = signed(GPT_7B, "dgx-a100", nodes=8, batch=1024, target=EAGER).stages
     assert (stage.dp, stage.tp) == (64, 1)
 
 
+@LATER
 def test_gpt3_on_a_thousand_gpus_is_megatrons_recipe() -> None:
     """Narayanan et al. 2021: tensor parallelism in the node, a pipeline over nodes, and no ZeRO-3
     over hundreds of ranks, which Megatron does not combine with it."""
@@ -190,6 +200,7 @@ def test_gpt3_on_a_thousand_gpus_is_megatrons_recipe() -> None:
     assert {policy for stage in plan.stages for policy in stage.policies} == {"none"}
 
 
+@LATER
 def test_llama_405b_on_16384_gpus_is_metas_recipe() -> None:
     """Grattafiori et al. 2024, table 4: tensor parallelism in the node, an interleaved pipeline of
     16, nothing recomputed in full, 38 to 43 % MFU."""
@@ -201,6 +212,7 @@ def test_llama_405b_on_16384_gpus_is_metas_recipe() -> None:
     assert "full" not in {policy for stage in plan.stages for policy in stage.policies}
 
 
+@LATER
 def test_plain_zero_3_for_70b_on_64_h100() -> None:
     """Gathers hide behind a long enough pass: no axis but the data axis is needed."""
     dims = llama(layers=80, hidden=8192, heads=64, ffn=28672)
@@ -216,10 +228,12 @@ def recomputed(gib: int) -> set[str]:
     return {policy for stage in stages for policy in stage.policies} - {"none"}
 
 
+@LATER
 def test_nothing_is_recomputed_where_memory_is_ample() -> None:
     assert not recomputed(gib=80)
 
 
+@LATER
 def test_recompute_where_memory_binds() -> None:
     assert recomputed(gib=28)
 
@@ -243,12 +257,14 @@ def piped(dims: TransformerDims) -> Candidate:
     return best(dims, "p3.16xlarge", nodes=4, devices=1, batch=64)
 
 
+@LATER
 def test_a_large_vocabulary_makes_the_last_stage_short() -> None:
     *others, last = layers_of(piped(HUGE_VOCABULARY))
     assert others
     assert last < min(others) - 1
 
 
+@LATER
 def test_a_small_vocabulary_leaves_the_stages_even() -> None:
     layers = layers_of(piped(SMALL_VOCABULARY))
     assert len(layers) > 1
@@ -270,6 +286,7 @@ def norm_inputs(candidate: Candidate, graph: Graph) -> list[Placement]:
     return found
 
 
+@LATER
 def test_norms_are_split_along_the_sequence_where_tensors_are() -> None:
     graph, _ = traced(GPT_103B, "bf16")
     states = norm_inputs(large(), graph)
@@ -277,6 +294,7 @@ def test_norms_are_split_along_the_sequence_where_tensors_are() -> None:
     assert set(states) == {Placement("S", 1)}
 
 
+@LATER
 def test_layers_are_split_as_megatron_splits_them() -> None:
     """Attention by heads and the feed-forward by its width: two partial sums a layer."""
     candidate = large()
@@ -300,12 +318,14 @@ def test_layers_are_split_as_megatron_splits_them() -> None:
 # --- mixtures and convolutions -------------------------------------------------------------------
 
 
+@LATER
 def test_experts_are_shared_over_the_data_axis() -> None:
     for stage in best(MIXTURE, "dgx-h100", nodes=1, devices=8, batch=32).plan.stages:
         assert stage.tp == 1
         assert stage.ep > 1
 
 
+@LATER
 def test_parts_of_blocks_are_recomputed_before_whole_ones() -> None:
     """Scores written to memory are most of what is kept, and cheap to make again."""
     written = dataclasses.replace(gpt(layers=24, hidden=2048), attention="written")

@@ -176,7 +176,7 @@ def test_what_cannot_be_run_is_told_with_what_can(monkeypatch: pytest.MonkeyPatc
 
 def test_a_precision_without_units_is_noted() -> None:
     def notes(precision: str | None) -> str:
-        volta = Cluster.from_catalog("dgx-1-v100", num_nodes=1)
+        volta = Cluster.from_catalog("dgx-1-v100", devices_per_node=1)
         return " ".join(planned(net(), cluster=volta, precision=precision).report.notes)
 
     says = "has no units for bf16: products are priced at fp32's rate; precision='fp16' has 8 times"

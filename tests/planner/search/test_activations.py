@@ -13,6 +13,7 @@ from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.profiles.cluster import Cluster
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import net, planned, with_stage
 from tests.planner.search.test_offload import gpus
 
@@ -111,6 +112,7 @@ def test_what_is_not_known_contradicts_or_is_not_priced_is_refused(roomy: Parall
                 plan=with_stage(roomy.plan, offload={"inputs": 1.0}))  # fmt: skip
 
 
+@second_tier("of its size; a small net's activations go there in the tests above")
 def test_a_sequence_of_131072_tokens_on_one_card_of_24_gb() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

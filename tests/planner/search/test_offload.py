@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,16 @@ from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.pricing.evaluate import Evaluator
+from meshwright.planner.search.offload import held_by_flash, held_by_hosts
+from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import cluster, linears, problem_of
+from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import net, planned, with_stage
 
+LARGE = second_tier("of its size; a small net's states and weights go there, too")
+SPEED = {"nvme_read_bandwidth": 2e9, "nvme_write_bandwidth": 1e9}
+FLASH = {"nvme_bytes": 2**30, **SPEED}
 LLAMA_BYTES = 8.03e9 * 16  # of AdamW's states with their gradients, in host memory
 
 
@@ -50,6 +58,24 @@ def least(result: ParallelModel, given: float, recompute: str = "full") -> int:
     plan = replace(result.plan, num_microbatches=result.plan.global_batch_size)
     plan = with_stage(plan, offload={"optimizer": given} if given else {}, recompute=recompute)
     return Evaluator(problem).price(plan).prediction.peak_memory_bytes[0]
+
+
+def test_what_hosts_and_flash_hold_by_hand() -> None:
+    """AdamW's states with weight and gradient in fp32 are 16 bytes, in files 12."""
+    of = linears(64, 2, 4)
+    numel = of.graph.num_parameters()
+    on = cluster(2, nodes=3)
+    assert on.host is not None
+    host = replace(on.host, memory_bytes=numel, nvme_bytes=4 * numel, **SPEED)
+
+    def search(**changes: Any) -> Search:
+        whole = replace(on, host=replace(host, **changes))
+        return Search(problem_of(of, whole), 4, Overrides())
+
+    assert held_by_hosts(search()) == pytest.approx(3 * numel / (16 * numel))
+    assert held_by_hosts(search(memory_bytes=6 * numel)) == 1
+    assert held_by_flash(search()) == pytest.approx(3 * 4 * numel / (12 * numel))
+    assert held_by_flash(search(nvme_bytes=0)) == 0
 
 
 def test_states_stay_on_devices_that_have_room(roomy: ParallelModel) -> None:
@@ -115,6 +141,7 @@ def test_weights_go_to_the_host_where_states_do_not_suffice(roomy: ParallelModel
     assert evaluator.price(fewer).prediction.step_time_s < result.prediction.step_time_s
 
 
+@LARGE
 def test_a_model_whose_weights_exceed_the_device_has_a_plan() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -200,6 +227,7 @@ def test_freed_memory_that_pays_is_freed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert part(on(slow, num_microbatches=1)) == 0
 
 
+@LARGE
 def test_llama_3_8b_on_two_cards_of_24_gb() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -221,9 +249,6 @@ def test_llama_3_8b_on_two_cards_of_24_gb() -> None:
     (host,) = result.prediction.host_memory_bytes
     assert host >= 0.999 * part(result) * LLAMA_BYTES
     assert host <= cards.host.memory_bytes
-
-
-FLASH = {"nvme_bytes": 2**30, "nvme_read_bandwidth": 2e9, "nvme_write_bandwidth": 1e9}
 
 
 def test_states_that_no_host_holds_lie_in_files_and_no_more_than_must(roomy: ParallelModel) -> None:

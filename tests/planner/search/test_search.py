@@ -36,6 +36,7 @@ from tests.helpers.planning import (
     problem_of,
     token_batch,
 )
+from tests.helpers.tiers import second_tier, tiered
 
 BATCH = 4
 AMPLE = 2.0**40
@@ -152,8 +153,15 @@ def ladder(on: Cluster, of: Traced, batch: int, shrink: float) -> list[Candidate
 
 
 @pytest.mark.parametrize(
-    ("of", "shrink"), [(lambda: linears(64, 4, 8, 512), 0.97), (lambda: case("llama"), 0.85)]
-)
+    ("of", "shrink"),
+    [
+        (lambda: linears(64, 4, 8, 512), 0.92),
+        pytest.param(
+            lambda: case("llama"), 0.85,
+            marks=second_tier("a search for each step down; linear layers go down, too"),
+        ),
+    ],
+)  # fmt: skip
 def test_time_is_paid_for_memory(of: Callable[[], Traced], shrink: float) -> None:
     plans = ladder(cluster(4, bandwidth=1e9), of(), 8, shrink)
     steps = [c.step_time_s for c in plans]
@@ -360,7 +368,9 @@ def test_the_same_search_gives_the_same_plan(name: str) -> None:
     assert same(search(CLUSTERS[name]), search(CLUSTERS[name]))
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
+@pytest.mark.parametrize(
+    "name", tiered(CLUSTERS, lambda name: name.endswith("starts"), "six searches more on each")
+)
 def test_what_was_priced_before_changes_nothing(name: str) -> None:
     """One coster through searches with other overrides, shardings among them."""
     others: list[dict[str, Any]] = [
@@ -380,7 +390,7 @@ def test_what_was_priced_before_changes_nothing(name: str) -> None:
 
 def test_a_search_out_of_time_says_so() -> None:
     """Whatever the limit, there is a plan that fits and a bound that holds."""
-    for seed in range(8):
+    for seed in range(4):
         of, on, batch, rng = instance(seed)
         plans = Enumeration(of=of, cluster=on, batch=batch)
         memory_bytes = rng.choice([int(AMPLE), *plans.peaks(8)[2:]])

@@ -17,6 +17,7 @@ from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import limited
 from tests.helpers.planning import Traced, cluster, cut, problem_of, token_batch
+from tests.helpers.tiers import tiered
 
 TOLERANCE = 0.005  # written out, whole blocks are recomputed; the stage DP stops at a gap
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -57,7 +58,9 @@ def fastest_s(search: Search, given: dict[str, Any]) -> float | None:
         return None
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "seed", tiered(range(3), lambda seed: seed == 2, "more draws; those of one seed stay")
+)
 def test_a_superset_never_loses_to_its_subset(seed: int) -> None:
     """Random overrides, each in all its subsets of one less: no restriction makes a plan faster."""
     rng = random.Random(seed)
