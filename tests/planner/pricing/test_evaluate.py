@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -41,14 +42,21 @@ def virtual(schedule: str, owners: tuple[int, ...]) -> Plan:
     """Four stages on two groups of two ranks; `owners` are the groups of the stages."""
     graph, _ = model()
     names = [block.name for block in graph.blocks]
-    groups = ((0, 1), (2, 3))
-    base = plan_for(graph, dp=2, tp=1)
-    parts = (names[:2], names[2:3], names[3:4], names[4:])
+    base, groups = plan_for(graph, dp=2, tp=1), ((0, 1), (2, 3))
+    return cut_up(base, names, [groups[owner] for owner in owners], schedule=schedule)
+
+
+def cut_up(
+    plan: Plan, names: Sequence[str], ranks: Sequence[tuple[int, ...]], **whole: Any
+) -> Plan:
+    """Stages like the plan's first one: the first two blocks, one each, the rest."""
+    count = len(ranks)
+    bounds = [0, *range(2, count + 1), len(names)] if count == 4 else [0, 3, len(names)]
     stages = tuple(
-        dataclasses.replace(base.stages[0], blocks=tuple(blocks), ranks=groups[owner])
-        for blocks, owner in zip(parts, owners, strict=True)
+        dataclasses.replace(plan.stages[0], blocks=tuple(names[i:j]), ranks=own)
+        for (i, j), own in zip(itertools.pairwise(bounds), ranks, strict=True)
     )
-    return dataclasses.replace(base, schedule=schedule, stages=stages)
+    return dataclasses.replace(plan, stages=stages, **whole)
 
 
 def priced(plan: Plan, on: Cluster = NODE, *, overlap_sends: bool = True) -> Evaluation:
@@ -106,15 +114,9 @@ def test_virtual_stages_of_one_device_cost_what_one_stage_does() -> None:
     """One micro-batch: all forwards, then all backwards; cut or whole, the device does the same."""
     graph, _ = model()
     whole = dataclasses.replace(plan_for(graph, dp=1, tp=1), num_microbatches=1)
-    (stage,) = whole.stages
-    parts = (stage.blocks[:2], stage.blocks[2:3], stage.blocks[3:4], stage.blocks[4:])
-    cut_up = dataclasses.replace(
-        whole,
-        schedule="interleaved_1f1b",
-        stages=tuple(dataclasses.replace(stage, blocks=blocks) for blocks in parts),
-    )
+    pieces = cut_up(whole, whole.stages[0].blocks, [(0,)] * 4, schedule="interleaved_1f1b")
     on = cluster(1)
-    one, four = (priced(plan, on).prediction for plan in (whole, cut_up))
+    one, four = (priced(plan, on).prediction for plan in (whole, pieces))
     assert four.peak_memory_bytes == pytest.approx(one.peak_memory_bytes, abs=1)
     assert four.step_time_s == pytest.approx(one.step_time_s)
 
@@ -196,11 +198,7 @@ def test_a_pipeline_inside_the_nodes_sends_there_and_reduces_between() -> None:
     on = cluster(2, nodes=2, bandwidth=1e9, node_bandwidth=1e5)
 
     def laid(first: tuple[int, ...], second: tuple[int, ...]) -> Evaluation:
-        stages = tuple(
-            dataclasses.replace(base.stages[0], blocks=tuple(blocks), ranks=ranks)
-            for blocks, ranks in ((names[:3], first), (names[3:], second))
-        )
-        return priced(dataclasses.replace(base, schedule="1f1b", stages=stages), on)
+        return priced(cut_up(base, names, [first, second]), on)
 
     between, inside = laid((0, 1), (2, 3)), laid((0, 2), (1, 3))
     assert inside.stages[0].reduce_s > 100 * between.stages[0].reduce_s
@@ -212,25 +210,3 @@ def test_a_pipeline_inside_the_nodes_sends_there_and_reduces_between() -> None:
         return sum(transfer_seconds(of.plan, coster, edge, values) for edge, values in found)
 
     assert sends(between) > 100 * sends(inside)
-
-
-# --- intervals -----------------------------------------------------------------------------------
-
-
-def test_a_prediction_says_between_what_it_lies() -> None:
-    graph, _ = model()
-    found = priced(plan_for(graph, dp=2, tp=2)).prediction
-    low, high = found.step_interval_s
-    assert low < found.step_time_s < high
-    assert found.memory_interval_bytes[0] < max(found.peak_memory_bytes)
-
-
-@pytest.mark.parametrize(
-    ("room", "verdict"), [(0.99, "does not fit"), (1.01, "tight"), (3.0, "fits")]
-)
-def test_memory_fits_is_tight_or_does_not_fit(room: float, verdict: str) -> None:
-    graph, _ = model()
-    peak = max(priced(plan_for(graph, dp=2, tp=2)).prediction.peak_memory_bytes)
-    device = dataclasses.replace(NODE.device, memory_bytes=int(room * peak))
-    on = dataclasses.replace(NODE, device=device)
-    assert priced(plan_for(graph, dp=2, tp=2), on).prediction.memory_verdict(on) == verdict

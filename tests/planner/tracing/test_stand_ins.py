@@ -33,12 +33,6 @@ def test_a_short_trace_computes_what_the_model_does() -> None:
     agree(model.eval(), batch)
 
 
-def test_gradient_checkpointing_of_transformers() -> None:
-    model, batch = hugging_face("llama", DEPTH)
-    model.gradient_checkpointing_enable()
-    assert not refusals(model, batch)
-
-
 def test_hidden_states_that_hooks_record() -> None:
     model, batch = hugging_face("bert", DEPTH)
     model.config.output_hidden_states = True
