@@ -50,7 +50,7 @@ PLANS: Mapping[str, str] = {  # as the parity matrix says them
 
 
 def cell_of(case: str, plan: str) -> Cell:
-    return Cell.parse(f"{case} {PLANS[plan]} m4")
+    return Cell.parse(f"{case} {PLANS[plan]} m2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,14 +36,14 @@ def test_what_a_block_leaves_is_saved_and_the_rest_passes() -> None:
 
 
 PRICED = (
-    "llama pp2xdp2 1f1b m4", "llama dp4 1f1b m1 zero3 hpz2", "llama dp2xtp2 1f1b m2 zero1",
+    "llama pp2xdp2 1f1b m4", "llama dp2xtp2 1f1b m2 zero1", "llama dp4 1f1b m1 zero3 hpz2",
     "llama dp4 1f1b m1 zero2", "llama pp2xtp2 1f1b m4", "bert dp4 1f1b m1",
     "llama dp4 1f1b m1 zero3",
 )  # fmt: skip
 MORE = "the change tier has a pipeline, and ZeRO on both axes"
 
 
-@pytest.mark.parametrize("line", tiered(PRICED, PRICED[:3].__contains__, MORE))
+@pytest.mark.parametrize("line", tiered(PRICED, PRICED[:2].__contains__, MORE))
 def test_the_price_is_near_the_rehearsed_peak(line: str) -> None:
     of = checked(line)
     found = of.rehearse()
