@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
 from meshwright.planner.overrides.fitting import check_overrides
 from scripts import bench_executor as bench
 from scripts.ranks import baselines as by_hand
-from scripts.ranks.measure import SIDES, WARM_UP, Step, resident_bytes, status_bytes
+from scripts.ranks.measure import WARM_UP, Step, resident_bytes, status_bytes
 
 POSITIVE = st.floats(min_value=0.01, max_value=100)
 TINY = by_hand.Setting(layers=4, hidden=16, heads=2, vocabulary=32, length=8, rows=4)
@@ -40,23 +39,6 @@ def test_ratio_is_taken_pair_by_pair(pairs: list[tuple[float, float]]) -> None:
     assert ratios[0] <= ratio.low <= ratio.median <= ratio.high <= ratios[-1]
     assert sum(r < ratio.low for r in ratios) <= math.ceil(len(ratios) / 4)
     assert sum(r > ratio.high for r in ratios) <= math.ceil(len(ratios) / 4)
-
-
-@given(
-    st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=20),
-    st.lists(POSITIVE, min_size=20, max_size=20),
-)
-def test_what_slows_both_steps_of_a_pair_changes_nothing(
-    pairs: list[tuple[float, float]], slower: list[float]
-) -> None:
-    ours, theirs = zip(*pairs, strict=True)
-    alone = bench.ratio_of(ours, theirs)
-    disturbed = bench.ratio_of(
-        *([x * f for x, f in zip(side, slower, strict=False)] for side in (ours, theirs))
-    )
-    assert (disturbed.low, disturbed.median, disturbed.high) == pytest.approx(
-        (alone.low, alone.median, alone.high)
-    )
 
 
 @pytest.mark.parametrize(
@@ -94,12 +76,6 @@ def test_losses_of_different_work_are_refused() -> None:
         bench.row_of("one", 1.0, ranks)
 
 
-def test_losses_that_are_no_numbers_are_refused() -> None:
-    ranks = [{side: steps([1.0], loss=math.nan) for side in SIDES}]
-    with pytest.raises(ValueError, match="differ by nan"):
-        bench.row_of("one", 1.0, ranks)
-
-
 def test_the_loss_is_the_mean_over_the_ranks_that_see_one() -> None:
     """By hand each data-parallel rank knows the mean of its own rows, and of a pipeline only the
     last stage; our step returns the whole mean on every rank."""
@@ -122,7 +98,7 @@ def test_table_has_what_was_measured() -> None:
         assert line[len(line) - len(memory) :] == memory
 
 
-# --- both sides do the same ----------------------------------------------------------------------
+# --- cases ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", bench.CASES)
@@ -135,53 +111,6 @@ def test_our_plans_can_hold_on_the_ranks_of_the_case(name: str) -> None:
         global_batch_size=setting.rows,
         num_blocks=setting.layers + 2,
     )
-
-
-@given(st.integers(1, 6), st.integers(1, 4))
-def test_stages_hold_every_layer_once_in_order(each: int, stages: int) -> None:
-    layers = each * stages
-    held = [k for i in range(stages) for k in by_hand.layers_of(layers, i, stages)]
-    assert held == list(range(layers))
-
-
-def test_layers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"layers=6 .* 4 equal stages; legal: a multiple of 4"):
-        by_hand.layers_of(6, 0, 4)
-
-
-@pytest.mark.parametrize("name", [n for n, case in bench.CASES.items() if case.schedule])
-def test_stages_lie_on_the_same_ranks(name: str) -> None:
-    case = bench.CASES[name]
-    ours = stages_of_devices(
-        case.schedule or "", num_stages=case.pp * case.stages_per_group, num_devices=case.pp
-    )
-    v_shaped = SCHEDULES[case.schedule or ""].stages_per_device == 2
-    for rank in range(case.pp):
-        theirs = by_hand.stages_of_rank(rank, case.pp, case.stages_per_group, v_shaped=v_shaped)
-        assert sorted(theirs) == sorted(ours[rank])
-
-
-@pytest.mark.parametrize("stages", [1, 2, 4])
-def test_stages_one_after_the_other_are_the_model(stages: int) -> None:
-    tokens, _ = TINY.batch()
-    whole = TINY.model()(tokens)
-    x, held = tokens, 0
-    for index in range(stages):
-        stage = by_hand.stage_of(TINY.model(), index, stages)
-        held += sum(p.numel() for p in stage.parameters())
-        x = stage(x)
-    assert held == sum(p.numel() for p in TINY.model().parameters())
-    torch.testing.assert_close(x, whole)
-
-
-def test_micro_batches_take_the_same_step() -> None:
-    """The loop by hand, against one pass over the batch."""
-    one, four = (by_hand.eager(bench.replace(TINY, microbatches=count)) for count in (1, TINY.rows))
-    for _ in range(3):
-        first, second = one.step(TINY.batch()), four.step(TINY.batch())
-        assert first is not None
-        assert second is not None
-        torch.testing.assert_close(first, second)
 
 
 # --- memory --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Alternatives: what a family is, against searches restricted to it; what it lacks, in bytes."""
+"""Alternatives: what a family is; what it lacks, in bytes, against searches restricted to it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,10 @@ ON = {
     "two nodes": cluster(2, nodes=2, node_bandwidth=2e8),
 }
 WITHIN = {
-    "no pipeline": {"forbid": ["pp"]},
     "no tensor parallelism": {"forbid": ["tp"]},
     "tp=2": {"tp": 2},
-    "tp=4": {"tp": 4},
     "pp=2": {"pp": 2},
     "pp=4": {"pp": 4},
-    "ZeRO-0": {"forbid": ["zero"]},
-    "ZeRO-3": {"zero": 3},
-    "1f1b": {"schedule": "1f1b"},
-    "zb_h1": {"schedule": "zb_h1"},
-    "no recompute": {"forbid": ["recompute"]},
-    "full recompute": {"recompute": "full"},
 }
 
 
@@ -85,24 +77,6 @@ def test_a_plan_belongs_to_its_family_and_fits(name: str) -> None:
         assert alternative.draft.step_time_s >= result.bound_s
 
 
-@pytest.mark.parametrize("name", ON)
-def test_alternatives_are_what_a_search_within_the_family_finds(name: str) -> None:
-    search, result, others = searched(name)
-    found = {a.family: a.draft for a in others}
-    belongs = {family.name: family.has for family in families(search, result)}
-    compared = 0
-    for family in sorted(WITHIN.keys() & found.keys()):
-        given = WITHIN[family]
-        equal = [*given.get("forbid", []), "unequal_meshes"]
-        best = searching(ON[name], **{**given, "forbid": equal}).run().best
-        draft = found[family]
-        assert draft is not None
-        if belongs[family](best.plan):
-            compared += 1
-            assert draft.step_time_s <= best.step_time_s * 1.05, family
-    assert compared >= 4
-
-
 def test_what_runs_here_is_offered_unless_nothing_else_was_searched() -> None:
     for n in ON:
         here = {a.family: a.draft for a in searched(n)[2]}.get(RUNS_HERE)
@@ -119,7 +93,7 @@ def test_what_does_not_fit_lacks_as_much_as_makes_it_fit() -> None:
     search = searching(tight, target=SERIAL, forbid=["recompute"])
     found = alternatives(search, search.run())
     lacking = {a.family: a.shortfall_bytes for a in found if a.shortfall_bytes}
-    own = sorted({"tp=2", "pp=2", "pp=4", "no tensor parallelism"} & lacking.keys())
+    own = sorted(WITHIN.keys() & lacking.keys())
     assert len(own) >= 3
     for family in own:
         given, short = WITHIN[family], lacking[family]

@@ -1,9 +1,8 @@
-"""The page in a browser, where one is installed (`scripts/setup_browser`); never on CI."""
+"""The page in a browser, where one is installed (`scripts/setup_browser`)."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,11 +27,10 @@ from scripts.pages.browser import (
     unlabelled,
 )
 from tests.helpers.reports import rehearsed_report, report_of_axes
+from tests.helpers.tiers import second_tier
 
 pytestmark = [
-    pytest.mark.skipif(
-        any(map(os.environ.get, ("CI", "NO_BROWSER"))), reason="no browser on CI (NO_BROWSER)"
-    ),
+    second_tier("a browser; the page's data, charts and sizes stay (test_page.py)"),
     pytest.mark.skipif(
         not (BROWSER and DRIVER), reason="no chromium: scripts/setup_browser installs it"
     ),

@@ -205,22 +205,6 @@ def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
     assert search(wider, of, batch=8).best.fits
 
 
-@pytest.mark.parametrize(("given", "way"), [("recompute", "none"), ("zero", 0)])
-def test_the_way_out_may_be_an_override(given: str, way: object) -> None:
-    of = linears(64, 4, 8, 512) if given == "recompute" else linears(512, 4, 8)
-    others = {"forbid": ["tp", "pp", "offload"], "num_microbatches": 2} | {"zero": 0, given: way}
-    free = search(cluster(4), of, batch=8, **others).best
-    peak_bytes = max(free.evaluation.prediction.peak_memory_bytes)
-    with pytest.raises(InfeasibleError, match=f"Way out: .*leave {given} free"):
-        search(limited(cluster(4), peak_bytes * 0.9), of, batch=8, **others)
-
-
-def test_a_model_beyond_any_cluster_says_so() -> None:
-    of = linears(512, 2, 4)
-    with pytest.raises(InfeasibleError, match="Nothing was found with up to 64 times"):
-        search(limited(cluster(1), 1000), of)
-
-
 # --- overrides -----------------------------------------------------------------------------------
 
 BLOCKS = ("layers.0", "layers.1", "layers.2", "head")
@@ -361,11 +345,6 @@ def same(first: SearchResult, second: SearchResult) -> bool:
         first.best.evaluation.prediction,
         first.notes,
     ) == (second.bound_s, second.best.evaluation.prediction, second.notes)
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_the_same_search_gives_the_same_plan(name: str) -> None:
-    assert same(search(CLUSTERS[name]), search(CLUSTERS[name]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,100 @@
+"""Plans and prices of the committed record are what the search finds now.
+
+A record is made with one seed of Python's hashes and compared under another, on any machine: what
+is chosen depends on neither, and no search has a time limit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from scripts import record_plans as records
+from scripts.record_plans import RECORD, change, read, recorded, repriced
+from scripts.recording.cases import cases, small_cases
+from tests.helpers.tiers import second_tier
+
+ANEW = f"python -m scripts.record_plans record scripts/recording/{RECORD.name}"
+LARGE = [name for name, _ in cases() if name not in dict(small_cases())]
+
+
+def agree(names: Iterable[str]) -> None:
+    """Each case is searched; where it chose otherwise, its plan of before is priced, too."""
+    transformers.logging.set_verbosity_error()
+    of, record, said = dict(cases()), read(RECORD), []
+    for name in names:
+        before, (after, _) = record[name], recorded(of[name])
+        moved = before.get("plan") != after.get("plan") and "plan" in before
+        found = change(name, before, after, repriced(of[name], before) if moved else None)
+        said += [str(found)] * bool(found)
+    assert not said, "\n".join([*said, f"Where all of it is meant: {ANEW}"])
+
+
+def test_small_cases_are_as_recorded() -> None:
+    agree(dict(small_cases()))
+
+
+@second_tier("minutes of searches; the small cases stay, of schedules, experts and overrides too")
+@pytest.mark.parametrize("name", LARGE)
+def test_a_large_case_is_as_recorded(name: str) -> None:
+    agree([name])
+
+
+def test_every_case_is_recorded_and_nothing_else() -> None:
+    assert read(RECORD).keys() == dict(cases()).keys()
+    assert RECORD.read_text() == records.written(read(RECORD))
+
+
+# --- what changed ---------------------------------------------------------------------------------
+
+
+def entry(zero: int = 0, step_time_s: float = 1.0, bound_s: float = 0.5) -> dict[str, Any]:
+    return {
+        "plan": {"stages": [{"zero": zero}]},
+        "price": {"summary": {"step_time_s": step_time_s, "peak_memory_bytes": [10**9]}},
+        "search": {"bound_s": bound_s},
+    }
+
+
+def test_a_change_of_choice_is_told_from_a_change_of_price() -> None:
+    assert not change("a", entry(), entry())
+    assert not change("a", entry(), entry(step_time_s=1 + 1e-8))
+    assert str(change("a", entry(), entry(step_time_s=1.25, bound_s=0.6))) == (
+        "a: price changed\n  summary/step_time_s: 1.0 -> 1.25\n"
+        "a: search changed\n  bound_s: 0.5 -> 0.6"
+    )
+    chosen = "a: choice changed\n  step_time_s of the two: 1.0 -> 0.9\n  plan/stages/0/zero: 0 -> 1"
+    other, same = entry(1, 0.9, 0.4), entry()["price"]
+    assert str(change("a", entry(), other, same)) == chosen
+    dearer = {"summary": {"step_time_s": 1.5, "peak_memory_bytes": [10**9 + 2000]}}
+    assert str(change("a", entry(), other, dearer)) == (
+        f"{chosen}\na: price changed\n"
+        "  summary/peak_memory_bytes/0: 1000000000 -> 1000002000\n"
+        "  summary/step_time_s: 1.0 -> 1.5"
+    )
+    refused = {"error": "InfeasibleError", "price": {}, "search": {}}
+    assert change("a", entry(), refused).choice[-1] == "error: None -> 'InfeasibleError'"
+
+
+def test_recorded_plans_are_priced_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "small llama, tp 2 zero 3 full recompute"
+    old, after = tmp_path / "old.json", tmp_path / "after.json"
+    own = read(RECORD)[name]
+    old.write_text(records.written({name: own}))
+    assert records.reprice(old, None, "") == 0
+    assert capsys.readouterr().out == "1 cases, no difference\n"
+    wrong = copy.deepcopy(own)
+    wrong["price"]["summary"]["mfu"] *= 2
+    old.write_text(records.written({name: wrong}))
+    assert records.reprice(old, after, "") == 0
+    assert records.compare(old, after) == 1
+    said = capsys.readouterr().out
+    assert f"{name}: price changed\n  summary/mfu: {wrong['price']['summary']['mfu']} -> " in said
+    assert "choice" not in said and read(after)[name]["plan"] == own["plan"]
