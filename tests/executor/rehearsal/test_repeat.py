@@ -14,9 +14,10 @@ from tests.executor.rehearsal.rehearsal_runs import checked
 from tests.helpers.tiers import tiered
 
 # rows enough for eight or more micro-batches; the first or the last rank
-FIRST = (("mlp pp2xdp2 dualpipe_v m8 zero2", 3), ("llama pp2xdp2 1f1b m8 zero3 full", 0))
+FIRST = (("mlp pp2xdp2 dualpipe_v m8 zero2", 3), ("mlp pp2xdp2 1f1b m8 zero3 full", 0))
 REPEATED = (
     *FIRST,
+    ("llama pp2xdp2 1f1b m8 zero3 full", 0),
     ("gpt2_tied dp2xtp2 gpipe m8 mixed sequence", 0),
     ("gpt2_untied pp2xtp2 zb_h1 m8", 3),
     ("gpt2_tied pp2xdp2 1f1b m8 zero2", 0),
