@@ -85,23 +85,6 @@ class TestBytes:
 
 
 class TestGroups:
-    @pytest.mark.parametrize(
-        ("size", "stride", "expected"),
-        [
-            (8, 1, Group(size=8, per_node=8)),  # tensor parallel fills the node
-            (4, 2, Group(size=4, per_node=4)),  # strided, still inside the node
-            (4, 8, Group(size=4, per_node=1, concurrent=8)),  # one rank on each node
-            (8, 4, Group(size=8, per_node=2, concurrent=4)),
-            (32, 1, Group(size=32, per_node=8, concurrent=1)),
-            (2, 16, Group(size=2, per_node=1, concurrent=8)),
-            (1, 1, Group(size=1, per_node=1)),
-        ],
-    )
-    def test_usual_meshes_on_four_nodes_of_eight(
-        self, size: int, stride: int, expected: Group
-    ) -> None:
-        assert group_for(_cluster(), size=size, stride=stride) == expected
-
     @given(
         num_nodes=st.integers(1, 5),
         devices_per_node=st.integers(1, 12),

@@ -133,6 +133,7 @@ def test_the_backward_of_a_last_stage_follows_its_forward(
         (fills.fill_less_weights_twice, 2, 4, 1, PipelineShape(3, 4), 6 - 1 - 2 / 3),
         (fills.fill_less_weights_twice, 2, 4, 2, PipelineShape(8, 4), 2),
         (fills.fill_chimera, 2, 4, 1, PipelineShape(8, 4), 2 * (2 + 2 * 2) / 3),
+        (fills.fill_chimera, 2, 4, 1, PipelineShape(9, 4), 2 * (2 + 3 * 2) / 3),
         (fills.fill_chimera, 4, 2, 1, PipelineShape(9, 4), 2 * 4 / 3),
         (fills.fill_dualpipe, 2, 4, 1, PipelineShape(8, 6), 2 * 4 / 5),
     ],
