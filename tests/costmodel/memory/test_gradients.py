@@ -19,8 +19,9 @@ def course(
     summed: bool = True,
     received: bool = False,
     weight_bytes: int = 4,
+    host: bool = False,
 ) -> GradientBytes:
-    trained = [Trained(numel=n, shards=shards, block=k) for k, n in enumerate(numels)]
+    trained = [Trained(numel=n, shards=shards, block=k, host=host) for k, n in enumerate(numels)]
     reduction = Reduction(
         zero=zero,
         weight_bytes=weight_bytes,
@@ -84,3 +85,12 @@ def test_the_third_stage_holds_one_blocks_gradients_and_their_copy() -> None:
     own = course([30, 30], zero=3, weight_bytes=2)
     assert backward(own) == [60 + 120 + 60, (120 + 60) + 60 + 60]
     assert own.finish() == 120
+
+
+def test_two_gradients_are_on_their_way_to_the_host_at_a_time() -> None:
+    """As autograd made them where nobody sums them, else their shards."""
+    alone = course([30] * 4, summed=False, host=True)
+    assert backward(alone) == [120, 240, 360, 360]
+    scattered = course([30] * 4, zero=2, host=True)
+    assert backward(scattered) == [180, 360, 540, 600]
+    assert alone.finish() == scattered.finish() == 0

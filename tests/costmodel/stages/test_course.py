@@ -103,6 +103,26 @@ def test_a_split_backward_keeps_what_its_second_half_needs() -> None:
     assert first.nbytes == 1000 + 300 + 40
 
 
+@pytest.mark.parametrize(
+    ("releases", "nbytes"), [(True, 100 + 30 + 45 - 40), (False, 100 + 30 + 45)]
+)
+def test_what_is_made_again_is_held_and_what_was_kept_is_let_go(
+    releases: bool, nbytes: float
+) -> None:
+    moment = Moment(during=45, after=0.0, released=40, put_off=0.0)
+    made = BlockBytes(kept=100, passing=30, releases=releases, course=[(moment, ())])
+    assert peak(stage([made]), 1) == 1000 + nbytes
+
+
+def test_a_second_half_holds_what_is_made_again_for_it() -> None:
+    own = replace(block(10, 0, 0, put_off=300), late=25)
+    late = stage([own], [10], sent={1: 0.0}, received={0: 0.0})
+    found = course_peaks(
+        [late, late], schedule="zb_h1", num_microbatches=1, num_devices=2, edges=frozenset({(0, 1)})
+    )
+    assert [x.nbytes for x in found] == [1000 + 300 + 25 + 40] * 2
+
+
 def test_gradients_are_whole_until_the_last_backward() -> None:
     """Of virtual stages: those of one are there while another's backwards run, though ZeRO-1 leaves
     a shard of them in the end. So the peak is that of ranks that scatter nothing."""
