@@ -6,35 +6,36 @@ closed forms for what a rank holds and sends; DCP read without Meshwright.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.nn import functional as F
 
-from meshwright.costmodel.sharding.factors import analyse
+from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.parameters import norms
+from meshwright.executor.ranks import launch
 from meshwright.executor.ranks.meshes import stage_meshes
+from meshwright.executor.runtime.runtime import RunOptions, Runtime
+from meshwright.executor.stages import CheckedPlan
 from meshwright.moe import GroupedLinear, combine, dispatch, grouped_linear
-from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import check_plan, check_runs
-from meshwright.planner.plan.plan import PlanError
-from meshwright.planner.tracing.trace import trace
-from tests.executor.experts.experts_worker import (
-    EVEN,
-    ROWS,
-    RUNS,
-    SPLIT,
-    TOKENS,
-    Run,
-    graph_of,
-    plan_of,
-)
-from tests.helpers.launching import launch
+from meshwright.planner.plan.plan import Plan, PlanError
+from tests.helpers.plan_building import Knobs, build_plan
+from tests.helpers.ranks import on_ranks
+from tests.helpers.single_device import initialised
+from tests.helpers.stored import stored
+from tests.helpers.tiers import tiered
+from tests.models import experts_models
 from tests.models.experts_models import (
     EXPERTS,
     INNER,
@@ -42,108 +43,286 @@ from tests.models.experts_models import (
     SEQUENCE,
     TOPK,
     WIDTH,
+    Library,
     batch,
     language_model,
     token_loss,
 )
-from tests.models.models import Traced
+from tests.models.models import Case, Traced, adamw, traced
+from tests.parity.parity_reference import Reference, compare, difference, trained
 
-WORKER = Path(__file__).with_name("experts_worker.py")
+ROWS, STEPS = 8, 3
+SPLIT = {  # the matrices
+    "layers.*.experts.gate": "S(2)",
+    "layers.*.experts.up": "S(2)",
+    "layers.*.experts.down": "S(1)",
+}
+TOKENS = {"layers.*:add": "-> S(1)", "layers.*.experts:dispatch": "s"}  # the sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """A plan on four ranks: `pp` device groups of (dp, tp); `ep` ranks share the experts of each,
+    of one after the other where it is several numbers."""
+
+    dp: int
+    tp: int = 1
+    pp: int = 1
+    ep: tuple[int, ...] = (1,)
+    microbatches: int = 2
+    schedule: str = "1f1b"
+    virtual: int = 1
+    precision: str = "fp32"
+    compile: bool | str = False
+    zero: int = 0
+    dp_shard: int | None = None
+    recompute: str = "none"
+    spread: str = "none"
+    shardings: Mapping[str, str] = field(default_factory=dict)
+
+
+RUNS: Mapping[str, Run] = {
+    "dp4": Run(dp=4),
+    "dp4 skewed": Run(dp=4, spread="one"),
+    "tp4 matrices": Run(dp=1, tp=4, shardings=SPLIT),
+    "tp4 tokens": Run(dp=1, tp=4, shardings=TOKENS),
+    "dp2 tp2": Run(dp=2, tp=2, shardings=SPLIT),
+    "dp4 ep2": Run(dp=4, ep=(2,)),
+    "dp4 ep4": Run(dp=4, ep=(4,)),
+    "dp4 ep4 skewed": Run(dp=4, ep=(4,), spread="one", zero=1),
+    "dp4 ep2 skewed": Run(dp=4, ep=(2,), spread="one"),
+    "dp4 ep2 zero1": Run(dp=4, ep=(2,), zero=1),
+    "dp4 ep2 zero2": Run(dp=4, ep=(2,), zero=2),
+    "dp4 ep2 zero3": Run(dp=4, ep=(2,), zero=3),
+    "dp4 ep4 zero3": Run(dp=4, ep=(4,), zero=3),
+    "dp4 ep2 shard2": Run(dp=4, ep=(2,), zero=1, dp_shard=2),
+    "dp4 ep4 shard2": Run(dp=4, ep=(4,), zero=2, dp_shard=2),
+    "dp4 ep2 full": Run(dp=4, ep=(2,), recompute="full"),
+    "dp4 ep2 selective": Run(dp=4, ep=(2,), recompute="selective"),
+    "dp2 pp2 ep2": Run(dp=2, pp=2, ep=(2,), microbatches=4),
+    "dp2 pp2 ep2 full zero1": Run(dp=2, pp=2, ep=(2,), microbatches=4, recompute="full", zero=1),
+    "dp2 tp2 ep2 matrices": Run(dp=2, tp=2, ep=(2,), shardings=SPLIT),
+    "dp2 tp2 ep2 tokens": Run(dp=2, tp=2, ep=(2,), shardings=TOKENS),
+    "dp2 tp2 ep2 tokens zero1": Run(dp=2, tp=2, ep=(2,), shardings=TOKENS, zero=1),
+    "dp2 tp2 ep4 tokens": Run(dp=2, tp=2, ep=(4,), shardings=TOKENS, zero=1),
+    "tp4 ep4 tokens": Run(dp=1, tp=4, ep=(4,), shardings=TOKENS),
+    "dp2 pp2 ep2 zb_h1": Run(dp=2, pp=2, ep=(2,), microbatches=4, schedule="zb_h1", zero=1),
+    "dp2 pp2 ep2 interleaved": Run(
+        dp=2, pp=2, ep=(2,), microbatches=4, schedule="interleaved_1f1b", virtual=2
+    ),
+    "dp2 pp2 ep2 and 1": Run(dp=2, pp=2, ep=(2, 1), microbatches=4, zero=2),
+    "dp4 compiled": Run(dp=4, compile="aot_eager"),
+    "dp4 ep2 compiled": Run(dp=4, ep=(2,), compile="aot_eager"),
+    "dp4 ep2 bf16": Run(dp=4, ep=(2,), zero=1, precision="bf16", spread="even"),
+}
+EVEN = Run(dp=4, ep=(4,), spread="even")
+
+
+def loss_fn(made: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+    logits, balance = made
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.1 * balance
+
+
+def graph_of(rows: int, precision: str) -> Traced:
+    case = Case(
+        build=lambda: language_model("routed", "none"),
+        batch=batch,
+        optimizer=adamw,
+        loss_fn=loss_fn,
+    )
+    return stored(
+        "experts",
+        rows,
+        precision,
+        make=lambda: traced(case, rows, precision),
+        models=(experts_models,),
+    )
+
+
+def plan_of(run: Run, of: Traced) -> Plan:
+    plan = build_plan(
+        of.graph,
+        Knobs(
+            meshes=((run.dp, run.tp),) * run.pp,
+            rows=ROWS,
+            num_microbatches=run.microbatches,
+            zero=run.zero,
+            dp_shard=run.dp_shard,
+            recompute=run.recompute,
+            shardings=run.shardings,
+            schedule=run.schedule,
+            virtual=run.virtual,
+            precision=run.precision,
+        ),
+    )
+    stages = zip(plan.stages, cycle(run.ep), strict=False)
+    return replace(plan, stages=tuple(replace(stage, ep=ep) for stage, ep in stages))
+
+
+WORLD = 4
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.05}  # bf16 keeps 8 bits: 0.4 % each operator
+SECOND = {
+    "dp4", "dp2 tp2", "dp4 ep2", "dp4 ep4", "dp4 ep2 zero1", "dp4 ep2 zero3", "dp4 ep2 skewed",
+    "dp4 ep4 shard2", "dp2 pp2 ep2", "dp2 tp2 ep2 tokens", "dp2 tp2 ep2 tokens zero1",
+    "dp4 compiled", "dp4 ep2 compiled", "dp4 skewed", "dp2 pp2 ep2 interleaved",
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    """All runs and checks in one launch, and its folder."""
-    folder = tmp_path_factory.mktemp("experts")
-    done = launch(WORKER, str(folder), ranks=4, timeout_s=420)
-    assert done.ok, done.tail()
-    return json.loads((folder / "results.json").read_text()), folder
+def build(run: Run) -> Runtime:
+    of = graph_of(ROWS // run.microbatches, run.precision)
+    checked = CheckedPlan.of(plan_of(run, of), of.graph, of.table)
+    model = language_model("routed", run.spread)
+    return Runtime(checked, model, options=RunOptions(compile=run.compile))
 
 
-def result(launched: tuple[dict[str, Any], Path], name: str) -> dict[str, Any]:
-    found = launched[0][name]
-    assert "failed" not in found, found["failed"]
-    return found
+def train(runtime: Runtime, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> Reference:
+    losses, gradients = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(float(runtime.train_step(batch(ROWS, step))))
+        gradients.append(runtime.full_gradients())
+        optimizer.step()
+    return Reference(losses=losses, gradients=gradients, state=runtime.full_state_dict())
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_losses_gradients_and_weights_are_those_of_the_dense_model(
-    launched: tuple[dict[str, Any], Path], name: str
-) -> None:
-    found, tolerance = result(launched, name), TOLERANCE[RUNS[name].precision]
-    assert found["loss"] < tolerance
-    assert found["gradient"][0] < tolerance, found["gradient"]
-    assert found["state"][0] < tolerance, found["state"]
-    assert not found["names"]
+def dense(run: Run) -> Reference:
+    """The dense model on one device, in the same micro-batches (the balance is no mean over
+    tokens)."""
+    model, parts = language_model("dense", run.spread), run.microbatches
+
+    def loss(step: int, k: int) -> torch.Tensor:
+        ids, targets = (x.chunk(parts)[k] for x in batch(ROWS, step))
+        return loss_fn(model(ids), targets)
+
+    return trained(model, adamw(model.parameters()), loss, steps=STEPS, parts=parts)
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_every_rank_finds_the_norm_of_the_whole_gradient(
-    launched: tuple[dict[str, Any], Path], name: str
-) -> None:
-    for rank in result(launched, name)["ranks"]:
-        norm, whole = rank["norm"]
-        assert norm == pytest.approx(whole, rel=1e-5)
+def trains_as_the_dense_model(run: Run) -> None:
+    """Losses, gradients and weights; every rank finds the norm of the whole gradients, and holds
+    its share of the experts."""
+    runtime = build(run)
+    found = train(runtime, adamw(runtime.parameters()))
+    norm = norms.clip_(runtime.stage_parameters, runtime.place, float("inf"))
+    whole = torch.stack([g.double().norm() for g in found.gradients[-1].values()]).norm()
+    assert float(norm) == pytest.approx(float(whole), rel=1e-5)
+    held = {p.fqn: p.stored.numel() for p in runtime.stage_parameters if p.experts}
+    share = share_of(run, launch.rank())
+    assert bool(held) == bool(share)
+    assert all(numel == share for numel in held.values()), (held, share)
+    if launch.rank() == 0:
+        differences, tolerance = compare(found, dense(run)), TOLERANCE[run.precision]
+        assert differences["loss"] < tolerance
+        assert differences["gradient"][0] < tolerance, differences
+        assert differences["state"][0] < tolerance, differences
+        assert not differences["names"]
 
 
-@pytest.mark.parametrize("name", [name for name, run in RUNS.items() if max(run.ep) > 1])
-def test_a_rank_holds_its_share_of_the_experts(
-    launched: tuple[dict[str, Any], Path], name: str
-) -> None:
-    """1/ep of them; of that, 1/tp where the tensor axis splits matrices, and ZeRO's part of the
-    ranks that hold the same."""
+def share_of(run: Run, rank: int) -> float:
+    """Elements of a weight of experts on a rank that has not all of them: 1/ep; of that, 1/tp where
+    the tensor axis splits matrices, and ZeRO's part of the ranks that hold the same."""
+    ep = run.ep[rank // (run.dp * run.tp) % len(run.ep)]
+    if ep == 1:
+        return 0
+    whole = EXPERTS * WIDTH * INNER / ep
+    split = run.tp if run.shardings == SPLIT else 1
+    holders = run.dp * run.tp // ep // split
+    return whole / (min(holders, run.dp_shard or holders) if run.zero else 1) / split
+
+
+@pytest.mark.parametrize(
+    "name", tiered(RUNS, lambda name: name not in SECOND, "each ep with each knob, in pairs")
+)
+def test_losses_gradients_and_weights_are_those_of_the_dense_model(name: str) -> None:
     run = RUNS[name]
-    for rank, found in enumerate(result(launched, name)["ranks"]):
-        ep = run.ep[rank // (run.dp * run.tp) % len(run.ep)]
-        whole = EXPERTS * WIDTH * INNER / ep
-        holders = run.dp * run.tp // ep // (run.tp if run.shardings == SPLIT else 1)
-        if run.zero and ep > 1:
-            whole /= min(holders, run.dp_shard or holders)
-        for fqn, numel in found["held"].items():
-            split = run.shardings == SPLIT
-            assert numel == whole / (run.tp if split else 1), fqn
-        assert bool(found["held"]) == (ep > 1)
+    graph_of(ROWS // run.microbatches, run.precision)
+    on_ranks(WORLD, trains_as_the_dense_model, run)
 
 
-def test_the_bytes_sent_are_those_that_are_priced(launched: tuple[dict[str, Any], Path]) -> None:
-    """(ep-1)/ep of b·s·k·h elements, out and back in both passes of each layer and micro-batch, as
-    `test_moe_pricing.py` has it of the price."""
+def sends_what_is_priced() -> None:
+    """Tokens' copies to other ranks, in one step with evenly spread tokens: (ep-1)/ep of b·s·k·h
+    elements, out and back in both passes of each layer and micro-batch, as `test_moe_pricing.py`
+    has it of the price."""
+    runtime, sent = build(EVEN), []
+    plain = dist.all_to_all_single
+
+    def counting(out: torch.Tensor, rows: torch.Tensor, *sizes: list[int], **more: Any) -> Any:
+        if sizes and rows.shape[1] == WIDTH:
+            leaving = len(rows) - sizes[1][launch.rank()]
+            sent.append(leaving * WIDTH * rows.element_size())
+        return plain(out, rows, *sizes, **more)
+
+    with mock.patch.object(dist, "all_to_all_single", counting):
+        runtime.train_step(batch(ROWS, 0))
     (ep,) = EVEN.ep
     copies = ROWS // EVEN.microbatches // EVEN.dp * SEQUENCE * TOPK
     each = copies * WIDTH * 4 * (ep - 1) // ep
-    for rank in result(launched, "exchanged")["ranks"]:
-        assert rank["sent"] == 4 * LAYERS * EVEN.microbatches * each
+    assert sum(sent) == 4 * LAYERS * EVEN.microbatches * each
 
 
-def test_a_checkpoint_goes_on_under_any_other_plan(launched: tuple[dict[str, Any], Path]) -> None:
-    found = result(launched, "checkpoints")
-    others = {name: x for name, x in found.items() if name in RUNS}
-    assert len(others) == 4
-    for name, other in others.items():
-        assert other["same"], name
-        assert other["losses"] == pytest.approx(found["on"], rel=1e-5), name
+def test_the_bytes_sent_are_those_that_are_priced() -> None:
+    on_ranks(WORLD, sends_what_is_priced)
 
 
-def test_a_checkpoint_is_read_on_one_device(launched: tuple[dict[str, Any], Path]) -> None:
-    result(launched, "checkpoints")
-    folder = launched[1]
-    model = language_model("dense", "none", seed=9)
-    state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder / "checkpoint")
-    saved = torch.load(folder / "state.pt")
+def checkpoints(folder: Path) -> dict[str, Any]:
+    """A run saved with its optimizer goes on under other plans as it does under its own. Returns
+    what was saved."""
+    runtime = build(RUNS["dp4 ep2 zero1"])
+    optimizer = adamw(runtime.parameters())
+    train(runtime, optimizer)
+    checkpoint.save(runtime, folder, optimizer)
+    state = runtime.full_state_dict()
+    on = train(runtime, optimizer).losses
+    for name in ("dp4 ep2 zero1", "dp4", "dp4 ep2 zero3", "dp2 tp2 ep4 tokens"):
+        second = build(RUNS[name])
+        again = adamw(second.parameters())
+        checkpoint.load(second, folder, again)
+        read = second.full_state_dict()
+        assert read.keys() == state.keys()
+        assert all(torch.equal(read[n], x) for n, x in state.items()), name
+        assert train(second, again).losses == pytest.approx(on, rel=1e-5), name
+    return {name: x.numpy() for name, x in state.items()}
+
+
+def test_a_checkpoint_goes_on_under_any_other_plan_and_on_one_device(tmp_path: Path) -> None:
+    saved = on_ranks(WORLD, checkpoints, tmp_path / "checkpoint")
+    state = {"model": language_model("dense", "none", seed=9).state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
     assert set(saved) == set(state["model"])
     for name, x in saved.items():
-        assert torch.equal(state["model"][name], x), name
+        assert torch.equal(state["model"][name], torch.from_numpy(x)), name
 
 
-def test_the_search_shares_out_experts_of_the_librarys_layer(
-    launched: tuple[dict[str, Any], Path],
-) -> None:
-    found = result(launched, "library")
-    assert set(found["ep"]) == {2}
-    assert found["same"]
-    assert found["gradient"][0] < TOLERANCE["fp32"], found["gradient"]
+def library() -> None:
+    """The library's layer on meta, planned by the search, initialised by shards, trained a step."""
+    with torch.device("meta"):
+        model = Library()
+    made = auto_parallelize(
+        model,
+        Cluster.local(WORLD, "cpu", measure=False),
+        example_inputs=batch(2, 0),
+        global_batch_size=ROWS,
+        loss_fn=token_loss,
+        precision="fp32",
+        overrides=Overrides(ep=2, dp=4, zero=1),
+        profile=False,
+    )
+    assert {stage.ep for stage in made.plan.stages} == {2}
+    made.init_weights(seed=5)
+    alone = Library()
+    started = initialised(alone, 5)
+    alone.load_state_dict(started)
+    found = made.full_state_dict()
+    assert found.keys() == started.keys()
+    assert all(torch.equal(found[n], x) for n, x in started.items())
+    ids, targets = batch(ROWS, 0)
+    token_loss(alone(ids), targets).backward()
+    made.train_step((ids, targets))
+    wanted = {name: p.grad for name, p in alone.named_parameters()}
+    assert difference(made.runtime.full_gradients(), wanted)[0] < TOLERANCE["fp32"]
+
+
+def test_the_search_shares_out_experts_of_the_librarys_layer() -> None:
+    on_ranks(WORLD, library)
 
 
 # --- what can't run -------------------------------------------------------------------------------
@@ -151,9 +330,7 @@ def test_the_search_shares_out_experts_of_the_librarys_layer(
 
 def refused(model: nn.Module, run: Run) -> str:
     """The message with which all ranks refuse a plan of a model."""
-    graph = trace(model, batch(4, 0), batch_size=4, loss_fn=token_loss)
-    table = analyse(graph)
-    of = Traced(graph=cut_blocks(graph, table), table=table)
+    of = traced(Case(build=lambda: model, batch=batch, optimizer=adamw, loss_fn=token_loss), 4)
     plan = plan_of(run, of)
     chosen = check_plan(plan, of.graph, of.table)
     with pytest.raises(PlanError) as error:

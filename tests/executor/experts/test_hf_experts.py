@@ -5,9 +5,9 @@ Oracle: transformers' own loop over experts (`experts_implementation="eager"`) o
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
-from pathlib import Path
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,22 +15,59 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers.integrations import moe
 
+from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
 from meshwright.costmodel.sharding.data_axis import data_layout
 from meshwright.costmodel.sharding.factors import analyse
+from meshwright.executor.ranks import launch
 from meshwright.planner.tracing.trace import trace
 from meshwright.planner.tracing.transformers.adapter import adapted
-from tests.helpers.launching import launch
+from meshwright.profiles.hardware.device import Link
+from scripts.zoo.models import SMALL, ZOO
+from scripts.zoo.registry import VOCAB
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import tiered
+from tests.parity.parity_reference import difference
 
-pytest.importorskip("transformers")
-
-from transformers.integrations import moe
-
-from tests.executor.experts.hf_experts_worker import LAYOUTS, MASKED, MODELS, batch_of, model_of
-
-WORKER = Path(__file__).with_name("hf_experts_worker.py")
 WIDTH, INNER, EXPERTS, TOPK, TOKENS = 6, 5, 4, 2, 7
+ROWS, LENGTH = 8, 16
+MODELS = ("Mixtral", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS")
+LAYOUTS: Mapping[str, Overrides] = {
+    "dp4": Overrides(dp=4, tp=1, pp=1, ep=1),
+    "dp4 ep2": Overrides(dp=4, tp=1, pp=1, ep=2),
+    "dp4 ep4": Overrides(dp=4, tp=1, pp=1, ep=4),
+    "tp4": Overrides(dp=1, tp=4, pp=1),
+    "dp2 tp2": Overrides(dp=2, tp=2, pp=1, ep=1),
+    "dp2 tp2 ep2": Overrides(dp=2, tp=2, pp=1, ep=2),
+    "pp2 dp2 ep2": Overrides(dp=2, tp=1, pp=2, ep=2),
+}
+
+
+def model_of(name: str, implementation: str = "grouped_mm") -> nn.Module:
+    """A small model with transformers' own experts, and its balancing loss where it has one."""
+    torch.manual_seed(0)
+    model = ZOO[name].build(SMALL, ROWS).model
+    config: Any = model.config
+    config._experts_implementation = implementation
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits, config.router_aux_loss_coef = True, 0.5
+        model.router_aux_loss_coef = 0.5
+    for path, x in model.named_parameters():
+        if path.endswith("bias"):  # transformers starts them at zero, which would hide them
+            nn.init.normal_(x, std=0.2)
+    return model
+
+
+def batch_of(masked: bool) -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
+    if not masked:
+        return {"input_ids": ids, "labels": ids.clone()}
+    mask = torch.ones_like(ids)
+    mask[::3, LENGTH // 2 :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 # --- the same numbers -----------------------------------------------------------------------------
@@ -171,39 +208,67 @@ def test_every_operator_has_a_rule_and_the_batch_stays_split(name: str) -> None:
 # --- on four ranks --------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """All runs in one launch."""
-    folder = tmp_path_factory.mktemp("hf_experts")
-    done = launch(WORKER, str(folder), ranks=4, timeout_s=420)
-    assert done.ok, done.tail()
-    return json.loads((folder / "results.json").read_text())
+def reference(name: str, masked: bool, parts: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of transformers' loop over experts, in micro-batches of equal weight."""
+    model, total = model_of(name, "eager"), 0.0
+    whole = batch_of(masked)
+    for k in range(parts):
+        loss = model(**{n: x.chunk(parts)[k] for n, x in whole.items()}).loss / parts
+        loss.backward()
+        total += float(loss.detach())
+    return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-CELLS = [*itertools.product(MODELS, LAYOUTS), ("Mixtral", " ".join(MASKED))]
-
-
-@pytest.mark.parametrize(("name", "layout"), CELLS)
-def test_a_step_is_that_of_the_loop_on_one_device(
-    launched: dict[str, Any], name: str, layout: str
-) -> None:
-    """Router and experts included, and the balancing loss of the whole micro-batch."""
-    found = launched[f"{name} {layout}"]
-    assert "failed" not in found and "refused" not in found, found
-    assert found["loss"] < 1e-5
-    assert found["gradient"][0] < 2e-5, found["gradient"]
-    assert not found["missing"] and found["router"] > 1e-4
-
-
-@pytest.mark.parametrize(("name", "layout"), list(itertools.product(MODELS, LAYOUTS)))
-def test_experts_are_shared_out_or_their_matrices_split(
-    launched: dict[str, Any], name: str, layout: str
-) -> None:
-    """A rank holds 1/(ep·tp) of the experts, or less with ZeRO."""
-    found = launched[f"{name} {layout}"]
-    assert all(ep == (LAYOUTS[layout].ep or 1) for ep in found["ep"])
-    tp = LAYOUTS[layout].tp
-    assert isinstance(tp, int) and found["held"]
-    for fqn, share in found["held"].items():
+def steps_as_the_loop(name: str, layout: str, masked: bool) -> None:
+    """A step's loss and gradients are those of the loop on one device, router and experts included,
+    and the balancing loss of the whole micro-batch. A rank holds 1/(ep·tp) of the experts, or less
+    with ZeRO."""
+    cluster = Cluster.local(4, measure=False)
+    free = Link(name="free", latency_s=1e-12, bandwidth=1e18)  # so that all is split that can be
+    model = model_of(name)
+    result = auto_parallelize(
+        model,
+        dataclasses.replace(cluster, intra_link=free, inter_link=free),
+        example_inputs=batch_of(masked),
+        global_batch_size=ROWS,
+        precision="fp32",
+        overrides=LAYOUTS[layout],
+        profile=False,
+    )
+    loss = float(result.train_step(batch_of(masked)))
+    gradients = result.runtime.full_gradients()
+    held = {
+        p.fqn: p.stored.numel() / model.get_parameter(p.fqn).numel()
+        for p in result.runtime.stage_parameters if ".experts." in p.fqn
+    }  # fmt: skip
+    ep, tp = LAYOUTS[layout].ep or 1, LAYOUTS[layout].tp
+    assert isinstance(ep, int) and isinstance(tp, int) and held
+    assert all(stage.ep == ep for stage in result.plan.stages)
+    for fqn, share in held.items():
         whole = fqn.endswith("bias")  # added on one of the ranks that hold rows of a matrix
-        assert share <= 1 / max(found["ep"]) / (1 if whole else tp), fqn
+        assert share <= 1 / ep / (1 if whole else tp), fqn
+    if launch.rank() == 0:
+        wanted, grads = reference(name, masked, result.plan.num_microbatches)
+        routers = [g for n, g in grads.items() if "gate." in n or "router." in n]
+        assert max(float(g.abs().max()) for g in routers) > 1e-4
+        assert loss == pytest.approx(wanted, rel=1e-5)
+        assert grads.keys() <= gradients.keys()
+        assert difference(gradients, grads)[0] < 2e-5
+
+
+CELLS = [(name, layout, False) for name in MODELS for layout in LAYOUTS]
+# biases and matrices split; a batch whose padding the balancing loss leaves out
+FIRST = (("GPT-OSS", "dp2 tp2 ep2", False), ("Mixtral", "dp4 ep2", True))
+
+
+@pytest.mark.parametrize(
+    "cell",
+    tiered(
+        [*CELLS, FIRST[1]],
+        FIRST.__contains__,
+        "experts with biases on all axes, and a padded batch with the balancing loss",
+        lambda cell: f"{cell[0]} {cell[1]}{cell[2] * ' padded'}",
+    ),
+)
+def test_a_step_is_that_of_the_loop_on_one_device(cell: tuple[str, str, bool]) -> None:
+    on_ranks(4, steps_as_the_loop, *cell)

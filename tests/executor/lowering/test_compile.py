@@ -4,65 +4,80 @@ compiled is said before training, or with the name of the block."""
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo.backends.registry import register_backend
 
 from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.costmodel.sharding.strategies import P, Placement, R
 from meshwright.executor.backward.repeated import repeated
 from meshwright.executor.lowering import compile as compiling
 from meshwright.executor.lowering.compile import CompiledBlock, backend_of
+from meshwright.executor.ranks import launch
+from meshwright.executor.resharding.reshard import Axis, Reshard
 from meshwright.executor.runtime.runtime import Runtime
-from tests.executor.lowering.compile_worker import BACKEND, CELLS, WORLD
-from tests.helpers.launching import Launch, launch
+from tests.executor.trained_cells import cells
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier
 from tests.models.models import CASES, parallelize
 from tests.parity.parity_cells import Cell, plan_of
-from tests.parity.parity_reference import difference, store
+from tests.parity.parity_reference import (
+    assert_equal,
+    compare,
+    difference,
+    reference_of,
+    runtime_loop,
+)
 
+BACKEND = "aot_eager"  # traces forward and backward as every backend gets them, and runs the result
+WORLD, STEPS = 4, 2
 TOLERANCE = 1e-5
-TIMEOUT_S = 400
-STEPS = 2
+CELLS = cells(
+    "mlp pp2xtp2 m4 zb_h1",
+    """
+    gpt2_tied dp2xtp2 m2 sequence selective
+    llama dp4 m2 zero3 full
+    resnet dp2xtp2 m2
+    """,
+)
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launch, dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("compiled")
-    store(folder, CELLS)
-    worker = Path(__file__).with_name("compile_worker.py")
-    run = launch(worker, str(folder), ranks=WORLD, timeout_s=TIMEOUT_S)
-    written = folder / "results-compiled.json"
-    return run, json.loads(written.read_text()) if written.exists() else {}
+def compiled(cell: Cell) -> dict[str, Any]:
+    """Train a cell's compiled plan on all ranks, compare on rank 0."""
+    found = runtime_loop(CASES[cell.case], *plan_of(cell), compile=BACKEND)
+    return {} if launch.rank() else compare(found, reference_of(cell))
 
 
-def test_every_rank_ends_in_order(launched: tuple[Launch, dict[str, Any]]) -> None:
-    run, _ = launched
-    assert run.ok, run.tail()
+@pytest.mark.parametrize("cell", CELLS)
+def test_compiled_plan_equals_single_device(cell: Cell) -> None:
+    reference_of(cell)
+    assert_equal(on_ranks(WORLD, compiled, cell), cell.precision)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
-def test_compiled_plan_equals_single_device(
-    launched: tuple[Launch, dict[str, Any]], cell: Cell
-) -> None:
-    run, results = launched
-    found = results.get(cell.name, {"failed": run.tail()})
-    assert "failed" not in found, found["failed"]
-    assert found["loss"] <= TOLERANCE
-    error, where = found["gradient"]
-    assert error <= TOLERANCE, f"gradient of {where}: {error:.1e}"
-    error, where = found["state"]
-    assert error <= TOLERANCE, f"{where}: {error:.1e}"
+def moves() -> None:
+    """Result and gradient of compiled moves, one of each collective, are the eager ones."""
+    axis = Axis("tensor", WORLD, launch.rank(), dist.group.WORLD)
+    rows, columns = Placement("S", 0), Placement("S", 1)
+    for source, target in ((P, R), (P, rows), (rows, columns), (columns, R)):
+        module = Reshard(source, target, axis)
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(launch.rank()))
+        x.requires_grad_()
+        results = []
+        for run in (module, torch.compile(module, backend=BACKEND, fullgraph=True)):
+            y = run(x)
+            seed = torch.linspace(-1, 1, y.numel()).view_as(y) * (launch.rank() + 1)
+            results.append((y.detach(), *torch.autograd.grad(y, x, seed)))
+        for eager, made in zip(*results, strict=True):
+            torch.testing.assert_close(made, eager)  # a sum may be made in another order
 
 
-def test_compiled_transitions_equal_eager_ones(launched: tuple[Launch, dict[str, Any]]) -> None:
-    run, results = launched
-    found = results.get("transitions", {"failed": run.tail()})
-    assert found and all(found.values()), [name for name, same in found.items() if not same]
+def test_compiled_moves_equal_eager_ones() -> None:
+    on_ranks(WORLD, moves)
 
 
 # --- one device -----------------------------------------------------------------------------------
@@ -82,15 +97,7 @@ def losses_and_gradients(runtime: Runtime, case: str) -> tuple[list[float], dict
     return [float(runtime.train_step(batch)) for batch in batches], runtime.full_gradients()
 
 
-def has_compiler() -> bool:
-    try:
-        backend_of(True, "cpu")
-    except RuntimeError:
-        return False
-    return True
-
-
-@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+@second_tier("compiled blocks of the cell, and what has no compiler")
 def test_default_backend_draws_the_same_dropout_masks() -> None:
     """And is what `compile=True` of the API runs, after a replan, too."""
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 2))
@@ -117,6 +124,7 @@ def test_default_backend_draws_the_same_dropout_masks() -> None:
     assert error <= TOLERANCE, where
 
 
+@second_tier("graphs of equal code, in test_graphs_of_equal_code_and_arguments_are_told_apart")
 def test_equal_layers_are_compiled_once() -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters

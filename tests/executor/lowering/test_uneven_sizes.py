@@ -1,8 +1,8 @@
 """Sizes that no degree divides: parts of ⌈n/degree⌉, the last smaller, run exactly; where that
 can't be, the plan says what runs in full and which degrees would divide.
 
-Four ranks train, save and load models of prime widths (`indivisible_worker.py`), one and two ranks
-go on from what they saved.
+Four ranks train, save and load models of prime widths (`uneven_models.py`), one and two ranks go on
+from what they saved.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from meshwright import Overrides, ParallelModel, auto_parallelize
@@ -34,20 +33,26 @@ from meshwright.costmodel.sharding.strategies import (
     splitting_degrees,
     strategies,
 )
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.checkpoint.weights import init_weights, load_weights
+from meshwright.executor.parameters.norms import clip_
+from meshwright.executor.ranks import launch
 from meshwright.executor.resharding.reshard import part_of
+from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import PlanError
 from meshwright.planner.report.indivisible import divided, excluded
-from tests.executor.lowering import uneven_sizes_worker as worker
-from tests.executor.lowering.uneven_sizes_worker import ODD, RELOADED, TRAINED
-from tests.helpers.launching import Results, results_of
+from tests.executor.lowering.uneven_models import MICROBATCHES, ODD, ROWS, WORDS, plan_of
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import case, cluster, cut
+from tests.helpers.ranks import on_ranks
 from tests.helpers.single_device import initialised
+from tests.helpers.tiers import tiered
 from tests.helpers.tiny import host
-from tests.models.models import CASES, Traced
+from tests.models.architectures import gpt2
+from tests.models.models import CASES, Traced, parallelize
+from tests.parity.parity_reference import assert_equal, compare, plain_loop, runtime_loop
 
-TIMEOUT_S = 400
 TOLERANCE = 1e-5  # fp32: two orders of one sum
 
 
@@ -76,7 +81,14 @@ def test_a_part_is_nobodys_or_everybodys() -> None:
     assert indivisible(of.table, op, 4) == {"vocab": 5}
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        sorted(CASES),
+        {"gpt2_tied", "resnet", "llama", "moe"}.__contains__,
+        "grouped heads, fused projections, channels and experts",
+    ),
+)
 @pytest.mark.parametrize("degree", [3, 5, 6])
 def test_what_a_strategy_asks_for_can_be_held(name: str, degree: int) -> None:
     of = case(name)
@@ -206,19 +218,7 @@ def test_a_sharding_that_cannot_be_is_refused_with_the_degrees_that_can() -> Non
 
 
 def _gpt2_of_five_heads() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_layer=3,
-        n_embd=40,
-        n_head=5,
-        vocab_size=96,
-        n_positions=16,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
-    return transformers.GPT2LMHeadModel(config).train()
+    return gpt2(tied=True, n_embd=40, n_head=5)
 
 
 @cache
@@ -234,79 +234,121 @@ def _words(count: int) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Te
 
 # --- ranks ----------------------------------------------------------------------------------------
 
-
-def _launched(folder: Path, ranks: int) -> Results:
-    script = Path(worker.__file__)
-    return results_of(script, folder, ranks=ranks, timeout_s=TIMEOUT_S, name=f"{ranks}")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("indivisible")
+TRAINED = (
+    ("gpt2", "zero1"), ("gpt2", "zero3"), ("gpt2", "pp2xtp2"), ("gpt2", "tp2|dp2"),
+    ("bert", "tp4"), ("t5", "zero3"), ("odd", "tp4"),
+    ("gpt2", "tp4"), ("gpt2", "zero2"), ("bert", "zero1"), ("t5", "tp4"),
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def four(folder: Path) -> Results:
-    torch.save(initialised(ODD["gpt2"].model(), worker.SEED), folder / "gpt2-initial.pt")
-    return _launched(folder, 4)
+def built(case: str, plan: str, model: nn.Module | None = None) -> Runtime:
+    return parallelize(model or ODD[case].model(), *plan_of(case, plan))
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path, four: Results) -> dict[str, Any]:
-    """One process goes on from what four saved, and saves again."""
-    assert four["save"]
-    return worker.resumed(folder, "gpt2", "alone")
+def trains(case: str, plan: str) -> dict[str, Any]:
+    """Three steps, compared with plain PyTorch on rank 0."""
+    found = runtime_loop(ODD[case], *plan_of(case, plan))
+    parts = MICROBATCHES if ODD[case].batch_statistics else 1
+    return {} if launch.rank() else compare(found, plain_loop(ODD[case], ROWS, parts=parts))
 
 
-@pytest.fixture(scope="module")
-def two(folder: Path, alone: dict[str, Any]) -> Results:
-    return _launched(folder, 2)
+@pytest.mark.parametrize(
+    "run", tiered(TRAINED, TRAINED[:7].__contains__, "each model once, each kind of plan", " ".join)
+)
+def test_parts_of_unequal_size_train_as_one_device(run: tuple[str, str]) -> None:
+    plan_of(*run)
+    assert_equal(on_ranks(4, trains, *run), "fp32")
 
 
-def test_every_rank_ends_in_order(four: Results) -> None:
-    assert four.run.ok, four.run.tail()
-    assert not any(rank.killed or rank.children_left for rank in four.run.ranks)
+def holds_parts() -> None:
+    """Rows of the vocabulary as torch cuts them."""
+    wte = dict(built("gpt2", "tp4").named_parameters())["transformer.wte.weight"]
+    assert isinstance(wte, DTensor)
+    assert wte.to_local().shape[0] == (33, 33, 33, 32)[launch.rank()]
+    assert wte.shape == (WORDS, 32)
+    assert torch.equal(wte.full_tensor(), ODD["gpt2"].model().transformer.wte.weight)
 
 
-@pytest.mark.parametrize(("case", "plan"), TRAINED)
-def test_parts_of_unequal_size_train_as_one_device(four: Results, case: str, plan: str) -> None:
-    found = four[f"{case} {plan}"]
-    assert found["loss"] <= TOLERANCE
-    assert found["gradient"][0] <= TOLERANCE, found["gradient"]
-    assert found["state"][0] <= TOLERANCE, found["state"]
-    assert not found["names"]
+def test_ranks_hold_parts_as_torch_cuts_them() -> None:
+    on_ranks(4, holds_parts)
 
 
-def test_ranks_hold_parts_as_torch_cuts_them(four: Results) -> None:
-    assert four["held"] == {"rows": [33, 33, 33, 32], "shape": [131, 32], "whole": True}
+def clipped(plan: str) -> None:
+    """The norm of all gradients, and of those that are clipped to 0.1."""
+    case, runtime = ODD["gpt2"], built("gpt2", plan)
+    runtime.train_step(case.batch(ROWS, 0))
+    norm = float(clip_(runtime.stage_parameters, runtime.place, 0.1))
+    model = case.model()
+    case.loss(model, case.batch(ROWS, 0)).backward()
+    wanted = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
+    assert norm == pytest.approx(wanted, rel=TOLERANCE)
+    gradients = torch.cat([g.flatten() for g in runtime.full_gradients().values()])
+    assert float(gradients.norm()) == pytest.approx(0.1, rel=1e-4)
 
 
 @pytest.mark.parametrize("plan", ["tp4", "zero2", "zero3"])
-def test_the_norm_counts_every_element_once(four: Results, plan: str) -> None:
-    found = four[f"clip {plan}"]
-    assert found["norm"] == pytest.approx(found["wanted"], rel=TOLERANCE)
-    assert found["after"] == pytest.approx(0.1, rel=1e-4)
+def test_the_norm_counts_every_element_once(plan: str) -> None:
+    on_ranks(4, clipped, plan)
 
 
-@pytest.mark.parametrize("plan", RELOADED)
-def test_checkpoints_hold_whole_tensors(four: Results, alone: dict[str, Any], plan: str) -> None:
-    found = four[f"resume {plan}"]
-    assert found["same"]
-    assert found["loss"] == pytest.approx(four["save"]["loss"], rel=TOLERANCE)
-    assert found["next"] == pytest.approx(alone["next"], rel=TOLERANCE)
+def saves(folder: Path) -> tuple[dict[str, Any], float]:
+    """A checkpoint after two steps: what it holds, and the loss of the third."""
+    case, runtime = ODD["gpt2"], built("gpt2", "tp4")
+    optimizer = case.optimize(runtime)
+    for step in range(2):
+        optimizer.zero_grad()
+        runtime.train_step(case.batch(ROWS, step))
+        optimizer.step()
+    checkpoint.save(runtime, folder, optimizer)
+    state = {name: x.numpy() for name, x in runtime.full_state_dict().items()}
+    return state, float(runtime.train_step(case.batch(ROWS, 2)))
 
 
-def test_a_checkpoint_of_four_ranks_goes_to_one_and_to_two(
-    four: Results, alone: dict[str, Any], two: Results
-) -> None:
-    assert alone["same"]
-    assert alone["loss"] == pytest.approx(four["save"]["loss"], rel=TOLERANCE)
-    for stored in ("again", "saved"):
-        found = two[f"gpt2 tp2 {stored}"]
-        assert found["same"]
-        assert found["next"] == pytest.approx(alone["next"], rel=TOLERANCE)
+def goes_on(
+    folder: Path, plan: str, state: dict[str, Any], loss: float, again: Path | None = None
+) -> float:
+    """A checkpoint of other ranks under a plan: the state, bit for bit, and its loss, of one more
+    step of its optimizer, too, which is returned; saved `again`."""
+    case = ODD["gpt2"]
+    runtime = built("gpt2", plan, case.model(seed=5))
+    optimizer = case.optimize(runtime)
+    checkpoint.load(runtime, folder, optimizer)
+    found = runtime.full_state_dict()
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[n], torch.from_numpy(x)) for n, x in state.items())
+    if again is not None:
+        checkpoint.save(runtime, again, optimizer)
+    assert float(runtime.train_step(case.batch(ROWS, 2))) == pytest.approx(loss, rel=TOLERANCE)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(runtime.train_step(case.batch(ROWS, 3)))
+
+
+def test_a_checkpoint_of_four_ranks_goes_to_one_and_two_and_other_plans(tmp_path: Path) -> None:
+    saved, again = tmp_path / "saved", tmp_path / "again"
+    plan_of("gpt2", "tp4")
+    known = on_ranks(4, saves, saved)
+    after = goes_on(saved, "alone", *known, again)
+    for plan in ("pp2xtp2", "zero1", "zero3"):
+        assert on_ranks(4, goes_on, saved, plan, *known) == pytest.approx(after, rel=TOLERANCE)
+    for folder in (again, saved):
+        assert on_ranks(2, goes_on, folder, "tp2", *known) == pytest.approx(after, rel=TOLERANCE)
+
+
+def initialises_and_reads(plan: str, path: Path) -> None:
+    """Initialised from a seed by parts, and read from a file, as on one device."""
+    with torch.device("meta"):
+        empty = ODD["gpt2"].build()
+    runtime = built("gpt2", plan, empty)
+    init_weights(runtime, 11)
+    wanted, state = initialised(ODD["gpt2"].model(), 11), runtime.full_state_dict()
+    assert all(torch.equal(state[n], x) for n, x in wanted.items())
+    load_weights(runtime, path)
+    wanted, state = torch.load(path), runtime.full_state_dict()
+    assert all(torch.equal(state[n], x) for n, x in wanted.items())
 
 
 @pytest.mark.parametrize("plan", ["tp4", "zero3"])
-def test_weights_are_initialised_and_read_by_parts(four: Results, plan: str) -> None:
-    assert four[f"weights {plan}"] == {"seeded": True, "read": True}
+def test_weights_are_initialised_and_read_by_parts(plan: str, tmp_path: Path) -> None:
+    torch.save(ODD["gpt2"].model(seed=3).state_dict(), tmp_path / "state.pt")
+    on_ranks(4, initialises_and_reads, plan, tmp_path / "state.pt")
