@@ -162,40 +162,39 @@ def token_batch(rows: int, sequence: int) -> dict[str, torch.Tensor]:
 
 
 @cache
-def large_gpt2() -> Traced:
-    """Two layers of hidden size 2048, embedding and head tied."""
+def gpt2(
+    layers: int, hidden: int, heads: int, words: int, length: int, *, dropout: float = 0.1
+) -> Traced:
+    """Embedding and head tied."""
     config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=2048,
-        n_head=16,
-        vocab_size=50304,
-        n_positions=1024,
-        bos_token_id=0,
-        eos_token_id=0,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+        n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=words, n_positions=length,
+        bos_token_id=0, eos_token_id=0,
+        resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
+    )  # fmt: skip
     with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config)
-    return cut(model, token_batch(2, 1024))
+        return cut(transformers.GPT2LMHeadModel(config), token_batch(2, length))
 
 
 @cache
-def large_llama() -> Traced:
-    """Two layers of hidden size 4096 with grouped queries."""
+def llama(
+    hidden: int, ffn: int, heads: int, kv_heads: int, *, words: int = 32000, length: int = 2048
+) -> Traced:
+    """Two layers."""
     config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        max_position_embeddings=2048,
-    )
+        num_hidden_layers=2, hidden_size=hidden, intermediate_size=ffn, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=words, max_position_embeddings=length,
+    )  # fmt: skip
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    return cut(model, token_batch(2, 2048))
+        return cut(transformers.LlamaForCausalLM(config), token_batch(2, length))
+
+
+def large_gpt2() -> Traced:
+    return gpt2(2, 2048, 16, 50304, 1024, dropout=0.0)
+
+
+def large_llama() -> Traced:
+    """With grouped queries."""
+    return llama(4096, 11008, 32, 8)
 
 
 @cache

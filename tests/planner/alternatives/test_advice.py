@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
 
@@ -16,7 +14,7 @@ from meshwright.planner.alternatives import advice as module
 from meshwright.planner.alternatives.advice import BETTER, advice, next_batches
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
-from tests.helpers.planning import Traced, cluster, cut, linears, problem_of, token_batch
+from tests.helpers.planning import Traced, cluster, cut, gpt2, linears, problem_of
 
 
 @pytest.mark.parametrize(
@@ -60,34 +58,19 @@ def test_a_batch_that_does_not_divide_is_told_a_better_one(monkeypatch: pytest.M
     assert rows(of, 8, 4) == []
 
 
-@cache
-def gpt(*, heads: int, words: int, length: int = 64, hidden: int = 320) -> Traced:
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=hidden,
-        n_head=heads,
-        vocab_size=words,
-        n_positions=length,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    with torch.device("meta"):
-        return cut(transformers.GPT2LMHeadModel(config), token_batch(2, length))
-
-
 def test_sizes_that_do_not_divide_are_told_the_next_that_do() -> None:
-    told = rows(gpt(heads=5, words=50257), 8, 4, tp=4)
+    told = rows(gpt2(2, 320, 5, 50257, 64), 8, 4, tp=4)
     found = {row["factor"]: row for row in told if row["kind"] == "size"}
     (heads,) = [row for name, row in found.items() if "heads" in name]
     assert heads["next_sizes"] == [4, 8] and "4 or 8" in heads["advice"]
     words = found["transformer.wte.weight"]
     assert (words["size"], words["next_sizes"]) == (50257, [50304])
-    even = rows(gpt(heads=8, words=50304), 8, 4, tp=4)
+    even = rows(gpt2(2, 320, 8, 50304, 64), 8, 4, tp=4)
     assert not [row for row in even if row["kind"] == "size"]
 
 
 def test_full_precision_takes_any_vocabulary() -> None:
-    of = gpt(heads=8, words=50257)
+    of = gpt2(2, 320, 8, 50257, 64)
     search = Search(problem_of(of, cluster(1), precision="fp32"), 2, Overrides())
     assert not [row for row in advice(search, search.run()) if row["kind"] == "size"]
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import cache
 
 import pytest
-import torch
-import transformers
 
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.planner.alternatives.lighter import with_advice
@@ -21,24 +18,13 @@ from meshwright.planner.alternatives.what_if import (
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.search.search import Search
-from tests.helpers.planning import Traced, cluster, cut, linears, problem_of, token_batch
+from tests.helpers.planning import Traced, cluster, linears, llama, problem_of
 
 GIB = 2**30
 
 
-@cache
 def decoder(words: int = 32000, length: int = 64) -> Traced:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2,
-        hidden_size=512,
-        intermediate_size=1024,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        vocab_size=words,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    return cut(model, token_batch(2, length))
+    return llama(512, 1024, 8, 8, words=words, length=length)
 
 
 def message(of: Traced, memory_bytes: float, optimizer: str = "adamw", **given: int) -> str:

@@ -6,12 +6,10 @@ import dataclasses
 import itertools
 import pickle
 from collections.abc import Callable, Mapping
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional as F
 
@@ -26,16 +24,7 @@ from meshwright.planner.search.search import Search
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import Enumeration, instance, limited
-from tests.helpers.planning import (
-    SUMMED,
-    Traced,
-    case,
-    cluster,
-    cut,
-    linears,
-    problem_of,
-    token_batch,
-)
+from tests.helpers.planning import SUMMED, Traced, case, cluster, cut, gpt2, linears, problem_of
 from tests.helpers.tiers import second_tier, tiered
 
 BATCH = 4
@@ -289,16 +278,9 @@ def test_overrides_that_leave_no_plan_are_named(given: dict[str, Any]) -> None:
 H100 = Cluster.from_catalog("h100-sxm")
 
 
-@cache
-def gpt2_small() -> Traced:
-    with torch.device("meta"):
-        config = transformers.GPT2Config(bos_token_id=0, eos_token_id=0)
-        return cut(transformers.GPT2LMHeadModel(config), token_batch(2, 1024))
-
-
 def test_a_small_model_on_one_node_is_data_parallel() -> None:
     """GPT-2 124M on 8 H100: no tensor parallelism, no pipeline, nothing recomputed."""
-    found = search(H100, gpt2_small(), batch=64)
+    found = search(H100, gpt2(12, 768, 12, 50257, 1024), batch=64)
     (stage,) = found.best.plan.stages
     assert (stage.dp, stage.tp, stage.recompute) == (8, 1, "none")
     assert found.best.plan.num_microbatches == 1

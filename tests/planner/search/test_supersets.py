@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
@@ -16,7 +13,7 @@ from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import limited
-from tests.helpers.planning import Traced, cluster, cut, problem_of, token_batch
+from tests.helpers.planning import cluster, gpt2, problem_of
 from tests.helpers.tiers import tiered
 
 TOLERANCE = 0.005  # written out, whole blocks are recomputed; the stage DP stops at a gap
@@ -38,14 +35,6 @@ def small_cluster(seed: int) -> Cluster:
     return limited(whole, (2.0**40, 4 * 2.0**30)[seed % 4 > 1])
 
 
-@cache
-def deep_gpt2() -> Traced:
-    """Ten layers of hidden size 1024."""
-    config = transformers.GPT2Config(n_layer=10, n_embd=1024, n_head=16, n_positions=512)
-    with torch.device("meta"):
-        return cut(transformers.GPT2LMHeadModel(config), token_batch(2, 512))
-
-
 def drawn(rng: random.Random) -> dict[str, Any]:
     names = rng.sample(sorted(CHOICES), rng.choice((1, 2, 2, 3)))
     return {name: rng.choice(CHOICES[name]) for name in names}
@@ -64,7 +53,9 @@ def fastest_s(search: Search, given: dict[str, Any]) -> float | None:
 def test_a_superset_never_loses_to_its_subset(seed: int) -> None:
     """Random overrides, each in all its subsets of one less: no restriction makes a plan faster."""
     rng = random.Random(seed)
-    search = Search(problem_of(deep_gpt2(), small_cluster(seed)), 24, Overrides())
+    search = Search(
+        problem_of(gpt2(10, 1024, 16, 50257, 512), small_cluster(seed)), 24, Overrides()
+    )
     free_s = search.run().best.step_time_s
     compared = 0
     for _ in range(4):
