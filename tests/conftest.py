@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.helpers import leftovers, ranks
+from tests.helpers import leftovers, ranks, stored
 
 # a slow moment is no failure, and every run draws the same examples
 settings.register_profile("shared_machine", deadline=None, derandomize=True, database=None)
@@ -35,6 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        stored.clear_old()
     config.addinivalue_line(
         "markers", "second_tier(reason): run by --all only; the reason names what stays"
     )

@@ -25,9 +25,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 RANK_SERVER = str(Path(__file__).with_name("rank_server.py"))
@@ -77,32 +74,6 @@ class Launch:
             f"{self.ranks[k].stderr[-characters:]}"
             for k in shown
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Results:
-    """What a launch found, by check."""
-
-    found: dict[str, Any]
-    run: Launch
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.found:
-            pytest.fail(f"{name}: the launch ended before its result\n{self.run.tail()}")
-        result = self.found[name]
-        for end in ("refused", "failed"):
-            if isinstance(result, dict) and end in result:
-                pytest.fail(f"{name} {end}: {result[end]}")
-        return result
-
-
-def results_of(
-    script: Path, folder: Path, *, ranks: int, timeout_s: float, name: str = ""
-) -> Results:
-    """Run `script`, which writes `results{name}.json` into the folder that is its argument."""
-    run = launch(script, str(folder), ranks=ranks, timeout_s=timeout_s)
-    written = folder / f"results{name}.json"
-    return Results(found=json.loads(written.read_text()) if written.exists() else {}, run=run)
 
 
 def free_port() -> int:

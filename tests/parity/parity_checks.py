@@ -236,7 +236,3 @@ def _counted_sends() -> Iterator[list[int]]:
 
 def _local(x: torch.Tensor) -> torch.Tensor:
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def build(folder: Path, cell: Cell, model: nn.Module | None = None) -> Any:
-    return built(cell, model)

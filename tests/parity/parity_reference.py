@@ -8,9 +8,8 @@ does: bf16 and fp16 cells have the lowered model on one device, in the same micr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.stored import MAKING, stored
 from tests.models import architectures, branching_models, models, sequence_models
 from tests.models.models import CASES, GLOBAL_BATCH, Case, Traced, parallelize
-from tests.parity.parity_cells import Cell, graph_of, plan_of
+from tests.parity.parity_cells import Cell, plan_of
 
 STEPS = 3
 # fp32: two orders of one sum, of any element. Half precision: 32 roundings of 2^-8 or 2^-11, of the
@@ -153,20 +152,6 @@ def _parts(cell: Cell) -> int:
     """The micro-batches of a reference, where its result depends on them."""
     depends = cell.precision != "fp32" or CASES[cell.case].batch_statistics
     return cell.microbatches if depends else 1
-
-
-def store(folder: Path, cells: Iterable[Cell]) -> None:
-    for cell in cells:
-        graph_of(cell.case, cell.rows // cell.microbatches, cell.precision)
-        reference_of(cell)
-
-
-def load_graph(folder: Path, cell: Cell) -> Traced:
-    return graph_of(cell.case, cell.rows // cell.microbatches, cell.precision)
-
-
-def load_reference(folder: Path, cell: Cell) -> Reference:
-    return reference_of(cell)
 
 
 # --- comparison -----------------------------------------------------------------------------------
