@@ -15,6 +15,7 @@ from meshwright.planner.plan.offload import (
     first_offloaded,
     in_files,
     offloaded_parameters,
+    offloaded_weights,
     parts,
     trained_sizes,
 )
@@ -54,6 +55,9 @@ def test_parameters_that_an_earlier_block_reads_stay_with_it() -> None:
     assert offloaded_parameters(stage, graph) == frozenset()
     everything = offloaded_parameters(replace(stage, offload={"optimizer": 1.0}), graph)
     assert everything == frozenset(graph.parameters)
+    # weights that two blocks read stay on the devices
+    weights = offloaded_weights(replace(stage, offload={"weights": 1.0}), graph)
+    assert {graph.parameters[v] for v in everything - weights} == {"embed.weight"}
     some = offloaded_parameters(replace(stage, offload={"optimizer": 0.1}), graph)
     names = {graph.parameters[v] for v in some}
     assert names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from functools import cache
 from pathlib import Path
@@ -186,6 +187,16 @@ def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
 
 
 # --- names and ranks -----------------------------------------------------------------------------
+
+
+def test_a_smaller_batch_goes_in_as_many_microbatches_as_share_it_out() -> None:
+    """On two and on three data ranks: six rows at a time."""
+    plan = plan_for(cut(net())[0], stages=2)
+    for k, dp in enumerate((2, 3)):
+        plan = with_stage(plan, k, dp=dp)
+    plan = dataclasses.replace(plan, global_batch_size=48, num_microbatches=4)
+    assert (plan.microbatch_rows, plan.data_ranks) == (12, 6)
+    assert [plan.microbatches_of(rows) for rows in (6, 12, 18, 24, 36, 48)] == [1, 2, 3, 4, 3, 4]
 
 
 @few

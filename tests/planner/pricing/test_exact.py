@@ -15,9 +15,12 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.intervals import Quantiles
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.stages.course import BlockBytes
+from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.flow import crossings, passes_of
 from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.copies import with_exchange
 from meshwright.planner.pricing.evaluate import (
     Evaluation,
@@ -28,10 +31,12 @@ from meshwright.planner.pricing.evaluate import (
 )
 from meshwright.planner.pricing.held import memory_parts
 from meshwright.planner.pricing.hosts import by_node, check_host
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.segments import Entered
+from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
 from tests.helpers.tiny import SEQUENCE, WIDTH, cut, net, plan_for, with_stage
+from tests.parity.parity_cells import graph_of
 
 BANDWIDTH = 1e6
 ON = cluster(8, bandwidth=BANDWIDTH)
@@ -79,6 +84,32 @@ def test_a_send_takes_what_the_busiest_rank_moves(
     ((edge, values),) = crossings(plan, graph).items()
     found = transfer_seconds(plan, StageCoster(problem()), edge, values)
     assert found == pytest.approx(rows * ROW_BYTES / BANDWIDTH)
+
+
+def test_what_has_no_rows_goes_whole_to_every_rank() -> None:
+    """T5's first encoder layer makes the position bias of the others."""
+    of = graph_of("t5", 4)
+    first = of.graph.blocks[1]
+    bias = next(v for v in first.outputs if not of.table.has_batch(v))
+    plan = plan_for(of.graph, stages=2)
+    for k, (dp, ranks) in enumerate(((4, (0, 1, 2, 3)), (2, (4, 5)))):
+        plan = with_stage(plan, k, dp=dp, tp=1, ranks=ranks)
+    on = Problem(graph=of.graph, factors=of.table, cluster=ON, precision="fp32")
+    found = transfer_seconds(plan, StageCoster(on), (0, 1), (bias,))
+    nbytes = of.graph.values[bias].numel * 4
+    assert found == pytest.approx(nbytes * (1 + 4 / 2) / 2 / BANDWIDTH)
+
+
+def test_who_sends_waits_where_nothing_overlaps() -> None:
+    """The first stage with its activations, the second one with their gradients."""
+    graph = model()[0]
+    plan = with_stage(plan_for(graph, stages=2, dp=1, tp=1, schedule="gpipe"), 1, ranks=(1,))
+    target = dataclasses.replace(EAGER, overlap_sends=False)
+    of = dataclasses.replace(problem(), target=target)
+    found = evaluate(plan, of, check_plan(plan, graph, of.factors))
+    sent_s = 8 * ROW_BYTES / BANDWIDTH
+    for costs, busy_s in zip(found.stages, found.timeline.busy_s, strict=True):
+        assert busy_s == pytest.approx(2 * (costs.forward_s + costs.backward_s + sent_s))
 
 
 def test_utilisation_is_of_all_devices_at_their_peak() -> None:
@@ -223,7 +254,7 @@ def test_memory_by_what_holds_it(zero: int) -> None:
 def test_activations_off_devices_are_those_that_are_not_on_them() -> None:
     """Of a layer: the norm's input and statistics, both products' inputs, and gelu's."""
     layer = 8 * (4 * SEQUENCE * (WIDTH + 2 + WIDTH + 2 * WIDTH + 2 * WIDTH))
-    plain = with_stage(plan_for(model()[0], dp=1, tp=1), ranks=(0,))
+    plain = with_stage(plan_for(model()[0], dp=1, tp=1, schedule="gpipe"), ranks=(0,))
     host = Cluster.from_catalog("dgx-h100", num_nodes=1).host
     on = dataclasses.replace(ON, host=host)
     keep, some, none = (
@@ -234,7 +265,24 @@ def test_activations_off_devices_are_those_that_are_not_on_them() -> None:
     for found, away in ((keep, 0), (some, 2 * layer), (none, held)):
         (costs,) = found.stages
         assert (costs.away_bytes, costs.activation_bytes) == (away, held - away)
-        on_host = found.prediction.host_memory_bytes
-        assert on_host == ((away * found.in_flight[0],) if away else ())
+        assert found.prediction.host_memory_bytes == ((2 * away,) if away else ())
     # a layer's are there for its backward while the next one's come
     assert none.stages[0].passing_bytes - keep.stages[0].passing_bytes == 2 * layer
+
+
+def test_what_blocks_send_is_there_for_two_backwards() -> None:
+    """The first two blocks send all they keep."""
+    graph, table = model()
+    plan = with_stage(plan_for(graph, dp=1, tp=1), 0, ranks=(0,), offload={"activations": 0.4})
+    coster, stage = StageCoster(problem()), plan.stages[0]
+    pricer = coster.pricer(stage_setting(plan, 0, coster))
+    entered = coster.entered(stage, check_plan(plan, graph, table)[0])
+    blocks = [Entered.of(coster, pricer, *each) for each in entered]
+    assert entering_bytes(blocks, pricer) == [0, *[8 * ROW_BYTES] * 4]
+    held = [BlockBytes(kept=1e6 + k, passing=10.0, releases=False, course=()) for k in range(5)]
+    moved = [1e6, 1e6 + 1, 0, 0, 0]
+    found = sending(held, stage, blocks, pricer)
+    assert [own.kept for own in found] == [0, 0, 1e6 + 2, 1e6 + 3, 1e6 + 4]
+    assert [own.passing - 10 for own in found] == [
+        own + before for own, before in zip(moved, [0, *moved], strict=False)
+    ]

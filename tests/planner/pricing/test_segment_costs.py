@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.stages.sums import Sums
+from meshwright.planner.plan.segments import segments_of
 from meshwright.planner.pricing.segment_costs import SegmentBlock, segment_recompute
 from tests.helpers.planning import sums_of
+from tests.helpers.tiny import cut, net
 
 INPUT, SAVED, FORWARD = 2.0, 34.0, 1.0  # of a Transformer layer, sbh
 
@@ -56,6 +58,17 @@ def test_equal_blocks_are_estimated_from_their_sums() -> None:
         assert estimate.freed_bytes == pytest.approx(count / size * exact.freed_bytes)
         assert estimate.largest_bytes == pytest.approx(exact.largest_bytes, abs=INPUT)
         assert estimate.gather_s == pytest.approx(count / size * exact.gather_s)
+
+
+@pytest.mark.parametrize(
+    ("size", "found"), [(2, [(0, 2), (2, 4)]), (3, [(0, 3)]), (8, [(0, 4)]), (1, [])]
+)
+def test_segments_are_of_neighbours_before_the_loss(
+    size: int, found: list[tuple[int, int]]
+) -> None:
+    """Two at least; the head's backward follows its forward at once."""
+    graph = cut(net())[0]
+    assert segments_of(graph.blocks, size, graph.loss) == [range(*ends) for ends in found]
 
 
 def test_the_best_size_is_the_root_of_the_number_of_blocks() -> None:
