@@ -288,9 +288,10 @@ def test_names_of_a_matrix_product() -> None:
 
 def test_a_bare_name_is_the_first_atom_that_divides() -> None:
     """Query columns are (key heads × queries each × head dim) = (2 × 2 × 8)."""
-    for degree, name in ((2, "colwise.0"), (4, "colwise.2")):
+    for degree, name, split in ((2, "colwise.0", 1), (4, "colwise.2", 2 * 2)):
         layouts, op = at("llama", "model.layers.0.self_attn.q_proj:linear", degree)
-        assert layouts.named(op, "colwise").name == name
+        found = layouts.named(op, "colwise")
+        assert (found.name, found.operands[1]) == (name, Placement("S", 0, split))
 
 
 def test_an_unknown_name_is_answered_with_the_nearest() -> None:
