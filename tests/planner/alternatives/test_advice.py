@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,15 @@ def test_sizes_that_do_not_divide_are_told_the_next_that_do() -> None:
     assert (words["size"], words["next_sizes"]) == (50257, [50304])
     even = rows(gpt2(2, 320, 8, 50304, 64), 8, 4, tp=4)
     assert not [row for row in even if row["kind"] == "size"]
+
+
+def test_a_vocabulary_is_padded_to_what_kernels_and_the_tensor_axis_divide() -> None:
+    """Three ranks and 64: the next multiple of 192."""
+    search = Search(problem_of(gpt2(2, 320, 8, 50001, 64), cluster(1)), 2, Overrides())
+    stages = [SimpleNamespace(tp=3)]
+    result: Any = SimpleNamespace(best=SimpleNamespace(plan=SimpleNamespace(stages=stages)))
+    (row,) = module._words(search, result)
+    assert (row["size"], row["next_sizes"]) == (50001, [50112])
 
 
 def test_full_precision_takes_any_vocabulary() -> None:
