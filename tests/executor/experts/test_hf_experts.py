@@ -17,11 +17,12 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations import moe
 
-from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
 from meshwright.costmodel.sharding.data_axis import data_layout
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
+from meshwright.planner.plan import Plan
 from meshwright.planner.tracing.trace import trace
 from meshwright.planner.tracing.transformers.adapter import adapted
 from meshwright.profiles.hardware.device import Link
@@ -188,7 +189,10 @@ def test_an_implementation_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPa
         assert torch.equal(module(x, *routing), x * 3)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize(
+    "implementation",
+    tiered(("eager", "grouped_mm", "batched_mm"), "batched_mm".__eq__, "the least like ours"),
+)
 def test_whatever_the_config_names_is_traced_as_our_operators(implementation: str) -> None:
     model = model_of("Qwen3-MoE", implementation)
     shorts = [op.short for op in trace(model, batch_of(masked=False)).ops]
@@ -197,7 +201,9 @@ def test_whatever_the_config_names_is_traced_as_our_operators(implementation: st
     assert shorts.count(GROUPED) == 2 * layers
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", tiered(MODELS, "GPT-OSS".__eq__, "experts with biases, and rows interleaved")
+)
 def test_every_operator_has_a_rule_and_the_batch_stays_split(name: str) -> None:
     graph = trace(model_of(name), batch_of(masked=False))
     table = analyse(graph)
@@ -219,22 +225,26 @@ def reference(name: str, masked: bool, parts: int) -> tuple[float, dict[str, tor
     return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def steps_as_the_loop(name: str, layout: str, masked: bool) -> None:
-    """A step's loss and gradients are those of the loop on one device, router and experts included,
-    and the balancing loss of the whole micro-batch. A rank holds 1/(ep·tp) of the experts, or less
-    with ZeRO."""
+def planned(name: str, layout: str, masked: bool, plan: Plan | None = None) -> ParallelModel:
     cluster = Cluster.local(4, measure=False)
     free = Link(name="free", latency_s=1e-12, bandwidth=1e18)  # so that all is split that can be
-    model = model_of(name)
-    result = auto_parallelize(
-        model,
+    return auto_parallelize(
+        model_of(name),
         dataclasses.replace(cluster, intra_link=free, inter_link=free),
         example_inputs=batch_of(masked),
         global_batch_size=ROWS,
         precision="fp32",
-        overrides=LAYOUTS[layout],
+        overrides=None if plan else LAYOUTS[layout],
+        plan=plan,
         profile=False,
     )
+
+
+def steps_as_the_loop(name: str, layout: str, masked: bool, plan: Plan) -> None:
+    """A step's loss and gradients are those of the loop on one device, router and experts included,
+    and the balancing loss of the whole micro-batch. A rank holds 1/(ep·tp) of the experts, or less
+    with ZeRO."""
+    result, model = planned(name, layout, masked, plan), model_of(name)
     loss = float(result.train_step(batch_of(masked)))
     gradients = result.runtime.full_gradients()
     held = {
@@ -271,4 +281,4 @@ FIRST = (("GPT-OSS", "dp2 tp2 ep2", False), ("Mixtral", "dp4 ep2", True))
     ),
 )
 def test_a_step_is_that_of_the_loop_on_one_device(cell: tuple[str, str, bool]) -> None:
-    on_ranks(4, steps_as_the_loop, *cell)
+    on_ranks(4, steps_as_the_loop, *cell, planned(*cell).plan)

@@ -235,9 +235,9 @@ def _words(count: int) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Te
 # --- ranks ----------------------------------------------------------------------------------------
 
 TRAINED = (
-    ("gpt2", "zero1"), ("gpt2", "zero3"), ("gpt2", "pp2xtp2"), ("gpt2", "tp2|dp2"),
-    ("bert", "tp4"), ("t5", "zero3"), ("odd", "tp4"),
-    ("gpt2", "tp4"), ("gpt2", "zero2"), ("bert", "zero1"), ("t5", "tp4"),
+    ("gpt2", "zero3"), ("gpt2", "tp2|dp2"), ("bert", "tp4"), ("t5", "zero3"), ("odd", "tp4"),
+    ("gpt2", "zero1"), ("gpt2", "pp2xtp2"), ("gpt2", "tp4"), ("gpt2", "zero2"),
+    ("bert", "zero1"), ("t5", "tp4"),
 )  # fmt: skip
 
 
@@ -253,7 +253,7 @@ def trains(case: str, plan: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "run", tiered(TRAINED, TRAINED[:7].__contains__, "each model once, each kind of plan", " ".join)
+    "run", tiered(TRAINED, TRAINED[:5].__contains__, "each model once, each kind of plan", " ".join)
 )
 def test_parts_of_unequal_size_train_as_one_device(run: tuple[str, str]) -> None:
     plan_of(*run)
@@ -329,10 +329,9 @@ def test_a_checkpoint_of_four_ranks_goes_to_one_and_two_and_other_plans(tmp_path
     plan_of("gpt2", "tp4")
     known = on_ranks(4, saves, saved)
     after = goes_on(saved, "alone", *known, again)
-    for plan in ("pp2xtp2", "zero1", "zero3"):
+    for plan in ("pp2xtp2", "zero3"):
         assert on_ranks(4, goes_on, saved, plan, *known) == pytest.approx(after, rel=TOLERANCE)
-    for folder in (again, saved):
-        assert on_ranks(2, goes_on, folder, "tp2", *known) == pytest.approx(after, rel=TOLERANCE)
+    assert on_ranks(2, goes_on, again, "tp2", *known) == pytest.approx(after, rel=TOLERANCE)
 
 
 def initialises_and_reads(plan: str, path: Path) -> None:

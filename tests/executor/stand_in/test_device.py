@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,8 @@ from meshwright.executor.stages import batches as batches_module
 from meshwright.executor.stages import stage as stage_module
 from meshwright.executor.stand_in import ORDER
 from meshwright.executor.transfers.transfer import Channel
-from tests.executor.stand_in.device_lines import device_lines, lines_run
-from tests.executor.stand_in.eight_bits_scenario import eight_bits_by_device
-from tests.executor.stand_in.offload_scenario import offloaded
-from tests.executor.stand_in.timed_scenario import timed
-from tests.helpers.source_files import ROOT
+from tests.executor.stand_in.device_scenarios import eight_bits_by_device, offloaded, timed
+from tests.helpers.tiers import tiered
 from tests.models.models import CASES, adamw
 from tests.parity.parity_cells import Cell, plan_of
 
@@ -74,7 +71,12 @@ def events(found: Rehearsal, kind: Kind) -> list[Event]:
 
 
 @pytest.mark.parametrize(
-    "line", [PIPELINE, SHARDED, "llama pp2xdp2 zb_v m4", "gpt2_tied dp2 1f1b m2 zero2 bf16"]
+    "line",
+    tiered(
+        [PIPELINE, SHARDED, "llama pp2xdp2 zb_v m4", "gpt2_tied dp2 1f1b m2 zero2 bf16"],
+        (PIPELINE, SHARDED).__contains__,
+        "a pipeline with ZeRO, and shards",
+    ),
 )
 def test_plans_match(line: str) -> None:
     found = rehearsed(line)
@@ -269,21 +271,7 @@ def test_a_wait_left_out_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
     assert all("without waiting for it" in m.text for m in found.mismatches)
 
 
-# --- every line that depends on the device --------------------------------------------------------
-
-
-def _scenarios(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
-    """What runs the lines, on GPUs' stand-in and on the CPU."""
-    yield partial(run_noisy, Cluster.from_catalog("h100-sxm", num_nodes=1))
-    yield partial(_handed_over, monkeypatch)
-    yield partial(offloaded, run, monkeypatch)
-    for backend in (GPU, CPU):
-        yield partial(run, f"{PIPELINE} pointwise", backend)
-        yield partial(timed, stand_in.device_for(backend)[0])
-        yield partial(_saved, folder / backend, backend, monkeypatch)
-    yield partial(_launched, monkeypatch)
-    yield partial(_compiled, monkeypatch)
-    yield partial(eight_bits_by_device, monkeypatch)
+# --- what depends on the device -------------------------------------------------------------------
 
 
 def _saved(folder: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,15 +356,24 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             backend_of(True, "cuda")
 
 
-def test_every_line_that_depends_on_the_device_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "scenario",
+    [_handed_over, _launched, _compiled, eight_bits_by_device, partial(offloaded, run)],
+    ids=("handed over", "launched", "compiled", "8 bits", "offloaded"),
+)
+def test_what_the_device_decides(
+    scenario: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = device_lines()
-    assert len(wanted) > 30
-    with lines_run(ROOT) as found:
-        for scenario in _scenarios(tmp_path, monkeypatch):
-            scenario()
-    assert {line: text for line, text in wanted.items() if line not in found} == {}
+    scenario(monkeypatch)
+
+
+@pytest.mark.parametrize("backend", [GPU, CPU])
+def test_what_is_read_of_a_device(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed(stand_in.device_for(backend)[0])
+    _saved(tmp_path, backend, monkeypatch)
+    assert run(f"{PIPELINE} pointwise", backend).mismatches == ()
 
 
 def test_the_recorder_counts_one_device() -> None:

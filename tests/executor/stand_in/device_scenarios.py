@@ -1,4 +1,5 @@
-"""What runs the lines that bring tensors to host memory and back, on GPUs' stand-in."""
+"""What runs the lines that depend on the device, on GPUs' stand-in: clocks, generators and chunks,
+units of 8-bit products, the ways to host memory and back."""
 
 from __future__ import annotations
 
@@ -12,11 +13,48 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from meshwright.executor import devices, stand_in, states_in_files
+from meshwright.executor.backward import eight_bits
+from meshwright.executor.files.chunks import LocalChunks
 from meshwright.executor.host_memory import Aside, fill
 from meshwright.executor.parameters import parameters, whole_of
 from meshwright.executor.rehearsal import Rehearsal
+from meshwright.executor.runtime.timeline import Stopwatch
+from meshwright.executor.stages import Phase
 
 rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
+
+
+def timed(device: torch.device) -> None:
+    with stand_in.standing_in(), FakeTensorMode():
+        watch = Stopwatch(device)
+        watch(Phase.REDUCE, lambda: None)
+        ((what, began, ended),) = watch.read()
+        assert what is Phase.REDUCE
+        assert began <= ended
+        ((_, seconds),) = watch.durations()
+        assert seconds >= 0
+        with devices.seeded(device, 5):
+            assert torch.initial_seed() == 5
+        devices.random_states(device)()
+        chunks = LocalChunks.of(torch.empty(4, device=device))
+        assert chunks.copied().local.device == devices.HOST
+
+
+def eight_bits_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units for 8-bit products by device."""
+    gpu = torch.device("cuda", 0)
+    assert eight_bits.has_units(stand_in.device_for("nccl")[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+        assert eight_bits.has_units(gpu)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        assert not eight_bits.has_units(gpu)
+        assert eight_bits.formats(gpu, rowwise=False)[0] == torch.float8_e4m3fn
+        mi300 = SimpleNamespace(gcnArchName="gfx942")
+        patch.setattr(torch.version, "hip", "6")
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: mi300)
+        assert eight_bits.has_units(gpu)
+        assert eight_bits.formats(gpu, rowwise=False)[0] == torch.float8_e4m3fnuz
 
 
 def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) -> None:
