@@ -64,6 +64,7 @@ def test_a_value_that_the_plan_lacks_is_said(
         ({"zero": 1, "dp": 2, "dp_shard": 2, "recompute": "none"}, {"zero": 1}),
         ({"cp_kind": "ring"}, {"cp": 2, "cp_kind": "ring", "dp": 1, "ranks": (0, 1, 2, 3)}),
         ({"hpz": 2}, {"zero": 3, "hpz": 2, "dp": 4, "tp": 1}),
+        ({"hpz": 4}, {"zero": 3, "dp": 4, "tp": 1}),  # as many as ZeRO divides among
     ],
 )
 def test_a_value_that_the_plan_has_is_not_said(
