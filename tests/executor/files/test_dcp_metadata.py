@@ -147,7 +147,7 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     "another dtype": lambda m: setattr(_a(m).properties, "dtype", "float32"),
     "an offset": lambda m: _place(m, offset=-1),
     "an offset of text": lambda m: _place(m, offset="1"),
-    "too few bytes": lambda m: _place(m, length=10),
+    "too few bytes": lambda m: _place(m, length=95),
     "a compression": lambda m: _place(m, transform_descriptors=["stream.zstd"]),
     "a checksum": lambda m: _place(m, xxh3_64=5),
     "no places": lambda m: m.storage_data.clear(),

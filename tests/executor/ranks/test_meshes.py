@@ -48,6 +48,8 @@ def test_axes_are_lines_of_the_grid(
          "replicate replicate"),
         ({"dp": 4, "tp": 2, "shards": 4, "experts": 4, "folded": True}, 2, (2, 4), "shard part",
          "shard shard"),
+        ({"dp": 12, "shards": 4, "experts": 2}, 2, (2, 4, 12), "replicate shard part",
+         "replicate shard shard"),
         ({"dp": 4, "shards": 2}, 2, (2, 4), "replicate shard", "replicate shard"),
         ({"dp": 1, "shards": 1}, 1, (1,), "replicate", "replicate"),
     ],

@@ -16,6 +16,7 @@ def test_what_a_block_leaves_is_saved_and_the_rest_passes() -> None:
     memory = Memory()
     weight = torch.empty(100)
     memory.name([weight], "weights")
+    memory.see(torch.empty(2000))  # before the peak is followed
     memory.begin()
     memory.enter("first")
     saved, passing = torch.empty(10), torch.empty(20)
