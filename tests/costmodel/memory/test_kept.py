@@ -73,7 +73,8 @@ def local(x: torch.Tensor) -> Local:
 
 
 def check_operator(op: Op, values: dict[str, Any], stored: list[torch.Tensor]) -> None:
-    """Run one operator; bytes kept of all but stored tensors, and the results' strides."""
+    """Run one operator; bytes kept of all but stored tensors, which of its operands and results
+    are among them, and the results' strides."""
     operands = [values[name] for name in op.operands]
     storages: dict[int, Storage] = {}
     lying = tuple(held(x, storages) for x in operands)
@@ -88,6 +89,15 @@ def check_operator(op: Op, values: dict[str, Any], stored: list[torch.Tensor]) -
     found = keep(call)
     nbytes = sum(storage.nbytes for storage in found.storages if storage not in apart)
     assert nbytes == kept.nbytes(stored), op.target
+    known = storages | {
+        x.untyped_storage().data_ptr(): y.storage
+        for x, y in zip(results, found.results, strict=True)
+    }
+    for x in stored:
+        known.pop(x.untyped_storage().data_ptr(), None)
+    addresses = {x.untyped_storage().data_ptr() for x in kept.tensors}
+    predicted = {address for address, storage in known.items() if storage in found.storages}
+    assert predicted == addresses & known.keys(), op.target  # an operand, or a result of its size
     for x, y in zip(results, found.results, strict=True):
         pairs = zip(x.stride(), y.strides, x.shape, strict=True)
         assert all(a == b for a, b, size in pairs if size != 1), op.target

@@ -127,6 +127,8 @@ INDEXED = [
     case("index second", "R S(0) S(1)", lambda a, i: a[:, i], x(4, 12), ids(12, 6)),
     case("index pairs", "R S(0)", lambda a, i: a[i, i], x(4, 4), ids(4, 4)),
     case("index apart", "R S(0) S(1)", lambda a, i: a[i, :, i], x(4, 6, 5), ids(4, 4)),
+    case("index apart, inside", "R S(0) S(1) S(2)", lambda a, i: a[:, i, :, i], x(4, 5, 8, 5),
+         ids(5, 6)),
     case("index together", "R S(0) S(1) S(2)", lambda a, i: a[:, i, i], x(4, 5, 5, 6), ids(5, 6)),
     case("index_put", "R S(0) S(2)", lambda a, i, b: aten.index_put(a, [None, i], b), x(4, 6, 8),
          ids(6, 5), x(4, 5, 8)),
