@@ -26,7 +26,7 @@ from tests.helpers.launching import Launching, end_servers
 RANK_LOOP = Path(__file__).with_name("rank_loop.py")
 START_S = 120.0
 GRACE_S = 5.0  # for the others to notice a failure by themselves
-CASES_OF_A_WORLD = 100  # their process groups stay open: then a new launch takes over
+CASES_OF_A_WORLD = 16  # whose process groups, threads among them, stay: then a new launch takes over
 
 _worlds: dict[int, World] = {}
 
