@@ -100,7 +100,7 @@ class Tester:
     """A copy, and the process that runs tests in it."""
 
     def __init__(self, tree: Tree, folder: Path, options: Sequence[str]) -> None:
-        self.copy, self.options = Copy(tree.root, folder), options
+        self.copy, self.options = Copy(tree.root, folder), [*options]
         environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
         self._server = subprocess.Popen(
             [sys.executable, "-P", str(SERVER), *tree.others],
@@ -135,14 +135,15 @@ class Tester:
 
 
 def stages_for(
-    mutant: Mutant, tree: Tree, known: Mapping[str, str], *, ranks: bool = True
+    mutant: Mutant, tree: Tree, known: Mapping[str, str], *, ranks: bool = True, far: bool = True
 ) -> list[list[str]]:
     """What pytest is given, one list after the other."""
     first = known.get(mutant.name, "")
     stages = [[first]] if first and (tree.root / first.split("::")[0]).is_file() else []
-    *near, far = [*tree.reaching(mutant.file), []][:3]
-    stages += near
-    stages += [far[k : k + AT_ONCE] for k in range(0, len(far), AT_ONCE)]
+    reaching = tree.reaching(mutant.file)
+    stages += reaching[:2]
+    for own in reaching[2:] if far else ():
+        stages += [own[k : k + AT_ONCE] for k in range(0, len(own), AT_ONCE)]
     if not ranks:
         stages = [[t for t in own if not tree.starts_ranks(t.split("::")[0])] for own in stages]
     return [own for own in stages if own]
@@ -192,18 +193,13 @@ def in_parallel(
     return found
 
 
-def passing(found: Sequence[Verdict], tester: Tester) -> tuple[list[Verdict], float]:
-    """Verdicts without the kills of tests that fail without a mutant as well, and CPU-seconds."""
+def broken_tests(found: Sequence[Verdict], tester: Tester) -> tuple[set[str], float]:
+    """Killers that fail without a mutant as well, and the CPU-seconds of asking."""
     killers = sorted({one.killer for one in found if "::" in one.killer})
-    ran = tester.run([killers], budget_s=BUDGET_OF_ALL_S, options=()) if killers else {"cpu_s": 0.0}
-    broken = {*ran.get("failed", ())}
-    left = [
-        Verdict(mutant=one.mutant, why=f"fails without it: `{one.killer}`", cpu_s=one.cpu_s)
-        if one.killer in broken
-        else one
-        for one in found
-    ]
-    return left, float(ran["cpu_s"])
+    if not killers:
+        return set(), 0.0
+    ran = tester.run([killers], budget_s=BUDGET_OF_ALL_S, options=())
+    return {*ran["failed"]} & {*killers}, float(ran["cpu_s"])
 
 
 def run(args: argparse.Namespace, mutants: Sequence[Mutant]) -> int:
@@ -215,13 +211,21 @@ def run(args: argparse.Namespace, mutants: Sequence[Mutant]) -> int:
     print("| kind | mutant | killed by | CPU-s |\n|---|---|---|---|")
 
     def judge(mutant: Mutant, tester: Tester) -> Verdict:
-        stages = stages_for(mutant, tree, known, ranks=not args.no_ranks)
+        stages = stages_for(mutant, tree, known, ranks=not args.no_ranks, far=not args.near)
         return verdict(mutant, tester, stages, budget_s)
 
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         testers = [Tester(tree, Path(folder, str(k)), options) for k in range(args.jobs)]
         found = in_parallel(mutants, testers, judge)
-        found, more_s = passing(found, testers[0])
+        broken, more_s = broken_tests(found, testers[0])
+        if broken:  # what else kills their mutants?
+            print("\nfail without a mutant, too:", *sorted(broken), "", sep="\n", flush=True)
+            doubted = [one.mutant for one in found if one.killer in broken]
+            more_s += sum(one.cpu_s for one in found if one.killer in broken)
+            for tester in testers:
+                tester.options += [f"--deselect={test}" for test in sorted(broken)]
+            found = [one for one in found if one.killer not in broken]
+            found += in_parallel(doubted, testers, judge)
         for tester in testers:
             tester.end()
     lived = [one for one in found if not one.killer]
@@ -250,15 +254,18 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default 2)")
     parser.add_argument("--list", action="store_true", help="print the mutants")
     parser.add_argument("--record", action="store_true", help="keep which test killed which")
+    parser.add_argument("--new", action="store_true", help="those that no test is known to kill")
     parser.add_argument("--budget", type=float, metavar="S", help="CPU-seconds for a mutant")
     parser.add_argument("--tree", type=Path, default=ROOT, help="another checkout")
+    parser.add_argument("--near", action="store_true", help="the folder of the tests alone")
     parser.add_argument("--no-ranks", action="store_true", help="no tests that start ranks")
     args = parser.parse_args()
+    known = json.loads(KILLERS.read_text()) if args.new and KILLERS.exists() else {}
     mutants = [
         mutant
         for mutant in read_mutants()
-        if not args.only
-        or any(t in (mutant.name, mutant.kind) or t in mutant.file for t in args.only)
+        if (not args.only or any(mutant.matches(text) for text in args.only))
+        and mutant.name not in known
     ]
     if args.list:
         for mutant in mutants:

@@ -89,20 +89,21 @@ class Tree:
         mirror, near, far = [], [], []
         for test in self.tests:
             inside, _, own = test.rpartition("/")
-            room = test.split("/")[1] == file.split("/")[0]
-            if own == f"test_{name}" and room and (reached[test] or inside == folder):
+            mirrors = own == f"test_{name}" and test.split("/")[1] == file.split("/")[0]
+            if mirrors and (reached[test] or inside == folder):
                 mirror.append(test)
             elif inside == folder:
                 near.append(test)
             elif reached[test] is not None:
                 far.append(test)
 
-        def order(test: str) -> tuple[bool, int, int]:
-            distance = reached[test]
-            lines = (self.root / test).stat().st_size
-            return not test.startswith(folder), 99 if distance is None else distance, lines
+        room = "/".join(folder.split("/")[:2])
 
-        return [sorted(own, key=order) for own in (mirror, near, far) if own]
+        def order(test: str) -> tuple[bool, bool, int, int]:
+            inside = not test.startswith(f"{folder}/"), not test.startswith(f"{room}/")
+            return *inside, reached[test] or 99, (self.root / test).stat().st_size
+
+        return [sorted(own, key=order) for own in (mirror, near, far)]
 
     def starts_ranks(self, test: str) -> bool:
         return any(start in self.distances(test) for start in STARTS_RANKS)

@@ -21,6 +21,9 @@ class Mutant:
     change: str
     breaks: str
 
+    def matches(self, text: str) -> bool:
+        return text in (self.name, self.kind) or text in self.file
+
     def applied(self, source: str) -> str:
         """`source` with the defect.
 
