@@ -17,7 +17,7 @@ from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.fusion import fuse
 from meshwright.costmodel.operators.pricing import VIEW_HOST_SHARE, Pricer
-from meshwright.costmodel.sharding.strategies import R, Strategy, strategies
+from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, strategies
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
@@ -111,6 +111,13 @@ def test_what_can_not_split_the_batch_runs_on_all_rows_and_pays_for_them() -> No
         assert cost.forward_s == pytest.approx(wanted)
     once, twice = (costs(pricer(made, busy(), dp=dp, rows=rows), "linear") for dp in (1, 2))
     assert once == twice
+
+
+def test_of_an_uneven_size_the_largest_part_counts() -> None:
+    found = pricer(net(), moving(), tp=3)
+    op = next(op for op in found.graph.ops if op.short == "linear")
+    assert WIDTH == 8
+    assert found.numel(op.operands[0], Placement("S", 2)) == ROWS * LENGTH * 3
 
 
 # --- products ------------------------------------------------------------------------------------
