@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.planner.tracing.trace import trace
 from meshwright.planner.tracing.user_module.similar_layers import find_similar_layers
+from tests.helpers.tiers import second_tier
 from tests.helpers.traced import WIDTH, agree, hugging_face, rows
 from tests.models.stacks import DEPTH, Layer, Stack, each, nested, refusals, with_layer
 
@@ -19,7 +20,15 @@ from tests.models.stacks import DEPTH, Layer, Stack, each, nested, refusals, wit
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"), [("gpt2", "bf16"), ("llama", "fp32"), ("bert", "fp32"), ("t5", "fp32")]
+    ("name", "precision"),
+    [
+        ("gpt2", "bf16"),
+        ("t5", "fp32"),
+        *(
+            pytest.param(name, "fp32", marks=second_tier("gpt2, t5 and stacks of every kind stay"))
+            for name in ("llama", "bert")
+        ),
+    ],
 )
 def test_transformers_models(name: str, precision: str) -> None:
     model, batch = hugging_face(name, DEPTH)
