@@ -36,6 +36,10 @@ LLAMA = {
     "micro_batch": "1", "global_batch": "128", "framework": "NeMo/Megatron-Core",
     "interconnect": "NVLink4; 8x400Gb IB/node",
 }  # fmt: skip
+SMALL = {
+    "layers": "2", "hidden": "64", "heads": "4", "kv_heads": "4", "ffn": "128", "vocab": "512",
+    "seq_len": "32",
+}  # fmt: skip
 PUBLISHED = [
     # Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC21,
     # table 1
@@ -121,9 +125,8 @@ def test_a_published_peak_is_in_the_band() -> None:
 
 def test_an_unknown_micro_batch_is_the_fastest_that_fits() -> None:
     row = {
-        **MEGATRON, "layers": "2", "hidden": "512", "heads": "8", "kv_heads": "8", "ffn": "2048",
-        "vocab": "1024", "seq_len": "128", "num_gpus": "2", "tp": "1", "dp": "2",
-        "global_batch": "24",
+        **MEGATRON, **SMALL, "hidden": "512", "ffn": "2048", "vocab": "1024", "seq_len": "128",
+        "num_gpus": "2", "tp": "1", "dp": "2", "global_batch": "24",
     }  # fmt: skip
     times = [predict_row({**row, "micro_batch": size}).step_time_s for size in ("1", "2", "4")]
     assert len(set(times)) == 3
@@ -181,12 +184,8 @@ def test_a_row_says_what_is_built() -> None:
     setup = read_row(LLAMA)
     dims = setup.dims
     assert (dims.layers, dims.hidden, dims.heads, dims.kv_heads) == (32, 4096, 32, 8)
-    assert (dims.activation, dims.norm, dims.positions, dims.tied) == (
-        "swiglu",
-        "rms",
-        "rotary",
-        False,
-    )
+    made = (dims.activation, dims.norm, dims.positions, dims.tied)
+    assert made == ("swiglu", "rms", "rotary", False)
     assert (setup.dp, setup.cp, setup.tp, setup.pp, setup.zero) == (4, 2, 1, 1, 1)
     assert (setup.cluster.num_nodes, setup.cluster.devices_per_node) == (1, 8)
     # an allocator's peaks do not see the driver's context
@@ -297,21 +296,8 @@ def test_vocabularies_are_padded_to_what_the_degree_divides(
     ],
 )
 def test_layers_are_cut_into_stages(layers: int, pp: int, chunks: int, counts: list[int]) -> None:
-    setup, _ = assumed(
-        {
-            "layers": str(layers),
-            "hidden": "64",
-            "heads": "4",
-            "kv_heads": "4",
-            "ffn": "128",
-            "vocab": "512",
-            "seq_len": "32",
-            "pp": str(pp),
-            "vp": str(chunks),
-            "dp": "8",
-            "num_gpus": str(32 * pp),
-        }
-    )
+    shape = {"pp": str(pp), "vp": str(chunks), "dp": "8", "num_gpus": str(32 * pp)}
+    setup, _ = assumed({**SMALL, "layers": str(layers), **shape})
     graph, table = traced(setup.dims, setup.precision)
     plan = make_plan(setup, graph)
     found = [sum(name.startswith("layers.") for name in s.blocks) for s in plan.stages]
@@ -327,17 +313,7 @@ def test_layers_are_cut_into_stages(layers: int, pp: int, chunks: int, counts: l
 
 
 def test_megatron_splits_columns_then_rows() -> None:
-    setup, _ = assumed(
-        {
-            "layers": "2",
-            "hidden": "64",
-            "heads": "4",
-            "kv_heads": "4",
-            "ffn": "128",
-            "vocab": "512",
-            "seq_len": "32",
-        }
-    )
+    setup, _ = assumed(SMALL)
     graph, table = traced(setup.dims, setup.precision)
     (found,) = check_plan(make_plan(setup, graph), graph, table)
     chosen = {

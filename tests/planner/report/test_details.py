@@ -49,6 +49,8 @@ def test_throughput_counts_tokens_and_recompute(report: Report) -> None:
     found, step = report.to_dict()["throughput"], report.summary["step_time_s"]
     assert found["tokens_per_s"] == pytest.approx(ROWS * LENGTH / step)
     assert 1.2 < found["hfu"] / found["mfu"] < 4 / 3  # a forward more of the blocks, not the head
+    assert found["tokens_per_s_per_device"] == pytest.approx(ROWS * LENGTH / step / 8)
+    assert found["model_flops_per_s_per_device"] == pytest.approx(found["mfu"] * 312e12)
     assert found["device_hours_per_step"] == pytest.approx(8 * step / 3600)
 
 
@@ -87,12 +89,16 @@ def test_cost_of_a_run(report: Report) -> None:
     found = report.cost(tokens=1e9, price_per_hour=2.0)
     assert found is not None
     assert found["price"] == pytest.approx(2.0 * 8 * steps * step / 3600)
+    assert found["price_per_step"] == pytest.approx(2.0 * 8 * step / 3600)
+    assert found["price_per_million_tokens"] == pytest.approx(found["price"] / 1e3)
     assert found["days"] == pytest.approx(steps * step / 86400)
+    assert (found["steps"], found["tokens"]) == (pytest.approx(steps), 1e9)
     assert "price" not in (report.cost(tokens=1e9) or {})
     energy = report.cost(tokens=1e9, power_watts=700.0)
     assert energy is not None and "price" not in energy
     joules = 700.0 * 8 * steps * step
     assert energy["energy_kwh"] == pytest.approx(joules / 3.6e6)
+    assert energy["energy_kwh_per_step"] == pytest.approx(joules / 3.6e6 / steps)
     assert energy["energy_kwh_per_million_tokens"] == pytest.approx(joules / 3.6e6 / 1e3)
     with pytest.raises(ValueError, match="power_watts=-1; legal: a number above 0"):
         report.cost(power_watts=-1)
