@@ -37,7 +37,7 @@ from tests.executor.checkpoint.checkpoint_runs import (
 )
 from tests.helpers.launching import launch
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiers import tiered
 from tests.models.models import CASES, GLOBAL_BATCH
 
 TIMEOUT_S = 300
@@ -166,20 +166,6 @@ def test_a_mistake_is_told_alike_on_all_ranks(saved: Any, tmp_path: Path) -> Non
 
 
 def test_a_save_that_nobody_waits_for_is_finished(tmp_path: Path) -> None:
-    run = launch(WORKER, "unfinished", str(tmp_path), ranks=1, timeout_s=TIMEOUT_S)
+    run = launch(WORKER, str(tmp_path), ranks=1, timeout_s=TIMEOUT_S)
     assert run.ok, run.tail()
     resume(GPT2, "alone", tmp_path / "unfinished")
-
-
-@second_tier("a crash at any operation on files, and another in a step, stay in the change tier")
-def test_a_killed_save_leaves_the_last_one(tmp_path: Path) -> None:
-    found = launch(WORKER, "killed", str(tmp_path), ranks=2, timeout_s=TIMEOUT_S, grace_s=60.0)
-    assert found.ranks[1].returncode == -9, found.tail()
-    assert found.ranks[0].returncode not in (0, None) and not found.ranks[0].killed
-    path = tmp_path / "precious"
-    assert [*tmp_path.glob(".precious.*.saving")], "it was killed before it wrote"
-    run = resume(GPT2, "alone", path)
-    assert differing(run.state(), torch.load(tmp_path / "precious.expected")) == []
-    run.save(path)
-    assert not [*tmp_path.glob(".precious*")]
-    assert differing(resume(GPT2, "alone", path).state(), run.state()) == []

@@ -20,7 +20,6 @@ import transformers
 from safetensors.torch import load_file
 from torch import nn
 
-from meshwright import Overrides, auto_parallelize
 from meshwright.executor.checkpoint import checkpoint, model_tensors
 from meshwright.executor.export import full_state_dict, save_pretrained
 from meshwright.executor.export.streams import held_tensors
@@ -34,7 +33,6 @@ from tests.helpers.stored import stored
 from tests.models import architectures
 from tests.models.models import CASES, Case, Traced, adamw, parallelize, traced
 from tests.parity.parity_cells import Cell
-from tests.user_code.user_runs import free_links
 
 SHARD_BYTES = 20_000
 FULL_BYTES = 8_000  # after which a file is full
@@ -190,30 +188,6 @@ def export(folder: Path, name: str, layout: str, wanted: Mapping[str, dict[str, 
     exported = weights_in(folder / "trained")
     assert len(exported) == len([n for n in state if n.startswith(prefix)]) - len(names)
     assert all(torch.equal(x, state[prefix + n]) for n, x in exported.items())
-
-
-def export_experts(folder: Path) -> None:
-    """Experts of which every rank has a part."""
-    config = transformers.MixtralConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
-        max_position_embeddings=16,
-    )  # fmt: skip
-    config._experts_implementation = "grouped_mm"
-    torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(config)
-    state = {n: x.clone() for n, x in model.state_dict().items()}
-    result = auto_parallelize(
-        model,
-        free_links(4),
-        example_inputs=CASES["llama"].batch(ROWS, 0),
-        global_batch_size=ROWS,
-        precision="fp32",
-        overrides=Overrides(dp=4, tp=1, pp=1, ep=2),
-    )
-    result.save_pretrained(folder, max_shard_size=SHARD_BYTES)
-    loaded = transformers.MixtralForCausalLM.from_pretrained(folder)
-    assert far(loaded.state_dict(), state) == 0
 
 
 def adapters(at: Path, name: str, layout: str) -> None:

@@ -27,7 +27,6 @@ from tests.executor.export.export_runs import (
     SHARD_BYTES,
     adapters,
     export,
-    export_experts,
     far,
     fills_a_disk,
     logits,
@@ -36,7 +35,7 @@ from tests.executor.export.export_runs import (
     sums,
 )
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiers import tiered
 from tests.helpers.tiny import host, net, planned
 
 EXPORTS = (
@@ -87,11 +86,6 @@ def test_transformers_loads_the_same_files_under_every_plan(
     folder: Path, tmp_path: Path, of: tuple[str, str]
 ) -> None:
     on_ranks(4, export, tmp_path, *of, files_of_one_device(of[0], folder))
-
-
-@second_tier(MORE)
-def test_transformers_loads_experts_that_are_spread(tmp_path: Path) -> None:
-    on_ranks(4, export_experts, tmp_path / "out")
 
 
 @pytest.mark.parametrize("of", tiered(ADAPTERS, ADAPTERS[:1].__contains__, MORE, name=" ".join))
