@@ -93,7 +93,7 @@ def stage_times(draw: st.DrawFn) -> StageTimes:
 
 
 def times(
-    forward: int, backward: int, reduce: int = 0, optimizer: int = 0, *, weight: int = 0
+    forward: float, backward: float, reduce: float = 0, optimizer: float = 0, *, weight: float = 0
 ) -> StageTimes:
     return StageTimes(
         forward_s=forward,

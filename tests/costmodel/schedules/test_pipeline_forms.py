@@ -1,4 +1,5 @@
-"""The simulation against closed forms: the textbook's, the papers' and those of its docstring.
+"""The simulation against closed forms: the textbook's, the papers' and those of its docstring;
+steps that are validated afterwards: which forwards run early, and the bubbles that are left.
 
 All times are whole numbers of seconds, so sums are exact and times are compared with ==.
 """
@@ -10,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules.early import early_parts
+from meshwright.costmodel.schedules.schedule import SCHEDULES, Action
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline
 from tests.costmodel.schedules.pipelines import (
     Shape,
-    chain,
-    counts,
+    edges_of,
     run,
     seconds,
     shapes,
@@ -24,26 +25,10 @@ from tests.costmodel.schedules.pipelines import (
 )
 
 positive = st.integers(1, 9)
-uneven = st.lists(st.tuples(seconds, seconds), min_size=1, max_size=6)
-Pipeline = tuple[list[tuple[int, int]], dict[tuple[int, int], int]]  # (F, B) times, transfers
-
-
-def chained(
-    name: str,
-    of_stages: list[tuple[int, int]],
-    m: int,
-    transfers: dict[tuple[int, int], int] | None = None,
-) -> Timeline:
-    """A step of stages with times (F, B), each on its own device."""
-    shape = Shape(name=name, p=len(of_stages), v=1, m=m)
-    return run(shape, [times(*each) for each in of_stages], transfers)
 
 
 def equal(shape: Shape, forward: int, input_: int, weight: int) -> Timeline:
     return run(shape, [times(forward, input_ + weight, weight=weight)] * shape.num_stages)
-
-
-# --- equal stages ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +44,12 @@ class Form:
     alike: bool = False
 
 
+WHOLE = Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w))
 FORMS = {
-    "gpipe": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w)),
-    "1f1b": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w)),
-    "eager_1f1b": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w)),
-    "interleaved_1f1b": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w), unit=lambda p: p),
+    "gpipe": WHOLE,
+    "1f1b": WHOLE,
+    "eager_1f1b": WHOLE,
+    "interleaved_1f1b": replace(WHOLE, unit=lambda p: p),
     "zb_h1": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i - w), least=lambda p: p),
     "zb_h2": Form(
         bubble=lambda p, m, f, i, w: (p - 1) * max(f, f + i - 2 * w),
@@ -111,11 +97,11 @@ def test_equal_stages_take_the_time_of_the_papers(
     assert timeline.busy_s == (busy_s,) * p
     assert timeline.step_time_s == timeline.pipeline_s == busy_s + bubble_s
     assert timeline.bubble_fraction == pytest.approx(bubble_s / (busy_s + bubble_s))
-    period_s = timeline.validated_s(shape.streams(shape.chain), 0.0)
+    found_s = period_s(shape, timeline)
     validated_s = bubble_s if form.validated is None else form.validated(p, m, f, i, w)
     if form.validated or (not own.splits_backward and own.copies == 1):
-        assert period_s == busy_s + validated_s
-        assert timeline.validated_bubble(period_s) == pytest.approx(1 - busy_s / period_s)
+        assert found_s == busy_s + validated_s
+        assert timeline.validated_bubble(found_s) == pytest.approx(1 - busy_s / found_s)
 
 
 @given(
@@ -138,73 +124,61 @@ def test_dualpipe_v_idles_as_published(p: int, more: int, w: int, longer: int, s
     assert max(timeline.idle_s(d) for d in range(p)) == (p - 1) * (both + backward - 3 * w)
 
 
-@given(shape=shapes(names=("dualpipe_v",), m=st.integers(1, 16)), data=st.data())
-def test_a_pair_that_overlaps_nothing_is_no_faster_than_f_and_b_apart(
-    shape: Shape, data: st.DataObject
+# --- steps that are validated afterwards -------------------------------------------------------
+
+BACKWARD = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
+
+
+def period_s(shape: Shape, timeline: Timeline, verdict_s: float = 0.0) -> float:
+    return timeline.validated_s(shape.streams(shape.chain), verdict_s)
+
+
+@given(data=st.data(), shape=shapes())
+def test_what_runs_early_waits_for_nothing_that_comes_later(
+    data: st.DataObject, shape: Shape
 ) -> None:
-    of_stages = [replace(data.draw(stage_times()), overlap_s=0) for _ in range(shape.num_stages)]
-    transfers = {edge: data.draw(seconds) for edge in chain(shape.num_stages)}
-    apart, paired = (run(replace(shape, paired=x), of_stages, transfers) for x in (False, True))
-    assert apart.busy_s == paired.busy_s
-    assert apart.pipeline_s <= paired.pipeline_s
+    """For any edges: no backward, all receives of early sends, and as much as there may be."""
+    streams = shape.streams(data.draw(edges_of(shape)))
+    parts = early_parts(streams)
+    sent = {
+        (i.stage, i.peer, i.microbatch)
+        for stream, part in zip(streams, parts, strict=True)
+        for i in stream[: part.count]
+        if i.action is Action.SEND_ACTIVATION
+    }
+    arriving = set()
+    for stream, part in zip(streams, parts, strict=True):
+        early, rest = stream[: part.count], stream[part.count :]
+        assert all(i.action not in BACKWARD for i in early)
+        received = [i for i in early if i.action is Action.RECV_ACTIVATION]
+        assert set(received) <= set(part.arriving)
+        arriving |= {(i.peer, i.stage, i.microbatch) for i in part.arriving}
+        following = rest[0]
+        if following.action is Action.RECV_ACTIVATION:
+            assert (following.peer, following.stage, following.microbatch) not in sent
+        else:
+            assert following.action in (*BACKWARD, Action.RECV_GRADIENT)
+    assert arriving == sent
 
 
-# --- uneven stages ---------------------------------------------------------------------------
-
-
-@given(of_stages=uneven, m=counts)
-def test_gpipe_of_uneven_stages_fills_and_then_waits_for_the_slowest(
-    of_stages: list[tuple[int, int]], m: int
+@given(data=st.data(), shape=shapes(), verdict=seconds)
+def test_steps_follow_each_other_as_they_can(
+    data: st.DataObject, shape: Shape, verdict: int
 ) -> None:
-    """Σ t + (m-1)(max F + max B): Alpa's formula only if one stage has both maxima."""
-    slowest = max(f for f, _ in of_stages) + max(b for _, b in of_stages)
-    fill_s = sum(map(sum, of_stages))
-    assert chained("gpipe", of_stages, m).step_time_s == fill_s + (m - 1) * slowest
+    """No sooner than a device is done with its own, no later than behind a common end, and the more
+    the verdict takes, the later."""
+    of_stages = [data.draw(stage_times()) for _ in range(shape.num_stages)]
+    timeline = run(shape, of_stages)
+    found_s = period_s(shape, timeline, verdict)
+    assert max(timeline.busy_s) <= timeline.period_s <= found_s
+    assert found_s <= timeline.step_time_s + verdict
+    assert period_s(shape, timeline) <= found_s
 
 
-def test_alpas_formula_can_be_wrong_both_ways_for_1f1b() -> None:
-    # Too high: the first stage never waits for the quick second one.
-    assert chained("1f1b", [(4, 4), (1, 1)], 8).step_time_s == 64 < (8 + 2) + 7 * 8
-    # Too low: one stage is slow forward and another backward.
-    assert chained("1f1b", [(10, 0), (0, 10), (0, 0)], 2).step_time_s == 40 > 20 + 10
-
-
-# --- transfers -------------------------------------------------------------------------------
-
-
-@st.composite
-def chains_with_transfers(draw: st.DrawFn) -> Pipeline:
-    of_stages = draw(uneven)
-    return of_stages, {edge: draw(seconds) for edge in chain(len(of_stages))}
-
-
-@given(case=chains_with_transfers(), m=counts)
-def test_gpipe_hides_transfers_behind_computes_once_filled(case: Pipeline, m: int) -> None:
-    of_stages, transfers = case
-    slowest_forward = max([f for f, _ in of_stages] + list(transfers.values()))
-    slowest_backward = max([b for _, b in of_stages] + list(transfers.values()))
-    fill_s = sum(map(sum, of_stages)) + 2 * sum(transfers.values())
-    expected_s = fill_s + (m - 1) * (slowest_forward + slowest_backward)
-    assert chained("gpipe", of_stages, m, transfers).step_time_s == expected_s
-
-
-@given(p=st.integers(2, 6), m=st.integers(12, 20), f=positive, data=st.data())
-def test_eager_1f1b_hides_transfers_that_1f1b_waits_for(
-    p: int, m: int, f: int, data: st.DataObject
-) -> None:
-    """A link of up to half of F + B: only filling and draining pay it, once per stage and way."""
-    c = data.draw(st.integers(1, 3 * f // 2)) if f > 1 else 1
-    of_stages, transfers = [(f, 2 * f)] * p, dict.fromkeys(chain(p), c)
-    eager = chained("eager_1f1b", of_stages, m, transfers)
-    assert eager.step_time_s == (m + p - 1) * 3 * f + 2 * (p - 1) * c
-    assert chained("1f1b", of_stages, m, transfers).step_time_s > eager.step_time_s
-
-
-ONE_EACH = [name for name, own in SCHEDULES.items() if own.stages_per_device != 2]
-WHOLE = [name for name in ONE_EACH if not SCHEDULES[name].splits_backward]
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_splitting_a_backward_that_runs_whole_changes_nothing(name: str) -> None:
-    shape = Shape(name=name, p=3, v=1, m=5)
-    assert equal(shape, 1, 2, 1) == equal(shape, 1, 3, 0)
+@pytest.mark.parametrize("verdict", [0, 10, 100])
+def test_a_verdict_that_is_late_is_waited_for(verdict: int) -> None:
+    """The last of four devices ends a step after 27 seconds, which it begins with 4 of forwards, 3
+    of them of others: so much of the verdict passes beside them."""
+    shape = Shape(name="zb_h2", p=4, v=1, m=8)
+    timeline = equal(shape, 1, 1, 1)
+    assert period_s(shape, timeline, verdict) == max(24, 27 + verdict - 4)

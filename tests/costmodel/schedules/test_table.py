@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable
-from dataclasses import MISSING, fields
 
 import numpy as np
 import pytest
@@ -17,9 +16,7 @@ from meshwright.costmodel.schedules.schedule import (
     backward_follows_forward,
     least_in_flight,
 )
-from meshwright.costmodel.schedules.simulate import StageTimes
-from meshwright.costmodel.schedules.table import Schedule
-from tests.costmodel.schedules.pipelines import Shape, run, shapes
+from tests.costmodel.schedules.pipelines import Shape, run, shapes, times
 from tests.helpers.source_files import PRODUCT, files_in
 
 HOMES = (
@@ -39,18 +36,9 @@ def names_of_schedules(tree: ast.Module) -> list[str]:
 
 
 def test_only_the_table_names_schedules() -> None:
+    assert names_of_schedules(ast.parse('if plan.schedule != "gpipe": pass')) == ["line 1: 'gpipe'"]
     named = {f.path: names_of_schedules(f.tree) for f in files_in(*PRODUCT) if f.path not in HOMES}
     assert {path: found for path, found in named.items() if found} == {}
-
-
-def test_names_of_schedules_are_found() -> None:
-    assert names_of_schedules(ast.parse('if plan.schedule != "gpipe": pass')) == ["line 1: 'gpipe'"]
-    assert names_of_schedules(ast.parse('"""Like 1f1b."""')) == []
-
-
-def test_no_field_of_a_record_can_be_left_out() -> None:
-    for each in fields(Schedule):
-        assert (each.default, each.default_factory) == (MISSING, MISSING), each.name
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -64,30 +52,23 @@ def test_the_stages_that_are_offered_are_legal(name: str) -> None:
 
 
 @given(shape=shapes())
-def test_no_step_of_equal_stages_undercuts_the_bound(shape: Shape) -> None:
-    """F = 2, B = 4, W = 2 seconds, transfers free."""
-    stage = StageTimes(forward_s=2, backward_s=4, weight_s=2, reduce_s=0, optimizer_s=0)
-    step_s = run(shape, [stage] * shape.num_stages).step_time_s
-    work_s = 6.0 * shape.num_stages / len(shape.pipelines)
-    bound_s = SCHEDULES[shape.name].bound_s(work_s, work_s / shape.p, shape.m, shape.p)
-    assert bound_s <= step_s * (1 + 1e-9)
-
-
-@given(shape=shapes())
-def test_ideal_time_and_fill_are_the_step_of_equal_stages(shape: Shape) -> None:
-    """F = 2, B = 4, W = 2 or 1.2 seconds, transfers free; never too high, so that a search ordered
-    by them misses nothing."""
+def test_estimates_of_equal_stages_and_their_step(shape: Shape) -> None:
+    """F = 2, B = 4, W = 2 or 1.2 seconds, transfers free; bound and ideal time with its fill
+    are never too high, so that a search ordered by them misses nothing."""
     schedule = SCHEDULES[shape.name]
     weight_s = np.array([2.0, 1.2]) * schedule.splits_backward
     own = PipelineShape(shape.m, shape.p, shape.v)
     fill_s = schedule.fill_s(np.full(2, 2.0), np.full(2, 4.0), weight_s, own)
+    work_s = shape.v * shape.p * 6.0 / schedule.copies
     for w, fill in zip(weight_s, fill_s, strict=True):
-        stage = StageTimes(forward_s=2, backward_s=4, weight_s=w, reduce_s=0, optimizer_s=0)
+        stage = times(2, 4, weight=w)
         step_s = run(shape, [stage] * shape.num_stages).step_time_s
-        estimate_s = shape.m * shape.v * 6.0 / schedule.copies + (shape.p - 1) * fill
+        estimate_s = shape.m * work_s / shape.p + (shape.p - 1) * fill
         assert estimate_s <= step_s * (1 + 1e-9)
         if not schedule.on_request:
             assert estimate_s >= 0.85 * step_s
+        bound_s = schedule.bound_s(work_s, work_s / shape.p, shape.m, shape.p)
+        assert bound_s <= step_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
