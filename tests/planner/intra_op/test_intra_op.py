@@ -245,7 +245,7 @@ def _waiting(
 @pytest.mark.parametrize(
     ("name", "seed", "every"),
     [
-        ("perceptron", 0, 1),
+        ("perceptron", 0, 3),
         ("perceptron", 3, 7),
         ("the input is read twice", 1, 1),
         ("the input is read twice", 5, 1),
