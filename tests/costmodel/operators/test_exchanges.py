@@ -4,6 +4,7 @@ statistics of a batch, classes, tokens of experts; and what other kernels than p
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.quantized import buffer_bytes, wire_bytes
 from meshwright.costmodel.sharding.strategies import RP, P, Placement, R
+from meshwright.costmodel.targets import EAGER
 from tests.costmodel.operators.test_pricing import (
     DOWN,
     LENGTH,
@@ -27,6 +29,7 @@ from tests.costmodel.operators.test_pricing import (
     SCORES,
     UP,
     WIDTH,
+    busy,
     costs,
     moving,
     net,
@@ -34,6 +37,7 @@ from tests.costmodel.operators.test_pricing import (
     talking,
 )
 from tests.helpers.planning import Traced, cluster, cut
+from tests.models.experts_models import batch, language_model, token_loss
 
 TP = 4
 WORDS = 12
@@ -186,6 +190,19 @@ def test_copies_of_tokens_travel_once_to_each_place_that_wants_them() -> None:
     here = Group(size=4, per_node=4)
     alone = exchange_seconds(nbytes, copies, here, on, once_per_node=True, **given)
     assert alone == pytest.approx(4 * (1 - (3 / 4) ** 2) / 2 * nbytes * 3 / 4)
+
+
+def test_expert_ranks_hold_a_part_of_the_experts_and_the_fullest_one_more_copies() -> None:
+    loss = lambda made, to: token_loss(made[0], to) + made[1]  # noqa: E731
+    of = cut(language_model("routed", "none"), batch(4, 0), loss, precision="fp32")
+    target = replace(EAGER, expert_imbalance=1.5)
+    alone, shared = (pricer(of, busy(), ep=ep, target=target) for ep in (1, 2))
+    kinds = set()
+    for value in of.graph.values:
+        kind = of.table.has_experts(value), value in of.table.copies
+        kinds.add(kind)
+        assert shared.numel(value) == alone.numel(value) * (0.5, 1)[not kind[0]] * (1, 1.5)[kind[1]]
+    assert kinds == {(False, False), (True, False), (False, True)}
 
 
 # --- quantised blocks ----------------------------------------------------------------------------

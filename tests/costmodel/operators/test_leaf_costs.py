@@ -5,11 +5,12 @@ Oracles: torch's saved-tensor hooks, closed forms, the same operators outside of
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from meshwright import leaf
@@ -21,6 +22,7 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import strategies
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
+from tests.costmodel.memory.saved_tensors import ledger
 from tests.helpers.planning import setting_on
 from tests.helpers.traced import ROWS, WIDTH, rows, with_forward
 from tests.models.leaf_models import LENGTH, Scan, batch, loss_fn, model_of
@@ -45,17 +47,9 @@ def scanning() -> Graph:
 def test_work_is_counted_on_one_run() -> None:
     work = leaf_of(leaf_in(scanning())).work
     scan, x = Scan(), torch.rand(ROWS, LENGTH, 32, requires_grad=True)
-    kept: dict[int, Tensor] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        kept[t.untyped_storage().data_ptr()] = t
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with ledger() as kept:
         made = scan(x)["y"]
-    own = {t.data_ptr() for t in (x, made, *scan.parameters())}
-    inside = sum(t.untyped_storage().nbytes() for p, t in kept.items() if p not in own)
-    assert work.saved_bytes == inside
+    assert work.saved_bytes == kept.nbytes([x, made, *scan.parameters()])
     assert work.numel == made.numel()
 
 
@@ -100,16 +94,8 @@ def test_declared_numbers_are_taken() -> None:
 
 def test_seconds_follow_kernels_flops_and_bytes() -> None:
     device = Cluster.from_catalog("h100-sxm").device
-    small = Work(
-        kernels=10,
-        flops=0,
-        nbytes=0,
-        taken=(0,),
-        saves=(),
-        saved_bytes=0,
-        numel=1,
-        source="declared",
-    )
+    small = leaf_of(leaf_in(scanning())).work
+    small = replace(small, kernels=10, flops=0, nbytes=0, taken=(0,))
     forward, backward = leaf_seconds(device, "bf16", small, 1.0, [1.0])
     assert forward == pytest.approx(10 * device.launch_overhead_s)
     assert backward == pytest.approx(2 * forward)

@@ -48,40 +48,33 @@ def options(sample: Sample, degree: int) -> list[tuple[Op, Strategy, OpSignature
 
 
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_operands_are_what_a_rank_is_given(sample: Sample, degree: int) -> None:
+def test_calls_take_and_give_what_a_rank_holds(sample: Sample, degree: int) -> None:
+    """Operands are the largest rank's, which is waited for. The call rebuilt from the text alone
+    runs on the first rank's, and makes local results: its sizes were localised."""
     for op, one, made in options(sample, degree):
-        for value, placement, operand in zip(op.operands, one.operands, made.operands, strict=True):
-            held = shards(sample.values[value], (R, placement), (1, degree))
-            part = max(held.values(), key=torch.numel)  # the one that is waited for
-            meta = sample.graph.values[value]
-            assert operand == (
-                str(part.dtype).removeprefix("torch."),
-                tuple(part.shape),
-                meta.requires_grad,
-            ), f"{op.target} {one.name}"
+        at = f"{op.target} {one.name}"
 
+        def held(value: str, placement: Placement) -> list[torch.Tensor]:
+            return [*shards(sample.values[value], (R, placement), (1, degree)).values()]
 
-@pytest.mark.parametrize("degree", [1, 2])
-def test_calls_give_what_a_rank_holds_of_the_results(sample: Sample, degree: int) -> None:
-    """The call rebuilt from the text alone runs, and makes local results: its sizes were
-    localised."""
-    for op, one, made in options(sample, degree):
-        tensors = [
-            next(iter(shards(sample.values[value], (R, placement), (1, degree)).values()))
-            for value, placement in zip(op.operands, one.operands, strict=True)
-        ]
+        operands = list(map(held, op.operands, one.operands))
+        for value, parts, operand in zip(op.operands, operands, made.operands, strict=True):
+            part, meta = max(parts, key=torch.numel), sample.graph.values[value]
+            dtype = str(part.dtype).removeprefix("torch.")
+            assert operand == (dtype, tuple(part.shape), meta.requires_grad), at
         again = OpSignature.parse(made.text)
         assert again == made
+        if degree > 2:
+            continue
         args, kwargs = again.call_arguments(
-            [x.clone() for x in tensors].__getitem__, torch.device("cpu")
+            lambda k, own=operands: own[k][0].clone(), torch.device("cpu")
         )
         if one.implementation:  # ids of other ranks: the executor masks them
-            args[1] = args[1] % tensors[0].shape[0]
+            args[1] = args[1] % operands[0][0].shape[0]
         got = operator(again.target)(*args, **kwargs)
         results = [got] if isinstance(got, torch.Tensor) else list(got)
-        for value, placement, result in zip(op.results, one.results, results, strict=True):
-            held = next(iter(shards(sample.values[value], (R, placement), (1, degree)).values()))
-            assert result.shape == held.shape, f"{op.target} {one.name}"
+        for parts, result in zip(map(held, op.results, one.results), results, strict=True):
+            assert result.shape == parts[0].shape, at
 
 
 @pytest.mark.parametrize("name", LIVE)
@@ -105,13 +98,8 @@ def test_rows_scale_as_a_trace_of_that_many_rows(name: str) -> None:
 @cache
 def mlp() -> tuple[Graph, FactorTable]:
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4))
-    graph = trace(
-        model,
-        (torch.randn(4, 8), torch.zeros(4, dtype=torch.long)),
-        batch_size=4,
-        loss_fn=F.cross_entropy,
-        precision="fp32",
-    )
+    batch = torch.randn(4, 8), torch.zeros(4, dtype=torch.long)
+    graph = trace(model, batch, batch_size=4, loss_fn=F.cross_entropy, precision="fp32")
     return graph, analyse(graph)
 
 
@@ -140,15 +128,12 @@ def test_a_column_split_linear_by_hand() -> None:
     assert made.differentiable
 
 
-@pytest.mark.parametrize("rows", [0.5, 2.5])
-def test_rows_that_are_no_whole_number_have_no_call(rows: float) -> None:
-    assert made_for("linear", "colwise", rows=rows) is None
-
-
 def test_calls_that_the_executor_replaces_have_no_signature() -> None:
     assert made_for("dropout", "replicate") is None
     assert made_for("cross_entropy_loss", "vocab") is None
     assert made_for("cross_entropy_loss", "replicate") is not None
+    for rows in (0.5, 2.5):  # no whole number
+        assert made_for("linear", "colwise", rows=rows) is None
 
 
 def test_views_have_no_signature(sample: Sample) -> None:
@@ -205,9 +190,7 @@ def test_an_argument_without_a_text_is_refused() -> None:
     "text",
     [
         "",
-        "{}",
         "[]",
-        "3",
         '{"op":"a"}',
         '{"op":"a","operands":[1],"args":[],"kwargs":{}}',
         '{"op":"a","operands":[["float31",[1],0]],"args":[],"kwargs":{}}',

@@ -1,51 +1,38 @@
-"""Shards and their replicas by hand, and groups on meshes that other stages lie between."""
+"""What parameters cost once a step by hand, their shards and replicas, and groups on meshes that
+other stages lie between."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import empty, nn
-from torch.nn import functional as F
 
 from meshwright.costmodel.kernels.collectives import group_for
-from meshwright.costmodel.operators.cost import Cost, Setting
+from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.quantized import wire_bytes
 from meshwright.costmodel.sharding.strategies import R
+from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import Traced, cluster, cut, setting_on
+from tests.costmodel.operators.test_pricing import ENDLESS, costs, moving, net, talking
+from tests.costmodel.operators.test_pricing import pricer as pricer_of
+from tests.helpers.planning import cluster, setting_on
 
-ENDLESS = 1e30
 # gradients of two bytes and no buffers; weights of four
 PLAIN = dataclasses.replace(EAGER, gradient_bytes=2, bucket_copies=0)
 
 
-@cache
-def net() -> Traced:
-    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to("meta")
-    batch = (empty(4, 8, device="meta"),) * 2
-    return cut(model, batch, F.mse_loss, precision="fp32")
-
-
-def setting(on: Cluster, **given: Any) -> Setting:
-    return setting_on(on, **{"rows": 4, "target": PLAIN, **given})
-
-
 def pricer(on: Cluster, **given: Any) -> Pricer:
-    of = net()
-    return Pricer(graph=of.graph, table=of.table, setting=setting(on, **given))
+    return pricer_of(net(), on, **{"target": PLAIN, **given})
 
 
-def prices(found: Pricer) -> Iterator[Cost]:
-    return (found.parameter_cost(value, R) for value in found.graph.parameters)
+def prices(found: Pricer) -> list[Cost]:
+    return [found.parameter_cost(value, R) for value in found.graph.parameters]
 
 
 def weights(found: Pricer, name: str) -> float:
@@ -125,43 +112,89 @@ def test_a_secondary_shard_of_one_node_is_the_shard() -> None:
     assert weights(found, "zero3_secondary_s") == weights(found, "zero3_gather_s") > 0
 
 
-def test_what_is_not_divided_reduces_among_all() -> None:
+def test_shards_among_all_ranks_have_no_replicas() -> None:
     on = cluster(4, nodes=2)
+    assert prices(pricer(on, dp=8, dp_shard=8)) == prices(pricer(on, dp=8))
+    assert weights(pricer(on, dp=8), "replicate_s") == 0
     whole, parts = (weights(pricer(on, dp=8, dp_shard=s), "reduce_s") for s in (0, 4))
     assert whole == parts > 0
 
 
-def test_shards_among_all_ranks_have_no_replicas() -> None:
-    on = cluster(4, nodes=2)
-    assert [*prices(pricer(on, dp=8, dp_shard=8))] == [*prices(pricer(on, dp=8))]
-    assert weights(pricer(on, dp=8), "replicate_s") == 0
-
-
 def test_prices_known_for_one_data_axis_are_not_another_s() -> None:
-    on = cluster(4, nodes=4)
+    on = cluster(4, nodes=4, bandwidth=1.0)
     first = pricer(on, dp=8)
-    settings = [
-        dataclasses.replace(first.setting, **change)
-        for change in (
-            {"dp_shard": 4},
-            {"hpz": 2},
-            {"quantized": "both"},
-            {"dp": 4},
-            {"num_microbatches": 3},
-            {"dp": 2, "dp_shard": 1},
+    assert costs(first, "linear")
+    for change in (
+        {"dp_shard": 4},
+        {"hpz": 2},
+        {"quantized": "both"},
+        {"dp": 4, "num_microbatches": 3},
+        {"num_microbatches": 3},
+        {"dp": 2, "dp_shard": 1},
+    ):
+        again = first.once(dataclasses.replace(first.setting, **change))
+        fresh = pricer(on, **{"dp": 8, **change})
+        assert prices(again) == prices(fresh) != prices(first)
+        assert costs(again, "linear") == costs(fresh, "linear")
+
+
+# --- once per step -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dp", "cp"), [(4, 1), (2, 2), (1, 4)])
+def test_gradients_are_reduced_over_all_who_hold_the_weight(dp: int, cp: int) -> None:
+    """Rings: an all-reduce sends 2(n-1)/n of the bytes, scatter and gather half of that."""
+    of = net()
+    found = pricer(talking(), dp=dp, cp=cp)
+    numel = of.graph.num_parameters()
+    assert weights(found, "reduce_s") == pytest.approx(2 * numel * 2 * 3 / 4)
+    assert weights(found, "scatter_s") == pytest.approx(2 * numel * 3 / 4)
+    assert weights(found, "gather_s") == pytest.approx(4 * numel * 3 / 4)
+
+
+def test_a_collective_starts_once_per_unit() -> None:
+    """Three steps of a ring of four for each unit: a bucket, which may grow with the ranks, each of
+    the parameters, or all of a block's."""
+    graph = net().graph
+    nbytes = graph.num_parameters() * 4
+    for unit, per_rank, count in (
+        ("bucket", 0, nbytes / 1000),
+        ("bucket", 500, nbytes / 2000),
+        ("parameter", 0, len(graph.parameters)),
+        ("block", 0, sum(bool(block.parameters) for block in graph.blocks)),
+    ):
+        given_ = {"bucket_bytes": 1000, "bucket_bytes_per_rank": per_rank, "bucket_copies": 0}
+        target = Target(name="odd", unit=unit, **given_)
+        quiet, slow = (
+            weights(pricer(talking(latency_s), dp=4, target=target), "gather_s")
+            for latency_s in (0.0, 1.0)
         )
-    ]
-    for other in settings:
-        again = [*prices(first.once(other))]
-        assert again == [*prices(pricer(on, **changed(other)))]
-        assert again != [*prices(first)]
+        assert slow - quiet == pytest.approx(3 * count)
 
 
-def changed(other: Setting) -> dict[str, Any]:
-    return {
-        name: getattr(other, name)
-        for name in ("dp", "dp_shard", "hpz", "quantized", "num_microbatches")
-    }
+def test_the_optimizer_passes_over_its_states_and_shards_divide_it() -> None:
+    """AdamW reads weight, gradient and two moments and writes all but the gradient: 7 × 4 bytes."""
+    of = net()
+    twice = dataclasses.replace(EAGER, optimizer_passes=2.0)
+    found = pricer(moving(), dp=2, cp=2, target=twice)
+    numel = of.graph.num_parameters()
+    assert weights(found, "optimizer_s") == pytest.approx(2 * 28 * numel)
+    assert weights(found, "shard_s") == pytest.approx(2 * 28 * numel / 4)
+
+
+def test_gradients_of_several_micro_batches_are_added_up() -> None:
+    """Read the sum and the new gradient, write the sum; one micro-batch needs none of it."""
+    of, target = net(), dataclasses.replace(EAGER, gradient_bytes=4)
+    numel = of.graph.num_parameters()
+    for count, traffic in ((1, 0), (2, 12 * numel), (5, 12 * numel)):
+        found = pricer(moving(), num_microbatches=count, target=target)
+        assert weights(found, "backward_s") == pytest.approx(traffic)
+
+
+def test_what_is_not_trained_costs_nothing_once() -> None:
+    found = pricer_of(net(frozen=True), talking(), dp=4)
+    frozen = next(v for v, fqn in found.graph.parameters.items() if fqn == "down.weight")
+    assert found.parameter_cost(frozen, R) == Cost()
 
 
 # --- groups --------------------------------------------------------------------------------------
@@ -175,7 +208,7 @@ def changed(other: Setting) -> dict[str, Any]:
 )
 def test_the_data_axis_lies_where_its_ranks_do(tp: int, dp: int, spread: int, node: int) -> None:
     on = cluster(node, nodes=-(-tp * dp * spread // node) + 1)
-    found = setting(on, dp=dp, tp=tp, spread=spread)
+    found = setting_on(on, dp=dp, tp=tp, spread=spread)
     assert found.group(size=dp, stride=tp) == group_for(on, size=dp, stride=tp * spread)
     assert found.group(size=tp, stride=1) == group_for(on, size=tp, stride=1)
 
@@ -192,7 +225,7 @@ def test_groups_across_both_axes_touch_as_many_nodes_as_their_ranks(
     on = cluster(8, nodes=max(1, tp * dp * spread // 8))
     ranks = (np.arange(dp)[:, None] * tp * spread + np.arange(tp)).ravel()[::stride]
     nodes, counts = np.unique(ranks // 8, return_counts=True)
-    found = setting(on, dp=dp, tp=tp, spread=spread).group(size=size, stride=stride)
+    found = setting_on(on, dp=dp, tp=tp, spread=spread).group(size=size, stride=stride)
     assert (found.size, found.nodes, found.per_node) == (size, len(nodes), counts.max())
 
 

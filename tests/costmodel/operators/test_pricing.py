@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -17,11 +16,11 @@ from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.fusion import fuse
 from meshwright.costmodel.operators.pricing import VIEW_HOST_SHARE, Pricer
-from meshwright.costmodel.sharding.strategies import Placement, R, Strategy, strategies
-from meshwright.costmodel.target import Target
+from meshwright.costmodel.sharding.strategies import Placement, Strategy, strategies
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, cluster, cut, setting_on
+from tests.helpers.traced import with_forward
 
 ROWS, LENGTH, WIDTH, WIDE, HEADS = 4, 6, 8, 16, 2
 ENDLESS = 1e30
@@ -93,19 +92,11 @@ def talking(latency_s: float = 0.0) -> Cluster:
 
 def test_what_can_not_split_the_batch_runs_on_all_rows_and_pays_for_them() -> None:
     """An operator without a rule, and what comes after it."""
-
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(WIDTH, WIDE), nn.Linear(WIDE, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(torch.renorm(self.up(x), 2, 0, 1.0)).mean()
-
     with torch.device("meta"):
-        made = cut(Normed(), (torch.empty(ROWS, WIDTH),), None, precision="fp32")
+        model = with_forward(lambda self, x: self.l(torch.renorm(self.l(x), 2, 0, 1.0)).mean())
+        made = cut(model, (torch.empty(ROWS, WIDTH),), None, precision="fp32")
     rows = ROWS // 2
-    nbytes = 4 * rows * WIDE
+    nbytes = 4 * rows * WIDTH
     for on, wanted in ((moving(), 2 * 2 * nbytes), (talking(), nbytes)):
         (cost,) = costs(pricer(made, on, dp=2, rows=rows), "renorm")
         assert cost.forward_s == pytest.approx(wanted)
@@ -150,16 +141,13 @@ def test_fused_attention_computes_its_scores_again() -> None:
     assert cost.backward_s == pytest.approx(2.5 * cost.forward_s)
 
 
-def test_the_tensor_axis_divides_the_work() -> None:
+def test_the_tensor_axis_divides_the_work_and_rows_scale_it() -> None:
+    up, *_ = costs(pricer(net(), busy(), rows=ROWS * 3), "linear")
+    assert up.forward_s == pytest.approx(3 * UP)
     up, *_ = costs(pricer(net(), busy(), tp=2), "linear", "colwise")
     assert (up.forward_s, up.backward_s) == pytest.approx((UP / 2, UP / 2))
     (attention,) = costs(pricer(net(), busy(), tp=2), "scaled_dot_product_attention", "heads")
     assert attention.forward_s == pytest.approx(SCORES)
-
-
-def test_rows_scale_the_work() -> None:
-    up, *_ = costs(pricer(net(), busy(), rows=ROWS * 3), "linear")
-    assert up.forward_s == pytest.approx(3 * UP)
 
 
 # --- traffic -------------------------------------------------------------------------------------
@@ -181,20 +169,13 @@ def test_views_move_nothing() -> None:
 
 
 def test_what_a_fused_kernel_makes_stays_in_registers() -> None:
-    """The softmax's input and result are matrix products' own; a gelu after a scaling is not."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(F.gelu(self.layer(x) * 2.0))
-
+    """A gelu after a scaling, all in one block."""
     with torch.device("meta"):
-        batch = (torch.empty(ROWS, WIDTH),) * 2
-        of = cut(Scaled(), batch, F.mse_loss, precision="fp32")
-    of = dataclasses.replace(of, graph=dataclasses.replace(of.graph, blocks=(whole(of),)))
+        model = with_forward(lambda self, x: self.l(F.gelu(self.l(x) * 2.0)))
+        of = cut(model, (torch.empty(ROWS, WIDTH),) * 2, F.mse_loss, precision="fp32")
+    ops = tuple(op for block in of.graph.blocks for op in block.ops)
+    whole = dataclasses.replace(of.graph.blocks[0], ops=ops, inputs=(), outputs=())
+    of = dataclasses.replace(of, graph=dataclasses.replace(of.graph, blocks=(whole,)))
     size = 4 * ROWS * WIDTH
     for fusion, scaled, gelu in (("none", 2, 2), ("pointwise", 1, 1)):
         found = pricer(of, moving(), fusion=fusion)
@@ -204,97 +185,6 @@ def test_what_a_fused_kernel_makes_stays_in_registers() -> None:
     known = pricer(of, moving(), fusion="pointwise", profile=Measured("measured"))
     assert costs(known, "linear")[0].measured_s == 3
     assert not costs(known, "mul")[0].measured_s and not costs(known, "gelu")[0].measured_s
-
-
-def whole(of: Traced) -> Any:
-    """All blocks as one."""
-    first = of.graph.blocks[0]
-    ops = tuple(op for block in of.graph.blocks for op in block.ops)
-    return dataclasses.replace(first, ops=ops, inputs=(), outputs=())
-
-
-# --- once per step -------------------------------------------------------------------------------
-
-
-def weights(found: Pricer, sum_of: Callable[[Cost], float]) -> float:
-    return sum(sum_of(found.parameter_cost(value, R)) for value in found.graph.parameters)
-
-
-@pytest.mark.parametrize(("dp", "cp"), [(4, 1), (2, 2), (1, 4)])
-def test_gradients_are_reduced_over_all_who_hold_the_weight(dp: int, cp: int) -> None:
-    """Rings: an all-reduce sends 2(n-1)/n of the bytes, scatter and gather half of that."""
-    of = net()
-    target = dataclasses.replace(EAGER, gradient_bytes=2, bucket_copies=0)
-    found = pricer(of, talking(), dp=dp, cp=cp, target=target)
-    numel = of.graph.num_parameters()
-    assert weights(found, lambda c: c.reduce_s) == pytest.approx(2 * numel * 2 * 3 / 4)
-    assert weights(found, lambda c: c.scatter_s) == pytest.approx(2 * numel * 3 / 4)
-    assert weights(found, lambda c: c.gather_s) == pytest.approx(4 * numel * 3 / 4)
-
-
-@pytest.mark.parametrize("unit", ["bucket", "parameter", "block"])
-def test_a_collective_starts_once_per_unit(unit: str) -> None:
-    """Three steps of a ring of four for each unit: a bucket, each of the parameters, or all of a
-    block's."""
-    of = net()
-    target = Target(name="odd", unit=unit, bucket_bytes=1000, bucket_copies=0)
-    quiet, slow = (
-        weights(pricer(of, talking(latency_s), dp=4, target=target), lambda c: c.gather_s)
-        for latency_s in (0.0, 1.0)
-    )
-    blocks = [block for block in of.graph.blocks if block.parameters]
-    count = {
-        "bucket": of.graph.num_parameters() * 4 / 1000,
-        "parameter": len(of.graph.parameters),
-        "block": len(blocks),
-    }[unit]
-    assert slow - quiet == pytest.approx(3 * count)
-
-
-def test_buckets_grow_with_the_ranks() -> None:
-    of = net()
-    target = Target(name="odd", bucket_bytes=1000, bucket_bytes_per_rank=500, bucket_copies=0)
-    found = pricer(of, talking(1.0), dp=4, target=target)
-    quiet = pricer(of, talking(), dp=4, target=target)
-    starts = weights(found, lambda c: c.gather_s) - weights(quiet, lambda c: c.gather_s)
-    assert starts == pytest.approx(3 * of.graph.num_parameters() * 4 / 2000)
-
-
-def test_the_optimizer_passes_over_its_states_and_shards_divide_it() -> None:
-    """AdamW reads weight, gradient and two moments and writes all but the gradient: 7 × 4 bytes."""
-    of = net()
-    twice = dataclasses.replace(EAGER, optimizer_passes=2.0)
-    found = pricer(of, moving(), dp=2, cp=2, target=twice)
-    numel = of.graph.num_parameters()
-    assert weights(found, lambda c: c.optimizer_s) == pytest.approx(2 * 28 * numel)
-    assert weights(found, lambda c: c.shard_s) == pytest.approx(2 * 28 * numel / 4)
-
-
-def test_gradients_of_several_micro_batches_are_added_up() -> None:
-    """Read the sum and the new gradient, write the sum; one micro-batch needs none of it."""
-    of, target = net(), dataclasses.replace(EAGER, gradient_bytes=4)
-    numel = of.graph.num_parameters()
-    for count, traffic in ((1, 0), (2, 12 * numel), (5, 12 * numel)):
-        found = pricer(of, moving(), num_microbatches=count, target=target)
-        assert weights(found, lambda c: c.backward_s) == pytest.approx(traffic)
-
-
-def test_what_is_not_trained_costs_nothing_once() -> None:
-    found = pricer(net(frozen=True), talking(), dp=4)
-    frozen = next(v for v, fqn in found.graph.parameters.items() if fqn == "down.weight")
-    assert found.parameter_cost(frozen, R) == Cost()
-
-
-def test_another_data_axis_shares_operators_and_not_the_step() -> None:
-    of = net()
-    first = pricer(of, cluster(4, bandwidth=1.0), dp=1, num_microbatches=1)
-    costs(first, "linear")
-    setting = dataclasses.replace(first.setting, dp=4, num_microbatches=3)
-    again, fresh = first.once(setting), Pricer(graph=of.graph, table=of.table, setting=setting)
-    assert costs(again, "linear") == costs(fresh, "linear") == costs(first, "linear")
-    for value in of.graph.parameters:
-        assert again.parameter_cost(value, R) == fresh.parameter_cost(value, R)
-        assert again.parameter_cost(value, R) != first.parameter_cost(value, R)
 
 
 # --- the host and what was measured --------------------------------------------------------------
@@ -340,13 +230,5 @@ def test_measurements_come_before_models() -> None:
     split = pricer(net(), busy(), tp=2, profile=Measured("measured"))
     assert split.comm("all_reduce", 8.0) == 5
     # signatures hold whole sequences
-    assert costs(pricer(net(), busy(), cp=2, profile=Measured("measured")), "linear")[
-        0
-    ].forward_s == pytest.approx(UP / 2)
-
-
-def test_collectives_of_the_tensor_axis() -> None:
-    assert pricer(net(), talking(), tp=4).comm("all_reduce", 100.0) == pytest.approx(
-        2 * 100 * 3 / 4
-    )
-    assert pricer(net(), talking()).comm("all_reduce", 100.0) == 0
+    up, *_ = costs(pricer(net(), busy(), cp=2, profile=Measured("measured")), "linear")
+    assert up.forward_s == pytest.approx(UP / 2)
