@@ -315,7 +315,7 @@ def stages_of_devices(
             f"={name!r} places {per_device} stages on each device, which num_stages={num_stages} "
             f"on num_devices={num_devices} are not",
             place="schedule",
-            legal=f"num_stages={per_device * num_devices}",
+            legal=f"num_stages={(each or 1) * num_devices}{' or a multiple' * (each is None)}",
             way_out="change one of the two",
         )
     if num_devices % schedule.copies:

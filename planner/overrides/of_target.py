@@ -48,6 +48,8 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
         left = replace(overrides, forbid=(*overrides.forbid, *more))
         left_schedules(left, tuple(SCHEDULES))
     except OverrideError as error:
+        if not more:  # the overrides alone leave none
+            raise
         raise OverrideError(
             f"; target {target.name!r} can't run {', '.join(more)}",
             place=error,

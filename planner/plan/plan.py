@@ -210,9 +210,7 @@ class Plan:
         text = json.dumps(top, indent=2)
         return (
             re.sub(
-                r'\{\s+"dp": \d+,[^{}\[\]]*\}',
-                lambda mesh: "{" + ", ".join(re.findall(r'"\w+": \d+', mesh[0])) + "}",
-                text,
+                r'\{\s+"dp": \d+,[^{}\[\]]*\}', lambda mesh: json.dumps(json.loads(mesh[0])), text
             )
             + "\n"
         )

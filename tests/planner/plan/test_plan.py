@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS
 from meshwright.planner.plan.plan import (
     OFFLOADS,
     Plan,
@@ -39,6 +40,7 @@ STAGES = st.builds(
     dp=st.integers(1, 64),
     tp=st.integers(1, 64),
     cp=st.integers(1, 4),
+    cp_kind=st.sampled_from(CONTEXT_KINDS),
     ep=st.integers(1, 4),
     zero=st.integers(0, 3),
     dp_shard=st.none() | st.integers(1, 64),
@@ -48,7 +50,7 @@ STAGES = st.builds(
     recompute=st.sampled_from(["none", "full"]) | st.just({"full": ("h.0", "h.1", "embed")}),
     offload=st.dictionaries(st.sampled_from(OFFLOADS), st.sampled_from([0.0, 0.1, 1.0])),
     shardings=st.dictionaries(NAMES | st.just('odd "{\n"dp": 1}'), DECISIONS, max_size=3),
-)
+).map(lambda stage: stage if stage.cp > 1 else dataclasses.replace(stage, cp_kind=ALL_GATHER))
 PLANS = st.builds(
     Plan,
     model=st.text(max_size=20),
