@@ -8,12 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from meshwright.cli import main
 from meshwright.planner.plan.words import seconds
-from meshwright.planner.report import sequence_length
 from meshwright.planner.search import Search
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
 from meshwright.shell import fitting
@@ -34,20 +35,18 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_price_gives_costs_and_full_gives_the_rest(capsys: Captured) -> None:
-    assert main([*FOUR, "--price", "2.5"]) == 0
-    short = capsys.readouterr().out
-    assert "device-hours a step" in short and "at the price given" in short
     assert main([*FOUR, "--full", "--json", "--price", "2.5"]) == 0
     data = json.loads(capsys.readouterr().out)
     hours = data["summary"]["step_time_s"] * 8 / 3600
-    assert "energy_kwh_per_step" not in data["cost"]  # no power is ever assumed
-    assert main([*FOUR, "--watts", "700"]) == 0
-    assert f"{0.7 * hours:.4g} kWh at 700 W a device as given" in capsys.readouterr().out
     assert data["cost"]["price_per_step"] == pytest.approx(2.5 * hours)
-    assert main([*FOUR, "--full"]) == 0
+    assert "energy_kwh_per_step" not in data["cost"]  # no power is ever assumed
+    assert main([*FOUR, "--full", "--watts", "700", "--price", "2.5"]) == 0
     full = capsys.readouterr().out
-    assert len(full) > len(short) and "the best found of each family" in full
-    assert "no sequence" in failed_after_a_plan(capsys, [*FOUR, "--tokens", "1e9"])
+    assert "device-hours a step" in full and "at the price given" in full
+    assert f"{0.7 * hours:.4g} kWh at 700 W a device as given" in full
+    assert "the best found of each family" in full
+    assert main([*FOUR, "--tokens", "1e9"]) == 1
+    assert "no sequence" in capsys.readouterr().err
 
 
 def test_small_costs_keep_their_digits() -> None:
@@ -58,11 +57,6 @@ def test_small_costs_keep_their_digits() -> None:
     assert "0.0066 days, 2.53 device-hours, 6.32 (0.0063 per" in cost_text(cost)
     large = cost_text(cost | {"days": 1_234.5, "device_hours": 12_345.6, "price": 30_864.0})
     assert "1,234 days, 12,346 device-hours, 30,864 (" in large
-
-
-def failed_after_a_plan(capsys: Captured, arguments: list[str]) -> str:
-    assert main(arguments) == 1
-    return capsys.readouterr().err
 
 
 # --- diff ----------------------------------------------------------------------------------------
@@ -165,22 +159,51 @@ def test_explain_says_where_nothing_is_split(capsys: Captured) -> None:
 # --- compare -------------------------------------------------------------------------------------
 
 
-def test_compare_chooses_by_time_or_by_cost(capsys: Captured) -> None:
-    asked = ["compare", *MODEL, "--cluster", "dgx-a100", "--cluster", "l4", "--json"]
-    assert main(asked) == 0
-    by_time = json.loads(capsys.readouterr().out)
-    steps = {row["cluster"]: row["step_time_s"] for row in by_time["rows"]}
-    assert by_time["by"] == "time" and by_time["chosen"] == min(steps, key=lambda k: steps[k])
-    other = next(name for name in steps if name != by_time["chosen"])
-    dear = ["1000" if name == by_time["chosen"] else "0.01" for name in steps]
-    prices = [word for price in dear for word in ("--price", price)]
-    assert main([*asked, *prices]) == 0
-    by_cost = json.loads(capsys.readouterr().out)
-    assert by_cost["by"] == "cost" and by_cost["chosen"] == other
-    assert main([*asked[:-1], *prices, "--by", "time"]) == 0
+def report_of(step_s: float, devices: int) -> Any:
+    """What a comparison reads of a report."""
+
+    def cost(price_per_hour: float | None, **_: object) -> dict[str, float]:
+        hours = step_s * devices / 3600
+        return {"price_per_step": price_per_hour * hours} if price_per_hour else {}
+
+    summary = {
+        "step_time_s": step_s, "step_interval_s": (step_s, 2 * step_s), "rows_per_s": 1 / step_s,
+        "tokens_per_s": None, "mfu": 0.5, "memory_verdict": "fits", "chosen": "dp8",
+    }  # fmt: skip
+    plan = SimpleNamespace(num_ranks=devices)
+    return SimpleNamespace(summary=summary, plan=plan, cost=cost)
+
+
+@pytest.mark.parametrize(
+    ("prices", "by", "how", "chosen"),
+    [
+        ([], None, "time", "fast"),
+        ([3.0], None, "cost", "small"),  # 2 s of 8 devices, 4 s of 2
+        ([2.0, 3.0], None, "cost", "small"),
+        ([1.0, 9.0], None, "cost", "fast"),
+        ([3.0], "time", "time", "fast"),
+    ],
+)
+def test_the_least_time_or_cost_is_chosen(
+    prices: list[float], by: str | None, how: str, chosen: str
+) -> None:
+    planned = {"fast": lambda: report_of(2.0, 8), "small": lambda: report_of(4.0, 2)}
+    found = compared(planned, prices=prices, tokens=None, by=by)
+    assert (found.by, found.chosen) == (how, chosen)
+    (line,) = [x for x in str(found).splitlines() if f"CHOSEN by {how}" in x]
+    assert line.split()[0] == chosen
+    if prices:
+        each = [row["price_per_step"] for row in found.rows]
+        first, last = prices[0], prices[-1]
+        assert each == pytest.approx([first * 16 / 3600, last * 8 / 3600])
+
+
+def test_compare_plans_for_each_cluster(capsys: Captured) -> None:
+    asked = ["compare", *MODEL, "--cluster", "dgx-a100", "--cluster", "l4"]
+    assert main([*asked, "--price", "2", "--by", "time"]) == 0
     out = capsys.readouterr().out
-    (line,) = [x for x in out.splitlines() if "CHOSEN by time" in x]
-    assert line.split()[0] == by_time["chosen"] and "price/step" in out
+    assert out.count("CHOSEN by time") == 1 and "price/step" in out
+    assert "dgx-a100" in out and "l4" in out
 
 
 def test_a_cluster_that_is_too_small_is_a_row(capsys: Captured) -> None:
@@ -221,7 +244,9 @@ def test_fit_searches_batches_and_sequences(
     """Where 1,000 tokens fit: of 16 rows of 6 tokens 10 times as many."""
 
     def fits(search: Search) -> bool:
-        return search.global_batch_size * (sequence_length(search.problem) or 0) <= 1000
+        graph = search.problem.graph
+        length = graph.values[next(iter(graph.inputs))].shape[1]
+        return search.global_batch_size * length <= 1000
 
     monkeypatch.setattr(fitting, "some_plan_fits", fits)
     asked = ["fit", "cli_targets:texts", *PLAN[2:], "--cluster", "dgx-a100"]

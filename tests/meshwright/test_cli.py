@@ -31,13 +31,6 @@ def test_plan_prints_the_report_and_nothing_else(capsys: Captured) -> None:
     assert json.loads(Path("trace.json").read_text())["traceEvents"]
 
 
-def test_plan_as_json(capsys: Captured) -> None:
-    assert main([*FOUR, "--json", "-o", "plan.json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["plan"] == json.loads(Path("plan.json").read_text())
-    assert data["summary"]["step_time_s"] > 0
-
-
 def test_a_time_limit_is_kept_and_told(capsys: Captured) -> None:
     assert main([*FOUR, "--time-limit", "0", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -27,7 +27,7 @@ LENGTH, CLASSES, IGNORED = 8, 48, -100
 
 def gpt2() -> nn.Module:
     config = GPT2Config(
-        n_layer=4, n_embd=32, n_head=4, vocab_size=CLASSES, n_positions=64, initializer_range=0.3,
+        n_layer=2, n_embd=32, n_head=4, vocab_size=CLASSES, n_positions=64, initializer_range=0.3,
         bos_token_id=0, eos_token_id=None,
     )  # fmt: skip
     return GPT2LMHeadModel(config)

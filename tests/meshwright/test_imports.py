@@ -66,6 +66,7 @@ for module in pkgutil.walk_packages(meshwright.executor.__path__, "meshwright.ex
     assert within(loaded, PLANNER) == []
 
 
+@second_tier("a rank with a plan file stays, in a process of its own")
 def test_errors_are_imported_without_who_raises_them() -> None:
     names = "InfeasibleError, OverrideError, PlanError, TraceError"
     loaded = loaded_by(f"from meshwright import {names}")

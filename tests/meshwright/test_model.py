@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,11 @@ def test_a_checkpoint_continues_bit_by_bit(tmp_path: Path) -> None:
 # --- wrong batches -------------------------------------------------------------------------------
 
 
+@cache
+def alone() -> ParallelModel:
+    return planned(net())
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [
@@ -192,4 +198,4 @@ def test_a_checkpoint_continues_bit_by_bit(tmp_path: Path) -> None:
 )
 def test_a_wrong_batch_is_named(given: Any, says: str) -> None:
     with pytest.raises(ValueError, match=f"batch: .*{says}"):
-        planned(net()).train_step(given)
+        alone().train_step(given)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import all_gather_object, gloo_group
 from meshwright.monitor import WARM_UP
 from meshwright.profiles.profile import cores_busy, load_profile, no_profile
-from meshwright.profiles.steps import STEP, RunKind
+from meshwright.profiles.steps import STEP, RunKind, StepTiming
 from meshwright.profiles.store import DeviceId, Measurements, Store
 from meshwright.running.recalibrated import LEAST_STEPS, step_timings
 from tests.helpers.ranks import on_ranks
@@ -26,7 +27,7 @@ RUN = RunKind(precision="fp32", target="eager")
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -115,9 +116,9 @@ def test_a_process_without_the_ranks_has_nothing_to_keep() -> None:
 
 
 def test_a_cache_that_cannot_be_written_loses_nothing(
-    cache: Path, caplog: pytest.LogCaptureFixture
+    cache_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cache.write_text("a file where the folder should be")
+    cache_folder.write_text("a file where the folder should be")
     first = measured(3.0)
     with caplog.at_level(logging.WARNING):
         found = first.recalibrate()
@@ -127,14 +128,17 @@ def test_a_cache_that_cannot_be_written_loses_nothing(
     assert 2.2 < again.prediction.step_time_s / first.prediction.step_time_s < 3.2
 
 
-def stored(times: float, name: str, version: str, target: str = "eager") -> None:
-    """Steps of a plan that took `times` its price, kept as another device's or version's."""
-    first = measured(times)
-    own = first.monitor.medians()[1]
-    profile = load_profile(host(1), run=RUN)
-    assert profile is None or not profile.corrections
-    steps = step_timings(first.plan, first._problem, no_profile(host(1)), [own], 15)
-    steps = tuple(replace(step, target=target) for step in steps)
+@cache
+def slow_steps() -> tuple[StepTiming, ...]:
+    """Of a plan on one device whose steps took three times its price."""
+    first = measured(3.0)
+    medians = [first.monitor.medians()[1]]
+    return step_timings(first.plan, first._problem, no_profile(host(1)), medians, 15)
+
+
+def keep(name: str, version: str, **changes: str) -> None:
+    """Keep them as another device's or version's."""
+    steps = tuple(replace(step, **changes) for step in slow_steps())
     Store().add(Measurements(device=DeviceId(name=name, driver="1", torch=version), steps=steps))
 
 
@@ -153,32 +157,21 @@ def test_steps_of_this_device_torch_and_target_count(
 ) -> None:
     cluster = host(1)
     here = DeviceId.here("cpu", cores_busy(cluster)).name
-    stored(3.0, here if name == "here" else name, version, target)
+    keep(here if name == "here" else name, version, target=target)
     found = load_profile(cluster, run=RUN)
     assert (found is not None and bool(found.corrections)) == counts
 
 
 def test_steps_on_a_gpu_correct_plans_for_more_of_it() -> None:
-    stored_on = "NVIDIA H100 80GB HBM3"
+    keep("NVIDIA H100 80GB HBM3", torch.__version__, backend="nccl")
     cluster = Cluster.from_catalog("h100-sxm", num_nodes=2)
-    first = measured(3.0)
-    steps = step_timings(
-        first.plan, first._problem, no_profile(host(1)), [first.monitor.medians()[1]], 15
-    )
-    nccl = tuple(replace(step, backend="nccl") for step in steps)
-    device = DeviceId(name=stored_on, driver="1", torch=torch.__version__)
-    Store().add(Measurements(device=device, steps=nccl))
     found = load_profile(cluster, run=RUN)
     assert found is not None and found.corrections
     assert load_profile(cluster) is None  # no kind of run, no measurement
 
 
 def test_steps_priced_on_another_basis_do_not_count() -> None:
-    stored(3.0, DeviceId.here("cpu", 1).name, torch.__version__)
-    store, (device,) = Store(), Store().devices()
-    other = tuple(replace(s, basis="operators measured") for s in store.read(device).steps)
-    store.forget_steps(lambda _: True)
-    store.add(Measurements(device=device, steps=other))
+    keep(DeviceId.here("cpu", 1).name, torch.__version__, basis="operators measured")
     assert load_profile(host(1), run=RUN) is None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,16 @@ def test_losses_without_a_gradient_are_refused(loss: Callable[..., Any], message
         plan_for(Linear(), torch.ones(6, 6), loss)
 
 
+@cache
+def linear() -> ParallelModel:
+    return plan_for(Linear(), torch.ones(6, 6))
+
+
+@cache
+def alone() -> ParallelModel:
+    return planned(net())
+
+
 UNUSUAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sparse_coo": torch.Tensor.to_sparse,
     "sparse_csr": torch.Tensor.to_sparse_csr,
@@ -70,9 +81,8 @@ def test_inputs_that_are_not_dense_are_refused(kind: str) -> None:
     message = rf"entry 'x' is a {kind} tensor; legal: dense tensors.*; pass it dense"
     with pytest.raises(ValueError, match=message):
         plan_for(Linear(), given)
-    result = plan_for(Linear(), torch.ones(6, 6))
     with pytest.raises(ValueError, match=message):
-        result.train_step({"x": given})
+        linear().train_step({"x": given})
 
 
 @pytest.mark.parametrize(
@@ -136,7 +146,7 @@ def test_an_optimizer_of_another_model_is_refused(tmp_path: Path, given_to: str)
 
 @pytest.mark.parametrize("ids", [VOCAB, -1])
 def test_an_index_that_no_table_has_is_an_error_of_the_batch(ids: int) -> None:
-    result, (x, targets) = planned(net()), batch(ROWS)
+    result, (x, targets) = alone(), batch(ROWS)
     with pytest.raises(BatchError, match="an index that is not there") as caught:
         result.train_step((torch.full_like(x, ids), targets))
     assert caught.value.legal and caught.value.way_out
@@ -155,7 +165,7 @@ def test_an_index_that_no_table_has_is_an_error_of_the_batch(ids: int) -> None:
 def test_a_batch_of_another_kind_is_refused(change: Callable[..., Any], says: str) -> None:
     x, targets = batch(ROWS)
     with pytest.raises(BatchError, match=says):
-        planned(net()).train_step((change(x), targets))
+        alone().train_step((change(x), targets))
 
 
 def _in_threads(work: Callable[[], object], number: int) -> list[object]:

@@ -16,12 +16,9 @@ from torch.nn import functional as F
 from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.traced import WIDTH, rows, with_forward
+from tests.user_code.user_parts import holding
 
 Forward = Callable[..., torch.Tensor]
-
-
-def holding(**attributes: Any) -> Callable[[nn.Module], None]:
-    return lambda model: vars(model).update(attributes)
 
 
 def result_of(

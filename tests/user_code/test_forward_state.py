@@ -18,12 +18,9 @@ from torch.nn import functional as F
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.planner.tracing.trace import TraceError, trace
 from tests.helpers.traced import WIDTH, agree, rows, with_forward
+from tests.user_code.user_parts import holding
 
 Forward = Callable[..., torch.Tensor]
-
-
-def holding(**attributes: Any) -> Callable[[nn.Module], None]:
-    return lambda model: vars(model).update(attributes)
 
 
 # --- what is followed -----------------------------------------------------------------------------

@@ -28,8 +28,6 @@ from tests.user_code.user_runs import (
     ROWS,
     batch_of,
     built,
-    on_one_device,
-    plain_steps,
     plan_of,
     prepared,
     train_as_alone,
@@ -76,27 +74,6 @@ def test_trains_as_plain_pytorch_does(run: tuple[str, str]) -> None:
 def test_layout_is_refused(run: tuple[str, str]) -> None:
     with pytest.raises(ValueError, match="hold a trained parameter, and every stage needs one"):
         plan_of(*run)
-
-
-# --- half precision -------------------------------------------------------------------------------
-
-CASTS = ("own statistics", "hidden statistics", "autocast", "devices", "float buffers")
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_half_precision_trains_what_has_float_tensors(name: str) -> None:
-    """Tensors of two dtypes meet; the losses are those of fp32 up to bf16's rounding, and
-    statistics are not rounded."""
-    user = USERS[name]
-    result = on_one_device(user, 1, "bf16")
-    runtime = result.runtime
-    wanted = plain_steps(user, 1)
-    loss = float(result.train_step(batch_of(user, 0)))
-    assert loss == pytest.approx(wanted.losses[0], rel=0.03)
-    statistics = [
-        b for b in runtime.graph.updates if runtime.graph.values[b].dtype.is_floating_point
-    ]
-    assert all(runtime.graph.values[b].dtype == torch.float32 for b in statistics)
 
 
 # --- what is frozen -------------------------------------------------------------------------------

@@ -92,3 +92,8 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+def holding(**attributes: Any) -> Callable[[nn.Module], None]:
+    """Sets attributes of a model."""
+    return lambda model: vars(model).update(attributes)

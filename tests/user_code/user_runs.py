@@ -154,22 +154,19 @@ def _loss(user: UserModel, model: nn.Module, batch: Any) -> torch.Tensor:
     return output["loss"] if isinstance(output, Mapping) else output.loss
 
 
-def on_one_device(user: UserModel, parts: int, precision: str = "fp32") -> ParallelModel:
-    """The model planned for one device in so many micro-batches."""
-    return auto_parallelize(
+def runtime_steps(user: UserModel, parts: int) -> Reference:
+    """The lowered model on one device, in so many micro-batches: its dropout masks are those of
+    every plan."""
+    alone = auto_parallelize(
         built(user),
         Cluster.local(1, measure=False),
         example_inputs=batch_of(user, 0),
         global_batch_size=ROWS,
         loss_fn=user.loss_fn,
-        precision=precision,
+        precision="fp32",
         overrides=Overrides(num_microbatches=parts),
     )
-
-
-def runtime_steps(user: UserModel, parts: int) -> Reference:
-    """The lowered model on one device: its dropout masks are those of every plan."""
-    return steps_of(user, on_one_device(user, parts).runtime)
+    return steps_of(user, alone.runtime)
 
 
 def steps_of(user: UserModel, runtime: Runtime) -> Reference:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from meshwright.hf.arguments import (
     global_batch_size,
     precision_of,
 )
+from tests.helpers.tiers import second_tier
 
 pytest.importorskip("accelerate", reason="TrainingArguments need it: pip install accelerate")
 
@@ -94,6 +96,7 @@ def test_the_losses_are_those_of_transformers(tmp_path: Path) -> None:
     assert trainer.evaluate(dataset())["eval_loss"] < expected[-1]
 
 
+@second_tier("fit, which it calls, has runs in parts")
 def test_it_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     whole = ours(arguments(tmp_path / "whole")).train()
@@ -119,8 +122,8 @@ def test_arguments_say_rows_precision_and_steps(tmp_path: Path) -> None:
     args = arguments(tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3)
     assert ours(args).result.plan.global_batch_size == 6
     assert global_batch_size(args, num_devices=4) == 24
-    halves = [arguments(tmp_path, **{name: True}) for name in ("bf16", "fp16")]
-    assert [precision_of(a) for a in (args, *halves)] == ["fp32", "bf16", "fp16"]
+    asked = [SimpleNamespace(bf16=b, fp16=f) for b, f in ((0, 0), (1, 0), (0, 1))]
+    assert [precision_of(a) for a in asked] == ["fp32", "bf16", "fp16"]
     for strategy, steps, found in (
         ("no", 3, None), ("steps", 0, None), ("steps", 3, 3), ("steps", 0.25, 10),
         ("steps", 0.001, 1), ("epoch", 3, 7),
@@ -239,6 +242,7 @@ def classifier() -> Any:
     return GPT2ForSequenceClassification(config)
 
 
+@second_tier("weights alone are saved by the same call, and columns are of models without adapters")
 def test_of_an_adapted_model_the_adapters_are_saved(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     given = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)

@@ -26,6 +26,7 @@ from tests.meshwright.data.feeding import (
     batch_of,
     plain_losses,
     planned,
+    planned_alone,
 )
 
 SEED, STEPS, STOPPED_AT = 3, 6, 2
@@ -211,7 +212,7 @@ def test_data_without_a_state_begin_anew_with_a_warning(
 )
 def test_what_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(MeshwrightError, match=says):
-        fit(planned(ranks=1), Tokens(), optimizer=sgd, **given)
+        fit(planned_alone(), Tokens(), optimizer=sgd, **given)
 
 
 def test_a_run_is_not_begun_over_another(tmp_path: Path) -> None:
