@@ -132,11 +132,14 @@ class Launching:
             os.kill(self._running[rank].pid, signal.SIGABRT)
         self._running[rank].poll(timeout_s=5)
 
-    def kill(self) -> None:
-        """End all, whatever they do."""
+    def send_signal(self, number: signal.Signals) -> None:
         for rank in self._running:
             with suppress(ProcessLookupError):
-                os.killpg(rank.pid, signal.SIGKILL)
+                os.killpg(rank.pid, number)
+
+    def kill(self) -> None:
+        """End all, whatever they do."""
+        self.send_signal(signal.SIGKILL)
         for rank in self._running:
             rank.poll(timeout_s=None)
         self._folder.cleanup()

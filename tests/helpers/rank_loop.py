@@ -5,6 +5,7 @@ rank_loop.py <path of the parent's socket>
 
 from __future__ import annotations
 
+import os
 import pickle
 import random
 import resource
@@ -26,6 +27,7 @@ def serve(address: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
     warnings.simplefilter("ignore", FutureWarning)
+    os.environ[launch.TIMEOUT_VARIABLE] = "36000"  # the parent has limits of its own, and stops us
     with launch.distributed("gloo"), Client(address) as parent:
         parent.send(launch.rank())
         while True:

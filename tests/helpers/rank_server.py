@@ -11,10 +11,12 @@ group and no device, so that a rank inherits nothing but modules.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import select
+import signal
 import socket
 import sys
 import types
@@ -22,6 +24,7 @@ from pathlib import Path
 
 IMPORTED = ("tests.parity.parity_checks", "tests.helpers.tiny", "scripts.zoo.models")
 MAX_REQUEST_BYTES = 2**20
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal that comes when the parent ends
 
 
 def serve(control: socket.socket) -> tuple[str, list[str]] | None:
@@ -50,6 +53,7 @@ def _become_rank(
     script: str, arguments: list[str], environment: dict[str, str], folder: str, pipes: list[int]
 ) -> tuple[str, list[str]]:
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped rank too ends with us
     out, err, status = pipes
     os.dup2(out, 1)
     os.dup2(err, 2)

@@ -11,6 +11,7 @@ this process asks for cases; after a failure the next case gets a new launch.
 from __future__ import annotations
 
 import pickle
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from tests.helpers.launching import Launching, end_servers
 RANK_LOOP = Path(__file__).with_name("rank_loop.py")
 START_S = 120.0
 GRACE_S = 5.0  # for the others to notice a failure by themselves
-CASES_OF_A_WORLD = 16  # whose process groups, threads among them, stay: then a new launch takes over
+CASES_OF_A_WORLD = 16  # whose process groups stay, with their threads: then a new launch
 
 _worlds: dict[int, World] = {}
 
@@ -91,6 +92,7 @@ class World:
     ) -> tuple[Any, str | None]:
         """Rank 0's result, and what failed."""
         self.cases += 1
+        self._launch.send_signal(signal.SIGCONT)
         written = self._launch.written()
         work = pickle.dumps((function, arguments))
         for connection in self._of:
@@ -112,6 +114,8 @@ class World:
                 elif rank == 0:
                     result = value
         if not waiting and not failures:
+            # the threads of their process groups would go on to look for messages
+            self._launch.send_signal(signal.SIGSTOP)
             return result, None
         if waiting:
             late = sorted(self._of[connection] for connection in waiting)

@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 
 
-def t5(*, vocab: int) -> nn.Module:
+def t5(*, vocab: int, inner: int = 64) -> nn.Module:
     config = transformers.T5Config(
         vocab_size=vocab,
         d_model=32,
         d_kv=8,
-        d_ff=64,
+        d_ff=inner,
         num_layers=2,
         num_decoder_layers=2,
         num_heads=4,
