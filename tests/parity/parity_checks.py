@@ -64,8 +64,9 @@ def dropout(cell: Cell, alone: list[float]) -> None:
     model, batch = case.model(), case.batch(GLOBAL_BATCH, 0)
     with torch.no_grad():
         plain = float(case.loss(case.model().eval(), batch))
-    torch.manual_seed(DROPOUT_SEED)  # the first step draws its seed
-    runtime = built(cell, model)
+    plan, of = plan_of(cell)
+    torch.manual_seed(DROPOUT_SEED)  # of which the runtime draws its own
+    runtime = parallelize(model, plan, of)
     assert float(runtime.eval_step(batch)) == pytest.approx(plain, rel=FP32)
     assert train(runtime, cell.case) == pytest.approx(alone, rel=FP32)
 
