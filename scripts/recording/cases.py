@@ -1,9 +1,10 @@
-"""Cases whose plans are recorded: models, clusters, overrides."""
+"""Cases whose plans are recorded: models, clusters, overrides; the small ones take seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,14 +21,21 @@ def language_model(config: Any, kind: Any, length: int) -> Built:
     return kind(config), {"input_ids": ids, "labels": ids}, None
 
 
-def gpt2(layers: int = 6, hidden: int = 768, length: int = 1024) -> Built:
-    config = hf.GPT2Config(n_layer=layers, n_embd=hidden, n_head=hidden // 64, n_positions=length)
+def gpt2(
+    layers: int = 6, hidden: int = 768, length: int = 1024, vocab: int = 50257, **more: Any
+) -> Built:
+    config = hf.GPT2Config(
+        n_layer=layers, n_embd=hidden, n_head=hidden // 64, n_positions=length, vocab_size=vocab,
+        bos_token_id=0, eos_token_id=0, **more,
+    )  # fmt: skip
     return language_model(config, hf.GPT2LMHeadModel, length)
 
 
-def llama(layers: int = 8, hidden: int = 2048, length: int = 2048, heads: int = 16) -> Built:
+def llama(
+    layers: int = 8, hidden: int = 2048, length: int = 2048, heads: int = 16, vocab: int = 32000
+) -> Built:
     config = hf.LlamaConfig(
-        vocab_size=32000,
+        vocab_size=vocab,
         hidden_size=hidden,
         intermediate_size=hidden * 3,
         num_hidden_layers=layers,
@@ -37,17 +45,17 @@ def llama(layers: int = 8, hidden: int = 2048, length: int = 2048, heads: int = 
     return language_model(config, hf.LlamaForCausalLM, length)
 
 
-def mixtral() -> Built:
+def mixtral(layers: int = 4, hidden: int = 1024, length: int = 1024, vocab: int = 32000) -> Built:
     config = hf.MixtralConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=4,
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
         num_attention_heads=16,
         num_key_value_heads=8,
         num_local_experts=8,
     )
-    return language_model(config, hf.MixtralForCausalLM, 1024)
+    return language_model(config, hf.MixtralForCausalLM, length)
 
 
 def bert() -> Built:
@@ -160,11 +168,54 @@ def case(model: Any, cluster: Any, batch: int, overrides: Any = None, **options:
 
 
 def cases() -> Iterator[tuple[str, Case]]:
-    """Fifty-odd cases by name."""
+    """Sixty-odd cases by name."""
+    yield from small_cases()
     yield from of_decoders()
     for name, overrides in OVERRIDES.items():
         yield f"llama 4096, {name}", case(large, nodes("dgx-h100", 2), 128, overrides)
     yield from of_others()
+
+
+def small() -> Built:
+    return llama(4, 1024, 1024, 8)
+
+
+def with_memory(cluster: Callable[[], Cluster], memory_bytes: int) -> Callable[[], Cluster]:
+    """Devices with so much memory, all of it for tensors."""
+
+    def made() -> Cluster:
+        found = cluster()
+        device = replace(
+            found.device, memory_bytes=memory_bytes, reserved_bytes=0, communicator_bytes=0
+        )
+        return replace(found, device=device)
+
+    return made
+
+
+SMALL_OVERRIDES: Mapping[str, Mapping[str, Any]] = {
+    "tp 2 zero 3 full recompute": {"tp": 2, "pp": 1, "zero": 3, "recompute": "full"},
+    "zb_v": {"schedule": "zb_v", "pp": 2, "num_microbatches": 4},
+    "interleaved": {"schedule": "interleaved_1f1b", "pp": 2, "virtual_stages": 2},
+    "chimera": {"schedule": "chimera", "pp": 2, "tp": 1, "num_microbatches": 4},
+    "up_proj colwise": {"tp": 2, "shardings": {"model.layers.*.mlp.up_proj": "colwise"}},
+}
+
+
+def small_cases() -> Iterator[tuple[str, Case]]:
+    """Of models that are traced and planned in a second or two."""
+    h100, v100 = "dgx-h100", "p3.16xlarge"
+    yield "small llama, h100", case(small, nodes(h100), 32)
+    for name, overrides in SMALL_OVERRIDES.items():
+        yield f"small llama, {name}", case(small, nodes(h100, devices_per_node=4), 32, overrides)
+    tight, tighter = (with_memory(nodes(h100, devices_per_node=2), b) for b in (2**31, 2**29))
+    yield "small llama, host memory", case(small, tight, 8)
+    yield "small llama, too little memory", case(small, tighter, 8, {"forbid": ["offload"]})
+    few = {"layers": 3, "hidden": 512, "length": 512, "vocab": 32000}
+    tiny, host = partial(gpt2, **few), Cluster.local(4, measure=False)
+    yield "small gpt2, local", case(tiny, lambda: host, 16)
+    yield "small gpt2, 2 v100 fp16", case(tiny, nodes(v100, 2), 64, precision="fp16")
+    yield "small mixtral, ep 4", case(partial(mixtral, **few), nodes(h100), 64, {"ep": 4})
 
 
 def of_decoders() -> Iterator[tuple[str, Case]]:

@@ -24,7 +24,7 @@ FEW, MANY = 60, 350
 )
 def test_malformed_inputs_are_refused_in_full(cases: int) -> None:
     found = fuzz(FAMILIES, cases, seed=0, processes=2)
-    assert len(found) >= 0.85 * cases
+    assert len(found) >= 0.8 * cases
     assert not faults(found), faults_text(found, seed=0)
     for family in FAMILIES:
         if family.name == "cache":  # read within limits, or moved aside: never an error

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 
 from scripts import record_plans as records
 from scripts.record_plans import RECORD, change, read, recorded, repriced
@@ -25,7 +24,6 @@ LARGE = [name for name, _ in cases() if name not in dict(small_cases())]
 
 def agree(names: Iterable[str]) -> None:
     """Each case is searched; where it chose otherwise, its plan of before is priced, too."""
-    transformers.logging.set_verbosity_error()
     of, record, said = dict(cases()), read(RECORD), []
     for name in names:
         before, (after, _) = record[name], recorded(of[name])
