@@ -25,6 +25,7 @@ def test_copies_are_what_lies_between_dispatch_and_combine() -> None:
     graph = routed()
     table = analyse(graph)
     assert table.copies == copies_of(graph.ops)
+    assert table.experts and not table.experts & table.alone  # shared out evenly
     for op in graph.ops:
         inside = table.copies.intersection(op.results)
         assert bool(inside) or op.short != DISPATCH
