@@ -24,21 +24,8 @@ def is_killed() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raises() -> NoReturn:
-    raise ImportError("no module of that name")
-
-
-def exits() -> NoReturn:
-    sys.exit(3)
-
-
-def raises_in_the_group() -> None:
-    """Fails where the library joins the group: the others are about to."""
-
-    def refuses(*_: object, **__: object) -> NoReturn:
-        raise RuntimeError("no such backend here")
-
-    dist.init_process_group = refuses
+def raises(*_: object, **__: object) -> NoReturn:
+    raise RuntimeError("no such thing here")
 
 
 def is_killed_when_awaited() -> None:
@@ -50,11 +37,11 @@ def is_killed_when_awaited() -> None:
     joining._answer = says_its_word
 
 
-FAULTS: dict[str, Callable[[], None]] = {
+FAULTS: dict[str, Callable[[], object]] = {
     "kill": is_killed,
     "raise": raises,
-    "exit": exits,
-    "group": raises_in_the_group,
+    "exit": lambda: sys.exit(3),
+    "group": lambda: setattr(dist, "init_process_group", raises),  # the others are about to join
     "word": is_killed_when_awaited,
 }
 

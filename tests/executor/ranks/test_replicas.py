@@ -1,17 +1,31 @@
-"""What ranks must give alike, on two of them: weights, batches, the random state of a trace."""
+"""The ranks of a stage's axes, what ranks must give alike, and what they tell each other:
+collectives on objects, their errors, and the watchdog's phases meanwhile."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from meshwright.executor.ranks import launch
+from meshwright.executor.ranks import StageMesh, launch
+from meshwright.executor.ranks.background import Background
+from meshwright.executor.ranks.object_collectives import (
+    WAITING,
+    all_gather_object,
+    broadcast_object,
+    gather_object,
+    phase,
+    run_on_all,
+    run_on_first,
+)
 from meshwright.executor.ranks.replicas import (
     BatchCheck,
     check_equal,
@@ -19,7 +33,10 @@ from meshwright.executor.ranks.replicas import (
     make_equal,
     same_random_state,
 )
+from meshwright.executor.ranks.watchdog import progress
+from tests.executor.checkpoint.checkpoint_runs import start
 from tests.helpers.ranks import on_ranks
+from tests.helpers.threaded_ranks import talking_ranks
 
 CPU = torch.device("cpu")
 
@@ -106,3 +123,180 @@ def test_a_digest_is_of_values_shape_and_dtype() -> None:
     assert len({digest(y) for y in [x, *others]}) == 7
     assert digest(x) == digest(x.clone()) and 0 < digest(x) < 2**63
     assert digest(torch.empty(3, device="meta")) == 0
+
+
+# --- the ranks of a stage's axes ------------------------------------------------------------------
+
+
+SIZES = st.sampled_from([1, 2, 3, 4])
+
+
+@given(SIZES, SIZES, SIZES, SIZES, SIZES, st.randoms(use_true_random=False))
+def test_axes_are_lines_of_the_grid(
+    replicas: int, runs: int, low: int, tp: int, cp: int, order: Any
+) -> None:
+    high, dp = low * runs, low * runs * replicas * cp
+    ranks = list(range(5, 5 + dp * tp))
+    order.shuffle(ranks)
+    mesh = StageMesh(ranks=tuple(ranks), dp=dp, tp=tp, shards=high, cp=cp)
+    place_of = {rank: divmod(k, tp) for k, rank in enumerate(ranks)}
+    assert mesh.outer == ((dp // cp, cp) if cp > 1 else (dp,))
+    for rank, (d, t) in place_of.items():
+        assert mesh.coordinate(rank) == (d, t) and mesh.rank(d, t) == rank
+        assert mesh.row(d) == tuple(r for r in ranks if place_of[r][0] == d)
+        assert mesh.column(t) == tuple(r for r in ranks if place_of[r][1] == t)
+        assert mesh.outer_coordinate(d) == ((d // cp, d % cp) if cp > 1 else (d,))
+        line = [
+            r
+            for r in mesh.column(t)
+            if place_of[r][0] // high == d // high and place_of[r][0] % low == d % low
+        ]
+        assert mesh.line(rank, low, high) == (tuple(line), line.index(rank))
+
+
+@pytest.mark.parametrize(
+    ("given", "shards", "cuts", "experts", "others"),
+    [
+        ({"dp": 8, "shards": 4, "experts": 2}, 4, (2, 4, 8), "shard shard part",
+         "replicate shard shard"),
+        ({"dp": 8, "shards": 8, "experts": 4}, 2, (4, 8), "shard part", "shard shard"),
+        ({"dp": 8, "shards": 2, "experts": 2}, 2, (2, 4, 8), "replicate shard part",
+         "replicate replicate shard"),
+        ({"dp": 8, "shards": 1, "experts": 2}, 1, (2, 8), "replicate part",
+         "replicate replicate"),
+        ({"dp": 4, "tp": 2, "shards": 4, "experts": 4, "folded": True}, 2, (2, 4), "shard part",
+         "shard shard"),
+        ({"dp": 12, "shards": 4, "experts": 2}, 2, (2, 4, 12), "replicate shard part",
+         "replicate shard shard"),
+        ({"dp": 4, "shards": 2}, 2, (2, 4), "replicate shard", "replicate shard"),
+        ({"dp": 1, "shards": 1}, 1, (1,), "replicate", "replicate"),
+    ],
+)  # fmt: skip
+def test_a_weight_of_experts_is_cut_as_its_holders_are(
+    given: dict[str, Any], shards: int, cuts: tuple[int, ...], experts: str, others: str
+) -> None:
+    """Of 8 data ranks with experts of 2, 4 hold the same: ZeRO over 4 neighbours shards over
+    these."""
+    tp = given.get("tp", 1)
+    mesh = StageMesh(ranks=tuple(range(given["dp"] * tp)), **{"tp": tp, **given})
+    assert (mesh.expert_shards, mesh.cuts) == (shards, cuts)
+    assert mesh.data_dims(experts=True) == experts.split()
+    assert mesh.data_dims(experts=False) == others.split()
+
+
+# --- collectives on objects -----------------------------------------------------------------------
+
+
+def _talk() -> dict[str, Any]:
+    """Everything once, on each of four ranks."""
+    group, me = dist.group.WORLD, dist.get_rank()
+    calls: list[int] = []
+
+    def decide() -> str:
+        calls.append(me)
+        return f"decided by {me}"
+
+    def on_two() -> int:
+        if me >= 2:
+            raise ValueError(f"no on {me}")
+        return me
+
+    def on_none() -> None:
+        raise ValueError("nothing on 0")
+
+    said = []
+    for mistake in (lambda: run_on_all(group, on_two), lambda: run_on_first(group, on_none)):
+        with pytest.raises(ValueError) as caught:
+            mistake()
+        said.append(str(caught.value))
+    return {
+        "all": all_gather_object(group, f"{me}"), "to first": gather_object(group, f"{me}"),
+        "by 2": broadcast_object(group, 2, f"{me}"), "together": run_on_all(group, lambda: me),
+        "decided": run_on_first(group, decide), "calls": calls, "said": said,
+    }  # fmt: skip
+
+
+def test_what_one_rank_tells_reaches_those_it_is_for() -> None:
+    with talking_ranks() as ranks:
+        found = ranks.run((4, 1), lambda *_: _talk())
+    for me, (_, result) in enumerate(found.items()):
+        assert result["all"] == ["0", "1", "2", "3"]
+        assert result["to first"] == (["0", "1", "2", "3"] if me == 0 else [])
+        assert result["by 2"] == "2"
+        assert result["together"] == me
+        assert result["decided"] == "decided by 0"
+        assert result["calls"] == ([0] if me == 0 else [])
+        assert result["said"] == ["no on 2", "nothing on 0"]
+
+
+# --- phases ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """The phases entered from now on, each with whether the rank waits."""
+    seen: list[tuple[str, bool]] = []
+    enter = progress.enter
+
+    def entering(phase: str, **details: Any) -> None:
+        seen.append((phase, details.get("waits", False)))
+        enter(phase, **details)
+
+    monkeypatch.setattr(progress, "enter", entering)
+    return seen
+
+
+def test_a_save_and_a_load_are_phases_for_the_watchdog(
+    tmp_path: Path, phases: list[tuple[str, bool]]
+) -> None:
+    """Who writes or reads is at work, and begins anew; all else there is waiting for others."""
+    run = start("mlp", "alone")
+    run.save(tmp_path / "at")
+    waiting, saving = (WAITING, True), ("saving a checkpoint", False)
+    assert phases == [
+        saving, waiting, ("writing a checkpoint", False), waiting,
+        ("finishing a checkpoint", False), waiting, saving,
+    ]  # fmt: skip
+    phases.clear()
+    run.load(tmp_path / "at")
+    loading = ("loading a checkpoint", False)
+    assert phases == [loading, ("reading a checkpoint", False), loading]
+    assert progress.activity.phase is None
+
+
+def test_what_is_saved_in_the_background_is_no_phase(
+    tmp_path: Path, phases: list[tuple[str, bool]]
+) -> None:
+    run = start("mlp", "alone")
+    run.save(tmp_path / "at", asynchronous=True).wait()
+    assert phases == [
+        ("saving a checkpoint", False), ("copying a checkpoint to the host", False),
+        ("saving a checkpoint", False),
+    ]  # fmt: skip
+    phases.clear()
+
+    def work() -> None:
+        with phase("not to be seen"):
+            pass
+
+    with progress.during("training"):
+        Background("work", work).wait()
+    assert phases == [("training", False)]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_left_to_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("mlp", "alone")
+    run.save(tmp_path / "at")
+
+    def refuse(path: Any, *, dir_fd: Any = None) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.rmdir", refuse)
+        run.save(tmp_path / "at")
+    assert (tmp_path / ".at.old").exists()
+    run.load(tmp_path / "at")
+    run.save(tmp_path / "at")
+    assert not list(tmp_path.glob(".at*"))
