@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,8 +99,12 @@ def losses_and_gradients(runtime: Runtime, case: str) -> tuple[list[float], dict
 
 
 @second_tier("compiled blocks of the cell, and what has no compiler")
-def test_default_backend_draws_the_same_dropout_masks() -> None:
+def test_default_backend_draws_the_same_dropout_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And is what `compile=True` of the API runs, after a replan, too."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("torch._inductor.config.cpp_cache_precompile_headers", False)
     model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 2))
     batch = torch.randn(8, 8), torch.randn(8, 2)
     found = []

@@ -19,6 +19,7 @@ from meshwright.costmodel.target import SENT_AT_ONCE
 from meshwright.costmodel.targets import EAGER
 from meshwright.executor.parameters import reducer as reducer_module
 from meshwright.executor.parameters import weight_gather as gather_module
+from meshwright.executor.parameters.block_weights import BlockWeights
 from meshwright.executor.parameters.gradients_to_host import GradientsToHost
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.parameters.reducer import Reducer
@@ -197,3 +198,22 @@ def test_owners_of_whole_tensors_have_alike_many_elements() -> None:
     """The largest first, to whom has the least."""
     members = [parameter(f"w{k}", torch.ones(n)) for k, n in enumerate((2, 16, 8, 9, 9))]
     assert _owners(members, 2) == [1, 0, 0, 1, 1]
+
+
+def test_weights_of_a_block_and_of_the_one_after_it_are_on_the_device() -> None:
+    """Forward and backward; a backward that comes again finds nothing to do."""
+    order = ("a", "b", "c")
+    own = BlockWeights({n: [parameter(n, torch.ones(4))] for n in order}, torch.device("cpu"))
+    own.begin()
+    seen = []
+    for block in order:
+        own.forward(block)
+        own.gathered(block)
+        seen.append("".join(sorted(own.here)))
+    own.begin_backward()
+    for block in ("c", "b", "c", "a"):
+        own.backward(block)
+        seen.append("".join(sorted(own.here)))
+    assert seen == ["ab", "bc", "c", "bc", "ab", "ab", "a"]
+    own.let_go()
+    assert not any(p.leaf.untyped_storage().nbytes() for (p,) in own.away.values())

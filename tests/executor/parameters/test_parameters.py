@@ -25,6 +25,7 @@ ROWS, COLUMNS = Placement("S", 0), Placement("S", 1)
     ("shape", "placement", "n", "shard"),
     [
         ((8, 6), R, 4, ROWS),
+        ((4, 3), R, 4, ROWS),  # one each
         ((6, 8), R, 4, COLUMNS),
         ((2, 3), R, 4, R),
         ((8, 8), ROWS, 4, COLUMNS),  # the dim that the tensor axis leaves alone

@@ -4,7 +4,7 @@ units of 8-bit products, the ways to host memory and back."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,16 +57,16 @@ def eight_bits_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
         assert eight_bits.formats(gpu, rowwise=False)[0] == torch.float8_e4m3fnuz
 
 
-def offloaded(run: Callable[[str], Rehearsal], monkeypatch: pytest.MonkeyPatch) -> None:
+def offloaded(
+    run: Callable[[str], Rehearsal], lines: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """States in host memory: whole weights and parts of them, cast on the way and as they are.
     Weights of blocks, activations there; states in files."""
     with monkeypatch.context() as patch:
         patch.setattr("os.cpu_count", lambda: 2 * torch.get_num_threads())
         patch.setattr(torch, "set_num_threads", lambda count: None)
-        for line in ("", "bf16", "zero2 bf16", "zero3", "bf16 weights100", "nvme100"):
-            assert run(f"mlp dp2 1f1b m2 {line} host100").mismatches == ()
-    for line in ("m2 bf16", "m2 zero3 full"):
-        assert run(f"gpt2_deep dp2 1f1b {line} away100").mismatches == ()
+        for line in lines:
+            assert run(line).mismatches == ()
     there: list[torch.device] = []
 
     def gather(runtime: Any, *_: Any, **__: Any) -> None:

@@ -34,7 +34,7 @@ from meshwright.executor.stages import stage as stage_module
 from meshwright.executor.stand_in import ORDER
 from meshwright.executor.transfers.transfer import Channel
 from tests.executor.stand_in.device_scenarios import eight_bits_by_device, offloaded, timed
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.models.models import CASES, adamw
 from tests.parity.parity_cells import Cell, plan_of
 
@@ -120,10 +120,14 @@ def test_collectives_of_fully_shard_have_streams() -> None:
     assert {e.stream for e in events(rehearsed(SHARDED, CPU), Kind.COLLECTIVE)} == {""}
 
 
+KERNELS = {"bf16": "flash_attention", "fp32": "efficient_attention"}
+
+
 @pytest.mark.parametrize(
-    ("precision", "kernel"), [("bf16", "flash_attention"), ("fp32", "efficient_attention")]
+    "precision", tiered(KERNELS, "bf16".__eq__, "the kernel of what is trained most")
 )
-def test_attention_is_the_kernel_of_gpus(precision: str, kernel: str) -> None:
+def test_attention_is_the_kernel_of_gpus(precision: str) -> None:
+    kernel = KERNELS[precision]
     log = rehearsed(f"gpt2_untied 1 1f1b m2 {precision}").logs[0]
     names = {name for name in log.flops if "attention" in name}
     assert names == {f"aten._scaled_dot_product_{kernel}{half}" for half in ("", "_backward")}
@@ -356,10 +360,21 @@ def _compiled(monkeypatch: pytest.MonkeyPatch) -> None:
             backend_of(True, "cuda")
 
 
+OFFLOADED = (
+    "mlp dp2 1f1b m2 bf16 weights100 host100",
+    *(f"mlp dp2 1f1b m2 {line} host100" for line in ("zero2 bf16", "zero3", "nvme100")),
+    "gpt2_tied dp2 1f1b m2 zero3 full away100",
+)
+OTHER_WAYS = second_tier("the copies to host memory and back, on a plan with weights there, too")
+
+
 @pytest.mark.parametrize(
     "scenario",
-    [_handed_over, _launched, _compiled, eight_bits_by_device, partial(offloaded, run)],
-    ids=("handed over", "launched", "compiled", "8 bits", "offloaded"),
+    [
+        *(_handed_over, _launched, _compiled, eight_bits_by_device),
+        partial(offloaded, run, OFFLOADED[:1]),
+        pytest.param(partial(offloaded, run, OFFLOADED), marks=OTHER_WAYS),
+    ],
 )
 def test_what_the_device_decides(
     scenario: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
