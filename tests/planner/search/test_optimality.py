@@ -90,7 +90,8 @@ def test_the_best_plan_is_the_fastest_of_all(compared: list[Outcome]) -> None:
     assert len(excess) > len(compared) - 10
     assert sum(x <= NEAR - 1 for x in excess) >= 0.93 * len(excess)
     assert excess[-1] <= 0.4
-    assert sum(x < -1e-6 for x in excess) > 2  # recompute of some blocks, sequences split
+    better = sum(x < -1e-6 for x in excess)  # recompute of some blocks, sequences split
+    assert better > len(compared) / 40
 
 
 def test_nothing_is_faster_than_the_bound(compared: list[Outcome]) -> None:
@@ -135,7 +136,8 @@ def test_the_instances_ask_for_different_plans(compared: list[Outcome]) -> None:
     """Or the enumeration would prove little."""
     plans = [o.found.best.plan for o in compared if o.found is not None]
     stages = [stage for plan in plans for stage in plan.stages]
-    assert len({tuple((s.dp, s.tp) for s in plan.stages) for plan in plans}) >= 8
+    meshes = {tuple((s.dp, s.tp) for s in plan.stages) for plan in plans}
+    assert len(meshes) >= min(8, len(plans) // 6)
     assert {s.zero for s in stages} == {0, 1, 2, 3}
     assert {policy for s in stages for policy in s.policies} >= {"none", "full"}
     assert len({plan.schedule for plan in plans}) >= 3
