@@ -53,6 +53,12 @@ def test_small_gradients_are_copied_to_a_bucket_that_is_made_whole() -> None:
     assert own.finish() == 80
 
 
+def test_a_bucket_is_closed_before_it_would_overflow() -> None:
+    """12 and 15 elements are 108 bytes: each has a bucket."""
+    own = course([15, 12])
+    assert backward(own) == [48 + 48, 48 + 60 + 60]
+
+
 def test_a_large_gradient_is_its_own_bucket_unless_it_is_in_16_bits() -> None:
     assert backward(course([30])) == [120]
     assert backward(course([30], weight_bytes=2)) == [120 + 60]

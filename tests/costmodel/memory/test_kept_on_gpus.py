@@ -46,8 +46,14 @@ def test_norms_keep_statistics_in_single_precision(device: str, each: int) -> No
 )
 def test_dropout_keeps_its_mask(device: str, counter: bool, each: int) -> None:
     """Of bytes where torch's kernel draws it, else as the numbers that it multiplies."""
-    kept = beside("dropout", (ROWS, WIDTH), 0.5, True, device=device, counter_dropout=counter)
-    assert kept == ROWS * WIDTH * each
+    for p, mask in ((0.5, ROWS * WIDTH * each), (0.0, 0)):
+        how = {"device": device, "counter_dropout": counter}
+        assert beside("dropout", (ROWS, WIDTH), p, True, **how) == mask
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_pooling_keeps_where_its_maxima_lie(device: str) -> None:
+    assert beside("max_pool2d", (2, 3, ROWS, WIDTH), [2, 2], device=device) == 6 * ROWS * WIDTH * 8
 
 
 @pytest.mark.parametrize(("width", "rows"), [(WIDTH, ROWS), (512, 32)])
