@@ -16,7 +16,7 @@ from scripts.fuzz_inputs import FAMILIES, faults, faults_text, fuzz, table
 from scripts.fuzzing.pool import Family, UserBug, rng_of, run_cases
 from tests.helpers.tiers import tiered
 
-FEW, MANY = 60, 350
+FEW, MANY = 120, 350
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ FEW, MANY = 60, 350
 )
 def test_malformed_inputs_are_refused_in_full(cases: int) -> None:
     found = fuzz(FAMILIES, cases, seed=0, processes=2)
-    assert len(found) >= 0.8 * cases
+    assert len(found) >= 0.85 * cases
     assert not faults(found), faults_text(found, seed=0)
     for family in FAMILIES:
         if family.name == "cache":  # read within limits, or moved aside: never an error
