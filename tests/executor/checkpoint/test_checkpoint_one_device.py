@@ -1,31 +1,23 @@
-"""Checkpoints of one device: every optimizer, what does not fit, and damaged files."""
+"""Checkpoints of one device: every optimizer, what does not fit, damaged files and notes."""
 
 from __future__ import annotations
 
-import errno
-from dataclasses import replace
+import logging
+import pickle
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from meshwright.executor.checkpoint import checkpoint
-from meshwright.executor.errors import UnwrittenError
+from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files import atomic_folder
-from tests.executor.checkpoint.checkpoint_runs import (
-    Run,
-    differing,
-    optimize,
-    plan_of,
-    resume,
-    start,
-)
-from tests.helpers.plan_building import Knobs, build_plan
+from tests.executor.checkpoint.checkpoint_runs import Run, differing, optimize, plan_of, start
 from tests.helpers.tiers import tiered
-from tests.helpers.tiny import ROWS, batch, net, planned
-from tests.models.models import CASES, GLOBAL_BATCH, MLP, parallelize, traced
+from tests.models.models import CASES, GLOBAL_BATCH, parallelize
 from tests.parity import parity_cells
 from tests.parity.parity_cells import Cell
 
@@ -33,13 +25,9 @@ OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "AdamW": lambda p: torch.optim.AdamW(p, amsgrad=True),
-    "Adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
     "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
     "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
     "ASGD": torch.optim.ASGD,
-    "Adagrad": torch.optim.Adagrad,
-    "Adadelta": torch.optim.Adadelta,
     "Adafactor": torch.optim.Adafactor,  # states of other shapes than the parameters'
     "RMSprop": lambda p: torch.optim.RMSprop(p, momentum=0.9, centered=True),
     "Rprop": torch.optim.Rprop,
@@ -70,18 +58,6 @@ def test_any_optimizer_goes_on_bit_by_bit(tmp_path: Path, name: str) -> None:
     assert differing(again.state(), straight.state()) == []
 
 
-def test_dropout_goes_on_with_the_same_masks(tmp_path: Path) -> None:
-    straight = start("gpt2_dropout", "alone")
-    straight.steps(0, 1)
-    straight.save(tmp_path / "at1")
-    again = resume("gpt2_dropout", "alone", tmp_path / "at1")
-    assert again.runtime.steps == 1
-    assert again.steps(1, 2) == straight.steps(1, 2)
-    other = resume("gpt2_dropout", "alone", tmp_path / "at1")
-    other.runtime.seed += 1
-    assert other.steps(1, 1) != straight.steps(1, 1), "the seed has no effect"
-
-
 def test_the_loss_scale_is_kept(tmp_path: Path) -> None:
     of = parity_cells.plan_of(Cell.parse("mlp 1 m1 fp16"))
     run, again = (parallelize(CASES["mlp"].model(), *of) for _ in range(2))
@@ -108,53 +84,6 @@ def test_a_model_without_weights_gets_them(tmp_path: Path) -> None:
     batch = CASES["llama"].batch(GLOBAL_BATCH, 0)
     assert float(runtime.train_step(batch)) == float(run.runtime.train_step(batch))
     assert not (tmp_path / "none").exists()
-
-
-def test_notes_that_find_no_room_leave_the_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = start("mlp", "alone")
-    run.save(tmp_path / "at0")
-    before = sorted((x.name, x.read_bytes()) for x in (tmp_path / "at0").iterdir())
-
-    def full(path: Path, data: bytes) -> None:
-        path.write_bytes(data[:100])
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(atomic_folder, "write_synced", full)
-    with pytest.raises(UnwrittenError, match=r"what was there before still is .*No space left"):
-        run.save(tmp_path / "at0")
-    assert [x.name for x in tmp_path.iterdir()] == ["at0"]
-    assert sorted((x.name, x.read_bytes()) for x in (tmp_path / "at0").iterdir()) == before
-
-
-class Hollow(MLP):
-    """Reads a parameter without elements."""
-
-    def __init__(self) -> None:
-        super().__init__(layers=1)
-        self.none = nn.Parameter(torch.empty(0, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + nn.functional.linear(x, self.none).sum(-1, keepdim=True)
-
-
-def test_a_parameter_without_elements_is_kept(tmp_path: Path) -> None:
-    of = traced(replace(CASES["mlp"], build=Hollow), GLOBAL_BATCH)
-    plan = build_plan(of.graph, Knobs(meshes=((1, 1),), rows=GLOBAL_BATCH, num_microbatches=1))
-    runs = [parallelize(Hollow(), plan, of) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(run.parameters()) for run in runs]
-    runs[0].train_step(CASES["mlp"].batch(GLOBAL_BATCH, 0))
-    optimizers[0].step()
-    checkpoint.save(runs[0], tmp_path / "at1", optimizers[0])
-    checkpoint.load(runs[1], tmp_path / "at1", optimizers[1])
-    assert differing(runs[1].full_state_dict(), runs[0].full_state_dict()) == []
-    states = [
-        {fqn: optimizer.state[p]["exp_avg"] for fqn, p in run.named_parameters()}
-        for run, optimizer in zip(runs, optimizers, strict=True)
-    ]
-    assert "none" in states[0]
-    assert differing(states[1], states[0]) == []
 
 
 def test_what_does_not_fit_is_told_before_anything_is_read(
@@ -210,9 +139,7 @@ def test_only_what_loads_without_running_code_is_saved(tmp_path: Path) -> None:
     run = start("mlp", "alone")
     with pytest.raises(ValueError, match=r"state of 'odd' holds more than tensors, numbers"):
         checkpoint.save(run.runtime, tmp_path / "at0", extra={"odd": Odd()})
-    with pytest.raises(
-        ValueError, match=r"extra\['epoch'\] is of type int, which has no state_dict"
-    ):
+    with pytest.raises(ValueError, match=r"extra\['epoch'\] is of type int, .* no state_dict"):
         checkpoint.save(run.runtime, tmp_path / "at0", extra={"epoch": 1})
     run.save(tmp_path / "at0")
     with pytest.raises(ValueError, match=r"extra\['odd'\] is of type Odd, .* no load_state_dict"):
@@ -231,30 +158,117 @@ def test_a_damaged_file_is_told(tmp_path: Path) -> None:
     says = r"at0': damaged, and read in part.*'model.*' in '.*__0_0.distcp' is damaged: its"
     with pytest.raises(RuntimeError, match=says):
         run.load(tmp_path / "at0")
-    (tmp_path / "at0" / "training.pt").write_bytes(b"PK")
-    with pytest.raises(RuntimeError, match=r"'training.pt' has 2 bytes, and \d+ were saved"):
-        run.load(tmp_path / "at0")
 
 
 def test_an_error_in_the_background_is_raised_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    result = planned(net())
-    optimizer = torch.optim.AdamW(result.parameters())
-    result.train_step(batch(ROWS))
-    optimizer.step()
+    run, path = start("mlp", "alone"), tmp_path / "at1"
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(atomic_folder, "publish", full)
-        saving = result.save_checkpoint(tmp_path / "at1", optimizer, asynchronous=True)
+        saving = run.save(path, asynchronous=True)
         with pytest.raises(RuntimeError, match=r"at1': not saved.*No space left"):
             saving.wait()
         saving.wait()
-        result.save_checkpoint(tmp_path / "at1", optimizer, asynchronous=True)
+        run.save(path, asynchronous=True)
         with pytest.raises(RuntimeError, match=r"No space left"):
-            result.save_checkpoint(tmp_path / "at1", optimizer)
-    result.save_checkpoint(tmp_path / "at1", optimizer)
-    result.load_checkpoint(tmp_path / "at1", optimizer)
+            run.save(path)
+    run.save(path)
+    run.load(path)
+
+
+# --- notes: of the right types, or refused before anything is loaded -----------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A checkpoint as an older version wrote it, without checksums, and the run that it is of."""
+    run = start("mlp", "alone")
+    run.steps(0, 1)
+    path = tmp_path_factory.mktemp("notes") / "at"
+    run.save(path)
+    (path / "manifest.json").unlink()
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        del place.xxh3_64
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path, run
+
+
+def test_an_older_checkpoint_is_loaded_with_a_note(
+    saved: tuple[Path, Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, run = saved
+    again = start("mlp", "alone", other=True)
+    with caplog.at_level(logging.WARNING):
+        again.load(path)
+    assert "has no 'manifest.json', as those of older versions" in caplog.text
+    assert differing(again.state(), run.state()) == []
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "steps": (lambda n: n.update(steps="x"), "steps is 'x', and must be of type int"),
+    "no steps": (lambda n: n.pop("steps"), "steps is None"),
+    "steps before the first": (lambda n: n.update(steps=-1), "steps is -1, and must not be neg"),
+    "half a step": (lambda n: n.update(steps=1.5), "steps is 1.5"),
+    "seed": (lambda n: n.update(seed=True), "seed is True"),
+    "format": (lambda n: n.update(format="1"), "format is '1'"),
+    "model": (lambda n: n.update(model=1), "model is 1"),
+    "loss scale": (lambda n: n.update(loss_scale={"value": "x"}), "the loss scale's value is 'x'"),
+    "extra": (lambda n: n.update(extra=None), "extra is None, and must be of type dict"),
+    "optimizer": (lambda n: n.update(optimizer=[]), "optimizer is [], and must be of type dict"),
+    "class": (lambda n: n["optimizer"].pop("class"), "the optimizer's class is None"),
+    "groups": (lambda n: n["optimizer"].update(groups=5), "the optimizer's groups is 5"),
+    "a group": (lambda n: n["optimizer"]["groups"].append({}), "a group is {}"),
+    "options": (lambda n: n["optimizer"]["groups"].append((1, [])), "a group's options is 1"),
+    "parameters": (lambda n: n["optimizer"]["groups"].append(({}, [1])), "name of a parameter"),
+    "values": (lambda n: n["optimizer"]["values"].update(a=1), "the optimizer's values is 1"),
+    "tensors": (lambda n: n["optimizer"]["tensors"].update(a={}), "the optimizer's tensors is {}"),
+}
+
+
+def told(saved: tuple[Path, Run], change: Callable[[Any], Any]) -> Exception:
+    """What a load of changed notes raises."""
+    path, run = saved
+    whole = (path / "training.pt").read_bytes()
+    notes = torch.load(path / "training.pt", weights_only=True)
+    change(notes)
+    torch.save(notes, path / "training.pt")
+    try:
+        with pytest.raises((SavedError, DamagedError)) as error:
+            run.load(path)
+    finally:
+        (path / "training.pt").write_bytes(whole)
+    return error.value
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_of_another_type_is_told_before_anything_is_loaded(
+    saved: tuple[Path, Run], name: str
+) -> None:
+    change, says = WRONG[name]
+    before = saved[1].state()
+    error = told(saved, change)
+    assert isinstance(error, DamagedError) and says in str(error)
+    assert "'training.pt' is damaged; load an earlier checkpoint" in str(error)
+    assert differing(saved[1].state(), before) == []
+
+
+def test_notes_of_another_format_and_states_that_adam_cannot_take_are_told(
+    saved: tuple[Path, Run],
+) -> None:
+    """Numbers of Adam's steps are notes; without them torch raises a KeyError."""
+    error = told(saved, lambda notes: notes.update(format=7))
+    assert isinstance(error, SavedError) and "has format 7; this version reads 1" in str(error)
+
+    def without_steps(notes: Any) -> None:
+        for values in notes["optimizer"]["values"].values():
+            values.pop("step")
+
+    error = told(saved, without_steps)
+    assert isinstance(error, DamagedError) and error.place and error.legal and error.way_out
+    assert re.search(r"are none that Adam.* can take.*KeyError", str(error))

@@ -1,23 +1,37 @@
-"""Tensors of a checkpoint folder: read in boxes, verified, whatever their layout."""
+"""Tensors of a checkpoint folder: what a rank holds and writes of each, and how boxes are read."""
 
 from __future__ import annotations
 
+import math
 import pickle
 import random
 import threading
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from meshwright.executor.checkpoint.optimizer_state import collect
 from meshwright.executor.files import checksums
-from meshwright.executor.files.chunks import Chunk, ChunkRead, LocalChunks
+from meshwright.executor.files.chunks import (
+    Chunk,
+    ChunkRead,
+    LocalChunks,
+    ReplicaWriters,
+    local_chunks,
+)
 from meshwright.executor.files.dcp_metadata import read_metadata
-from meshwright.executor.files.dcp_reads import overlap, read_tensors
+from meshwright.executor.files.dcp_reads import read_tensors
 from meshwright.executor.files.dcp_writes import write_tensors
 
 LARGE = checksums.BLOCK_BYTES // 4 + 1000  # elements: it is read in several parts
@@ -33,14 +47,13 @@ STATE = {
 }
 
 
-def write(folder: Path) -> dict[str, int]:
-    folder.mkdir(exist_ok=True)
-    chunks = {name: LocalChunks.of(x) for name, x in STATE.items()}
+def write(folder: Path, state: dict[str, torch.Tensor] = STATE) -> dict[str, int]:
+    chunks = {name: LocalChunks.of(x) for name, x in state.items()}
     return write_tensors({"model": chunks}, folder, None)
 
 
-def read(folder: Path) -> dict[str, torch.Tensor]:
-    into = {name: torch.empty_like(x) for name, x in STATE.items()}
+def read(folder: Path, state: dict[str, torch.Tensor] = STATE) -> dict[str, torch.Tensor]:
+    into = {name: torch.empty_like(x) for name, x in state.items()}
     reads = [r for name, x in into.items() for r in LocalChunks.of(x).reads(f"model.{name}")]
     read_tensors(reads, read_metadata(folder))
     return into
@@ -62,30 +75,19 @@ def test_what_was_written_is_read_by_us_and_by_torch(tmp_path: Path) -> None:
         assert chunk.xxh3_64 == xxhash.xxh3_64_hexdigest(part)
 
 
-def test_any_bit_that_flips_is_told(tmp_path: Path) -> None:
-    """60 of 60, each with the tensor that it is part of."""
+def test_any_bit_that_flips_and_missing_bytes_are_told(tmp_path: Path) -> None:
+    """Each with the tensor that it is part of."""
     write(tmp_path)
     path, draw = tmp_path / "__0_0.distcp", random.Random(1)
     whole = path.read_bytes()
     stored = read_metadata(tmp_path)
-    for _ in range(60):
+    for _ in range(30):
         name, x = draw.choice(sorted(stored.items()))  # most bits are of the large one
         at = x.chunks[0].start + draw.randrange(x.chunks[0].length)
         damaged = bytearray(whole)
         damaged[at] ^= 1 << draw.randrange(8)
         path.write_bytes(damaged)
         with pytest.raises(RuntimeError, match=rf"'{name}' in '.*__0_0\.distcp' is damaged: its"):
-            read(tmp_path)
-
-
-def test_zeroed_and_missing_bytes_are_told(tmp_path: Path) -> None:
-    write(tmp_path)
-    path = tmp_path / "__0_0.distcp"
-    whole = path.read_bytes()
-    at = next(k for k in range(0, len(whole) - 4096, 4096) if any(whole[k : k + 4096]))
-    for damaged in (whole[:at] + bytes(4096) + whole[at + 4096 :], bytes(len(whole))):
-        path.write_bytes(damaged)
-        with pytest.raises(RuntimeError, match=r"is damaged: its checksum"):
             read(tmp_path)
     path.write_bytes(whole[:-1])
     with pytest.raises(RuntimeError, match=rf"has {len(whole) - 1} bytes, and {len(whole)} were"):
@@ -98,8 +100,7 @@ def test_zeroed_and_missing_bytes_are_told(tmp_path: Path) -> None:
 def test_the_first_of_several_damaged_tensors_is_told(tmp_path: Path) -> None:
     """Whichever thread is first, and though a later one is no archive at all."""
     state = {f"t{k}": torch.full((LARGE,), float(k)) for k in range(4)}
-    chunks = {"model": {name: LocalChunks.of(x) for name, x in state.items()}}
-    write_tensors(chunks, tmp_path, None)
+    write(tmp_path, state)
     stored = read_metadata(tmp_path)
     path = tmp_path / "__0_0.distcp"
     data = bytearray(path.read_bytes())
@@ -109,21 +110,16 @@ def test_the_first_of_several_damaged_tensors_is_told(tmp_path: Path) -> None:
     data[starts[3][0] : starts[3][0] + 64] = bytes(64)  # no archive
     path.write_bytes(data)
     threads = threading.active_count()
-    into = {name: torch.empty_like(x) for name, x in state.items()}
-    reads = [r for name, x in into.items() for r in LocalChunks.of(x).reads(f"model.{name}")]
     with pytest.raises(RuntimeError, match=rf"'{starts[1][2]}' in '.*' is damaged: its checksum"):
-        read_tensors(reads, stored)
+        read(tmp_path, state)
     assert threading.active_count() == threads
 
 
 def test_threads_do_not_share_a_buffer(tmp_path: Path) -> None:
     state = {f"t{k}": torch.randn(700, 2000).t() for k in range(5)}  # can't be read in place
-    chunks = {"model": {name: LocalChunks.of(x) for name, x in state.items()}}
-    write_tensors(chunks, tmp_path, None)
-    into = {name: torch.empty(2000, 700) for name in state}
-    reads = [r for name, x in into.items() for r in LocalChunks.of(x).reads(f"model.{name}")]
-    read_tensors(reads, read_metadata(tmp_path))
-    assert all(torch.equal(into[name], x) for name, x in state.items())
+    write(tmp_path, state)
+    found = read(tmp_path, {name: x.contiguous() for name, x in state.items()})
+    assert all(torch.equal(found[name], x) for name, x in state.items())
 
 
 def test_chunks_without_a_checksum_are_read(tmp_path: Path) -> None:
@@ -138,21 +134,6 @@ def test_chunks_without_a_checksum_are_read(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(RuntimeError, match=r"is no tensor of torch.float32 and shape"):
         read(tmp_path)
-
-
-boxes = st.tuples(*[st.tuples(st.integers(0, 5), st.integers(0, 4))] * 2).map(
-    lambda dims: (tuple(a for a, _ in dims), tuple(n for _, n in dims))
-)
-
-
-@given(boxes, boxes)
-def test_two_boxes_share_the_elements_that_are_in_both(one: object, other: object) -> None:
-    def elements(box: object) -> set[tuple[int, int]]:
-        (a, b), (n, m) = box  # type: ignore[misc]
-        return {(i, j) for i in range(a, a + n) for j in range(b, b + m)}
-
-    both = overlap(one, other)  # type: ignore[arg-type]
-    assert (elements(both) if both else set()) == elements(one) & elements(other)
 
 
 @pytest.mark.parametrize("name", ["small", "transposed"])
@@ -179,3 +160,96 @@ def test_a_box_over_several_chunks(tmp_path: Path, ranges: tuple[tuple[int, int]
     into = torch.full_like(wanted, -1)
     read_tensors([ChunkRead(name="m.x", ranges=ranges, into=into)], stored)
     assert torch.equal(into, wanted)
+
+
+# --- what a rank holds of a tensor, who writes it, and what of an optimizer is a tensor -----------
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Placement], tuple[int, ...]]:
+    """A shape, and placements on a mesh of up to three axes. Strided shards are even ones, on every
+    rank."""
+    shape = draw(st.lists(st.integers(1, 24), min_size=0, max_size=3))
+    mesh = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    left = list(shape)  # of each dim, on the first rank
+    even = [True] * len(shape)  # as on all others
+    placements: list[Placement] = []
+    for ranks in mesh:
+        kinds: list[Placement] = [Replicate()]
+        for dim, size in enumerate(left):
+            kinds.append(Shard(dim))
+            splits = [f for f in (2, 3, 4) if even[dim] and size % (f * ranks) == 0]
+            kinds += [_StridedShard(dim, split_factor=f) for f in splits]
+        chosen = draw(st.sampled_from(kinds))
+        placements.append(chosen)
+        if not isinstance(chosen, Replicate):
+            even[chosen.dim] &= left[chosen.dim] % ranks == 0
+            left[chosen.dim] = -(-left[chosen.dim] // ranks)
+    return tuple(shape), placements, tuple(mesh)
+
+
+@settings(max_examples=200, deadline=None)
+@given(layouts())
+def test_boxes_are_what_torch_gives_each_rank(
+    layout: tuple[tuple[int, ...], list[Placement], tuple[int, ...]],
+) -> None:
+    shape, placements, mesh = layout
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    seen = torch.zeros(shape, dtype=torch.int64)
+    for coordinate in product(*(range(n) for n in mesh)):
+        local = whole
+        for placement, ranks, rank in zip(placements, mesh, coordinate, strict=True):
+            if isinstance(placement, (Shard, _StridedShard)):
+                local = placement._split_tensor(local, ranks, with_padding=False)[0][rank]
+        held = local_chunks(shape, placements, mesh, coordinate)
+        assert sum(torch.Size(box.sizes).numel() for box in held) == local.numel()
+        for box in held:
+            there = tuple(slice(a, a + n) for a, n in zip(box.offset, box.sizes, strict=True))
+            here = tuple(slice(a, a + n) for a, n in zip(box.local_offset, box.sizes, strict=True))
+            assert torch.equal(whole[there], local[here])
+            seen[there] += 1
+    copies = 1
+    for placement, ranks in zip(placements, mesh, strict=True):
+        copies *= ranks if isinstance(placement, Replicate) else 1
+    assert bool((seen == copies).all())
+
+
+def _mesh(shape: tuple[int, ...], coordinate: tuple[int, ...]) -> Any:
+    ranks = torch.arange(5, 5 + math.prod(shape)).view(shape)
+    return SimpleNamespace(
+        shape=shape, ndim=len(shape), mesh=ranks, get_coordinate=lambda: coordinate
+    )
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple),
+    st.lists(st.integers(1, 1000), min_size=1, max_size=30),
+)
+def test_one_replica_writes_each_tensor_and_none_much_more(
+    shape: tuple[int, ...], sizes: list[int]
+) -> None:
+    tensors = [torch.empty(size, device="meta") for size in sizes]
+    written = []
+    for rank, coordinate in enumerate(product(*(range(n) for n in shape)), 5):
+        writers, mesh = ReplicaWriters(), _mesh(shape, coordinate)
+        chosen = [writers.choose(x, mesh) for x in tensors]
+        written.append([replica.mine for replica in chosen])
+        for replica in chosen:  # of which all ranks know the one
+            assert (rank in replica.ranks(mesh)) == replica.mine
+    assert all(sum(chosen) == 1 for chosen in zip(*written, strict=True))
+    loads = [sum(n for n, mine in zip(sizes, own, strict=True) if mine) for own in written]
+    assert max(loads) - min(loads) <= max(sizes)
+
+
+def test_a_scalar_parameter_is_stored_like_any_other() -> None:
+    """Its states have no dims, as counters have none; they go where it goes."""
+    parameters = {"scale": nn.Parameter(torch.ones(())), "weight": nn.Parameter(torch.ones(3))}
+    optimizer = torch.optim.AdamW(parameters.values())
+    for p in parameters.values():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    tensors, notes = collect(optimizer, parameters, parameters)
+    for fqn in ("scale", "weight"):
+        assert set(tensors[fqn]) == {"exp_avg", "exp_avg_sq"}
+        assert set(notes["values"][fqn]) == {"step"}
