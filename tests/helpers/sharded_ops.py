@@ -15,6 +15,7 @@ Partial values are random parts that sum to the whole, so that nothing passes by
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -103,18 +104,23 @@ def _doubled(graph: Graph) -> Graph:
     return replace(graph, ops=rewritten(graph.ops), derived=rewritten(graph.derived))
 
 
-def _leaves(graph: Graph, model: nn.Module, batch: Any, differentiable: bool) -> dict[str, Any]:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
+def sources(graph: Graph, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    """The tensors that a graph starts from."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    named |= dict(model.named_buffers(remove_duplicate=False))
     given = dict(input_leaves(batch)[0])
-    found = {name: (parameters[fqn], True) for name, fqn in graph.parameters.items()}
-    found |= {name: (buffers[fqn], False) for name, fqn in graph.buffers.items()}
-    found |= {name: (given[path], differentiable) for name, path in graph.inputs.items()}
-    found |= {name: (tensor, False) for name, tensor in graph.constants.items()}
+    stored = {**graph.parameters, **graph.buffers}
+    found = {name: named[fqn] for name, fqn in stored.items()}
+    found |= {name: given[path] for name, path in graph.inputs.items()}
+    return {**found, **graph.constants}
+
+
+def _leaves(graph: Graph, model: nn.Module, batch: Any, differentiable: bool) -> dict[str, Any]:
     leaves = {}
-    for name, (tensor, grad) in found.items():
+    for name, tensor in sources(graph, model, batch).items():
         leaf = tensor.detach().clone()
         if leaf.is_floating_point():
+            grad = name in graph.parameters or (name in graph.inputs and differentiable)
             leaf = leaf.to(PRECISION).requires_grad_(grad)
         leaves[name] = leaf
     return leaves
@@ -160,6 +166,10 @@ class Outcome:
     results: list[torch.Tensor]
     gradients: list[torch.Tensor | None]
     operands: list[torch.Tensor]
+
+    def gradient(self, i: int) -> torch.Tensor:
+        found = self.gradients[i]
+        return torch.zeros_like(self.operands[i]) if found is None else found
 
 
 class _Whole(nn.Module):
@@ -286,24 +296,26 @@ class OperatorCheck:
         mesh: Mesh,
         at: str,
     ) -> None:
-        for k, (state, expected) in enumerate(zip(results, self.expected.results, strict=True)):
-            held = {rank: outcome.results[k] for rank, outcome in got.items()}
-            close(whole(held, state, mesh, f"{at} result {k}"), expected, f"{at} result {k}")
-        for i, (state, expected) in enumerate(zip(operands, self.expected.operands, strict=True)):
-            held = {rank: outcome.operands[i] for rank, outcome in got.items()}
-            close(
-                whole(held, state, mesh, f"{at} operand {i}"), expected, f"{at} operand {i} after"
-            )
-        for i, (state, gradient) in enumerate(zip(operands, self.expected.gradients, strict=True)):
-            if not self.needs[i]:
-                continue
-            held = {
-                rank: _or_zeros(outcome.gradients[i], outcome.operands[i])
-                for rank, outcome in got.items()
-            }
-            expected = _or_zeros(gradient, self.operands[i])
-            what = f"{at} gradient of operand {i} as {state[0]}, {state[1]}"
-            close(whole(held, gradient_state(state), mesh, what), expected, what)
+        def same(
+            state: State, expected: torch.Tensor, what: str, of: Callable[[Outcome], torch.Tensor]
+        ) -> None:
+            held = {rank: of(outcome) for rank, outcome in got.items()}
+            close(whole(held, state, mesh, what), expected, what)
+
+        for k, state in enumerate(results):
+            expected = self.expected.results[k]
+            same(state, expected, f"{at} result {k}", lambda own, k=k: own.results[k])
+        for i, state in enumerate(operands):
+            expected = self.expected.operands[i]
+            same(state, expected, f"{at} operand {i} after", lambda own, i=i: own.operands[i])
+            if self.needs[i]:
+                what = f"{at} gradient of operand {i} as {state[0]}, {state[1]}"
+                same(
+                    gradient_state(state),
+                    self.expected.gradient(i),
+                    what,
+                    lambda own, i=i: own.gradient(i),
+                )
 
     def _reduced(self) -> Strategy:
         """Replicated, with gradients passed on as they come: still to be summed."""
@@ -312,29 +324,15 @@ class OperatorCheck:
             self.replicated, name="reduced", operands=states, results=(RP,) * len(self.op.results)
         )
 
-    def everything(self, ranks: Ranks, degrees: Sequence[int] = (2, 4)) -> list[tuple[Mesh, str]]:
-        """Check every strategy on each axis and, with two ranks on each, every pair on a 2×2 mesh;
-        what was checked."""
-        checked: list[tuple[Mesh, str]] = []
-        for n in degrees:
-            for option in self.options(n):
-                self.check((1, n), None, option, ranks)
-                checked.append(((1, n), option.name))
-            for option in self.options(n, data=True):
-                self.check((n, 1), option, None, ranks)
-                checked.append(((n, 1), option.name))
-        if 2 not in degrees:
-            return checked
-        self.check((2, 1), self._reduced(), None, ranks)
-        for data in self.options(2, data=True)[1:]:
-            for tensor in self.options(2)[1:]:
-                self.check((2, 2), data, tensor, ranks)
-                checked.append(((2, 2), f"{data.name} × {tensor.name}"))
-        return checked
-
-
-def _or_zeros(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(like) if gradient is None else gradient
+    def everything(self, ranks: Ranks) -> None:
+        """Check every strategy on each axis of two ranks, and every pair on a 2×2 mesh."""
+        tensors, batches = self.options(2), self.options(2, data=True)
+        for tensor in tensors:
+            self.check((1, 2), None, tensor, ranks)
+        for data in (*batches, self._reduced()):
+            self.check((2, 1), data, None, ranks)
+        for data, tensor in itertools.product(batches[1:], tensors[1:]):
+            self.check((2, 2), data, tensor, ranks)
 
 
 def _run(

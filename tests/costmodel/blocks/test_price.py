@@ -111,18 +111,13 @@ def test_policies_run_again_and_free(
 def test_what_a_price_depends_on() -> None:
     """Statistics and losses on the data axis, experts on their own; the rest on neither."""
     setting = setting_on(busy(), rows=ROWS)
-    changes: list[dict[str, Any]] = [
-        {"dp": 2},
-        {"dp": 4},
-        {"num_microbatches": 2},
-        {"ep": 2},
-        {"ep": 4},
-    ]
+    named = (("dp", 2), ("dp", 4), ("num_microbatches", 2), ("ep", 2), ("ep", 4))
+    changes: list[dict[str, Any]] = [{}, *({name: count} for name, count in named)]
     for needs, differ in (
         (PassNeeds(statistics=False, loss=False, experts=False), 2),
         (PassNeeds(statistics=True, loss=False, experts=False), 5),
         (PassNeeds(statistics=False, loss=True, experts=False), 4),
         (PassNeeds(statistics=False, loss=False, experts=True), 3),
     ):
-        keys = {needs.key(dataclasses.replace(setting, **change)) for change in [{}, *changes]}
+        keys = {needs.key(dataclasses.replace(setting, **change)) for change in changes}
         assert len(keys) == differ, needs

@@ -97,20 +97,9 @@ def test_efficiencies_are_read_at_the_size_of_the_work() -> None:
 def laid_out(device: Device, m: int, n: int, batch: int, tile: tuple[int, int]) -> float:
     """Part of the units' tile area in all waves that is output: tiles handed out one by one."""
     rows, columns = tile
-    tiles = [
-        (row, column, b)
-        for row, column, b in itertools.product(
-            range(0, m, rows), range(0, n, columns), range(batch)
-        )
-    ]
-    waves = [
-        tiles[i : i + device.compute_units] for i in range(0, len(tiles), device.compute_units)
-    ]
-    useful = sum(
-        min(rows, m - row) * min(columns, n - column) for wave in waves for row, column, _ in wave
-    )
-    assert useful == m * n * batch
-    return useful / (len(waves) * device.compute_units * rows * columns)
+    tiles = [*itertools.product(range(0, m, rows), range(0, n, columns), range(batch))]
+    waves = math.ceil(len(tiles) / device.compute_units)
+    return m * n * batch / (waves * device.compute_units * rows * columns)
 
 
 @given(SIDES, SIDES, BATCHES)
@@ -122,20 +111,7 @@ def test_filling_is_that_of_the_best_tile(m: int, n: int, batch: int) -> None:
         worth = math.sqrt(a * b / (a + b) / (8 * 4 / (8 + 4)))
         options += [worth * laid_out(TILED, m, n, batch, tile) for tile in ((a, b), (b, a))]
     assert filling(TILED, m, n, batch) == pytest.approx(max(options), rel=1e-12)
-
-
-@given(SIDES, SIDES, BATCHES)
-def test_filling_is_a_part_and_turns_with_the_output(m: int, n: int, batch: int) -> None:
-    assert 0 < filling(TILED, m, n, batch) <= 1
-    assert filling(TILED, m, n, batch) == pytest.approx(filling(TILED, n, m, batch), rel=1e-12)
     assert filling(PLAIN, m, n, batch) == 1
-
-
-@given(st.integers(1, 4), st.integers(1, 3))
-def test_whole_waves_of_whole_tiles_fill_the_device(down: int, waves: int) -> None:
-    across = TILED.compute_units * waves
-    assert filling(TILED, 8 * down, 4 * across, 1) == 1
-    assert filling(TILED, 8 * down, 4 * across + 1, 1) < 1
 
 
 # --- what is published ---------------------------------------------------------------------------
@@ -147,32 +123,6 @@ def test_large_products_on_an_a100_are_near_what_is_published() -> None:
     device = Cluster.from_catalog("a100-80gb").device
     seconds = matmul_seconds(device, "fp16", m, n, k, 1, 2.0 * (m * k + k * n + m * n))
     assert 220e12 < 2.0 * m * n * k / seconds < 260e12
-
-
-def test_a_wave_more_is_a_step_on_an_a100() -> None:
-    """One tile too many for 108 units takes almost twice as long (NVIDIA, "Matrix Multiplication
-    Background User's Guide", wave quantisation)."""
-    device = Cluster.from_catalog("a100-80gb").device
-    assert device.compute_units == 108
-    rows, columns = device.tiles[0]
-    exact = matmul_seconds(device, "fp16", rows * 9, columns * 12, 8192, 1, 0.0)
-    one_more = matmul_seconds(device, "fp16", rows * 9, columns * 12 + 1, 8192, 1, 0.0)
-    assert 1.1 * exact < one_more < 2 * exact
-
-
-# --- long sums of few outputs ---------------------------------------------------------------------
-
-
-def _bytes(m: int, n: int, k: int) -> float:
-    return 2.0 * (m * k + k * n + m * n)
-
-
-def test_a_low_rank_gradient_fills_a_gpu() -> None:
-    """Rank 8, hidden 4096, 32,768 tokens: bound by reading the activations, not by one tile."""
-    device = Cluster.from_catalog("h100-sxm").device
-    m, n, k = 8, 4096, 32768
-    nbytes = _bytes(m, n, k)
-    assert matmul_seconds(device, "bf16", m, n, k, 1, nbytes) < 2 * stream_seconds(device, nbytes)
 
 
 @pytest.mark.parametrize(

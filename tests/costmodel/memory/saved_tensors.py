@@ -29,7 +29,7 @@ from meshwright.costmodel.sharding.moves import buffer_state, moves
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.executor.backward.repeated import _Pass
 from meshwright.executor.lowering.context import Context, State
-from meshwright.executor.lowering.lower import Lowered, Lowering
+from meshwright.executor.lowering.lower import Lowering
 from meshwright.executor.resharding.reshard import Axis, local_part
 from meshwright.executor.stages.parameters import parameter_states
 from meshwright.executor.stages.stage import BlockModule, StageGraphs, StageProgram
@@ -207,16 +207,8 @@ def _kept(of: Setup, block: Block, memory: BlockMemory) -> frozenset[Storage]:
 # --- counted --------------------------------------------------------------------------------------
 
 
-def counted(
-    of: Setup,
-    batch: Any,
-    data: Axis | None = None,
-    tensor: Axis | None = None,
-    *,
-    derived: bool = False,
-) -> int:
-    """Bytes that one forward keeps on the rank at these axes; with what is `derived` from the batch
-    alone, if wanted (the batch itself is never counted)."""
+def counted(of: Setup, batch: Any, data: Axis | None = None, tensor: Axis | None = None) -> int:
+    """Bytes that one forward keeps on the rank at these axes."""
     graph, table = of.of.graph, of.of.table
     data, tensor = data or Axis("data", 1, 0), tensor or Axis("tensor", 1, 0)
     layout = data_layout(graph, table, data.size)
@@ -231,27 +223,40 @@ def counted(
     )
     lowering = Lowering(context=context, recompute=of.recompute)
     stored = parameter_states(graph, of.blocks, of.assignments, (layout,), (data.size,))
-    lowered = [
-        lowering.block(
-            block,
-            of.layouts[block.name],
-            of.assignments[block.name],
-            of.inputs(block),
-            stored,
-            _buffer_states(of, block),
-        )
-        for block in of.blocks
-    ]
+    lowered = []
+    for block in of.blocks:
+        own = of.layouts[block.name], of.assignments[block.name], of.inputs(block)
+        lowered.append(lowering.block(block, *own, stored, _buffer_states(of, block)))
     held = _stored(of, lowering, stored)
     given = dict(input_leaves(batch)[0])
     raw = {}
     for name, path in graph.inputs.items():
-        state = layout.states[name]
-        mine = (
-            local_part(given[path], state, data.size, data.rank) if state.sharded else given[path]
-        )
+        mine, state = given[path], layout.states[name]
+        if state.sharded:
+            mine = local_part(mine, state, data.size, data.rank)
         raw[name] = mine.to(graph.values[name].dtype)
-    return _forward(of, lowering, lowered, held, raw, derived)
+    wanted = tuple(dict.fromkeys(name for block in of.blocks for name in block.derived))
+    graphs = StageGraphs(
+        prologue=lowering.prologue(graph.derived, wanted),
+        blocks=tuple(lowered),
+        constants={},
+        sends=(),
+        loss=graph.loss,
+        updates={},
+        differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
+    )
+    modules = [BlockModule(block, {}) for block in lowered]
+    program = StageProgram(graphs, modules, tensors=held, shared={}, device=torch.device("cpu"))
+    apart = [*held.values(), *raw.values()]
+    graphs.prologue.module.register_forward_hook(lambda _, args, made: apart.extend(made))
+    for block in lowered:
+        if block.random:  # the last argument of a block that draws is its random state
+            block.module.register_forward_pre_hook(lambda _, args: apart.append(args[-1]))
+    counts = {name: torch.tensor(7) for block in lowered for name in block.losses}
+    with ledger() as kept:
+        done = program.run(raw, {}, counts, (0, 0))
+    assert done.produced[graph.loss].requires_grad
+    return kept.nbytes([*apart, *counts.values()])
 
 
 def _stored(of: Setup, lowering: Lowering, states: Mapping[str, State]) -> dict[str, torch.Tensor]:
@@ -274,37 +279,3 @@ def _stored(of: Setup, lowering: Lowering, states: Mapping[str, State]) -> dict[
 def _buffer_states(of: Setup, block: Block) -> dict[str, Placement]:
     layouts, assignment = of.layouts[block.name], of.assignments[block.name]
     return {name: buffer_state(layouts, name, assignment) for name in block.buffers}
-
-
-def _forward(
-    of: Setup,
-    lowering: Lowering,
-    lowered: list[Lowered],
-    held: dict[str, torch.Tensor],
-    raw: dict[str, torch.Tensor],
-    derived: bool,
-) -> int:
-    graph = of.of.graph
-    wanted = tuple(dict.fromkeys(name for block in of.blocks for name in block.derived))
-    graphs = StageGraphs(
-        prologue=lowering.prologue(graph.derived, wanted),
-        blocks=tuple(lowered),
-        constants={},
-        sends=(),
-        loss=graph.loss,
-        updates={},
-        differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
-    )
-    modules = [BlockModule(block, {}) for block in lowered]
-    program = StageProgram(graphs, modules, tensors=held, shared={}, device=torch.device("cpu"))
-    apart = [*held.values(), *raw.values()]
-    if not derived:
-        graphs.prologue.module.register_forward_hook(lambda _, args, made: apart.extend(made))
-    for block in lowered:
-        if block.random:  # the last argument of a block that draws is its random state
-            block.module.register_forward_pre_hook(lambda _, args: apart.append(args[-1]))
-    counts = {name: torch.tensor(7) for block in lowered for name in block.losses}
-    with ledger() as kept:
-        done = program.run(raw, {}, counts, (0, 0))
-    assert done.produced[graph.loss].requires_grad
-    return kept.nbytes([*apart, *counts.values()])

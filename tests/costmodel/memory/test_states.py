@@ -8,7 +8,6 @@ fp32 copy and two moments). Rajbhandari et al., "ZeRO", 2020: 4Ψ + KΨ; ZeRO-1 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -41,20 +40,13 @@ def states(numel: float, zero: int, dp: int, precision: str = "bf16", target: Ta
 
 @given(SIZES, RANKS)
 def test_states_are_those_of_the_zero_paper(psi: int, n: int) -> None:
+    """But for the first stage, whose optimizer takes gradients in fp32, and the third, which keeps
+    weights as fp32 shards alone: the 16-bit ones, 2Ψ/n, exist only while they are used."""
     k = 12
     assert states(psi, 0, n) == (4 + k) * psi
+    assert states(psi, 1, n) == pytest.approx(4 * psi + (4 + k) * psi / n, rel=1e-12)
     assert states(psi, 2, n) == pytest.approx(2 * psi + (2 + k) * psi / n, rel=1e-12)
-
-
-@given(SIZES, RANKS)
-def test_the_first_stage_hands_the_optimizer_its_gradients_in_fp32(psi: int, n: int) -> None:
-    assert states(psi, 1, n) == pytest.approx(4 * psi + 16 * psi / n, rel=1e-12)
-
-
-@given(SIZES, RANKS)
-def test_the_third_stage_keeps_weights_as_fp32_shards_alone(psi: int, n: int) -> None:
-    """The 16-bit weights exist only while they are used: 2Ψ/n less than the paper's."""
-    assert states(psi, 3, n) == pytest.approx((4 + 12 - 2) * psi / n, rel=1e-12)
+    assert states(psi, 3, n) == pytest.approx((4 + k - 2) * psi / n, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +63,6 @@ def test_bytes_of_a_parameter_with_adam(
 def test_without_a_master_copy_mixed_precision_saves_four_bytes() -> None:
     bare = dataclasses.replace(HALF, master=False)
     assert states(1000, 0, 1) - states(1000, 0, 1, target=bare) == 4000
-
-
-@given(SIZES, RANKS, st.sampled_from(["fp32", "bf16"]), st.sampled_from([2, 4]))
-def test_a_higher_stage_never_holds_more_from_two_ranks_up(
-    psi: int, n: int, precision: str, gradient_bytes: int
-) -> None:
-    target = dataclasses.replace(EAGER, gradient_bytes=gradient_bytes)
-    held = [states(psi, zero, max(n, 4), precision, target) for zero in (0, 1, 2, 3)]
-    assert all(more >= less * (1 - 1e-12) for more, less in itertools.pairwise(held))
 
 
 def test_arrays_are_priced_as_numbers() -> None:
@@ -111,11 +94,9 @@ def test_buffers_by_hand(zero: int, dp: int, numel: int, nbytes: int) -> None:
     target = Target(name="small buckets", bucket_bytes=1000, bucket_copies=2)
     found = working_bytes(numel, 700, weight_bytes=2, zero=zero, dp=dp, target=target)
     assert found == nbytes
-
-
-def test_gradients_that_lie_in_their_buckets_need_no_others() -> None:
-    target = Target(name="in place", bucket_copies=0)
-    assert working_bytes(10**9, 10**8, weight_bytes=2, zero=1, dp=8, target=target) == 0
+    in_place = dataclasses.replace(target, bucket_copies=0)
+    if zero < 2:  # gradients lie in their buckets
+        assert not working_bytes(numel, 700, weight_bytes=2, zero=zero, dp=dp, target=in_place)
 
 
 # --- the optimizer -------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict
 from functools import cache
 from typing import Any
 
@@ -36,14 +35,24 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(x))) + self.aside(x).sum(-1, keepdim=True)
 
 
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 @cache
 def net() -> Traced:
-    with torch.device("meta"):
-        batch = (torch.empty(ROWS, WIDTH),) * 2
-        first, head = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        layers = nn.Sequential(Layer(), Layer())
-        model = nn.Sequential(OrderedDict(first=first, layers=layers, head=head))
-        return cut(model, batch, F.mse_loss, precision="fp8")
+    batch = (torch.empty(ROWS, WIDTH, device="meta"),) * 2
+    return cut(Net().to("meta"), batch, F.mse_loss, precision="fp8")
 
 
 def op_of(module: str) -> Op:

@@ -5,7 +5,6 @@ traits say, and nowhere is an operator known by its name.
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +26,8 @@ from meshwright.executor.runtime.evaluation import check_evaluable
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import setting_on
+from tests.helpers.source_files import PRODUCT, files_in
 
-ROOT = Path(__file__).parents[3]
 NAME = "traits_test.normalise"
 # comparisons of an operator's name with a literal, or with a constant that is one
 NAMED = {
@@ -99,7 +98,7 @@ def test_an_ordinary_operator_communicates_nothing_and_may_run_twice(graph: Grap
 def test_a_norm_sums_its_statistics_and_runs_once(
     graph: Graph, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone = priced(graph, 1)
+    alone, two = priced(graph, 1), priced(graph, 2)
     special(monkeypatch, Traits(statistics=Statistics(of_batch=True, running=(1,), training=2)))
     assert priced(graph, 1) == alone
     assert priced(graph, 2).forward_comm_s > 0 == alone.forward_comm_s
@@ -109,14 +108,9 @@ def test_a_norm_sums_its_statistics_and_runs_once(
     check_evaluable(graph)  # by those of the batch, as it has no others
     with pytest.raises(ValueError, match="no running statistics"):
         check_evaluable(graph, num_microbatches=2)
-
-
-def test_a_norm_of_rows_updates_its_buffers_and_sums_nothing(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alone = priced(graph, 2)
+    # a norm of rows updates its buffers and sums nothing
     special(monkeypatch, Traits(statistics=Statistics(of_batch=False, running=(1,), training=2)))
-    assert priced(graph, 2) == alone
+    assert priced(graph, 2) == two
     assert not repeatable(graph)
 
 
@@ -178,11 +172,6 @@ def names_compared(tree: ast.AST) -> int:
 
 
 def test_no_operator_is_known_by_its_name() -> None:
-    found = {}
-    for room in ("profiles", "costmodel", "planner", "executor", "meshwright"):
-        for path in sorted((ROOT / room).rglob("*.py")):
-            if path.resolve() == path:
-                tree = ast.parse(path.read_text(encoding="utf-8"))
-                found[path.relative_to(ROOT).as_posix()] = names_compared(tree)
+    found = {file.path: names_compared(file.tree) for file in files_in(*PRODUCT)}
     more = {path: count for path, count in found.items() if count > NAMED.get(path, 0)}
     assert not more, f"ask a trait (`costmodel/rules/traits.py`) instead of a name: {more}"

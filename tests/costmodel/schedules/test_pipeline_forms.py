@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.schedules.early import early_parts
 from meshwright.costmodel.schedules.schedule import SCHEDULES, Action
-from meshwright.costmodel.schedules.simulate import StageTimes, Timeline
-from tests.costmodel.schedules.pipelines import (
-    Shape,
-    edges_of,
-    run,
-    seconds,
-    shapes,
-    stage_times,
-    times,
-)
+from meshwright.costmodel.schedules.simulate import Timeline
+from tests.costmodel.schedules.pipelines import Shape, edges_of, run, shapes, times
 
 positive = st.integers(1, 9)
 
@@ -104,26 +96,6 @@ def test_equal_stages_take_the_time_of_the_papers(
         assert timeline.validated_bubble(found_s) == pytest.approx(1 - busy_s / found_s)
 
 
-@given(
-    p=st.integers(2, 6),
-    more=st.integers(0, 9),
-    w=positive,
-    longer=st.integers(0, 5),
-    saved=st.integers(0, 9),
-)
-def test_dualpipe_v_idles_as_published(p: int, more: int, w: int, longer: int, saved: int) -> None:
-    """(PP/2 - 1)(F&B + B - 3W) on the busiest path, for PP = 2p stages."""
-    f = w + longer
-    saved = min(saved, f)
-    one = StageTimes(
-        forward_s=f, backward_s=f + w, weight_s=w, overlap_s=saved, reduce_s=0, optimizer_s=0
-    )
-    shape = Shape(name="dualpipe_v", p=p, v=2, m=2 * p + more, paired=True)
-    timeline = run(shape, [one] * (2 * p))
-    both, backward = f + (f + w) - saved, f + w
-    assert max(timeline.idle_s(d) for d in range(p)) == (p - 1) * (both + backward - 3 * w)
-
-
 # --- steps that are validated afterwards -------------------------------------------------------
 
 BACKWARD = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
@@ -159,20 +131,6 @@ def test_what_runs_early_waits_for_nothing_that_comes_later(
         else:
             assert following.action in (*BACKWARD, Action.RECV_GRADIENT)
     assert arriving == sent
-
-
-@given(data=st.data(), shape=shapes(), verdict=seconds)
-def test_steps_follow_each_other_as_they_can(
-    data: st.DataObject, shape: Shape, verdict: int
-) -> None:
-    """No sooner than a device is done with its own, no later than behind a common end, and the more
-    the verdict takes, the later."""
-    of_stages = [data.draw(stage_times()) for _ in range(shape.num_stages)]
-    timeline = run(shape, of_stages)
-    found_s = period_s(shape, timeline, verdict)
-    assert max(timeline.busy_s) <= timeline.period_s <= found_s
-    assert found_s <= timeline.step_time_s + verdict
-    assert period_s(shape, timeline) <= found_s
 
 
 @pytest.mark.parametrize("verdict", [0, 10, 100])

@@ -12,13 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules.compiled import program_of
 from meshwright.costmodel.schedules.orders import Compute
 from meshwright.costmodel.schedules.schedule import SCHEDULES, Action, Instruction, build_schedule
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
 from tests.costmodel.schedules.pipelines import (
     Shape,
-    chain,
     edges_of,
     run,
     seconds,
@@ -118,48 +116,17 @@ def test_every_event_is_when_the_reference_has_it(
     assert {(e.stage, e.name): (e.start_s, e.end_s) for e in timeline.events} == expected
     assert len(timeline.events) == len(expected)
     assert timeline.step_time_s == max(end for _, end in expected.values())
+    ends = [end for (_, name), (_, end) in expected.items() if name[0] in "FBIW"]
+    assert timeline.pipeline_s == max(ends)
     for device, stream in enumerate(streams):
         spans = [expected[each.stage, str(each)] for each in stream if each.action in (F, B, I, W)]
         last = max(expected[each.stage, "optimizer"][1] for each in stream)
-        assert timeline.busy_s[device] == sum(end - start for start, end in spans)
+        busy_s = sum(end - start for start, end in spans)
+        assert timeline.busy_s[device] == busy_s
+        assert timeline.idle_s(device) == max(ends) - busy_s
         assert timeline.span_s[device] == last - spans[0][0]
-        assert spans[-1][1] <= timeline.pipeline_s
     assert timeline.period_s <= timeline.step_time_s
     assert 0 <= timeline.bubble_fraction <= 1
-
-
-def test_the_step_ends_with_the_last_reduction_and_optimizer() -> None:
-    # Stage 1 ends its last backward at 7, two seconds before stage 0.
-    timeline = run(Shape(name="gpipe", p=2, v=1, m=2), [times(1, 2, 1, 1), times(1, 2, 2, 3)])
-    assert timeline.pipeline_s == 9
-    ends = {(e.stage, e.name): e.end_s for e in timeline.events if e.microbatch is None}
-    assert ends == {(0, "reduce"): 10, (0, "optimizer"): 11, (1, "reduce"): 9, (1, "optimizer"): 12}
-    assert timeline.step_time_s == 12
-    assert timeline.busy_s == (6, 6)
-    assert timeline.span_s == (11, 11)
-
-
-def test_the_stages_of_a_device_share_its_channels() -> None:
-    # stages 0 and 2 on device 0 send one activation each to stage 1 and 3 on device 1
-    streams = ([*sends(0, 1, [0]), *sends(2, 3, [0])], [*receives(1, 0, [0]), *receives(3, 2, [0])])
-    timeline = simulate(streams, [times(1, 1)] * 4, {(0, 1): 5, (2, 3): 4})
-    assert [(e.name, e.start_s, e.end_s) for e in timeline.events] == [
-        ("sendF0->1", 0, 5),
-        ("sendF0->3", 5, 9),
-    ]
-
-
-def test_streams_of_a_schedule_are_compiled_once() -> None:
-    streams = build_schedule("1f1b", num_stages=3, num_microbatches=4)
-    assert program_of(build_schedule("1f1b", num_stages=3, num_microbatches=4)) is program_of(
-        streams
-    )
-    again = simulate([list(stream) for stream in streams], [times(1, 2)] * 3, COST_NOTHING)
-    assert again == simulate(streams, [times(1, 2)] * 3, COST_NOTHING)
-    assert again.events == simulate(streams, [times(1, 2)] * 3, COST_NOTHING).events
-
-
-COST_NOTHING = dict.fromkeys(chain(3), 0)
 
 
 # --- streams that are wrong ------------------------------------------------------------------

@@ -77,14 +77,9 @@ def test_fused_qkv_is_parts_heads_head_dim() -> None:
         assert table.dims[value][1] == (heads,)
         assert table.dims[value][3] == (head_dim,)
         assert all(parts not in dim for dim in table.dims[value])
-
-
-def test_output_projection_contracts_the_heads() -> None:
-    graph, table = analysed("gpt2")
-    heads = table.dims[parameter(graph, "transformer.h.0.attn.c_attn.weight")][1][1]
-    weight = parameter(graph, "transformer.h.0.attn.c_proj.weight")
-    assert table.dims[weight][0][0] == heads
-    call = next(op for op in graph.ops if weight in op.operands)
+    out = parameter(graph, "transformer.h.0.attn.c_proj.weight")  # contracts the heads
+    assert table.dims[out][0][0] == heads
+    call = next(op for op in graph.ops if out in op.operands)
     assert any(heads in dim for dim in table.dims[call.operands[1]])
     assert all(heads not in dim for dim in table.dims[call.results[0]])
 
@@ -154,7 +149,7 @@ def test_one_row_has_no_batch_factor() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
-def test_atoms_multiply_to_every_dim(name: str) -> None:
+def test_atoms_multiply_to_every_dim_and_letters_name_them(name: str) -> None:
     graph, table = analysed(name)
     for value, meta in graph.values.items():
         assert tuple(math.prod(dim) for dim in sizes(table, value)) == meta.shape
@@ -162,13 +157,6 @@ def test_atoms_multiply_to_every_dim(name: str) -> None:
         made, letters = table.ops[op.name], table.letters[op.name]
         for letter, atoms in letters.items():
             assert math.prod(table.sizes[a] for a in atoms) == made.sizes[letter]
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
-def test_letters_name_the_atoms_of_their_dims(name: str) -> None:
-    graph, table = analysed(name)
-    for op in graph.ops:
-        made, letters = table.ops[op.name], table.letters[op.name]
         sides = zip((*op.operands, *op.results), (*made.operands, *made.results), strict=True)
         for value, dims in sides:
             for atoms, names in zip(table.dims[value], dims, strict=True):

@@ -1,17 +1,28 @@
-"""Peaks in the course of a step, followed by hand."""
+"""Peaks in the course of a step, followed by hand; what stages hold there, and whether it fits."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
 from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, course_peaks
+from meshwright.costmodel.stages.peak import (
+    fits,
+    peak_bytes,
+    room_bytes,
+    shortfall_bytes,
+    stage_bytes,
+)
+from meshwright.costmodel.stages.stage import StageCosts
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import cluster
 
 ALONE = Reduction(
     zero=0, weight_bytes=4, summed=False, bucket_bytes=100, alone_bytes=0, received=False
@@ -36,11 +47,24 @@ def stage(blocks: Sequence[BlockBytes], numels: Sequence[float] = (), **given: A
     return replace(own, **given)
 
 
-def peak(own: StageBytes, num_microbatches: int) -> float:
+def highest(own: StageBytes, num_microbatches: int) -> Peak:
     (found,) = course_peaks(
         [own], schedule="1f1b", num_microbatches=num_microbatches, num_devices=1, edges=frozenset()
     )
-    return found.nbytes
+    return found
+
+
+def peak(own: StageBytes, num_microbatches: int) -> float:
+    return highest(own, num_microbatches).nbytes
+
+
+def split_peaks(own: StageBytes) -> list[float]:
+    """Of two such stages under ZB-H1, and one micro-batch."""
+    edges = frozenset({(0, 1)})
+    found = course_peaks(
+        [own, own], schedule="zb_h1", num_microbatches=1, num_devices=2, edges=edges
+    )
+    return [each.nbytes for each in found]
 
 
 def test_gradients_come_as_activations_go() -> None:
@@ -53,18 +77,13 @@ def test_gradients_come_as_activations_go() -> None:
 
 def test_the_optimizer_may_be_the_highest_point() -> None:
     own = stage([block(100, 10, 0)], [100], optimizer=5000.0)
-    (found,) = course_peaks(
-        [own], schedule="1f1b", num_microbatches=1, num_devices=1, edges=frozenset()
-    )
-    assert found == Peak(nbytes=1000 + 400 + 5000)
+    assert highest(own, 1) == Peak(nbytes=1000 + 400 + 5000)
 
 
 def test_the_highest_point_is_named() -> None:
     """The first block's backward is the highest of the second micro-batch's: all gradients."""
     own = stage([block(100, 500, 0), block(200, 20, 1)], [100, 20])
-    (found,) = course_peaks(
-        [own], schedule="1f1b", num_microbatches=2, num_devices=1, edges=frozenset()
-    )
+    found = highest(own, 2)
     assert (found.action, found.stage, found.block) == (Action.BACKWARD, 0, 0)
     assert found.nbytes == 1000 + 100 + 500 + 400 + 480
 
@@ -90,17 +109,14 @@ def test_messages_and_what_leaves_a_stage(microbatches: int, in_flight: int) -> 
 
 
 def test_a_split_backward_keeps_what_its_second_half_needs() -> None:
-    """ZB-H1 on two devices: after the first half 30 of 100 are left, and a gradient of 40."""
+    """After the first half 30 of 100 are left, and a gradient of 40; or 300 are put off, beside
+    what is made again for the second half."""
     own = stage([block(100, 20, 0, put_off=30)], [10], sent={1: 0.0}, received={0: 0.0})
-    found = course_peaks(
-        [own, own], schedule="zb_h1", num_microbatches=1, num_devices=2, edges=frozenset({(0, 1)})
-    )
-    assert [x.nbytes for x in found] == [1000 + 120, 1000 + 120]
-    late = replace(own, blocks=[block(10, 0, 0, put_off=300)])
-    (first, _) = course_peaks(
-        [late, late], schedule="zb_h1", num_microbatches=1, num_devices=2, edges=frozenset({(0, 1)})
-    )
-    assert first.nbytes == 1000 + 300 + 40
+    assert split_peaks(own) == [1000 + 120, 1000 + 120]
+    late = block(10, 0, 0, put_off=300)
+    assert split_peaks(replace(own, blocks=[late])) == [1000 + 300 + 40] * 2
+    again = replace(own, blocks=[replace(late, late=25)])
+    assert split_peaks(again) == [1000 + 300 + 25 + 40] * 2
 
 
 @pytest.mark.parametrize(
@@ -112,15 +128,6 @@ def test_what_is_made_again_is_held_and_what_was_kept_is_let_go(
     moment = Moment(during=45, after=0.0, released=40, put_off=0.0)
     made = BlockBytes(kept=100, passing=30, releases=releases, course=[(moment, ())])
     assert peak(stage([made]), 1) == 1000 + nbytes
-
-
-def test_a_second_half_holds_what_is_made_again_for_it() -> None:
-    own = replace(block(10, 0, 0, put_off=300), late=25)
-    late = stage([own], [10], sent={1: 0.0}, received={0: 0.0})
-    found = course_peaks(
-        [late, late], schedule="zb_h1", num_microbatches=1, num_devices=2, edges=frozenset({(0, 1)})
-    )
-    assert [x.nbytes for x in found] == [1000 + 300 + 25 + 40] * 2
 
 
 def test_gradients_are_whole_until_the_last_backward() -> None:
@@ -146,3 +153,44 @@ def test_gradients_are_whole_until_the_last_backward() -> None:
         return [x.nbytes for x in found]
 
     assert peaks(shards=4) == peaks(shards=1)
+
+
+# --- what fits ------------------------------------------------------------------------------------
+
+
+def reserving(reserved_bytes: int, memory_bytes: float) -> Cluster:
+    on = cluster(2, memory_bytes=memory_bytes)
+    return replace(on, device=replace(on.device, reserved_bytes=reserved_bytes))
+
+
+def costs(static_bytes: float, passing_bytes: float, activation_bytes: float) -> StageCosts[float]:
+    none = {each.name: 0.0 for each in fields(StageCosts)}
+    held = {"static_bytes": static_bytes, "passing_bytes": passing_bytes}
+    return StageCosts(**none | held | {"activation_bytes": activation_bytes})
+
+
+def test_stages_hold_their_states_and_what_is_in_flight() -> None:
+    assert stage_bytes(100.0, 7.0, 3) == 121
+    used = stage_bytes(np.array([100.0, 200.0]), np.array([7.0, 5.0]), 3)
+    np.testing.assert_array_equal(fits(used, 121.0), [True, False])
+
+
+def test_tensors_may_take_what_is_not_reserved() -> None:
+    assert room_bytes(reserving(100, 1000)) == 900
+    assert room_bytes(reserving(100, 1000), stages=2) == 450
+
+
+def test_a_plan_lacks_what_its_peaks_exceed_the_memory_by() -> None:
+    """1F1B: the first of two stages has two micro-batches in flight, the last one."""
+    on = reserving(100, 1000)
+    stages = [costs(700.0, 50.0, 150.0), costs(700.0, 50.0, 150.5)]
+    peaks = peak_bytes(stages, on, schedule="1f1b", num_microbatches=4, num_devices=2)
+    assert peaks == [700 + 2 * 150 + 100, 951]
+    assert shortfall_bytes(peaks, on) == [100, 0]
+
+
+def test_stages_of_one_device_are_never_in_a_backward_together() -> None:
+    on = reserving(0, 1000)
+    stages = [costs(100.0, passing, 0.0) for passing in (10.0, 40.0, 30.0, 20.0)]
+    peaks = peak_bytes(stages, on, schedule="zb_v", num_microbatches=4, num_devices=2)
+    assert peaks == [90 + 80 + 20, 60 + 70 + 40]

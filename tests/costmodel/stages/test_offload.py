@@ -1,4 +1,4 @@
-"""The price of optimizer states in host memory, against sums by hand."""
+"""The price of optimizer states and activations in host memory, against sums by hand."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import pytest
 
 from meshwright.costmodel.memory import model_state_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.stages.away import sent_by_block, sent_evenly
 from meshwright.costmodel.stages.offload import host_costs
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import setting_on
+from tests.helpers.planning import setting_on, sums_of
 
 NUMEL = 1e9
 PER_NODE = 8
@@ -28,10 +29,7 @@ def setting(zero: int, part: float, microbatches: int = 1) -> Setting:
 
 
 def sums(**changes: float) -> Sums:
-    found = Sums.zeros()
-    for name, value in {"parameters": NUMEL, "shard_parameters": NUMEL / 8, **changes}.items():
-        setattr(found, name, np.float64(value))
-    return found
+    return sums_of(**{"parameters": NUMEL, "shard_parameters": NUMEL / 8, **changes})
 
 
 @pytest.mark.parametrize(("zero", "numel"), [(0, NUMEL), (1, NUMEL / 8), (3, NUMEL / 8)])
@@ -96,20 +94,19 @@ def test_gradients_pass_beside_backwards_once_or_in_each_microbatch() -> None:
         own = stage_costs(sums(forward_s=9.0, backward_s=9.0), setting(zero, part, m), "none")
         return float(own.forward_s + own.backward_s), float(own.reduce_s + own.optimizer_s)
 
-    at = host_costs(sums(), setting(2, 1.0))
-    for zero in (0, 1):  # summed in the last backward, 9 s long: the link is hidden behind it
-        passes, once = (a - b for a, b in zip(costs(zero, 1.0, 4), costs(zero, 0, 4), strict=True))
-        own = host_costs(sums(), setting(zero, 1.0))
-        assert passes == 0
-        assert own.step_s < once < own.step_s + own.returned_s + own.fetched_s
-    passes, once = (a - b for a, b in zip(costs(2, 1.0, 4), costs(2, 0.0, 4), strict=True))
-    assert at.added_s < passes < at.added_s + at.returned_s
-    assert once < at.step_s + at.fetched_s
-    passes, once = (a - b for a, b in zip(costs(2, 1.0, 1), costs(2, 0.0, 1), strict=True))
-    assert passes < at.returned_s  # there is nothing to add to
-    passes, once = (a - b for a, b in zip(costs(3, 1.0, 4), costs(3, 0.0, 4), strict=True))
-    assert passes >= at.returned_s + at.added_s
-    assert once == pytest.approx(at.step_s)
+    for zero in range(4):
+        at = host_costs(sums(), setting(zero, 1.0))
+        pairs = zip(costs(zero, 1.0, 4), costs(zero, 0.0, 4), strict=True)
+        passes, once = (more - less for more, less in pairs)
+        if zero < 2:  # summed in the last backward, 9 s long: the link is hidden behind it
+            assert passes == 0
+            assert at.step_s < once < at.step_s + at.returned_s + at.fetched_s
+        elif zero == 2:
+            assert at.added_s < passes < at.added_s + at.returned_s
+            assert once < at.step_s + at.fetched_s
+        else:
+            assert passes >= at.returned_s + at.added_s
+            assert once == pytest.approx(at.step_s)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -198,12 +195,61 @@ def test_weights_pass_in_the_compute_precision(precision: str) -> None:
     assert held[0] - held[1] == pytest.approx(nbytes * (1 - 2 / 50 / 0.5))
 
 
-def test_weights_pass_beside_both_passes_of_each_microbatch() -> None:
-    own = replace(setting(0, 1.0, 4), host_weights=1.0)
-    busy = sums(forward_s=9.0, backward_s=9.0)
-    with_, without = (
-        stage_costs(busy, replace(own, host_weights=part), "none") for part in (1.0, 0.0)
+# --- activations ----------------------------------------------------------------------------------
+
+
+def moving(part: float, *, slowdown: float = 0.0, kind: str = "cuda") -> Setting:
+    """A link of 1 byte a second."""
+    cluster = Cluster.from_catalog("dgx-a100")
+    assert cluster.host is not None
+    device = replace(cluster.device, overlap_slowdown=slowdown, kind=kind)
+    host = replace(cluster.host, link_bandwidth=1.0)
+    on = replace(cluster, device=device, host=host)
+    return setting_on(on, precision="bf16", host_activations=part)
+
+
+def four(**changes: float) -> Sums:
+    return sums_of(**{"saved_bytes": 12.0, "input_bytes": 4.0, "blocks": 4.0, **changes})
+
+
+def test_each_blocks_copies_lie_beside_the_next_one() -> None:
+    moved, forward = np.array([5.0, 1.0, 3.0]), np.array([9.0, 2.0, 4.0])
+    found = sent_by_block(moved, forward, 2 * forward, moving(1.0))
+    assert found.nbytes == 9.0
+    assert found.passing_bytes == 6.0  # of the first and the second
+    assert found.forward_s == (5 - 2) + 0 + 3  # nothing lies beside the last one's
+    assert found.backward_s == (5 - 4) + 0 + 3
+
+
+def test_copies_slow_what_they_lie_beside_and_on_a_cpu_hide_behind_nothing() -> None:
+    moved, passes = np.array([2.0, 0.0]), np.array([8.0, 8.0])
+    slowed = sent_by_block(moved, passes, passes, moving(1.0, slowdown=0.25))
+    assert slowed.forward_s == slowed.backward_s == 0.25 * 2
+    found = sent_by_block(moved, passes, passes, moving(1.0, kind="cpu"))
+    assert found.forward_s == found.backward_s == 2
+
+
+@pytest.mark.parametrize(("part", "beside"), [(0.5, 0.5), (1.0, 0.75)])
+def test_equal_blocks_are_those_of_a_search(part: float, beside: float) -> None:
+    moved = np.array([4.0] * int(4 * part) + [0.0] * int(4 - 4 * part))
+    one = np.full(4, 3.0)
+    by_block = sent_by_block(moved, one, one, moving(part))
+    evenly = sent_evenly(
+        np.float64(16.0), np.float64(4.0), np.float64(12.0), np.float64(12.0), moving(part)
     )
-    fetched = host_costs(sums(), own).weights_s
-    for name in ("forward_s", "backward_s"):
-        assert 0 < getattr(with_, name) - getattr(without, name) < fetched
+    assert (evenly.nbytes, evenly.passing_bytes) == (by_block.nbytes, by_block.passing_bytes)
+    assert evenly.forward_s == max(0.0, 16 * part - 12 * beside)
+    assert evenly.forward_s <= by_block.forward_s
+
+
+def test_a_stage_holds_less_and_its_host_what_it_sent() -> None:
+    without, some, all_ = (stage_costs(four(), moving(part), "none") for part in (0, 0.5, 1))
+    assert (without.activation_bytes, without.away_bytes) == (16, 0)
+    assert (without.forward_comm_s, without.backward_comm_s) == (0, 0)
+    assert (some.activation_bytes, some.away_bytes) == (8, 8)
+    assert (all_.activation_bytes, all_.away_bytes) == (0, 16)
+    # of half of them what comes back takes the place of what later blocks kept
+    assert some.passing_bytes - without.passing_bytes == 0
+    assert all_.passing_bytes - without.passing_bytes == 8
+    assert all_.forward_s > some.forward_s > without.forward_s
+    assert all_.forward_comm_s == all_.forward_s - without.forward_s

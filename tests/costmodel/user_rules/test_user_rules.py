@@ -23,10 +23,6 @@ from tests.helpers.traced import with_forward
 GOOD = "b s h, h o -> b s o"
 
 
-def project(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return x @ w
-
-
 def project_back(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) -> tuple:
     x, w = ctx.saved_tensors
     return grad @ w.T, torch.einsum("bsh,bso->ho", x, grad)
@@ -40,7 +36,7 @@ def halves_back(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) ->
 def registered(name: str, backward: object) -> None:
     made = torch.library.custom_op(
         f"meshwright_test::{name}",
-        lambda x, w: project(x, w),
+        lambda x, w: x @ w,
         mutates_args=(),
         schema="(Tensor x, Tensor w) -> Tensor",
     )
@@ -52,6 +48,22 @@ def registered(name: str, backward: object) -> None:
 
 registered("project", project_back)
 registered("crooked", halves_back)
+
+
+class Calling(nn.Module):
+    """A parameter on its way through an operator, with further operands as they are."""
+
+    def __init__(self, name: str, shape: Sequence[int], *rest: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(*shape))
+        self.call, self.rest = getattr(torch.ops.meshwright_test, name), rest
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x * self.weight, *self.rest).square().sum()
+
+
+def graph_calling(name: str, shape: Sequence[int], *rest: Any) -> Graph:
+    return trace(Calling(name, shape, *rest), (torch.randn(4, *shape),))
 
 
 class Model(nn.Module):
@@ -123,19 +135,11 @@ def test_rule_that_can_not_be_tried_is_used_and_noted() -> None:
     library = torch.library.Library("meshwright_test_cuda", "DEF")
     library.define("twice(Tensor x) -> Tensor")
     library.impl("twice", torch.empty_like, "Meta")
-    graph = trace(_Twice(), (torch.randn(4, 6),))
+    model = with_forward(lambda self, x: self.l(torch.ops.meshwright_test_cuda.twice(x)).sum())
+    graph = trace(model, (torch.randn(4, 8),))
     rule("meshwright_test_cuda::twice", "*d -> *d")
     noted = verified(graph)
     assert "the rule of meshwright_test_cuda.twice was not verified in full: " in noted.notes[-1]
-
-
-class _Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (torch.ops.meshwright_test_cuda.twice(x) * self.scale).sum()
 
 
 @pytest.mark.parametrize(
@@ -180,19 +184,11 @@ def test_call_that_a_rule_does_not_fit_says_where(spec: str, message: str) -> No
 
 def test_shipped_rule_is_replaced_only_on_request() -> None:
     rule("aten::softmax", "*d w -> *d w", whole="w d.*", override=True)
-    graph = trace(_Softmax(), (torch.randn(4, 6, 8),))
+    model = with_forward(lambda self, x: self.l(x).softmax(-1).square().sum())
+    graph = trace(model, (torch.randn(4, 6, 8),))
     table = analyse(verified(graph))
     op = next(op for op in graph.ops if op.short == "softmax")
     assert set(table.ops[op.name].kinds.values()) == {"whole"}
-
-
-class _Softmax(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.scale).softmax(-1).square().sum()
 
 
 # --- what a rule is tried on ---------------------------------------------------------------------
@@ -233,32 +229,11 @@ defined(
 )
 defined("forward_only", X_TO_Y, lambda x: 2 * x)
 defined("groups", "(Tensor x, int groups=4) -> Tensor", _group_softmax, lambda g, _: (g, None))
-defined(
-    "counted",
-    "(Tensor x, int? n=None) -> Tensor",
-    lambda x, n=None: x.clone(),
-    lambda g, _: (g, None),
-)
+COUNTED = "(Tensor x, int? n=None) -> Tensor"
+defined("counted", COUNTED, lambda x, n=None: x.clone(), lambda g, _: (g, None))
 defined("picked", "(Tensor x, Tensor i) -> Tensor", lambda x, i: x * i)
-defined("leaf", X_TO_Y, lambda x: 3 * x, lambda g, _: 3 * g)
-defined("batch_norm", X_TO_Y, lambda x: 3 * x, lambda g, _: 3 * g)
-defined("zeros_like", X_TO_Y, lambda x: 3 * x, lambda g, _: 3 * g)
-
-
-class Calling(nn.Module):
-    """A parameter on its way through an operator, with further operands as they are."""
-
-    def __init__(self, name: str, shape: Sequence[int], *rest: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(*shape))
-        self.call, self.rest = getattr(torch.ops.meshwright_test, name), rest
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(x * self.weight, *self.rest).square().sum()
-
-
-def graph_calling(name: str, shape: Sequence[int], *rest: Any) -> Graph:
-    return trace(Calling(name, shape, *rest), (torch.randn(4, *shape),))
+for known in ("leaf", "batch_norm", "zeros_like"):
+    defined(known, X_TO_Y, lambda x: 3 * x, lambda g, _: 3 * g)
 
 
 def names_at(graph: Graph, name: str, degree: int) -> set[str]:
@@ -301,66 +276,47 @@ def test_factor_that_does_not_split_into_few_parts_is_noted() -> None:
 
 def test_gradients_of_the_call_are_checked_where_others_have_none() -> None:
     rule("meshwright_test::scaled", "n d, d, d -> n d")
-    with pytest.raises(RuleError, match=r"factor 'd' .map.: the gradient of operand 0 is off by"):
-        verified(graph_calling("scaled", (8,), torch.randn(8), torch.randn(8)))
-
-
-def test_each_operand_is_asked_for_its_derivative() -> None:
     graph = graph_calling("scaled", (8,), torch.randn(8), torch.randn(8))
+    with pytest.raises(RuleError, match=r"factor 'd' .map.: the gradient of operand 0 is off by"):
+        verified(graph)
     op = next(op for op in graph.ops if op.short == "meshwright_test.scaled")
     trial = Trial.of(op, [torch.randn(4, 8), torch.randn(8), torch.randn(8)])
     assert trial.needs == (True, False, False)
 
 
 def test_unchecked_gradients_are_noted_each_time() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.l(torch.ops.meshwright_test.forward_only(x)).sum()
-
     rule("meshwright_test::forward_only", "*d -> *d")
-    graph = trace(with_forward(forward), (torch.randn(4, 8),))
+    model = with_forward(lambda self, x: self.l(torch.ops.meshwright_test.forward_only(x)).sum())
+    graph = trace(model, (torch.randn(4, 8),))
     for _ in range(2):
         (note,) = verified(graph).notes
         assert "no gradient flows to its operands" in note
 
 
-def test_trials_leave_the_random_numbers_of_the_caller_alone() -> None:
+def test_trials_leave_the_random_numbers_of_the_caller_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     rule("meshwright_test::pairs", "*b (d two) -> *b (d two)", whole="two", sizes={"two": 2})
     graph = graph_calling("pairs", (14,))
-    seen: list[torch.Tensor] = []
-    kept = torch.get_rng_state()
+    op = next(op for op in graph.ops if op.short == "meshwright_test.pairs")
+    metas = [graph.values[v] for v in op.operands]
+    given = user_rules.GIVEN["meshwright_test.pairs"]
+    seen: list[torch.Tensor] = []  # what the operator is called on
+    monkeypatch.setattr(
+        "meshwright.costmodel.user_rules.add.random_operands",
+        lambda *given: seen.extend(found := random_operands(*given)) or found,
+    )
     for seed in (1, 2):
         torch.manual_seed(seed)
         before = torch.get_rng_state()
-        seen += _operands_tried(graph)
+        assert verify_call(given, op, metas, given.rule(op, metas, metas)) == ""
         assert torch.equal(torch.get_rng_state(), before)
-    torch.set_rng_state(kept)
     assert torch.equal(*seen)
 
 
-def _operands_tried(graph: Graph) -> list[torch.Tensor]:
-    """What the operator is first called on."""
-    seen: list[torch.Tensor] = []
-    op = next(op for op in graph.ops if op.short == "meshwright_test.pairs")
-    given = user_rules.GIVEN["meshwright_test.pairs"]
-    metas = [graph.values[v] for v in op.operands]
-    made = given.rule(op, metas, [graph.values[v] for v in op.results])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "meshwright.costmodel.user_rules.add.random_operands",
-            lambda *given: seen.append(found := random_operands(*given)) or found,
-        )
-        assert verify_call(given, op, metas, made) == ""
-    return [x for (x,) in seen]
-
-
 def test_count_left_at_its_default_is_divided() -> None:
-    rule(
-        "meshwright_test::groups",
-        "*b (g d) -> *b (g d)",
-        whole="d",
-        counts={"groups": "g"},
-        verify=False,
-    )
+    given = {"whole": "d", "counts": {"groups": "g"}, "verify": False}
+    rule("meshwright_test::groups", "*b (g d) -> *b (g d)", **given)
     graph = graph_calling("groups", (12,))
     op = next(op for op in graph.ops if op.short == "meshwright_test.groups")
     made = analyse(graph).ops[op.name]
@@ -368,10 +324,9 @@ def test_count_left_at_its_default_is_divided() -> None:
     assert divided(op, made, op.args, op.kwargs, {}) == (list(op.args), {})
 
 
-@pytest.mark.parametrize("option", ["pinned", "linear"])
-def test_integer_operands_are_no_parts_of_a_sum(option: str) -> None:
-    given = {"pinned": [1], "linear": [[1]]}
-    rule("meshwright_test::picked", "n d, d -> n d", **{option: given[option]})
+@pytest.mark.parametrize(("option", "given"), [("pinned", [1]), ("linear", [[1]])])
+def test_integer_operands_are_no_parts_of_a_sum(option: str, given: Any) -> None:
+    rule("meshwright_test::picked", "n d, d -> n d", **{option: given})
     with pytest.raises(RuleError, match=r"operand 1 of pinned or linear.*legal: 0"):
         verified(graph_calling("picked", (8,), torch.ones(8, dtype=torch.int64)))
 
