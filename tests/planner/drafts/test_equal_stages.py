@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Iterator
 from functools import cache
 
+import pytest
+
 from meshwright.costmodel.schedules.schedule import in_flight
 from meshwright.planner.drafts.candidates import PipelineSetup, PlanDraft, make_draft
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
@@ -13,8 +15,9 @@ from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from tests.helpers.enumeration import Enumeration, instance, limited
 from tests.helpers.planning import problem_of
+from tests.helpers.tiers import tiered
 
-INSTANCES = 14
+INSTANCES, SOME = range(14), range(4)
 Key = tuple[StageSetup, str, int, int, int]
 
 
@@ -54,10 +57,10 @@ def every_cut(
 
 
 @cache
-def searches() -> list[Search]:
+def searches(seeds: range = INSTANCES) -> list[Search]:
     """Instances with ample memory, and with as little as a lean plan needs."""
     found = []
-    for seed in range(INSTANCES):
+    for seed in seeds:
         of, on, batch, rng = instance(seed)
         peaks = Enumeration(of=of, cluster=on, batch=batch).peaks(16)
         for memory_bytes in (2.0**40, rng.choice(peaks[:8])):
@@ -77,8 +80,11 @@ def cuts(search: Search, node: Combination) -> list[PlanDraft]:
     return [draft for draft in found if draft.fits]
 
 
-def test_no_cut_is_faster_than_the_bound_of_its_combination() -> None:
-    for search in searches():
+@pytest.mark.parametrize(
+    "seeds", tiered([SOME, INSTANCES], SOME.__eq__, "more instances of the same")
+)
+def test_no_cut_is_faster_than_the_bound_of_its_combination(seeds: range) -> None:
+    for search in searches(seeds):
         for slot in slots(search):
             for node in search.equal.combinations(slot):
                 assert slot.bound_s <= node.bound_s * (1 + 1e-9)

@@ -25,6 +25,7 @@ from meshwright.planner.intra_op.table import BlockTable
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, case, cut, odd_cluster, problem_of, programs_of
+from tests.helpers.tiers import second_tier
 
 # --- the table, the solver and the price agree ---------------------------------------------------
 
@@ -63,7 +64,14 @@ def inputs_of(table: BlockTable, index: tuple[int, ...]) -> dict[str, Placement]
 
 
 @pytest.mark.parametrize(
-    ("name", "seed"), [(name, seed) for k, name in enumerate(MODELS) for seed in (k, (k + 4) % 6)]
+    ("name", "seed"),
+    [
+        *((name, k) for k, name in enumerate(MODELS)),
+        *(
+            pytest.param(name, (k + 4) % 6, marks=second_tier("other costs; each model stays"))
+            for k, name in enumerate(MODELS)
+        ),
+    ],
 )
 def test_the_objective_is_the_price_of_the_assignment(name: str, seed: int) -> None:
     """Node and edge costs against seconds recomputed from the assignment alone, on clusters that
@@ -245,14 +253,19 @@ def _waiting(
 @pytest.mark.parametrize(
     ("name", "seed", "every"),
     [
-        ("perceptron", 0, 3),
         ("perceptron", 3, 7),
-        ("the input is read twice", 1, 1),
         ("the input is read twice", 5, 1),
-        ("two of three readers want the same", 22, 29),
         ("one weight, two operators", 0, 1),
-        ("one weight, two operators", 2, 1),
-        ("two results", 4, 17),
+        *(
+            pytest.param(*of, marks=second_tier("more blocks and costs; three blocks stay"))
+            for of in (
+                ("perceptron", 0, 3),
+                ("the input is read twice", 1, 1),
+                ("two of three readers want the same", 22, 29),
+                ("one weight, two operators", 2, 1),
+                ("two results", 4, 17),
+            )
+        ),
     ],
 )
 def test_no_assignment_is_cheaper_than_the_table(name: str, seed: int, every: int) -> None:

@@ -20,7 +20,7 @@ from meshwright.planner.search.offload import held_by_flash, held_by_hosts
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster, linears, problem_of
-from tests.helpers.tiers import second_tier
+from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.tiny import net, planned, with_stage
 
 LARGE = second_tier("of its size; a small net's states and weights go there, too")
@@ -309,7 +309,7 @@ def test_files_stay_out_where_host_memory_holds_all(roomy: ParallelModel) -> Non
         on(gpus(room, host_bytes=5 * numel, **small))
 
 
-@pytest.mark.parametrize("host_bytes", [15, 17, 20])
+@pytest.mark.parametrize("host_bytes", tiered([15, 17, 20], (17).__eq__, "one size stays"))
 def test_copies_that_hosts_hold_once_alone_lie_in_files(host_bytes: int) -> None:
     """Ranks without ZeRO have all states each: what hosts hold once, they need not hold twice."""
     own = {"dp": 2, "zero": 0, "recompute": "full"}
@@ -326,7 +326,7 @@ def test_copies_that_hosts_hold_once_alone_lie_in_files(host_bytes: int) -> None
     assert result.prediction.step_time_s <= forced.prediction.step_time_s
 
 
-@pytest.mark.parametrize("host_bytes", [8, 9, 10, 11])
+@pytest.mark.parametrize("host_bytes", tiered([8, 9, 10, 11], (9).__eq__, "one size stays"))
 def test_files_are_those_of_the_stages_that_least_need_memory(host_bytes: int) -> None:
     """No other parts of two stages in files, which share a host, make much faster steps."""
     slow = {**FLASH, "nvme_read_bandwidth": 2e8, "nvme_write_bandwidth": 1e8}
