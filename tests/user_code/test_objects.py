@@ -240,8 +240,20 @@ def refuse(layout: str) -> None:
     assert all(p.grad is None for p in result.parameters())
     loss = result.train_step(batch())
     refused("train_step has run the backward already", loss.backward)
+    clip_by_torch(result, layout)
+    with Warned("meshwright.executor.parameters.loss_scale") as warnings:
+        for _ in range(2):
+            result.train_step((x * float("inf"), y))
+    if not rank:
+        (warning,) = warnings
+        assert "'head." in warning  # where the backward begins
+    again = said(lambda: planned(model, layout))
+    assert again == "nothing" if layout == "dp4" else "replan()" in again
 
-    clip = torch.nn.utils.clip_grad_norm_
+
+def clip_by_torch(result: ParallelModel, layout: str) -> None:
+    """torch's clipping is right where a rank has all gradients, and refused elsewhere."""
+    clip, (x, y) = torch.nn.utils.clip_grad_norm_, batch()
     plain = net()
     F.cross_entropy(plain(x), y).backward()
     wanted = pytest.approx(float(clip(plain.parameters(), float("inf"))), rel=0, abs=1e-5)
@@ -255,14 +267,6 @@ def refuse(layout: str) -> None:
             p.grad = None
         result.train_step(batch())
         assert float(clip(result.parameters(), float("inf"))) == wanted
-    with Warned("meshwright.executor.parameters.loss_scale") as warnings:
-        for _ in range(2):
-            result.train_step((x * float("inf"), y))
-    if not rank:
-        (warning,) = warnings
-        assert "'head." in warning  # where the backward begins
-    again = said(lambda: planned(model, layout))
-    assert again == "nothing" if layout == "dp4" else "replan()" in again
 
 
 def go_on_by_another_plan(before: str, after: str) -> None:
