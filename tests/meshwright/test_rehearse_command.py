@@ -11,6 +11,7 @@ import pytest
 
 from meshwright.cli import main
 from meshwright.executor.rehearsal import Mismatch, Rehearsal, rehearse
+from tests.helpers.tiers import second_tier
 from tests.meshwright.commands import FOUR, Captured, failed, in_a_folder
 
 
@@ -81,12 +82,17 @@ def plan_of_eight() -> str:
         (["--batch", "32"], "made for global_batch_size=16, called with 32"),
         (["--precision", "bf16"], "made for precision='fp32', called with 'bf16'"),
         (["--cluster", "dgx-a100:2"], "made for 8 ranks, but the cluster has 16 devices"),
-        (["--plan", "none.json"], "plan file: none.json: No such file"),
-        (["--plan", "cut.json"], "cut.json"),
-        (["--plan", "list.json"], "list.json"),
-        (["--plan", "less.json"], "less.json"),
         (["--plan", "ranks.json"], "ranks"),
-        (["--plan", "blocks.json"], "block"),
+        *(
+            pytest.param(["--plan", file], says, marks=second_tier("as files of plans"))
+            for file, says in (
+                ("none.json", "plan file: none.json: No such file"),
+                ("cut.json", "cut.json"),
+                ("list.json", "list.json"),
+                ("less.json", "less.json"),
+                ("blocks.json", "block"),
+            )
+        ),
     ],
 )
 def test_a_plan_that_is_no_plan_for_this_is_one_clear_error(

@@ -161,9 +161,8 @@ OTHERS = "one loss of each kind is run; costmodel/sharding tells of each by what
 
 # one of each way to divide a sum: by elements, rows, a count, a weight, an input, not at all
 WAYS = (
-    "mean", "cross-entropy", "sum", "mean of row sums", "cross-entropy by a tensor of rows",
-    "masked mean, at least 1", "by weights of the batch", "per position", "several",
-    "number of items",
+    "mean", "cross-entropy by a tensor of rows", "masked mean, at least 1",
+    "by weights of the batch", "per position", "number of items",
 )  # fmt: skip
 
 

@@ -33,20 +33,19 @@ from tests.user_code.user_runs import (
     train_as_alone,
 )
 
-# by model, its layout in the change tier: all layouts meet each kind of models
+# by model of the change tier, its layout: all layouts meet each kind of models
 FIRST = {
     # outputs, inputs, losses; what is trained
-    "keywords only": "pp4", "dataclass output": "dp4", "three losses": "pp2×tp2",
+    "keywords only": "pp4", "three losses": "pp2×tp2",
     "shared table": "dp2×tp2", "frozen backbone": "zero3", "lora": "dp2×tp2",
     "collections": "pp4", "parametrized": "pp2×tp2",
     # buffers and weights shared; numbers and attributes
-    "own statistics": "pp2×tp2", "hidden statistics": "zero3", "albert": "dp2×tp2",
-    "tied translator": "pp4", "distilled": "pp2×tp2", "annealed": "dp4", "centred": "pp4",
+    "own statistics": "pp2×tp2", "hidden statistics": "zero3",
+    "tied translator": "pp4", "distilled": "pp2×tp2", "centred": "pp4",
     # ways to write layers
-    "checkpointed": "pp2×tp2", "autocast": "pp4", "mixed types": "zero3", "devices": "dp4",
-    "complex rotary": "dp2×tp2", "einsum attention": "pp2×tp2", "torch attention": "zero3",
-    "vmapped": "dp2×tp2", "in place": "pp4", "densely connected": "pp2×tp2",
-    "straight through": "dp4", "float buffers": "dp2×tp2",
+    "checkpointed": "pp2×tp2", "autocast": "pp4", "mixed types": "zero3",
+    "complex rotary": "dp2×tp2", "torch attention": "zero3",
+    "vmapped": "dp2×tp2", "in place": "pp4", "straight through": "dp4",
 }  # fmt: skip
 REFUSED = (
     ("frozen backbone", "pp4"), ("frozen backbone", "pp2×tp2"), ("einsum attention", "pp4"),
@@ -61,8 +60,8 @@ RUNS = [(name, layout) for name in USERS for layout in LAYOUTS if (name, layout)
     "run",
     tiered(
         RUNS,
-        lambda run: FIRST[run[0]] == run[1],
-        "every model trains under one layout, every layout trains models of each kind",
+        lambda run: FIRST.get(run[0]) == run[1],
+        "every layout trains models of each kind",
         " ".join,
     ),
 )

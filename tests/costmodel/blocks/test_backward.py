@@ -13,6 +13,7 @@ from meshwright.costmodel.blocks.price import price_pass
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import BlockLayouts
 from tests.costmodel.blocks.test_block_memory import stack
+from tests.costmodel.blocks.test_price import price
 from tests.costmodel.operators.test_pricing import busy
 from tests.helpers.planning import cut, setting_on
 
@@ -71,3 +72,9 @@ def test_a_loss_makes_its_log_softmax_again() -> None:
         layers = [Layer(F.gelu), Layer(F.gelu), nn.Linear(WIDTH, WORDS)]
         found = course(*layers, block=-1, words=True)
     assert max(moment.during for moment in found) == LOSS + 2 * LOGITS
+
+
+def test_alternate_runs_every_other_product_again() -> None:
+    """The first one's result stays; of the rest, gelu's is read."""
+    own = price(busy()).repeats["alternate"]
+    assert (own.seconds, own.freed_bytes) == (0, INNER)

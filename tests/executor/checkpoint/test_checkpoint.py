@@ -47,9 +47,11 @@ ROUND = (
     ("zero3", "virtual"), ("virtual", "uneven"), ("uneven", "hybrid"), ("hybrid", "dp2tp2"),
     ("zero3", "zero3"), ("hybrid", "tp4"), ("dp2", "pp2"), ("virtual", "alone"), ("alone", "zero2"),
 )  # fmt: skip
-FIRST = (*((GPT2, *pair) for pair in ROUND), ("resnet", "dp2", "pp2"))
+ALIKE = ("zero3", "zero3"), ("hybrid", "tp4"), ("dp2", "pp2")  # one side of each stays
+FIRST = (*((GPT2, *pair) for pair in ROUND if pair not in ALIKE), ("resnet", "dp2", "pp2"))
 PAIRS = (
     *FIRST,
+    *((GPT2, *pair) for pair in ALIKE),
     *((GPT2, plan, plan) for plan in FOUR if plan != "zero3"),
     *((GPT2, "dp2tp2", plan) for plan in (*FOUR[1:], "pp2dp2tp2")),
     *((GPT2, plan, other) for plan in FOUR[1:] for other in ("dp2tp2", "alone")

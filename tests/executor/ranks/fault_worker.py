@@ -107,7 +107,7 @@ def train(fault: str, failing_rank: str, phase: str, folder: str, resumes: str =
         if failing:
             strike_at(phase, strikes)
         optimizer.zero_grad()
-        loss = float(result.train_step(batch(ROWS, step)))
+        loss = result.train_step(batch(ROWS, step)).item()
         if failing and phase in (OPTIMIZER, APART):
             strikes()
         elif phase == APART and step == HEALTHY_STEPS:

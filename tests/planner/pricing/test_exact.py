@@ -24,6 +24,7 @@ from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.copies import with_exchange
 from meshwright.planner.pricing.evaluate import (
     Evaluation,
+    Evaluator,
     Prediction,
     RehearsedMemory,
     evaluate,
@@ -117,6 +118,32 @@ def test_utilisation_is_of_all_devices_at_their_peak() -> None:
     found = priced(plan).prediction
     flops = StageCoster(problem()).model_flops.of(plan.global_batch_size)
     assert found.mfu == pytest.approx(flops / (found.step_time_s * 4 * 1e12))
+    on = Cluster.from_catalog("dgx-h100")
+    found = priced(dataclasses.replace(plan, precision="fp8"), on).prediction
+    assert on.device.flops("fp8") > on.device.flops("bf16")
+    assert found.mfu == pytest.approx(flops / (found.step_time_s * 4 * on.device.flops("bf16")))
+
+
+def test_no_price_depends_on_what_was_asked_before() -> None:
+    """An evaluator asked both ways round says what a fresh one does, of plans that differ in what
+    prices are known by: ZeRO, its shards, micro-batches of the same rows, degrees."""
+    of = graph_of("llama", 4)
+    base = plan_for(of.graph, dp=8, tp=1)
+    stages: list[dict[str, Any]] = [{"zero": zero} for zero in range(4)]
+    stages += [{"zero": 2, "dp_shard": 2}, {"zero": 3, "hpz": 2}, {"zero": 3, "hpz": 4}]
+    stages += [{"zero": 3, "quantized": "both"}, {"zero": 3, "quantized": "both", "hpz": 2}]
+    stages += [{"dp": 4, "cp": 2}, {"dp": 2, "tp": 4}, {"dp": 4, "tp": 2}, {"recompute": "full"}]
+    plans = [with_stage(base, **given) for given in stages]
+    alone = with_stage(base, dp=1, ranks=(0,))
+    half = alone.global_batch_size // 2
+    once = dataclasses.replace(alone, global_batch_size=half, num_microbatches=1)
+    plans += [alone, once, dataclasses.replace(once, global_batch_size=4 * half)]
+    on = Problem(graph=of.graph, factors=of.table, cluster=ON, precision="fp32")
+    fresh = {plan.to_json(): Evaluator(on).price(plan).prediction for plan in plans}
+    for order in (plans, plans[::-1]):
+        evaluator = Evaluator(on)
+        for plan in order:
+            assert evaluator.price(plan).prediction == fresh[plan.to_json()], plan
 
 
 def test_copies_of_the_model_add_their_gradients_up_parameter_by_parameter() -> None:

@@ -84,6 +84,16 @@ def test_corrected_prices_are_the_parts_times_their_factors(
         assert linked(DATA_AXIS, crosses=False) in shown
 
 
+def test_a_measured_step_ends_before_the_optimizers() -> None:
+    """Which the device groups run at the same time."""
+    own = problem(2)
+    plan = plan_for(own.graph, stages=2, dp=1, tp=1)
+    found = Evaluator(own).price(plan)
+    stepping = sum(costs.optimizer_s for costs in found.stages) / 2
+    assert stepping > 0
+    assert terms_of(found)[STEP] == pytest.approx(found.prediction.step_time_s - stepping)
+
+
 def test_corrections_of_the_profile_change_nothing_of_what_is_kept() -> None:
     own = problem(2)
     plan, empty = plan_for(own.graph, dp=2, tp=1), no_profile(own.cluster)
