@@ -85,6 +85,8 @@ class Tree:
     def reaching(self, file: str) -> list[list[str]]:
         """Test files that reach `file`: its mirror, the folder of that, all others."""
         folder, _, name = f"tests/{file}".rpartition("/")
+        while not any(test.startswith(f"{folder}/") for test in self.tests) and "/" in folder:
+            folder = folder.rpartition("/")[0]
         reached = {test: self.distances(test).get(file) for test in self.tests}
         mirror, near, far = [], [], []
         for test in self.tests:
