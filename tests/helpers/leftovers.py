@@ -11,6 +11,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# what others leave, and how it ends: torchrun's folder of logs, with its machine's temporary files;
+# Python's tracker of shared memory, with this process
+OF_OTHERS = ("torchelastic_", "multiprocessing.resource_tracker")
 WAIT_S = 10.0  # a process that was told to end, ends
 
 
@@ -40,7 +43,8 @@ def since(before: set[str]) -> list[str]:
 
 def _left(before: set[str]) -> list[str]:
     found = [x for x in (*_descriptors(), *_files()) if x not in before]
-    return found + [f"process {pid}: {line}" for pid, line in _children()]
+    found += [f"process {pid}: {line}" for pid, line in _children()]
+    return [x for x in found if not any(other in x for other in OF_OTHERS)]
 
 
 def _descriptors() -> Iterable[str]:
