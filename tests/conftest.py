@@ -87,9 +87,6 @@ def without_the_heap_of_others(request: pytest.FixtureRequest) -> Iterator[None]
 
 @pytest.fixture(autouse=True, scope="session")
 def no_measurements(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    before = os.environ.get("MESHWRIGHT_CACHE")
-    os.environ["MESHWRIGHT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
-    yield
-    del os.environ["MESHWRIGHT_CACHE"]
-    if before is not None:
-        os.environ["MESHWRIGHT_CACHE"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHWRIGHT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield

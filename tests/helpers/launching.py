@@ -128,9 +128,7 @@ class Launching:
 
     def ask_where(self, rank: int) -> None:
         """Have a rank print where its threads are, and end it."""
-        with suppress(ProcessLookupError):
-            os.kill(self._running[rank].pid, signal.SIGABRT)
-        self._running[rank].poll(timeout_s=5)
+        _ask_where(self._running[rank])
 
     def send_signal(self, number: signal.Signals) -> None:
         for rank in self._running:
@@ -250,12 +248,18 @@ def _wait(
     return ended
 
 
+def _ask_where(rank: _Rank) -> None:
+    """Have a rank print its tracebacks, and end it (Python's fault handler does, on SIGABRT)."""
+    with suppress(ProcessLookupError):
+        os.kill(rank.pid, signal.SIGABRT)
+    rank.poll(timeout_s=5)
+
+
 def _kill_group(rank: _Rank) -> bool:
     """Kill what is left of a rank's process group; whether anything was. A rank that still runs is
-    asked for its tracebacks first (Python's fault handler prints them on SIGABRT)."""
+    asked first where it is."""
     if rank.poll() is None:
-        os.kill(rank.pid, signal.SIGABRT)
-        rank.poll(timeout_s=5)
+        _ask_where(rank)
     left = False
     with suppress(ProcessLookupError):
         os.killpg(rank.pid, signal.SIGKILL)

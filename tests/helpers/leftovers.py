@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 # what others leave, and how it ends: torchrun's folder of logs, with its machine's temporary files;
 # Python's tracker of shared memory, with this process
 OF_OTHERS = ("torchelastic_", "multiprocessing.resource_tracker")
@@ -19,13 +21,10 @@ WAIT_S = 10.0  # a process that was told to end, ends
 
 @contextmanager
 def temporary_files_in(folder: Path) -> Iterator[None]:
-    before = tempfile.tempdir, os.environ.get("TMPDIR")
-    tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
-    yield
-    tempfile.tempdir = before[0]
-    del os.environ["TMPDIR"]
-    if before[1] is not None:
-        os.environ["TMPDIR"] = before[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", str(folder))
+        patch.setenv("TMPDIR", str(folder))
+        yield
 
 
 def seen() -> set[str]:

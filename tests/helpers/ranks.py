@@ -53,9 +53,13 @@ def attempt(
     ranks = _worlds.get(world)
     if ranks is None:
         ranks = _worlds[world] = World(world)
-    result, failure = ranks.run(function, arguments, timeout_s)
-    if failure is not None or ranks.cases >= CASES_OF_A_WORLD:
-        _worlds.pop(world).end()
+    goes_on = False
+    try:
+        result, failure = ranks.run(function, arguments, timeout_s)
+        goes_on = failure is None and ranks.cases < CASES_OF_A_WORLD
+    finally:  # also where this process raises in the midst of a case
+        if not goes_on:
+            _worlds.pop(world).end()
     return result, failure
 
 
