@@ -254,7 +254,7 @@ def _tracing(module: LossModule, dtype: torch.dtype) -> Iterator[None]:
     """Context in which a forward is recorded as it is written."""
     with (
         quiet(),
-        emptied_caches(),
+        emptied_caches(module.model, module.loss_fn),
         torch.enable_grad(),
         adapted(module.model),
         recorded_gradients(),

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-# what others leave, and how it ends: torchrun's folder of logs, with its machine's temporary files;
-# Python's tracker of shared memory, with this process
-OF_OTHERS = ("torchelastic_", "multiprocessing.resource_tracker")
+# what others leave, and how it ends: torchrun's folder of logs and torch's of compiled code, with
+# the machine's temporary files; Python's tracker of shared memory, with this process
+OF_OTHERS = ("torchelastic_", "torchinductor_", "multiprocessing.resource_tracker")
 WAIT_S = 10.0  # a process that was told to end, ends
 
 

@@ -9,7 +9,6 @@ and transformers: a change of any makes another entry, so that entries live betw
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import os
 import pickle
@@ -51,10 +50,7 @@ def stored(
         try:
             _here[name] = pickle.loads(file.read_bytes())
         except FileNotFoundError:
-            # a trace looks for caches among all objects that the collector knows
-            gc.freeze()
             _here[name] = make()
-            gc.unfreeze()
             _write(file, pickle.dumps(_here[name]))
     return _here[name]
 

@@ -35,10 +35,45 @@ class Masked(nn.Module):
         return {"loss": (mask @ self.lin(x)).square().mean()}
 
 
-@pytest.mark.parametrize("make", [causal, parts])
-@pytest.mark.parametrize("largest", [None, 4])
-def test_caches_hold_nothing_of_the_trace(make: Callable[[int], Any], largest: int | None) -> None:
-    model = Masked(functools.lru_cache(largest)(make))
+@functools.cache
+def known(length: int) -> torch.Tensor:
+    return causal(length)
+
+
+class Masks:
+    """Caches of a class, and of an instance."""
+
+    def __init__(self) -> None:
+        self.own = {"causal": functools.lru_cache(2)(causal)}
+
+    @staticmethod
+    @functools.cache
+    def of_class(length: int) -> torch.Tensor:
+        return causal(length)
+
+    def of_instance(self, length: int) -> torch.Tensor:
+        return self.own["causal"](length)
+
+
+def closed_over() -> Callable[[int], torch.Tensor]:
+    cached = functools.cache(causal)
+    return lambda length: cached(length)
+
+
+MASKS = {
+    "cache": functools.cache(causal),
+    "four": functools.lru_cache(4)(causal),
+    "parts": functools.cache(parts),
+    "a module's": lambda length: known(length),
+    "a class's": lambda length: Masks.of_class(length),
+    "an instance's": Masks().of_instance,
+    "closed over": closed_over(),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_caches_hold_nothing_of_the_trace(name: str) -> None:
+    model = Masked(MASKS[name])
     batch = {"x": torch.randn(2, 4, 8)}
     first = trace(model, batch)
     assert float(model(**batch)["loss"].detach()) > 0  # as plain PyTorch
