@@ -1,4 +1,5 @@
-"""The page of a report as a file: its numbers, charts, labels, sizes; without a browser."""
+"""The page of a report as a file, and its rows before they are drawn: its numbers, charts, labels,
+sizes; without a browser."""
 
 from __future__ import annotations
 
@@ -17,10 +18,10 @@ from typing import Any
 import pytest
 import vl_convert
 
-from meshwright.planner.page import render_page
-from meshwright.planner.page.blocks import operator_words, strategy_words
-from meshwright.planner.page.cells import number, stage_words
-from meshwright.planner.page.plans import compared
+from meshwright.planner.page import cells, render_page
+from meshwright.planner.page.blocks import line, operator_words, strategy_words
+from meshwright.planner.page.plans import compared, without_plan
+from meshwright.planner.page.ranks import axes_in_use, rank_rows
 from meshwright.planner.page.specs import charts
 from meshwright.planner.report import timeline
 from tests.helpers.reports import rehearsed_report, report_of_axes
@@ -72,6 +73,10 @@ def data() -> dict[str, Any]:
     return found
 
 
+def drawn(data: dict[str, Any]) -> dict[str, Any]:
+    return charts({**data, "compared": compared(data)})
+
+
 @pytest.fixture(scope="module")
 def text(data: dict[str, Any]) -> str:
     return render_page(data)
@@ -90,6 +95,9 @@ def test_each_question_has_its_view_in_order(page: Page) -> None:
     assert set(page.having("aria-labelledby")) | set(page.having("aria-controls")) <= set(ids)
     links = [own["href"] or "" for tag, own in page.elements if tag == "a"]
     assert {link[1:] for link in links if link.startswith("#")} <= set(ids)
+    tags = [tag for tag, _ in page.elements]
+    assert tags.count("table") == tags.count("caption") > 8
+    assert {own.get("scope") for tag, own in page.elements if tag == "th"} == {"col", "row"}
 
 
 def test_numbers_are_those_of_the_data(page: Page, data: dict[str, Any]) -> None:
@@ -107,12 +115,6 @@ def test_numbers_are_those_of_the_data(page: Page, data: dict[str, Any]) -> None
     assert found["components"] == parts
     for row in data["communication"]:
         assert {row["sent_bytes"], row["seconds"], row["exposed_s"]} <= set(found["communication"])
-
-
-def test_tables_are_read_aloud(page: Page) -> None:
-    tags = [tag for tag, _ in page.elements]
-    assert tags.count("table") == tags.count("caption") > 8
-    assert {own.get("scope") for tag, own in page.elements if tag == "th"} == {"col", "row"}
 
 
 def test_a_rehearsal_stands_beside_the_price() -> None:
@@ -157,7 +159,7 @@ def test_reports_of_before_have_a_page(data: dict[str, Any]) -> None:
 def test_events_are_where_they_were(data: dict[str, Any]) -> None:
     (window,) = data["timeline"]["windows"]
     events = list(csv.DictReader(window["events_csv"].splitlines()))
-    spec = charts({**data, "compared": compared(data)})["timeline-0"]
+    spec = drawn(data)["timeline-0"]
     (rows,) = spec["datasets"].values()
     unit_s = (window["end_s"] - window["start_s"]) / 1e6
     assert len(rows) == len(events)
@@ -185,7 +187,7 @@ def test_the_file_asks_for_nothing(text: str, page: Page) -> None:
 
 
 def test_each_chart_has_marks_a_label_and_a_place(page: Page, data: dict[str, Any]) -> None:
-    found = charts({**data, "compared": compared(data)})
+    found = drawn(data)
     assert set(page.having("data-chart")) == set(found)
     for name, spec in found.items():
         svg = vl_convert.vegalite_to_svg(json.dumps({**spec, "width": 600}), vl_version="6.4")
@@ -195,7 +197,7 @@ def test_each_chart_has_marks_a_label_and_a_place(page: Page, data: dict[str, An
 
 
 def test_a_blocks_diagram_has_all_that_takes_time(data: dict[str, Any]) -> None:
-    found = charts({**data, "compared": compared(data)})
+    found = drawn(data)
     for k, block in enumerate(data["blocks"]):
         whole = sum(
             step.get("seconds", 0.0) + step.get("forward_s", 0.0) + step.get("backward_s", 0.0)
@@ -213,7 +215,7 @@ def test_a_blocks_diagram_has_all_that_takes_time(data: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [("d1", "dim 1"), ("d2.0", "dim 2"), ("f2.0", "by dims"), ("colwise.0", "colwise"),
-     ("replicate", "replicate"), ("heads", "heads")],
+     ("heads", "heads")],
 )  # fmt: skip
 def test_strategies_are_said_in_words(name: str, said: str) -> None:
     assert strategy_words(name) == said
@@ -225,18 +227,11 @@ def test_operators_are_told_with_their_modules() -> None:
     assert operator_words({"key": "layers.0:add", "operator": "add"}) == ("", "add")
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [(86020.3, "86,020"), (1e9, "1,000,000,000"), (0.009017, "0.009017")]
-)
-def test_numbers_are_read_without_exponents(value: float, said: str) -> None:
-    assert number(value).text == said
-
-
 def test_bars_add_up_to_the_peak(data: dict[str, Any]) -> None:
-    spec = charts({**data, "compared": compared(data)})["memory"]
+    spec = drawn(data)["memory"]
     rows = spec["datasets"][spec["layer"][0]["data"]["name"]]
     for row in data["memory"]:
-        own = sum(bar["value"] for bar in rows if bar["name"] == stage_words(row["stages"]))
+        own = sum(bar["value"] for bar in rows if bar["name"] == cells.stage_words(row["stages"]))
         assert own * 2**30 == pytest.approx(row["priced_bytes"])
 
 
@@ -325,3 +320,88 @@ def test_without_the_extra_one_error_says_what_to_install(
     assert not list(tmp_path.iterdir())
     shown = report._repr_html_() or ""
     assert shown.startswith("<pre>") and "Chosen: " in shown
+
+
+# --- what is made of the data before it is drawn --------------------------------------------------
+
+
+def group(ranks: str, **degrees: int) -> dict[str, Any]:
+    return {"ranks": ranks, "dp": 1, "cp": 1, "ep": 1, "tp": 1, "ep_stride": 1} | degrees
+
+
+def test_every_rank_has_its_place() -> None:
+    groups = [
+        group("0-3,8-11", dp=2, cp=2, tp=2, ep=2, ep_stride=2),
+        group("4-7,12-15", dp=4, tp=2),
+    ]
+    rows = rank_rows(groups, 8)
+    assert [row[0] for row in rows] == list(range(16))
+    by_rank = {row[0]: row[1:] for row in rows}
+    assert by_rank[0] == (0, 0, 0, 0, 0, 0, 0)
+    assert by_rank[3] == (0, 3, 0, 0, 1, 1, 1)
+    assert by_rank[10] == (1, 2, 0, 1, 1, 1, 0)
+    assert by_rank[13] == (1, 5, 1, 2, 0, 0, 1)
+    for number in (0, 1):  # no two ranks of a group at one place of (dp, cp, tp)
+        places = [(r[4], r[5], r[7]) for r in rows if r[3] == number]
+        assert len(set(places)) == 8
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ([group("0")], ["group"]),
+        ([group("0-1", dp=2)], ["dp"]),
+        ([group("0-3", dp=2, tp=2), group("4-7", dp=4)], ["group", "dp", "tp"]),
+    ],
+)
+def test_axes_on_which_ranks_differ(groups: list[dict[str, Any]], axes: list[str]) -> None:
+    assert axes_in_use(groups) == axes
+
+
+def test_a_plan_of_several_families_is_compared_once() -> None:
+    other = {"plan": "b", "step_time_s": 1.5, "slower": 0.5, "why": "w", "peak_memory_bytes": 7}
+    tied = other | {"plan": "c", "step_time_s": 0.99, "slower": -0.01, "tie": True}
+    data = {
+        "summary": {"chosen": "a", "step_time_s": 1.0, "peak_memory_bytes": [3, 5]},
+        "alternatives": [
+            other | {"family": "tp=2"}, other | {"family": "1f1b"},
+            {"plan": None, "family": "zb_v", "why": "too large"},
+        ],
+        "runners_up": [other, tied],
+    }  # fmt: skip
+    rows = compared(data)
+    assert [(row["id"], row["name"], row["plan"]) for row in rows] == [
+        ("plan-0", "runner-up", "c"), ("plan-1", "chosen", "a"), ("plan-2", "tp=2, 1f1b", "b")
+    ]  # fmt: skip
+    assert rows[1]["peak_memory_bytes"] == 5
+    assert [row["tie"] for row in rows] == [True, False, False]
+    assert [row["step"] for row in rows] == ["990 ms", "1 s", "1.5 s"]
+    assert [row["family"] for row in without_plan(data)] == ["zb_v"]
+
+
+@pytest.mark.parametrize(
+    ("cell", "text"),
+    [
+        (cells.time(0.0023), "2.3 ms"),
+        (cells.time(6.9e-17), "0"),
+        (cells.more_time(-0.5), "−500 ms"),
+        (cells.gib(3 * 2**30), "3.00 GiB"),
+        (cells.gib(0.5 * 2**30), "0.50 GiB"),
+        (cells.gib(3 * 2**20), "3 MiB"),
+        (cells.sent(2.5e9), "2.5 GB"),
+        (cells.scaled(264_000, "tokens/s"), "264 k tokens/s"),
+        (cells.number(12345.0), "12,345"),
+        (cells.number(86020.3), "86,020"),
+        (cells.number(0.070617), "0.07062"),
+        (cells.share(0.3456), "34.6%"),
+    ],
+)
+def test_numbers_are_read_easily(cell: cells.Cell, text: str) -> None:
+    assert cell.text == text
+
+
+def test_a_collective_stands_in_its_pass() -> None:
+    step = {"kind": "collective", "axis": "tensor", "collective": "all_reduce", "seconds": 0.5}
+    forward, backward = (line({**step, "pass": name}) for name in ("forward", "backward"))
+    assert forward.forward and forward.forward.value == 0.5 and forward.backward is None
+    assert backward.backward and backward.backward.value == 0.5 and backward.forward is None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,24 +14,14 @@ from meshwright.planner.published.frameworks import EXCHANGE_HIDDEN
 from meshwright.planner.published.models import Latent, TransformerDims, build
 from meshwright.planner.published.predict import evaluate, predict_row, traced
 from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Setup, Unpriced
+from meshwright.planner.published.setup import Unpriced
 from meshwright.profiles.cluster import Cluster
 
 CATALOG = Path(profiles.__file__).parent / "catalog"
 DENSE = TransformerDims(
-    layers=3,
-    hidden=64,
-    heads=4,
-    kv_heads=4,
-    ffn=96,
-    vocab=128,
-    seq_len=32,
-    activation="swiglu",
-    norm="rms",
-    positions="rotary",
-    bias=False,
-    tied=False,
-)
+    layers=3, hidden=64, heads=4, kv_heads=4, ffn=96, vocab=128, seq_len=32, activation="swiglu",
+    norm="rms", positions="rotary", bias=False, tied=False,
+)  # fmt: skip
 SPARSE = dataclasses.replace(DENSE, experts=16, topk=3, expert_ffn=32)
 
 
@@ -55,39 +44,22 @@ def test_dense_first_layers_and_latent_attention_are_deepened() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "billions"),
-    [
-        ("Qwen3-30B-A3B", 30.5),
-        ("Qwen3-235B-A22B", 235),
-        ("DeepSeek-V3-671B", 671),
-        ("Kimi-K2", 1026),
-        ("Moonlight-16B-A3B", 16),
+    ("name", "shape", "billions"),
+    [  # layers, hidden, heads, kv_heads, expert ffn, vocab, experts, topk
+        ("Qwen3-30B-A3B", (48, 2048, 32, 4, 768, 151936, 128, 8), 30.5),
+        ("DeepSeek-V3-671B", (61, 7168, 128, 128, 2048, 129280, 256, 8), 671),
+        ("Kimi-K2", (61, 7168, 64, 64, 2048, 163840, 384, 8), 1026),
+        ("Moonlight-16B-A3B", (27, 2048, 16, 16, 1408, 163840, 64, 6), 16),
     ],
 )
-def test_public_configurations_add_up(name: str, billions: float) -> None:
+def test_public_configurations_add_up(name: str, shape: tuple[int, ...], billions: float) -> None:
     """Parameters of a model from the columns of a table and its family's facts."""
-    shapes = {  # layers, hidden, heads, kv_heads, expert ffn, vocab, experts, topk
-        "Qwen3-30B-A3B": (48, 2048, 32, 4, 768, 151936, 128, 8),
-        "Qwen3-235B-A22B": (94, 4096, 64, 4, 1536, 151936, 128, 8),
-        "DeepSeek-V3-671B": (61, 7168, 128, 128, 2048, 129280, 256, 8),
-        "Kimi-K2": (61, 7168, 64, 64, 2048, 163840, 384, 8),
-        "Moonlight-16B-A3B": (27, 2048, 16, 16, 1408, 163840, 64, 6),
-    }
-    layers, hidden, heads, kv_heads, ffn, vocab, experts, topk = shapes[name]
-    sizes = {"ffn": ffn, **facts_of(name)}
+    layers, hidden, heads, kv_heads, ffn, vocab, experts, topk = shape
     dims = dataclasses.replace(
-        DENSE,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        vocab=vocab,
-        head_dim=0,
-        experts=experts,
-        topk=topk,
-        expert_ffn=ffn,
-    )
-    model, _ = build(dataclasses.replace(dims, **sizes))
+        DENSE, layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, vocab=vocab,
+        head_dim=0, experts=experts, topk=topk, expert_ffn=ffn,
+    )  # fmt: skip
+    model, _ = build(dataclasses.replace(dims, **{"ffn": ffn, **facts_of(name)}))
     assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
@@ -120,16 +92,11 @@ def test_checkpoints_of_automodel_stop_early() -> None:
     fsdp = {"zero_stage_fsdp": "3 (FSDP2)", "num_gpus": "8", "ep": "8", "dp": "8"}
     row = {**ROW, **fsdp, "layers": "4", "global_batch": "8", "recompute": "full"}
     early = read_row({**row, "framework": name})
-    whole = replaced(early, repeats_whole=True)
+    target = dataclasses.replace(early.framework.target, repeats_whole=True)
+    framework = dataclasses.replace(early.framework, target=target)
+    whole = dataclasses.replace(early, framework=framework)
     assert not early.framework.target.repeats_whole
     assert evaluate(early).prediction.step_time_s < evaluate(whole).prediction.step_time_s
-
-
-def replaced(setup: Setup, **changes: Any) -> Setup:
-    """A configuration whose target does otherwise."""
-    target = dataclasses.replace(setup.framework.target, **changes)
-    framework = dataclasses.replace(setup.framework, target=target)
-    return dataclasses.replace(setup, framework=framework)
 
 
 def test_a_model_with_other_layers_is_refused_by_name() -> None:
@@ -144,12 +111,6 @@ def test_dense_relatives_keep_their_own_sizes() -> None:
     named = read_row({**dense, "model": "DeepSeek-R1-Distill-Llama-8B"}).dims
     assert named == read_row({**dense, "model": "Llama3-8B"}).dims
     assert read_row({**dense, "model": "Qwen3-8B"}).dims.head_dim == 128
-
-
-def test_key_value_heads_are_repeated_for_a_wider_tensor_axis() -> None:
-    setup = read_row({**ROW, "tp": "8", "dp": "2"})
-    assert setup.dims.kv_heads == 8
-    assert any("4 key-value heads repeated for tp=8" in text for text in setup.assumptions)
 
 
 @pytest.mark.parametrize(

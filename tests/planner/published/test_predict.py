@@ -89,9 +89,11 @@ def test_published_steps_are_in_the_band(row: dict[str, str], seconds: float) ->
     assert seconds * (1 - BAND) < found.step_time_s < seconds * (1 + BAND)
     assert len(found.peak_memory_bytes) == int(row["pp"])
     assert 0 < found.mfu < 1
-    # Alpa's published peak is 8.738 GiB; the others fitted, so that they ran
+    # Alpa's peak is published; the others fitted, so that they ran
+    peak_gib = max(found.peak_memory_bytes) / 2**30
     room = 80 if "A100-80" in row["gpu"] or "H100" in row["gpu"] else 16
-    assert 1 < max(found.peak_memory_bytes) / 2**30 < room * 1.1
+    assert 1 < peak_gib < room * 1.1
+    assert row["framework"] != "Alpa/XLA" or peak_gib == pytest.approx(8.738, rel=BAND)
 
 
 # NVIDIA NeMo documentation, "Training with long sequences": Llama-2 7B in fp8, 24.03, one row
@@ -117,22 +119,26 @@ def test_published_steps_in_fp8_are_near(changes: dict[str, str], seconds: float
     assert found.step_time_s == pytest.approx(seconds, rel=NEAR)
 
 
-def test_a_published_peak_is_in_the_band() -> None:
-    row, _ = PUBLISHED[-1]
-    (peak_bytes,) = predict_row(row).peak_memory_bytes
-    assert peak_bytes / 2**30 == pytest.approx(8.738, rel=BAND)
-
-
-def test_an_unknown_micro_batch_is_the_fastest_that_fits() -> None:
-    row = {
-        **MEGATRON, **SMALL, "hidden": "512", "ffn": "2048", "vocab": "1024", "seq_len": "128",
-        "num_gpus": "2", "tp": "1", "dp": "2", "global_batch": "24",
-    }  # fmt: skip
-    times = [predict_row({**row, "micro_batch": size}).step_time_s for size in ("1", "2", "4")]
+@pytest.mark.parametrize(
+    ("column", "says", "row"),
+    [
+        ("micro_batch", "micro_batch is unknown",
+         {**MEGATRON, **SMALL, "hidden": "512", "ffn": "2048", "vocab": "1024", "seq_len": "128",
+          "num_gpus": "2", "tp": "1", "dp": "2", "global_batch": "24"}),
+        ("vp", "vp is unknown: the divisor",
+         {**LLAMA, "layers": "8", "hidden": "512", "heads": "8", "kv_heads": "8", "ffn": "2048",
+          "vocab": "1024", "seq_len": "512", "num_gpus": "2", "pp": "2", "cp": "1", "dp": "1",
+          "global_batch": "4"}),
+    ],
+)  # fmt: skip
+def test_what_is_unknown_is_the_fastest_that_fits(
+    column: str, says: str, row: dict[str, str]
+) -> None:
+    times = [predict_row({**row, column: count}).step_time_s for count in ("1", "2", "4")]
     assert len(set(times)) == 3
-    chosen = predict_row({**row, "micro_batch": ""})
+    chosen = predict_row({**row, column: ""})
     assert chosen.step_time_s == min(times)
-    assert any("micro_batch is unknown" in text for text in chosen.assumptions)
+    assert any(says in text for text in chosen.assumptions)
 
 
 # --- refused -------------------------------------------------------------------------------------
@@ -142,17 +148,11 @@ def test_an_unknown_micro_batch_is_the_fastest_that_fits() -> None:
     ("changes", "says"),
     [
         ({"tp": ""}, "column tp is empty, and the price depends on it"),
-        ({"pp": ""}, "column pp is empty"),
-        ({"global_batch": ""}, "column global_batch is empty"),
-        ({"layers": ""}, "column layers is empty"),
         ({"layers": "32.5"}, "column layers is '32.5'; legal: a whole number from 1"),
         ({"tp": "0"}, "column tp is '0'; legal: a whole number from 1"),
-        ({"hidden": "nan"}, "column hidden is 'nan'"),
         ({"num_gpus": "1e99"}, "column num_gpus is '1e99'"),
-        ({"gpus_per_node": "many"}, "column gpus_per_node is 'many'"),
         ({"gpus_per_node": "16"}, "devices_per_node is 16; legal: for node"),
         ({"precision": "mxfp8"}, "precision 'mxfp8' is not modelled; legal: fp32, bf16, fp16, fp8"),
-        ({"precision": ""}, "precision '' is not modelled"),
         ({"zero_stage_fsdp": "2 + offload"}, "offloading to the host is not modelled"),
         ({"notes": "optimizer offload"}, "offloading to the host is not modelled"),
         ({"gpu": "Abacus"}, "gpu 'Abacus' is not in the catalog"),
@@ -203,7 +203,6 @@ def test_a_row_says_what_is_built() -> None:
         ({"recompute": ""}, "recompute '' is unknown: taken as none"),
         ({"recompute": "selective (fraction of blocks)"}, "unknown part of the layers: taken as"),
         ({"interconnect": "400Gb/s per node"}, "InfiniBand HDR at 0.25 of its bandwidth"),
-        ({"recompute": "full (uniform)"}, "recompute 'full (uniform)' taken as full"),
         ({"zero_stage_fsdp": "?"}, "ZeRO stage '?' is unknown: taken as 0"),
         ({"zero_stage_fsdp": "FSDP2"}, "ZeRO stage 'FSDP2' is unknown: taken as 3"),
         ({"zero_stage_fsdp": "auto"}, "ZeRO chosen by the framework: taken as 2"),
@@ -215,6 +214,7 @@ def test_what_is_assumed_is_listed(changes: dict[str, str], says: str) -> None:
     setup, found = assumed(changes)
     assert says in found
     assert set(framework_of("Megatron-LM").assumptions) <= set(setup.assumptions)
+    assert setup.dims.kv_heads == (4 if "kv_heads" in changes else 32)
     assert says not in assumed({})[1]
 
 
@@ -250,18 +250,6 @@ def test_part_of_the_layers_is_recomputed(text: str, notes: str, wanted: tuple[s
     assert (setup.recompute, pytest.approx(setup.recompute_part)) == wanted
 
 
-def test_unknown_virtual_stages_are_the_fastest_that_fit() -> None:
-    row = {
-        **LLAMA, "layers": "8", "hidden": "512", "heads": "8", "kv_heads": "8", "ffn": "2048",
-        "vocab": "1024", "seq_len": "512", "num_gpus": "2", "pp": "2", "cp": "1", "dp": "1",
-        "global_batch": "4",
-    }  # fmt: skip
-    times = [predict_row({**row, "vp": count}).step_time_s for count in ("1", "2", "4")]
-    chosen = predict_row({**row, "vp": ""})
-    assert chosen.step_time_s == min(times)
-    assert any("vp is unknown: the divisor" in text for text in chosen.assumptions)
-
-
 def test_a_balanced_pipeline_counts_the_head() -> None:
     names = ["embed", *(f"layers.{k}" for k in range(8)), "head"]
     assert _cuts(names, 8, 2) == [0, 5, 10]
@@ -290,7 +278,6 @@ def test_vocabularies_are_padded_to_what_the_degree_divides(
         (8, 4, 1, [2, 2, 2, 2]),
         (7, 3, 1, [2, 3, 2]),  # the ends have the embedding and the head
         (6, 4, 1, [1, 2, 2, 1]),
-        (7, 4, 1, [2, 2, 2, 1]),
         (8, 2, 2, [2, 2, 2, 2]),
         (6, 2, 2, [1, 2, 2, 1]),
     ],
