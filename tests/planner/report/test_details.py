@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import csv
+import itertools
 import json
 from typing import Any
 
 import pytest
 
+from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, simulate
 from meshwright.planner.plan import expand_names
 from meshwright.planner.report import Report
+from meshwright.planner.report.timeline import MAX_EVENTS, MAX_OF_WINDOW, timeline_data
 from tests.helpers.reports import LENGTH, ROWS, report_of_axes
+
+MOMENTS = ("forward", "backward", "backward_input", "backward_weight", "optimizer")
 
 
 @pytest.fixture(scope="module")
@@ -17,15 +23,11 @@ def report() -> Report:
     return report_of_axes()
 
 
-def test_data_is_plain(report: Report) -> None:
+def test_data_is_plain_and_components_of_each_device_group_are_the_step(report: Report) -> None:
     data: dict[str, Any] = json.loads(json.dumps(report.to_dict()))
     assert data["schema"] == 2
     assert {row["axis"] for row in data["communication"]} >= {"tensor", "pipeline"}
-
-
-def test_components_of_each_device_group_are_the_step(report: Report) -> None:
-    step = report.summary["step_time_s"]
-    groups = report.to_dict()["device_groups"]
+    step, groups = report.summary["step_time_s"], data["device_groups"]
     assert len(groups) == 2
     for group in groups:
         assert sum(group["components_s"].values()) == pytest.approx(step, rel=1e-6)
@@ -35,13 +37,7 @@ def test_peaks_have_a_moment_and_a_block(report: Report) -> None:
     stages = report.plan.stages
     for row in report.to_dict()["memory"]:
         assert sum(row["parts"].values()) == pytest.approx(row["priced_bytes"], abs=1)
-        assert row["moment"] in (
-            "forward",
-            "backward",
-            "backward_input",
-            "backward_weight",
-            "optimizer",
-        )
+        assert row["moment"] in MOMENTS
         assert row["block"] is None or row["block"] in stages[row["stage"]].blocks
 
 
@@ -56,9 +52,8 @@ def test_throughput_counts_tokens_and_recompute(report: Report) -> None:
 
 def test_intervals_are_the_steps(report: Report) -> None:
     found, (fastest_s, slowest_s) = (
-        report.to_dict()["throughput"],
-        report.summary["step_interval_s"],
-    )
+        report.to_dict()["throughput"], report.summary["step_interval_s"]
+    )  # fmt: skip
     assert fastest_s < report.summary["step_time_s"] < slowest_s
     assert found["rows_per_s_interval"] == pytest.approx([ROWS / slowest_s, ROWS / fastest_s])
     low, high = found["tokens_per_s_interval"]
@@ -135,11 +130,46 @@ def test_diagrams_have_every_operator_and_the_collectives_of_the_plan(report: Re
             assert row["seconds"] <= m * (2 * forward + backward) * (1 + 1e-9)
 
 
-def test_other_plans_have_memory_and_differences(report: Report) -> None:
-    data = report.to_dict()
-    step = report.summary["step_time_s"]
-    found = [row for row in (*data["alternatives"], *data["runners_up"]) if row.get("plan")]
-    assert found
-    for row in found:
-        assert row["peak_memory_bytes"] > 0
-        assert sum(row["components_s"].values()) == pytest.approx(row["step_time_s"] - step)
+# --- the simulated step, whole or in windows ------------------------------------------------------
+
+STAGES = 4
+
+
+def timeline(microbatches: int, schedule: str = "1f1b") -> Timeline:
+    times = StageTimes(forward_s=1.0, backward_s=2.0, reduce_s=0.5, optimizer_s=0.25)
+    edges = frozenset(itertools.pairwise(range(STAGES)))
+    streams = build_schedule(
+        schedule, num_stages=STAGES, num_microbatches=microbatches, edges=edges, num_devices=STAGES
+    )
+    return simulate(streams, [times] * STAGES, dict.fromkeys(edges, 0.1))
+
+
+def events(window: dict[str, Any]) -> list[dict[str, str]]:
+    return list(csv.DictReader(window["events_csv"].splitlines()))
+
+
+def test_a_short_step_is_whole() -> None:
+    step = timeline(8)
+    data = timeline_data(step)
+    (window,) = data["windows"]
+    rows = events(window)
+    assert data["complete"] and data["events"] == len(rows) == len(step.events)
+    computes = [row for row in rows if row["kind"] in ("forward", "backward")]
+    assert len(computes) == 2 * 8 * STAGES
+    for device in range(STAGES):
+        own = [row for row in computes if row["group"] == str(device)]
+        busy = sum(float(row["end_s"]) - float(row["start_s"]) for row in own)
+        assert busy == pytest.approx(step.busy_s[device])
+    assert window["end_s"] == pytest.approx(step.step_time_s)
+    assert {row["lane"] for row in rows if row["kind"] == "send"} == {"communication"}
+
+
+def test_a_long_step_is_three_windows() -> None:
+    step = timeline(2_000)
+    data = timeline_data(step)
+    assert len(step.events) > MAX_EVENTS and not data["complete"]
+    first, steady, last = data["windows"]
+    assert [len(events(w)) for w in (first, steady, last)] == [MAX_OF_WINDOW] * 3
+    assert first["start_s"] == 0
+    assert first["end_s"] < steady["start_s"] and steady["end_s"] < last["start_s"]
+    assert last["end_s"] == pytest.approx(step.step_time_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -13,12 +14,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
+from meshwright import Cluster, Overrides, ParallelModel
 from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.report.components import Components, why_slower
-from meshwright.planner.report.document import table
-from tests.helpers.tiny import batch, host, loss, net, planned, slow_host
+from meshwright.planner.report.ulysses import ulysses_notes
+from meshwright.planner.search.search import Search
+from tests.helpers.planning import cluster, large_llama, problem_of
+from tests.helpers.tiny import batch, net, planned, slow_host
 
 
 class Odd(nn.Module):
@@ -38,40 +41,22 @@ class Odd(nn.Module):
 
 @cache
 def searched() -> ParallelModel:
-    return auto_parallelize(
-        net(),
-        slow_host(4),
-        example_inputs=batch(4),
-        loss_fn=loss,
-        global_batch_size=8,
-        precision="fp32",
-    )
+    return planned(net(), cluster=slow_host(4))
 
 
 @cache
 def overridden() -> ParallelModel:
-    return auto_parallelize(
-        net(),
-        slow_host(4),
-        example_inputs=batch(4),
-        loss_fn=loss,
-        global_batch_size=8,
-        precision="fp32",
-        overrides=Overrides(pp=2, schedule="gpipe", num_microbatches=2),
-    )
+    overrides = Overrides(pp=2, schedule="gpipe", num_microbatches=2)
+    return planned(net(), cluster=slow_host(4), overrides=overrides)
 
 
 @cache
 def odd() -> ParallelModel:
     example = (torch.zeros(4, 16), torch.zeros(4, dtype=torch.long))
-    return auto_parallelize(
-        Odd(),
-        host(2),
-        example_inputs=example,
-        loss_fn=F.cross_entropy,
-        global_batch_size=8,
-        precision="fp32",
-    )
+    return planned(Odd(), 2, example_inputs=example, loss_fn=F.cross_entropy)
+
+
+MADE = pytest.mark.parametrize("make", [searched, overridden, odd])
 
 
 # --- the text ------------------------------------------------------------------------------------
@@ -96,20 +81,13 @@ def test_the_first_screen_has_what_matters() -> None:
     assert "Assumed" in first
 
 
-@pytest.mark.parametrize("make", [searched, overridden, odd])
-def test_lines_fit_a_screen(make: object) -> None:
-    text = make().report.text(full=True)  # type: ignore[operator]
-    head = text.split("\n\n")[:3]
-    assert all(len(line) <= 180 for line in head[0].splitlines())
-    for part in head[1:]:
-        assert all(len(line) <= 160 for line in part.splitlines())
+@MADE
+def test_lines_fit_a_screen(make: Callable[[], ParallelModel]) -> None:
+    text = make().report.text(full=True)
+    first, *others = text.split("\n\n")[:3]
+    assert all(len(line) <= 180 for line in first.splitlines())
+    assert all(len(line) <= 160 for part in others for line in part.splitlines())
     assert not any(line != line.rstrip() for line in text.splitlines())
-
-
-def test_a_long_list_of_blocks_does_not_widen_the_table() -> None:
-    lines = table([("stage", "blocks", "ranks"), ("0", "x" * 200, "0-3")])
-    assert max(map(len, lines)) < 60
-    assert lines[1].endswith("...  0-3")
 
 
 def test_shardings_and_proofs_are_shown() -> None:
@@ -127,12 +105,21 @@ def test_shardings_and_proofs_are_shown() -> None:
 # --- the numbers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [searched, overridden, odd])
-def test_components_sum_to_the_step_time(make: object) -> None:
-    result = make()  # type: ignore[operator]
+@MADE
+def test_components_sum_to_the_step_time_and_all_is_json(make: Callable[[], ParallelModel]) -> None:
+    result = make()
     parts = result.report.components.as_dict()
     assert math.isclose(sum(parts.values()), result.prediction.step_time_s, rel_tol=1e-9)
     assert all(value >= 0 for value in parts.values())
+    data = json.loads(json.dumps(result.report.to_dict(), allow_nan=False))
+    assert data["plan"] == json.loads(result.plan.to_json())
+    assert data["components_s"] == pytest.approx(parts)
+    assert data["summary"]["step_time_s"] == result.prediction.step_time_s
+    assert len(data["stages"]) == len(result.plan.stages)
+    assert [s["memory_bytes"] for s in data["stages"]] == result.prediction.peak_memory_bytes
+    assert set(data) >= {
+        "runners_up", "alternatives", "overrides", "solver", "assumptions", "notes", "planning_s"
+    }  # fmt: skip
 
 
 def test_runners_up_are_no_faster_and_differ() -> None:
@@ -147,15 +134,7 @@ def test_runners_up_are_no_faster_and_differ() -> None:
 
 
 def test_a_time_limit_is_told() -> None:
-    result = auto_parallelize(
-        net(),
-        slow_host(4),
-        example_inputs=batch(4),
-        loss_fn=loss,
-        global_batch_size=8,
-        precision="fp32",
-        time_limit_s=0,
-    )
+    result = planned(net(), cluster=slow_host(4), time_limit_s=0)
     summary = result.report.summary
     assert not summary["complete"] and summary.get("gap", 0.0) >= 0
     assert "the time limit ended the search" in str(result.report)
@@ -197,29 +176,6 @@ def test_assumptions_tell_where_numbers_come_from() -> None:
     assert any("memory" in a and "is assumed" in a for a in assumptions)
     assert any("100% modelled from the catalog" in a for a in assumptions)
     assert any(a.startswith("target eager: kernels fused: none") for a in assumptions)
-
-
-# --- data ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [searched, overridden, odd])
-def test_the_report_is_json(make: object) -> None:
-    result = make()  # type: ignore[operator]
-    data = json.loads(json.dumps(result.report.to_dict(), allow_nan=False))
-    assert data["plan"] == json.loads(result.plan.to_json())
-    assert data["summary"]["step_time_s"] == result.prediction.step_time_s
-    assert len(data["stages"]) == len(result.plan.stages)
-    assert [s["memory_bytes"] for s in data["stages"]] == result.prediction.peak_memory_bytes
-    assert sum(data["components_s"].values()) == pytest.approx(result.prediction.step_time_s)
-    assert set(data) >= {
-        "runners_up",
-        "alternatives",
-        "overrides",
-        "solver",
-        "assumptions",
-        "notes",
-        "planning_s",
-    }
 
 
 def test_the_trace_is_the_simulated_step(tmp_path: Path) -> None:
@@ -266,23 +222,35 @@ class TwoTowers(nn.Module):
         return F.cross_entropy(scores, torch.arange(len(scores)))
 
 
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("microbatches", "how"), [(1, "its loss exact"), (2, "each of 2 micro-batches by itself")]
+)
 def test_a_loss_over_pairs_of_rows_is_noted_where_micro_batches_part_them(
-    microbatches: int,
+    microbatches: int, how: str
 ) -> None:
-    example = (torch.zeros(4, 16), torch.zeros(4, 16))
-    result = auto_parallelize(
-        TwoTowers(),
-        host(1),
-        example_inputs=example,
-        global_batch_size=8,
-        precision="fp32",
-        overrides=Overrides(num_microbatches=microbatches),
-        rows_meet="per_microbatch",
-    )
-    how = "each of 2 micro-batches by itself" if microbatches > 1 else "its loss exact"
+    result = planned(
+        TwoTowers(), example_inputs=(torch.zeros(4, 16), torch.zeros(4, 16)), loss_fn=None,
+        overrides=Overrides(num_microbatches=microbatches), rows_meet="per_microbatch",
+    )  # fmt: skip
     assert any("rows meet in :matmul" in note and how in note for note in result.report.notes)
-
-
-def test_rows_that_stay_apart_are_not_noted() -> None:
     assert "rows meet" not in str(overridden().report)
+
+
+# --- Ulysses -------------------------------------------------------------------------------------
+
+ATTENTION = "model.layers.*.self_attn"
+
+
+def notes(**shardings: str) -> list[str]:
+    of = large_llama()
+    overrides = Overrides(tp=4, pp=1, num_microbatches=2, zero=0, shardings=shardings)
+    best = Search(problem_of(of, cluster(4)), 8, overrides).run().best
+    return ulysses_notes(best.plan, of.graph, of.table, best.assignments)
+
+
+def test_attention_by_heads_between_projections_by_tokens_is_ulysses() -> None:
+    tokens = {f"{ATTENTION}.*_proj:linear": "b0"}  # b0 is the sequence, beside the batch
+    (note,) = notes(**tokens, **{f"{ATTENTION}:scaled_dot_product_attention": "heads"})
+    assert note.startswith("Ulysses") and "tp 4" in note and "in 2 of 2 blocks" in note
+    heads = {f"{ATTENTION}.{name}_proj:linear": "colwise" for name in "qkv"}
+    assert notes(**heads, **{f"{ATTENTION}.o_proj:linear": "rowwise"}) == []

@@ -1,4 +1,4 @@
-"""The short text: what it has, what it leaves to the full one, and that it explores nothing."""
+"""The short text: what it has, what it leaves to the full one, that it explores nothing; tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 from meshwright.planner.alternatives.alternatives import Alternative
 from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.alternatives.explain import alternative_row
-from meshwright.planner.plan.words import seconds, sized
+from meshwright.planner.plan.words import sized
+from meshwright.planner.report.document import MAX_CELL, Document, Table
 from meshwright.planner.report.text import MAX_OTHERS, MAX_STAGES
 from tests.planner.report.test_report import overridden, searched
 
@@ -47,12 +48,8 @@ def test_a_near_tie_is_called_one() -> None:
     answers = searched().report.deferred
     assert isinstance(answers, Answers)
     near = min((d for d in answers.result.drafts if d.fits), key=lambda d: d.step_time_s)
-    row = {
-        **alternative_row(Alternative(family="x", draft=near), answers.result.best.evaluation),
-        "slower": 0.01,
-        "tie": True,
-        "plan": "another",
-    }
+    row = alternative_row(Alternative(family="x", draft=near), answers.result.best.evaluation)
+    row |= {"slower": 0.01, "tie": True, "plan": "another"}
     report = replace(searched().report, runners_up=[row], deferred=None)
     assert "(+1.0%, a tie)" in str(report)
 
@@ -103,17 +100,34 @@ def test_tokens_are_told_where_there_is_a_sequence() -> None:
     assert " tokens/s" in str(searched().report)
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0.0, "0 µs"), (6.94e-17, "0 µs"), (2e-9, "0.002 µs"), (7.89e-6, "7.89 µs"), (1.5, "1.5 s")],
-)
-def test_seconds(value: float, text: str) -> None:
-    assert seconds(value) == text
+# --- tables --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 KiB"), (3 * 2**20, "3 MiB"), (75.6 * 2**30, "75.6 GiB"), (2**30 - 1, "1 GiB")],
-)
-def test_bytes(nbytes: float, text: str) -> None:
-    assert sized(nbytes) == text
+def test_a_table_is_aligned_or_says_it_in_other_words() -> None:
+    rows = [("0", "x" * 200, "0-3"), ("10", "y", "4")]
+    lines = str(Table(heads=("stage", "blocks", "ranks"), rows=rows)).splitlines()
+    ends = zip(lines, ("ranks", "0-3", "4"), strict=True)
+    assert len({line.index(end) for line, end in ends}) == 1
+    assert max(map(len, lines)) < MAX_CELL + 20
+    assert lines[1].endswith("...  0-3")
+    assert str(Table(heads=("a",), rows=[("b",)], plain=["one", "two"])) == "one\ntwo"
+
+
+def test_sections_have_a_line_between_them() -> None:
+    table = Table(heads=("a",), rows=[("b",)])
+    assert str(Document.of(["one", table], [], ["two"])) == "one\n  a\n  b\n\ntwo"
+
+
+def test_the_reports_tables_say_what_its_text_says() -> None:
+    report = searched().report
+    for full in (False, True):
+        document = report.document(full=full)
+        tables = [part for part in document.parts if isinstance(part, Table)]
+        assert str(document) == report.text(full=full)
+        assert all(len(row) == len(each.heads) for each in tables for row in each.rows)
+        cells = "\n".join(cell for each in tables for row in each.rows for cell in row)
+        assert len(tables) >= 4
+        for stage in report.stages:
+            assert ", ".join(stage["blocks"]) in cells
+        for row in report.runners_up[:1]:
+            assert row["plan"] in cells and row["why"] in cells
