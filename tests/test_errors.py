@@ -7,10 +7,7 @@ with the reason why no user is given it.
 from __future__ import annotations
 
 import ast
-import builtins
 from collections.abc import Iterator
-
-import pytest
 
 from tests.helpers.source_files import PRODUCT, SourceFile, called_name, files_in
 
@@ -119,11 +116,7 @@ def test_errors_of_the_executor_have_fields_of_their_own() -> None:
     assert unplaced(SourceFile("executor/x.py", text)) == [1]
 
 
-@pytest.mark.parametrize("name", ["ValueError", "RuntimeError", "KeyError", "TypeError"])
-def test_bare_errors_are_found(name: str) -> None:
-    text = (
-        f"def f(x):\n    raise {name}\n    raise {name}('no') from x\n    raise PlanError('no')\n"
-    )
+def test_bare_errors_are_found() -> None:
+    text = "def f(x):\n raise KeyError\n raise KeyError('no') from x\n raise PlanError('no')\n"
     legal = structured(files_in(*PRODUCT))
-    assert bare(SourceFile("planner/x.py", text), legal) == [(2, name), (3, name)]
-    assert issubclass(getattr(builtins, name), Exception)
+    assert bare(SourceFile("planner/x.py", text), legal) == [(2, "KeyError"), (3, "KeyError")]

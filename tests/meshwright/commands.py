@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-
 def mlp():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
     return model, (torch.randn(4, 16), torch.randint(0, 8, (4,))), F.cross_entropy
-
 
 class Own(nn.Module):
     def __init__(self):
@@ -32,11 +29,9 @@ class Own(nn.Module):
     def forward(self, x, scale=1.0):
         return {"loss": self.up(x).square().mean() * scale}
 
-
 def own():
     torch.manual_seed(0)
     return Own(), {"x": torch.randn(3, 16), "scale": 2.0}
-
 
 def texts():
     model = nn.Sequential(nn.Embedding(24, 16), nn.Linear(16, 24))
@@ -44,18 +39,14 @@ def texts():
         F.cross_entropy(y.flatten(0, 1), t.flatten())
     )
 
-
 def alone():
     return nn.Linear(2, 2)
-
 
 def raises():
     raise KeyError("the user's own")
 
-
 value = 3
 """
-
 TINY = """
 base = "local-host"
 devices_per_node = 2
@@ -81,15 +72,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return stream
 
 
-def in_a_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work in a folder with a module of targets, which is forgotten again."""
-    (folder / "cli_targets.py").write_text(TARGETS)
-    (folder / "tiny.toml").write_text(TINY)
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "cli_targets", raising=False)
-
-
 def timing(**changes: Any) -> CollectiveTiming:
     """Of an all-reduce of two ranks, with changes."""
     given = {
@@ -106,3 +88,10 @@ def failed(capsys: Captured, arguments: list[str], code: int = 1) -> str:
     assert out == ""
     assert "Traceback" not in err
     return err
+
+
+def printed(capsys: Captured, *arguments: str, code: int = 0) -> str:
+    """What a command writes to stdout."""
+    capsys.readouterr()
+    assert main([*arguments]) == code
+    return capsys.readouterr().out

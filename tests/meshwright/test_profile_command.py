@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshwright.cli import main
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure import flash as measure_flash
 from meshwright.profiles.measure import host as measure_host
@@ -23,16 +23,7 @@ from meshwright.profiles.timings import CollectiveTiming
 from meshwright.shell import profile_command
 from meshwright.shell.profile_command import Effort, calls, microbatch_rows, profile_model, progress
 from tests.helpers import tiny
-from tests.meshwright.commands import Terminal, timing
-
-TARGET = """
-from tests.helpers import tiny
-from tests.meshwright.commands import Terminal, timing
-
-
-def net():
-    return tiny.net(), tiny.batch(4), tiny.loss
-"""
+from tests.meshwright.commands import Captured, failed, printed, terminal, timing
 
 
 @pytest.fixture
@@ -71,21 +62,19 @@ def profiled(store: Store, cluster: Cluster, **changes: Any) -> profile_command.
     return profile_model(*of, cluster, batch=batch, precision="fp32", effort=effort, store=store)
 
 
-# --- what to measure ------------------------------------------------------------------------------
+def test_rows_are_divisors_of_the_batch_with_both_ends() -> None:
+    for batch, rows in ((1, [1]), (12, [1, 2, 3, 4, 6, 12]), (64, [1, 2, 4, 16, 32, 64])):
+        assert microbatch_rows(batch) == rows
 
 
-@pytest.mark.parametrize(
-    ("batch", "rows"),
-    [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (64, [1, 2, 4, 16, 32, 64]), (7, [1, 7])],
-)
-def test_rows_are_divisors_of_the_batch_with_both_ends(batch: int, rows: list[int]) -> None:
-    assert microbatch_rows(batch) == rows
+@cache
+def traced() -> tuple[Graph, FactorTable]:
+    return tiny.cut(tiny.net())
 
 
 def test_every_degree_and_every_number_of_rows_is_covered() -> None:
     """The first layer's projection by hand: [rows, 6, 16] x [32, 16], whole and split both ways."""
-    graph, table = tiny.cut(tiny.net())
-    found = calls(graph, table, tiny.host(2), batch=2)
+    found = calls(*traced(), tiny.host(2), batch=2)
     shapes = {
         tuple(shape for _, shape, _ in one.operands) for one in found if one.short == "linear"
     }
@@ -96,47 +85,33 @@ def test_every_degree_and_every_number_of_rows_is_covered() -> None:
         assert ((rows, 6, 16), (8, 16), (8,)) not in shapes  # that were four
 
 
-def test_three_equal_layers_are_measured_once() -> None:
-    graph, table = tiny.cut(tiny.net())
+def test_three_equal_layers_are_measured_once_and_the_most_work_first() -> None:
+    """A linear layer's FLOPs are 2 · elements of its input · outputs; all others come after."""
+    graph, table = traced()
     found = calls(graph, table, tiny.host(1), batch=1)
     assert len({one.text for one in found}) == len(found)
     assert len(found) < len(graph.ops) - 2 * len(graph.ops) // 4
-
-
-def test_the_most_work_comes_first() -> None:
-    """A linear layer's FLOPs are 2 · elements of its input · outputs; all others come after."""
-    graph, table = tiny.cut(tiny.net())
-    found = calls(graph, table, tiny.host(2), batch=4)
     flops = [
         2 * math.prod(one.operands[0][1]) * one.operands[1][1][0] if one.short == "linear" else 0
-        for one in found
+        for one in calls(graph, table, tiny.host(2), batch=4)
     ]
     assert flops[0] > 0
     assert flops == sorted(flops, reverse=True)
 
 
-# --- measuring ------------------------------------------------------------------------------------
-
-
-def test_what_was_measured_is_found_by_the_planner(store: Store) -> None:
+def test_what_was_measured_is_known_to_the_planner_and_the_next_time(store: Store) -> None:
     cluster = tiny.host(1)
-    summary = profiled(store, cluster)
-    assert summary.timed == summary.calls > 10
-    assert summary.skipped == {}
+    first = profiled(store, cluster)
+    assert first.timed == first.calls > 10 and first.skipped == {}
     profile = load_profile(cluster, store)
     assert profile is not None
-    graph, table = tiny.cut(tiny.net())
-    for one in calls(graph, table, cluster, batch=4):
+    for one in calls(*traced(), cluster, batch=4):
         found = profile.op(one.text)
         assert found is not None and found[0] > 0 and found[2] == MEASURED
         assert (found[1] > 0) == one.differentiable
-
-
-def test_what_is_known_is_not_measured_again(store: Store) -> None:
-    first = profiled(store, tiny.host(1))
-    second = profiled(store, tiny.host(1))
+    second = profiled(store, cluster)
     assert (second.known, second.timed) == (first.calls, 0)
-    assert profiled(store, tiny.host(1), again=True).timed == first.calls
+    assert profiled(store, cluster, again=True).timed == first.calls
 
 
 def test_a_spent_budget_leaves_the_rest_to_the_roofline(store: Store) -> None:
@@ -177,109 +152,63 @@ def test_whole_curves_are_not_timed_again(store: Store, launches: list[tuple[int
     assert launches == [(2, "gloo")]
 
 
-@pytest.mark.parametrize("changes", [{"budget_s": 0.0}, {"budget_s": -1.0}, {"batch": 0}])
+@pytest.mark.parametrize("changes", [{"budget_s": 0.0}, {"batch": 0}])
 def test_wrong_numbers_are_refused(store: Store, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="legal: seconds above 0, rows from 1"):
         profiled(store, tiny.host(1), **changes)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "says"),
+    [(None, r"'h100-sxm' devices and this machine has no GPU"), ("My", r"'h100-sxm'.*'My'")],
+)
 def test_a_device_that_is_not_here_cannot_be_measured(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch, gpu: str | None, says: str
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"'h100-sxm' devices and this machine has no GPU"):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: gpu is not None)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda index=0: gpu)
+    with pytest.raises(ValueError, match=says):
         profiled(store, Cluster.from_catalog("h100-sxm"))
 
 
-def test_another_gpu_than_the_clusters_is_refused_with_both_names(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.get_device_name", lambda index=0: "Some GPU")
-    with pytest.raises(ValueError, match=r"'h100-sxm'.*'Some GPU'"):
-        profiled(store, Cluster.from_catalog("h100-sxm"))
+OF = ["cli_targets:mlp", "--batch", "2", "--precision", "fp32", "--cluster", "local:1"]
+COMMAND = ["profile", *OF, "--budget", "600"]
 
 
-# --- the command ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a target, and a cache of its own."""
-    (tmp_path / "profile_targets.py").write_text(TARGET)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.delitem(sys.modules, "profile_targets", raising=False)
-    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
-def command(*more: str) -> int:
-    of = ["profile_targets:net", "--batch", "2", "--precision", "fp32", "--cluster", "local:1"]
-    return main(["profile", *of, "--budget", "600", *more])
-
-
-def test_a_profile_travels_as_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("--json", "--export", "p.json") == 0
-    first = json.loads(capsys.readouterr().out)
+def test_a_profile_travels_as_a_file(in_a_folder: Path, capsys: Captured) -> None:
+    first = json.loads(printed(capsys, *COMMAND, "--json", "--export", "p.json"))
     assert first["timed"] == first["calls"]
-    (folder / "cache" / "profile.sqlite").unlink()
-    assert command("--json", "--import", "p.json") == 0
-    second = json.loads(capsys.readouterr().out)
+    (in_a_folder / "cache" / "profile.sqlite").unlink()
+    second = json.loads(printed(capsys, *COMMAND, "--json", "--import", "p.json"))
     assert (second["known"], second["timed"]) == (first["calls"], 0)
 
 
 def test_files_on_flash_are_timed_in_the_folder_that_is_named(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    in_a_folder: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert command("--again") == 0
-    said = capsys.readouterr().out
+    said = printed(capsys, *COMMAND, "--again")
     assert "host, optimizer step: from" in said
     assert "to flash" not in said
-    assert command("--flash", str(folder)) == 0
-    said = capsys.readouterr().out
+    said = printed(capsys, *COMMAND, "--flash", str(in_a_folder))
     assert "host, from flash: from" in said and "host, to flash: from" in said
-    monkeypatch.setenv("MESHWRIGHT_NVME", str(folder / "nowhere"))
-    assert command("--again") == 1
-    assert "MESHWRIGHT_NVME" in (said := capsys.readouterr().err) and "No such file" in said
+    monkeypatch.setenv("MESHWRIGHT_NVME", str(in_a_folder / "nowhere"))
+    said = failed(capsys, [*COMMAND, "--again"])
+    assert "MESHWRIGHT_NVME" in said and "No such file" in said
 
 
-def test_a_profile_of_another_device_is_refused_by_the_command(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("in_a_folder")
+def test_a_profile_of_another_device_is_refused_and_nothing_is_nothing_to_export(
+    capsys: Captured,
 ) -> None:
     other = DeviceId(name="another chip", driver="1", torch="1")
     export_json(Measurements(device=other, operators={}, collectives=()), "p.json")
-    assert command("--import", "p.json") == 1
-    said = capsys.readouterr().err
+    said = failed(capsys, [*COMMAND, "--import", "p.json"])
     assert "'another chip'" in said and DeviceId.here("cpu").name in said
+    said = failed(capsys, [*COMMAND, "--budget", "1e-6", "--export", "none.json"])
+    assert "nothing to export" in said and not Path("none.json").exists()
 
 
-def test_nothing_measured_is_nothing_to_export(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("--budget", "1e-6", "--export", "p.json") == 1
-    assert "nothing to export" in capsys.readouterr().err
-    assert not (folder / "p.json").exists()
-
-
-# --- the bar --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("stream", "rank", "shown"),
-    [
-        (Terminal(), None, True),
-        (Terminal(), "0", True),
-        (Terminal(), "1", False),
-        (io.StringIO(), None, False),
-    ],
-)
-def test_the_bar_is_for_rank_0s_terminal(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, rank: str | None, shown: bool
-) -> None:
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.delenv("RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
+def test_calls_that_were_measured_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = terminal(monkeypatch)
     assert list(progress(range(3), 3)) == [0, 1, 2]
-    assert ("3 of 3" in stream.getvalue()) == shown
+    assert "3 of 3" in stream.getvalue()

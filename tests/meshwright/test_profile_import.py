@@ -11,16 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.cli import main
 from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure.imports import CollectiveRow, is_gpu, timings_for, world_of_log
-from meshwright.profiles.profile import INTERPOLATED, MEASURED, load_profile
+from meshwright.profiles.profile import INTERPOLATED, MEASURED, Profile, load_profile
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
 from meshwright.shell.profile_command import import_profile
 from tests.helpers import tiny
-from tests.meshwright.commands import timing
+from tests.meshwright.commands import Captured, failed, printed, timing
 
 MIB = 2**20
 PAIR = Cluster.from_catalog("dgx-a100", num_nodes=2)
@@ -62,19 +61,22 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "cache" / "profile.sqlite")
 
 
-def taken(store: Store, tmp_path: Path, text: str, cluster: Cluster = PAIR) -> None:
-    path = tmp_path / "run.log"
-    path.write_text(text)
-    import_profile(cluster, path, store)
+def taken(store: Store, *logs: str) -> Profile:
+    for text in logs:
+        path = store.path.parent.parent / "run.log"
+        path.write_text(text)
+        import_profile(PAIR, path, store)
+    return loaded(store)
 
 
-# --- from the file to the price -------------------------------------------------------------------
+def loaded(store: Store | None = None) -> Profile:
+    profile = load_profile(PAIR, store)
+    assert profile is not None
+    return profile
 
 
 def test_a_log_prices_the_plans_of_a_cluster_that_is_not_here(store: Store, tmp_path: Path) -> None:
-    taken(store, tmp_path, log())
-    profile = load_profile(PAIR, store)
-    assert profile is not None
+    profile = taken(store, log())
     assert profile.collective("all_reduce", MIB, 8, 8) == (pytest.approx(40e-6), MEASURED)
     between = profile.collective("all_reduce", 2.5 * MIB, 8, 8)
     assert between == (pytest.approx(70e-6), INTERPOLATED)  # half way
@@ -83,45 +85,36 @@ def test_a_log_prices_the_plans_of_a_cluster_that_is_not_here(store: Store, tmp_
     setting = Setting(cluster=PAIR, dp=2, tp=8, profile=profile, **given)
     prices = Pricer(graph=graph, table=table, setting=setting)
     assert prices.comm("all_reduce", 2.5 * MIB) == pytest.approx(70e-6)
-
-
-@pytest.mark.parametrize(
-    ("program", "kind", "factor"),
-    [
-        ("all_reduce_perf", "all_reduce", 1),
-        ("all_gather_perf", "all_gather", 1),
-        ("reduce_scatter_perf", "reduce_scatter", 1),
-        ("alltoall_perf", "all_to_all", 16),  # of 16 ranks' buffers together
-    ],
-)
-def test_sizes_are_those_of_the_full_tensor(
-    store: Store, tmp_path: Path, program: str, kind: str, factor: int
-) -> None:
-    taken(store, tmp_path, log(program=program, hosts=("a",) * 8 + ("b",) * 8))
-    profile = load_profile(PAIR, store)
-    assert profile is not None
-    found = profile.collective(kind, factor * MIB, 16, 8)
-    assert found == (pytest.approx(40e-6), MEASURED)
-
-
-def test_the_source_is_kept(store: Store, tmp_path: Path) -> None:
-    taken(store, tmp_path, log())
-    profile = load_profile(PAIR, store)
-    assert profile is not None
+    # the source is kept
     assert {c.source for c in profile.measurements.collectives} == {str(tmp_path / "run.log")}
     export_json(profile.measurements, tmp_path / "p.json")
     again = import_json(tmp_path / "p.json", accepts=lambda name: True, expected="")
     assert again == profile.measurements
 
 
-def test_own_curves_come_before_published_ones(store: Store, tmp_path: Path) -> None:
-    taken(store, tmp_path, log())
-    taken(store, tmp_path, log(program="all_gather_perf"))
+@pytest.mark.parametrize(
+    ("program", "kind", "factor"),
+    [
+        ("all_reduce_perf", "all_reduce", 1),
+        ("reduce_scatter_perf", "reduce_scatter", 1),
+        ("alltoall_perf", "all_to_all", 16),  # of 16 ranks' buffers together
+    ],
+)
+def test_sizes_are_those_of_the_full_tensor(
+    store: Store, program: str, kind: str, factor: int
+) -> None:
+    profile = taken(store, log(program=program, hosts=("a",) * 8 + ("b",) * 8))
+    found = profile.collective(kind, factor * MIB, 16, 8)
+    assert found == (pytest.approx(40e-6), MEASURED)
+
+
+def test_own_curves_come_before_published_ones(store: Store) -> None:
+    taken(store, log(), log(program="all_gather_perf"))
     mine = timing(backend="nccl", ranks=16, size=8, per_node=8, nbytes=2 * MIB, repetitions=9)
     own = DeviceId(name=GPU, driver="1", torch="2")
     store.add(Measurements(device=own, operators={}, collectives=(mine,)))
-    profile = load_profile(PAIR, store)
-    assert profile is not None and profile.measurements.device == own
+    profile = loaded(store)
+    assert profile.measurements.device == own
     assert profile.collective("all_reduce", 2 * MIB, 8, 8) == (0.5, MEASURED)
     assert profile.collective("all_reduce", MIB, 8, 8) == (0.5, INTERPOLATED)
     assert profile.collective("all_gather", MIB, 8, 8) == (pytest.approx(40e-6), MEASURED)
@@ -136,16 +129,11 @@ def test_own_curves_come_before_published_ones(store: Store, tmp_path: Path) -> 
         (Cluster.from_catalog("dgx-h100", num_nodes=2), False),
     ],
 )
-def test_curves_belong_to_their_node_and_world(
-    store: Store, tmp_path: Path, cluster: Cluster, known: bool
-) -> None:
-    taken(store, tmp_path, log())
+def test_curves_belong_to_their_node_and_world(store: Store, cluster: Cluster, known: bool) -> None:
+    taken(store, log())
     profile = load_profile(cluster, store)
     found = profile.collective("all_reduce", MIB, 8, 8) if profile else None
     assert (found is not None) == known
-
-
-# --- what holds for a cluster ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,14 +201,10 @@ def test_several_rows_of_one_size_give_their_median(micros: list[int]) -> None:
         ("A100-80GB SXM (DGX/NVSwitch)", "a100-80gb", True),
         ("A100-80GB PCIe (NVLink bridge pairs)", "a100-80gb", False),
         ("A100 SXM", "a100-80gb", False),  # there is one of 40 GB
-        ("a100-80gb", "a100-80gb", True),
         (GPU, "a100-80gb", True),
-        ("H100-80GB PCIe", "h100-sxm", False),
         ("H100 SXM", "h100-sxm", True),
-        ("RTX4090-24GB", "rtx-4090", True),
         ("L40S-48GB", "l4", False),
         ("GB200 NVL4", "b200", False),
-        ("B200-180GB SXM", "b200", True),
     ],
 )
 def test_names_of_gpus(text: str, device: str, same: bool) -> None:
@@ -234,53 +218,35 @@ def test_the_header_says_how_many_ranks_ran() -> None:
     with pytest.raises(ValueError, match=r"x:3: nodes is 1, but the log lists 2"):
         world_of_log(text, ranks=16, nodes=1, source="x")
     assert world_of_log("", ranks=8, nodes=1, source="x") == (8, 1)
-    with pytest.raises(
-        ValueError, match=r"lists no ranks; legal: .*; give both --ranks N and --nodes K"
-    ):
+    both = r"lists no ranks; legal: .*; give both --ranks N and --nodes K"
+    with pytest.raises(ValueError, match=both):
         world_of_log("", ranks=8, nodes=None, source="x")
 
 
-# --- the command ----------------------------------------------------------------------------------
+COMMAND = ["profile", "--cluster", "dgx-a100:2"]
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
-def command(*more: str, cluster: str = "dgx-a100:2") -> int:
-    return main(["profile", "--cluster", cluster, *more])
-
-
-def test_a_log_needs_no_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "run.txt").write_text("".join(log(hosts=()).splitlines(keepends=True)[1:]))
-    asked = ("--import", "run.txt", "--ranks", "8", "--nodes", "1", "--collective", "all_gather")
-    assert command(*asked, "--json") == 0
-    said = json.loads(capsys.readouterr().out)
+def test_a_log_needs_no_model(in_a_folder: Path, capsys: Captured) -> None:
+    (in_a_folder / "run.txt").write_text("".join(log(hosts=()).splitlines(keepends=True)[1:]))
+    asked = ["--import", "run.txt", "--ranks", "8", "--nodes", "1", "--collective", "all_gather"]
+    said = json.loads(printed(capsys, *COMMAND, *asked, "--json"))
     assert (said["taken"], said["sources"]) == (2, ["run.txt"])
     assert list(said["skipped"].values()) == [2]  # in place
-    profile = load_profile(PAIR)
-    assert profile is not None and profile.collective("all_gather", MIB, 8, 8) is not None
+    assert loaded().collective("all_gather", MIB, 8, 8) is not None
 
 
-def test_a_table_says_what_it_took_and_left(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_table_says_what_it_took_and_left(in_a_folder: Path, capsys: Captured) -> None:
     rows = (
         "lab,all_reduce,A100-80GB SXM,2,8,16,NVLink,HDR,1048576,nccl-tests size,90,1,1,high\n"
         "lab,all_to_all,A100-80GB SXM,1,8,8,NVLink,,1024,per-rank send buffer,50,1,1,high\n"
         "lab,all_reduce,H100 SXM,2,8,16,NVLink,NDR,1048576,nccl-tests size,60,1,1,high\n"
     )
-    (folder / "table.csv").write_text(TABLE + rows)
-    assert command("--import", "table.csv") == 0
-    said = capsys.readouterr().out
+    (in_a_folder / "table.csv").write_text(TABLE + rows)
+    said = printed(capsys, *COMMAND, "--import", "table.csv")
     assert "2 measurements taken in from table.csv" in said
     assert "1 left out: not of a100-80gb" in said and "source: lab (HDR)" in said
-    profile = load_profile(PAIR)
-    assert profile is not None
-    assert profile.collective("all_to_all", 8 * 1024, 8, 8) == (pytest.approx(50e-6), MEASURED)
+    found = loaded().collective("all_to_all", 8 * 1024, 8, 8)
+    assert found == (pytest.approx(50e-6), MEASURED)
 
 
 OTHER_ROW = "lab,all_reduce,H100 SXM,2,8,16,NVLink,NDR,1024,nccl-tests size,60,1,1,high\n"
@@ -291,12 +257,7 @@ OTHER_ROW = "lab,all_reduce,H100 SXM,2,8,16,NVLink,NDR,1024,nccl-tests size,60,1
     [
         ("a.log", log().replace("100.0", "fast"), (), "a.log:12: column 6 (time) is 'fast'; legal"),
         ("a.log", log(), ("--ranks", "4"), "a.log:3: ranks is 4, but the log lists 8"),
-        (
-            "a.log",
-            log(gpu="NVIDIA H200"),
-            (),
-            "is of device 'NVIDIA H200'; legal: device 'a100-80gb', as the cluster has",
-        ),
+        ("a.log", log(gpu="My"), (), "of device 'My'; legal: device 'a100-80gb', as the cluster"),
         ("a.log", log() + log(program="all_gather_perf"), (), "of all_gather and all_reduce;"),
         ("a.log", log(program="x_perf"), (), "doesn't say which collective it measured"),
         ("a.log", log(), ("--collective", "all_gather"), "but the log is of 'all_reduce'"),
@@ -308,40 +269,22 @@ OTHER_ROW = "lab,all_reduce,H100 SXM,2,8,16,NVLink,NDR,1024,nccl-tests size,60,1
     ],
 )
 def test_a_refused_file_is_one_message(
-    folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    text: str,
-    more: tuple[str, ...],
-    message: str,
+    in_a_folder: Path, capsys: Captured, name: str, text: str, more: tuple[str, ...], message: str
 ) -> None:
-    (folder / name).write_text(text)
-    assert command("--import", name, *more) == 1
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
-    assert message in said.err
+    (in_a_folder / name).write_text(text)
+    said = failed(capsys, [*COMMAND, "--import", name, *more])
+    assert said.startswith("error: ") and said.count("\n") == 1 and message in said
     assert load_profile(PAIR) is None
 
 
-def test_a_file_that_is_not_there_and_a_cluster_without_nccl(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("--import", "none.log") == 1
-    assert "none.log" in capsys.readouterr().err
-    (folder / "a.log").write_text(log())
-    assert command("--import", "a.log", cluster="local-host") == 1
-    assert "'local-host' runs gloo" in capsys.readouterr().err
-
-
-def test_nothing_to_do_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command() == 1
-    assert (
-        "a model and --batch are missing; legal: MODEL --batch N, or --import FILE"
-        in capsys.readouterr().err
-    )
-
-
-# --- caches of before -----------------------------------------------------------------------------
+def test_what_cannot_be_imported_is_an_error(in_a_folder: Path, capsys: Captured) -> None:
+    (in_a_folder / "a.log").write_text(log())
+    for arguments, says in (
+        ([*COMMAND, "--import", "none.log"], "none.log"),
+        (["profile", "--cluster", "local-host", "--import", "a.log"], "'local-host' runs gloo"),
+        (COMMAND, "a model and --batch are missing; legal: MODEL --batch N, or --import FILE"),
+    ):
+        assert says in failed(capsys, arguments)
 
 
 @pytest.mark.parametrize("schema", [1, 2])

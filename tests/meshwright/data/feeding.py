@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from meshwright import Overrides, ParallelModel, auto_parallelize
+from meshwright import Overrides, ParallelModel
+from tests.helpers import tiny
 from tests.helpers.tiny import VOCAB, loss, net
 from tests.user_code.user_runs import free_links
 
@@ -41,21 +42,22 @@ class Tokens:
 
 def planned(plan: str | None = None, ranks: int = RANKS) -> ParallelModel:
     """Of all ranks, by one of `PLANS`; else of one."""
-    return auto_parallelize(
-        net(),
-        free_links(ranks),
-        example_inputs=batch_of(range(ROWS)),
-        global_batch_size=ROWS,
-        loss_fn=loss,
-        precision="fp32",
-        overrides=PLANS[plan] if plan else None,
-    )
+    overrides = PLANS[plan] if plan else None
+    given = {"example_inputs": batch_of(range(ROWS)), "overrides": overrides}
+    return tiny.planned(net(), cluster=free_links(ranks), **given)
 
 
 @cache
 def planned_alone() -> ParallelModel:
     """Of one rank, for what trains nothing."""
     return planned(ranks=1)
+
+
+def begun_anew() -> ParallelModel:
+    """Of one rank, with its first weights, for what counts no steps."""
+    result = planned_alone()
+    result.load_state_dict(net().state_dict())
+    return result
 
 
 def batch_of(numbers: Any) -> tuple[torch.Tensor, torch.Tensor]:

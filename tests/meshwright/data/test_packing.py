@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +17,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import Cluster, MeshwrightError, Overrides, auto_parallelize, packed
+from meshwright import MeshwrightError, Overrides, auto_parallelize, packed
 from meshwright.data import PackedStream
 from meshwright.data.packing import arranged
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered
+from tests.helpers.tiny import host
 from tests.parity.parity_reference import difference
 from tests.user_code.small_transformers import MEGATRON, VOCAB, built
 
@@ -46,9 +46,6 @@ def cut(given: list[list[int]], length: int) -> list[list[int]]:
     return [x[k : k + length] for x in given for k in range(0, len(x), length)]
 
 
-# --- what a batch holds ---------------------------------------------------------------------------
-
-
 @settings(max_examples=40)
 @given(SIZES, st.integers(2, 17))
 def test_every_token_is_there_once_in_order_with_its_label_and_position(
@@ -68,10 +65,8 @@ def test_every_token_is_there_once_in_order_with_its_label_and_position(
             piece = begun.get(int(ids[row, at]))
             count = len(piece) if piece else length - at
             assert ids[row, at : at + count].tolist() == (piece or [PAD] * count)
-            ignored = [-100] * count
-            assert labels[row, at : at + count].tolist() == (
-                [-100, *piece[1:]] if piece else ignored
-            )
+            wanted = [-100, *piece[1:]] if piece else [-100] * count
+            assert labels[row, at : at + count].tolist() == wanted
             assert positions[row, at : at + count].tolist() == list(range(count))
             for i in range(count):
                 sees[row, 0, at + i, at : at + i + 1] = True
@@ -93,11 +88,8 @@ def test_rows_are_full_and_few(sizes: list[int], length: int) -> None:
 
 
 def test_labels_and_left_out_tokens_are_the_documents_own() -> None:
-    given = {
-        "input_ids": [5, 6, 7, 8],
-        "labels": [-100, -100, 7, 8],
-        "attention_mask": [0, 1, 1, 1],
-    }
+    labels, mask = [-100, -100, 7, 8], [0, 1, 1, 1]
+    given = {"input_ids": [5, 6, 7, 8], "labels": labels, "attention_mask": mask}
     batch = packed(6, rows=2)([given, torch.tensor([1, 2], dtype=torch.int32), []])
     assert batch["input_ids"].tolist() == [[6, 7, 8, 1, 2, 0], [0] * 6]
     assert batch["labels"].tolist() == [[-100, 7, 8, -100, 2, -100], [-100] * 6]
@@ -105,16 +97,9 @@ def test_labels_and_left_out_tokens_are_the_documents_own() -> None:
 
 
 def test_workers_of_a_loader_can_have_it() -> None:
-    collate = packed(8, rows=2)
-    loader: Any = torch.utils.data.DataLoader(
-        numbered([3, 4, 5, 2]), batch_size=4, collate_fn=pickle.loads(pickle.dumps(collate))
-    )
-    assert torch.equal(
-        next(iter(loader))["input_ids"], collate(numbered([3, 4, 5, 2]))["input_ids"]
-    )
-
-
-# --- streams --------------------------------------------------------------------------------------
+    collate, given = packed(8, rows=2), numbered([3, 4, 5, 2])
+    sent = pickle.loads(pickle.dumps(collate))
+    assert torch.equal(sent(given)["input_ids"], collate(given)["input_ids"])
 
 
 class ReadOver:
@@ -167,34 +152,30 @@ def test_a_stream_arranges_anew_what_came_before() -> None:
     assert (batch["labels"] != -100).sum() == 16 - 4
 
 
-# --- what is refused ------------------------------------------------------------------------------
+def at(state: dict[str, int], given: Any) -> PackedStream:
+    """A stream at a document."""
+    stream = packed(4, rows=1).stream(given)
+    stream.load_state_dict(state)
+    return stream
 
+
+BEYOND = {"documents": 2, "tokens": 0}
 REFUSED = {
     "too many documents": (lambda: packed(4, rows=1)([[1, 2, 3], [4, 5]]), "stream"),
     "no token": (lambda: packed(4)([[]]), "without a token"),
     "text": (lambda: packed(4)(["a text"]), "tokenize it"),
-    "floats": (lambda: packed(4)([[0.5]]), "integers"),
     "rows of ids": (lambda: packed(4)([[[1, 2]]]), r"shape \(1, 2\)"),
     "other entries": (lambda: packed(4)([{"input_ids": [1], "text": "x"}]), "drop text"),
     "no ids": (lambda: packed(4)([{"labels": [1]}]), "give input_ids"),
-    "labels of another length": (
-        lambda: packed(4)([{"input_ids": [1, 2], "labels": [1]}]), "as many as input_ids, 2",
-    ),
+    "labels": (lambda: packed(4)([{"input_ids": [1, 2], "labels": [1]}]), "as many as input_ids"),
     "length": (lambda: packed(1), "length= 1; legal: integers from 2"),
-    "rows": (lambda: packed(4, rows=0), "rows= 0; legal"),
     "padding": (lambda: packed(4, pad_token_id=-1), "pad_token_id= -1; legal"),
     "attention": (lambda: packed(4, attention="causal"), "mask, bool"),  # type: ignore[arg-type]
     "a stream without rows": (lambda: packed(4).stream([[1]]), "rows=8"),
     "an iterator": (lambda: packed(4, rows=1).stream(iter([[1]])), "read again"),
-    "no documents": (lambda: packed(4, rows=1).stream(7), "read again"),
-    "a state of something else": (
-        lambda: packed(4, rows=1).stream([[1]]).load_state_dict({"epoch": 1}),
-        "documents and tokens",
-    ),
-    "a state of more documents": (
-        lambda: packed(4, rows=1).stream([[1]]).load_state_dict({"documents": 2, "tokens": 0}),
-        "there are 1",
-    ),
+    "another state": (lambda: at({"epoch": 1}, [[1]]), "documents and tokens"),
+    "more documents": (lambda: at(BEYOND, [[1]]), "there are 1"),
+    "more than are read": (lambda: next(iter(at(BEYOND, ReadOver([[1]])))), "there are 1"),
 }  # fmt: skip
 
 
@@ -206,29 +187,13 @@ def test_refused_with_the_way_out(case: str) -> None:
     assert caught.value.place and caught.value.legal and caught.value.way_out
 
 
-def test_a_state_beyond_documents_that_are_iterated_is_refused_when_read() -> None:
-    stream = packed(4, rows=1).stream(ReadOver([[1]]))
-    stream.load_state_dict({"documents": 2, "tokens": 0})
-    with pytest.raises(MeshwrightError, match="there are 1"):
-        next(iter(stream))
-
-
-# --- models ---------------------------------------------------------------------------------------
-
-
 KINDS, WAYS = ("llama", "gpt2"), ("sdpa mask", "eager mask", "sdpa bool")
+IN_FIRST = (("gpt2", "sdpa mask"), ("llama", "eager mask"), ("llama", "sdpa bool"))
+CELLS = [(kind, way) for kind in KINDS for way in WAYS]
 
 
 @pytest.mark.parametrize(
-    "cell",
-    tiered(
-        [(kind, way) for kind in KINDS for way in WAYS],
-        lambda cell: (
-            cell in (("gpt2", "sdpa mask"), ("llama", "eager mask"), ("llama", "sdpa bool"))
-        ),
-        "two kinds and all ways to mask",
-        " ".join,
-    ),
+    "cell", tiered(CELLS, lambda cell: cell in IN_FIRST, "two kinds and all ways to mask", " ".join)
 )
 def test_transformers_alone_keep_documents_apart(cell: tuple[str, str]) -> None:
     """The mask is what transformers takes, without Meshwright too."""
@@ -282,14 +247,8 @@ def train_apart(kind: str, layout: str, attention: str) -> None:
     if overrides.tp == 2:
         overrides = replace(overrides, shardings=MEGATRON[kind])
     collate = packed(LENGTH, rows=ROWS, attention=attention)
-    result = auto_parallelize(
-        model,
-        Cluster.local(RANKS, measure=False),
-        example_inputs=collate(documents()),
-        global_batch_size=ROWS,
-        precision="fp32",
-        overrides=overrides,
-    )
+    given = {"global_batch_size": ROWS, "precision": "fp32", "overrides": overrides}
+    result = auto_parallelize(model, host(RANKS), example_inputs=collate(documents()), **given)
     mine = torch.optim.SGD(result.parameters(), lr=0.5)
     reference = torch.optim.SGD(plain.parameters(), lr=0.5)
     # of three documents most rows are empty: a whole micro-batch counts nothing
@@ -318,23 +277,3 @@ def train_apart(kind: str, layout: str, attention: str) -> None:
 )
 def test_plans_keep_documents_apart(cell: tuple[str, str, Any]) -> None:
     on_ranks(RANKS, train_apart, *cell)
-
-
-def test_a_stream_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
-    model = built("gpt2")
-    stream = packed(8, rows=2).stream(documents())
-    example = next(iter(stream))
-    result = auto_parallelize(
-        model,
-        Cluster.local(1, measure=False),
-        example_inputs=example,
-        global_batch_size=2,
-        precision="fp32",
-        profile=False,
-    )
-    result.train_step(example)
-    result.save_checkpoint(tmp_path / "saved", extra={"data": stream})
-    wanted = next(iter(stream))["input_ids"]
-    again: PackedStream = packed(8, rows=2).stream(documents())
-    result.load_checkpoint(tmp_path / "saved", extra={"data": again})
-    assert torch.equal(next(iter(again))["input_ids"], wanted)

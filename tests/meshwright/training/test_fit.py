@@ -1,9 +1,11 @@
-"""A run that is stopped goes on, under any plan and number of ranks, as if it had not been."""
+"""A run that is stopped goes on, under any plan and number of ranks, as if it had not been; what
+`fit` is given and can't be is refused before a step."""
 
 from __future__ import annotations
 
 import os
 import signal
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +20,8 @@ from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training import Fitted
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiny import loss, net
-from tests.meshwright.data.feeding import (
-    RANKS,
-    ROWS,
-    SAMPLES,
-    Tokens,
-    batch_of,
-    plain_losses,
-    planned,
-    planned_alone,
-)
+from tests.meshwright.data import feeding
+from tests.meshwright.data.feeding import RANKS, ROWS, SAMPLES, Tokens, batch_of, begun_anew
 
 SEED, STEPS, STOPPED_AT = 3, 6, 2
 MORE = 3  # steps on one rank
@@ -38,7 +32,11 @@ def expected() -> list[float]:
     """Epoch after epoch on one device."""
     order = Order(size=SAMPLES, rows=ROWS, shuffle=True, seed=SEED, drop_last=False)
     batches = [batch.samples for epoch in range(3) for batch in order.batches(epoch)]
-    return plain_losses(batches[: STEPS + MORE])
+    return feeding.plain_losses(batches[: STEPS + MORE])
+
+
+def sgd(result: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(result.parameters(), lr=0.5)
 
 
 def run(result: ParallelModel, folder: Path, **given: Any) -> tuple[Fitted, dict[int, float]]:
@@ -50,15 +48,10 @@ def run(result: ParallelModel, folder: Path, **given: Any) -> tuple[Fitted, dict
             losses[int(metrics["step"])] = metrics["loss"]
 
     options = {
-        "optimizer": lambda result: torch.optim.SGD(result.parameters(), lr=0.5),
+        "optimizer": sgd, "max_grad_norm": None, "folder": folder, "log_to": log, "log_every": 1,
         "schedule": lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
-        "max_grad_norm": None,
-        "folder": folder,
-        "log_to": log,
-        "log_every": 1,
-        "seed": SEED,
-        **given,
-    }
+        "seed": SEED, **given,
+    }  # fmt: skip
     return fit(result, Tokens(), **options), losses
 
 
@@ -66,15 +59,13 @@ def signalled(number: int, rank: int) -> Any:
     """An optimizer after whose step `STOPPED_AT` one rank gets a signal."""
 
     def make(result: ParallelModel) -> torch.optim.Optimizer:
-        optimizer = torch.optim.SGD(result.parameters(), lr=0.5)
-        steps = []
+        optimizer, steps = sgd(result), count(1)
 
-        def count(*_: Any) -> None:
-            steps.append(1)
-            if len(steps) == STOPPED_AT and launch.rank() == rank:
+        def signal_at(*_: Any) -> None:
+            if next(steps) == STOPPED_AT and launch.rank() == rank:
                 os.kill(os.getpid(), number)
 
-        optimizer.register_step_post_hook(count)
+        optimizer.register_step_post_hook(signal_at)
         return optimizer
 
     return make
@@ -83,8 +74,8 @@ def signalled(number: int, rank: int) -> Any:
 def stop_and_go_on(folder: Path, expected: list[float]) -> None:
     """SIGTERM on one rank stops all after the next step; under another plan the rest follows."""
     stop = signalled(signal.SIGTERM, rank=2)
-    first, before = run(planned("dp2×tp2"), folder, steps=STEPS, optimizer=stop)
-    second, after = run(planned("pp2×dp2"), folder, steps=STEPS)
+    first, before = run(feeding.planned("dp2×tp2"), folder, steps=STEPS, optimizer=stop)
+    second, after = run(feeding.planned("pp2×dp2"), folder, steps=STEPS)
     assert (first.ended, first.steps) == ("signal", STOPPED_AT + 1)
     assert (second.ended, second.steps) == ("steps", STEPS)
     if not launch.rank():
@@ -95,7 +86,7 @@ def stop_and_go_on(folder: Path, expected: list[float]) -> None:
 def test_a_stopped_run_goes_on_at_the_same_sample(tmp_path: Path, expected: list[float]) -> None:
     """On as many ranks, and then on one."""
     on_ranks(RANKS, stop_and_go_on, tmp_path, expected[:STEPS])
-    done, losses = run(planned(ranks=1), tmp_path, steps=STEPS + MORE)
+    done, losses = run(feeding.planned(ranks=1), tmp_path, steps=STEPS + MORE)
     assert done.steps == STEPS + MORE and [*losses] == [7, 8, 9]
     assert [*losses.values()] == pytest.approx(expected[STEPS:], rel=1e-5)
 
@@ -103,18 +94,18 @@ def test_a_stopped_run_goes_on_at_the_same_sample(tmp_path: Path, expected: list
 def end_runs(folder: Path) -> None:
     """SIGUSR1 saves and the run goes on; patience and unequal batches end one."""
     save = signalled(signal.SIGUSR1, rank=1)
-    done, _ = run(planned("dp4"), folder, optimizer=save, keep=2, save_every=5)
+    done, _ = run(feeding.planned("dp4"), folder, optimizer=save, keep=2, save_every=5)
     assert (done.ended, done.steps) == ("data", 3)
     assert [path.name for path in folder.iterdir()] == ["step-00000003"]
 
     # without learning no evaluation is better than the first
     given = {"steps": 50, "evaluation": Tokens(8), "evaluate_every": 2, "patience": 3}
-    done, _ = run(planned("dp4"), folder / "none", optimizer=still, **given)
+    done, _ = run(feeding.planned("dp4"), folder / "none", optimizer=still, **given)
     assert (done.ended, done.steps) == ("patience", 8) and done.eval_loss
 
     batches = [batch_of(range(ROWS))] * (1 if launch.rank() == 2 else 2)
     with pytest.raises(StateError, match=r"fit: data: the batches ended on ranks \[2\] before"):
-        fit(planned("dp4"), batches, optimizer=still)
+        fit(feeding.planned("dp4"), batches, optimizer=still)
 
 
 def still(result: ParallelModel) -> torch.optim.Optimizer:
@@ -123,13 +114,6 @@ def still(result: ParallelModel) -> torch.optim.Optimizer:
 
 def test_signals_patience_and_unequal_batches(tmp_path: Path) -> None:
     on_ranks(RANKS, end_runs, tmp_path / "run")
-
-
-# --- on one device --------------------------------------------------------------------------------
-
-
-def sgd(result: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(result.parameters(), lr=0.5)
 
 
 def test_a_plain_module_is_planned_first(expected: list[float], tmp_path: Path) -> None:
@@ -149,7 +133,7 @@ def test_a_run_in_parts_is_the_whole_run(tmp_path: Path) -> None:
     found: dict[str, list[tuple[float, ...]]] = {"whole": [], "parts": []}
     for name, steps in (("whole", 5), ("parts", 3), ("parts", 5)):
         fit(
-            planned(ranks=1),
+            feeding.planned(ranks=1),
             Tokens(),
             optimizer=lambda result: torch.optim.AdamW(result.parameters(), lr=0.1),
             schedule=lambda of: torch.optim.lr_scheduler.LinearLR(of, 1.0, 0.5, total_iters=5),
@@ -169,26 +153,16 @@ def test_a_run_in_parts_is_the_whole_run(tmp_path: Path) -> None:
 
 def test_batches_of_ones_own_are_global(expected: list[float]) -> None:
     order = Order(size=SAMPLES, rows=ROWS, shuffle=True, seed=SEED, drop_last=False)
-    data = Tokens()
-    batches = [
-        tuple(torch.stack(x) for x in zip(*(data[int(n)] for n in b.samples), strict=True))
-        for b in order.batches(0)
-    ]
-    done = fit(planned(ranks=1), batches, optimizer=sgd, max_grad_norm=None)
+    batches = [batch_of(b.samples) for b in order.batches(0)]
+    done = fit(begun_anew(), batches, optimizer=sgd, max_grad_norm=None)
     assert done.loss == pytest.approx(expected[2], rel=1e-5)
 
 
 def test_a_run_over_an_epoch_is_done_when_the_epoch_is(tmp_path: Path) -> None:
     for _ in range(2):
-        done = fit(planned(ranks=1), Tokens(), optimizer=sgd, folder=tmp_path)
+        done = fit(begun_anew(), Tokens(), optimizer=sgd, folder=tmp_path)
         assert (done.ended, done.steps) == ("data", 3)
     assert done.loss is None  # of the second: nothing was left to train
-
-
-def test_batches_that_come_once_are_not_looked_into(tmp_path: Path) -> None:
-    planning = {"global_batch_size": ROWS, "loss_fn": loss}
-    with pytest.raises(MeshwrightError, match="which gives each of them once"):
-        fit(net(), iter([batch_of(range(ROWS))]), planning=planning, optimizer=sgd)
 
 
 def test_data_without_a_state_begin_anew_with_a_warning(
@@ -196,29 +170,49 @@ def test_data_without_a_state_begin_anew_with_a_warning(
 ) -> None:
     batches = [batch_of(range(ROWS))] * 2
     for steps in (1, 2):
-        done = fit(planned(ranks=1), batches, optimizer=sgd, folder=tmp_path, steps=steps)
+        done = fit(begun_anew(), batches, optimizer=sgd, folder=tmp_path, steps=steps)
         assert done.steps == steps
     assert "the data begin anew: list has no state_dict()" in caplog.text
+
+
+def test_a_run_is_not_begun_over_another(tmp_path: Path) -> None:
+    result = begun_anew()
+    fit(result, Tokens(), optimizer=sgd, folder=tmp_path, steps=2)
+    with pytest.raises(MeshwrightError, match="holds checkpoints of 1 steps, the last 2"):
+        fit(result, Tokens(), optimizer=sgd, folder=tmp_path, resume=False)
 
 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
+        ({"optimizer": torch.optim.SGD}, "optimizer"),
+        ({"optimizer": lambda result: 3}, "optimizer returned a int"),
         ({"steps": 0}, "fit: steps"),
         ({"keep": 0}, "fit: keep"),
         ({"planning": {"global_batch_size": 8}}, "with a model that has a plan"),
         ({"evaluation": iter([]), "evaluate_every": 1}, "0 batches count"),
+        ({"schedule": 3}, "schedule"),
+        ({"schedule": lambda optimizer: None}, "schedule returned a NoneType"),
+        ({"max_grad_norm": "1"}, "max_grad_norm"),
+        ({"resume": 1}, "resume"),
+        ({"folder": 3}, "folder"),
+        ({"log_to": "x" * 300}, "log_to"),
+        ({"data": "text"}, "data"),
+        ({"data": {"input_ids": 1}}, "data"),
+        ({"data": [batch_of(range(8))], "seed": 3}, "seed"),
+        ({"evaluation": 3}, "evaluation"),
+        ({"model": "model"}, "model"),
+        ({"model": net(), "planning": {"batch": 8}}, r"planning=\['batch'\]"),
+        ({"model": net(), "planning": 8}, "planning=8"),
+        ({"model": net()}, "has no global_batch_size"),
+        ({"model": net(), "data": iter([()]), "planning": {"global_batch_size": 8}},
+         "which gives each of them once"),
+        ({"no_such_option": 1}, "no_such_option"),
     ],
-)
-def test_what_is_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(MeshwrightError, match=says):
-        fit(planned_alone(), Tokens(), optimizer=sgd, **given)
-
-
-def test_a_run_is_not_begun_over_another(tmp_path: Path) -> None:
-    result = planned(ranks=1)
-    fit(result, Tokens(), optimizer=sgd, folder=tmp_path, steps=2)
-    with pytest.raises(MeshwrightError, match="holds checkpoints of 1 steps, the last 2"):
-        fit(result, Tokens(), optimizer=sgd, folder=tmp_path, resume=False)
-    with pytest.raises(MeshwrightError, match="has no global_batch_size"):
-        fit(net(), Tokens(), optimizer=sgd)
+)  # fmt: skip
+def test_arguments_that_cannot_be_are_refused(given: dict[str, Any], says: str) -> None:
+    asked = {"model": None, "data": Tokens(), "optimizer": sgd, "steps": 1, **given}
+    asked["model"] = feeding.planned_alone() if asked["model"] is None else asked["model"]
+    with pytest.raises(MeshwrightError, match=says) as caught:
+        fit(asked.pop("model"), asked.pop("data"), **asked)
+    assert caught.value.legal and caught.value.way_out

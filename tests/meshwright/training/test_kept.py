@@ -1,14 +1,29 @@
-"""Checkpoints of a run: the newest are kept, the newest sound one is resumed."""
+"""What a run keeps: checkpoints, of which the newest sound one is resumed, and plans for as many
+hosts and for others."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import meshwright.plan_search
+from meshwright import Cluster, Overrides, Plan, fit
 from meshwright.executor.errors import DamagedError, SavedError
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training.kept import KeptCheckpoints
+from meshwright.training.plans import KeptPlans
 from tests.executor.checkpoint.checkpoint_runs import start
+from tests.helpers.tiny import Net, batch, host, loss, net
+from tests.meshwright.data.feeding import ROWS, Tokens
+
+ASKED: dict[str, Any] = {
+    "example_inputs": batch(4), "global_batch_size": ROWS, "loss_fn": loss, "precision": "fp32",
+}  # fmt: skip
+ONE = host(1)
 
 
 def test_the_newest_are_kept_and_resumed(tmp_path: Path) -> None:
@@ -66,3 +81,92 @@ def test_what_was_just_saved_is_never_dropped(tmp_path: Path) -> None:
     kept.drop_old(7)
     assert kept.steps() == [5, 7, 60]
     assert (kept.path(5) / "mine.txt").exists()
+
+
+def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    def searched(*_: Any) -> None:
+        raise AssertionError("a search, where a plan was there")
+
+    monkeypatch.setattr(meshwright.plan_search, "_searched", searched)
+
+
+def test_a_plan_is_searched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptPlans(folder=tmp_path, asked={**ASKED, "overrides": Overrides(recompute="full")})
+    first = kept.planned(net(), ONE)
+    no_search(monkeypatch)
+    assert kept.planned(net(), ONE).plan == first.plan == Plan.load(kept.path(ONE))
+
+
+def test_another_cluster_and_other_wishes_have_other_plans(tmp_path: Path) -> None:
+    kept = KeptPlans(folder=tmp_path, asked=ASKED)
+    wishes = [{"overrides": Overrides(zero=1)}, {"global_batch_size": 16}, {"optimizer": "sgd"}]
+    others = [KeptPlans(folder=tmp_path, asked={**ASKED, **wish}).path(ONE) for wish in wishes]
+    clusters = [
+        dataclasses.replace(ONE, num_nodes=2),
+        dataclasses.replace(ONE, devices_per_node=2),
+        Cluster.from_catalog("h100-sxm", devices_per_node=1),
+    ]
+    paths = {kept.path(ONE), *others, *map(kept.path, clusters)}
+    assert len(paths) == 1 + len(wishes) + len(clusters)
+    again = {**ASKED, "example_inputs": batch(4, 1)}
+    assert kept.path(ONE) == KeptPlans(folder=tmp_path, asked=again).path(ONE)
+
+
+def test_a_plan_of_another_model_is_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept = KeptPlans(folder=tmp_path, asked=ASKED)
+    kept.planned(net(), ONE)
+    changed = Net()
+    changed.head = torch.nn.Linear(16, 24, bias=True)
+    result = kept.planned(changed, ONE)
+    assert "made again" in caplog.text and str(kept.path(ONE)) in caplog.text
+    assert result.plan == Plan.load(kept.path(ONE))
+
+
+def test_plans_for_other_numbers_of_hosts_are_made_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = KeptPlans(folder=tmp_path, asked=ASKED)
+    result = kept.planned(net(), ONE)
+    kept.plan_ahead(result, ONE, [1, 2, 4])
+    for count in (2, 4):
+        other = dataclasses.replace(ONE, num_nodes=count)
+        assert Plan.load(kept.path(other)).num_ranks == count
+    no_search(monkeypatch)
+    kept.plan_ahead(result, ONE, [1, 2, 4])
+
+
+def test_hosts_on_which_a_run_cannot_go_on_are_named_before_it_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights, gradients and states take 65 KB: one device of 48 KiB has no room, four have."""
+    room = {"memory_bytes": 48 * 1024, "reserved_bytes": 0, "communicator_bytes": 0}
+    four = dataclasses.replace(ONE, device=dataclasses.replace(ONE.device, **room), num_nodes=4)
+    kept = KeptPlans(folder=tmp_path, asked={**ASKED, "memory_margin": 0.0})
+    kept.plan_ahead(kept.planned(net(), four), four, [1])
+    assert "with 1 hosts this run can't go on" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "plans").touch()
+    KeptPlans(folder=tmp_path / "plans", asked=ASKED).planned(net(), ONE)
+    assert "a plan is not kept" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"folder": None}, r"fit: hosts are given, but no folder"),
+        ({"planning": {**ASKED, "plan": "plan.json"}}, r"fit: hosts are given, but the plan is"),
+        ({"hosts": (2, 0)}, r"fit: hosts\[1\]=0"),
+        ({"hosts": 2}, r"fit: hosts=2"),
+        ({"hosts": range(10**12)}, r"fit: hosts=range"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused(given: dict[str, Any], says: str, tmp_path: Path) -> None:
+    asked = {"planning": ASKED, "hosts": (2,), "folder": tmp_path, **given}
+    with pytest.raises(MeshwrightError, match=says):
+        fit(net(), Tokens(), optimizer=lambda r: torch.optim.SGD(r.parameters()), **asked)
