@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import Cluster, InfeasibleError, OverrideError, Overrides, auto_parallelize
+import meshwright
+from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.planner.plan.plan import PlanError
 from meshwright.planner.tracing.trace import TraceError
+from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
 from tests.helpers.row_losses import EXACT, LENGTH, MEET, WIDTH, Loss, Tensor
 from tests.helpers.row_losses import ROWS as SAMPLE_ROWS
@@ -38,10 +40,8 @@ FEWER = (
     "cross-entropy", "class weights", "masked mean", "masked mean, at least 1", "sum and count",
 )  # fmt: skip
 # whose labels could, but whose loss is divided by the number of rows
-BY_ROWS = tuple(
-    f"cross-entropy by {what}" for what in ("rows", "a tensor of rows", "a root of rows")
-)
-MEANS = ("mean", "infonce")  # in which every row counts
+BY_ROWS = [f"cross-entropy by {what}" for what in ("rows", "a tensor of rows", "a root of rows")]
+WHOLE = ("mean", "sum", "mean of row sums", *BY_ROWS)  # in which every row counts
 FIXED = ("row by row", "row by number")  # a loop over rows is another program for each number
 NAMES = [n for n in (*EXACT, "sum and count", "number of items") if n not in FIXED]
 
@@ -55,9 +55,12 @@ class Tokens(nn.Module):
         self.loss = loss
 
     def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
+        return self.loss(self.hidden(x), mask, labels)
+
+    def hidden(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return self.loss(x, mask, labels)
+        return x
 
 
 def summed(output: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,9 +76,7 @@ class Logits(Tokens):
         super().__init__(EXACT["mean"])
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+        return self.hidden(x)
 
 
 class Items(Logits):
@@ -131,78 +132,68 @@ def plain(name: str, batch: Any) -> tuple[float, dict[str, Tensor]]:
 
 
 def exact(
-    name: str, overrides: Overrides, ranks: int = 1, rows: int = ROWS, **options: Any
+    name: str, overrides: Overrides, ranks: int = 1, rows: Sequence[int] = (ROWS,), **options: Any
 ) -> None:
-    """A step and an evaluation on so many rows are those of one device on all of them."""
-    result = auto_parallelize(
-        built(name),
-        Cluster.local(ranks, measure=False),
-        example_inputs=batch_of(name),
-        global_batch_size=ROWS,
-        loss_fn=summed if name == "sum and count" else None,
-        precision="fp32",
-        overrides=overrides,
-        **options,
-    )
-    batch = last(batch_of(name), rows)
-    loss, gradients = plain(name, batch)
-    near = partial(pytest.approx, rel=TOLERANCE, abs=TOLERANCE)
-    assert float(result.eval_step(batch)) == near(loss)
-    assert float(result.train_step(batch).detach()) == near(loss)
-    off, where = difference(result.runtime.full_gradients(), gradients)
-    assert off < TOLERANCE, where
+    """Steps and evaluations on so many rows are those of one device on all of them."""
+    loss_fn = summed if name == "sum and count" else None
+    options |= {"example_inputs": batch_of(name), "loss_fn": loss_fn, "overrides": overrides}
+    result = tiny.planned(built(name), ranks, **options)
+    for count in rows:
+        batch = last(batch_of(name), count)
+        loss, gradients = plain(name, batch)
+        near = partial(pytest.approx, rel=TOLERANCE, abs=TOLERANCE)
+        for p in result.parameters():
+            p.grad = None
+        assert float(result.eval_step(batch)) == near(loss)
+        assert float(result.train_step(batch).detach()) == near(loss)
+        off, where = difference(result.runtime.full_gradients(), gradients)
+        assert off < TOLERANCE, where
 
 
 # --- exact ----------------------------------------------------------------------------------------
 
-PARTS = [(name, m) for name in NAMES for m in (2, 8)]
 OTHERS = "one loss of each kind is run; costmodel/sharding tells of each by what it is divided"
-
-
-# one of each way to divide a sum: by elements, rows, a count, a weight, an input, not at all
-WAYS = (
-    "mean", "cross-entropy by a tensor of rows", "masked mean, at least 1",
-    "by weights of the batch", "per position", "number of items",
-)  # fmt: skip
-
-
-def in_first_tier(cell: tuple[str, int]) -> bool:
-    return cell[0] in WAYS and cell[1] == (8 if cell[0] in FEWER else 2)
+# how a sum is divided: by elements, rows, a count, a weight; an input and none are run on ranks
+WAYS = {
+    ("class weights", 2), ("cross-entropy by a tensor of rows", 2), ("masked mean, at least 1", 8),
+    ("by weights of the batch", 2), ("per position", 2),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "cell", tiered(PARTS, in_first_tier, OTHERS, lambda cell: f"{cell[0]}-{cell[1]}")
-)
-def test_micro_batches_on_one_device(cell: tuple[str, int]) -> None:
-    exact(cell[0], Overrides(num_microbatches=cell[1]))
-
-
-RUNS = [(name, layout, ROWS) for name in NAMES for layout in LAYOUTS]
-RUNS += [(name, layout, ROWS) for name in MEET for layout in TOGETHER]
-RUNS += [(name, layout, 3) for name in FEWER for layout in LAYOUTS]
-RUNS += [(name, layout, 6) for name in MEANS for layout in TOGETHER]
-# each layout with sums, means and counts of rows; rows that meet; fewer rows
-FIRST = (
-    ("mean", "dp2", ROWS), ("cross-entropy", "dp2 × 2", ROWS), ("masked mean", "dp2", ROWS),
-    ("by the batch's rows", "dp2 × 2", ROWS), ("number of items", "tp2 × 4", ROWS),
-    ("per position", "dp2", ROWS), ("sum and count", "pp2 × 4", ROWS), ("infonce", "dp2", ROWS),
-    ("cross-entropy", "dp2 × 2", 3), ("masked mean", "pp2 × 4", 3), ("mean", "dp2", 6),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "run",
+    "cell",
     tiered(
-        RUNS,
-        lambda run: run in FIRST,
-        "every layout has losses of each kind, and every loss is exact on one device",
-        lambda run: ", ".join(map(str, run)),
+        [(name, m) for name in NAMES for m in (2, 8)],
+        WAYS.__contains__,
+        OTHERS,
+        lambda cell: f"{cell[0]}-{cell[1]}",
     ),
 )
-def test_on_ranks(run: tuple[str, str, int]) -> None:
-    name, layout, rows = run
-    of = TOGETHER if name in MEET or rows == 6 else LAYOUTS
-    on_ranks(RANKS, exact, name, of[layout], RANKS, rows)
+def test_micro_batches_on_one_device(cell: tuple[str, int]) -> None:
+    """Of the last, smaller batch, too: rows that fill it up count nothing, in the loss and in
+    gradients; where every row counts, the model is lowered for so many."""
+    name, m = cell
+    smaller = (3, 1) if name in FEWER else (6,) if name in WHOLE and m == 2 else ()
+    exact(name, Overrides(num_microbatches=m), rows=(ROWS, *smaller))
+
+
+RUNS = [(name, layout) for name in NAMES for layout in LAYOUTS]
+RUNS += [(name, layout) for name in MEET for layout in TOGETHER]
+# each layout with sums, means and counts of rows; rows that meet
+FIRST = {
+    ("mean", "dp2"), ("cross-entropy", "dp2 × 2"), ("by the batch's rows", "dp2 × 2"),
+    ("masked mean", "pp2 × 4"), ("number of items", "tp2 × 4"), ("per position", "dp2"),
+    ("sum and count", "pp2 × 4"), ("infonce", "dp2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("run", tiered(RUNS, FIRST.__contains__, OTHERS, ", ".join))
+def test_on_ranks(run: tuple[str, str]) -> None:
+    name, layout = run
+    whole = name == "infonce" or run == ("mean", "dp2")
+    smaller = (3,) if name in FEWER else (6,) if whole else ()
+    overrides = (TOGETHER if name in MEET else LAYOUTS)[layout]
+    on_ranks(RANKS, exact, name, overrides, RANKS, (ROWS, *smaller))
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -214,37 +205,23 @@ MEETING = "costmodel/sharding tells of each loss where rows meet; here is one of
 @pytest.mark.parametrize("name", tiered(MEET, lambda n: n in ("infonce", "halves"), MEETING))
 def test_rows_that_meet_keep_to_one_micro_batch(name: str) -> None:
     """Chosen by the search, or refused where several are asked for; with consent they are not."""
-    exact(name, Overrides())
-    with pytest.raises(OverrideError) as refused:
+    exact(name, Overrides(), rows=(ROWS, 6) if name == "infonce" else (ROWS,))
+    with pytest.raises(meshwright.OverrideError) as refused:
         exact(name, Overrides(num_microbatches=2))
     assert CONSENT in str(refused.value) and ".py:" in str(refused.value)
 
 
 def test_consent_is_to_rows_that_meet_within_micro_batches() -> None:
-    model, loss = built("infonce"), 0.0
-    x, mask, labels = batch_of("infonce")
-    for k in range(0, len(x), 4):
-        loss += float(model(x[k : k + 4], mask[k : k + 4], labels[k : k + 4])) / 2
-    result = auto_parallelize(
-        built("infonce"),
-        Cluster.local(1, measure=False),
-        example_inputs=(x, mask, labels),
-        global_batch_size=len(x),
-        precision="fp32",
-        overrides=Overrides(num_microbatches=2),
-        rows_meet="per_microbatch",
-    )
-    assert float(result.train_step((x, mask, labels))) == pytest.approx(loss)
+    batch = batch_of("infonce")
+    halves = zip(*(x.chunk(2) for x in batch), strict=True)
+    loss = sum(float(built("infonce")(*half)) for half in halves) / 2
+
+    planned = partial(tiny.planned, built("infonce"), example_inputs=batch, loss_fn=None)
+    result = planned(overrides=Overrides(num_microbatches=2), rows_meet="per_microbatch")
+    assert float(result.train_step(batch)) == pytest.approx(loss)
     assert any("each of 2 micro-batches by itself" in note for note in result.report.notes)
     with pytest.raises(PlanError, match="rows of the batch meet in") as refused:
-        auto_parallelize(
-            built("infonce"),
-            Cluster.local(1, measure=False),
-            example_inputs=(x, mask, labels),
-            global_batch_size=len(x),
-            precision="fp32",
-            plan=result.plan,
-        )
+        planned(plan=result.plan)
     assert CONSENT in str(refused.value)
 
 
@@ -253,7 +230,7 @@ def test_what_does_not_fit_in_one_micro_batch_names_the_consent() -> None:
     with torch.device("meta"):
         x, mask = torch.zeros(SAMPLE_ROWS, 1 << 14, WIDTH), torch.zeros(SAMPLE_ROWS, 1) > 0
         labels, model = torch.zeros(SAMPLE_ROWS, 1, dtype=torch.int64), built("infonce")
-    with pytest.raises(InfeasibleError) as refused:
+    with pytest.raises(meshwright.InfeasibleError) as refused:
         auto_parallelize(
             model,
             Cluster.from_catalog("v100-16gb", num_nodes=1),
@@ -278,52 +255,14 @@ class Two(Logits):
 
 def test_two_scalars_of_a_model_are_told_apart() -> None:
     x, _, labels = batch_of("mean")
-    options = {"example_inputs": (x, labels), "global_batch_size": len(x), "precision": "fp32"}
-    cluster = Cluster.local(1, measure=False)
+    options = {"example_inputs": (x, labels)}
     with pytest.raises(TraceError, match="loss_fn=lambda output: output for the other"):
-        auto_parallelize(Two(), cluster, **options)
+        tiny.planned(Two(), loss_fn=None, **options)
     several, model = Overrides(num_microbatches=4), Two()
     total, count = (float(found) for found in model(x, labels))
     for loss_fn, loss in ((lambda out: out, total / count), (lambda out: out[0], total)):
-        result = auto_parallelize(model, cluster, loss_fn=loss_fn, overrides=several, **options)
+        result = tiny.planned(model, loss_fn=loss_fn, overrides=several, **options)
         assert float(result.train_step((x, labels))) == pytest.approx(loss, rel=1e-5)
-
-
-# --- smaller batches ------------------------------------------------------------------------------
-
-
-LAST = [(name, m, rows) for name in FEWER for m in (2, 8) for rows in (1, 3)]
-
-
-@pytest.mark.parametrize(
-    "cell",
-    tiered(
-        LAST,
-        lambda c: c[1:] == (2, 3) and c[0] in ("class weights", "masked mean", "sum and count"),
-        "a last batch of three rows in two micro-batches: weights, a mask, a count",
-        lambda c: f"{c[0]}, {c[2]} rows in {c[1]}",
-    ),
-)
-def test_the_last_smaller_batch(cell: tuple[str, int, int]) -> None:
-    """Rows that fill it up count nothing, in the loss and in gradients."""
-    name, microbatches, rows = cell
-    exact(name, Overrides(num_microbatches=microbatches), rows=rows)
-
-
-WHOLE = ("mean", "sum", "mean of row sums", "infonce", *BY_ROWS)
-
-
-@pytest.mark.parametrize(
-    "name",
-    tiered(
-        WHOLE,
-        lambda n: n in ("mean of row sums", "infonce", BY_ROWS[1]),
-        "a mean of rows, rows that meet, and a number of rows",
-    ),
-)
-def test_the_last_smaller_batch_by_itself(name: str) -> None:
-    """Where every row counts, the model is lowered for so many."""
-    exact(name, Overrides() if name in MEET else Overrides(num_microbatches=4), rows=6)
 
 
 def test_a_smaller_batch_of_probabilities() -> None:
@@ -331,13 +270,6 @@ def test_a_smaller_batch_of_probabilities() -> None:
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 4)
     x, targets = torch.randn(8, WIDTH), torch.rand(8, 4).softmax(1)
-    result = auto_parallelize(
-        model,
-        Cluster.local(1, measure=False),
-        example_inputs=(x, targets),
-        global_batch_size=8,
-        loss_fn=F.cross_entropy,
-        precision="fp32",
-    )
+    result = tiny.planned(model, example_inputs=(x, targets), loss_fn=F.cross_entropy)
     wanted = float(F.cross_entropy(model(x[:6]), targets[:6]).detach())
     assert float(result.train_step((x[:6], targets[:6]))) == pytest.approx(wanted, rel=1e-5)

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
+from meshwright import Overrides, ParallelModel
+from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered
 from tests.parity.parity_reference import difference
 from tests.user_code.small_transformers import MEGATRON, VOCAB, built
 
 TOLERANCE = 2e-5
-WIDTH = 8
-ROWS, LENGTH, RANKS = 8, 16, 2
+WIDTH, ROWS, LENGTH, RANKS = 8, 8, 16, 2
 # (rows, tokens): as planned, shorter and odd, longer, seen before, fewer rows, and both
 SHAPES = ((8, 16), (8, 13), (8, 24), (8, 16), (8, 13), (6, 16), (4, 20))
 ALONE: Mapping[str, Overrides] = {
@@ -35,13 +35,9 @@ LAYOUTS: Mapping[str, Overrides] = {
 }
 # every layout once; shardings are of the model, so tp with both
 ON_RANKS = (
-    ("gpt2", "dp2"),
-    ("gpt2", "tp2"),
-    ("gpt2", "pp2 zero-bubble"),
-    ("llama", "zero3"),
-    ("llama", "tp2"),
-    ("llama", "pp2"),
-)
+    ("gpt2", "dp2"), ("gpt2", "tp2"), ("gpt2", "pp2 zero-bubble"),
+    ("llama", "zero3"), ("llama", "tp2"), ("llama", "pp2"),
+)  # fmt: skip
 
 
 def batch(rows: int, length: int, seed: int) -> dict[str, torch.Tensor]:
@@ -58,14 +54,8 @@ def train_at_every_shape(kind: str, overrides: Overrides, ranks: int = 1) -> Non
     alone = copy.deepcopy(model)
     if overrides.tp == 2:
         overrides = dataclasses.replace(overrides, shardings=MEGATRON[kind])
-    result = auto_parallelize(
-        model,
-        Cluster.local(ranks, measure=False),
-        example_inputs=batch(4, LENGTH, 0),
-        global_batch_size=ROWS,
-        precision="fp32",
-        overrides=overrides,
-    )
+    example = batch(4, LENGTH, 0)
+    result = tiny.planned(model, ranks, example_inputs=example, loss_fn=None, overrides=overrides)
     mine = torch.optim.SGD(result.parameters(), lr=0.5)
     plain = torch.optim.SGD(alone.parameters(), lr=0.5)
     for step, (rows, length) in enumerate(SHAPES):
@@ -74,12 +64,11 @@ def train_at_every_shape(kind: str, overrides: Overrides, ranks: int = 1) -> Non
         evaluated = float(result.eval_step(given))
         model.train()
         mine.zero_grad()
-        loss = float(result.train_step(given))
         plain.zero_grad()
         wanted = alone(**given).loss
         wanted.backward()
-        assert abs(loss - float(wanted)) < TOLERANCE
-        assert abs(evaluated - float(wanted)) < TOLERANCE
+        for loss in (evaluated, float(result.train_step(given))):
+            assert abs(loss - float(wanted)) < TOLERANCE
         gradients = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
         off, where = difference(result.runtime.full_gradients(), gradients)
         assert off < TOLERANCE, where
@@ -122,17 +111,22 @@ class Tokens(nn.Module):
 
 
 def planned(model: nn.Module, **options: Any) -> ParallelModel:
-    given: dict[str, Any] = {
-        "example_inputs": (torch.randn(4, 6, WIDTH),),
-        "global_batch_size": 8,
-        "cluster": Cluster.local(1, measure=False),
-        "overrides": Overrides(num_microbatches=2),
-    }
-    return auto_parallelize(model, precision="fp32", **given | options)
+    given = {"loss_fn": None, "overrides": Overrides(num_microbatches=2), **options}
+    return tiny.planned(model, **{"example_inputs": (torch.randn(4, 6, WIDTH),), **given})
 
 
-def test_what_can_t_be_another_shape_of_the_planned_model_is_refused() -> None:
-    result = planned(Tokens())
+def test_another_shape_is_of_the_planned_model_attributes_and_mode_or_refused() -> None:
+    model = Tokens()
+    result, x = planned(model), torch.randn(8, 5, WIDTH)
+    model.scale = 2.0
+    with pytest.raises(ValueError, match=r"model.scale was 1.0 .* is 2.0 now"):
+        result.train_step((x,))
+    model.scale = 1.0
+    model.eval()
+    evaluated = result.eval_step((x,))
+    assert not model.training
+    model.train()
+    assert float(result.train_step((x,))) == pytest.approx(float(evaluated))
     for shape, why in (
         ((9, 6, WIDTH), r"\(9, 6, 8\); the plan expects \(8, 6, 8\) .*more rows than planned"),
         ((8, 6, WIDTH + 1), r"\(8, 6, 9\); .*can't be traced.*self.first"),
@@ -145,33 +139,14 @@ def test_what_can_t_be_another_shape_of_the_planned_model_is_refused() -> None:
     assert result.train_step((torch.randn(8, 12, WIDTH),)).isfinite()
 
 
-def test_what_was_fixed_when_planning_stays_fixed_at_other_shapes() -> None:
-    """Attributes are compared, and modes are the planned ones."""
-    model = Tokens()
-    result, x = planned(model), torch.randn(8, 5, WIDTH)
-    model.scale = 2.0
-    with pytest.raises(ValueError, match=r"model.scale was 1.0 .* is 2.0 now"):
-        result.train_step((x,))
-    model.scale = 1.0
-    model.eval()
-    evaluated = result.eval_step((x,))
-    assert not model.training
-    model.train()
-    assert float(result.train_step((x,))) == pytest.approx(float(evaluated))
-
-
-class Weighted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-
+class Weighted(nn.Linear):
     def forward(self, weight: float, x: torch.Tensor) -> torch.Tensor:
-        return weight * self.first(x).square().mean()
+        return weight * super().forward(x).square().mean()
 
 
 def test_numbers_stay_numbers_at_other_shapes() -> None:
     """Also where they are given as tensors."""
-    model, x = Weighted(), torch.randn(8, 9, WIDTH)
+    model, x = Weighted(WIDTH, WIDTH), torch.randn(8, 9, WIDTH)
     result = planned(model, example_inputs=(0.5, torch.randn(4, 6, WIDTH)))
     for weight in (torch.tensor(0.25), 0.25):
         wanted = float(model(0.25, x).detach())
@@ -179,13 +154,10 @@ def test_numbers_stay_numbers_at_other_shapes() -> None:
 
 
 def test_longer_sequences_than_fit_the_memory_are_refused() -> None:
-    cluster = Cluster.local(1, measure=False)
-    room = cluster.device.reserved_bytes + (4 << 20)
-    device = dataclasses.replace(cluster.device, memory_bytes=room)
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
     result = planned(
         layers,
-        cluster=dataclasses.replace(cluster, device=device),
+        cluster=tiny.small_host(1, 4 << 20),
         loss_fn=lambda output: output.square().mean(),
         memory_margin=0.0,
     )

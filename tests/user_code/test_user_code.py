@@ -1,7 +1,9 @@
-"""Models as users write them: trained on four ranks as plain PyTorch trains them, or refused in one
-sentence."""
+"""Models as users write them: trained on four ranks as plain PyTorch trains them, or refused."""
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright import Cluster, Overrides
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.sharding.factors import analyse
@@ -17,56 +19,56 @@ from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import check_plan, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
-from meshwright.planner.tracing.trace import trace
+from meshwright.planner.tracing.trace import TraceError, trace
+from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered
-from tests.user_code.user_models import USERS, Lora
-from tests.user_code.user_parts import VOCAB, Mlp
-from tests.user_code.user_runs import (
-    LAYOUTS,
-    RANKS,
-    ROWS,
-    batch_of,
-    built,
-    plan_of,
-    prepared,
-    train_as_alone,
+from tests.user_code import user_runs
+from tests.user_code.user_models import (
+    LENGTH,
+    USERS,
+    VOCAB,
+    WIDTH,
+    Lora,
+    Mlp,
+    Stack,
+    UserModel,
+    sequences,
+    tokens,
+    vectors,
 )
+from tests.user_code.user_runs import LAYOUTS, RANKS, ROWS, batch_of, built, plan_of
 
 # by model of the change tier, its layout: all layouts meet each kind of models
 FIRST = {
     # outputs, inputs, losses; what is trained
-    "keywords only": "pp4", "three losses": "pp2×tp2",
-    "shared table": "dp2×tp2", "frozen backbone": "zero3", "lora": "dp2×tp2",
-    "collections": "pp4", "parametrized": "pp2×tp2",
-    # buffers and weights shared; numbers and attributes
+    "keywords only": "pp4", "shared table": "dp2×tp2",
+    "frozen backbone": "zero3", "lora": "dp2×tp2", "collections": "pp2×tp2",
+    # buffers and attributes; shared weights
     "own statistics": "pp2×tp2", "hidden statistics": "zero3",
-    "tied translator": "pp4", "distilled": "pp2×tp2", "centred": "pp4",
+    "tied translator": "pp4", "distilled": "pp2×tp2",
     # ways to write layers
-    "checkpointed": "pp2×tp2", "autocast": "pp4", "mixed types": "zero3",
-    "complex rotary": "dp2×tp2", "torch attention": "zero3",
-    "vmapped": "dp2×tp2", "in place": "pp4", "straight through": "dp4",
+    "checkpointed": "pp2×tp2", "autocast": "pp4",
+    "einsum attention": "dp2×tp2", "torch attention": "zero3",
+    "vmapped": "dp4", "in place": "pp4",
 }  # fmt: skip
-REFUSED = (
-    ("frozen backbone", "pp4"), ("frozen backbone", "pp2×tp2"), ("einsum attention", "pp4"),
-)  # fmt: skip
+REFUSED = [("frozen backbone", "pp4"), ("frozen backbone", "pp2×tp2"), ("einsum attention", "pp4")]
 RUNS = [(name, layout) for name in USERS for layout in LAYOUTS if (name, layout) not in REFUSED]
 
 
 # --- four ranks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "run",
-    tiered(
-        RUNS,
-        lambda run: FIRST.get(run[0]) == run[1],
-        "every layout trains models of each kind",
-        " ".join,
-    ),
-)
+def in_first_tier(run: tuple[str, str]) -> bool:
+    return FIRST.get(run[0]) == run[1]
+
+
+MORE = "every layout trains models of each kind"
+
+
+@pytest.mark.parametrize("run", tiered(RUNS, in_first_tier, MORE, " ".join))
 def test_trains_as_plain_pytorch_does(run: tuple[str, str]) -> None:
-    on_ranks(RANKS, train_as_alone, *run, prepared(*run))
+    on_ranks(RANKS, user_runs.train_as_alone, *run, user_runs.prepared(*run))
 
 
 @pytest.mark.parametrize("run", REFUSED, ids=" ".join)
@@ -115,29 +117,19 @@ TRAINED_BYTES = 4 + 4 + 4 + 4 + 4
 KINDS = ("whole", "upper half", "head", "adapters", "adapters and weights")
 
 
-def _wide_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randn(BATCH, WIDE), torch.randint(VOCAB, (BATCH,))
-
-
 @pytest.mark.parametrize(
     "kind",
     tiered(KINDS, lambda kind: kind in ("upper half", "adapters"), "half of the layers, and parts"),
 )
 def test_runs_the_work_that_plain_pytorch_runs(kind: str) -> None:
     """No weight gradient of a frozen weight, and no backward below the first trained one."""
-    batch = _wide_batch()
+    batch = torch.randn(BATCH, WIDE), torch.randint(VOCAB, (BATCH,))
     model = _wide(kind)
     with FlopCounterMode(display=False) as plain:
         F.cross_entropy(model(batch[0]), batch[1]).backward()
-    result = auto_parallelize(
-        _wide(kind),
-        Cluster.local(1, measure=False),
-        example_inputs=batch,
-        precision="fp32",
-        global_batch_size=BATCH,
-        loss_fn=F.cross_entropy,
-        overrides=Overrides(num_microbatches=1, recompute="none"),
-    )
+    once = Overrides(num_microbatches=1, recompute="none")
+    given = {"example_inputs": batch, "global_batch_size": BATCH, "overrides": once}
+    result = tiny.planned(_wide(kind), loss_fn=F.cross_entropy, **given)
     with FlopCounterMode(display=False) as ours:
         result.train_step(batch)
     assert ours.get_total_flops() == plain.get_total_flops()
@@ -145,6 +137,14 @@ def test_runs_the_work_that_plain_pytorch_runs(kind: str) -> None:
     assert {n for n, p in result.named_parameters() if p.grad is not None} == trained
 
 
+def _plan(graph: Graph, stages: tuple[StagePlan, ...], *, rows: int, precision: str) -> Plan:
+    return Plan(
+        model=fingerprint(graph), global_batch_size=rows, precision=precision, schedule="1f1b",
+        num_microbatches=1, stages=stages,
+    )  # fmt: skip
+
+
+@cache
 def _priced(kind: str) -> tuple[Graph, Evaluation]:
     """Data parallel on 8 H100, one step of large rows so that products outweigh launches."""
     rows = 1 << 17
@@ -154,23 +154,15 @@ def _priced(kind: str) -> tuple[Graph, Evaluation]:
     table = analyse(graph)
     graph = cut_blocks(graph, table)
     names = tuple(b.name for b in graph.blocks)
-    plan = Plan(
-        model=fingerprint(graph),
-        global_batch_size=rows,
-        precision="bf16",
-        schedule="1f1b",
-        num_microbatches=1,
-        stages=(StagePlan(blocks=names, ranks=tuple(range(8)), dp=8, tp=1, recompute="none"),),
-    )
+    stage = StagePlan(blocks=names, ranks=tuple(range(8)), dp=8, tp=1, recompute="none")
+    plan = _plan(graph, (stage,), rows=rows, precision="bf16")
     cluster = Cluster.from_catalog("h100-sxm", num_nodes=1)
     problem = Problem(graph=graph, factors=table, cluster=cluster, precision="bf16")
-    priced = Evaluator(problem).price(plan)
-    return graph, priced
+    return graph, Evaluator(problem).price(plan)
 
 
 def test_frozen_parameters_are_priced_so() -> None:
-    priced = {kind: _priced(kind)[1].stages[0] for kind in KINDS}
-    whole, half, head, adapters, all_of_it = (priced[kind] for kind in KINDS)
+    whole, half, head, adapters, all_of_it = (_priced(kind)[1].stages[0] for kind in KINDS)
     for less, more in ((half, whole), (head, half), (adapters, all_of_it)):
         assert less.reduce_s < more.reduce_s
         assert less.optimizer_s < more.optimizer_s
@@ -187,9 +179,8 @@ def test_frozen_parameters_are_priced_so() -> None:
 def test_frozen_static_bytes_are_those_of_inference(kind: str) -> None:
     """bf16 weights: 2 B each; trained ones also fp32 masters, gradients and Adam's moments."""
     graph, priced = _priced(kind)
-    sizes = {v: graph.values[v] for v in graph.parameters}
-    count = sum(m.numel for m in sizes.values())
-    trained = sum(m.numel for m in sizes.values() if m.requires_grad)
+    sizes = [graph.values[v] for v in graph.parameters]
+    count, trained = (sum(m.numel for m in sizes if m.requires_grad >= least) for least in (0, 1))
     stage = priced.stages[0]
     assert stage.static_bytes - stage.passing_bytes == 2 * count + TRAINED_BYTES * trained
 
@@ -213,18 +204,111 @@ def test_stages_do_not_part_readers_of_a_buffer_from_its_writer() -> None:
             StagePlan(blocks=tuple(part), ranks=(k,), dp=1, tp=1)
             for k, part in enumerate((names[:cut], names[cut:]))
         )
-        plan = Plan(
-            model=fingerprint(graph),
-            global_batch_size=ROWS,
-            precision="fp32",
-            schedule="1f1b",
-            num_microbatches=1,
-            stages=stages,
-        )
-        check_plan(plan, graph, table)
+        check_plan(_plan(graph, stages, rows=ROWS, precision="fp32"), graph, table)
 
     check(writer)
     check(reader + 1)
     for cut in range(writer + 1, reader + 1):
         with pytest.raises(PlanError, match="a buffer that the forward writes"):
             check(cut)
+
+
+# --- refused --------------------------------------------------------------------------------------
+
+
+class SparseTable(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, WIDTH, **options), nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
+
+
+class SeveralLosses(Stack):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return _dict_loss(super().forward(x), labels)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, 20)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, True, False)
+        out, _ = nn.utils.rnn.pad_packed_sequence(self.inner(packed)[0], True)
+        return F.cross_entropy(self.head(out[:, 0]), labels)
+
+
+class HiddenWrite(Stack):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.layers[0](x)
+        with torch.no_grad():
+            x.clamp_(-1, 1)
+        return F.cross_entropy(self.head(x), labels)
+
+
+class ClippedWeights(Stack):
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.head.weight.clamp_(-1, 1)
+        return F.cross_entropy(super().forward(x), labels)
+
+
+def _dict_loss(output: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"main": F.cross_entropy(output, labels), "z": output.square().mean()}
+
+
+def _packed_batch(rows: int) -> tuple[torch.Tensor, ...]:
+    x, labels = sequences(rows)
+    return x, torch.full((rows,), LENGTH), labels
+
+
+REFUSALS: dict[str, tuple[UserModel, str]] = {
+    "sparse table": (
+        UserModel(build=lambda: SparseTable(sparse=True), batch=tokens),
+        "sparse=True: .* drop it, and take a dense optimizer",
+    ),
+    "table with max_norm": (
+        UserModel(build=lambda: SparseTable(max_norm=1.0), batch=tokens),
+        "changed in place .* write other tensors out of place",
+    ),
+    "several losses": (
+        UserModel(build=SeveralLosses, batch=vectors),
+        r"a dict of \['main', 'z'\] where a scalar loss is needed; .* sum of several losses",
+    ),
+    "loss_fn of a dict": (
+        UserModel(build=Stack, batch=vectors, loss_fn=_dict_loss),
+        r"loss_fn gives a dict of \['main', 'z'\] where a scalar loss is needed",
+    ),
+    "packed sequence": (
+        UserModel(build=Packed, batch=_packed_batch), "can't be traced: at .*test_user_code.py",
+    ),
+    "write under no_grad": (
+        UserModel(build=HiddenWrite, batch=vectors), r"clamp_.* under no_grad .* write x = x \+",
+    ),
+    "weights clipped in forward": (
+        UserModel(build=ClippedWeights, batch=vectors),
+        "changes parameter head.weight in place; make it a buffer, or change it between steps",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_with_the_way_out(name: str) -> None:
+    user, message = REFUSALS[name]
+    with pytest.raises(TraceError, match=message):
+        trace(built(user), batch_of(user, 0), loss_fn=user.loss_fn)
+
+
+def test_rows_that_no_plan_divides_are_refused() -> None:
+    user = USERS["dataclass output"]
+
+    def plan(rows: int) -> Plan:
+        given = {"example_inputs": batch_of(user, 0), "global_batch_size": rows, "loss_fn": None}
+        return tiny.planned(built(user), RANKS, overrides=LAYOUTS["dp4"], **given).plan
+
+    assert plan(RANKS).microbatch_rows == RANKS  # one row for each rank
+    with pytest.raises(ValueError, match="4 does not divide global_batch_size=6; legal: 1, 2, 3"):
+        plan(6)

@@ -1,5 +1,9 @@
-"""Small models as users write them, each with a habit that a planner may trip over: in outputs,
-losses, state, what is trained, and usual layers that are written in ways of their own."""
+"""Small models as users write them, each with habits that a planner may trip over: in outputs,
+losses, state, what is trained, and usual layers that are written in ways of their own.
+
+Sizes divide by 4. Activations are smooth (GELU, tanh), so that rounding can't move a value across a
+kink. A batch is made for any number of rows.
+"""
 
 from __future__ import annotations
 
@@ -15,29 +19,86 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from tests.user_code.user_parts import (
-    CLASSES,
-    HEADS,
-    LAYERS,
-    LENGTH,
-    VOCAB,
-    WIDTH,
-    Batch,
-    Mlp,
-    Stack,
-    UserModel,
-    mean_square,
-    sequences,
-    token_loss,
-    tokens,
-    vectors,
-)
+VOCAB, WIDTH, HEADS, LENGTH, CLASSES, LAYERS = 32, 16, 4, 12, 20, 4
+
+Batch = dict[str, Any] | tuple[Any, ...]
+LossFn = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserModel:
+    """How to build a model and its batches. With `own_masks` its results depend on the runtime's
+    dropout masks; `tolerance` is of relative differences, wider where it computes in halves."""
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    loss_fn: LossFn | None = None
+    own_masks: bool = False
+    tolerance: float = 1e-5
+
+
+# --- batches and losses ---------------------------------------------------------------------------
+
+
+def vectors(rows: int) -> Batch:
+    return torch.randn(rows, WIDTH), torch.randint(CLASSES, (rows,))
+
+
+def sequences(rows: int) -> Batch:
+    return torch.randn(rows, LENGTH, WIDTH), torch.randint(CLASSES, (rows,))
+
+
+def tokens(rows: int) -> Batch:
+    ids, labels = torch.randint(VOCAB, (2, rows, LENGTH)).unbind()
+    return {"ids": ids, "labels": labels}
+
+
+def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+class Mlp(nn.Module):
+    """A residual layer of two products."""
+
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Stack(nn.Module):
+    """Layers and a head; what most of these models differ from in one thing."""
+
+    def __init__(self, outputs: int = CLASSES, **options: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Mlp(**options) for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, outputs)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def holding(**attributes: Any) -> Callable[[nn.Module], None]:
+    """Sets attributes of a model."""
+    return lambda model: vars(model).update(attributes)
+
 
 # --- outputs, inputs and losses -------------------------------------------------------------------
 
 
 class KeywordsOnly(nn.Module):
-    """Keyword arguments alone, some of them None, flags or numbers; a dict as the output."""
+    """Keyword arguments alone: None, flags, and numbers that choose the course or are inputs; a
+    dict as the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,21 +114,28 @@ class KeywordsOnly(nn.Module):
         extra: torch.Tensor | None = None,
         scaled: bool = False,
         repeats: int = 1,
+        **annealed: float,
     ) -> dict[str, Any]:
         x = self.embed(ids)
         if mask is not None:
             x = x * mask[..., None]
         for _ in range(repeats):
             x = x + extra if extra is not None else x * 1.5
-        logits = self.body(x * WIDTH**0.5 if scaled else x)
-        loss = None if labels is None else token_loss(logits, labels)
+        logits = self.body(x * WIDTH**0.5 if scaled else x) / annealed["temperature"]
+        penalty = logits.square().mean() * (1.0 - annealed["beta"]) ** annealed["power"]
+        loss = None if labels is None else token_loss(logits, labels) + penalty
         return {"logits": logits, "loss": loss, "states": [x, {"scaled": scaled}]}
 
 
 def keywords(rows: int) -> Batch:
     mask = torch.ones(rows, LENGTH)
     mask[:, -2:] = 0.0
-    return {**tokens(rows), "mask": mask, "extra": None, "scaled": True, "repeats": 2}
+    fixed = {"mask": mask, "extra": None, "scaled": True, "repeats": 2}
+    beta, temperature = torch.rand(2).tolist()
+    power = int(torch.randint(1, 4, ()))
+    return {
+        **tokens(rows), **fixed, "beta": beta, "temperature": 0.5 + temperature, "power": power,
+    }  # fmt: skip
 
 
 @dataclass
@@ -79,40 +147,21 @@ class Answer:
 
 
 class DataclassOutput(Stack):
+    """Tensors made and moved where others are, as scripts for GPUs do."""
+
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Answer:
-        logits = super().forward(x)
-        return Answer(logits=(logits, x), loss=F.cross_entropy(logits, labels))
-
-
-class TwoHeads(Stack):
-    """A nested output for a loss of three terms over a dict of targets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.value = nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> dict[str, Any]:
-        states = []
-        for layer in self.layers:
-            x = layer(x)
-            states.append(x)
-        return {"heads": (self.head(x), self.value(states[1])[..., 0]), "states": states}
-
-
-def three_losses(output: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    logits, value = output["heads"]
-    main = F.cross_entropy(logits, targets["label"], label_smoothing=0.1)
-    auxiliary = F.mse_loss(value, targets["value"])
-    return main + 0.1 * auxiliary + 1e-2 * logits.logsumexp(-1).square().mean()
-
-
-def two_targets(rows: int) -> Batch:
-    x, label = vectors(rows)
-    return {"x": x, "targets": {"label": label, "value": torch.randn(rows)}}
+        device = next(self.parameters()).device
+        x = x.to(device, non_blocking=True)
+        ramp = torch.arange(x.shape[-1], device=x.device, dtype=x.dtype) / x.shape[-1]
+        x = x + ramp.to(self.head.weight) + torch.zeros(WIDTH).to(x.device)
+        x = torch.cat([x.new_zeros(x.shape[0], 4), x[:, 4:]], dim=1)
+        logits = super().forward(x + torch.zeros_like(x, device=device))
+        return Answer(logits=(logits, x), loss=F.cross_entropy(logits, labels.to(device)))
 
 
 class SharedTable(nn.Module):
-    """Positional inputs: two with rows, one without, which all rows share; targets are a tuple."""
+    """Positional inputs: two with rows, one without, which all rows share; a nested output for a
+    loss of three terms over a dict of targets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,40 +170,46 @@ class SharedTable(nn.Module):
 
     def forward(
         self, x: torch.Tensor, other: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> dict[str, Any]:
         joined = self.first(x) * torch.sigmoid(self.second(other)) + positions
-        return self.body(joined).mean(1), joined
+        return {"heads": (self.body(joined).mean(1), joined), "inputs": [{"x": x}]}
 
 
-def tuple_loss(
-    output: tuple[torch.Tensor, torch.Tensor], targets: tuple[torch.Tensor, torch.Tensor]
-) -> torch.Tensor:
-    return F.cross_entropy(output[0], targets[0]) + F.l1_loss(output[1].mean(1), targets[1])
+def three_losses(output: Mapping[str, Any], targets: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    logits, value = output["heads"]
+    main = F.cross_entropy(logits, targets["label"], label_smoothing=0.1)
+    auxiliary = F.l1_loss(value.mean(1), targets["value"])
+    return main + 0.1 * auxiliary + 1e-2 * logits.logsumexp(-1).square().mean()
 
 
 def table_batch(rows: int) -> Batch:
     x, label = sequences(rows)
-    return x, torch.randn_like(x), torch.randn(LENGTH, WIDTH), (label, torch.randn(rows, WIDTH))
+    targets = {"label": label, "value": torch.randn(rows, WIDTH)}
+    return x, torch.randn_like(x), torch.randn(LENGTH, WIDTH), targets
 
 
 # --- state ----------------------------------------------------------------------------------------
 
 
 class OwnStatistics(Stack):
-    """Buffers written in forward: a counter, a mean of the batch kept by assignment and a variance
-    kept in place, both used by the output."""
+    """What forward writes: a counter, a mean of the batch by assignment and a variance in place, as
+    buffers and as plain attributes, all used by the output."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(WIDTH))
         self.register_buffer("variance", torch.ones(WIDTH))
+        self.centre, self.spread = torch.zeros(WIDTH), torch.ones(WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.steps += 1
+        x = (x - self.centre) / self.spread
         with torch.no_grad():
             self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
             self.variance.mul_(0.9).add_(x.var(0, unbiased=False), alpha=0.1)
+            self.spread.mul_(0.9).add_(x.square().mean(0), alpha=0.1)
+        self.centre = 0.9 * self.centre + 0.1 * x.mean(0).detach()
         return super().forward((x - self.mean) * torch.rsqrt(self.variance + 1e-5))
 
 
@@ -173,22 +228,6 @@ class HiddenStatistics(Stack):
         return self.head(self.layers[3](x - old) + self.layers[1](x))
 
 
-class Albert(nn.Module):
-    """One layer used six times, and one norm shared by all."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layer, self.norm = Mlp(), nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for _ in range(6):
-            x = self.norm(self.layer(x))
-        return token_loss(self.head(x), labels)
-
-
 class TiedTranslator(nn.Module):
     """nn.Transformer with one table for source, target and output."""
 
@@ -204,12 +243,8 @@ class TiedTranslator(nn.Module):
 
     def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         ahead = nn.Transformer.generate_square_subsequent_mask(target.shape[1] - 1)
-        out = self.inner(
-            self.embed(source),
-            self.decoder_embed(target[:, :-1]),
-            tgt_mask=ahead,
-            tgt_is_causal=True,
-        )
+        found = self.embed(source), self.decoder_embed(target[:, :-1])
+        out = self.inner(*found, tgt_mask=ahead, tgt_is_causal=True)
         return token_loss(self.head(out), target[:, 1:])
 
 
@@ -251,37 +286,24 @@ def lora() -> nn.Module:
 
 
 class Collections(nn.Module):
-    """Parameters in lists and dicts, some of them unused by this forward."""
+    """Parameters in lists and dicts, some of them unused by this forward; weights that are made of
+    parameters, of which spectral norm steps its power iteration too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(
-            torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(LAYERS)
-        )
+        drawn = torch.randn(LAYERS, WIDTH, WIDTH) / WIDTH**0.5
+        self.weights = nn.ParameterList(drawn.clone().unbind())
         self.biases = nn.ParameterDict({f"b{k}": torch.zeros(WIDTH) for k in range(LAYERS + 1)})
+        self.up = parametrizations.weight_norm(nn.Linear(WIDTH, 32))
+        self.down = parametrizations.spectral_norm(nn.Linear(32, WIDTH))
         self.heads = nn.ModuleDict({n: nn.Linear(WIDTH, CLASSES) for n in ("used", "unused")})
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for k, weight in enumerate(self.weights):
             x = x + torch.tanh(x @ weight + self.biases[f"b{k}"])
+        x = x + self.down(F.gelu(self.up(x)))
         return sum(head(x) for name, head in self.heads.items() if name == "used") * self.scale
-
-
-class Parametrized(nn.Module):
-    """Weights that are functions of parameters; spectral norm steps its power iteration too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = parametrizations.weight_norm(nn.Linear(WIDTH, 32))
-        self.down = parametrizations.spectral_norm(nn.Linear(32, WIDTH))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x + self.down(F.gelu(self.up(x))))
-
-
-# --- numbers in the batch, teachers, attributes --------------------------------------------------
 
 
 class Distilled(Stack):
@@ -307,46 +329,7 @@ class Distilled(Stack):
         return loss + F.mse_loss(extra, soft) + (extra * softer.clone()).mean()
 
 
-class Annealed(Stack):
-    """Numbers in the batch: a weight, a temperature, an exponent."""
-
-    def forward(
-        self, x: torch.Tensor, labels: torch.Tensor, beta: float, temperature: float, power: int
-    ) -> torch.Tensor:
-        logits = super().forward(x) / temperature
-        penalty = logits.square().mean() * (1.0 - beta) ** power
-        return F.cross_entropy(logits, labels) + penalty + beta * logits.mean()
-
-
-def annealed(rows: int) -> Batch:
-    x, labels = vectors(rows)
-    beta, temperature = torch.rand(2).tolist()
-    return {
-        "x": x,
-        "labels": labels,
-        "beta": beta,
-        "temperature": 0.5 + temperature,
-        "power": int(torch.randint(1, 4, ())),
-    }
-
-
-class Centred(Stack):
-    """Tensors in plain attributes: one replaced by every forward, one written in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.centre = torch.zeros(WIDTH)
-        self.spread = torch.ones(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = (x - self.centre) / self.spread
-        with torch.no_grad():
-            self.spread.mul_(0.9).add_(x.square().mean(0), alpha=0.1)
-        self.centre = 0.9 * self.centre + 0.1 * x.mean(0).detach()
-        return super().forward(x)
-
-
-# --- regions --------------------------------------------------------------------------------------
+# --- ways to write layers -------------------------------------------------------------------------
 
 
 class Checkpointed(Stack):
@@ -372,62 +355,9 @@ class Autocast(Stack):
         return self.head(x.float())
 
 
-class MixedTypes(Stack):
-    """One layer in double precision, with its casts written out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x.to(layer.up.weight.dtype)).to(x.dtype)
-        return self.head(x.to(self.head.weight.dtype)).float()
-
-
-class Devices(Stack):
-    """Tensors made and moved where others are, as scripts for GPUs do."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        device = next(self.parameters()).device
-        x = x.to(device, non_blocking=True)
-        ramp = torch.arange(x.shape[-1], device=x.device, dtype=x.dtype) / x.shape[-1]
-        x = x + ramp.to(self.head.weight) + torch.zeros(WIDTH).to(x.device)
-        x = torch.cat([x.new_zeros(x.shape[0], 4), x[:, 4:]], dim=1)
-        noise = torch.zeros_like(x, device=device)
-        return F.cross_entropy(super().forward(x + noise), labels.to(device))
-
-
-# --- ways to write attention ----------------------------------------------------------------------
-
-
-class ComplexRotary(nn.Module):
-    """Attention with rotary positions as complex numbers, Llama's original way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        size = WIDTH // HEADS
-        self.q, self.k, self.v, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        angles = torch.outer(torch.arange(LENGTH), 100.0 ** (-torch.arange(0, size, 2) / size))
-        self.register_buffer(
-            "turns", torch.polar(torch.ones_like(angles), angles), persistent=False
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (f(x).unflatten(-1, (HEADS, -1)) for f in (self.q, self.k, self.v))
-        q, k = self._turned(q), self._turned(k)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(mixed.transpose(1, 2).flatten(2))
-
-    def _turned(self, x: torch.Tensor) -> torch.Tensor:
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
-        turned = pairs * self.turns[None, : x.shape[1], None]
-        return torch.view_as_real(turned).flatten(3).type_as(x)
-
-
 class EinsumAttention(nn.Module):
-    """Attention by einsum with an additive mask by torch.where, and a pooler of the first token."""
+    """Attention by einsum with a mask by torch.where, and a pooler of the first token; rotary
+    positions as complex numbers, Llama's original way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -435,9 +365,19 @@ class EinsumAttention(nn.Module):
         self.qkv = nn.Parameter(torch.randn(3, WIDTH, *size) / WIDTH**0.5)
         self.out = nn.Parameter(torch.randn(*size, WIDTH) / WIDTH**0.5)
         self.pool, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+        rates = 100.0 ** (-torch.arange(0, size[1], 2) / size[1])
+        angles = torch.outer(torch.arange(LENGTH), rates)
+        turns = torch.polar(torch.ones_like(angles), angles)
+        self.register_buffer("turns", turns, persistent=False)
+
+    def _turned(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
+        turned = pairs * self.turns[None, : x.shape[1], None]
+        return torch.view_as_real(turned).flatten(3).type_as(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = torch.einsum("bsd,cdhe->cbshe", x, self.qkv).unbind(0)
+        q, k = self._turned(q), self._turned(k)
         scores = torch.einsum("bqhe,bkhe->bhqk", q, k) / k.shape[-1] ** 0.5
         n = torch.arange(x.shape[1], device=x.device)
         seen = (n[:, None] >= n[None, :]) & (n[None, :] != 3)
@@ -467,9 +407,6 @@ def padded(rows: int) -> Batch:
     return x, torch.arange(LENGTH).expand(rows, LENGTH) >= LENGTH - 2, label
 
 
-# --- ways to write the rest -----------------------------------------------------------------------
-
-
 class RowScores(nn.Module):
     """A function of one row by torch.vmap, which no trace can follow."""
 
@@ -481,68 +418,58 @@ class RowScores(nn.Module):
 
 
 class Vmapped(Stack):
+    """Besides, rounding with the gradient of the identity, and a detached branch."""
+
     def __init__(self) -> None:
         super().__init__()
         self.scores = RowScores()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.scores(self.layers[0](x)))
-
-
-class InPlace(Stack):
-    """Activations written in place, whole and by part."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.clone()
-        for layer in self.layers:
-            x = layer(x).mul_(0.5)
-            x[:, :4] += 1.0
-            x[:, 4:8] = torch.tanh(x[:, 4:8])
-        return self.head(F.silu(x, inplace=True))
-
-
-class DenselyConnected(nn.Module):
-    """A list of states between layers, a dict of branches, one module called at two lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleDict({n: Mlp() for n in ("slow", "fast")})
-        self.joins = nn.ModuleList(nn.Linear((k + 1) * WIDTH, WIDTH) for k in range(3))
-        self.head = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        pooled = F.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2)
-        parts = {n: (m(x), m(pooled)) for n, m in self.branches.items()}
-        states = [parts["slow"][0] + parts["fast"][1].repeat_interleave(2, dim=1)]
-        for join in self.joins:
-            states.append(torch.tanh(join(torch.cat(states, dim=-1))))
-        return self.head(torch.stack(states).sum(0)[:, -1])
-
-
-class StraightThrough(Stack):
-    """Rounding with the gradient of the identity, and a detached branch."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers[0](x)
+        x = self.scores(self.layers[0](x))
         x = x + (torch.round(x * 4) / 4 - x).detach()
         with torch.no_grad():
             weight = torch.sigmoid(self.layers[1](x).mean(-1, keepdim=True))
         return self.head(self.layers[2](x) * weight + self.layers[3](x).detach())
 
 
-class FloatBuffers(nn.Module):
-    """A float32 buffer that meets a convolution and a product."""
+class InPlace(Stack):
+    """Activations written in place, whole and by part, by layers of which the first comes twice and
+    the second is in double precision, with its casts written out."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("blur", torch.full((4, 1, 3), 1 / 3))
-        self.register_buffer("basis", torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-        self.conv = nn.Conv1d(4, 4, 3, padding=1)
-        self.body = Stack()
+        self.layers[1].double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.conv1d(x.unflatten(-1, (4, -1)), self.blur, padding=1, groups=4)
-        return self.body(self.conv(x).flatten(1) @ self.basis)
+        x = x.clone()
+        for layer in (*self.layers, self.layers[0]):
+            x = layer(x.to(layer.up.weight.dtype)).to(x.dtype).mul_(0.5)
+            x[:, :4] += 1.0
+            x[:, 4:8] = torch.tanh(x[:, 4:8])
+        return self.head(F.silu(x, inplace=True).to(self.head.weight.dtype)).float()
+
+
+class DenselyConnected(nn.Module):
+    """A list of states between layers, a dict of branches, one module called at two lengths; float
+    buffers that a convolution and a product read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleDict({n: Mlp() for n in ("slow", "fast")})
+        self.joins = nn.ModuleList(nn.Linear((k + 1) * WIDTH, WIDTH) for k in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("blur", torch.full((WIDTH, 1, 3), 1 / 3))
+        self.register_buffer("basis", torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blurred = F.conv1d(x.transpose(1, 2), self.blur, padding=1, groups=WIDTH)
+        x = blurred.transpose(1, 2) @ self.basis
+        pooled = F.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2)
+        parts = {n: (m(x), m(pooled)) for n, m in self.branches.items()}
+        states = [parts["slow"][0] + parts["fast"][1].repeat_interleave(2, dim=1)]
+        for join in self.joins:
+            states.append(torch.tanh(join(torch.cat(states, dim=-1))))
+        return self.head(torch.stack(states).sum(0)[:, -1])
 
 
 def classifying(
@@ -554,29 +481,19 @@ def classifying(
 USERS: Mapping[str, UserModel] = {
     "keywords only": UserModel(build=KeywordsOnly, batch=keywords),
     "dataclass output": UserModel(build=DataclassOutput, batch=vectors),
-    "three losses": UserModel(build=TwoHeads, batch=two_targets, loss_fn=three_losses),
-    "shared table": UserModel(build=SharedTable, batch=table_batch, loss_fn=tuple_loss),
+    "shared table": UserModel(build=SharedTable, batch=table_batch, loss_fn=three_losses),
     "own statistics": classifying(OwnStatistics),
     "hidden statistics": classifying(HiddenStatistics),
-    "albert": UserModel(build=Albert, batch=tokens),
     "tied translator": UserModel(build=TiedTranslator, batch=translations),
     "frozen backbone": classifying(frozen_backbone),
     "lora": classifying(lora),
     "collections": classifying(Collections),
-    "parametrized": classifying(Parametrized),
     "checkpointed": classifying(functools.partial(Checkpointed, dropout=0.2), own_masks=True),
     "autocast": classifying(Autocast, tolerance=2e-2),
-    "mixed types": classifying(MixedTypes),
-    "devices": UserModel(build=Devices, batch=vectors),
-    "complex rotary": UserModel(build=ComplexRotary, batch=sequences, loss_fn=mean_square),
     "einsum attention": classifying(EinsumAttention, sequences),
     "torch attention": classifying(TorchAttention, padded),
     "vmapped": classifying(Vmapped),
     "in place": classifying(InPlace),
     "densely connected": classifying(DenselyConnected, sequences),
-    "straight through": classifying(StraightThrough),
-    "float buffers": classifying(FloatBuffers),
     "distilled": UserModel(build=Distilled, batch=vectors),
-    "annealed": UserModel(build=Annealed, batch=annealed),
-    "centred": classifying(Centred),
 }

@@ -1,5 +1,4 @@
-"""User models under forced layouts: plans made in one process, references by plain PyTorch, and the
-runs on ranks that are compared with them.
+"""User models under forced layouts: plans, references by plain PyTorch, and runs on ranks.
 
 The links of the cluster cost nothing, so that everything is sharded that can be.
 """
@@ -10,14 +9,13 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
+from meshwright import Cluster, Overrides, ParallelModel
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
@@ -26,12 +24,12 @@ from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.hardware.device import Link
+from tests.helpers import tiny
 from tests.helpers.stored import stored
 from tests.models.models import Traced, parallelize
 from tests.parity.parity_reference import Reference, compare, trained
-from tests.user_code import user_models, user_parts
-from tests.user_code.user_models import USERS
-from tests.user_code.user_parts import UserModel
+from tests.user_code import user_models
+from tests.user_code.user_models import USERS, UserModel
 
 ROWS, RANKS, STEPS = 8, 4, 2
 LAYOUTS: Mapping[str, Overrides] = {
@@ -72,25 +70,21 @@ def free_links(ranks: int) -> Cluster:
     return dataclasses.replace(local, intra_link=link, inter_link=link)
 
 
-@cache
-def planned_for_ranks(name: str) -> ParallelModel:
-    """A user's model planned for all ranks; other layouts are its `replan`."""
-    user = USERS[name]
-    return auto_parallelize(
-        built(user),
-        free_links(RANKS),
-        example_inputs=batch_of(user, 0),
-        global_batch_size=ROWS,
-        loss_fn=user.loss_fn,
-        precision="fp32",
-        executable=True,
-        overrides=LAYOUTS["dp4"],
-        rows_meet="per_microbatch",  # as the references
-    )
+_planned: dict[str, ParallelModel] = {}
 
 
 def plan_of(name: str, layout: str) -> Plan:
-    return planned_for_ranks(name).replan(_sharded(USERS[name], LAYOUTS[layout])).plan
+    """A user's model planned for all ranks; later layouts are a `replan` of the first."""
+    user = USERS[name]
+    overrides = _sharded(user, LAYOUTS[layout])
+    if name in _planned:
+        return _planned[name].replan(overrides).plan
+    _planned[name] = tiny.planned(
+        built(user), cluster=free_links(RANKS), example_inputs=batch_of(user, 0),
+        loss_fn=user.loss_fn, executable=True, overrides=overrides,
+        rows_meet="per_microbatch",  # as the references
+    )  # fmt: skip
+    return _planned[name].plan
 
 
 def prepared(name: str, layout: str) -> Prepared:
@@ -122,7 +116,7 @@ def traced_at(name: str, rows: int) -> Traced:
         like = traced_at(name, ROWS).graph if rows != ROWS else None
         return Traced(graph=cut_blocks(graph, table, like), table=table)
 
-    return stored("user", name, rows, make=make, models=(user_models, user_parts))
+    return stored("user", name, rows, make=make, models=(user_models,))
 
 
 def plain_steps(user: UserModel, parts: int) -> Reference:
@@ -137,11 +131,10 @@ def plain_steps(user: UserModel, parts: int) -> Reference:
 
 
 def _rows(batch: Any, k: int, count: int) -> Any:
-    def cut(x: Any) -> Any:
-        whole = isinstance(x, torch.Tensor) and x.shape[:1] == (ROWS,)
-        return x[k * count : (k + 1) * count] if whole else x
-
-    return pytree.tree_map(cut, batch)
+    part = slice(k * count, (k + 1) * count)
+    return pytree.tree_map_only(
+        torch.Tensor, lambda x: x[part] if x.shape[:1] == (ROWS,) else x, batch
+    )
 
 
 def _loss(user: UserModel, model: nn.Module, batch: Any) -> torch.Tensor:
@@ -157,31 +150,21 @@ def _loss(user: UserModel, model: nn.Module, batch: Any) -> torch.Tensor:
 def runtime_steps(user: UserModel, parts: int) -> Reference:
     """The lowered model on one device, in so many micro-batches: its dropout masks are those of
     every plan."""
-    alone = auto_parallelize(
-        built(user),
-        Cluster.local(1, measure=False),
-        example_inputs=batch_of(user, 0),
-        global_batch_size=ROWS,
-        loss_fn=user.loss_fn,
-        precision="fp32",
-        overrides=Overrides(num_microbatches=parts),
-    )
+    given = {"example_inputs": batch_of(user, 0), "loss_fn": user.loss_fn}
+    alone = tiny.planned(built(user), overrides=Overrides(num_microbatches=parts), **given)
     return steps_of(user, alone.runtime)
 
 
 def steps_of(user: UserModel, runtime: Runtime) -> Reference:
     """The same steps on the ranks of a plan."""
     runtime.seed = 1
-    trained = [p for p in runtime.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.05) if trained else None
+    optimizer = torch.optim.SGD([p for p in runtime.parameters() if p.requires_grad], lr=0.05)
     losses, gradients = [], []
     for step in range(STEPS):
-        if optimizer:
-            optimizer.zero_grad()
+        optimizer.zero_grad()
         losses.append(float(runtime.train_step(batch_of(user, step))))
         gradients.append(runtime.full_gradients())
-        if optimizer:
-            optimizer.step()
+        optimizer.step()
     return Reference(losses=losses, gradients=gradients, state=runtime.full_state_dict())
 
 

@@ -1,17 +1,23 @@
-"""Nodes of a graph that the backward runs again: the same gradients, with less kept."""
+"""Nodes of a graph that the backward runs again: the same gradients, with less kept. What a forward
+gathered is gathered again once, as early as it can be. Weight gradients that are put off equal
+autograd's, and I computes none of them."""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.executor.backward.deferred import DeferredProduct, WeightGradientQueue, accumulate
 from meshwright.executor.backward.repeated import repeated
 from tests.costmodel.memory.saved_tensors import ledger
 
@@ -48,16 +54,22 @@ class Mixed(nn.Module):
         return left, torch.cos(left).sum() + (top * top).sum()
 
 
-def _inputs() -> list[torch.Tensor]:
+def _leaves(*shapes: tuple[int, ...]) -> list[nn.Parameter]:
     torch.manual_seed(0)
-    shapes = ((B, S, H), (B, H, S), (B, S, H))
-    return [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    return [nn.Parameter(torch.randn(*shape, dtype=torch.float64)) for shape in shapes]
 
 
-def _mixed_inputs() -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    shapes = ((B, S, H), (H, 2 * H), (H,))
-    return [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in shapes]
+def _inputs() -> list[nn.Parameter]:
+    return _leaves((B, S, H), (B, H, S), (B, S, H))
+
+
+def _mixed_inputs() -> list[nn.Parameter]:
+    return _leaves((B, S, H), (H, 2 * H), (H,))
+
+
+def _core_again(times: int) -> nn.Module:
+    graph = fx.symbolic_trace(Attention(times))
+    return repeated(graph, _cores(graph))
 
 
 def _cores(graph: fx.GraphModule) -> list[fx.Node]:
@@ -65,7 +77,8 @@ def _cores(graph: fx.GraphModule) -> list[fx.Node]:
     return [n for n in graph.graph.nodes if n.target in (torch.matmul, torch.softmax)]
 
 
-def _kept_bytes(module: nn.Module, inputs: list[torch.Tensor]) -> int:
+def _kept_bytes(module: nn.Module) -> int:
+    inputs = _inputs()
     with ledger() as kept:
         module(*inputs)
     return kept.nbytes(inputs)
@@ -94,18 +107,12 @@ def test_what_grows_with_the_square_of_the_sequence_is_not_kept(times: int) -> N
     again = repeated(again, [n for n in _cores(again) if n.target is torch.softmax])
     plain = fx.symbolic_trace(Attention(times))
     # softmax reads the scores: one square for the other, unless those are made again, too
-    assert _kept_bytes(again, _inputs()) == _kept_bytes(plain, _inputs())
-    whole = fx.symbolic_trace(Attention(times))
-    squares = times * B * S * S * 8
-    results = times * B * S * H * 8
-    assert _kept_bytes(repeated(whole, _cores(whole)), _inputs()) == B * S * H * 8
-    assert _kept_bytes(plain, _inputs()) == squares + results
+    assert _kept_bytes(again) == _kept_bytes(plain) == times * (B * S * S + B * S * H) * 8
+    assert _kept_bytes(_core_again(times)) == B * S * H * 8
 
 
 def test_the_reader_of_what_is_repeated_is_not_run_again() -> None:
-    again = fx.symbolic_trace(Attention(1))
-    again = repeated(again, _cores(again))
-    out = again(*_inputs()).sum()
+    out = _core_again(1)(*_inputs()).sum()
     product = 2 * B * S * S * H
     with FlopCounterMode(display=False) as counter:
         out.backward()
@@ -114,10 +121,8 @@ def test_the_reader_of_what_is_repeated_is_not_run_again() -> None:
 
 
 def test_without_gradients_nothing_is_noted() -> None:
-    again = fx.symbolic_trace(Attention(1))
-    again = repeated(again, _cores(again))
     with torch.no_grad():
-        assert torch.equal(again(*_inputs()), Attention(1)(*_inputs()))
+        assert torch.equal(_core_again(1)(*_inputs()), Attention(1)(*_inputs()))
 
 
 def test_what_was_repeated_is_let_go_after_the_backward() -> None:
@@ -146,3 +151,195 @@ def test_what_was_repeated_is_let_go_after_the_backward() -> None:
     finally:
         if collects:
             gc.enable()
+
+
+# --- gathered again -------------------------------------------------------------------------------
+
+
+ROWS, WIDTH, BYTES = 6, 4, 8
+
+
+class _Twice(torch.autograd.Function):
+    """Both ranks' parts, where both are alike."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x])
+
+    @staticmethod
+    def backward(ctx: object, *grads: torch.Tensor) -> torch.Tensor:
+        a, b = grads[0].chunk(2)
+        return a + b
+
+
+class Gathering(nn.Module):
+    gathers = True
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__()
+        self.log = log
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = _Twice.apply(x)  # type: ignore[no-untyped-call]
+        return made
+
+    def start(self, x: torch.Tensor) -> Callable[[], torch.Tensor]:
+        self.log.append("start")
+        return lambda: self.log.append("wait") or torch.cat([x, x])  # type: ignore[func-returns-value]
+
+
+class Model(nn.Module):
+    """Two products read what is gathered, a third what they make."""
+
+    def __init__(self, log: list[str], queue: WeightGradientQueue | None) -> None:
+        super().__init__()
+        self.gather = Gathering(log)
+        self.products = nn.ModuleList(
+            DeferredProduct("linear", queue, defer_bias=False) if queue else Plain()
+            for _ in range(3)
+        )
+
+    def forward(self, x, a, b, c):  # type: ignore[no-untyped-def]
+        y = self.gather(torch.sin(x))
+        gate, up, down = self.products
+        return down(torch.tanh(gate(y, a)) + up(y, b), c)
+
+
+class Plain(nn.Module):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, weight)
+
+
+class Leaves(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return isinstance(m, Gathering | Plain | DeferredProduct)
+
+
+def _graph(model: nn.Module) -> fx.GraphModule:
+    return fx.GraphModule(model, Leaves().trace(model))
+
+
+def _operands() -> list[nn.Parameter]:
+    return _leaves((ROWS, WIDTH), *(((WIDTH, WIDTH),) * 3))
+
+
+def _again(graph: fx.GraphModule) -> nn.Module:
+    return repeated(graph, [n for n in graph.graph.nodes if n.target == "gather"])
+
+
+def _gradients(leaves: list[nn.Parameter]) -> list[torch.Tensor]:
+    return [x.grad for x in leaves if x.grad is not None]
+
+
+def test_it_starts_with_the_backward_and_is_kept_as_a_part() -> None:
+    log: list[str] = []
+    plain, again = _operands(), _operands()
+    whole, graph = _graph(Model([], None)), _again(_graph(Model(log, None)))
+    with ledger() as kept:
+        out = graph(*again)
+    parts = kept.nbytes(again)
+    with ledger() as kept:
+        made = whole(*plain)
+    assert kept.nbytes(plain) - parts == (2 - 1) * ROWS * WIDTH * BYTES
+    made.square().sum().backward()
+    assert log == []
+    seen: list[list[str]] = []
+    again[3].register_hook(lambda grad: seen.append([*log]))  # of the last product
+    out.square().sum().backward()
+    assert seen == [["start"]]
+    assert log == ["start", "wait"]
+    assert all(map(torch.equal, _gradients(again), _gradients(plain)))
+
+
+def test_gradients_of_weights_that_are_put_off_gather_for_themselves() -> None:
+    log: list[str] = []
+    plain, again, queue = _operands(), _operands(), WeightGradientQueue()
+    _graph(Model([], None))(*plain).square().sum().backward()
+    _again(_graph(Model(log, queue)))(*again).square().sum().backward()
+    items = queue.take()
+    assert log == [] and len(items) == 3
+    seen: list[list[str]] = []
+    accumulate(items, lambda leaf: seen.append([*log]))
+    # beside the product before the two that read it
+    assert seen == [["start"], ["start", "wait"], ["start", "wait"]]
+    for own, other in zip(again, plain, strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+# --- put off --------------------------------------------------------------------------------------
+
+
+TOKENS, IN, OUT = 6, 5, 4
+
+
+def _leaf(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape, dtype=torch.float64))
+
+
+def _of_product(operator: str, bias: bool, lead: tuple[int, ...]) -> list[Any]:
+    x = torch.randn(*lead, IN, dtype=torch.float64, requires_grad=True)
+    weight = _leaf(OUT, IN) if operator == "linear" else _leaf(IN, OUT)
+    if operator == "addmm":
+        return [_leaf(OUT), x, weight]
+    return [x, weight, *([_leaf(OUT)] if bias else [])]
+
+
+def _twins(operands: list[Any]) -> list[Any]:
+    return [x.detach().clone().requires_grad_() for x in operands]
+
+
+PLAIN = {
+    "linear": torch.nn.functional.linear, "addmm": torch.addmm, "mm": torch.mm,
+    "matmul": torch.matmul,
+}  # fmt: skip
+CALLS = [
+    ("linear", True, (2, TOKENS)), ("linear", False, (TOKENS,)), ("addmm", True, (TOKENS,)),
+    ("mm", False, (TOKENS,)), ("matmul", False, (2, 3, TOKENS)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("operator", "bias", "lead"), CALLS)
+@pytest.mark.parametrize("bias_too", [True, False])
+def test_gradients_equal_autograds(
+    operator: str, bias: bool, lead: tuple[int, ...], bias_too: bool
+) -> None:
+    torch.manual_seed(0)
+    operands = _of_product(operator, bias, lead)
+    twins = _twins(operands)
+    queue = WeightGradientQueue()
+    product = DeferredProduct(operator, queue, defer_bias=bias_too and bias)
+    for _ in range(2):  # micro-batches add up
+        made: list[int] = []
+        product(*operands).square().sum().backward()
+        PLAIN[operator](*twins).square().sum().backward()
+        items = queue.take()
+        assert len(items) == 1 + (bias and bias_too) and not queue.items
+        accumulate(items, lambda leaf, made=made: made.append(id(leaf)))
+        assert len(made) == len(set(made)) == 1 + (bias and bias_too)
+        for own, other in zip(operands, twins, strict=True):
+            torch.testing.assert_close(own.grad, other.grad)
+
+
+def test_nothing_is_computed_twice_and_weights_come_last() -> None:
+    queue = WeightGradientQueue()
+    x, weight = _of_product("linear", False, (TOKENS,))
+    product = DeferredProduct("linear", queue, defer_bias=False)
+    each = 2 * TOKENS * IN * OUT
+    with FlopCounterMode(display=False) as forward:
+        y = product(x, weight).sum()
+    with FlopCounterMode(display=False) as of_input:
+        y.backward()
+    assert weight.grad is None and x.grad is not None
+    with FlopCounterMode(display=False) as of_weight:
+        accumulate(queue.take(), lambda leaf: None)
+    counts = [c.get_total_flops() for c in (forward, of_input, of_weight)]
+    assert counts == [each, each, each]
+
+
+def test_a_weight_that_is_not_trained_is_not_put_off() -> None:
+    queue = WeightGradientQueue()
+    x, weight = _of_product("linear", False, (TOKENS,))
+    DeferredProduct("linear", queue, defer_bias=False)(
+        x, weight.requires_grad_(False)
+    ).sum().backward()
+    assert not queue.items and x.grad is not None

@@ -1,14 +1,17 @@
 """A rank that trains a small model, and fails where and how it is told to.
 
     fault_worker.py once|bare <fault> <rank> <phase> <folder> [resumes]
+    fault_worker.py start <fault by rank, as JSON> <folder>
 
 It fails on one rank in its third step, when the runtime says that it enters the phase: in the midst
 of the real thing; `bare` does so outside `distributed`. One that `resumes` saves after every step
-and, started again by torchrun, goes on from there, and fails no more.
+and, started again by torchrun, goes on from there, and fails no more. At the `start` it fails
+before there is a process group, or waits in one to be interrupted.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -18,16 +21,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
-from meshwright.executor.ranks import launch
+from meshwright.executor.ranks import joining, launch
 from meshwright.executor.ranks.watchdog import progress
 from meshwright.planner.overrides.overrides import Overrides
 from tests.helpers.tiny import ROWS, batch, net, planned
 
-RANKS = 2
 PIPELINE = Overrides(pp=2, num_microbatches=2, schedule="1f1b")
-HEALTHY_STEPS = 2
-STEPS = 4
+HEALTHY_STEPS, STEPS = 2, 4
 OPTIMIZER = "optimizer step"  # the user's own code: to the runtime it is no phase
 APART = "user code, while the others are in theirs"  # nobody waits for the one that fails
 SAVING = "saving a checkpoint"
@@ -38,10 +40,7 @@ class InjectedError(Exception):
     """What a failing rank raises."""
 
 
-# --- ways to fail ---------------------------------------------------------------------------------
-
-
-def raises() -> NoReturn:
+def raises(*_: object, **__: object) -> NoReturn:
     raise InjectedError("broken on purpose")
 
 
@@ -50,29 +49,32 @@ def runs_out_of_memory() -> NoReturn:
     raise AssertionError("an allocation of 4 EiB succeeded")
 
 
-def is_killed() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def freezes() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
 def hangs() -> None:
     time.sleep(600)
 
 
-def exits() -> NoReturn:
-    sys.exit(3)
+def is_killed_when_awaited() -> None:
+    def says_its_word(store: dist.Store, me: int, _: float) -> str:
+        store.set(f"meshwright/word/{me}", "the last")
+        FAULTS["kill"]()
+        return ""
+
+    joining._answer = says_its_word
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    "raise": raises, "memory": runs_out_of_memory, "kill": is_killed, "freeze": freezes,
-    "hang": hangs, "exit": exits,
-}  # fmt: skip
+FAULTS: dict[str, Callable[[], object]] = {
+    "raise": raises,
+    "memory": runs_out_of_memory,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "freeze": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "hang": hangs,
+    "exit": lambda: sys.exit(3),
+    "group": lambda: setattr(dist, "init_process_group", raises),  # the others are about to join
+    "word": is_killed_when_awaited,
+}
 
 
-def strike_at(phase: str, fault: Callable[[], None]) -> None:
+def strike_at(phase: str, fault: Callable[[], object]) -> None:
     """Let the fault happen when the runtime enters the phase."""
     enter = progress.enter
 
@@ -84,11 +86,8 @@ def strike_at(phase: str, fault: Callable[[], None]) -> None:
     progress.enter = entering  # type: ignore[method-assign]
 
 
-# --- the training ---------------------------------------------------------------------------------
-
-
 def train(fault: str, failing_rank: str, phase: str, folder: str, resumes: str = "") -> None:
-    result = planned(net(), RANKS, overrides=PIPELINE)
+    result = planned(net(), 2, overrides=PIPELINE)
     optimizer = torch.optim.AdamW(result.parameters(), lr=1e-2)
     struck, last = Path(folder, "struck"), Path(folder, "last")
     if resumes and last.exists():
@@ -122,10 +121,28 @@ def train(fault: str, failing_rank: str, phase: str, folder: str, resumes: str =
         sys.exit(0)  # leaves in order
 
 
+def start(faults: str, folder: str) -> None:
+    """Rank 0 waits inside of a library, where Python can't raise; the others run Python."""
+    if fault := json.loads(faults).get(os.environ["RANK"]):
+        FAULTS[fault]()
+    with launch.distributed("gloo"):
+        if not folder:
+            return
+        rank = dist.get_rank()
+        Path(folder, f"{rank}.pid").write_text(str(os.getpid()))
+        if rank == 0:
+            dist.recv(torch.zeros(1), 1)
+        while True:
+            time.sleep(0.1)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     mode, *arguments = sys.argv[1:]
-    if mode == "bare":
+    if mode == "start":
+        start(*arguments)
+    elif mode == "bare":
         train(*arguments)
-    with launch.distributed("gloo"):
-        train(*arguments)
+    else:
+        with launch.distributed("gloo"):
+            train(*arguments)

@@ -101,31 +101,29 @@ def test_a_right_pipeline_matches_and_so_does_one_of_each_kind() -> None:
 # --- faults ---------------------------------------------------------------------------------------
 
 
-def drop(rank: int, kind: Kind, number: int = 0, group: str = "") -> Callable[[Streams], None]:
+def changed_to(
+    rank: int, kind: Kind, number: int, group: str, new: Callable[[Event], list[Event]]
+) -> Callable[[Streams], None]:
+    """Other events in the place of one."""
+
     def fault(streams: Streams) -> None:
-        del streams[rank][place(streams, rank, kind, number, group)]
+        k = place(streams, rank, kind, number, group)
+        streams[rank][k : k + 1] = new(streams[rank][k])
 
     return fault
+
+
+def drop(rank: int, kind: Kind, number: int = 0, group: str = "") -> Callable[[Streams], None]:
+    return changed_to(rank, kind, number, group, lambda event: [])
 
 
 def double(rank: int, kind: Kind, group: str = "") -> Callable[[Streams], None]:
-    def fault(streams: Streams) -> None:
-        k = place(streams, rank, kind, group=group)
-        streams[rank].insert(k, streams[rank][k])
-
-    return fault
+    return changed_to(rank, kind, 0, group, lambda event: [event, event])
 
 
-def change(
-    rank: int, kind: Kind, of: str = "", number: int = 0, **fields: Any
-) -> Callable[[Streams], None]:
+def change(rank: int, kind: Kind, of: str = "", **fields: Any) -> Callable[[Streams], None]:
     """Other fields of an event, of the group `of`."""
-
-    def fault(streams: Streams) -> None:
-        k = place(streams, rank, kind, number, of)
-        streams[rank][k] = replace(streams[rank][k], **fields)
-
-    return fault
+    return changed_to(rank, kind, 0, of, lambda event: [replace(event, **fields)])
 
 
 def together(*faults: Callable[[Streams], None]) -> Callable[[Streams], None]:
@@ -170,13 +168,10 @@ FAULTS: Mapping[str, tuple[Callable[[Streams], None], str]] = {
     "dropped receive": (drop(2, RECEIVE), "messages"),
     "a micro-batch more": (together(double(0, SEND), double(1, SEND)), "messages"),
     "send of another shape": (change(0, SEND, shapes=((2, 9),)), "messages"),
-    "receive of another shape": (change(2, RECEIVE, shapes=((1, 8),)), "messages"),
     "send with another tag": (change(0, SEND, tag=9), "messages"),
     "send in the other group": (change(0, SEND, group=("backward", (0, 1, 2, 3))), "messages"),
     "send to the wrong rank": (change(0, SEND, peer=1), "messages"),
-    "send to a rank that is not there": (change(0, SEND, peer=7), "messages"),
     "crossed peers": (together(change(0, SEND, peer=3), change(1, SEND, peer=2)), "messages"),
-    "dropped collective": (drop(1, ALL, 0, "data"), "collectives"),
     "doubled collective": (double(2, ALL, "tensor"), "collectives"),
     "collective of rank 0 alone": (lambda s: s[0].append(s[0][-1]), "collectives"),
     "collective of another shape": (change(1, ALL, "data", shapes=((101,),)), "collectives"),
@@ -203,13 +198,11 @@ def test_a_fault_is_found(name: str) -> None:
 
 
 def test_the_place_is_said() -> None:
-    streams = pipeline()
-    change(0, Kind.SEND, shapes=((2, 9),), where="send_activation of stage 0", block="layers.1")(
-        streams
-    )
+    streams, place = pipeline(), "send_activation of stage 0"
+    change(0, Kind.SEND, shapes=((2, 9),), where=place, block="layers.1")(streams)
     (mismatch, *_) = found(streams)
     assert mismatch.ranks == (0, 2)
-    for part in ("[2, 9]", "[2, 8]", "send_activation of stage 0", "layers.1", "message 0"):
+    for part in ("[2, 9]", "[2, 8]", place, "layers.1", "message 0"):
         assert part in mismatch.text
 
 
@@ -262,11 +255,7 @@ TIED = "gpt2_tied pp2xdp2 1f1b m4 zero3"
 Logs = dict[int, RankLog]
 
 
-def logs_of(line: str) -> Logs:
-    return dict(rehearsal(line).logs)
-
-
-def named(logs: Logs, rank: int, name: str) -> SavedTensor:
+def named(logs: Mapping[int, RankLog], rank: int, name: str) -> SavedTensor:
     return next(x for x in logs[rank].saved if x.name == name)
 
 
@@ -284,7 +273,7 @@ def text_of(logs: Logs) -> str:
 
 
 def test_every_tensor_is_written_once() -> None:
-    logs = logs_of(TIED)
+    logs = dict(rehearsal(TIED).logs)
     assert unlike_saves(logs, EVERY) == []
     names = {x.name for log in logs.values() for x in log.saved}
     assert any(name.startswith("optimizer.") for name in names)
@@ -309,11 +298,11 @@ def test_two_kinds_of_ranks_are_enough() -> None:
         (lambda x: replace(x, dtype="bfloat16"), "float32, and"),
         (lambda x: replace(x, fault="of dim 0 elements 1 to 2"), "of dim 0 elements 1 to 2"),
         (lambda x: replace(x, group=(2, 3)), "and by others"),
-        (lambda x: replace(x, boxes=named(logs_of(TIED), 0, x.name).boxes), "written twice"),
+        (lambda x: replace(x, boxes=named(rehearsal(TIED).logs, 0, x.name).boxes), "written twice"),
     ],
 )
 def test_a_fault_of_saves_is_found(change: Callable[[SavedTensor], SavedTensor], says: str) -> None:
-    logs = logs_of(TIED)  # of which ranks 0 and 1 write half of a weight each
+    logs = dict(rehearsal(TIED).logs)  # of which ranks 0 and 1 write half of a weight each
     name = next(x.name for x in logs[0].saved if x.writers == (0, 1) and x.boxes)
     changed(logs, 1, name, change)
     text = text_of(logs)
@@ -321,13 +310,13 @@ def test_a_fault_of_saves_is_found(change: Callable[[SavedTensor], SavedTensor],
 
 
 def test_what_a_rank_writes_unasked_and_what_nobody_writes_are_found() -> None:
-    logs = logs_of("mlp dp4 1f1b m2")
+    logs = dict(rehearsal("mlp dp4 1f1b m2").logs)
     name = logs[0].saved[0].name
     (writer,) = named(logs, 0, name).writers
     boxes = named(logs, writer, name).boxes
     changed(logs, (writer + 1) % 4, name, lambda x: replace(x, boxes=boxes))
     assert f"also by rank {(writer + 1) % 4}" in text_of(logs)
-    logs = logs_of(TIED)
+    logs = dict(rehearsal(TIED).logs)
     name = next(x.name for x in logs[2].saved if x.group == (0, 1))
     for rank in (0, 1):
         changed(logs, rank, name, lambda x: None)

@@ -1,18 +1,24 @@
-"""Rehearsals of real plans, and the same plans on real ranks: one log, operation by operation."""
+"""Rehearsals of real plans, and the same plans on real ranks: one log, operation by operation. Work
+that is saved: repetitions of micro-batches are what running them would have recorded, and ranks are
+shared out over processes."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from meshwright.executor.rehearsal import Kind, rehearse
+from meshwright.executor.rehearsal import RankLog, rank_log, rehearse, repeat, workers
+from meshwright.executor.rehearsal.repeat import Repeats
+from meshwright.executor.stages import PipelineRun
 from tests.executor.rehearsal.rehearsal_runs import checked, does_what_was_rehearsed, rehearsal
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiers import tiered
 from tests.models.models import adamw
 from tests.parity.parity_cells import Cell
 
@@ -23,30 +29,18 @@ FIRST = (
 )
 REAL = (
     *FIRST,
-    "gpt2_tied dp2xtp2 gpipe m4 mixed sequence",
     "gpt2_tied dp4 gpipe m4 zero2 shard2 mixed bf16",
     "gpt2_tied pp2xdp2 zb_h1 m4 zero1 pointwise front spread",
     "gpt2_tied pp2xtp2 interleaved_1f1b m4 v2 full bare",
     "gpt2_tied 1|dp2|1 1f1b m8 zero2 full front",
-    "gpt2_untied dp4 1f1b m4 zero3",
-    "llama pp2xdp2 1f1b m4 zero3 full",
-    "llama pp2xtp2 zb_v m4",
-    "llama tp2 1f1b m2",
-    "gpt2_untied pp2 zb_h1 m4 front",
-    "gpt2_untied pp2xdp2xtp2 1f1b m4 zero1 sequence",
-    "gpt2_tied dp8 1f1b m2 zero3 shard4",
-)
+    "llama pp2xdp2 1f1b m4 zero3 full", "llama pp2xtp2 zb_v m4",
+    "gpt2_untied pp2xdp2xtp2 1f1b m4 zero1 sequence", "gpt2_tied dp8 1f1b m2 zero3 shard4",
+)  # fmt: skip
 KINDS = (
-    "mlp pp2xdp4 1f1b m4 zero1",
-    "gpt2_untied dp4 1f1b m2 zero1",
-    "gpt2_untied pp2xdp2 gpipe m4 zero1",
-    "gpt2_untied pp2xdp2 eager_1f1b m4 zero2",
-    "gpt2_untied pp2xtp2 zb_h2 m4",
-    "llama dp2xtp2 1f1b m2 zero3 full",
-    "llama pp4 1f1b m8 full",
-    "bert tp4 1f1b m2",
-    "t5 pp2xdp2 1f1b m4 zero1",
-)
+    "mlp pp2xdp4 1f1b m4 zero1", "gpt2_untied pp2xdp2 eager_1f1b m4 zero2",
+    "gpt2_untied pp2xtp2 zb_h2 m4", "llama dp2xtp2 1f1b m2 zero3 full", "bert tp4 1f1b m2",
+    "t5 pp2xdp2 1f1b m4 zero1", "llama dp4xcp2 ring m2 zero1",
+)  # fmt: skip
 MORE = "the change tier has ZeRO, tensor parallel and pipelined ranks, recompute, and tied weights"
 
 
@@ -91,32 +85,17 @@ class _Reads(torch.optim.SGD):
     """An optimizer that steps as a value tells it to."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if float(p.grad.sum().to_local() if hasattr(p, "to_local") else p.grad.sum()) > 0:
-                    return super().step(closure)
+        p = self.param_groups[0]["params"][0]
+        if float(p.grad.sum().to_local() if hasattr(p, "to_local") else p.grad.sum()) > 0:
+            return super().step(closure)
         return None
 
 
 def test_an_optimizer_that_reads_values_is_refused() -> None:
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        return _Reads(parameters, lr=0.1)
-
     of = checked(KINDS[0])
     with pytest.raises(ValueError, match="reads the value of a tensor"):
-        rehearse(of.checked, of.case.model(), of.batch, make)
+        rehearse(of.checked, of.case.model(), of.batch, partial(_Reads, lr=0.1))
     assert not torch.distributed.is_initialized()
-
-
-def test_messages_are_recorded() -> None:
-    """A pipeline of two stages sends each micro-batch's activations on, and gradients back."""
-    logs = rehearsal("mlp pp2 1f1b m4").logs
-    for rank, way in ((0, "forward"), (1, "backward")):
-        sent = [e for e in logs[rank].events if e.kind is Kind.SEND]
-        # a training step, and, of activations, an evaluation
-        assert len(sent) == 4 * (2 if way == "forward" else 1)
-        assert {e.group[0] for e in sent} == {way}
-        assert {e.peer for e in sent} == {1 - rank}
 
 
 POLICIES = ("", "pointwise", "full", "mixed")
@@ -132,8 +111,117 @@ def test_memory_is_that_of_a_real_step(policy: str) -> None:
     assert real.flops == found.flops
 
 
-@second_tier("which ranks of rows and tokens are alike is compared by hand in the change tier")
-@pytest.mark.parametrize("kind", ["ring", "all_gather"])
-def test_the_ranks_of_a_row_stand_for_those_of_others(kind: str) -> None:
-    """Who sends tokens to whom is among ranks that are rehearsed."""
-    assert rehearsal(f"llama dp4xcp2 {kind} m2 zero1", every=False).mismatches == ()
+# --- repetitions ----------------------------------------------------------------------------------
+
+
+# rows enough for eight or more micro-batches; the first or the last rank
+STEADY = (("mlp pp2xdp2 dualpipe_v m8 zero2", 3), ("mlp pp2xdp2 1f1b m8 zero3 full", 0))
+REPEATED = (
+    *STEADY,
+    ("gpt2_tied dp2xtp2 gpipe m8 mixed sequence", 0),
+    ("gpt2_untied pp2xtp2 zb_h1 m8", 3),
+    ("llama pp2xtp2 interleaved_1f1b m8 v2 full bare", 3),
+    ("t5 pp4 1f1b m16", 0),
+)
+SCHEDULES = "the change tier has schedules of whole and of split backwards, with ZeRO-2 and ZeRO-3"
+
+
+@pytest.mark.parametrize("of", tiered(REPEATED, STEADY.__contains__, SCHEDULES, lambda of: of[0]))
+def test_repetitions_are_what_would_have_run(
+    of: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line, rank = of
+    repeated: list[int] = []
+    again = Repeats.again
+    monkeypatch.setattr(Repeats, "again", lambda *a: repeated.append(1) or again(*a))
+    short = checked(line).rank_log(rank)
+    assert repeated
+    repeated.clear()
+    assert checked(line).rank_log(rank, repeats=False) == short
+    assert not repeated
+
+
+def test_what_is_not_steady_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Micro-batches that differ are run, all of them; and where it is the backwards alone, the rank
+    is rehearsed again without repetitions."""
+    of = checked(STEADY[0][0])
+    whole = of.rank_log(0, repeats=False)
+    monkeypatch.setattr(repeat._Record, "like", lambda *_: False)
+    assert of.rank_log(0) == whole
+    forwards = repeat.FORWARD
+    monkeypatch.setattr(
+        Repeats, "known", lambda self, what: self.first[what] if what[1] in forwards else None
+    )
+    raised: list[object] = []
+    error = type("Raised", (repeat.NotSteadyError,), {"__init__": raised.append})
+    monkeypatch.setattr(repeat, "NotSteadyError", error)
+    assert of.rank_log(0) == whole
+    assert raised
+
+
+def test_an_evaluation_keeps_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[PipelineRun] = []
+
+    class Kept(PipelineRun):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    monkeypatch.setattr(sys.modules[rank_log.__module__], "PipelineRun", Kept)
+    for rank in (0, 2):
+        checked("mlp pp2xdp2 1f1b m4").rank_log(rank, repeats=False)
+    training, evaluation, *_ = made
+    assert len(training.stream) > len(evaluation.stream)
+    assert [run.passes for run in made] == [{}] * 4
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+RANKS = (0, 1, 4, 5)
+
+
+def log_of(rank: int) -> RankLog:
+    """A log that says which process made it."""
+    return RankLog(rank=rank, events=(), peak_bytes=os.getpid())
+
+
+def shared(run: Callable[[int], RankLog], monkeypatch: pytest.MonkeyPatch) -> dict[int, RankLog]:
+    monkeypatch.setattr(workers, "WORTH_S", 0.0)
+    monkeypatch.setattr(workers, "_workers", lambda: 2)
+    return dict(workers.logs_of(RANKS, run))
+
+
+def test_the_first_is_run_here_and_the_others_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But small work, all of which is done here."""
+    found = dict(workers.logs_of(RANKS, log_of))
+    assert [*found] == [*RANKS]
+    assert {log.peak_bytes for log in found.values()} == {os.getpid()}
+    found = shared(log_of, monkeypatch)
+    assert sorted(found) == [*RANKS]
+    assert found[0].peak_bytes == os.getpid()
+    assert os.getpid() not in {found[rank].peak_bytes for rank in RANKS[1:]}
+
+
+def test_an_error_is_that_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(rank: int) -> RankLog:
+        if rank == 5:
+            raise ValueError("rehearse: what is wrong with rank 5")
+        return log_of(rank)
+
+    with pytest.raises(ValueError, match="what is wrong with rank 5"):
+        shared(run, monkeypatch)
+
+
+def test_what_cannot_be_forked_is_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = os.getpid()
+    says = "Unable to handle autograd's threading in combination with fork-based multiprocessing."
+
+    def run(rank: int) -> RankLog:
+        if os.getpid() != here:
+            raise RuntimeError(says)
+        return log_of(rank)
+
+    found = shared(run, monkeypatch)
+    assert sorted(found) == [*RANKS]
+    assert {log.peak_bytes for log in found.values()} == {here}

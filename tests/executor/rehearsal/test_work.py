@@ -1,71 +1,64 @@
-"""What ranks do and send in a rehearsed step is what the price counts: FLOPs, bytes on links; and
-the estimate of a step from them: by hand, and on clusters where one thing alone takes time."""
+"""What ranks do, send and hold in a rehearsed step is what the price counts: FLOPs, bytes on links,
+memory by kind and block; and the estimate of a step from them: by hand, and on clusters where one
+thing alone takes time."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from meshwright import Overrides
 from meshwright.executor.prices import Prices
 from meshwright.executor.rehearsal import Estimate, Priced, Rehearsal
 from meshwright.executor.rehearsal.estimate import estimate
 from meshwright.executor.rehearsal.events import Event, Kind, RankLog
+from meshwright.executor.rehearsal.memory import BUFFERS, SAVED, TRANSIENT, Memory
+from meshwright.executor.rehearsal.result import STATES, WEIGHTS
 from meshwright.executor.rehearsal.work import link_bytes
-from meshwright.planner.pricing import KINDS_OF_BYTES, Work, evaluate, priced_work
+from meshwright.planner.pricing import (
+    KINDS_OF_BYTES,
+    StageCoster,
+    Work,
+    bytes_beside_tensors,
+    evaluate,
+    priced_work,
+)
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.hardware.curve import FULL
 from tests.executor.rehearsal.rehearsal_runs import Checked, checked, checked_experts
+from tests.helpers import planning
 from tests.helpers.tiers import second_tier, tiered
-from tests.helpers.tiny import host
+from tests.helpers.tiny import batch, host, net, planned
 
 REL, ABS = 1e-3, 320  # bytes: counts of rows, losses, norms, what batches are compared by
 MESSAGES = {"forward", "backward"}
 
 FIRST = (
-    "llama tp2 1f1b m2 full",
-    "gpt2_untied dp2 1f1b m2 zero2 bf16",
-    "gpt2_untied pp2 1f1b m4 mixed",
-    "mlp pp2xdp2 zb_v m4 zero1",
-)
+    "llama tp2 1f1b m2 full", "gpt2_untied dp2 1f1b m2 zero2 bf16",
+    "gpt2_untied pp2 1f1b m4 mixed", "mlp pp2xdp2 zb_v m4 zero1",
+)  # fmt: skip
 ALIKE = (
-    *FIRST,
-    "gpt2_deep 1 1f1b m2 mixed",
-    "gpt2_deep 1 1f1b m2 widening",
-    "gpt2_tied dp2 1f1b m2",
-    "gpt2_tied dp2 1f1b m2 zero1",
-    "gpt2_untied dp4 1f1b m2 zero2 shard2 bf16",
-    "gpt2_untied pp2xtp2 zb_h1 m4",
-    "llama pp2xtp2 zb_v m4",
-    "moe dp2 1f1b m2",
-    "resnet dp2 1f1b m2",
-    "resnet tp2 1f1b m2",
-    "plain_gpt dp2 1f1b m2 full",
-)
+    *FIRST, "gpt2_deep 1 1f1b m2 widening", "gpt2_tied dp2 1f1b m2 zero1",
+    "gpt2_untied dp4 1f1b m2 zero2 shard2 bf16", "gpt2_untied pp2xtp2 zb_h1 m4",
+    "moe dp2 1f1b m2", "resnet dp2 1f1b m2", "resnet tp2 1f1b m2", "plain_gpt dp2 1f1b m2 full",
+)  # fmt: skip
 # Cells in which ranks send more or less than the price says, by so many bytes of each device group,
 # and why.
 KEPT = "the last block's weights, gathered for a forward, are kept for the backward that follows"
 FILLED = f"the last block of a small shard is filled up to 256 elements; {KEPT}"
 AHEAD = "fully_shard gathers a block ahead for a micro-batch that isn't next, and drops it"
+NORMS = "gradients of norms that are partial on the tensor axis are priced without ZeRO alone"
+TYPES = "the gradient of token types that were looked up is gathered on the data axis"
+TABLE = "the gradient of a table that two blocks read is gathered in each backward; priced twice"
 UNLIKE = {
     "gpt2_tied dp4 1f1b m2 zero3 hpz2": ((-12_544,), KEPT),
     "gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized": ((-6_018,), FILLED),
     "llama dp2xtp2 1f1b m2 zero3 full": ((-6_272,), KEPT),
     "llama pp2xdp2 1f1b m4 zero3 full": ((18_560, -24_832), f"{AHEAD}; {KEPT}"),
-    "llama dp2xtp2 1f1b m2 zero1 sequence": (
-        (768,),
-        "gradients of norms that are partial on the tensor axis are priced without ZeRO alone",
-    ),
-    "bert dp2 1f1b m2": (
-        (16_256,),
-        "token types have no batch until they are looked up: the gradient of what is looked up is "
-        "gathered on the data axis, and that of the table needs no reduction then",
-    ),
-    "bert tp4 1f1b m2": (
-        (18_432,),
-        "a table that two blocks read in two states is held in one: its gradient is gathered in "
-        "each backward; the price has it twice",
-    ),
+    "llama dp2xtp2 1f1b m2 zero1 sequence": ((768,), NORMS),
+    "bert dp2 1f1b m2": ((16_256,), TYPES),
+    "bert tp4 1f1b m2": ((18_432,), TABLE),
 }
 FIRST_UNLIKE = {"gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized"}
 REGATHERING = (
@@ -166,10 +159,9 @@ def test_attention_that_is_written_out_does_less_than_a_fused_one() -> None:
 def test_links_carry_parts_of_what_collectives_are_given() -> None:
     """By hand, of four ranks: 24 bytes to be summed, 24 each to be gathered, 24 of which each rank
     keeps a quarter, 24 exchanged, 24 sent on; what is not of the step isn't counted."""
-    group = ("data", (0, 1, 2, 3))
     operations = ("allreduce_", "_allgather_base_", "_reduce_scatter_base_", "alltoall_base_")
     events = [
-        Event(kind=Kind.COLLECTIVE, operation=name, group=(name, group[1]), nbytes=24)
+        Event(kind=Kind.COLLECTIVE, operation=name, group=(name, (0, 1, 2, 3)), nbytes=24)
         for name in operations
     ]
     events.append(Event(kind=Kind.SEND, operation="send", group=("forward", (0, 1)), nbytes=24))
@@ -181,28 +173,12 @@ def test_links_carry_parts_of_what_collectives_are_given() -> None:
 # --- the second estimate of a step ----------------------------------------------------------------
 
 
-FREE = 1e30
 GROUP = ("data", (0, 1))
 
 
-def cluster(ranks: int, *, flops: float = FREE, link: float = FREE) -> Cluster:
+def cluster(ranks: int, *, flops: float = 1e30, link: float = 1e30) -> Cluster:
     """FLOPs a second of products and bytes a second between ranks; all else is free."""
-    base = Cluster.local(ranks, measure=False)
-    device = replace(
-        base.device,
-        peak_flops={"fp32": flops},
-        memory_bandwidth=FREE,
-        matmul_efficiency=FULL,
-        attention_efficiency=FULL,
-        memory_efficiency=FULL,
-        tiles=(),
-        launch_overhead_s=0.0,
-        host_overhead_s=0.0,
-    )
-    between = replace(
-        base.intra_link, latency_s=0.0, bandwidth=link, efficiency=FULL, group_efficiency=FULL
-    )
-    return replace(base, device=device, intra_link=between, inter_link=between)
+    return planning.cluster(ranks, flops=flops, bandwidth=link, memory_bandwidth=1e30)
 
 
 def rehearsed(line: str, on: Cluster) -> tuple[Estimate, float]:
@@ -300,3 +276,94 @@ def test_what_is_apart_is_named() -> None:
     far = Estimate(step_s=2.5, seconds={"forward": 1.1, "backward": 1.0, "optimizer": 0.4})
     assert near.beside(price) == "step 2020 ms by what ran, 2000 ms by price (+1.0%)"
     assert "+25.0%: most by optimizer, 400 ms, 0 ms by price" in far.beside(price)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_what_a_block_leaves_is_saved_and_the_rest_passes() -> None:
+    memory = Memory()
+    weight = torch.empty(100)
+    memory.name([weight], "weights")
+    memory.see(torch.empty(2000))  # before the peak is followed
+    memory.begin()
+    memory.enter("first")
+    saved, passing = torch.empty(10), torch.empty(20)
+    memory.see(saved)
+    memory.see(passing)
+    del passing
+    memory.enter("")
+    gathered, other = torch.empty(40), torch.empty(50)
+    memory.see(other)
+    memory.communicated([gathered])
+    del other
+    memory.end()
+    late = torch.empty(1000)
+    memory.see(late)
+    assert memory.peak() == (800, {"weights": 400, SAVED: 40, BUFFERS: 160, TRANSIENT: 200})
+    assert memory.saved == {"first": 40}
+    assert saved.numel() == 10
+
+
+PRICED = (
+    "llama pp2xdp2 1f1b m4", "llama dp2xtp2 1f1b m2 zero1", "llama dp4 1f1b m1 zero3 hpz2",
+    "llama dp4 1f1b m1 zero2", "llama pp2xtp2 1f1b m4", "bert dp4 1f1b m1",
+    "llama dp4 1f1b m1 zero3",
+)  # fmt: skip
+ZERO_ON_BOTH = "the change tier has a pipeline, and ZeRO on both axes"
+
+
+@pytest.mark.parametrize("line", tiered(PRICED, PRICED[:2].__contains__, ZERO_ON_BOTH))
+def test_the_price_is_near_the_rehearsed_peak(line: str) -> None:
+    of = checked(line)
+    found = of.rehearse()
+    plan, problem, assignments = of.priced_on(host(4))
+    prices = evaluate(plan, problem, assignments).prediction.course_bytes
+    beside = bytes_beside_tensors(plan, StageCoster(problem))
+    for priced, less, peak in zip(prices, beside, found.peak_bytes, strict=True):
+        assert priced - less == pytest.approx(peak, rel=0.02)
+    for log in found.logs.values():
+        assert sum(log.peak_by_kind.values()) == log.peak_bytes
+        assert sum(log.saved_by_block.values()) == log.peak_by_kind[SAVED]
+
+
+# --- what is in host memory -----------------------------------------------------------------------
+
+
+GIVEN = ({"pp": 2}, {"recompute": "none"}, {"recompute": "full"}, {"dp": 2, "zero": 3})
+OTHERS = "the change tier has states under ZeRO-3, and activations of a pipeline"
+
+
+@pytest.mark.parametrize("zero", tiered((0, 1, 2, 3), {3}.__contains__, OTHERS))
+def test_no_state_is_on_the_device_and_nothing_races(zero: int) -> None:
+    states = Overrides(dp=2, zero=zero, num_microbatches=2, offload={"optimizer": 1.0})
+    cluster = Cluster.from_catalog("rtx-4090", devices_per_node=2)
+    result = planned(
+        net(), cluster=cluster, profile=False, precision="bf16", overrides=states
+    )  # fmt: skip
+    found = result.rehearse()
+    assert not found.mismatches
+    numel = result._problem.graph.num_parameters()
+    for log in found.logs.values():
+        assert log.peak_by_kind.get(STATES, 0) == 0
+        # of the weights what is computed with alone, in 16 bits
+        assert log.peak_by_kind.get(WEIGHTS, 0) == (0 if zero == 3 else 2 * numel)
+
+
+@pytest.mark.parametrize("given", tiered(GIVEN, GIVEN[:1].__contains__, OTHERS))
+def test_saved_activations_leave_the_device_as_priced(given: dict[str, Any]) -> None:
+    count = 1 if "recompute" in given else 2
+    cluster = Cluster.from_catalog("rtx-4090", devices_per_node=count)
+
+    def rehearsed(part: float) -> Rehearsal:
+        own = Overrides(**given, num_microbatches=2, offload={"activations": part})
+        return planned(
+            net(), cluster=cluster, profile=False, precision="bf16", overrides=own,
+            example_inputs=batch(256), global_batch_size=2048,
+        ).rehearse()  # fmt: skip
+
+    sent, stay = rehearsed(1.0), rehearsed(0.0)
+    assert not sent.mismatches
+    assert max(sent.peak_bytes) < 0.95 * max(stay.peak_bytes)
+    for peak, priced in zip(sent.peak_bytes, sent.priced_bytes, strict=True):
+        assert peak == pytest.approx(priced, rel=0.1)

@@ -8,7 +8,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,22 +22,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from meshwright import Cluster, ParallelModel, auto_parallelize
+from meshwright import ParallelModel
 from meshwright.cli import main
 from meshwright.costmodel.schedules.schedule import Action, Instruction, build_schedule
 from meshwright.costmodel.schedules.simulate import StageTimes as Prices
 from meshwright.costmodel.schedules.simulate import simulate
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime import timeline
-from meshwright.executor.runtime.timeline import (
-    MeasuredStep,
-    Span,
-    StepTimes,
-    rank_events,
-    step_times,
-)
+from meshwright.executor.runtime.timeline import MeasuredStep, Span, StepTimes
 from meshwright.executor.stages.pipeline import Phase
 from tests.executor.trained_cells import planned
+from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
 from tests.models.models import CASES
 from tests.parity.parity_cells import Cell, plan_of
@@ -51,21 +48,14 @@ Tracks = dict[tuple[str, str], list[dict[str, Any]]]
 
 def tracks(trace: Mapping[str, Any]) -> dict[int, Tracks]:
     """Per process, events by (process name, thread name) in the order of their starts."""
-    named = {
-        (e["name"], e["pid"], e["tid"]): e["args"]["name"]
-        for e in trace["traceEvents"]
-        if e["ph"] == "M"
-    }
+    every = trace["traceEvents"]
+    named = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in every if e["ph"] == "M"}
     found: dict[int, Tracks] = defaultdict(lambda: defaultdict(list))
-    for event in sorted((e for e in trace["traceEvents"] if e["ph"] == "X"), key=_start):
+    for event in sorted((e for e in every if e["ph"] == "X"), key=itemgetter("ts")):
         pid, thread = event["pid"], named["thread_name", event["pid"], event["tid"]]
         assert event["cat"] == thread
         found[pid][named["process_name", pid, 0], thread].append(event)
     return found
-
-
-def _start(event: Mapping[str, Any]) -> float:
-    return event["ts"]
 
 
 def names(of: Tracks) -> dict[tuple[str, str], list[str]]:
@@ -146,17 +136,10 @@ def test_an_unwritable_path_is_said_on_every_rank_before_the_step(tmp_path: Path
 # --- one device -----------------------------------------------------------------------------------
 
 
-def on_one_device(example: tuple[torch.Tensor, ...]) -> Any:
+def on_one_device(example: tuple[torch.Tensor, ...]) -> ParallelModel:
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-    return auto_parallelize(
-        model,
-        Cluster.local(1),
-        example_inputs=example,
-        global_batch_size=8,
-        loss_fn=nn.functional.mse_loss,
-        precision="fp32",
-        profile=False,
-    )
+    loss_fn = nn.functional.mse_loss
+    return tiny.planned(model, example_inputs=example, loss_fn=loss_fn, profile=False)
 
 
 def test_example_inputs_are_repeated_where_no_batch_is_given(tmp_path: Path) -> None:
@@ -166,7 +149,7 @@ def test_example_inputs_are_repeated_where_no_batch_is_given(tmp_path: Path) -> 
     again = torch.arange(8) % 3
     expected = result.train_step((example[0][again], example[1][again]))
     assert float(timed.loss) == pytest.approx(float(expected), rel=1e-6)
-    assert step_times(json.loads((tmp_path / "trace.json").read_text())) == timed.measured
+    assert timeline.step_times(json.loads((tmp_path / "trace.json").read_text())) == timed.measured
 
 
 def test_examples_without_values_ask_for_a_batch(tmp_path: Path) -> None:
@@ -221,7 +204,7 @@ def test_a_send_ends_when_all_receivers_have_it(
     sent = len(spans)
     reduction = Instruction(action=Action.REDUCE_GRADIENTS, stage=0, microbatch=sent - 1)
     spans += [Span(what=w, start_s=posted_s, end_s=posted_s) for w in (reduction, Phase.REDUCE)]
-    events = rank_events(spans, shift_s, taken)[:sent]
+    events = timeline.rank_events(spans, shift_s, taken)[:sent]
     assert [e.name for e in events] == [str(span.what) for span in spans[:sent]]
     for event, (start_s, end_s) in zip(events, expected, strict=True):
         assert event.start_s == pytest.approx(start_s, abs=1e-9)
@@ -236,7 +219,7 @@ def test_reductions_follow_one_another() -> None:
         Span(what=first, start_s=1.0, end_s=1.1), Span(what=second, start_s=2.0, end_s=2.1),
         Span(what=Phase.REDUCE, start_s=3.0, end_s=4.0),
     ]  # fmt: skip
-    events = rank_events(spans, 0.5, {})
+    events = timeline.rank_events(spans, 0.5, {})
     assert [(e.stage, e.track, e.start_s, e.end_s) for e in events] == [
         (0, "reduce", 1.5, 2.5), (3, "reduce", 2.5, 4.5),
     ]  # fmt: skip
@@ -252,32 +235,21 @@ def test_times_of_a_simulated_trace_are_the_simulation_s(
     schedule: str, devices: int, rounds: int, optimizer_s: float
 ) -> None:
     stages = devices * (2 if schedule == "interleaved_1f1b" else 1)
+    edges = [(k, k + 1) for k in range(stages - 1)]
     streams = build_schedule(
-        schedule,
-        num_stages=stages,
-        num_devices=devices,
-        num_microbatches=rounds * devices,
-        edges=[(k, k + 1) for k in range(stages - 1)],
+        schedule, num_stages=stages, num_devices=devices, num_microbatches=rounds * devices,
+        edges=edges,
+    )  # fmt: skip
+    price = Prices(
+        forward_s=1.0, backward_s=2.0, weight_s=1.0, reduce_s=0.5, optimizer_s=optimizer_s
     )
-    prices = [
-        Prices(
-            forward_s=1.0 + k, backward_s=2.0 + k, weight_s=1.0, reduce_s=0.5,
-            optimizer_s=optimizer_s,
-        )
-        for k in range(stages)
-    ]  # fmt: skip
-    simulated = simulate(streams, prices, {(k, k + 1): 0.25 for k in range(stages - 1)})
-    found = step_times(simulated.chrome_trace())
+    prices = [replace(price, forward_s=1.0 + k, backward_s=2.0 + k) for k in range(stages)]
+    simulated = simulate(streams, prices, dict.fromkeys(edges, 0.25))
+    found = timeline.step_times(simulated.chrome_trace())
     assert found.pipeline_s == pytest.approx(simulated.pipeline_s)
     assert list(found.busy_s.values()) == pytest.approx(list(simulated.busy_s))
     assert math.isclose(found.bubble_fraction, simulated.bubble_fraction, abs_tol=1e-9)
     assert found.step_s <= simulated.step_time_s + 1e-9
-
-
-def test_bubbles_are_what_computation_leaves() -> None:
-    times = StepTimes(step_s=9.0, pipeline_s=8.0, busy_s={"stage 0": 6.0, "stage 1": 2.0})
-    assert times.bubbles == {"stage 0": 0.25, "stage 1": 0.75}
-    assert times.bubble_fraction == 0.5
 
 
 def test_a_group_is_as_busy_as_its_busiest_rank() -> None:
@@ -297,8 +269,9 @@ def test_a_group_is_as_busy_as_its_busiest_rank() -> None:
         event("F0", 1, "compute", 2, 2), event("F0", 1, "compute", 4.5, 2),
         event("reduce", 0, "reduce", 7, 1), event("optimizer", 0, "optimizer", 0, 20),
     ]  # fmt: skip
-    found = step_times({"traceEvents": [*named, *events]})
+    found = timeline.step_times({"traceEvents": [*named, *events]})
     assert found == StepTimes(step_s=7.0, pipeline_s=5.5, busy_s={"stage 0": 4.0})
+    assert found.bubbles == {"stage 0": 1.5 / 5.5}
     told = MeasuredStep(loss=torch.zeros(()), measured=found, predicted=found)
     assert str(told).startswith(
         "step without optimizer: 7e+03 ms, predicted 7e+03 ms\nbubble: 27.3%"

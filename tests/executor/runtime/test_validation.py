@@ -1,7 +1,5 @@
-"""Steps that are validated afterwards train what clipping first trains, to the bit.
-
-On four ranks: schedules, ZeRO, precisions, buffers, parameters of two stages, gradients that are
-clipped in some steps, and in fp16 not finite in some.
+"""Steps that are validated afterwards train what clipping first trains, to the bit: schedules,
+ZeRO, buffers, parameters of two stages, clipped gradients, and in fp16 not finite ones.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
 
-from meshwright import Cluster, auto_parallelize, fit
+from meshwright import fit
 from meshwright.executor.errors import StateError
 from meshwright.executor.parameters.loss_scale import LossScale
 from meshwright.executor.parameters.norms import clip_
@@ -28,6 +26,7 @@ from meshwright.executor.runtime.losses import PendingScalar
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.undoable import UndoableStep
 from tests.executor.trained_cells import cells
+from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
 from tests.models.models import CASES, parallelize
 from tests.parity.parity_cells import Cell, plan_of
@@ -57,9 +56,8 @@ class Run:
     def __init__(self, cell: Cell, *, validated: bool) -> None:
         self.case, self.cell, self.validated = CASES[cell.case], cell, validated
         plan, of = plan_of(cell)
-        self.runtime: Runtime = parallelize(
-            self.case.model(), replace(plan, post_validation=validated), of
-        )
+        plan = replace(plan, post_validation=validated)
+        self.runtime: Runtime = parallelize(self.case.model(), plan, of)
         if self.runtime.guard.scale is not None:  # soon too large, again and again
             self.runtime.guard.scale = LossScale(value=2.0**24, growth_interval=2)
         self.optimizer = optim.AdamW(self.runtime.parameters(), lr=3e-3)
@@ -161,16 +159,11 @@ def fits_the_same(folder: Path) -> None:
             for later in sorted((folder / name).glob("step-*"))[1:]:
                 shutil.rmtree(later)
         dist.barrier()
-        result = auto_parallelize(
-            case.model(),
-            Cluster.local(FITTED.world),
-            example_inputs=case.batch(FITTED.rows, 0),
-            global_batch_size=FITTED.rows,
-            loss_fn=case.loss_fn,
-            precision="fp32",
+        result = tiny.planned(
+            case.model(), FITTED.world, example_inputs=batches[0], global_batch_size=FITTED.rows,
+            loss_fn=case.loss_fn, profile=False,
             plan=replace(plan_of(FITTED)[0], post_validation=validated),
-            profile=False,
-        )
+        )  # fmt: skip
         fitted = fit(
             result,
             batches[2:] if again else batches,
