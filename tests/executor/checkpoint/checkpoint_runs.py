@@ -8,7 +8,6 @@ groups are the other way round.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.executor.checkpoint import checkpoint
-from meshwright.executor.files import dcp_writes
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.plan import Plan
@@ -53,10 +51,12 @@ def cell_of(case: str, plan: str) -> Cell:
     return Cell.parse(f"{case} {PLANS[plan]} m2")
 
 
+def plan_of(case: str, plan: str) -> tuple[Plan, Traced]:
+    return parity_cells.plan_of(cell_of(case, plan))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """A plan that trains."""
-
     case: str
     runtime: Runtime
     optimizer: torch.optim.Optimizer
@@ -73,13 +73,8 @@ class Run:
         return losses
 
     def save(self, path: Path, asynchronous: bool = False) -> checkpoint.Saving:
-        return checkpoint.save(
-            self.runtime,
-            path,
-            self.optimizer,
-            extra={"scheduler": self.scheduler},
-            asynchronous=asynchronous,
-        )
+        extra, of = {"scheduler": self.scheduler}, self.optimizer
+        return checkpoint.save(self.runtime, path, of, extra=extra, asynchronous=asynchronous)
 
     def load(self, path: Path) -> None:
         checkpoint.load(self.runtime, path, self.optimizer, extra={"scheduler": self.scheduler})
@@ -110,10 +105,6 @@ class History:
     losses: list[float]
     at_save: dict[str, torch.Tensor]
     after: dict[str, torch.Tensor]
-
-
-def plan_of(case: str, plan: str) -> tuple[Plan, Traced]:
-    return parity_cells.plan_of(cell_of(case, plan))
 
 
 def optimize(
@@ -173,30 +164,18 @@ def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
     )
 
 
-# --- on ranks, or on one device -------------------------------------------------------------------
-
-
-def history_of(path: Path) -> History:
-    """Of the run that was saved there."""
-    found: History = pickle.loads(path.with_suffix(".history").read_bytes())
-    return found
-
-
-def saves(path: Path, case: str, plan: str) -> None:
-    """The history lies beside the checkpoint."""
+def saves(path: Path, case: str, plan: str) -> History:
     run = start(case, plan)
     losses = run.steps(0, BEFORE)
     run.save(path)
     at_save = run.state()
     losses += run.steps(BEFORE, AFTER)
-    history = History(losses=losses, at_save=at_save, after=run.state())
-    if launch.rank() == 0:
-        path.with_suffix(".history").write_bytes(pickle.dumps(history))
+    return History(losses=losses, at_save=at_save, after=run.state())
 
 
-def goes_on(path: Path, case: str, plan: str, exactly: bool) -> None:
+def goes_on(path: Path, saved: History, case: str, plan: str, exactly: bool) -> None:
     """A load gives the state at the save bit by bit, and what follows is what followed it."""
-    run, saved = resume(case, plan, path), history_of(path)
+    run = resume(case, plan, path)
     assert differing(run.state(), saved.at_save) == []
     losses, after = run.steps(BEFORE, AFTER), run.state()
     assert losses == pytest.approx(saved.losses[BEFORE:], rel=TOLERANCE)
@@ -207,7 +186,6 @@ def goes_on(path: Path, case: str, plan: str, exactly: bool) -> None:
 
 
 def saves_beside_training(folder: Path) -> None:
-    """Each asynchronous save holds the state at its call."""
     run = start(GPT2, "dp2")
     run.steps(0, 1)
     first, at_first = run.save(folder / "first", asynchronous=True), run.state()
@@ -230,19 +208,15 @@ def mistakes(folder: Path, path: Path, of_another: Path) -> dict[str, list[str]]
     named = dict(run.runtime.named_parameters())
     sgd = torch.optim.SGD([{"params": [*named.values()]}], lr=0.1)
     foreign = _foreign() if second else run.optimizer
-    never = folder / "never"
+    other = {"sampler": run.scheduler}
     made = {
         "missing": lambda: run.load(folder / "nowhere"),
         "no checkpoint": lambda: run.load(folder / "other"),
         "not replaced": lambda: run.save(folder / "other"),
         "other model": lambda: run.load(of_another),
         "other optimizer": lambda: checkpoint.load(run.runtime, path, sgd),
-        "no such extra": lambda: checkpoint.load(
-            run.runtime, path, extra={"sampler": run.scheduler}
-        ),
-        "foreign state": lambda: checkpoint.save(run.runtime, never, foreign),
-        "full disk": lambda: _full_disk(run, never),
-        "full disk, later": lambda: _full_disk(run, never, asynchronous=True),
+        "no such extra": lambda: checkpoint.load(run.runtime, path, extra=other),
+        "foreign state": lambda: checkpoint.save(run.runtime, folder / "never", foreign),
     }
     said = {}
     for name, mistake in made.items():
@@ -263,13 +237,3 @@ def _foreign() -> torch.optim.Optimizer:
     p.grad = torch.ones(5)
     optimizer.step()
     return optimizer
-
-
-def _full_disk(run: Run, path: Path, asynchronous: bool = False) -> None:
-    def fail(*_: Any) -> Any:
-        raise OSError(28, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if launch.rank() == 1:
-            patch.setattr(dcp_writes.ChunkPlanner, "lookup_object", fail)
-        run.save(path, asynchronous=asynchronous).wait()

@@ -1,133 +1,105 @@
-"""Checkpoints: saved under any plan, loaded under any other, complete or not there at all.
+"""Checkpoints: saved under any plan, loaded under any other, complete or not there at all; of one
+device every optimizer, what does not fit, damaged files and notes; and weights, which under every
+plan are one device's, bit for bit, initialised or read from files.
 
-The oracle of training is a plain PyTorch loop.
+That training under a plan is a plain loop's is the parity matrix's to say.
 """
 
 from __future__ import annotations
 
+import copy
+import logging
+import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 
+from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.checkpoint.weights import init_weights, load_weights
+from meshwright.executor.errors import DamagedError, SavedError
+from meshwright.executor.files import atomic_folder, weight_files
+from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.plan import Plan
-from tests.executor.checkpoint.checkpoint_runs import (
-    AFTER,
-    BEFORE,
-    GPT2,
-    TOLERANCE,
-    History,
-    cell_of,
-    differing,
-    distance,
-    goes_on,
-    history_of,
-    mistakes,
-    optimize,
-    plan_of,
-    resume,
-    saves,
-    saves_beside_training,
-    start,
-)
+from tests.executor.checkpoint import checkpoint_runs as runs
+from tests.executor.checkpoint.checkpoint_runs import GPT2, Run, differing, on_meta, plan_of, start
 from tests.helpers.launching import launch
 from tests.helpers.ranks import on_ranks
+from tests.helpers.single_device import initialised, named_tensors
 from tests.helpers.tiers import tiered
-from tests.models.models import CASES, GLOBAL_BATCH
+from tests.models.models import CASES, GLOBAL_BATCH, parallelize
+from tests.parity import parity_cells
+from tests.parity.parity_cells import Cell
 
-TIMEOUT_S = 300
-WORKER = Path(__file__).with_name("checkpoint_worker.py")
+ENDS_BEFORE_ITS_SAVE = """
+import sys
+from pathlib import Path
+from meshwright.executor.ranks import launch
+from tests.executor.checkpoint.checkpoint_runs import GPT2, start
+
+with launch.distributed("gloo"):
+    start(GPT2, "alone").save(Path(sys.argv[1], "unfinished"), asynchronous=True)
+"""
 FOUR = ("dp2tp2", "pp4", "tp4", "zero2", "zero3", "hybrid", "virtual", "uneven")
 ROUND = (
-    ("zero3", "virtual"), ("virtual", "uneven"), ("uneven", "hybrid"), ("hybrid", "dp2tp2"),
-    ("zero3", "zero3"), ("hybrid", "tp4"), ("dp2", "pp2"), ("virtual", "alone"), ("alone", "zero2"),
+    "zero3 virtual", "virtual uneven", "uneven hybrid", "hybrid dp2tp2", "virtual alone",
+    "alone zero2",
 )  # fmt: skip
-ALIKE = ("zero3", "zero3"), ("hybrid", "tp4"), ("dp2", "pp2")  # one side of each stays
-FIRST = (*((GPT2, *pair) for pair in ROUND if pair not in ALIKE), ("resnet", "dp2", "pp2"))
+FIRST = (*(f"{GPT2} {pair}" for pair in ROUND), "resnet dp2 pp2")
 PAIRS = (
     *FIRST,
-    *((GPT2, *pair) for pair in ALIKE),
-    *((GPT2, plan, plan) for plan in FOUR if plan != "zero3"),
-    *((GPT2, "dp2tp2", plan) for plan in (*FOUR[1:], "pp2dp2tp2")),
-    *((GPT2, plan, other) for plan in FOUR[1:] for other in ("dp2tp2", "alone")
-      if (plan, other) not in ROUND),
-    *((GPT2, "dp2tp2", plan) for plan in ("dp2", "pp2")),
-    ("resnet", "dp2tp2", "dp2tp2"), ("resnet", "dp2tp2", "virtual"), ("resnet", "dp2tp2", "alone"),
-)  # fmt: skip
+    *(f"{GPT2} {plan} {plan}" for plan in FOUR),
+    *(f"{GPT2} dp2tp2 {plan}" for plan in (*FOUR[1:], "pp2dp2tp2", "dp2", "pp2")),
+    *(f"{GPT2} {plan} dp2tp2" for plan in ("pp4", "tp4", "zero2")),
+    *(f"resnet dp2tp2 {plan}" for plan in ("dp2tp2", "virtual", "alone")),
+)
 MORE = "the change tier saves plans of all kinds, and loads each kind under another"
 
 
 def on_plan(plan: str, function: Callable[..., Any], *arguments: Any) -> Any:
     """A function of the runs on the ranks of a plan, or here."""
-    world = cell_of(GPT2, plan).world
+    world = runs.cell_of(GPT2, plan).world
     return on_ranks(world, function, *arguments) if world > 1 else function(*arguments)
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Where a run of a case on a plan was saved, once."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By case and plan, where a run was saved, once, and its history."""
     folder = tmp_path_factory.mktemp("checkpoints")
 
     @cache
-    def of(case: str, plan: str) -> Path:
+    def of(case: str, plan: str) -> tuple[Path, runs.History]:
         path = folder / f"{case}-{plan}"
-        on_plan(plan, saves, path, case, plan)
-        return path
+        return path, on_plan(plan, runs.saves, path, case, plan)
 
     return of
 
 
-@cache
-def plain(case: str) -> History:
-    """What PyTorch alone does on one device."""
-    model = CASES[case].model()
-    named = dict(model.named_parameters())
-    optimizer, scheduler = optimize(case, named)
-    losses, states = [], []
-    for step in range(BEFORE + AFTER):
-        optimizer.zero_grad()
-        loss = CASES[case].loss(model, CASES[case].batch(GLOBAL_BATCH, step))
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-        scheduler.step()
-        if step in (BEFORE - 1, BEFORE + AFTER - 1):
-            state = {n: x.detach().clone() for n, x in model.state_dict().items()}
-            for name, p in named.items():
-                state |= {f"{name}:{k}": x.clone() for k, x in optimizer.state[p].items()}
-            states.append(state)
-    return History(losses=losses, at_save=states[0], after=states[1])
+@pytest.mark.parametrize("pair", tiered(PAIRS, FIRST.__contains__, MORE))
+def test_training_goes_on_under_any_plan(saved: Any, pair: str) -> None:
+    case, source, target = pair.split()
+    on_plan(target, runs.goes_on, *saved(case, source), case, target, source == target)
 
 
-SOURCES = tuple(dict.fromkeys(pair[:2] for pair in PAIRS if pair[1] != "alone"))
-FIRST_SOURCES = tuple(dict.fromkeys(pair[:2] for pair in FIRST))
+SOURCES = tuple(dict.fromkeys(pair.rpartition(" ")[0] for pair in PAIRS))
+FIRST_SOURCES = {pair.rpartition(" ")[0] for pair in FIRST}
 
 
-@pytest.mark.parametrize("pair", tiered(PAIRS, FIRST.__contains__, MORE, name="-".join))
-def test_training_goes_on_under_any_plan(saved: Any, pair: tuple[str, str, str]) -> None:
-    case, source, target = pair
-    on_plan(target, goes_on, saved(case, source), case, target, source == target)
-
-
-@pytest.mark.parametrize("of", tiered(SOURCES, FIRST_SOURCES.__contains__, MORE, name="-".join))
-def test_a_checkpoint_is_of_a_plain_loop_and_read_without_meshwright(
-    saved: Any, of: tuple[str, str]
-) -> None:
+@pytest.mark.parametrize("of", tiered(SOURCES, FIRST_SOURCES.__contains__, MORE))
+def test_a_checkpoint_is_read_without_meshwright(saved: Any, of: str) -> None:
     """By DCP alone, under the model's own names, a tied parameter under its first. Neither replicas
     nor tied copies are written twice: the boxes of a tensor have as many elements as it has."""
-    case, plan = of
-    path = saved(case, plan)
-    history = history_of(path)
-    if not CASES[case].batch_statistics:
-        wanted = plain(case)
-        assert history.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
-        assert distance(history.at_save, wanted.at_save) <= TOLERANCE
-        assert distance(history.after, wanted.after) <= TOLERANCE
+    case, plan = of.split()
+    path, history = saved(case, plan)
     model = CASES[case].model(seed=5)
     state = {"model": {name: p.detach() for name, p in model.named_parameters()}}
     dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -141,7 +113,7 @@ def test_a_checkpoint_is_of_a_plain_loop_and_read_without_meshwright(
 
 
 def test_an_asynchronous_save_holds_the_state_at_its_call(tmp_path: Path) -> None:
-    on_ranks(2, saves_beside_training, tmp_path)
+    on_ranks(2, runs.saves_beside_training, tmp_path)
 
 
 def test_a_mistake_is_told_alike_on_all_ranks(saved: Any, tmp_path: Path) -> None:
@@ -156,10 +128,8 @@ def test_a_mistake_is_told_alike_on_all_ranks(saved: Any, tmp_path: Path) -> Non
         "other optimizer": r"\w+edError: .*are those of AdamW, which SGD can't take",
         "no such extra": r"\w+edError: .*holds no state of \['sampler'\]; saved .*\['scheduler'\]",
         "foreign state": r"\w+edError: .*of shape \(5,\) that is none of the model's",
-        "full disk": r"UnwrittenError: .*not saved.*rank 1: .*No space left",
-        "full disk, later": r"UnwrittenError: .*not saved.*rank 1: .*No space left",
     }
-    said = on_ranks(2, mistakes, tmp_path, saved(GPT2, "zero3"), tmp_path / "mlp")
+    said = on_ranks(2, runs.mistakes, tmp_path, saved(GPT2, "zero3")[0], tmp_path / "mlp")
     assert said.keys() == says.keys()
     for name, heard in said.items():
         assert len(set(heard)) == 1, name
@@ -168,6 +138,384 @@ def test_a_mistake_is_told_alike_on_all_ranks(saved: Any, tmp_path: Path) -> Non
 
 
 def test_a_save_that_nobody_waits_for_is_finished(tmp_path: Path) -> None:
-    run = launch(WORKER, str(tmp_path), ranks=1, timeout_s=TIMEOUT_S)
+    (worker := tmp_path / "worker.py").write_text(ENDS_BEFORE_ITS_SAVE)
+    run = launch(worker, str(tmp_path), ranks=1, timeout_s=300)
     assert run.ok, run.tail()
-    resume(GPT2, "alone", tmp_path / "unfinished")
+    runs.resume(GPT2, "alone", tmp_path / "unfinished")
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+SEED, OTHER_SEED = 11, 5
+# one micro-batch: normalisation over the batch is the single device's
+LAYOUTS = (
+    "dp4", "tp4", "pp2xtp2", "dp2xtp2 zero1", "dp4 zero2 shard2", "dp2xtp2 zero3", "1|dp3",
+    "dp2xtp2 zero1 bf16",
+)  # fmt: skip
+FIRST_INITIALISED = (
+    "gpt2_tied dp2xtp2 zero3", "llama pp2xtp2", "resnet dp4 zero2 shard2", "mlp 1|dp3",
+    "bert dp2xtp2 zero1 bf16",
+)  # fmt: skip
+INITIALISED = {
+    *FIRST_INITIALISED,
+    *(f"gpt2_tied {layout}" for layout in LAYOUTS),
+    *(f"{case} tp4" for case in ("gpt2_untied", "llama", "bert", "resnet", "mlp")),
+    *(f"{case} dp2xtp2 zero3" for case in ("gpt2_untied", "llama", "resnet")),
+}
+FIRST_LOADED = ("gpt2_tied dp2xtp2 zero3", "gpt2_untied dp2xtp2 zero1", "resnet tp4")
+LOADED = {
+    *FIRST_LOADED,
+    *(f"gpt2_tied {layout}" for layout in ("tp4", "pp2xtp2", "dp2xtp2 zero1")),
+    *("llama tp4", "llama dp2xtp2 zero3", "resnet dp2xtp2 zero3"),
+}
+TURNS = "in the change tier each kind of model and of layout has its turn"
+
+
+@cache
+def single(case: str, seed: int) -> nn.Module:
+    model = CASES[case].build()
+    initialised(model, seed)
+    return model
+
+
+def check_state(runtime: Runtime, reference: nn.Module) -> None:
+    """The state, and the buffers outside of it, are those of the single device's model."""
+    tensors = named_tensors(reference)
+    assert differing(runtime.full_state_dict(), reference.state_dict()) == []
+    outside = {fqn: b.whole for fqn, b in runtime.held_buffers.items()}
+    assert differing(outside, {fqn: tensors[fqn] for fqn in outside}) == []
+
+
+def check_loss(cell: Cell, runtime: Runtime, reference: nn.Module) -> None:
+    batch = CASES[cell.case].batch(cell.rows, 0)
+    with torch.no_grad():
+        wanted = float(CASES[cell.case].loss(copy.deepcopy(reference), batch))
+    tolerance = 1e-2 if cell.precision == "bf16" else runs.TOLERANCE
+    assert float(runtime.train_step(batch)) == pytest.approx(wanted, rel=tolerance)
+
+
+def initialise(line: str) -> None:
+    cell, runtime, model = on_meta(line)
+    init_weights(runtime, SEED)
+    held = {p.fqn for p in runtime.stage_parameters}
+    assert all(x.is_meta == (n not in held) for n, x in model.named_parameters())
+    check_state(runtime, single(cell.case, SEED))
+    check_loss(cell, runtime, single(cell.case, SEED))
+
+
+@pytest.mark.parametrize("line", tiered(sorted(INITIALISED), FIRST_INITIALISED.__contains__, TURNS))
+def test_initialised_like_one_device(line: str) -> None:
+    on_ranks(4, initialise, line)
+
+
+def write_files(folder: Path, case: str) -> dict[str, Path]:
+    """One model in every format; paths by format."""
+    names = {
+        "torch": "model.pt",
+        "safetensors": "model.safetensors",
+        "dcp": "dcp",
+        "dcp_model": "m",
+    }
+    paths = {kind: folder / name for kind, name in names.items()}
+    model = single(case, OTHER_SEED)
+    state = {n: x.clone() for n, x in model.state_dict().items()}
+    torch.save({"model": state, "step": 3}, paths["torch"])
+    safetensors.torch.save_file(state, paths["safetensors"])
+    dcp.save(state, checkpoint_id=paths["dcp"], no_dist=True)
+    dcp.save({"model": state}, checkpoint_id=paths["dcp_model"], no_dist=True)
+    if hasattr(model, "save_pretrained"):
+        paths["shards"] = folder / "shards"
+        model.save_pretrained(paths["shards"], max_shard_size="20KB")
+    if case.startswith("gpt2"):
+        paths["base"] = folder / "base"
+        paths["base"].mkdir()
+        base = {n.removeprefix("transformer."): x for n, x in state.items()}
+        safetensors.torch.save_file(base, paths["base"] / "model.safetensors")
+    return paths
+
+
+class Counted:
+    """A stored tensor that counts the bytes read of it."""
+
+    read_bytes = 0
+
+    def __init__(self, stored: Any) -> None:
+        self.stored = stored
+
+    def get_shape(self) -> Any:
+        return weight_files.shape_of(self.stored)
+
+    def __getitem__(self, box: Any) -> torch.Tensor:
+        found = self.stored[box]
+        Counted.read_bytes += found.nbytes
+        return found
+
+
+def load(line: str, paths: dict[str, Path]) -> None:
+    """The first format into a model on meta, the others over whatever is there. Of files of whole
+    tensors a rank reads what it holds and no more; of DCP whole chunks."""
+    cell, runtime, _ = on_meta(line)
+    reference = single(cell.case, OTHER_SEED)
+    opened = weight_files.opened
+
+    def counted(*of: Any) -> dict[str, Counted]:
+        return {name: Counted(x) for name, x in opened(*of).items()}
+
+    with mock.patch.object(weight_files, "opened", counted):
+        for kind, path in paths.items():
+            if runtime.loaded:
+                for p in runtime.stage_parameters:
+                    p.stored.fill_(77)
+            Counted.read_bytes = 0
+            load_weights(runtime, path)
+            held = sum(p.stored.nbytes for p in runtime.stage_parameters)
+            if cell.case == "resnet":
+                held += sum(b.whole.nbytes for b in runtime.held_buffers.values())
+            assert Counted.read_bytes == (0 if kind.startswith("dcp") else held), kind
+            check_state(runtime, reference)
+    check_loss(cell, runtime, reference)
+
+
+@pytest.mark.parametrize("line", tiered(sorted(LOADED), FIRST_LOADED.__contains__, TURNS))
+def test_loaded_from_every_format(tmp_path: Path, line: str) -> None:
+    on_ranks(4, load, line, write_files(tmp_path, line.split()[0]))
+
+
+# --- one device -----------------------------------------------------------------------------------
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, amsgrad=True),
+    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "NAdam": torch.optim.NAdam,  # a scalar that is no count
+    "Adafactor": torch.optim.Adafactor,  # states of other shapes than the parameters'
+}
+FIRST_STATES = ("SGD", "AdamW", "Adam fused", "Adafactor")
+STATES = "the change tier has states like the parameters, of other shapes, and none of a tensor"
+
+
+@pytest.mark.parametrize("name", tiered(OPTIMIZERS, FIRST_STATES.__contains__, STATES))
+def test_any_optimizer_goes_on_bit_by_bit(tmp_path: Path, name: str) -> None:
+    both = []
+    for other in (False, True):
+        made = start("mlp", "alone", other=other)
+        optimizer = OPTIMIZERS[name]([*made.runtime.parameters()])
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        both.append(replace(made, optimizer=optimizer, scheduler=scheduler))
+    straight, again = both
+    straight.steps(0, 2)
+    straight.save(tmp_path / "at2")
+    before = {fqn: p.clone() for fqn, p in again.runtime.named_parameters()}
+    assert differing(before, dict(straight.runtime.named_parameters())) != []
+    again.load(tmp_path / "at2")
+    assert differing(again.state(), straight.state()) == []
+    assert again.steps(2, 2) == straight.steps(2, 2)
+    assert differing(again.state(), straight.state()) == []
+
+
+def test_the_loss_scale_is_kept(tmp_path: Path) -> None:
+    of = parity_cells.plan_of(Cell.parse("mlp 1 m1 fp16"))
+    run, again = (parallelize(CASES["mlp"].model(), *of) for _ in range(2))
+    for finite in (False, True):
+        run.loss_scale.update(finite)
+    checkpoint.save(run, tmp_path / "at0")
+    assert again.loss_scale != run.loss_scale
+    checkpoint.load(again, tmp_path / "at0")
+    assert again.loss_scale == run.loss_scale
+
+
+def test_a_model_without_weights_gets_them(tmp_path: Path) -> None:
+    """Llama's frequencies are no part of a state dict; on meta they have no value to keep."""
+    run = start("llama", "alone")
+    run.save(tmp_path / "at0")
+    with torch.device("meta"):
+        model = CASES["llama"].build()
+    runtime = parallelize(model, *plan_of("llama", "alone"))
+    with pytest.raises(ValueError, match=r"meta device: .* call init_weights, load_weights, load_"):
+        checkpoint.save(runtime, tmp_path / "none")
+    optimizer, _ = runs.optimize("llama", dict(runtime.named_parameters()))
+    checkpoint.load(runtime, tmp_path / "at0", optimizer)
+    assert differing(runtime.full_state_dict(), run.runtime.full_state_dict()) == []
+    batch = CASES["llama"].batch(GLOBAL_BATCH, 0)
+    assert float(runtime.train_step(batch)) == float(run.runtime.train_step(batch))
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_does_not_fit_is_told_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start("mlp", "alone")
+    run.steps(0, 1)
+    run.save(tmp_path / "at1")
+    other = start("mlp", "alone", other=True)
+    before = other.state()
+    # a rank with one group
+    monkeypatch.setattr(checkpoint, "all_gather_object", lambda _, of: [of, of[:1]])
+    with pytest.raises(ValueError, match=r"has \[2, 1\] groups on the ranks; make the same"):
+        other.load(tmp_path / "at1")
+    assert differing(other.state(), before) == []
+
+
+def test_options_go_by_name_and_must_agree_within_a_group(tmp_path: Path) -> None:
+    run = start("gpt2_tied", "alone")
+    run.save(tmp_path / "at0")
+    one = torch.optim.AdamW([{"params": [*run.runtime.parameters()]}])
+    with pytest.raises(ValueError, match=r"in group 0 .*saved with different options"):
+        checkpoint.load(run.runtime, tmp_path / "at0", one)
+    saved = torch.load(tmp_path / "at0" / "training.pt", weights_only=True)["optimizer"]["groups"]
+    how = {"foreach": True, "fused": None, "capturable": True, "differentiable": False}
+    assert not any(set(how) & set(options) for options, _ in saved)
+    part = torch.optim.AdamW([next(iter(run.runtime.parameters()))], lr=1.0, **how)
+    checkpoint.load(run.runtime, tmp_path / "at0", part)
+    assert part.param_groups[0]["lr"] == 1e-3
+    assert how.items() <= part.param_groups[0].items(), "how it runs is the run's own choice"
+
+
+def test_parameters_that_were_not_trained_have_no_states(tmp_path: Path) -> None:
+    run = start("mlp", "alone")
+    some = [*run.runtime.parameters()][1:]
+    checkpoint.save(run.runtime, tmp_path / "at0", torch.optim.SGD(some, lr=0.1))
+    every = torch.optim.SGD([*run.runtime.parameters()], lr=0.1)
+    with pytest.raises(ValueError, match=r"lacks 1 parameters that this one trains"):
+        checkpoint.load(run.runtime, tmp_path / "at0", every)
+    checkpoint.save(run.runtime, tmp_path / "at0")
+    with pytest.raises(ValueError, match=r"saved without an optimizer; load it without one"):
+        checkpoint.load(run.runtime, tmp_path / "at0", every)
+
+
+def test_only_what_loads_without_running_code_is_saved(tmp_path: Path) -> None:
+    class Odd:
+        def state_dict(self) -> dict[str, Any]:
+            return {"path": Path("somewhere")}
+
+    run = start("mlp", "alone")
+    with pytest.raises(ValueError, match=r"state of 'odd' holds more than tensors, numbers"):
+        checkpoint.save(run.runtime, tmp_path / "at0", extra={"odd": Odd()})
+    with pytest.raises(ValueError, match=r"extra\['epoch'\] is of type int, .* no state_dict"):
+        checkpoint.save(run.runtime, tmp_path / "at0", extra={"epoch": 1})
+    run.save(tmp_path / "at0")
+    with pytest.raises(ValueError, match=r"extra\['odd'\] is of type Odd, .* no load_state_dict"):
+        checkpoint.load(run.runtime, tmp_path / "at0", extra={"odd": Odd()})
+
+
+def test_a_damaged_file_is_told(tmp_path: Path) -> None:
+    run = start("mlp", "alone")
+    run.save(tmp_path / "at0")
+    (data,) = (tmp_path / "at0").glob("*.distcp")
+    whole = data.read_bytes()
+    data.write_bytes(whole[:100])
+    with pytest.raises(RuntimeError, match=r"'__0_0.distcp' has 100 bytes, and \d+ were saved"):
+        run.load(tmp_path / "at0")
+    data.write_bytes(whole[:-1000] + bytes(1000))
+    says = r"at0': damaged, and read in part.*'model.*' in '.*__0_0.distcp' is damaged: its"
+    with pytest.raises(RuntimeError, match=says):
+        run.load(tmp_path / "at0")
+
+
+def test_an_error_in_the_background_is_raised_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, path = start("mlp", "alone"), tmp_path / "at1"
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(atomic_folder, "publish", full)
+        saving = run.save(path, asynchronous=True)
+        with pytest.raises(RuntimeError, match=r"at1': not saved.*No space left"):
+            saving.wait()
+        saving.wait()
+        run.save(path, asynchronous=True)
+        with pytest.raises(RuntimeError, match=r"No space left"):
+            run.save(path)
+    run.save(path)
+    run.load(path)
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A checkpoint as an older version wrote it, without checksums, and the run that it is of."""
+    run = start("mlp", "alone")
+    run.steps(0, 1)
+    path = tmp_path_factory.mktemp("notes") / "at"
+    run.save(path)
+    (path / "manifest.json").unlink()
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        del place.xxh3_64
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    return path, run
+
+
+def test_an_older_checkpoint_is_loaded_with_a_note(
+    older: tuple[Path, Run], caplog: pytest.LogCaptureFixture
+) -> None:
+    path, run = older
+    again = start("mlp", "alone", other=True)
+    with caplog.at_level(logging.WARNING):
+        again.load(path)
+    assert "has no 'manifest.json', as those of older versions" in caplog.text
+    assert differing(again.state(), run.state()) == []
+
+
+WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "steps": (lambda n: n.update(steps="x"), "steps is 'x', and must be of type int"),
+    "steps before the first": (lambda n: n.update(steps=-1), "steps is -1, and must not be neg"),
+    "seed": (lambda n: n.update(seed=True), "seed is True"),
+    "format": (lambda n: n.update(format="1"), "format is '1'"),
+    "model": (lambda n: n.update(model=1), "model is 1"),
+    "loss scale": (lambda n: n.update(loss_scale={"value": "x"}), "the loss scale's value is 'x'"),
+    "extra": (lambda n: n.update(extra=None), "extra is None, and must be of type dict"),
+    "optimizer": (lambda n: n.update(optimizer=[]), "optimizer is [], and must be of type dict"),
+    "class": (lambda n: n["optimizer"].pop("class"), "the optimizer's class is None"),
+    "groups": (lambda n: n["optimizer"].update(groups=5), "the optimizer's groups is 5"),
+    "a group": (lambda n: n["optimizer"]["groups"].append({}), "a group is {}"),
+    "options": (lambda n: n["optimizer"]["groups"].append((1, [])), "a group's options is 1"),
+    "parameters": (lambda n: n["optimizer"]["groups"].append(({}, [1])), "name of a parameter"),
+    "values": (lambda n: n["optimizer"]["values"].update(a=1), "the optimizer's values is 1"),
+    "tensors": (lambda n: n["optimizer"]["tensors"].update(a={}), "the optimizer's tensors is {}"),
+}
+
+
+def told(older: tuple[Path, Run], change: Callable[[Any], Any]) -> Exception:
+    path, run = older
+    whole = (path / "training.pt").read_bytes()
+    notes = torch.load(path / "training.pt", weights_only=True)
+    change(notes)
+    torch.save(notes, path / "training.pt")
+    try:
+        with pytest.raises((SavedError, DamagedError)) as error:
+            run.load(path)
+    finally:
+        (path / "training.pt").write_bytes(whole)
+    return error.value
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_of_another_type_is_told_before_anything_is_loaded(
+    older: tuple[Path, Run], name: str
+) -> None:
+    change, says = WRONG[name]
+    before = older[1].state()
+    error = told(older, change)
+    assert isinstance(error, DamagedError) and says in str(error)
+    assert "'training.pt' is damaged; load an earlier checkpoint" in str(error)
+    assert differing(older[1].state(), before) == []
+
+
+def test_notes_of_another_format_and_states_that_adam_cannot_take_are_told(
+    older: tuple[Path, Run],
+) -> None:
+    """Numbers of Adam's steps are notes; without them torch raises a KeyError."""
+    error = told(older, lambda notes: notes.update(format=7))
+    assert isinstance(error, SavedError) and "has format 7; this version reads 1" in str(error)
+
+    def without_steps(notes: Any) -> None:
+        for values in notes["optimizer"]["values"].values():
+            values.pop("step")
+
+    error = told(older, without_steps)
+    assert isinstance(error, DamagedError) and error.place and error.legal and error.way_out
+    assert re.search(r"are none that Adam.* can take.*KeyError", str(error))

@@ -6,8 +6,9 @@ closed forms for what a rank holds and sends; DCP read without Meshwright.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
+from meshwright import Overrides, ParallelModel, auto_parallelize
 from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.parameters import norms
 from meshwright.executor.ranks import launch
-from meshwright.executor.ranks.meshes import stage_meshes
+from meshwright.executor.ranks.meshes import StageMesh, stage_meshes
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
 from meshwright.executor.stages import CheckedPlan
 from meshwright.moe import GroupedLinear, combine, dispatch, grouped_linear
@@ -35,6 +36,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.single_device import initialised
 from tests.helpers.stored import stored
 from tests.helpers.tiers import tiered
+from tests.helpers.tiny import host
 from tests.models import experts_models
 from tests.models.experts_models import (
     EXPERTS,
@@ -49,9 +51,10 @@ from tests.models.experts_models import (
     token_loss,
 )
 from tests.models.models import Case, Traced, adamw, traced
+from tests.parity.parity_cells import Cell
 from tests.parity.parity_reference import Reference, compare, difference, trained
 
-ROWS, STEPS = 8, 3
+ROWS, STEPS, MICROBATCHES = 8, 3, 2
 SPLIT = {  # the matrices
     "layers.*.experts.gate": "S(2)",
     "layers.*.experts.up": "S(2)",
@@ -60,62 +63,52 @@ SPLIT = {  # the matrices
 TOKENS = {"layers.*:add": "-> S(1)", "layers.*.experts:dispatch": "s"}  # the sequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
-    """A plan on four ranks: `pp` device groups of (dp, tp); `ep` ranks share the experts of each,
-    of one after the other where it is several numbers."""
+    """A plan on four ranks: the words of a cell of the parity matrix, and of this file: `ep2` ranks
+    share the experts of each device group (`ep2,1` of one after the other), `matrices` or `tokens`
+    are split over the tensor axis, tokens go to `even` or `skewed` experts, `compiled`."""
 
-    dp: int
-    tp: int = 1
-    pp: int = 1
-    ep: tuple[int, ...] = (1,)
-    microbatches: int = 2
-    schedule: str = "1f1b"
-    virtual: int = 1
-    precision: str = "fp32"
-    compile: bool | str = False
-    zero: int = 0
-    dp_shard: int | None = None
-    recompute: str = "none"
-    spread: str = "none"
-    shardings: Mapping[str, str] = field(default_factory=dict)
+    line: str
+
+    @property
+    def words(self) -> list[str]:
+        return self.line.split()
+
+    @property
+    def cell(self) -> Cell:
+        cell = Cell.parse(" ".join(["moe", *(x for x in self.words if not OWN.fullmatch(x))]))
+        return cell if "m4" in self.words else replace(cell, microbatches=MICROBATCHES)
+
+    @property
+    def ep(self) -> tuple[int, ...]:
+        found = [x.removeprefix("ep") for x in self.words if x.startswith("ep")] or ["1"]
+        return tuple(map(int, found[0].split(",")))
+
+    @property
+    def spread(self) -> str:
+        return "one" if "skewed" in self.words else "even" if "even" in self.words else "none"
+
+    @property
+    def shardings(self) -> dict[str, str]:
+        split = SPLIT if "matrices" in self.words else {}
+        return split | (TOKENS if "tokens" in self.words else {})
 
 
-RUNS: Mapping[str, Run] = {
-    "dp4": Run(dp=4),
-    "dp4 skewed": Run(dp=4, spread="one"),
-    "tp4 matrices": Run(dp=1, tp=4, shardings=SPLIT),
-    "tp4 tokens": Run(dp=1, tp=4, shardings=TOKENS),
-    "dp2 tp2": Run(dp=2, tp=2, shardings=SPLIT),
-    "dp4 ep2": Run(dp=4, ep=(2,)),
-    "dp4 ep4": Run(dp=4, ep=(4,)),
-    "dp4 ep4 skewed": Run(dp=4, ep=(4,), spread="one", zero=1),
-    "dp4 ep2 skewed": Run(dp=4, ep=(2,), spread="one"),
-    "dp4 ep2 zero1": Run(dp=4, ep=(2,), zero=1),
-    "dp4 ep2 zero2": Run(dp=4, ep=(2,), zero=2),
-    "dp4 ep2 zero3": Run(dp=4, ep=(2,), zero=3),
-    "dp4 ep4 zero3": Run(dp=4, ep=(4,), zero=3),
-    "dp4 ep2 shard2": Run(dp=4, ep=(2,), zero=1, dp_shard=2),
-    "dp4 ep4 shard2": Run(dp=4, ep=(4,), zero=2, dp_shard=2),
-    "dp4 ep2 full": Run(dp=4, ep=(2,), recompute="full"),
-    "dp4 ep2 selective": Run(dp=4, ep=(2,), recompute="selective"),
-    "dp2 pp2 ep2": Run(dp=2, pp=2, ep=(2,), microbatches=4),
-    "dp2 pp2 ep2 full zero1": Run(dp=2, pp=2, ep=(2,), microbatches=4, recompute="full", zero=1),
-    "dp2 tp2 ep2 matrices": Run(dp=2, tp=2, ep=(2,), shardings=SPLIT),
-    "dp2 tp2 ep2 tokens": Run(dp=2, tp=2, ep=(2,), shardings=TOKENS),
-    "dp2 tp2 ep2 tokens zero1": Run(dp=2, tp=2, ep=(2,), shardings=TOKENS, zero=1),
-    "dp2 tp2 ep4 tokens": Run(dp=2, tp=2, ep=(4,), shardings=TOKENS, zero=1),
-    "tp4 ep4 tokens": Run(dp=1, tp=4, ep=(4,), shardings=TOKENS),
-    "dp2 pp2 ep2 zb_h1": Run(dp=2, pp=2, ep=(2,), microbatches=4, schedule="zb_h1", zero=1),
-    "dp2 pp2 ep2 interleaved": Run(
-        dp=2, pp=2, ep=(2,), microbatches=4, schedule="interleaved_1f1b", virtual=2
-    ),
-    "dp2 pp2 ep2 and 1": Run(dp=2, pp=2, ep=(2, 1), microbatches=4, zero=2),
-    "dp4 compiled": Run(dp=4, compile="aot_eager"),
-    "dp4 ep2 compiled": Run(dp=4, ep=(2,), compile="aot_eager"),
-    "dp4 ep2 bf16": Run(dp=4, ep=(2,), zero=1, precision="bf16", spread="even"),
-}
-EVEN = Run(dp=4, ep=(4,), spread="even")
+OWN = re.compile(r"ep\S+|skewed|even|matrices|tokens|compiled")
+RUNS = (
+    "dp4 ep4 zero1 skewed", "dp4 ep4 zero3", "dp4 zero1 shard2 ep2", "pp2xdp2 m4 zero1 full ep2",
+    "dp2xtp2 ep2 matrices", "dp2xtp2 zero1 ep4 tokens", "tp4 ep4 tokens",
+    "pp2xdp2 m4 zb_h1 zero1 ep2", "pp2xdp2 m4 zero2 ep2,1", "dp4 zero1 bf16 ep2 even",
+)  # fmt: skip
+MORE = (
+    "dp4", "dp4 skewed", "tp4 matrices", "tp4 tokens", "dp2xtp2 matrices", "dp4 ep2", "dp4 ep4",
+    "dp4 ep2 skewed", "dp4 zero1 ep2", "dp4 zero2 ep2", "dp4 zero3 ep2", "dp4 zero2 shard2 ep4",
+    "dp4 full ep2", "dp4 selective ep2", "pp2xdp2 m4 ep2", "dp2xtp2 ep2 tokens",
+    "dp2xtp2 zero1 ep2 tokens", "pp2xdp2 m4 interleaved_1f1b v2 ep2", "dp4 compiled",
+    "dp4 ep2 compiled",
+)  # fmt: skip
+EVEN = Run("dp4 ep4 even")
 
 
 def loss_fn(made: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
@@ -123,57 +116,38 @@ def loss_fn(made: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> t
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + 0.1 * balance
 
 
-def graph_of(rows: int, precision: str) -> Traced:
-    case = Case(
-        build=lambda: language_model("routed", "none"),
-        batch=batch,
-        optimizer=adamw,
-        loss_fn=loss_fn,
-    )
+def graph_of(rows: int = ROWS // MICROBATCHES, precision: str = "fp32") -> Traced:
+    def model() -> nn.Module:
+        return language_model("routed", "none")
+
+    case = Case(build=model, batch=batch, optimizer=adamw, loss_fn=loss_fn)
     return stored(
-        "experts",
-        rows,
-        precision,
-        make=lambda: traced(case, rows, precision),
+        "experts", rows, precision, make=lambda: traced(case, rows, precision),
         models=(experts_models,),
-    )
+    )  # fmt: skip
 
 
 def plan_of(run: Run, of: Traced) -> Plan:
-    plan = build_plan(
-        of.graph,
-        Knobs(
-            meshes=((run.dp, run.tp),) * run.pp,
-            rows=ROWS,
-            num_microbatches=run.microbatches,
-            zero=run.zero,
-            dp_shard=run.dp_shard,
-            recompute=run.recompute,
-            shardings=run.shardings,
-            schedule=run.schedule,
-            virtual=run.virtual,
-            precision=run.precision,
-        ),
-    )
+    cell = run.cell
+    knobs = Knobs(
+        meshes=cell.meshes, rows=ROWS, num_microbatches=cell.microbatches, zero=cell.zero,
+        dp_shard=cell.dp_shard, recompute=cell.recompute, shardings=run.shardings,
+        schedule=cell.schedule, virtual=cell.virtual, precision=cell.precision,
+    )  # fmt: skip
+    plan = build_plan(of.graph, knobs)
     stages = zip(plan.stages, cycle(run.ep), strict=False)
     return replace(plan, stages=tuple(replace(stage, ep=ep) for stage, ep in stages))
 
 
 WORLD = 4
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.05}  # bf16 keeps 8 bits: 0.4 % each operator
-SECOND = {
-    "dp4", "tp4 matrices", "tp4 tokens", "dp2 tp2", "dp4 ep2", "dp4 ep2 zero2", "dp4 ep4",
-    "dp4 ep2 zero1", "dp4 ep2 zero3", "dp4 ep2 skewed", "dp4 ep4 shard2", "dp2 pp2 ep2",
-    "dp2 tp2 ep2 tokens", "dp2 tp2 ep2 tokens zero1", "dp4 compiled", "dp4 ep2 compiled",
-    "dp4 skewed", "dp2 pp2 ep2 interleaved", "dp4 ep2 full", "dp4 ep2 selective",
-}  # fmt: skip
 
 
 def build(run: Run) -> Runtime:
-    of = graph_of(ROWS // run.microbatches, run.precision)
+    of = graph_of(ROWS // run.cell.microbatches, run.cell.precision)
     checked = CheckedPlan.of(plan_of(run, of), of.graph, of.table)
-    model = language_model("routed", run.spread)
-    return Runtime(checked, model, options=RunOptions(compile=run.compile))
+    options = RunOptions(compile="aot_eager" if "compiled" in run.words else False)
+    return Runtime(checked, language_model("routed", run.spread), options=options)
 
 
 def train(runtime: Runtime, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> Reference:
@@ -189,7 +163,7 @@ def train(runtime: Runtime, optimizer: torch.optim.Optimizer, steps: int = STEPS
 def dense(run: Run) -> Reference:
     """The dense model on one device, in the same micro-batches (the balance is no mean over
     tokens)."""
-    model, parts = language_model("dense", run.spread), run.microbatches
+    model, parts = language_model("dense", run.spread), run.cell.microbatches
 
     def loss(step: int, k: int) -> torch.Tensor:
         ids, targets = (x.chunk(parts)[k] for x in batch(ROWS, step))
@@ -211,7 +185,7 @@ def trains_as_the_dense_model(run: Run) -> None:
     assert bool(held) == bool(share)
     assert all(numel == share for numel in held.values()), (held, share)
     if launch.rank() == 0:
-        differences, tolerance = compare(found, dense(run)), TOLERANCE[run.precision]
+        differences, tolerance = compare(found, dense(run)), TOLERANCE[run.cell.precision]
         assert differences["loss"] < tolerance
         assert differences["gradient"][0] < tolerance, differences
         assert differences["state"][0] < tolerance, differences
@@ -221,21 +195,22 @@ def trains_as_the_dense_model(run: Run) -> None:
 def share_of(run: Run, rank: int) -> float:
     """Elements of a weight of experts on a rank that has not all of them: 1/ep; of that, 1/tp where
     the tensor axis splits matrices, and ZeRO's part of the ranks that hold the same."""
-    ep = run.ep[rank // (run.dp * run.tp) % len(run.ep)]
+    cell, (dp, tp) = run.cell, run.cell.meshes[0]
+    ep = run.ep[rank // (dp * tp) % len(run.ep)]
     if ep == 1:
         return 0
     whole = EXPERTS * WIDTH * INNER / ep
-    split = run.tp if run.shardings == SPLIT else 1
-    holders = run.dp * run.tp // ep // split
-    return whole / (min(holders, run.dp_shard or holders) if run.zero else 1) / split
+    split = tp if run.shardings == SPLIT else 1
+    holders = dp * tp // ep // split
+    return whole / (min(holders, cell.dp_shard or holders) if cell.zero else 1) / split
 
 
 @pytest.mark.parametrize(
-    "name", tiered(RUNS, lambda name: name not in SECOND, "each ep with each knob, in pairs")
+    "line", tiered((*RUNS, *MORE), RUNS.__contains__, "each ep with each knob, in pairs")
 )
-def test_losses_gradients_and_weights_are_those_of_the_dense_model(name: str) -> None:
-    run = RUNS[name]
-    graph_of(ROWS // run.microbatches, run.precision)
+def test_losses_gradients_and_weights_are_those_of_the_dense_model(line: str) -> None:
+    run = Run(line)
+    graph_of(ROWS // run.cell.microbatches, run.cell.precision)
     on_ranks(WORLD, trains_as_the_dense_model, run)
 
 
@@ -255,9 +230,9 @@ def sends_what_is_priced() -> None:
     with mock.patch.object(dist, "all_to_all_single", counting):
         runtime.train_step(batch(ROWS, 0))
     (ep,) = EVEN.ep
-    copies = ROWS // EVEN.microbatches // EVEN.dp * SEQUENCE * TOPK
+    copies = ROWS // MICROBATCHES // WORLD * SEQUENCE * TOPK
     each = copies * WIDTH * 4 * (ep - 1) // ep
-    assert sum(sent) == 4 * LAYERS * EVEN.microbatches * each
+    assert sum(sent) == 4 * LAYERS * MICROBATCHES * each
 
 
 def test_the_bytes_sent_are_those_that_are_priced() -> None:
@@ -267,14 +242,14 @@ def test_the_bytes_sent_are_those_that_are_priced() -> None:
 def checkpoints(folder: Path) -> dict[str, Any]:
     """A run saved with its optimizer goes on under other plans as it does under its own. Returns
     what was saved."""
-    runtime = build(RUNS["dp4 ep2 zero1"])
+    runtime = build(Run("dp4 zero1 ep2"))
     optimizer = adamw(runtime.parameters())
     train(runtime, optimizer)
     checkpoint.save(runtime, folder, optimizer)
     state = runtime.full_state_dict()
     on = train(runtime, optimizer).losses
-    for name in ("dp4 ep2 zero3", "dp2 tp2 ep4 tokens"):
-        second = build(RUNS[name])
+    for name in ("dp4 zero3 ep2", "dp2xtp2 zero1 ep4 tokens"):
+        second = build(Run(name))
         again = adamw(second.parameters())
         checkpoint.load(second, folder, again)
         read = second.full_state_dict()
@@ -297,16 +272,10 @@ def planned_library(plan: Plan | None = None) -> ParallelModel:
     with torch.device("meta"):
         model = Library()
     return auto_parallelize(
-        model,
-        Cluster.local(WORLD, "cpu", measure=False),
-        example_inputs=batch(2, 0),
-        global_batch_size=ROWS,
-        loss_fn=token_loss,
-        precision="fp32",
+        model, host(WORLD), example_inputs=batch(2, 0), global_batch_size=ROWS,
+        loss_fn=token_loss, precision="fp32", plan=plan, profile=False,
         overrides=None if plan else Overrides(ep=2, dp=4, zero=1),
-        plan=plan,
-        profile=False,
-    )
+    )  # fmt: skip
 
 
 def library(plan: Plan) -> None:
@@ -332,19 +301,6 @@ def test_the_search_shares_out_experts_of_the_librarys_layer() -> None:
     on_ranks(WORLD, library, plan)
 
 
-# --- what can't run -------------------------------------------------------------------------------
-
-
-def refused(model: nn.Module, run: Run) -> str:
-    """The message with which all ranks refuse a plan of a model."""
-    of = traced(Case(build=lambda: model, batch=batch, optimizer=adamw, loss_fn=token_loss), 4)
-    plan = plan_of(run, of)
-    chosen = check_plan(plan, of.graph, of.table)
-    with pytest.raises(PlanError) as error:
-        stage_meshes(plan, of.graph, of.table, chosen)
-    return str(error.value)
-
-
 class Layer(nn.Module):
     """Experts, with a function of (layer, copies, experts, weights) between dispatch and
     combine."""
@@ -360,105 +316,74 @@ class Layer(nn.Module):
         return x + combine(self.between(self, dispatch(x, chosen), chosen, weights))
 
 
-class Custom(nn.Module):
-    """Two such layers."""
-
-    def __init__(self, between: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(48, WIDTH)
-        self.layers = nn.ModuleList([Layer(between), Layer(between)])
-        self.out = nn.Linear(WIDTH, 48)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
-
-
-REFUSED: dict[str, tuple[Callable[..., torch.Tensor], str]] = {
-    "over copies": (
-        lambda m, x, e, w: m.up(x, e).softmax(2) * w.unsqueeze(-1),
-        "does not work on each copy alone",
-    ),
-    "by place": (
+REFUSED: tuple[tuple[Callable[..., torch.Tensor], str], ...] = (
+    (lambda m, x, e, w: m.up(x, e).softmax(2) * w.unsqueeze(-1), "not work on each copy alone"),
+    (
         lambda m, x, e, w: m.up(x, e) * torch.ones(SEQUENCE, 1, 1, device=x.device),
         "has some of the copies' dims",
     ),
-    "moved dims": (
-        lambda m, x, e, w: m.up(x, e).transpose(1, 2).exp().transpose(1, 2),
-        "not the copies' dims",
-    ),
-    "other experts": (
-        lambda m, x, e, w: m.up(x, (e + 1) % EXPERTS),
-        "other experts",
-    ),
-    "no product": (
-        lambda m, x, e, w: m.up(dispatch(combine(x), e), e),
-        "no grouped product",
-    ),
-    "made weights": (
-        lambda m, x, e, w: grouped_linear(x, m.up.weight * 2, e),
-        "grouped products alone read",
-    ),
-    "read twice": (
-        lambda m, x, e, w: m.up(x, e) * m.up.weight.mean(),
-        "grouped products alone read",
-    ),
-}  # fmt: skip
+    (lambda m, x, e, w: m.up(x, e).transpose(1, 2).exp().transpose(1, 2), "not the copies' dims"),
+    (lambda m, x, e, w: m.up(x, (e + 1) % EXPERTS), "other experts"),
+    (lambda m, x, e, w: m.up(dispatch(combine(x), e), e), "no grouped product"),
+    (lambda m, x, e, w: grouped_linear(x, m.up.weight * 2, e), "grouped products alone read"),
+    (lambda m, x, e, w: m.up(x, e) * m.up.weight.mean(), "grouped products alone read"),
+)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_mixes_copies_is_refused(name: str) -> None:
-    between, why = REFUSED[name]
-    assert why in refused(Custom(between), Run(dp=4, ep=(2,)))
+@pytest.mark.parametrize(("between", "why"), REFUSED)
+def test_what_mixes_copies_is_refused(between: Callable[..., torch.Tensor], why: str) -> None:
+    layers = Layer(between), Layer(between)
+    model = nn.Sequential(nn.Embedding(48, WIDTH), *layers, nn.Linear(WIDTH, 48))
+    of = traced(Case(build=lambda: model, batch=batch, optimizer=adamw, loss_fn=token_loss), 4)
+    plan = plan_of(Run("dp4 ep2"), of)
+    chosen = check_plan(plan, of.graph, of.table)
+    with pytest.raises(PlanError, match=why):
+        stage_meshes(plan, of.graph, of.table, chosen)
+
+
+def checked(line: str) -> list[StageMesh]:
+    of = graph_of()
+    plan = plan_of(Run(line), of)
+    return stage_meshes(plan, of.graph, of.table, check_plan(plan, of.graph, of.table))
 
 
 def test_ep_beyond_the_data_axis_asks_for_split_tokens() -> None:
-    of = graph_of(4, "fp32")
-    run = Run(dp=2, tp=2, ep=(4,), shardings=TOKENS)
-    plan = plan_of(run, of)
-    meshes = stage_meshes(plan, of.graph, of.table, check_plan(plan, of.graph, of.table))
-    assert meshes[0].folded and meshes[0].expert_parts == 2
+    (mesh,) = checked("dp2xtp2 ep4 tokens")
+    assert mesh.folded and mesh.expert_parts == 2
     with pytest.raises(PlanError, match=r"ep=4 does not divide the 2 ranks that have tokens"):
-        check_plan(plan_of(replace(run, shardings={}), of), of.graph, of.table)
+        checked("dp2xtp2 ep4")
+
+
+def test_experts_stored_split_are_not_shared_out_over_tensor_ranks() -> None:
+    """Tensor ranks with tokens of their own may share experts out only if each holds whole ones."""
+    assert checked("dp2xtp2 ep2 tokens")[0].folded
+    assert not checked("dp2xtp2 ep2 tokens matrices")[0].folded
 
 
 def test_a_mesh_that_neither_axis_carries_is_refused() -> None:
-    of = graph_of(4, "fp32")
-    plan = plan_of(Run(dp=1, tp=4, ep=(2,), shardings=TOKENS), of)
+    of = graph_of()
+    plan = plan_of(Run("tp4 ep2 tokens"), of)
     check_plan(plan, of.graph, of.table)
     with pytest.raises(PlanError, match=r"ep=2 can be priced, but not run yet.*dp·cp=1.*tp=4"):
         check_runs(plan)
 
 
-def test_experts_stored_split_are_not_shared_out_over_tensor_ranks() -> None:
-    """Tensor ranks with tokens of their own may share experts out only if each holds whole ones."""
-    of = graph_of(4, "fp32")
-    for shardings, folded in ((TOKENS, True), ({**SPLIT, **TOKENS}, False)):
-        plan = plan_of(Run(dp=2, tp=2, ep=(2,), shardings=shardings), of)
-        chosen = check_plan(plan, of.graph, of.table)
-        assert stage_meshes(plan, of.graph, of.table, chosen)[0].folded is folded
-
-
 def test_copies_of_tokens_stay_with_their_experts() -> None:
-    of = graph_of(4, "fp32")
-    split = {**TOKENS, "layers.*.experts:grouped_linear": "out"}
-    run = Run(dp=2, tp=2, ep=(2,), shardings=split)
+    of = graph_of()
+
+    def split(line: str) -> Plan:
+        plan = plan_of(Run(line), of)
+        given = {**plan.stages[0].shardings, "layers.*.experts:grouped_linear": "out"}
+        return replace(plan, stages=(replace(plan.stages[0], shardings=given),))
+
+    check_plan(split("dp2xtp2 tokens"), of.graph, of.table)
     with pytest.raises(PlanError, match=r"goes from S\(1\) to .* but copies of tokens stay"):
-        check_plan(plan_of(run, of), of.graph, of.table)
-    check_plan(plan_of(replace(run, ep=(1,)), of), of.graph, of.table)
+        check_plan(split("dp2xtp2 ep2 tokens"), of.graph, of.table)
 
 
 def test_dp_shard_and_ep_must_nest() -> None:
-    of = graph_of(4, "fp32")
-    plan = plan_of(Run(dp=4, ep=(2,), zero=1), of)
+    of = graph_of()
+    plan = plan_of(Run("dp4 zero1 ep2"), of)
     stage = replace(plan.stages[0], ranks=tuple(range(12)), dp=12, ep=4, dp_shard=6)
     with pytest.raises(PlanError, match=r"dp_shard=6 with ep=4"):
         stage_meshes(replace(plan, stages=(stage,)), of.graph, of.table, [{}])
-
-
-def test_the_operators_are_single_nodes_of_the_trace() -> None:
-    shorts = [op.short for op in graph_of(4, "fp32").graph.ops]
-    assert shorts.count("dispatch") == shorts.count("combine") == LAYERS
-    assert shorts.count("grouped_linear") == 3 * LAYERS

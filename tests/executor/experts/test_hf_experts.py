@@ -61,7 +61,7 @@ def model_of(name: str, implementation: str = "grouped_mm") -> nn.Module:
     return model
 
 
-def batch_of(masked: bool) -> dict[str, torch.Tensor]:
+def batch_of(masked: bool = False) -> dict[str, torch.Tensor]:
     ids = torch.randint(VOCAB, (ROWS, LENGTH), generator=torch.Generator().manual_seed(3))
     if not masked:
         return {"input_ids": ids, "labels": ids.clone()}
@@ -69,9 +69,6 @@ def batch_of(masked: bool) -> dict[str, torch.Tensor]:
     mask[::3, LENGTH // 2 :] = 0
     labels = ids.masked_fill(mask == 0, -100)
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-# --- the same numbers -----------------------------------------------------------------------------
 
 
 class Written:
@@ -96,7 +93,10 @@ class Written:
         return F.linear(rows, weight.t() if self.is_transposed else weight, bias)
 
 
-def experts(*, gate: bool, bias: bool, transposed: bool, norm: bool, interleaved: bool) -> Any:
+def experts(
+    gate: bool = True, bias: bool = False, transposed: bool = False, norm: bool = False,
+    interleaved: bool = False,
+) -> Any:  # fmt: skip
     """A module of experts whose class went through transformers' decorator."""
     torch.manual_seed(0)
     outer = 2 * INNER if gate else INNER
@@ -121,17 +121,13 @@ def experts(*, gate: bool, bias: bool, transposed: bool, norm: bool, interleaved
     if interleaved:
         Experts._apply_gate = apply_gate
     Experts = moe.use_experts_implementation(
-        Experts,
-        has_gate=gate,
-        has_bias=bias,
-        is_transposed=transposed,
-        has_post_expert_norm=norm,
-        is_concatenated=not interleaved,
-    )
+        Experts, has_gate=gate, has_bias=bias, is_transposed=transposed,
+        has_post_expert_norm=norm, is_concatenated=not interleaved,
+    )  # fmt: skip
     return Experts(SimpleNamespace(_experts_implementation="eager"))
 
 
-def routed(dropped: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def routed(dropped: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens, experts and weights; no token goes to expert 1."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(TOKENS, WIDTH, dtype=torch.double, generator=generator)
@@ -150,30 +146,17 @@ def outcome(module: nn.Module, dropped: bool) -> list[torch.Tensor]:
     return [out.detach(), *torch.autograd.grad(out.tanh().sum(), leaves)]
 
 
-@pytest.mark.parametrize("dropped", [False, True])
 @pytest.mark.parametrize(
-    ("gate", "bias", "transposed", "norm", "interleaved"),
-    [c for c in itertools.product([False, True], repeat=5) if c[0] or not c[4]],
+    "layout", [c for c in itertools.product([False, True], repeat=5) if c[0] or not c[4]]
 )
-def test_experts_of_every_layout_are_the_loop(
-    gate: bool, bias: bool, transposed: bool, norm: bool, interleaved: bool, dropped: bool
-) -> None:
-    module = experts(
-        gate=gate, bias=bias, transposed=transposed, norm=norm, interleaved=interleaved
-    )
-    wanted = outcome(module, dropped)
-    with adapted(module):
-        found = outcome(module, dropped)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-def test_what_was_touched_is_restored() -> None:
-    model = model_of("Mixtral", "eager")
-    before = dict(vars(moe.ALL_EXPERTS_FUNCTIONS))
-    trace(model, batch_of(masked=False))
-    assert vars(moe.ALL_EXPERTS_FUNCTIONS) == before
-    assert model.config._experts_implementation == "eager"
+def test_experts_of_every_layout_are_the_loop(layout: tuple[bool, ...]) -> None:
+    module = experts(*layout)
+    for dropped in (False, True):
+        wanted = outcome(module, dropped)
+        with adapted(module):
+            found = outcome(module, dropped)
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_an_implementation_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,9 +165,9 @@ def test_an_implementation_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPa
 
     known = dict(moe.ALL_EXPERTS_FUNCTIONS._global_mapping)
     monkeypatch.setattr(type(moe.ALL_EXPERTS_FUNCTIONS), "_global_mapping", {**known, "own": own})
-    module = experts(gate=True, bias=False, transposed=False, norm=False, interleaved=False)
+    module = experts()
     module.config._experts_implementation = "own"
-    x, *routing = routed(dropped=False)
+    x, *routing = routed()
     with adapted(module):
         assert torch.equal(module(x, *routing), x * 3)
 
@@ -194,8 +177,11 @@ def test_an_implementation_of_the_users_own_is_kept(monkeypatch: pytest.MonkeyPa
     tiered(("eager", "grouped_mm", "batched_mm"), "batched_mm".__eq__, "the least like ours"),
 )
 def test_whatever_the_config_names_is_traced_as_our_operators(implementation: str) -> None:
-    model = model_of("Qwen3-MoE", implementation)
-    shorts = [op.short for op in trace(model, batch_of(masked=False)).ops]
+    """And what was touched is restored."""
+    model, before = model_of("Qwen3-MoE", implementation), dict(vars(moe.ALL_EXPERTS_FUNCTIONS))
+    shorts = [op.short for op in trace(model, batch_of()).ops]
+    assert vars(moe.ALL_EXPERTS_FUNCTIONS) == before
+    assert model.config._experts_implementation == implementation
     layers = model.config.num_hidden_layers
     assert shorts.count(DISPATCH) == shorts.count(COMBINE) == layers
     assert shorts.count(GROUPED) == 2 * layers
@@ -205,7 +191,7 @@ def test_whatever_the_config_names_is_traced_as_our_operators(implementation: st
     "name", tiered(MODELS, "GPT-OSS".__eq__, "experts with biases, and rows interleaved")
 )
 def test_every_operator_has_a_rule_and_the_batch_stays_split(name: str) -> None:
-    graph = trace(model_of(name), batch_of(masked=False))
+    graph = trace(model_of(name), batch_of())
     table = analyse(graph)
     assert [op.key for op in graph.ops if not table.ops[op.name].known] == []
     assert data_layout(graph, table, 2).gathered == ()
@@ -216,8 +202,7 @@ def test_every_operator_has_a_rule_and_the_batch_stays_split(name: str) -> None:
 
 def reference(name: str, masked: bool, parts: int) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of transformers' loop over experts, in micro-batches of equal weight."""
-    model, total = model_of(name, "eager"), 0.0
-    whole = batch_of(masked)
+    model, total, whole = model_of(name, "eager"), 0.0, batch_of(masked)
     for k in range(parts):
         loss = model(**{n: x.chunk(parts)[k] for n, x in whole.items()}).loss / parts
         loss.backward()
@@ -229,15 +214,10 @@ def planned(name: str, layout: str, masked: bool, plan: Plan | None = None) -> P
     cluster = Cluster.local(4, measure=False)
     free = Link(name="free", latency_s=1e-12, bandwidth=1e18)  # so that all is split that can be
     return auto_parallelize(
-        model_of(name),
-        dataclasses.replace(cluster, intra_link=free, inter_link=free),
-        example_inputs=batch_of(masked),
-        global_batch_size=ROWS,
-        precision="fp32",
-        overrides=None if plan else LAYOUTS[layout],
-        plan=plan,
-        profile=False,
-    )
+        model_of(name), dataclasses.replace(cluster, intra_link=free, inter_link=free),
+        example_inputs=batch_of(masked), global_batch_size=ROWS, precision="fp32",
+        overrides=None if plan else LAYOUTS[layout], plan=plan, profile=False,
+    )  # fmt: skip
 
 
 def steps_as_the_loop(name: str, layout: str, masked: bool, plan: Plan) -> None:

@@ -1,42 +1,250 @@
-"""What is exported under a plan is what transformers and peft load, and full disks do no harm."""
+"""What is exported under a plan, or converted of a checkpoint, is what transformers and peft load,
+and full disks do no harm."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import peft
 import pytest
 import torch
+import torch.distributed as dist
+import transformers
 import xxhash
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
-from meshwright.costmodel.operators import Problem
-from meshwright.executor.checkpoint import checkpoint
+from meshwright.cli import main, perform
+from meshwright.executor.checkpoint import checkpoint, model_tensors
+from meshwright.executor.checkpoint.weights import load_weights
 from meshwright.executor.errors import SavedError
 from meshwright.executor.export import full_state_dict, save_pretrained
 from meshwright.executor.export.safetensors_file import SafetensorsFile, in_file_order
-from meshwright.executor.export.streams import HeldTensor, owner_of
+from meshwright.executor.export.streams import HeldTensor, held_tensors, owner_of
 from meshwright.executor.export.weight_folder import INDEX, in_turn
-from meshwright.executor.files import MANIFEST
-from meshwright.planner.plan import check_plan
-from meshwright.planner.pricing import StageCoster, evaluate, memory_parts
-from tests.executor.export.export_runs import (
-    EXPORTED,
-    SHARD_BYTES,
-    adapters,
-    export,
-    far,
-    fills_a_disk,
-    logits,
-    plan_of,
-    running,
-    sums,
-)
+from meshwright.executor.files import MANIFEST, LocalChunks
+from meshwright.executor.ranks import launch
+from meshwright.executor.runtime.runtime import Runtime
+from meshwright.planner.plan.plan import Plan
+from tests.executor.export import test_pretrained
+from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import tiered
-from tests.helpers.tiny import host, net, planned
+from tests.helpers.stored import stored
+from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiny import net, planned
+from tests.models import architectures
+from tests.models.models import CASES, Case, Traced, adamw, parallelize, traced
+from tests.parity.parity_cells import Cell
+from tests.parity.parity_reference import STEPS, plain_loop
+
+SHARD_BYTES = 20_000
+FULL_BYTES = 8_000  # after which a file is full
+ROWS = 8
+LAST = 3  # of the ranks
+TOLERANCE = 1e-5  # sums in another order
+
+transformers.logging.disable_progress_bar()
+
+
+class Wrapped(nn.Module):
+    """A model of transformers in the user's own, with a parameter beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = architectures.gpt2(tied=True)
+        self.temperature = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> Any:
+        found = self.inner(input_ids=input_ids, labels=labels)
+        found.loss = found.loss * self.temperature
+        return found
+
+
+def adapted(base: Callable[[], nn.Module], *targets: str) -> Callable[[], nn.Module]:
+    """A model with peft's LoRA, whose adapters begin with any values, not with zeros."""
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=list(targets), fan_in_fan_out="c_attn" in targets,
+        init_lora_weights=False, task_type="CAUSAL_LM",
+    )  # fmt: skip
+    return lambda: peft.get_peft_model(base(), config)
+
+
+_LAYERS = "base_model.model.model.layers.*"
+_SPLIT = (
+    "self_attn.q_proj.base_layer", "self_attn.q_proj.lora_B.default", "mlp.gate_proj",
+    "mlp.up_proj",
+)  # fmt: skip
+EXPORTED: Mapping[str, Case] = {
+    **CASES,
+    "wrapped": replace(CASES["gpt2_tied"], build=Wrapped, shardings={}),
+    "llama lora": replace(
+        CASES["llama"],
+        build=adapted(CASES["llama"].build, "q_proj", "v_proj", "down_proj"),
+        shardings={f"{_LAYERS}.{name}": "colwise" for name in _SPLIT},
+    ),
+    "gpt2 lora": replace(
+        CASES["gpt2_untied"],
+        build=adapted(CASES["gpt2_untied"].build, "c_attn", "c_proj"),
+        optimizer=adamw,
+        shardings={"base_model.model.transformer.h.*.mlp.c_fc": "colwise"},
+    ),
+}
+
+
+def plan_of(name: str, layout: str) -> tuple[Plan, Traced]:
+    """A plan as a line of the parity matrix says it, of any of the models."""
+    case, cell = EXPORTED[name], Cell.parse(f"x {layout}")
+    rows = ROWS // cell.microbatches
+    of = stored(
+        "export", name, rows, make=lambda: traced(case, rows),
+        models=(architectures, test_pretrained),
+    )  # fmt: skip
+    knobs = Knobs(
+        meshes=cell.meshes, rows=ROWS, num_microbatches=cell.microbatches, zero=cell.zero,
+        shardings=case.shardings,
+    )  # fmt: skip
+    return build_plan(of.graph, knobs), of
+
+
+def running(name: str, layout: str = "1 m1", *, model: nn.Module | None = None) -> Runtime:
+    """A plan of one of the models, or of one that has its graph."""
+    return parallelize(model or EXPORTED[name].model(), *plan_of(name, layout))
+
+
+def train(runtime: Runtime, name: str, steps: int) -> tuple[list[float], torch.optim.Optimizer]:
+    optimizer, losses = adamw([p for p in runtime.parameters() if p.requires_grad]), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses.append(float(runtime.train_step(EXPORTED[name].batch(ROWS, step))))
+        optimizer.step()
+    return losses, optimizer
+
+
+def far(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> float:
+    assert found.keys() == wanted.keys(), found.keys() ^ wanted.keys()
+    return max(float((found[name] - x).abs().max()) for name, x in wanted.items())
+
+
+def sums(folder: Path) -> dict[str, str]:
+    paths = sorted(folder.iterdir())
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+
+
+def logits(model: Any, name: str) -> torch.Tensor:
+    with torch.no_grad():
+        inputs = EXPORTED[name].batch(ROWS, 0)["input_ids"]
+        found: torch.Tensor = model.eval()(input_ids=inputs).logits
+    return found
+
+
+def export(folder: Path, name: str, layout: str, wanted: Mapping[str, dict[str, str]]) -> None:
+    """The files of the model as it is are those `wanted`, of one device; after a step they hold
+    the state, which is whole on one rank alone."""
+    runtime = running(name, layout)
+    for kind, dtype in (("fp32", None), ("bf16", torch.bfloat16)):
+        save_pretrained(runtime, folder / kind, max_shard_size=SHARD_BYTES, dtype=dtype)
+        assert sums(folder / kind) == wanted[kind]
+    train(runtime, name, 1)
+    save_pretrained(runtime, folder / "trained", max_shard_size=SHARD_BYTES)
+    state = runtime.full_state_dict()
+    names = runtime.graph.aliases
+    with mock.patch.object(dist, "recv", wraps=dist.recv) as recv:
+        found = full_state_dict(runtime, LAST)
+    received = sum(call.args[0].nbytes for call in recv.call_args_list)
+    held, mine = held_tensors(runtime), model_tensors(runtime)
+    if launch.rank() != LAST:
+        assert (found, received) == ({}, 0)
+        return
+    assert far(found, state) == 0
+    here = [fqn for fqn, x in held.items() if LAST in x.ranks]  # whose parts come from itself
+    whole = sum(x.nbytes for fqn, x in state.items() if fqn not in names)
+    assert received == whole - sum(LocalChunks.of(mine[fqn]).local.nbytes for fqn in here)
+    prefix = "inner." if name == "wrapped" else ""
+    files = map(load_file, (folder / "trained").glob("*.safetensors"))
+    exported = {name: x for file in files for name, x in file.items()}
+    assert len(exported) == len([n for n in state if n.startswith(prefix)]) - len(names)
+    assert all(torch.equal(x, state[prefix + n]) for n, x in exported.items())
+
+
+def adapters(at: Path, name: str, layout: str) -> None:
+    """Train adapters, save them, and load them by peft over a base model of its own."""
+    runtime = running(name, layout)
+    losses, optimizer = train(runtime, name, STEPS)
+    save_pretrained(runtime, at, trainable_only=True)
+    whole = runtime.full_state_dict()
+    wanted = plain_loop(EXPORTED[name], ROWS)
+    assert losses == pytest.approx(wanted.losses, rel=TOLERANCE) and losses[-1] != losses[0]
+    assert far(whole, wanted.state) < TOLERANCE
+    alone = EXPORTED[name].model()
+    moved = {n for n, x in alone.state_dict().items() if not torch.equal(x, whole[n])}
+    assert moved == {n for n in whole if "lora_" in n}
+    alone.load_state_dict(wanted.state)
+    states = {fqn for fqn, p in runtime.named_parameters() if optimizer.state.get(p)}
+    assert states and all("lora_" in fqn for fqn in states)
+    files = {"adapter_config.json", "adapter_model.safetensors", "manifest.json"}
+    assert set(os.listdir(at)) == files
+    base = "llama" if "llama" in name else "gpt2_untied"
+    loaded, seen = peft.PeftModel.from_pretrained(CASES[base].model(), at), logits(alone, name)
+    assert float((logits(loaded, name) - seen).abs().max()) < TOLERANCE
+    assert float((logits(loaded.merge_and_unload(), name) - seen).abs().max()) < TOLERANCE
+
+
+@contextmanager
+def full_disk(rank: int) -> Iterator[None]:
+    """A file of this rank can't grow beyond some bytes: the kernel refuses to write on."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if launch.rank() == rank:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_BYTES, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fills_a_disk(at: Path, rank: int) -> None:
+    """Save twice, the second time on a full disk: every rank gets the same error, and what was
+    saved before is left, and nothing else."""
+    runtime = running("gpt2_untied", "dp2 m2 zero3")
+    checkpoints, weights = at / "checkpoint", at / "pretrained"
+    saves = {
+        "checkpoint": lambda: checkpoint.save(runtime, checkpoints),
+        "behind": lambda: checkpoint.save(runtime, checkpoints, asynchronous=True).wait(),
+        "pretrained": lambda: save_pretrained(runtime, weights, max_shard_size=SHARD_BYTES),
+    }
+    saves["checkpoint"]()
+    saves["pretrained"]()
+    before = sums(checkpoints), sums(weights)
+    train(runtime, "gpt2_untied", 1)
+    for save in saves.values():
+        with full_disk(rank), pytest.raises(RuntimeError) as raised:
+            save()
+        error = f"{type(raised.value).__name__}: {raised.value}"
+        assert error.startswith("UnwrittenError: ")
+        assert "not saved; what was there before still is" in error
+        assert f"rank {rank}: " in error and os.strerror(errno.EFBIG) in error
+        dist.barrier()
+        assert sorted(os.listdir(at)) == ["checkpoint", "pretrained"], "half a save is left"
+        assert before == (sums(checkpoints), sums(weights)), "the last save was changed"
+        dist.barrier()
+    saves["pretrained"]()
+    assert sums(weights) != before[1]
+
+
+# --- under a plan ---------------------------------------------------------------------------------
 
 EXPORTS = (
     ("gpt2_tied", "pp2xtp2 m2"), ("bert", "dp2xtp2 m2 zero1"), ("llama", "dp2xtp2 m2 zero3"),
@@ -98,9 +306,6 @@ def test_a_full_disk_leaves_the_last_save(tmp_path: Path, rank: int) -> None:
     on_ranks(2, fills_a_disk, tmp_path, rank)
 
 
-# --- one device -----------------------------------------------------------------------------------
-
-
 def test_a_model_of_plain_torch_has_weights_and_no_config(tmp_path: Path) -> None:
     result = planned(net(tied=True))
     result.save_pretrained(tmp_path / "out")
@@ -147,28 +352,11 @@ def test_what_cannot_be_saved_so_is_refused(tmp_path: Path) -> None:
         full_state_dict(runtime, 7)
     with pytest.raises(SavedError, match=r"holds peft's adapters, .* trainable_only=True"):
         save_pretrained(running("llama lora"), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_parameters_that_peft_would_not_save_are_named(tmp_path: Path) -> None:
     model = EXPORTED["llama lora"].model()
     model.base_model.model.model.norm.weight.requires_grad = True
     with pytest.raises(SavedError, match=r"1 parameters train that peft doesn't save.*norm.weight"):
         save_pretrained(running("llama lora", model=model), tmp_path / "out", trainable_only=True)
-
-
-def test_only_adapters_are_priced_as_trained() -> None:
-    """AdamW: 8 bytes of states and 4 of gradients for each trained element, none for others."""
-    plan, of = plan_of("llama lora", "1 m1")
-    trained = sum(p.numel() for p in EXPORTED["llama lora"].model().parameters() if p.requires_grad)
-    problem = Problem(graph=of.graph, factors=of.table, cluster=host(1), precision="fp32")
-    assignments = check_plan(plan, of.graph, of.table)
-    priced = evaluate(plan, problem, assignments)
-    (parts,) = memory_parts(priced, StageCoster(problem), assignments)
-    assert (parts.optimizer, parts.gradients) == (8 * trained, 4 * trained)
-
-
-# --- the parts ------------------------------------------------------------------------------------
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_is_as_its_format_says(tmp_path: Path) -> None:
@@ -214,3 +402,143 @@ def test_files_are_shared_out_over_the_ranks_that_hold_most() -> None:
     kind = (torch.float32, (2,))
     turns = in_turn([("a", {"1": kind, "2": kind}), ("b", {"3": kind})])
     assert turns == [("a", "1"), ("b", "3"), ("a", "2")]
+
+
+# --- checkpoints converted to files of transformers and back --------------------------------------
+
+NAME = "tests.executor.export.test_pretrained:wrapped"
+GPT2 = "gpt2_tied"
+
+
+def wrapped() -> tuple[Any, Any]:
+    """The model of a command line."""
+    return EXPORTED["wrapped"].model(), EXPORTED["wrapped"].batch(4, 0)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint of a trained GPT-2, its export, and its config."""
+    folder = tmp_path_factory.mktemp("convert")
+    runtime = running(GPT2)
+    _, optimizer = train(runtime, GPT2, 1)
+    checkpoint.save(runtime, folder / "checkpoint", optimizer)
+    save_pretrained(runtime, folder / "export", max_shard_size=SHARD_BYTES)
+    save_pretrained(runtime, folder / "half", dtype=torch.bfloat16)
+    return folder
+
+
+def convert(source: Path, folder: Path, to: str, *more: object) -> int:
+    return perform(["convert", str(source), str(folder), "--to", to, *map(str, more)])
+
+
+def test_a_checkpoint_becomes_what_the_run_would_have_exported(made: Path, tmp_path: Path) -> None:
+    for kind, at, *options in (
+        ("export", "config.json", "--max-shard-size", f"{SHARD_BYTES // 1000}KB"),
+        ("half", "", "--dtype", "bfloat16"),
+    ):
+        config = made / "export" / at
+        convert(made / "checkpoint", tmp_path / "out", "hf", "--config", config, *options)
+        assert sums(tmp_path / "out") == sums(made / kind)
+
+
+@pytest.mark.parametrize("kind", ["export", "bin"])
+def test_weights_become_a_checkpoint_and_train_on(made: Path, tmp_path: Path, kind: str) -> None:
+    model = transformers.GPT2LMHeadModel.from_pretrained(made / "export")
+    source = made / "export"
+    if kind == "bin":
+        source = tmp_path / "weights.bin"
+        torch.save(model.state_dict(), source)
+    convert(source, tmp_path / "back", "checkpoint", "--config", made / "export")
+    runtime = running(GPT2)
+    seed = runtime.seed
+    checkpoint.load(runtime, tmp_path / "back")
+    assert far(runtime.full_state_dict(), model.state_dict()) == 0
+    assert (runtime.steps, runtime.seed) == (0, seed)
+    checkpoint.save(runtime, tmp_path / "back")  # a save wrote it, so a save may replace it
+    with pytest.raises(SavedError, match=r"saved without an optimizer"):
+        checkpoint.load(runtime, tmp_path / "back", adamw(runtime.parameters()))
+
+
+def test_a_model_inside_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = wrapped()
+    checkpoint.save(running("wrapped", model=model), tmp_path / "checkpoint")
+    convert(tmp_path / "checkpoint", tmp_path / "out", "hf", "--model", NAME, "--json")
+    said = json.loads(capsys.readouterr().out)
+    assert said["files"] == ["model.safetensors"]
+    loaded = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    assert far(loaded.state_dict(), model.inner.state_dict()) == 0
+
+
+def test_what_does_not_fit_or_is_damaged_is_refused(made: Path, tmp_path: Path) -> None:
+    other = EXPORTED["llama"].model()
+    other.config.architectures = ["LlamaForCausalLM"]
+    other.config.save_pretrained(tmp_path / "llama")
+    runtime = running("llama")
+    differs = r"30 missing: model.embed_tokens.weight, .*; \d+ unexpected: (lm_head|transformer)"
+    with pytest.raises(SavedError, match=differs):
+        convert(made / "checkpoint", tmp_path / "out", "hf", "--config", tmp_path / "llama")
+    with pytest.raises(SavedError, match=differs):
+        load_weights(runtime, made / "export")
+    with pytest.raises(SavedError, match=rf"is of another model \(fingerprint.*\); {differs}"):
+        checkpoint.load(runtime, made / "checkpoint")
+    convert(made / "export", tmp_path / "back", "checkpoint", "--config", made / "export")
+    with pytest.raises(SavedError, match=rf"is of another model: {differs}"):
+        checkpoint.load(runtime, tmp_path / "back")
+    with pytest.raises(SavedError, match=r"is a checkpoint already"):
+        convert(made / "checkpoint", tmp_path / "out", "checkpoint", "--config", made / "export")
+    with pytest.raises(SavedError, match=r"is no checkpoint: it has no '.metadata'"):
+        convert(made / "export", tmp_path / "out", "hf", "--config", made / "export")
+    shutil.copytree(made / "export", tmp_path / "damaged")
+    second = sorted((tmp_path / "damaged").glob("model-*"))[1]
+    second.write_bytes(second.read_bytes()[:-3] + b"!!!")
+    with pytest.raises(SavedError, match=rf"'{second.name}' is damaged"):
+        convert(tmp_path / "damaged", tmp_path / "out", "checkpoint", "--config", made / "export")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_config_of_no_class_of_transformers(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Mine"]}')
+    line = ["convert", str(made / "checkpoint"), str(tmp_path / "out"), "--to", "hf", "--config"]
+    assert main([*line, str(tmp_path)]) == 1
+    assert "has architectures ['Mine']; legal: the name of a class" in capsys.readouterr().err
+
+
+BIG = """
+import sys, threading, time
+from pathlib import Path
+from torch import nn
+from meshwright.executor.export import from_pretrained_files, to_pretrained_files
+
+def own_mib():  # pages of mapped files are not a process' own: the kernel takes them back
+    return int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1024
+
+def watch():
+    while not done:
+        seen.append(own_mib())
+        time.sleep(0.002)
+
+model = nn.Sequential(*(nn.Linear(1024, 2048, bias=False, device="meta") for _ in range(24)))
+folder, done, seen = Path(sys.argv[1]), [], [own_mib()]
+thread = threading.Thread(target=watch)
+thread.start()
+from_pretrained_files(folder / "weights", folder / "checkpoint", model)
+to_pretrained_files(folder / "checkpoint", folder / "again", model)
+done.append(True)
+thread.join()
+print(max(seen) - seen[0])
+"""
+
+
+@second_tier("that a tensor is read when it is written is what the others here go through")
+def test_no_more_than_some_tensors_are_in_memory(tmp_path: Path) -> None:
+    """192 MiB in 24 tensors: one file of safetensors of which each tensor is read alone."""
+    (tmp_path / "weights").mkdir()
+    tensors = {f"{k}.weight": torch.full((2048, 1024), float(k)) for k in range(24)}
+    save_file(tensors, tmp_path / "weights" / "model.safetensors")
+    line = [sys.executable, "-c", BIG, str(tmp_path)]
+    ran = subprocess.run(line, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr
+    assert 8 <= float(ran.stdout) < 96
+    assert far(load_file(tmp_path / "again" / "model.safetensors"), tensors) == 0

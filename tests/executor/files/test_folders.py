@@ -1,25 +1,20 @@
-"""What a folder holds: names, which lead nowhere else, manifests, what is said of bytes, and
-metadata, of which nothing runs, and whose damage is told."""
+"""Folders: names of files, which lead nowhere else, manifests, what is said of bytes, and saves: a
+crash between any two operations on files leaves a complete checkpoint, the old or the new."""
 
 from __future__ import annotations
 
-import io
-import json
 import logging
-import os
-import pickle
-import random
-from collections.abc import Callable
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata as upstream
 
-from meshwright.executor.checkpoint.weights import load_weights
-from meshwright.executor.files.dcp_metadata import read_metadata
+from meshwright.executor.files import atomic_folder
 from meshwright.executor.files.moved_bytes import EVERY_S, MovedBytes
 from meshwright.executor.files.ownership import (
     check_files,
@@ -28,7 +23,7 @@ from meshwright.executor.files.ownership import (
     write_manifest,
 )
 from meshwright.executor.files.paths import inside
-from tests.executor.checkpoint.checkpoint_runs import start
+from tests.executor.checkpoint.checkpoint_runs import differing, start
 
 NAMES = (".metadata", "training.pt", "plan.json")
 MIB = 2**20
@@ -52,6 +47,7 @@ def test_names_of_files_inside(folder: Path) -> None:
 
 
 def test_names_and_links_that_lead_outside(folder: Path) -> None:
+    """But the cache of a hub links to its blobs."""
     (folder / "link").symlink_to(folder.parent / "elsewhere" / "file")
     (folder / "sub").symlink_to(folder.parent / "elsewhere")
     outside = r"x names the file .* outside of its folder; it may only"
@@ -62,9 +58,6 @@ def test_names_and_links_that_lead_outside(folder: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             inside(folder, name, "x")
-
-
-def test_the_cache_of_a_hub_links_to_its_blobs(folder: Path) -> None:
     snapshot = folder.parent / "snapshots" / "1"
     (snapshot / "good").symlink_to(Path("../../blobs/file"))
     (snapshot / "bad").symlink_to(Path("../../elsewhere/file"))
@@ -73,7 +66,7 @@ def test_the_cache_of_a_hub_links_to_its_blobs(folder: Path) -> None:
         inside(snapshot, "bad", "x")
 
 
-@pytest.mark.parametrize("name", ["", "a\0b", 7, None, ["file"], "x" * 256, "\ud800"])
+@pytest.mark.parametrize("name", ["", "a\0b", 7, "x" * 256, "\ud800"])
 def test_what_no_file_can_be_called_is_refused(folder: Path, name: Any) -> None:
     with pytest.raises(ValueError, match=r"is no name of a file; get it anew"):
         inside(folder, name, "x")
@@ -100,36 +93,36 @@ def test_what_is_as_it_was_saved_passes(tmp_path: Path) -> None:
     assert not check_files(folder)
 
 
-@pytest.mark.parametrize("name", [".metadata", "training.pt", "__0_0.distcp"])
-def test_a_flipped_bit_a_missing_byte_a_missing_file(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["training.pt", "__0_0.distcp"])
+def test_a_flipped_bit_another_length_a_missing_file(tmp_path: Path, name: str) -> None:
     folder = folder_of(tmp_path)
     whole = (folder / name).read_bytes()
     if name in NAMES:  # tensors have checksums of their own
         (folder / name).write_bytes(whole[:37] + bytes([whole[37] ^ 16]) + whole[38:])
         with pytest.raises(RuntimeError, match=rf"'{name}' is damaged: its checksum"):
             check_files(folder)
-    (folder / name).write_bytes(whole[1:])
-    with pytest.raises(RuntimeError, match=rf"'{name}' has {len(whole) - 1} bytes, and"):
-        check_files(folder)
+    for other in (whole[1:], whole + b"x"):
+        (folder / name).write_bytes(other)
+        with pytest.raises(RuntimeError, match=rf"'{name}' has {len(other)} bytes, and"):
+            check_files(folder)
     (folder / name).unlink()
     with pytest.raises(RuntimeError, match=rf"'{name}' is missing; load an earlier"):
         check_files(folder)
 
 
-DAMAGED: list[Any] = [
-    [], {}, {"format": 1}, {"format": 2, "files": {}}, {"format": 1, "files": []},
-    {"format": 1, "files": {"training.pt": 5}}, {"format": 1, "files": {"training.pt": {}}},
-    {"format": 1, "files": {"training.pt": {"bytes": "5"}}},
-    {"format": 1, "files": {"training.pt": {"bytes": True}}},
-    {"format": 1, "files": {"training.pt": {"bytes": 5, "xxh3_64": 5}}},
-    {"format": 1, "files": {"training.pt": {"bytes": 5, "md5": "5"}}},
-]  # fmt: skip
+DAMAGED = (
+    b"\xff", b"[" * 100_000, b"[]", b'{"format": 1}', b'{"format": 2, "files": {}}',
+    b'{"format": 1, "files": []}', b'{"format": 1, "files": {"training.pt": 5}}',
+    b'{"format": 1, "files": {"training.pt": {}}}',
+    b'{"format": 1, "files": {"training.pt": {"bytes": true}}}',
+    b'{"format": 1, "files": {"training.pt": {"bytes": 5, "xxh3_64": 5}}}',
+    b'{"format": 1, "files": {"training.pt": {"bytes": 5, "md5": "5"}}}',
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("found", DAMAGED, ids=repr)
-def test_a_damaged_manifest_is_told(tmp_path: Path, found: Any) -> None:
+def test_a_damaged_manifest_is_told(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
-    for text in (json.dumps(found).encode(), b"\xff", b"[" * 100_000):
+    for text in DAMAGED:
         (folder / "manifest.json").write_bytes(text)
         with pytest.raises(RuntimeError, match=r"manifest.json' is damaged: it must say format 1"):
             check_files(folder)
@@ -177,162 +170,183 @@ def test_it_is_said_now_and_then_and_at_the_end(caplog: pytest.LogCaptureFixture
             now[0] += 0.6 * EVERY_S
         now[0] += EVERY_S
         moved(512)  # what a file holds beside its tensors
-    assert [record.getMessage() for record in caplog.records] == [
-        "reading: 1 MiB of 4 MiB",
-        "reading: 3 MiB of 4 MiB",
-        "reading: 4 MiB of 4 MiB",
-    ]
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"reading: {n} MiB of 4 MiB" for n in (1, 3, 4)]
 
 
-# --- metadata -------------------------------------------------------------------------------------
+# --- saves ----------------------------------------------------------------------------------------
+
+OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
-STATE = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(3), "note": "an object"}
+class Crash(BaseException):
+    """The process is gone."""
 
 
-def written(folder: Path) -> Any:
-    """A DCP folder of `STATE`, as torch writes it; returns its metadata."""
-    dcp.save({"model": STATE}, checkpoint_id=folder, no_dist=True)
-    return pickle.loads((folder / ".metadata").read_bytes())
+class _Files:
+    """Counts the operations on files below a folder, and lets none happen from the k-th on."""
+
+    def __init__(self) -> None:
+        self.below: str | None = None
+        self.count, self.last = 0, sys.maxsize
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.below is None or event not in OPERATIONS:
+            return
+        path = arguments[0]
+        if event == "open" and not (isinstance(path, str) and path.startswith(self.below)):
+            return  # shared libraries, and folders opened by number
+        self.count += 1
+        if self.count > self.last:
+            raise Crash(event)
 
 
-class Calls:
-    """Pickled, a call."""
-
-    def __init__(self, run: Callable[..., Any], *arguments: Any) -> None:
-        self.call = run, arguments
-
-    def __reduce__(self) -> Any:
-        return self.call
+@cache
+def _files() -> _Files:
+    """One for all tests: audit hooks can't be removed."""
+    files = _Files()
+    sys.addaudithook(files)
+    return files
 
 
-def dotted(module: str, name: str, argument: str) -> bytes:
-    """The call of a name with dots, which a pickle follows through attributes."""
-    found = io.BytesIO(b"\x80\x04")
-    found.seek(0, io.SEEK_END)
-    for text in (module, name):
-        found.write(b"\x8c" + bytes([len(text)]) + text.encode())
-    found.write(b"\x93\x8c" + bytes([len(argument)]) + argument.encode() + b"\x85R.")
-    return found.getvalue()
+@contextmanager
+def crashing(folder: Path, after: int) -> Iterator[_Files]:
+    """Files below `folder` can't be touched any more after `after` operations."""
+    files = _files()
+    files.below, files.count, files.last = str(folder), 0, after
+    try:
+        yield files
+    finally:
+        files.below = None
 
 
-def exploits(marker: Path) -> dict[str, bytes]:
-    command = f"touch {marker}"
-    metadata = upstream.Metadata(state_dict_metadata={"x": Calls(os.system, command)})
-    return {
-        "a command": pickle.dumps(Calls(os.system, command)),
-        "by an old protocol": pickle.dumps(Calls(os.system, command), protocol=0),
-        "source": pickle.dumps(Calls(exec, f"open({str(marker)!r}, 'w')")),
-        "an import": pickle.dumps(Calls(__import__, "antigravity")),
-        "a loader of torch": pickle.dumps(Calls(torch.load, str(marker), "cpu", None)),
-        "through a module": dotted("torch.serialization", "os.system", command),
-        "through a known class": dotted(
-            "torch.distributed.checkpoint.metadata", "os.system", command
-        ),
-        "inside": pickle.dumps(metadata),
-    }
+def test_a_crash_at_any_operation_leaves_one_that_is_complete(tmp_path: Path) -> None:
+    """The old one or the new one, the new one from some operation on; the next save clears up."""
+    old, new, reader = (start("mlp", "alone", other=other) for other in (False, True, False))
+    old.steps(0, 1)
+    new.steps(0, 2)
+    path, before, after = tmp_path / "at", old.state(), new.state()
+    old.save(path)
+    shutil.copytree(path, tmp_path / "backup")
+    with crashing(tmp_path, sys.maxsize) as files:
+        new.save(path)
+    total = files.count
+    assert total > 10
+    is_new = []
+    for k in range(total):
+        for left in tmp_path.glob(".at.*"):
+            shutil.rmtree(left)
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(tmp_path / "backup", path)
+        with crashing(tmp_path, k), pytest.raises((Crash, RuntimeError)):
+            new.save(path)
+        reader.load(path)
+        found = reader.state()
+        is_new.append(differing(found, after) == [])
+        assert is_new[-1] or differing(found, before) == [], f"after {k} of {total}"
+        if k % 4 == 0 or is_new[-1]:
+            old.save(path)
+            reader.load(path)
+            assert differing(reader.state(), before) == []
+            assert not list(tmp_path.glob(".at.*"))
+    assert is_new == sorted(is_new) and set(is_new) == {False, True}
 
 
-@pytest.mark.parametrize("name", exploits(Path()))
-def test_no_code_runs(tmp_path: Path, name: str) -> None:
-    marker = tmp_path / "ran"
+def test_a_save_removes_only_what_saves_wrote(tmp_path: Path) -> None:
+    """Files beside a checkpoint's own are named, of any kind and at any time."""
+    run, path = start("mlp", "alone"), tmp_path / "at"
+    path.mkdir()
+    run.save(path)
+    own = {file.name: file.read_bytes() for file in path.iterdir()}
+    assert set(own) == {".metadata", "__0_0.distcp", "manifest.json", "plan.json", "training.pt"}
+    (path / "results").mkdir()
+    (path / "results" / "losses.csv").write_text("1")
+    (path / "notes.txt").write_text("2")
+    (path / "__7_0.distcp").write_bytes(b"of another tool")
+    (path / "link").symlink_to(tmp_path)
+    says = r"at': holds what no save wrote, \['__7_0.distcp', 'link', 'notes.txt', 'results'\]"
+    with pytest.raises(ValueError, match=says):
+        run.save(path)
+    assert (path / "results" / "losses.csv").read_text() == "1"
+    assert {name: (path / name).read_bytes() for name in own} == own
+    assert not list(tmp_path.glob(".at.*"))
+    for name in ("results", "notes.txt", "__7_0.distcp", "link"):
+        (path / name).rename(tmp_path / name)
+    run.save(path)
+    # nor what comes while a save runs
+    saving = atomic_folder.prepare(path)
+    (path / "notes.txt").write_text("2")
+    with pytest.raises(ValueError, match=r"holds what no save wrote, \['notes.txt'\]"):
+        atomic_folder.publish(saving, path)
+    assert (path / "notes.txt").read_text() == "2"
+    run.load(path)
+
+
+def test_what_is_left_of_a_save_is_removed_unless_it_is_not_all_of_it(tmp_path: Path) -> None:
+    run, path = start("mlp", "alone"), tmp_path / "at"
+    left, old = tmp_path / ".at.0123abcd.saving", tmp_path / ".at.old"
+    run.save(path)
+    for folder in (left, old):
+        shutil.copytree(path, folder)
+    (left / "manifest.json").unlink()
+    (left / "training.pt").unlink()  # it was killed before
+    run.save(path)
+    assert not left.exists() and not old.exists()
+    left.mkdir()
+    (left / "thesis.tex").write_text("…")
+    with pytest.raises(ValueError, match=r"\.at\.0123abcd\.saving': holds .*'thesis.tex'"):
+        run.save(path)
+    assert (left / "thesis.tex").exists()
+    beside, first, second = (
+        atomic_folder.prepare(tmp_path / name) for name in ("to.0123abcd", "to", "to")
+    )  # another checkpoint being saved is left alone
+    assert beside.exists() and second.exists() and not first.exists()
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    """A path to a checkpoint may be a link, to a folder that is there or not yet."""
     run = start("mlp", "alone")
-    run.save(tmp_path / "at")
-    (tmp_path / "at" / "manifest.json").unlink()  # an older checkpoint, or one that was forged
-    (tmp_path / "at" / ".metadata").write_bytes(exploits(marker)[name])
-    for load in (run.load, lambda path: load_weights(run.runtime, path)):
-        with pytest.raises(RuntimeError, match=r"\.metadata' can't be read \(.*(names|loader)"):
-            load(tmp_path / "at")
-    assert not marker.exists()
-    if name == "a command":  # which a reader without limits runs
-        pickle.loads(exploits(marker)[name])
-        assert marker.exists()
+    (tmp_path / "disk").mkdir()
+    link = tmp_path / "latest"
+    link.symlink_to(tmp_path / "disk" / "at")
+    for steps in range(2):
+        run.steps(steps, 1)
+        run.save(link)
+        assert link.is_symlink() and (tmp_path / "disk" / "at" / "manifest.json").exists()
+    reader = start("mlp", "alone", other=True)
+    reader.load(link)
+    assert differing(reader.state(), run.state()) == []
+    (tmp_path / "disk" / "at").rename(tmp_path / "disk" / ".at.old")  # a crash between renames
+    reader.load(link)
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    with pytest.raises(ValueError, match=r"circle': its links lead nowhere"):
+        run.save(tmp_path / "circle")
+    with pytest.raises(ValueError, match=r"is the root folder"):
+        run.save("/")
+    (tmp_path / "file").write_text("a file")
+    with pytest.raises(ValueError, match=r"file': holds what no save wrote, \['file'\]"):
+        run.save(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "a file"
 
 
-def test_classes_are_not_changed(tmp_path: Path) -> None:
-    """A pickle may set attributes of what it names: here those of stand-ins, or none."""
-    before = dict(vars(upstream.MetadataIndex))
-    name = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
-    (tmp_path / ".metadata").write_bytes(name + b"(N}V__init__\nctorch\nSize\nst\x86b.")
-    with pytest.raises(RuntimeError, match=r"can't be read"):
-        read_metadata(tmp_path)
-    assert dict(vars(upstream.MetadataIndex)) == before
-    written(tmp_path / "at")
-    assert set(read_metadata(tmp_path / "at")) == {"model.a", "model.b"}
-
-
-def test_what_torch_writes_is_read(tmp_path: Path) -> None:
-    metadata = written(tmp_path)
-    stored = read_metadata(tmp_path)
-    assert set(stored) == {"model.a", "model.b"}
-    for name, x in stored.items():
-        known = metadata.state_dict_metadata[name]
-        assert (x.shape, x.dtype) == (tuple(known.size), known.properties.dtype)
-        (chunk,) = x.chunks
-        place = metadata.storage_data[upstream.MetadataIndex(name, chunk.box[0])]
-        assert (chunk.start, chunk.length) == (place.offset, place.length)
-        assert chunk.file == tmp_path / place.relative_path and chunk.xxh3_64 is None
-
-
-def _place(metadata: Any, **values: Any) -> None:
-    index = next(k for k in metadata.storage_data if k.fqn == "model.a")
-    vars(metadata.storage_data[index]).update(values)
-
-
-def _a(metadata: Any) -> Any:
-    return metadata.state_dict_metadata["model.a"]
-
-
-@pytest.mark.parametrize("name", ["../elsewhere", "link", 7])
-def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: Any) -> None:
-    metadata = written(tmp_path / "at")
-    (tmp_path / "elsewhere").write_bytes(b"secret")
-    (tmp_path / "at" / "link").symlink_to(tmp_path / "elsewhere")
-    _place(metadata, relative_path=name)
-    (tmp_path / "at" / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(ValueError, match=r"\.metadata' names the file .*, which is"):
-        read_metadata(tmp_path / "at")
-
-
-WRONG: dict[str, Callable[[Any], Any]] = {
-    "a size": lambda m: setattr(_a(m), "size", torch.Size((4, 7))),
-    "a size of text": lambda m: setattr(_a(m), "size", "46"),
-    "a negative size": lambda m: setattr(_a(m), "size", (-4, -6)),
-    "no chunks": lambda m: _a(m).chunks.clear(),
-    "a chunk twice": lambda m: _a(m).chunks.append(_a(m).chunks[0]),
-    "a chunk outside": lambda m: setattr(_a(m).chunks[0], "sizes", torch.Size((5, 6))),
-    "another dtype": lambda m: setattr(_a(m).properties, "dtype", "float32"),
-    "an offset": lambda m: _place(m, offset=-1),
-    "an offset of text": lambda m: _place(m, offset="1"),
-    "too few bytes": lambda m: _place(m, length=95),
-    "a compression": lambda m: _place(m, transform_descriptors=["stream.zstd"]),
-    "a checksum": lambda m: _place(m, xxh3_64=5),
-    "no places": lambda m: m.storage_data.clear(),
-    "another object": lambda m: setattr(m, "state_dict_metadata", ["model.a"]),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_does_not_fit_together_is_told(tmp_path: Path, name: str) -> None:
-    metadata = written(tmp_path)
-    WRONG[name](metadata)
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(RuntimeError, match=r"\.metadata' can't be read \(.*load an earlier"):
-        read_metadata(tmp_path)
-
-
-def test_damage_is_told_or_does_no_harm(tmp_path: Path) -> None:
-    """No other error, and no tensor that is not there, whatever became of the file."""
-    written(tmp_path)
-    path = tmp_path / ".metadata"
-    whole, draw, told = path.read_bytes(), random.Random(0), 0
-    for k in range(300):
-        damaged = bytearray(whole[: draw.randrange(1, len(whole))] if k % 3 == 0 else whole)
-        for _ in range(1 + k % 4):
-            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
-        path.write_bytes(damaged)
-        try:
-            assert all(isinstance(x.dtype, torch.dtype) for x in read_metadata(tmp_path).values())
-        except (RuntimeError, ValueError):
-            told += 1
-    assert told > 150
+def test_a_removed_checkpoint_is_whole_or_gone(tmp_path: Path) -> None:
+    """Killed at any operation; what is left of it is cleared up by name. Other files stay."""
+    run, path = start("mlp", "alone"), tmp_path / "step-1"
+    run.save(path)
+    shutil.copytree(path, tmp_path / "backup")
+    with crashing(tmp_path, sys.maxsize) as files:
+        atomic_folder.remove(path)
+    assert files.count > 5 and not list(tmp_path.glob("*step*"))
+    for k in range(files.count):
+        shutil.copytree(tmp_path / "backup", path, dirs_exist_ok=True)
+        with crashing(tmp_path, k), pytest.raises(Crash):
+            atomic_folder.remove(path)
+        if path.exists():
+            run.load(path)
+        atomic_folder.clear_unfinished(tmp_path, "step-*")
+        assert not list(tmp_path.glob(".step-*"))
+    run.save(path)
+    (path / "mine.txt").write_text("1")
+    with pytest.raises(ValueError, match=r"holds what no save wrote, \['mine.txt'\]"):
+        atomic_folder.remove(path)
+    assert (path / "mine.txt").exists()

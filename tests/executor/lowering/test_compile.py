@@ -21,7 +21,6 @@ from meshwright.executor.lowering import compile as compiling
 from meshwright.executor.lowering.compile import CompiledBlock, backend_of
 from meshwright.executor.ranks import launch
 from meshwright.executor.resharding.reshard import Axis, Reshard
-from meshwright.executor.runtime.runtime import Runtime
 from tests.executor.trained_cells import cells
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import second_tier
@@ -36,7 +35,7 @@ from tests.parity.parity_reference import (
 )
 
 BACKEND = "aot_eager"  # traces forward and backward as every backend gets them, and runs the result
-WORLD, STEPS = 2, 2
+WORLD = 2
 TOLERANCE = 1e-5
 CELLS = cells(
     "mlp pp2 m4 zb_h1",
@@ -49,7 +48,6 @@ CELLS = cells(
 
 
 def compiled(cell: Cell) -> dict[str, Any]:
-    """Train a cell's compiled plan on all ranks, compare on rank 0."""
     found = runtime_loop(CASES[cell.case], *plan_of(cell), compile=BACKEND)
     return {} if launch.rank() else compare(found, reference_of(cell))
 
@@ -81,23 +79,6 @@ def test_compiled_moves_equal_eager_ones() -> None:
     on_ranks(WORLD, moves)
 
 
-# --- one device -----------------------------------------------------------------------------------
-
-
-def built(line: str, compile: bool | str) -> Runtime:
-    cell = Cell.parse(line)
-    plan, of = plan_of(cell)
-    case = CASES[cell.case]
-    model = case.model()
-    torch.manual_seed(3)  # of the dropout masks
-    return parallelize(model, plan, of, compile=compile)
-
-
-def losses_and_gradients(runtime: Runtime, case: str) -> tuple[list[float], dict[str, Any]]:
-    batches = (CASES[case].batch(runtime.plan.global_batch_size, step) for step in range(STEPS))
-    return [float(runtime.train_step(batch)) for batch in batches], runtime.full_gradients()
-
-
 @second_tier("compiled blocks of the cell, and what has no compiler")
 def test_default_backend_draws_the_same_dropout_masks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -111,15 +92,9 @@ def test_default_backend_draws_the_same_dropout_masks(
     for mode in (False, True):
         torch.manual_seed(3)  # of the dropout masks
         result = auto_parallelize(
-            copy.deepcopy(model),
-            Cluster.local(1),
-            example_inputs=batch,
-            global_batch_size=8,
-            precision="fp32",
-            loss_fn=nn.functional.mse_loss,
-            compile=mode,
-            profile=False,
-        ).replan(Overrides(num_microbatches=2))
+            copy.deepcopy(model), Cluster.local(1), example_inputs=batch, global_batch_size=8,
+            precision="fp32", loss_fn=nn.functional.mse_loss, compile=mode, profile=False,
+        ).replan(Overrides(num_microbatches=2))  # fmt: skip
         loss = float(result.train_step(batch))
         found.append((loss, result.runtime.full_gradients(), result.runtime))
     (eager, gradients, _), (compiled, ours, runtime) = found
@@ -134,8 +109,9 @@ def test_equal_layers_are_compiled_once() -> None:
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    runtime = built("gpt2_deep 1 m2", BACKEND)
-    losses_and_gradients(runtime, "gpt2_deep")
+    case = CASES["gpt2_deep"]
+    runtime = parallelize(case.model(), *plan_of(Cell.parse("gpt2_deep 1 m2")), compile=BACKEND)
+    runtime.train_step(case.batch(runtime.plan.global_batch_size, 0))
     (stage,) = runtime.stages.values()
     graphs = {id(block.lowered.module) for block in stage.program.blocks}
     assert len(graphs) < len(stage.program.blocks)
@@ -171,17 +147,10 @@ def test_compiled_backwards_are_priced_whole() -> None:
     found = {}
     for mode, target in ((False, None), (True, None), (True, "eager")):
         result = auto_parallelize(
-            case.model(),
-            Cluster.local(2),
-            example_inputs=case.batch(4, 0),
-            plan=plan,
-            global_batch_size=cell.rows,
-            loss_fn=case.loss_fn,
-            precision="fp32",
-            profile=False,
-            compile=mode,
-            target=target,
-        )
+            case.model(), Cluster.local(2), example_inputs=case.batch(4, 0), plan=plan,
+            global_batch_size=cell.rows, loss_fn=case.loss_fn, precision="fp32", profile=False,
+            compile=mode, target=target,
+        )  # fmt: skip
         events = [e for e in result.report.timeline["traceEvents"] if e["ph"] == "X"]
         found[mode, target] = {
             kind: sum(e["dur"] for e in events if e["name"].startswith(kind)) for kind in "IW"
@@ -190,9 +159,6 @@ def test_compiled_backwards_are_priced_whole() -> None:
     assert found[True, None]["W"] == 0
     assert found[True, None]["I"] > found[False, None]["I"]
     assert found[True, "eager"] == found[False, None]
-
-
-# --- what can't be compiled -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", ["inductr", "", 1, None])

@@ -1,14 +1,16 @@
 """Sizes that no degree divides: parts of ⌈n/degree⌉, the last smaller, run exactly; where that
 can't be, the plan says what runs in full and which degrees would divide.
 
-Four ranks train, save and load models of prime widths (`uneven_models.py`), one and two ranks go on
-from what they saved.
+Four ranks train, save and load models whose vocabulary and inner width are 131 and 67; one and two
+ranks go on from what they saved. On two ranks the parts are 66 and 65 (34 and 33), on four three of
+33 and 32 (17 and 16).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,6 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 
 from meshwright import Overrides, ParallelModel, auto_parallelize
-from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.strategies import (
@@ -40,23 +41,22 @@ from meshwright.executor.ranks import launch
 from meshwright.executor.resharding.reshard import part_of
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.plan.plan import PlanError
+from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.report.indivisible import divided, excluded
-from tests.executor.lowering.uneven_models import MICROBATCHES, ODD, ROWS, WORDS, plan_of
 from tests.helpers.plan_building import Knobs, build_plan
-from tests.helpers.planning import case, cluster, cut
+from tests.helpers.planning import case, cluster, cut, setting_on
 from tests.helpers.ranks import on_ranks
 from tests.helpers.single_device import initialised
+from tests.helpers.stored import stored
 from tests.helpers.tiers import tiered
 from tests.helpers.tiny import host
+from tests.models import architectures, branching_models, models
 from tests.models.architectures import gpt2
-from tests.models.models import CASES, Traced, parallelize
+from tests.models.models import CASES, Case, Traced, adamw, parallelize, sgd, traced, uneven
+from tests.parity.parity_cells import Cell
 from tests.parity.parity_reference import assert_equal, compare, plain_loop, runtime_loop
 
 TOLERANCE = 1e-5  # fp32: two orders of one sum
-
-
-# --- arithmetic -----------------------------------------------------------------------------------
 
 
 @given(size=st.integers(0, 300), ranks=st.integers(1, 40))
@@ -114,27 +114,12 @@ def test_heads_are_not_cut() -> None:
         assert option.split_factor != "out" or option.results[0].split == 1  # q, k, v: 3 parts
 
 
-# --- prices ---------------------------------------------------------------------------------------
-
-
 def test_the_largest_part_is_paid_for() -> None:
     of = cut(nn.Sequential(nn.Embedding(50257, 8)), *_words(50257))
     (value,) = of.graph.parameters
-    setting = Setting(
-        cluster=cluster(8),
-        dp=1,
-        tp=8,
-        rows=4,
-        num_microbatches=1,
-        precision="fp32",
-        optimizer="adamw",
-    )
-    pricer = Pricer(graph=of.graph, table=of.table, setting=setting)
+    pricer = Pricer(graph=of.graph, table=of.table, setting=setting_on(cluster(8), tp=8, rows=4))
     assert pricer.numel(value, Placement("S", 0)) == math.ceil(50257 / 8) * 8
     assert pricer.numel(value, Placement("S", 1)) == 50257
-
-
-# --- what is excluded -----------------------------------------------------------------------------
 
 
 def test_products_that_run_in_full_are_named_with_the_degrees_that_divide() -> None:
@@ -153,15 +138,7 @@ def test_products_that_run_in_full_are_named_with_the_degrees_that_divide() -> N
 
 def test_shared_out_is_what_the_plan_splits() -> None:
     of = _five_heads()
-    plan = build_plan(
-        of.graph,
-        Knobs(
-            meshes=((1, 2),),
-            rows=4,
-            num_microbatches=1,
-            shardings={"transformer.h.*.mlp.c_fc": "colwise"},
-        ),
-    )
+    plan = _split({"transformer.h.*.mlp.c_fc": "colwise"})
     (share,) = divided(plan, of.graph, of.table, check_plan(plan, of.graph, of.table))
     work = {op.key: op_flops(of.table, op) for op in of.graph.ops}
     mlp = sum(flops for key, flops in work.items() if ".mlp." in key)
@@ -172,14 +149,11 @@ def test_shared_out_is_what_the_plan_splits() -> None:
 
 @cache
 def _planned(tp: int | None) -> ParallelModel:
+    overrides, inputs = Overrides(tp=tp) if tp else Overrides(), CASES["gpt2_tied"].batch(4, 0)
     return auto_parallelize(
-        _gpt2_of_five_heads(),
-        host(4),
-        example_inputs=CASES["gpt2_tied"].batch(4, 0),
-        global_batch_size=8,
-        precision="fp32",
-        overrides=Overrides(tp=tp) if tp else Overrides(),
-    )
+        _gpt2_of_five_heads(), host(4), example_inputs=inputs, global_batch_size=8,
+        precision="fp32", overrides=overrides,
+    )  # fmt: skip
 
 
 def test_the_report_says_what_is_excluded_in_three_places() -> None:
@@ -192,26 +166,14 @@ def test_the_report_says_what_is_excluded_in_three_places() -> None:
     assert any(said in note for note in forced.notes)
     (row,) = free.to_dict()["excluded"]
     assert row["factors"] == {"heads": 5} and row["legal"] == [5] and row["degrees"] == [2, 4]
-
-
-def test_a_degree_that_divides_nothing_is_told() -> None:
-    report = _planned(4).report
-    assert [stage["tp_flops"] for stage in report.stages] == [0.0]
+    # a degree that divides nothing is told
+    assert [stage["tp_flops"] for stage in forced.stages] == [0.0]
     why = "on these links sharding costs more than it saves"
-    assert f"tp 4 divides 0% of the FLOPs and 0% of the parameters: {why}" in report.notes
+    assert f"tp 4 divides 0% of the FLOPs and 0% of the parameters: {why}" in forced.notes
 
 
 def test_a_sharding_that_cannot_be_is_refused_with_the_degrees_that_can() -> None:
-    of = _five_heads()
-    plan = build_plan(
-        of.graph,
-        Knobs(
-            meshes=((1, 2),),
-            rows=4,
-            num_microbatches=1,
-            shardings={"transformer.h.*.attn:scaled_dot_product_attention": "heads"},
-        ),
-    )
+    of, plan = _five_heads(), _split({"transformer.h.*.attn:scaled_dot_product_attention": "heads"})
     message = r"not possible with tp=2 \(heads = 5; degrees that divide: 5\); legal: replicate"
     with pytest.raises(PlanError, match=message):
         check_plan(plan, of.graph, of.table)
@@ -226,18 +188,116 @@ def _five_heads() -> Traced:
     return cut(_gpt2_of_five_heads(), CASES["gpt2_tied"].batch(4, 0), precision="fp32")
 
 
+def _split(shardings: dict[str, str]) -> Plan:
+    knobs = Knobs(meshes=((1, 2),), rows=4, num_microbatches=1, shardings=shardings)
+    return build_plan(_five_heads().graph, knobs)
+
+
 def _words(count: int) -> tuple[tuple[torch.Tensor, ...], Callable[..., torch.Tensor]]:
     """A batch of words and a loss of their vectors."""
     ids = torch.zeros(4, 8, dtype=torch.long)
     return (ids, torch.zeros(4, 8, 8)), F.mse_loss
 
 
+# --- models ---------------------------------------------------------------------------------------
+
+WORDS, INNER, SEQUENCE, ROWS = 131, 67, 16, 8
+
+
+class Odd(nn.Module):
+    """Every width prime; a mean over a split dim, dropout, norms over whole and split dims, and
+    a table that is read and multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, 29, padding_idx=100)
+        self.conv = nn.Conv1d(29, 23, 3, padding=1)
+        self.norm = nn.BatchNorm1d(23)
+        self.up, self.down = nn.Linear(23, INNER), nn.Linear(INNER, 29, bias=False)
+        self.scale = nn.Parameter(torch.rand(INNER))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        y = self.norm(self.conv(x.transpose(1, 2))).transpose(1, 2)
+        y = F.dropout(F.silu(self.up(y)) * self.scale, 0.0)
+        x = x + self.down(y) * y.mean(-1, keepdim=True)
+        return (F.linear(F.layer_norm(x, (29,)), self.table.weight)).flatten(0, 1)
+
+
+def _ids(rows: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(1, WORDS, (rows, SEQUENCE), generator=generator)
+
+
+def causal_batch(rows: int, step: int) -> dict[str, torch.Tensor]:
+    ids = _ids(rows, step)
+    return {"input_ids": ids, "labels": uneven(ids)}
+
+
+def pair_batch(rows: int, step: int) -> dict[str, torch.Tensor]:
+    ids = _ids(rows, step)
+    return {"input_ids": ids[:, :12], "labels": uneven(ids.flip(1))}
+
+
+def odd_batch(rows: int, step: int) -> tuple[torch.Tensor, ...]:
+    ids = _ids(rows, step)
+    return ids, ids.roll(-1, 1)
+
+
+def odd_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, target.flatten())
+
+
+ODD: Mapping[str, Case] = {
+    "gpt2": Case(
+        build=lambda: architectures.gpt2(tied=True, layers=2, n_inner=INNER, vocab_size=WORDS),
+        batch=causal_batch, optimizer=adamw, shardings=CASES["gpt2_tied"].shardings
+    ),
+    "bert": Case(
+        # its decoder has a bias of the vocabulary's size
+        build=lambda: architectures.bert(
+            num_hidden_layers=2, intermediate_size=INNER, vocab_size=WORDS, pad_token_id=101
+        ),
+        batch=causal_batch, optimizer=sgd,
+        shardings=CASES["bert"].shardings | {"bert.embeddings.word_embeddings": "vocab"},
+    ),
+    "t5": Case(
+        build=lambda: branching_models.t5(vocab=WORDS, inner=INNER),
+        batch=pair_batch, optimizer=adamw,
+        shardings=CASES["t5"].shardings | {"lm_head": "colwise", "*.embed_tokens": "vocab"},
+    ),
+    "odd": Case(
+        build=Odd, batch=odd_batch, optimizer=sgd, loss_fn=odd_loss, batch_statistics=True,
+        shardings={"table": "vocab", ":linear": "colwise", "up": "colwise", "conv": "o"},
+    ),
+}  # fmt: skip
+MICROBATCHES = 2
+
+
+def graph_of(case: str) -> Traced:
+    rows = ROWS // MICROBATCHES
+    return stored(
+        "uneven", case, rows, make=lambda: traced(ODD[case], rows),
+        models=(sys.modules[__name__], architectures, branching_models, models),
+    )  # fmt: skip
+
+
+def plan_of(case: str, plan: str) -> tuple[Plan, Traced]:
+    """Of the meshes and the stage of ZeRO that a line of the parity matrix says."""
+    of, cell = graph_of(case), Cell.parse(f"mlp {plan}")
+    knobs = Knobs(
+        meshes=cell.meshes, zero=cell.zero, rows=ROWS, num_microbatches=MICROBATCHES,
+        shardings=ODD[case].shardings,
+    )  # fmt: skip
+    return build_plan(of.graph, knobs), of
+
+
 # --- ranks ----------------------------------------------------------------------------------------
 
 TRAINED = (
-    ("gpt2", "zero3"), ("gpt2", "tp2|dp2"), ("bert", "tp4"), ("t5", "zero3"), ("odd", "tp4"),
-    ("gpt2", "zero1"), ("gpt2", "pp2xtp2"), ("gpt2", "tp4"), ("gpt2", "zero2"),
-    ("bert", "zero1"), ("t5", "tp4"),
+    ("gpt2", "dp2xtp2 zero3"), ("gpt2", "tp2|dp2"), ("bert", "tp4"), ("t5", "dp2xtp2 zero3"),
+    ("odd", "tp4"), ("gpt2", "dp2xtp2 zero1"), ("gpt2", "pp2xtp2"), ("gpt2", "tp4"),
+    ("gpt2", "dp2xtp2 zero2"), ("bert", "dp2xtp2 zero1"), ("t5", "tp4"),
 )  # fmt: skip
 
 
@@ -246,7 +306,6 @@ def built(case: str, plan: str, model: nn.Module | None = None) -> Runtime:
 
 
 def trains(case: str, plan: str) -> dict[str, Any]:
-    """Three steps, compared with plain PyTorch on rank 0."""
     found = runtime_loop(ODD[case], *plan_of(case, plan))
     parts = MICROBATCHES if ODD[case].batch_statistics else 1
     return {} if launch.rank() else compare(found, plain_loop(ODD[case], ROWS, parts=parts))
@@ -260,25 +319,18 @@ def test_parts_of_unequal_size_train_as_one_device(run: tuple[str, str]) -> None
     assert_equal(on_ranks(4, trains, *run), "fp32")
 
 
-def holds_parts() -> None:
-    """Rows of the vocabulary as torch cuts them."""
-    wte = dict(built("gpt2", "tp4").named_parameters())["transformer.wte.weight"]
-    assert isinstance(wte, DTensor)
-    assert wte.to_local().shape[0] == (33, 33, 33, 32)[launch.rank()]
-    assert wte.shape == (WORDS, 32)
-    assert torch.equal(wte.full_tensor(), ODD["gpt2"].model().transformer.wte.weight)
-
-
-def test_ranks_hold_parts_as_torch_cuts_them() -> None:
-    on_ranks(4, holds_parts)
-
-
 def clipped(plan: str) -> None:
-    """The norm of all gradients, and of those that are clipped to 0.1."""
+    """The norm of all gradients, and of those that are clipped to 0.1; parts are as torch
+    cuts them."""
     case, runtime = ODD["gpt2"], built("gpt2", plan)
+    model = case.model()
+    wte = dict(runtime.named_parameters())["transformer.wte.weight"]
+    assert isinstance(wte, DTensor) and wte.shape == (WORDS, 32)
+    if plan == "tp4":
+        assert wte.to_local().shape[0] == (33, 33, 33, 32)[launch.rank()]
+    assert torch.equal(wte.full_tensor(), model.transformer.wte.weight)
     runtime.train_step(case.batch(ROWS, 0))
     norm = float(clip_(runtime.stage_parameters, runtime.place, 0.1))
-    model = case.model()
     case.loss(model, case.batch(ROWS, 0)).backward()
     wanted = float(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
     assert norm == pytest.approx(wanted, rel=TOLERANCE)
@@ -286,7 +338,7 @@ def clipped(plan: str) -> None:
     assert float(gradients.norm()) == pytest.approx(0.1, rel=1e-4)
 
 
-@pytest.mark.parametrize("plan", ["tp4", "zero2", "zero3"])
+@pytest.mark.parametrize("plan", ["tp4", "dp2xtp2 zero2", "dp2xtp2 zero3"])
 def test_the_norm_counts_every_element_once(plan: str) -> None:
     on_ranks(4, clipped, plan)
 
@@ -328,26 +380,26 @@ def test_a_checkpoint_of_four_ranks_goes_to_one_and_two_and_other_plans(tmp_path
     saved, again = tmp_path / "saved", tmp_path / "again"
     plan_of("gpt2", "tp4")
     known = on_ranks(4, saves, saved)
-    after = goes_on(saved, "alone", *known, again)
-    for plan in ("pp2xtp2", "zero3"):
-        assert on_ranks(4, goes_on, saved, plan, *known) == pytest.approx(after, rel=TOLERANCE)
+    after = goes_on(saved, "1", *known, again)
+    zero3 = on_ranks(4, goes_on, saved, "dp2xtp2 zero3", *known)
+    assert zero3 == pytest.approx(after, rel=TOLERANCE)
     assert on_ranks(2, goes_on, again, "tp2", *known) == pytest.approx(after, rel=TOLERANCE)
 
 
 def initialises_and_reads(plan: str, path: Path) -> None:
-    """Initialised from a seed by parts, and read from a file, as on one device."""
     with torch.device("meta"):
         empty = ODD["gpt2"].build()
     runtime = built("gpt2", plan, empty)
-    init_weights(runtime, 11)
-    wanted, state = initialised(ODD["gpt2"].model(), 11), runtime.full_state_dict()
-    assert all(torch.equal(state[n], x) for n, x in wanted.items())
-    load_weights(runtime, path)
-    wanted, state = torch.load(path), runtime.full_state_dict()
-    assert all(torch.equal(state[n], x) for n, x in wanted.items())
+    for load, wanted in (
+        (lambda: init_weights(runtime, 11), initialised(ODD["gpt2"].model(), 11)),
+        (lambda: load_weights(runtime, path), torch.load(path)),
+    ):
+        load()
+        state = runtime.full_state_dict()
+        assert all(torch.equal(state[n], x) for n, x in wanted.items())
 
 
-@pytest.mark.parametrize("plan", ["tp4", "zero3"])
+@pytest.mark.parametrize("plan", ["tp4", "dp2xtp2 zero3"])
 def test_weights_are_initialised_and_read_by_parts(plan: str, tmp_path: Path) -> None:
     torch.save(ODD["gpt2"].model(seed=3).state_dict(), tmp_path / "state.pt")
     on_ranks(4, initialises_and_reads, plan, tmp_path / "state.pt")

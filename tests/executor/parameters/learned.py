@@ -40,7 +40,6 @@ GPT = Case(
 
 
 def gpt_of(count: int, precision: str) -> Traced:
-    """The GPT traced for micro-batches of `count` rows."""
     return stored(
         "learned",
         count,

@@ -162,7 +162,6 @@ def test_checkpoints_go_on_with_and_without_host_memory(tmp_path: Path) -> None:
 
 
 def norms(cell: Cell) -> list[float]:
-    """The norms that clipping finds, before and after."""
     runtime = built(cell)
     runtime.train_step(CASES[cell.case].batch(cell.rows, 0))
     return [float(clip_(runtime.stage_parameters, runtime.place, x)) for x in (0.1, math.inf)]

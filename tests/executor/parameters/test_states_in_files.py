@@ -63,6 +63,14 @@ def test_training_equals_one_device(cell: Cell, tmp_path: Path) -> None:
     assert_equal(on_ranks(WORLD, with_files, tmp_path, compared, cell), cell.precision)
 
 
+def moments(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The states of parameters in files, all of which are there, too."""
+    own = [p.api for p in runtime.stage_parameters if p.in_file]
+    found = [x for p in own for x in optimizer.state[p].values() if x.dim()]
+    assert all(map(lies_in_file, found))
+    return found
+
+
 def trained(cell: Cell, make: Any = ADAMW) -> tuple[Runtime, torch.optim.Optimizer]:
     case, runtime = CASES[cell.case], built(cell)
     optimizer = make(runtime.parameters())
@@ -78,10 +86,10 @@ def resident(cell: Cell) -> None:
     is in memory."""
     runtime, optimizer = trained(cell)
     own = [p for p in runtime.stage_parameters if p.in_file]
-    states = [x for p in own for x in optimizer.state[p.api].values() if x.dim()]
+    states = moments(runtime, optimizer)
     assert len(own) == len([p for p in runtime.stage_parameters if p.trainable])
     assert len(states) == 2 * len(own)
-    assert all(map(lies_in_file, (*(p.api for p in own), *states)))
+    assert all(lies_in_file(p.api) for p in own)
     assert not any(lies_in_file(p.api.grad) for p in own)
     there = _mappings()
     at = [local_of(x.detach()).data_ptr() for x in (*(p.api for p in own), *states)]
@@ -121,10 +129,7 @@ def others() -> None:
         partial(torch.optim.AdamW, fused=True),
         partial(torch.optim.AdamW, foreach=True),
     ):
-        runtime, optimizer = trained(SAVED, partial(make, lr=1e-3))
-        own = [p.api for p in runtime.stage_parameters if p.in_file]
-        states = [x for p in own for x in optimizer.state[p].values() if x.dim()]
-        assert states and all(map(lies_in_file, states)), make.keywords
+        assert moments(*trained(SAVED, partial(make, lr=1e-3))), make.keywords
 
 
 def test_states_of_other_optimizers_lie_there_too(tmp_path: Path) -> None:
@@ -132,9 +137,8 @@ def test_states_of_other_optimizers_lie_there_too(tmp_path: Path) -> None:
 
 
 def moments_lie_in_files(runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
-    own = [p.api for p in runtime.stage_parameters if p.in_file]
-    moments = [x for p in own for x in optimizer.state[p].values() if x.dim()]
-    assert all(map(lies_in_file, moments)) and len(moments) == 2 * len(own)
+    own = [p for p in runtime.stage_parameters if p.in_file]
+    assert len(moments(runtime, optimizer)) == 2 * len(own)
 
 
 def test_checkpoints_go_on_with_and_without_files(tmp_path: Path) -> None:
@@ -144,10 +148,8 @@ def test_checkpoints_go_on_with_and_without_files(tmp_path: Path) -> None:
 
 def refused(folder: Path) -> None:
     """Folders that are none, aren't there, or are not said."""
-    for name, said in (
-        (str(folder / "nowhere"), "MESHWRIGHT_NVME.*No such file"),
-        ("", "of which no folder is known"),
-    ):
+    nowhere = str(folder / "nowhere"), "MESHWRIGHT_NVME.*No such file"
+    for name, said in (nowhere, ("", "of which no folder is known")):
         with pytest.raises(StateError, match=f"(?s){said}"):
             with_files(name, built, SAVED)
 
@@ -156,12 +158,8 @@ def test_folders_that_will_not_do_are_named(tmp_path: Path) -> None:
     on_ranks(WORLD, refused, tmp_path)
 
 
-# --- in this process ------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def parameter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> torch.nn.Parameter:
-    """A parameter in a file, with a gradient."""
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     keep_states_in_files()
     made = torch.nn.Parameter(in_file(torch.arange(6.0)))

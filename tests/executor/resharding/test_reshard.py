@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,13 +26,7 @@ from tests.helpers.shards import cut, gradient_state, joined, shards, whole
 from tests.helpers.threaded_ranks import Ranks, alone, talking_ranks
 
 SHAPE = (8, 16, 4)
-SHARDS = (
-    Placement("S", 0),
-    Placement("S", 1),
-    Placement("S", 1, 2),
-    Placement("S", 1, 4),
-    Placement("S", 2),
-)
+SHARDS = tuple(Placement("S", *of) for of in ((0,), (1,), (1, 2), (1, 4), (2,)))
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +35,8 @@ def ranks() -> Iterator[Ranks]:
         yield made
 
 
-# --- splitting and joining -----------------------------------------------------------------------
-
-
 @st.composite
 def splits(draw: st.DrawFn) -> tuple[torch.Tensor, Placement, int]:
-    """A tensor of distinct numbers, a placement it can take, and a number of ranks."""
     n, split, rest = (draw(st.integers(1, 4)) for _ in range(3))
     shape = draw(st.lists(st.integers(1, 3), max_size=2))
     dim = draw(st.integers(0, len(shape)))
@@ -56,10 +47,16 @@ def splits(draw: st.DrawFn) -> tuple[torch.Tensor, Placement, int]:
 
 @given(splits())
 def test_join_undoes_split(of: tuple[torch.Tensor, Placement, int]) -> None:
+    """A shard is its share of every part."""
     x, placement, n = of
     parts = split_parts(x, placement, n)
     assert torch.equal(join_parts(parts, placement), x)
-    assert torch.equal(torch.stack([local_part(x, placement, n, k) for k in range(n)]), parts)
+    size = x.shape[placement.dim]
+    block = size // placement.split
+    for k, part in enumerate(parts):
+        held = torch.tensor([i for i in range(size) if i % block * n // block == k])
+        assert torch.equal(part, x.index_select(placement.dim, held))
+        assert torch.equal(local_part(x, placement, n, k), part)
 
 
 @given(st.integers(0, 40), st.integers(1, 7))
@@ -72,17 +69,6 @@ def test_parts_that_differ_are_filled_up(size: int, n: int) -> None:
     for part, own in zip(parts, mine, strict=True):
         assert torch.equal(part[: len(own)], own) and not part[len(own) :].any()
     assert torch.equal(join_parts(parts, placement, size), x)
-
-
-@given(splits())
-def test_a_shard_is_its_share_of_every_part(of: tuple[torch.Tensor, Placement, int]) -> None:
-    x, placement, n = of
-    size = x.shape[placement.dim]
-    block = size // placement.split
-    for k in range(n):
-        held = [i for i in range(size) if i % block * n // block == k]
-        expected = x.index_select(placement.dim, torch.tensor(held))
-        assert torch.equal(local_part(x, placement, n, k), expected)
 
 
 @given(st.lists(st.integers(1, 3), min_size=2, max_size=4), st.data())
@@ -116,16 +102,12 @@ def states(kind: str) -> tuple[Placement, ...]:
 TRIED = [
     (source, target)
     for kinds in MOVES
-    for source in states(kinds[0])
-    for target in states(kinds[1])
+    for source, target in product(*map(states, kinds))
     if source != target
 ]
 # of sizes that the ranks divide, and of others: 5 on 4 leaves the last with nothing
-SIZED = [(source, target, SHAPE) for source, target in TRIED] + [
-    (source, target, (7, 9, 5))
-    for source, target in TRIED
-    if {source.split, target.split} == {1} and (source.sharded or target.sharded)
-]
+UNEVEN = [(a, b) for a, b in TRIED if {a.split, b.split} == {1} and (a.sharded or b.sharded)]
+SIZED = [(*pair, SHAPE) for pair in TRIED] + [(*pair, (7, 9, 5)) for pair in UNEVEN]
 
 
 @pytest.mark.parametrize("n", [2, 4])
@@ -167,8 +149,6 @@ def test_a_move_keeps_value_and_gradient(
 
 
 def _noted(name: str, collective: Any, calls: list[str]) -> Any:
-    """The collective, its name noted on rank 0."""
-
     def noting(*args: Any) -> torch.Tensor:
         if next(arg for arg in args if isinstance(arg, Axis)).rank == 0:
             calls.append(name)
@@ -181,22 +161,14 @@ def test_every_transition_with_a_price_has_a_move() -> None:
     """But for a parameter of which an outer axis reads a part: it is summed over all ranks."""
     priced = {(a, b.rstrip("!")) for a, b in TRANSITIONS if a != b}
     assert priced | {("Rp", "S"), ("Rp", "P")} == set(MOVES)
-    assert {a for a, b in TRANSITIONS if a == b} == {"R", "Rp", "P", "S"}
-    assert all(TRANSITIONS[a, b] == ("", "") for a, b in TRANSITIONS if a == b)
-
-
-def test_what_makes_no_sense_has_no_transition() -> None:
+    stays = {a: moves for (a, b), moves in TRANSITIONS.items() if a == b}
+    assert stays == dict.fromkeys(("R", "Rp", "P", "S"), ("", ""))
     assert transition(SHARDS[0], P) is None and transition(RP, P) is None
-    assert ("S", "P") not in MOVES
 
 
 def test_a_move_leaves_its_input_alone() -> None:
     x = torch.ones(4, requires_grad=True)
-
-    def work(data: Axis, tensor: Axis) -> torch.Tensor:
-        return Reshard(R, P, tensor)(x)
-
-    made = alone((1, 2), work)
+    made = alone((1, 2), lambda data, tensor: Reshard(R, P, tensor)(x))
     assert torch.equal(made[0, 0], x) and torch.equal(made[0, 1], torch.zeros(4))
     assert torch.equal(x, torch.ones(4))
 

@@ -1,11 +1,14 @@
-"""Tensors of a checkpoint folder: what a rank holds and writes of each, and how boxes are read."""
+"""Tensors of a checkpoint folder: what a rank holds and writes of each, how boxes are read, and the
+metadata, of which nothing runs, and whose damage is told."""
 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import random
 import threading
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +21,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint import metadata as upstream
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from meshwright.executor.checkpoint.optimizer_state import collect
+from meshwright.executor.checkpoint.weights import load_weights
 from meshwright.executor.files import checksums
 from meshwright.executor.files.chunks import (
     Chunk,
@@ -33,6 +38,7 @@ from meshwright.executor.files.chunks import (
 from meshwright.executor.files.dcp_metadata import read_metadata
 from meshwright.executor.files.dcp_reads import read_tensors
 from meshwright.executor.files.dcp_writes import write_tensors
+from tests.executor.checkpoint.checkpoint_runs import start
 
 LARGE = checksums.BLOCK_BYTES // 4 + 1000  # elements: it is read in several parts
 STATE = {
@@ -105,8 +111,8 @@ def test_the_first_of_several_damaged_tensors_is_told(tmp_path: Path) -> None:
     path = tmp_path / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     starts = sorted((x.chunks[0].start, x.chunks[0].length, name) for name, x in stored.items())
-    for start, length, _ in starts[1:3]:
-        data[start + length // 2] ^= 1
+    for at, length, _ in starts[1:3]:
+        data[at + length // 2] ^= 1
     data[starts[3][0] : starts[3][0] + 64] = bytes(64)  # no archive
     path.write_bytes(data)
     threads = threading.active_count()
@@ -136,33 +142,27 @@ def test_chunks_without_a_checksum_are_read(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["small", "transposed"])
-def test_a_box_of_another_layout(tmp_path: Path, name: str) -> None:
+def test_a_box_of_another_layout(tmp_path: Path) -> None:
     write(tmp_path)
     stored = read_metadata(tmp_path)
-    into = torch.full((2, 3), -1.0, dtype=torch.float64)
-    box = ((1, 3), (0, 3))
-    read_tensors([ChunkRead(name=f"model.{name}", ranges=box, into=into)], stored)
-    assert torch.equal(into, STATE[name][1:3, 0:3].double())
+    for name in ("small", "transposed"):
+        into = torch.full((2, 3), -1.0, dtype=torch.float64)
+        read_tensors([ChunkRead(name=f"model.{name}", ranges=((1, 3), (0, 3)), into=into)], stored)
+        assert torch.equal(into, STATE[name][1:3, 0:3].double())
 
 
-@pytest.mark.parametrize(
-    "ranges", [((1, 3), (2, 5)), ((0, 4), (0, 6)), ((2, 4), (3, 6)), ((3, 4), (0, 1))], ids=str
-)
-def test_a_box_over_several_chunks(tmp_path: Path, ranges: tuple[tuple[int, int], ...]) -> None:
+def test_a_box_over_several_chunks(tmp_path: Path) -> None:
     x = torch.arange(24.0).view(4, 6)
     boxes = [(row, column) for row in (0, 2) for column in (0, 3)]
     chunks = tuple(Chunk(offset=at, local_offset=at, sizes=(2, 3)) for at in boxes)
     write_tensors({"m": {"x": LocalChunks(shape=x.shape, local=x, chunks=chunks)}}, tmp_path, None)
     stored = read_metadata(tmp_path)
     assert sorted(chunk.box for chunk in stored["m.x"].chunks) == [(at, (2, 3)) for at in boxes]
-    wanted = x[tuple(slice(*ends) for ends in ranges)]
-    into = torch.full_like(wanted, -1)
-    read_tensors([ChunkRead(name="m.x", ranges=ranges, into=into)], stored)
-    assert torch.equal(into, wanted)
-
-
-# --- what a rank holds of a tensor, who writes it, and what of an optimizer is a tensor -----------
+    for ranges in (((1, 3), (2, 5)), ((0, 4), (0, 6)), ((2, 4), (3, 6)), ((3, 4), (0, 1))):
+        wanted = x[tuple(slice(*ends) for ends in ranges)]
+        into = torch.full_like(wanted, -1)
+        read_tensors([ChunkRead(name="m.x", ranges=ranges, into=into)], stored)
+        assert torch.equal(into, wanted)
 
 
 @st.composite
@@ -253,3 +253,133 @@ def test_a_scalar_parameter_is_stored_like_any_other() -> None:
     for fqn in ("scale", "weight"):
         assert set(tensors[fqn]) == {"exp_avg", "exp_avg_sq"}
         assert set(notes["values"][fqn]) == {"step"}
+
+
+# --- metadata -------------------------------------------------------------------------------------
+
+
+FEW = {"a": torch.arange(24.0).view(4, 6), "b": torch.arange(3), "note": "an object"}
+
+
+def written(folder: Path) -> Any:
+    """A DCP folder of `FEW`, as torch writes it; returns its metadata."""
+    dcp.save({"model": FEW}, checkpoint_id=folder, no_dist=True)
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+class Calls:
+    def __init__(self, run: Callable[..., Any], *arguments: Any) -> None:
+        self.call = run, arguments
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def dotted(module: str, name: str, argument: str) -> bytes:
+    """The call of a name with dots, which a pickle follows through attributes."""
+    said = [b"\x8c" + bytes([len(x)]) + x.encode() for x in (module, name, argument)]
+    return b"\x80\x04" + said[0] + said[1] + b"\x93" + said[2] + b"\x85R."
+
+
+def exploits(marker: Path) -> dict[str, bytes]:
+    command = f"touch {marker}"
+    metadata = upstream.Metadata(state_dict_metadata={"x": Calls(os.system, command)})
+    return {
+        "a command": pickle.dumps(Calls(os.system, command)),
+        "by an old protocol": pickle.dumps(Calls(os.system, command), protocol=0),
+        "source": pickle.dumps(Calls(exec, f"open({str(marker)!r}, 'w')")),
+        "a loader of torch": pickle.dumps(Calls(torch.load, str(marker), "cpu", None)),
+        "through a module": dotted("torch.serialization", "os.system", command),
+        "through a known class": dotted(upstream.__name__, "os.system", command),
+        "inside": pickle.dumps(metadata),
+    }
+
+
+def test_no_code_runs(tmp_path: Path) -> None:
+    marker, run = tmp_path / "ran", start("mlp", "alone")
+    run.save(tmp_path / "at")
+    (tmp_path / "at" / "manifest.json").unlink()  # an older checkpoint, or one that was forged
+    for name, exploit in exploits(marker).items():
+        (tmp_path / "at" / ".metadata").write_bytes(exploit)
+        for load in (run.load, lambda path: load_weights(run.runtime, path)):
+            with pytest.raises(RuntimeError, match=r"\.metadata' can't be read \(.*(names|loader)"):
+                load(tmp_path / "at")
+        assert not marker.exists(), name
+    pickle.loads(exploits(marker)["a command"])  # which a reader without limits runs
+    assert marker.exists()
+
+
+def test_classes_are_not_changed(tmp_path: Path) -> None:
+    """A pickle may set attributes of what it names: here those of stand-ins, or none."""
+    before = dict(vars(upstream.MetadataIndex))
+    name = b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    (tmp_path / ".metadata").write_bytes(name + b"(N}V__init__\nctorch\nSize\nst\x86b.")
+    with pytest.raises(RuntimeError, match=r"can't be read"):
+        read_metadata(tmp_path)
+    assert dict(vars(upstream.MetadataIndex)) == before
+    written(tmp_path / "at")
+    assert set(read_metadata(tmp_path / "at")) == {"model.a", "model.b"}
+
+
+def _place(metadata: Any, **values: Any) -> None:
+    index = next(k for k in metadata.storage_data if k.fqn == "model.a")
+    vars(metadata.storage_data[index]).update(values)
+
+
+def _a(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["model.a"]
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "link", 7])
+def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: Any) -> None:
+    metadata = written(tmp_path / "at")
+    (tmp_path / "elsewhere").write_bytes(b"secret")
+    (tmp_path / "at" / "link").symlink_to(tmp_path / "elsewhere")
+    _place(metadata, relative_path=name)
+    (tmp_path / "at" / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"\.metadata' names the file .*, which is"):
+        read_metadata(tmp_path / "at")
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "a size": lambda m: setattr(_a(m), "size", torch.Size((4, 7))),
+    "a size of text": lambda m: setattr(_a(m), "size", "46"),
+    "a negative size": lambda m: setattr(_a(m), "size", (-4, -6)),
+    "no chunks": lambda m: _a(m).chunks.clear(),
+    "a chunk twice": lambda m: _a(m).chunks.append(_a(m).chunks[0]),
+    "a chunk outside": lambda m: setattr(_a(m).chunks[0], "sizes", torch.Size((5, 6))),
+    "another dtype": lambda m: setattr(_a(m).properties, "dtype", "float32"),
+    "an offset": lambda m: _place(m, offset=-1),
+    "an offset of text": lambda m: _place(m, offset="1"),
+    "too few bytes": lambda m: _place(m, length=95),
+    "a compression": lambda m: _place(m, transform_descriptors=["stream.zstd"]),
+    "a checksum": lambda m: _place(m, xxh3_64=5),
+    "no places": lambda m: m.storage_data.clear(),
+    "another object": lambda m: setattr(m, "state_dict_metadata", ["model.a"]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_together_is_told(tmp_path: Path, name: str) -> None:
+    metadata = written(tmp_path)
+    WRONG[name](metadata)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(RuntimeError, match=r"\.metadata' can't be read \(.*load an earlier"):
+        read_metadata(tmp_path)
+
+
+def test_damage_is_told_or_does_no_harm(tmp_path: Path) -> None:
+    """No other error, and no tensor that is not there, whatever became of the file."""
+    written(tmp_path)
+    path = tmp_path / ".metadata"
+    whole, draw, told = path.read_bytes(), random.Random(0), 0
+    for k in range(300):
+        damaged = bytearray(whole[: draw.randrange(1, len(whole))] if k % 3 == 0 else whole)
+        for _ in range(1 + k % 4):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+        path.write_bytes(damaged)
+        try:
+            assert all(isinstance(x.dtype, torch.dtype) for x in read_metadata(tmp_path).values())
+        except (RuntimeError, ValueError):
+            told += 1
+    assert told > 150
