@@ -1,8 +1,10 @@
-"""Advice: other batches, sizes and losses, each with the number that it rests on."""
+"""Advice with the numbers that it rests on: other batches, sizes and losses; and what to train
+otherwise where nothing fits, its bytes by the formulas of states and logits."""
 
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.planner.alternatives import advice as module
 from meshwright.planner.alternatives.advice import BETTER, advice, next_batches
+from meshwright.planner.alternatives.lighter import with_advice
+from meshwright.planner.alternatives.what_if import (
+    RANK,
+    adapter_numel,
+    with_adapters,
+    with_chunked_loss,
+    with_half_sequences,
+)
 from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.search.search import Search
-from tests.helpers.planning import Traced, cluster, cut, gpt2, linears, problem_of
+from tests.helpers.planning import Traced, cluster, cut, gpt2, linears, llama, problem_of
+
+GIB = 2**30
 
 
 @pytest.mark.parametrize(
@@ -24,7 +38,6 @@ from tests.helpers.planning import Traced, cluster, cut, gpt2, linears, problem_
         (100, 64, [128, 64, 96]),
         (128, 64, []),
         (3, 4, [4, 2]),
-        (7, 8, [8, 4, 6]),
         (100, 24, [96, 120, 108]),
         (5, 1, []),
         (8, 16, []),  # shares out as far as eight rows can
@@ -33,9 +46,8 @@ from tests.helpers.planning import Traced, cluster, cut, gpt2, linears, problem_
 def test_batches_that_share_out_over_more_devices(
     batch: int, devices: int, offered: list[int]
 ) -> None:
-    found = next_batches(batch, devices)
-    assert found == offered
-    assert all(math.gcd(n, devices) > math.gcd(batch, devices) for n in found)
+    assert next_batches(batch, devices) == offered
+    assert all(math.gcd(n, devices) > math.gcd(batch, devices) for n in offered)
 
 
 def rows(of: Traced, batch: int, devices: int = 8, **given: Any) -> list[dict[str, Any]]:
@@ -71,16 +83,13 @@ def test_sizes_that_do_not_divide_are_told_the_next_that_do() -> None:
 
 
 def test_a_vocabulary_is_padded_to_what_kernels_and_the_tensor_axis_divide() -> None:
-    """Three ranks and 64: the next multiple of 192."""
-    search = Search(problem_of(gpt2(2, 320, 8, 50001, 64), cluster(1)), 2, Overrides())
+    """Three ranks and 64: the next multiple of 192. Full precision takes any vocabulary."""
+    of = gpt2(2, 320, 8, 50001, 64)
+    search = Search(problem_of(of, cluster(1)), 2, Overrides())
     stages = [SimpleNamespace(tp=3)]
     result: Any = SimpleNamespace(best=SimpleNamespace(plan=SimpleNamespace(stages=stages)))
     (row,) = module._words(search, result)
     assert (row["size"], row["next_sizes"]) == (50001, [50112])
-
-
-def test_full_precision_takes_any_vocabulary() -> None:
-    of = gpt2(2, 320, 8, 50257, 64)
     search = Search(problem_of(of, cluster(1), precision="fp32"), 2, Overrides())
     assert not [row for row in advice(search, search.run()) if row["kind"] == "size"]
 
@@ -107,3 +116,84 @@ def test_logits_that_fill_the_memory_are_named(classes: int, named: bool) -> Non
     for row in found:
         assert 4 <= row["logits_bytes"] / (tokens * classes) <= 12.5
         assert "chunked" in row["advice"]
+
+
+# --- where nothing fits --------------------------------------------------------------------------
+
+
+def decoder(words: int = 32000, length: int = 64) -> Traced:
+    return llama(512, 1024, 8, 8, words=words, length=length)
+
+
+def message(of: Traced, memory_bytes: float, optimizer: str = "adamw", **given: int) -> str:
+    problem = problem_of(of, cluster(1, memory_bytes=memory_bytes), optimizer=optimizer)
+    search = Search(problem, 2, Overrides(**given, forbid=["offload"]))
+    with pytest.raises(InfeasibleError) as caught:
+        search.run()
+    return str(with_advice(search, caught.value))
+
+
+def saved(text: str, what: str) -> float:
+    """GiB that a message says a change saves."""
+    found = re.search(rf"{what}[^;]*? (\d[\d.,]*) ([GMK]iB) less", text)
+    assert found, text
+    return float(found[1].replace(",", "")) / {"GiB": 1, "MiB": 2**10, "KiB": 2**20}[found[2]]
+
+
+def test_states_and_adapters_save_what_their_formulas_say() -> None:
+    """Adapters keep no states of matrices: 16 of 18 bytes a parameter less, 18 more for each of
+    the adapters'; and gradients in fp32 are the accumulated ones."""
+    of = decoder()
+    numel = float(of.graph.num_parameters())
+
+    def states(optimizer: str) -> float:
+        return model_state_bytes(numel, precision="bf16", zero=0, dp=1, optimizer=optimizer)
+
+    text = message(of, numel * 4)
+    for optimizer in ("sgd", "adamw8bit", "adamw_bf16"):
+        less = (states("adamw") - states(optimizer)) / GIB
+        assert saved(text, f"optimizer='{optimizer}'") == pytest.approx(less, rel=0.01)
+    problem = problem_of(of, cluster(1))
+    less = (16 * numel - 18 * adapter_numel(problem)) / GIB
+    assert saved(text, "LoRA") == pytest.approx(less, rel=0.02)
+    wide, ffn = 512, 1024
+    each = 4 * 2 * wide + 3 * (wide + ffn)
+    assert adapter_numel(problem) == RANK * (2 * each + wide + 32000)
+
+
+def test_what_fits_is_said() -> None:
+    of = decoder()
+    text = message(of, 14.5 * of.graph.num_parameters())
+    assert "optimizer='sgd') " in text and ", which fits" in text
+    assert "Way out" in text or "Nothing was found" in text
+
+
+def test_several_changes_fit_together_where_none_does_alone() -> None:
+    text = message(decoder(length=4096), 0.9 * GIB, num_microbatches=1)
+    assert "LoRA" in text and " fits, with " in text
+    assert ", which fits" not in text
+
+
+def test_logits_are_named_where_they_are_what_does_not_fit() -> None:
+    assert "The logits and their gradients alone take" in message(decoder(length=4096), GIB)
+    assert "logits and their" not in message(decoder(words=64), 8 * GIB / 1024)
+
+
+def test_what_does_not_apply_is_not_offered() -> None:
+    text = message(linears(512, 4, 8), 10**6, optimizer="sgd")
+    assert not any(word in text for word in ("LoRA", "sgd", "chunked", "sequences"))
+
+
+def test_smaller_problems_keep_their_weights() -> None:
+    problem = problem_of(decoder(), cluster(1))
+    for change in (with_chunked_loss, with_half_sequences, with_adapters):
+        changed = change(problem)
+        assert changed is not None
+        for value in problem.graph.parameters:
+            assert changed.graph.values[value].shape == problem.graph.values[value].shape
+    halved = with_half_sequences(problem)
+    assert halved is not None
+    for op in problem.graph.ops:
+        for value in op.results:
+            shapes = problem.graph.values[value].shape, halved.graph.values[value].shape
+            assert all(b in (a, a // 2) for a, b in zip(*shapes, strict=True))

@@ -1,4 +1,5 @@
-"""Alternatives: what a family is; what it lacks, in bytes, against searches restricted to it."""
+"""Alternatives: what a family is; what it lacks, in bytes, against searches restricted to it; and
+what a report is asked later: the price of overrides, the best of each family, sensitivity."""
 
 from __future__ import annotations
 
@@ -11,17 +12,23 @@ import pytest
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER, target_named
 from meshwright.planner.alternatives.alternatives import Alternative, alternatives
+from meshwright.planner.alternatives.answers import Answers
+from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.alternatives.families import RUNS_HERE, WITHOUT, families, runs_here
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
+from meshwright.planner.plan.words import seconds
+from meshwright.planner.report import Document, sensitivity_parts
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.search import Search
 from meshwright.planner.search.taste import TIE
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.enumeration import SERIAL
+from tests.helpers.enumeration import SERIAL, limited
 from tests.helpers.planning import Traced, cluster, large_gpt2, linears, problem_of
 from tests.helpers.tiers import tiered
+from tests.planner.report.test_report import overridden
+from tests.planner.report.test_report import searched as reported
 
 AS_FORCED = 1.02  # a family's line over what forcing it finds, at most
 FAR, FAR_OFF = 1.5, 1.1  # of families that take so many times the best step, this is enough
@@ -37,19 +44,13 @@ ON = {
     "slow wires": cluster(4, bandwidth=2e8),
     "two nodes": cluster(2, nodes=2, node_bandwidth=2e8),
 }
-LARGER: dict[str, tuple[Any, Cluster, int, str]] = {
-    "two nodes of four": (
-        lambda: linears(512, 6, 16, 64), cluster(4, nodes=2, node_bandwidth=1e9), 16, "eager"
-    ),
+CASES: dict[str, tuple[Any, Cluster, int, str]] = {
+    **{name: (small, on, BATCH, "eager") for name, on in ON.items()},
     "two nodes, megatron": (
         lambda: linears(512, 6, 16, 64), cluster(4, nodes=2, node_bandwidth=1e9), 16, "megatron"
     ),
     "gpt2": (large_gpt2, Cluster.from_catalog("dgx-h100", num_nodes=2), 64, "eager"),
-    "gpt2, v100": (
-        large_gpt2, Cluster.from_catalog("p3.16xlarge", num_nodes=1), 64, "eager"
-    ),
 }  # fmt: skip
-CASES = {name: (small, on, BATCH, "eager") for name, on in ON.items()} | LARGER
 NAMES = tiered(
     CASES, ON.__contains__, "a search for each family of larger clusters; three small ones stay"
 )
@@ -73,31 +74,19 @@ def searched(
     return search, result, alternatives(search, result)
 
 
-def with_memory(on: Cluster, memory_bytes: float) -> Cluster:
-    return dataclasses.replace(
-        on, device=dataclasses.replace(on.device, memory_bytes=int(memory_bytes))
-    )
-
-
 @pytest.mark.parametrize("name", ON)
-def test_every_family_but_those_of_the_chosen_plan_has_an_answer(name: str) -> None:
+def test_every_family_but_those_of_the_chosen_plan_has_a_plan_that_fits(name: str) -> None:
+    """Memory is ample."""
     search, result, found = searched(name)
-    names = [a.family for a in found]
-    assert len(set(names)) == len(names)
-    for family in families(search, result):
-        assert family.has(result.best.plan) != (family.name in names)
-    assert {"full recompute"} <= set(names)
-
-
-@pytest.mark.parametrize("name", ON)
-def test_a_plan_belongs_to_its_family_and_fits(name: str) -> None:
-    search, result, found = searched(name)
+    drafts = {a.family: a.draft for a in found}
+    assert len(drafts) == len(found) and "full recompute" in drafts
     belongs = {family.name: family.has for family in families(search, result)}
-    for alternative in found:
-        assert alternative.draft is not None, alternative.family  # memory is ample
-        assert alternative.draft.fits
-        assert belongs[alternative.family](alternative.draft.plan), alternative.family
-        assert alternative.draft.step_time_s >= result.bound_s
+    for family, has in belongs.items():
+        assert has(result.best.plan) != (family in drafts)
+    for family, draft in drafts.items():
+        assert draft is not None and draft.fits, family
+        assert belongs[family](draft.plan), family
+        assert draft.step_time_s >= result.bound_s
 
 
 def test_what_runs_here_is_offered_unless_nothing_else_was_searched() -> None:
@@ -112,7 +101,7 @@ def test_what_runs_here_is_offered_unless_nothing_else_was_searched() -> None:
 
 def test_what_does_not_fit_lacks_as_much_as_makes_it_fit() -> None:
     free = searching(ON["fast wires"], target=SERIAL).run().best.evaluation.prediction
-    tight = with_memory(ON["fast wires"], max(free.peak_memory_bytes) * 0.6)
+    tight = limited(ON["fast wires"], max(free.peak_memory_bytes) * 0.6)
     search = searching(tight, target=SERIAL, forbid=["recompute"])
     found = alternatives(search, search.run())
     lacking = {a.family: a.shortfall_bytes for a in found if a.shortfall_bytes}
@@ -122,7 +111,7 @@ def test_what_does_not_fit_lacks_as_much_as_makes_it_fit() -> None:
         given, short = forced(family), lacking[family]
         given = {**given, "forbid": [*given.get("forbid", []), "recompute", "unequal_meshes"]}
         room = tight.device.memory_bytes
-        enough, little = (with_memory(tight, room + more) for more in (short * 1.01 + 1, short / 2))
+        enough, little = (limited(tight, room + more) for more in (short * 1.01 + 1, short / 2))
         assert searching(enough, target=SERIAL, **given).run().best.fits
         with pytest.raises(InfeasibleError):
             searching(little, target=SERIAL, **given).run()
@@ -191,3 +180,92 @@ def test_no_line_is_faster_than_the_choice(name: str, objective: str) -> None:
     for alternative in found:
         for draft in (alternative.draft, alternative.instead):
             assert draft is None or draft.step_time_s >= least_s, alternative.family
+
+
+# --- what a report is asked later ----------------------------------------------------------------
+
+
+def test_overrides_are_priced_against_the_free_optimum() -> None:
+    together, *each = overridden().report.overrides
+    best, ours = reported().prediction, overridden().prediction
+    assert together["free_step_time_s"] == pytest.approx(best.step_time_s)
+    extra = ours.step_time_s - best.step_time_s
+    assert extra > 0
+    assert f"cost {seconds(extra)} a step" in together["effect"]
+    assert together["cost_s"] == pytest.approx(extra)
+    assert all(word in together["override"] for word in ("pp=2", "schedule='gpipe'"))
+    assert together["effect"] in overridden().report.text(full=True)
+    assert len(each) == 3
+    assert reported().report.overrides == []
+    assert "Overrides" not in reported().report.text(full=True)
+
+
+def test_each_override_is_priced_against_the_best_without_it() -> None:
+    given: dict[str, Any] = {"pp": 2, "schedule": "gpipe", "num_microbatches": 2}
+    rows = {row["override"]: row for row in overridden().report.overrides}
+    for name, value in given.items():
+        rest = {key: kept for key, kept in given.items() if key != name}
+        without = overridden().replan(Overrides(**rest)).prediction.step_time_s
+        row = rows[f"{name}={value!r}"]
+        assert row["cost_s"] == pytest.approx(
+            max(0.0, overridden().prediction.step_time_s - without), abs=1e-12
+        )
+        assert row["cost"] == pytest.approx(row["cost_s"] / without)
+
+
+def test_overrides_that_hold_anyway_cost_nothing() -> None:
+    (stage,) = reported().plan.stages
+    result = reported().replan(Overrides(tp=stage.tp, dp=stage.dp, pp=1))
+    rows = result.report.overrides
+    assert [row["effect"][:12] for row in rows] == ["cost nothing"] * 4
+    assert [row["cost_s"] for row in rows] == [0.0] * 4
+
+
+def test_many_overrides_are_priced_together_only() -> None:
+    forbidden = ["cp", "ep", "dp_shard", "gpipe", "unequal_meshes", "virtual_stages", "placement"]
+    (row,) = reported().replan(Overrides(forbid=forbidden)).report.overrides
+    assert "not priced one by one" in row["effect"]
+
+
+def test_alternatives_are_against_the_chosen_plan_and_in_the_text() -> None:
+    report, text = reported().report, reported().report.text(full=True)
+    assert {"full recompute"} <= {row["family"] for row in report.alternatives if row["plan"]}
+    best_s = report.summary["step_time_s"]
+    for row in (*report.alternatives, *report.runners_up):
+        assert row.get("family", "") in text
+        assert (row["plan"] or row["why"]) in text
+        if row["plan"]:
+            assert row["peak_memory_bytes"] > 0
+            assert row["slower"] == pytest.approx(row["step_time_s"] / best_s - 1)
+            total_s = sum(row["components_s"].values())
+            assert total_s == pytest.approx(row["step_time_s"] - best_s, abs=1e-12)
+
+
+def test_why_a_family_has_no_plan() -> None:
+    answers = reported().report.deferred
+    assert isinstance(answers, Answers)
+    best = answers.result.best.evaluation
+    lacking = alternative_row(Alternative(family="tp=4", shortfall_bytes=3 * 2.0**30), best)
+    assert lacking["plan"] is None
+    says = "no plan with equal stages was found to fit: the leanest lacks 3 GiB"
+    assert says in lacking["why"]
+    late = alternative_row(Alternative(family="tp=4", bound_s=1.5), best)
+    assert late["why"].startswith("at least 1.5 s; not explored")
+
+
+def test_sensitivity_names_properties_factors_and_plans() -> None:
+    rows = reported().report.sensitivity()
+    assert {"intra-node bandwidth", "FLOP/s", "memory bandwidth", "memory"} == {
+        row["property"] for row in rows
+    }
+    more: list[dict[str, Any]] = [
+        {"property": "memory", "factor": 0.5, "plan": None},
+        {"property": "FLOP/s", "factor": 2.0, "plan": "dp4×tp1"},
+    ]
+    parts = sensitivity_parts([*rows, *more])
+    lines = str(Document(tuple(parts))).splitlines()
+    assert lines[-2:] == [
+        "  memory times 0.5: no plan known from the search fits", "  FLOP/s times 2: dp4×tp1",
+    ]  # fmt: skip
+    for row, line in zip(rows, lines[1:-2], strict=True):
+        assert ("no flip" in line) == (row["factor"] is None)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,26 +21,15 @@ from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, large_gpt2, large_llama, linears, problem_of
-from tests.helpers.tiers import second_tier
 
 GIB = 2.0**30
-CASES = {
-    "gpt2": (large_gpt2, (6, 12, 80)),
-    "llama": (large_llama, (24, 80)),
-    "linears": (lambda: linears(2048, 6, 16, 512), (0.5, 1)),
-}
-SECOND = second_tier("the sizes between, of which some meshes hold a plan and some don't, stay")
+LINEARS = partial(linears, 2048, 6, 16, 512)
 
 
-@cache
-def traced(name: str) -> Traced:
-    return CASES[name][0]()
-
-
-def search_with(name: str, gib: float) -> Search:
+def search_with(of: Traced, gib: float) -> Search:
     node = Cluster.from_catalog("dgx-h100", num_nodes=1)
     device = replace(node.device, memory_bytes=int(gib * GIB), reserved_bytes=0)
-    return Search(problem_of(traced(name), replace(node, device=device)), 256, Overrides())
+    return Search(problem_of(of, replace(node, device=device)), 256, Overrides())
 
 
 def keys(combinations: Iterable[Combination]) -> set[tuple[Any, ...]]:
@@ -50,18 +39,15 @@ def keys(combinations: Iterable[Combination]) -> set[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "gib"),
-    [
-        pytest.param(name, gib, marks=SECOND if gib in (6, 80) else ())
-        for name, (_, sizes) in CASES.items()
-        for gib in sizes
-    ],
+    ("make", "gib"),
+    [(large_gpt2, 12), (large_llama, 24), (LINEARS, 0.5), (LINEARS, 1)],
+    ids=["gpt2", "llama", "linears", "linears with ample memory"],
 )
 def test_what_is_refused_has_no_plan_that_fits(
-    name: str, gib: float, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Traced], gib: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whole meshes, and combinations of others."""
-    search = search_with(name, gib)
+    search = search_with(make(), gib)
     space, offered = search.space, {}
     for m in (1, 4, 32, 256):
         for groups in space.stage_counts():
@@ -76,7 +62,7 @@ def test_what_is_refused_has_no_plan_that_fits(
             if not keys([one]) <= kept:
                 refused += 1
                 assert free.equal.solve(one, math.inf) is None, (choice, one.schedule)
-    assert refused or gib == max(CASES[name][1]), "nothing was refused"
+    assert refused or gib == 1
 
 
 @given(
@@ -91,14 +77,12 @@ def test_devices_are_overfull_only_where_no_placement_fits(
     loads, passing = (np.array(own, dtype=float) for own in zip(*blocks, strict=True))
     fits = any(
         all(
-            sum(b[0] for b, at in zip(blocks, places, strict=True) if at == g)
-            + max((b[1] for b, at in zip(blocks, places, strict=True) if at == g), default=0)
-            <= room
+            sum(load for load, _ in own) + max(more for _, more in own) <= room
             for g in range(groups)
+            if (own := [b for b, at in zip(blocks, places, strict=True) if at == g])
         )
         for places in itertools.product(range(groups), repeat=len(blocks))
     )
-    if overfull(float(loads.sum()), loads, passing, float(room), groups):
-        assert not fits
-    if groups == 1:
-        assert fits != overfull(float(loads.sum()), loads, passing, float(room), groups)
+    refused = overfull(float(loads.sum()), loads, passing, float(room), groups)
+    assert not (fits and refused)
+    assert groups > 1 or fits != refused

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Collection
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.planner.drafts.candidates import place_stages, spread_ranks
 from meshwright.planner.drafts.mesh import Mesh
-from meshwright.planner.drafts.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, Space, groups_of
+from meshwright.planner.drafts.space import (
+    MAX_CUTS,
+    MAX_MICROBATCH_CHOICES,
+    MIN_CONTEXT,
+    Space,
+    groups_of,
+)
+from meshwright.planner.drafts.transports import quantizations, secondaries, transports
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
-from tests.helpers.planning import Traced, cluster, linears, problem_of
+from meshwright.planner.plan.words import describe
+from meshwright.planner.search.search import Search
+from tests.helpers.planning import Traced, cluster, cut, linears, problem_of, token_batch
+from tests.helpers.traced import WIDTH, with_forward
 
 SHAPES = [(1, 4), (1, 6), (2, 3), (3, 3), (1, 12), (2, 6), (3, 8), (4, 12)]  # (nodes, devices each)
 
@@ -92,9 +107,8 @@ def test_sequences_are_split_only_where_the_batch_does_not_divide(
     here, split = space(nodes, node), 0
     everything = itertools.product(divisors(24), divisors(nodes * node))
     assert all(mesh.cp == 1 for m, devices in everything for mesh in here.meshes(devices, m))
-    monkeypatch.setattr(
-        "meshwright.planner.drafts.space.MIN_CONTEXT", 1
-    )  # the test's sequences are short
+    # the test's sequences are short
+    monkeypatch.setattr("meshwright.planner.drafts.space.MIN_CONTEXT", 1)
     for m, devices in itertools.product(divisors(24), divisors(nodes * node)):
         for mesh in here.meshes(devices, m):
             ranks = mesh.dp * mesh.cp
@@ -102,6 +116,50 @@ def test_sequences_are_split_only_where_the_batch_does_not_divide(
             assert all((24 // m) % (ranks // cp) for cp in fewer)
             split += mesh.cp > 1
     assert split
+
+
+@cache
+def decoder(length: int) -> Traced:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=256, intermediate_size=512, num_attention_heads=4,
+        num_key_value_heads=4, vocab_size=512,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return cut(transformers.LlamaForCausalLM(config), token_batch(2, length))
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "offered"),
+    [
+        (MIN_CONTEXT, 8, {1}),
+        (MIN_CONTEXT, 4, set()),  # half a sequence would be too short
+        (2 * MIN_CONTEXT, 4, {2}),
+        (2 * MIN_CONTEXT, 8, {1}),
+        (8 * MIN_CONTEXT, 1, {8}),
+    ],
+)
+def test_the_least_cp_that_divides_the_rows(length: int, batch: int, offered: set[int]) -> None:
+    meshes = space(1, 8, batch, decoder(length)).meshes(8, 1)
+    assert {mesh.cp for mesh in meshes if mesh.tp == 1} == offered
+
+
+def test_a_decoder_with_its_loss_inside_is_planned_with_cp() -> None:
+    of = decoder(2 * MIN_CONTEXT)
+    best = Search(problem_of(of, cluster(4)), 2, Overrides(tp=1, pp=1)).run().best
+    assert "cp2" in describe(best.plan)
+
+
+def totals(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.l(x).cumsum(dim=1).mean()
+
+
+def test_a_note_says_what_keeps_cp_from_long_sequences() -> None:
+    with torch.device("meta"):
+        of = cut(with_forward(totals), (torch.empty(2, 2 * MIN_CONTEXT, WIDTH),))
+    (note,) = [line for line in space(1, 8, 8, of).notes() if line.startswith("cp can't")]
+    assert f"sequences of {2 * MIN_CONTEXT}: :cumsum needs whole sequences" in note
+    assert not any("cp" in line for line in space(1, 1, 8, of).notes())
+    assert not any("cp" in line for line in space(1, 8, 8, decoder(2 * MIN_CONTEXT)).notes())
 
 
 def test_sequences_are_split_where_the_user_asks() -> None:
@@ -123,30 +181,17 @@ def test_the_tensor_axis_leaves_its_node_only_where_asked() -> None:
 
 
 @pytest.mark.parametrize(("nodes", "node"), SHAPES)
-def test_sizes_of_stages_leave_no_part_of_a_node_over(nodes: int, node: int) -> None:
-    sizes = space(nodes, node).sizes()
-    assert sizes == sorted(set(sizes))
-    assert sizes[0] == 1
-    assert sizes[-1] == node * nodes
-    if nodes == 1:
-        assert sizes == list(range(1, node + 1))
-    else:
-        assert set(sizes) == {
-            n for n in range(1, node * nodes + 1)
-            if node % n == 0 or (n % node == 0 and nodes % (n // node) == 0)
-        }  # fmt: skip
-
-
-@pytest.mark.parametrize(("nodes", "node"), SHAPES)
-def test_equal_groups_divide_the_cluster_along_its_nodes(nodes: int, node: int) -> None:
-    total, here = nodes * node, space(nodes, node)
-    most = len(here.graph.blocks)
-    counts = here.stage_counts()
-    assert counts[0] == 1
-    for p in range(1, total + 1):
-        size = total // p
-        fits = total % p == 0 and (size % node == 0 or node % size == 0) and p <= most
-        assert (p in counts) == fits
+def test_stages_leave_no_part_of_a_node_over(nodes: int, node: int) -> None:
+    """Their sizes, and the numbers of equal ones."""
+    here, total = space(nodes, node), node * nodes
+    assert here.sizes() == [
+        n for n in range(1, total + 1)
+        if nodes == 1 or node % n == 0 or (n % node == 0 and nodes % (n // node) == 0)
+    ]  # fmt: skip
+    assert here.stage_counts() == [
+        p for p in range(1, min(total, len(here.graph.blocks)) + 1)
+        if total % p == 0 and (total // p % node == 0 or node % (total // p) == 0)
+    ]  # fmt: skip
 
 
 # --- placements ----------------------------------------------------------------------------------
@@ -217,6 +262,101 @@ def test_zero_may_be_given_or_forbidden() -> None:
     assert {s for _, s in space(2, 4).zeros(far)} == {0, 4}
     assert {s for _, s in space(2, 4, forbid=["dp_shard"]).zeros(far)} == {0}
     assert {s for z, s in space(2, 4, dp_shard=2).zeros(far) if z} == {2}
+
+
+# --- ranks of stages on their nodes --------------------------------------------------------------
+
+
+@given(st.sampled_from([1, 2, 4, 6, 8]), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_stages_tile_the_cluster_along_its_nodes(node: int, nodes: int, rng: random.Random) -> None:
+    shapes = [n for n in range(1, node + 1) if node % n == 0]
+    shapes += [node * k for k in range(2, nodes + 1) if nodes % k == 0]
+    sizes, left = [], node * nodes
+    while left:
+        sizes.append(rng.choice([n for n in shapes if n <= left]))
+        left -= sizes[-1]
+    placed = place_stages(sizes, cluster(node, nodes=nodes))
+    assert [len(ranks) for ranks in placed] == sizes
+    assert sorted(r for ranks in placed for r in ranks) == list(range(node * nodes))
+    for ranks in placed:
+        assert ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
+        touched = {r // node for r in ranks}
+        assert len(touched) == max(1, len(ranks) // node)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_sizes_that_do_not_nest_follow_each_other(sizes: list[int]) -> None:
+    placed = place_stages(sizes, cluster(sum(sizes)))
+    assert [len(ranks) for ranks in placed] == sizes
+    assert sorted(r for ranks in placed for r in ranks) == list(range(sum(sizes)))
+
+
+@pytest.mark.parametrize(("nodes", "node"), [(2, 2), (3, 6), (2, 12)])
+def test_a_pipeline_inside_the_nodes_uses_every_rank_once(nodes: int, node: int) -> None:
+    here = space(nodes, node, 48, linears(48, 12, 8, 24))
+    spread = 0
+    for groups in here.stage_counts():
+        for mesh in here.meshes(nodes * node // groups, 1):
+            for placed in here.placements(mesh, groups):
+                ranks = [spread_ranks(placed, group) for group in range(groups)]
+                assert sorted(r for own in ranks for r in own) == list(range(nodes * node))
+                inner = placed.tp * placed.cp
+                for group, own in enumerate(ranks):
+                    rows = [own[k : k + inner] for k in range(0, len(own), inner)]
+                    apart = {b[0] - a[0] for a, b in itertools.pairwise(rows)}
+                    assert apart <= {placed.spread * inner}
+                    for row in rows:
+                        assert row == tuple(range(row[0], row[0] + inner))
+                        assert row[0] // node == row[-1] // node
+                    if group % placed.spread:  # the group before is next to it, in the same node
+                        before = ranks[group - 1]
+                        assert own[0] - before[0] == inner
+                        assert all(a // node == b // node for a, b in zip(before, own, strict=True))
+                spread += placed.spread > 1
+    assert spread
+
+
+# --- how ZeRO's weights and gradients travel ------------------------------------------------------
+
+
+def test_secondary_shards_lie_in_a_node_of_several() -> None:
+    far = Mesh(dp=8, tp=1)
+    assert secondaries(space(2, 4), far, 3, 0) == [0, 4]
+    assert secondaries(space(2, 4), Mesh(dp=4, tp=2), 3, 0) == [0, 2]
+    assert secondaries(space(2, 4), far, 3, 4) == [0]  # ZeRO divides within the node
+    assert secondaries(space(2, 4), far, 2, 0) == [0]
+    assert secondaries(space(1, 8), far, 3, 0) == [0]
+    assert secondaries(space(2, 4, forbid=["hpz"]), far, 3, 0) == [0]
+    assert secondaries(space(2, 4, hpz=2), far, 3, 0) == [2]
+    assert secondaries(space(2, 4, hpz=2), far, 2, 0) == []  # asks for ZeRO-3
+    assert secondaries(space(2, 4, hpz=8), far, 3, 0) == [0]  # as many as it divides among
+    assert secondaries(space(2, 4, hpz=3), far, 3, 0) == []
+
+
+def test_what_is_quantised_is_allowed_or_asked_for() -> None:
+    far = Mesh(dp=8, tp=1)
+    assert quantizations(space(2, 4), far, 3) == ["none"]
+    allowed = space(2, 4, allow=["quantized"])
+    assert quantizations(allowed, far, 3) == ["none", "weights", "gradients", "both"]
+    assert quantizations(allowed, far, 2) == ["none"]
+    assert quantizations(space(2, 4, allow=["quantized"], forbid=["quantized"]), far, 3) == ["none"]
+    asked = space(2, 4, allow=["quantized"], quantized="both")
+    assert quantizations(asked, far, 3) == ["both"]
+    assert quantizations(asked, far, 1) == []  # asks for ZeRO-3
+    assert quantizations(asked, Mesh(dp=1, tp=8), 0) == ["none"]
+
+
+def test_one_chain_prices_gathers_near_and_far_but_not_hops() -> None:
+    far = Mesh(dp=8, tp=1)
+    found = transports(space(2, 4, allow=["quantized"], zero=3, dp_shard=8), far)
+    assert found == {
+        (0, 0, "none"): [(3, 0), (3, 4)],
+        (0, 0, "weights"): [(3, 0), (3, 4)],
+        (0, 0, "gradients"): [(3, 0)],
+        (0, 4, "gradients"): [(3, 4)],
+        (0, 0, "both"): [(3, 0)],
+        (0, 4, "both"): [(3, 4)],
+    }
 
 
 # --- schedules -----------------------------------------------------------------------------------
