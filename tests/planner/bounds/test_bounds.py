@@ -1,16 +1,126 @@
-"""The bound of a combination, against its cut, simulated."""
+"""Bounds on pipelines against simulated steps and against choices enumerated one by one."""
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 
+import numpy as np
 import pytest
 
+from meshwright.costmodel.schedules import SCHEDULES, StageTimes, build_schedule, simulate
+from meshwright.costmodel.schedules.schedule import in_flight, least_in_flight, peak_activation
+from meshwright.costmodel.schedules.table import stages_of_devices
 from meshwright.costmodel.targets import target_named
+from meshwright.planner.bounds import pipelines
 from meshwright.planner.bounds.bounds import Bounds
+from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from tests.helpers.planning import linears, odd_cluster, problem_of
+
+AMPLE = 1e12
+
+
+def work(cost_s: list[list[float]], used: list[list[float]], room: float) -> pipelines.Work:
+    """Blocks, one of each kind, that hold bytes per micro-batch alone."""
+    active = np.array(used)
+    return pipelines.Work(
+        cost_s=np.array(cost_s), static_bytes=np.zeros_like(active), active_bytes=active,
+        each=np.ones_like(active), room=room,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(n for n, s in SCHEDULES.items() if s.copies == 1))
+def test_no_simulated_step_is_below_the_bounds(name: str) -> None:
+    rng = random.Random(name)
+    schedule = SCHEDULES[name]
+    for _ in range(60):
+        p, m = rng.randint(2, 5), rng.randint(1, 9)
+        each = rng.choice(schedule.offered(None)[:3])
+        f = [rng.choice([0.2, 1.0, 3.0]) for _ in range(p * each)]
+        b = [x * rng.uniform(1.0, 3.0) for x in f]
+        w = [x * 0.4 if schedule.splits_backward else 0.0 for x in b]
+        sent = rng.choice([0.0, 0.3, 2.0])
+        edges = {(k, k + 1): sent for k in range(p * each - 1)}
+        streams = build_schedule(
+            name, num_stages=p * each, num_microbatches=m, edges=frozenset(edges), num_devices=p
+        )
+        times = [
+            StageTimes(forward_s=x, backward_s=y, weight_s=z, reduce_s=0.0, optimizer_s=0.0)
+            for x, y, z in zip(f, b, w, strict=True)
+        ]
+        step = simulate(streams, times, edges).step_time_s * (1 + 1e-9)
+        passes = [[x + y] for x, y in zip(f, b, strict=True)]
+        early = [[x + y - z] for x, y, z in zip(f, b, w, strict=True)]
+        free = [[0.0] for _ in passes]
+        whole = pipelines.devices_of(work(passes, free, AMPLE), np.ones(p), 0.0)
+        first = pipelines.devices_of(work(early, free, AMPLE), np.ones(p), 0.0)
+        before = np.concatenate([[0.0], np.cumsum(sorted(f)[: p - 1])])
+        assert pipelines.balanced_s(whole, m, before, 0.0) <= step
+        if each == 1:
+            assert pipelines.filled_s(first, m, pipelines.theta(m, p, 1.0), 0.0, 0.0) <= step
+            part = min(x / y[0] for x, y in zip(f, passes, strict=True))
+            assert pipelines.filled_s(whole, m, pipelines.theta(m, p, part), 0.0, 0.0) <= step
+        held = in_flight(name, stage=0, num_stages=p * each, num_microbatches=m, num_devices=p)
+        places = groups_of(name, p, each)
+        crossing = sum(s for (i, j), s in edges.items() if places[i] != places[j])
+        assert pipelines.filled_s(first, m, held / m, 2 * crossing, 0.0) <= step
+        assert sum(x[0] for x in early) + (m - 1) * max(f) <= step
+
+
+def test_the_bounds_of_equal_stages_are_near_their_step() -> None:
+    """1F1B with as many stages as blocks: of the p - 1 turns of fill nearly half is proven."""
+    m, p = 32, 4
+    devices = pipelines.devices_of(work([[3.0]] * p, [[0.0]] * p, AMPLE), np.ones(p), 0.0)
+    found = pipelines.filled_s(devices, m, pipelines.theta(m, p, 1.0), 0.0, 0.0)
+    assert 3.0 * (m + (p - 1) / 2.5) <= found <= 3.0 * (m + p - 1)
+
+
+def test_no_choice_of_recompute_that_fits_is_below_the_bound() -> None:
+    """Every way to share blocks out to devices, with every policy of each."""
+    rng = random.Random(0)
+    below = 0
+    for _ in range(80):
+        p, blocks, m = rng.randint(1, 3), rng.randint(2, 4), rng.randint(1, 6)
+        kept = [rng.uniform(1, 4) for _ in range(blocks)]
+        cost = [[c, c * rng.uniform(1.05, 1.5)] for c in (rng.uniform(1, 3) for _ in range(blocks))]
+        used = [[k, k * rng.uniform(0.1, 0.6)] for k in kept]
+        held = np.array([float(min(m, p - d)) for d in range(p)])
+        room = rng.uniform(0.4, 1.2) * float(held.mean()) * sum(kept) / p
+        own = work(cost, used, room)
+        least, price = pipelines.shared_s(own, float(held.min()), p)
+        bound = m * least
+        if np.isfinite(least):
+            for nu in (0.0, price):
+                bound = pipelines.balanced_s(
+                    pipelines.devices_of(own, held, nu), m, np.zeros(p), bound
+                )
+        best = np.inf
+        for where in itertools.product(range(p), repeat=blocks):
+            for policy in itertools.product((0, 1), repeat=blocks):
+                busy, full = [0.0] * p, [0.0] * p
+                for k, (d, q) in enumerate(zip(where, policy, strict=True)):
+                    busy[d] += cost[k][q]
+                    full[d] += held[d] * used[k][q]
+                if max(full) <= room:
+                    best = min(best, m * max(busy))
+        assert bound <= best * (1 + 1e-9)
+        below += bound > m * sum(min(c) for c in cost) / p * 1.001 and best < np.inf
+    assert below > 10  # memory raises it
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_v"])
+def test_a_device_holds_no_less_than_the_least_in_flight(name: str) -> None:
+    rng = random.Random(1)
+    for p, m, each in itertools.product((2, 3), (1, 4, 8), SCHEDULES[name].offered(None)[:2]):
+        held = [rng.uniform(0, 2) for _ in range(p * each)]
+        peaks = peak_activation(name, num_microbatches=m, bytes_per_stage=held, num_devices=p)
+        least = least_in_flight(name, num_stages=p * each, num_microbatches=m, num_devices=p)
+        placed = stages_of_devices(name, num_stages=p * each, num_devices=p)
+        for device, stages in enumerate(placed):
+            assert least[device] * sum(held[k] for k in stages) <= peaks[device] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("target", ["eager", "megatron"])

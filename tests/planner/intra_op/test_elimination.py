@@ -1,19 +1,23 @@
-"""Elimination against enumeration of every assignment, and where it hands over to the solver."""
+"""Elimination and the solver against enumeration of every assignment, where one hands over to the
+other, and the time that the solver has."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from typing import Any
 
 import numpy as np
+import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.intra_op import elimination
+from meshwright.planner.intra_op import elimination, solvers
 from meshwright.planner.intra_op.elimination import Elimination, Minimum
-from meshwright.planner.intra_op.pairwise import Pair, PairwiseProblem, restricted
+from meshwright.planner.intra_op.pairwise import PairwiseProblem
 from meshwright.planner.intra_op.solvers import Certificate, objective_of, solve_pairwise
-from meshwright.planner.intra_op.time_limit import SolverTime
+from meshwright.planner.intra_op.time_limit import CORE_S, SolverTime, TimeLimit
 
 Draw = st.DrawFn
 
@@ -96,9 +100,7 @@ def test_elimination_equals_enumeration(problem: PairwiseProblem, count: int, tu
 
 @settings(max_examples=100)
 @given(problems(), st.integers(0, 2), st.data())
-def test_factors_that_change_are_solved_anew(
-    problem: PairwiseProblem, count: int, data: st.DataObject
-) -> None:
+def test_changed_factors(problem: PairwiseProblem, count: int, data: st.DataObject) -> None:
     """Whatever is given to one solve has no part in the next."""
     keep, factors = kept_of(problem, count, turn=False), problem.costs()
     changing = data.draw(st.sets(st.sampled_from(sorted(factors))))
@@ -119,9 +121,7 @@ def test_a_factor_that_was_not_said_to_change_is_refused() -> None:
 
 @settings(max_examples=40)
 @given(problems(most_nodes=6), st.integers(0, 2), st.integers(1, 30))
-def test_what_is_too_large_goes_to_the_solver(
-    problem: PairwiseProblem, count: int, largest: int
-) -> None:
+def test_the_solver_gets_what_is_large(problem: PairwiseProblem, count: int, largest: int) -> None:
     keep = kept_of(problem, count, turn=True)
     check(Elimination(problem, keep, largest=largest).solve(), problem, keep)
 
@@ -150,9 +150,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of nodes that the solver is called with."""
     sizes: list[int] = []
 
-    def counted(
-        unary: dict[str, np.ndarray], pairs: dict[Pair, np.ndarray], **options: float
-    ) -> Certificate | None:
+    def counted(unary: dict[str, Any], pairs: Any, **options: float) -> Certificate | None:
         sizes.append(len(unary))
         return solve_pairwise(unary, pairs, **options)
 
@@ -182,7 +180,6 @@ def test_beside_a_core_all_with_two_neighbours_is_eliminated(calls: list[int]) -
 def test_no_sum_over_a_long_chain_is_larger_than_a_link(calls: list[int]) -> None:
     problem, keep = chain(400), ["n0", "n399"]
     found = Elimination(problem, keep, largest=8).solve()
-    assert found is not None
     assert not calls
     np.testing.assert_array_equal(found.costs, 399 + np.array([[0, 1], [1, 2]]))
 
@@ -205,36 +202,23 @@ def test_a_core_without_time_left_gets_legal_states(problem: PairwiseProblem, co
 
 
 def test_a_large_core_without_enough_time_ends_above_its_bound() -> None:
-    rng = np.random.default_rng(0)
-    problem = PairwiseProblem()
-    for k in range(24):
-        problem.node(f"n{k}", range(12), rng.random(12))
-    for a, b in itertools.combinations(range(24), 2):
-        problem.edge(f"n{a}", f"n{b}", rng.random((12, 12)))
-    found = Elimination(problem, ["n0"]).solve(time=SolverTime(own_s=0.5))
-    assert found is not None and len(found) == 12
+    found = Elimination(tied(24, 12), ["n0"]).solve(time=SolverTime(own_s=0.5))
+    assert len(found) == 12
     assert found.bound < found.costs.min()
 
 
 def test_ties_go_to_the_first_state_every_time() -> None:
-    problem = clique(3, 3)
-    again = [Elimination(clique(3, 3), ["n1"]).solve() for _ in range(2)]
-    assert again[0] is not None
-    assert again[1] is not None
-    assert [dict(again[0][i]) for i in again[0]] == [dict(again[1][i]) for i in again[1]]
+    first, again = (Elimination(clique(3, 3), ["n1"]).solve() for _ in range(2))
+    assert [dict(first[i]) for i in first] == [dict(again[i]) for i in again]
     tied = PairwiseProblem()
     tied.node("a", range(3), [2.0, 1.0, 1.0])
-    found = Elimination(tied, []).solve()
-    assert found is not None
-    assert found[()] == {"a": 1}
-    assert enumerated(problem, []) == 0
+    assert Elimination(tied, []).solve()[()] == {"a": 1}
 
 
 def test_only_legal_states_have_an_assignment() -> None:
     problem = chain(3)
     problem.edge("n0", "n1", np.array([[0.0, 0.0], [np.inf, np.inf]]))
     found = Elimination(problem, ["n0"]).solve()
-    assert found is not None
     assert list(found) == [(0,)]
     for absent in ((1,), (2,), (-1,), (0, 0), (), "n0"):
         assert absent not in found
@@ -242,17 +226,10 @@ def test_only_legal_states_have_an_assignment() -> None:
             found[absent]  # type: ignore[index]
 
 
-def test_restricted_nodes_keep_one_state() -> None:
-    unary = {"a": np.array([1.0, 2.0]), "b": np.array([3.0, 4.0])}
-    found = restricted(unary, {"b": 1})
-    np.testing.assert_array_equal(found["a"], [1.0, 2.0])
-    np.testing.assert_array_equal(found["b"], [np.inf, 4.0])
-
-
 def test_a_problem_without_nodes_costs_nothing() -> None:
-    found = Elimination(PairwiseProblem(), []).solve()
-    assert found is not None
+    found, proof = Elimination(PairwiseProblem(), []).solve(), solve_pairwise({}, {})
     assert (float(found.costs), dict(found[()])) == (0.0, {})
+    assert (proof.objective, dict(proof.choice)) == (0.0, {})
 
 
 def test_nodes_of_one_state_are_no_dims() -> None:
@@ -265,5 +242,181 @@ def test_nodes_of_one_state_are_no_dims() -> None:
         problem.edge("hub", f"n{k}", costs) if k % 2 else problem.edge(f"n{k}", "hub", costs.T)
     for keep, wanted in (((), 105.0), (("hub",), [105.0, 106.125])):
         found = Elimination(problem, keep).solve()
-        assert found is not None
         np.testing.assert_array_equal(found.costs, wanted)
+
+
+# --- limits on a clock that the test moves, and what the solver is given of them ------------------
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def tied(nodes: int = 5, states: int = 3) -> PairwiseProblem:
+    """All nodes tied to all others: a core, where sums may have few entries."""
+    rng = np.random.default_rng(0)
+    problem = PairwiseProblem()
+    for k in range(nodes):
+        problem.node(f"n{k}", range(states), rng.random(states))
+    for a, b in itertools.combinations(range(nodes), 2):
+        problem.edge(f"n{a}", f"n{b}", rng.random((states, states)))
+    return problem
+
+
+def test_of_nested_limits_the_first_to_end_counts() -> None:
+    clock = Clock()
+    limit = TimeLimit(clock)
+    assert limit.left_s() == math.inf and not limit.over()
+    with limit.until(limit.after(30)):
+        with limit.until(limit.after(60)):
+            assert limit.left_s() == 30
+        with limit.until(limit.after(10)):
+            clock.now_s += 10
+            assert limit.over()
+        assert limit.left_s() == 20
+        with limit.until(limit.after(None)):
+            clock.now_s += 50
+            assert limit.over() and limit.left_s() == 0
+    assert limit.left_s() == math.inf
+
+
+def test_a_solver_has_its_own_seconds_and_no_more_than_are_left() -> None:
+    clock = Clock()
+    limit = TimeLimit(clock)
+    time = SolverTime(limit)
+    assert time.left_s() == CORE_S
+    with time.spent():
+        clock.now_s += 4
+    assert time.left_s() == CORE_S - 4
+    with limit.until(limit.after(1)):
+        assert time.left_s() == 1
+    with pytest.raises(TimeoutError), time.spent():
+        clock.now_s += 50
+        raise TimeoutError
+    assert time.left_s() == 0
+
+
+def test_solves_of_a_kind_of_block_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of the solver takes four seconds here: of two problems with three states at an end
+    the third call has what is left, and nothing is asked after it."""
+    clock, given = Clock(), list[float]()
+
+    def solve(unary: Any, pairs: Any, *, time_limit_s: float) -> Certificate | None:
+        given.append(time_limit_s)
+        clock.now_s += 4
+        return solve_pairwise(unary, pairs)
+
+    monkeypatch.setattr(elimination, "solve_pairwise", solve)
+    time = SolverTime(TimeLimit(clock))
+    first, second = (Elimination(tied(), ["n0"], largest=1).solve(time=time) for _ in range(2))
+    assert given == [CORE_S, CORE_S - 4, CORE_S - 8]
+    assert len(first) == len(second) == 3
+    assert second.bound <= first.costs.min()
+
+
+def test_a_bound_without_time_is_no_more_than_the_least_cost() -> None:
+    problem = tied()
+    exact = Elimination(problem, ["n0"]).bound()
+    core = Elimination(problem, ["n0"], largest=1)
+    assert core.bound() == pytest.approx(exact)
+    assert 0 < core.bound(time=SolverTime(own_s=0.0)) < exact
+
+
+def test_the_solver_says_when_the_time_was_too_short() -> None:
+    problem = tied()
+    with pytest.raises(TimeoutError):
+        solve_pairwise(problem.unary, problem.pairs, time_limit_s=1e-9)
+
+
+# --- the solver ----------------------------------------------------------------------------------
+
+# An odd cycle that wants neighbours to differ: half of each state satisfies the relaxation.
+TRIANGLE = {pair: np.eye(2) for pair in itertools.combinations("abc", 2)}
+
+
+@settings(max_examples=80)
+@given(problems(most_nodes=5), st.integers(-6, 3))
+def test_the_solvers_solution_equals_enumeration(problem: PairwiseProblem, power: int) -> None:
+    scale = 10.0**power
+    unary, pairs = (
+        {scope: scale * costs for scope, costs in of.items()}
+        for of in (problem.unary, problem.pairs)
+    )
+    best = scale * float(enumerated(problem, []))
+    found = solve_pairwise(unary, pairs)
+    if best == np.inf:
+        assert found is None
+        return
+    assert found.objective == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert found.objective == objective_of(found.choice, unary, pairs)
+    assert set(found.choice) == set(unary)
+    assert found.bound <= best + 1e-6 * abs(best) + 1e-12
+    assert found.gap >= -1e-6
+
+
+def test_an_integral_relaxation_is_its_own_proof() -> None:
+    unary = {"a": np.array([3.0, 1.0]), "b": np.array([0.0, 5.0])}
+    found = solve_pairwise(unary, {("a", "b"): np.array([[0.0, 0.0], [9.0, 0.0]])})
+    assert (found.choice, found.objective) == ({"a": 0, "b": 0}, 3.0)
+    assert found.integral_relaxation
+    assert found.bound == pytest.approx(3.0)
+    assert found.gap == pytest.approx(0.0, abs=1e-9)
+    assert found.solver == "HiGHS"
+    assert found.time_s > 0
+
+
+def test_a_fractional_relaxation_leaves_a_gap() -> None:
+    twice = {pair: 2 * same for pair, same in TRIANGLE.items()}
+    found = solve_pairwise({name: np.zeros(2) for name in "abc"}, twice)
+    assert found.objective == 2.0
+    assert not found.integral_relaxation
+    assert found.bound < 2.0
+    assert found.gap == pytest.approx(1.0 - found.bound / 2.0)
+
+
+def test_what_no_node_or_edge_allows_has_no_solution() -> None:
+    inf = np.inf
+    assert solve_pairwise({"a": np.array([inf, inf])}, {}) is None
+    blocked = {("a", "b"): np.array([[inf, 1.0], [inf, inf]])}
+    assert solve_pairwise({"a": np.array([1.0, 1.0]), "b": np.array([1.0, inf])}, blocked) is None
+
+
+def test_a_feasible_relaxation_without_an_integral_solution_has_none() -> None:
+    for states, solved in ((2, False), (3, True)):
+        differ = np.where(np.eye(states) > 0, np.inf, 0.0)
+        found = solve_pairwise(
+            {name: np.zeros(states) for name in "abc"}, dict.fromkeys(TRIANGLE, differ)
+        )
+        assert (found is not None) == solved
+
+
+class Missing:
+    """Stand-in for a solver class that is not installed."""
+
+    def __init__(self, **options: object) -> None: ...
+
+    def available(self) -> bool:
+        return False
+
+
+@pytest.mark.skipif(not pulp.PULP_CBC_CMD(msg=False).available(), reason="no CBC binary here")
+def test_cbc_where_highs_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulp, "HiGHS", Missing)
+    found = solve_pairwise({name: np.zeros(2) for name in "abc"}, TRIANGLE)
+    assert (found.solver, found.objective) == ("PULP_CBC_CMD", 1.0)
+
+
+def test_no_solver_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HiGHS", "PULP_CBC_CMD", "COIN_CMD"):
+        monkeypatch.setattr(pulp, name, Missing)
+    with pytest.raises(RuntimeError, match="pip install highspy"):
+        solve_pairwise({"a": np.zeros(2)}, {})
+
+
+def test_a_solver_that_pulp_lacks_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(pulp, "COIN_CMD")
+    monkeypatch.setattr(pulp, "PULP_CBC_CMD", Missing)
+    assert solvers._solver(None)[1] == "HiGHS"

@@ -65,12 +65,11 @@ def test_sorted_rows_meet_their_experts(data: st.DataObject) -> None:
     torch.testing.assert_close(summed, torch.einsum("ne,ni,no->eio", hit, rows, made))
 
 
-@pytest.mark.parametrize("copies", [2])
-def test_torch_finds_nothing_to_object_to(copies: int) -> None:
+def test_torch_finds_nothing_to_object_to() -> None:
     """Schemas, fake kernels, autograd and what a compiler makes of them, by torch's own check."""
     x = torch.randn(2, 3, 4, requires_grad=True)
     weight = torch.randn(5, 4, 3, requires_grad=True)
-    chosen = torch.randint(0, 5, (2, 3, copies))
+    chosen = torch.randint(0, 5, (2, 3, 2))
     rows = dispatch(x, chosen).detach().requires_grad_()
     torch.library.opcheck(dispatch, (x, chosen))
     torch.library.opcheck(grouped_linear, (rows, weight, chosen))

@@ -28,14 +28,13 @@ def space(target: str, **given: Any) -> Space:
 
 def plan(*, tp: int = 1, pp: int = 1, schedule: str = "1f1b", **stage: Any) -> Plan:
     """Two data ranks a stage."""
-    width = 2 * tp
-    ranks = [tuple(range(k * width, (k + 1) * width)) for k in range(pp)]
+    ranks = [tuple(range(2 * tp * k, 2 * tp * (k + 1))) for k in range(pp)]
+    stages = tuple(
+        StagePlan(blocks=(f"b{k}",), ranks=own, dp=2, tp=tp, **stage) for k, own in enumerate(ranks)
+    )
     return Plan(
         model="any", global_batch_size=8, num_microbatches=2, schedule=schedule, precision="bf16",
-        stages=tuple(
-            StagePlan(blocks=(f"b{k}",), ranks=own, dp=2, tp=tp, **stage)
-            for k, own in enumerate(ranks)
-        ),
+        stages=stages,
     )  # fmt: skip
 
 
@@ -65,9 +64,7 @@ def test_axes_that_a_target_lacks_have_one_degree() -> None:
 
 
 @pytest.mark.parametrize(("given", "says"), refusals(REFUSED, "for_target"))
-def test_an_override_that_asks_for_it_is_refused(
-    given: tuple[str, dict[str, Any]], says: str
-) -> None:
+def test_an_override_that_asks_for_it_is_refused(given: tuple[str, Any], says: str) -> None:
     target, overrides = given
     with pytest.raises(OverrideError) as caught:
         for_target(Overrides(**overrides), target_named(target))
@@ -75,26 +72,18 @@ def test_an_override_that_asks_for_it_is_refused(
 
 
 def test_what_a_target_leaves_no_schedule_for_is_refused() -> None:
+    ours = Overrides(tp=2, zero=3, schedule="dualpipe_v")
+    assert for_target(ours, EAGER) == ours
     says = r"leaves no schedule; .*target 'deepspeed' can't run .*; legal: another target"
     with pytest.raises(OverrideError, match=says):
         for_target(Overrides(virtual_stages=2), target_named("deepspeed"))
 
 
-def test_overrides_for_our_own_target_stay_as_they_are() -> None:
-    given = Overrides(tp=2, zero=3, schedule="dualpipe_v")
-    assert for_target(given, EAGER) == given
-
-
 @pytest.mark.parametrize(("given", "says"), refusals(REFUSED, "check_plan_for"))
-def test_a_given_plan_that_can_not_run_is_refused(
-    given: tuple[str, dict[str, Any]], says: str
-) -> None:
+def test_a_given_plan_that_can_not_run_is_refused(given: tuple[str, Any], says: str) -> None:
     target, knobs = given
     check_plan_for(plan(**knobs), EAGER)
+    check_plan_for(plan(schedule="gpipe", zero=3), target_named("megatron"))  # of one device group
     with pytest.raises(PlanError) as caught:
         check_plan_for(plan(**knobs), target_named(target))
     assert_says(caught.value, says)
-
-
-def test_a_schedule_of_one_device_group_is_anybodys() -> None:
-    check_plan_for(plan(schedule="gpipe", zero=3), target_named("megatron"))

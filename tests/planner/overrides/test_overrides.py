@@ -1,34 +1,43 @@
-"""Overrides: what each may be, which contradict each other, and what they do to the search."""
+"""Overrides: what each may be, which contradict each other, what they do to the search, what a
+report says of those without an effect; a whole plan as overrides, which leave that plan alone."""
 
 from __future__ import annotations
 
-from functools import cache
+import dataclasses
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.schedules.schedule import SCHEDULES
-from meshwright.costmodel.sharding.factors import FactorTable
+from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.costmodel.sharding.context_axis import ALL_GATHER, CONTEXT_KINDS
+from meshwright.costmodel.sharding.layouts import Entry
+from meshwright.planner.overrides import without_effect
+from meshwright.planner.overrides.dropped import each_dropped
 from meshwright.planner.overrides.fitting import check_overrides
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.overrides.values import FORBIDDABLE, FORBIDS, OverrideError
+from meshwright.planner.overrides.pinned import plan_overrides
+from meshwright.planner.overrides.restrictions import Restrictions, restrict
+from meshwright.planner.overrides.values import FORBIDDABLE, OverrideError
+from meshwright.planner.plan import PlanError, check_plan
+from meshwright.planner.plan.plan import PLACEMENTS, Plan, StagePlan, recompute_of
+from meshwright.planner.plan.ranges import compress_ranks
+from meshwright.planner.plan.shardings import resolve_shardings
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.search import Search
 from tests.helpers.refusals import assert_says, refusals
-from tests.helpers.tiny import cut, net, slow_host
+from tests.helpers.tiny import plan_for, slow_host, with_stage
+from tests.planner.plan.test_check import model
 
+Given = dict[str, Any]
 ROWS = 16
 REFUSED = Path(__file__).with_name("refused.txt")
-
-
-@cache
-def model() -> tuple[Graph, FactorTable]:
-    return cut(net())
 
 
 def search(devices: int = 4, **given: Any) -> SearchResult:
@@ -42,23 +51,15 @@ def search(devices: int = 4, **given: Any) -> SearchResult:
 
 
 @pytest.mark.parametrize(("given", "says"), refusals(REFUSED, "Overrides"))
-def test_what_cannot_be_is_refused(given: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_is_refused(given: Given, says: str) -> None:
     """Values by themselves, by block, and two that contradict each other."""
     with pytest.raises(OverrideError) as caught:
         Overrides(**given)
     assert_says(caught.value, says)
 
 
-def test_everything_that_can_be_decided_can_be_forbidden() -> None:
-    assert set(FORBIDS) == {
-        "tp", "dp", "pp", "cp", "ep", "virtual_stages", "zero", "recompute", "placement",
-        "dp_shard", "hpz", "quantized", "segments", "zero-1", "zero-2", "zero-3", *RECOMPUTE[1:],
-        *SCHEDULES,
-    }  # fmt: skip
-    assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("tp", "dp", "pp")
-
-
 def test_only_what_is_set_is_given() -> None:
+    assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("tp", "dp", "pp")
     assert Overrides().given() == {}
     assert Overrides(shardings={}, forbid=[]).given() == {}
     assert Overrides(tp=2, zero=0, forbid=["pp"]).given() == {"tp": 2, "zero": 0, "forbid": ["pp"]}
@@ -84,7 +85,7 @@ def test_only_what_is_set_is_given() -> None:
     ],
     ids=str,
 )
-def test_what_can_hold_together_is_taken(given: dict[str, Any]) -> None:
+def test_what_can_hold_together_is_taken(given: Given) -> None:
     assert Overrides(**given).given() == given
 
 
@@ -113,17 +114,12 @@ def equal_stages_exist(tp: int | None, dp: int | None, pp: int | None, devices: 
 def test_degrees_must_fit_the_devices() -> None:
     choices = (None, 1, 2, 3, 4, 6)
     for devices, tp, dp, pp in product((1, 4, 6), choices, choices, choices):
-        overrides = Overrides(tp=tp, dp=dp, pp=pp)
+        refused = ""
         try:
             check_overrides(
-                overrides,
-                num_devices=devices,
-                global_batch_size=12,
-                num_blocks=9,
-                executable=True,
-                sequences=False,
-            )
-            refused = ""
+                Overrides(tp=tp, dp=dp, pp=pp), num_devices=devices, global_batch_size=12,
+                num_blocks=9, executable=True, sequences=False,
+            )  # fmt: skip
         except OverrideError as error:
             refused = str(error)
         assert bool(refused) != equal_stages_exist(tp, dp, pp, devices), (tp, dp, pp, devices)
@@ -131,17 +127,17 @@ def test_degrees_must_fit_the_devices() -> None:
             assert not refused or value is None or f"{name}={value}" in refused
 
 
+FITTING = {"num_devices": 8, "global_batch_size": ROWS, "num_blocks": 5}
+
+
 @pytest.mark.parametrize(
     ("sequences", "given", "says"),
     [(True, *case.values) for case in refusals(REFUSED, "check_overrides")]
     + [(False, *case.values) for case in refusals(REFUSED, "check_overrides without sequences")],
 )
-def test_what_cannot_fit_says_why(sequences: bool, given: dict[str, Any], says: str) -> None:
+def test_what_cannot_fit_says_why(sequences: bool, given: Given, says: str) -> None:
     with pytest.raises(OverrideError) as caught:
-        check_overrides(
-            Overrides(**given), num_devices=8, global_batch_size=ROWS, num_blocks=5,
-            sequences=sequences,
-        )  # fmt: skip
+        check_overrides(Overrides(**given), sequences=sequences, **FITTING)
     assert_says(caught.value, says)
 
 
@@ -156,36 +152,30 @@ def test_what_cannot_fit_says_why(sequences: bool, given: dict[str, Any], says: 
     ],
     ids=str,
 )
-def test_context_and_virtual_stages_count_where_they_may_be_had(given: dict[str, Any]) -> None:
-    check_overrides(Overrides(**given), num_devices=8, global_batch_size=ROWS, num_blocks=5)
+def test_context_and_virtual_stages_count_where_they_may_be_had(given: Given) -> None:
+    check_overrides(Overrides(**given), **FITTING)
 
 
 # --- in the search -------------------------------------------------------------------------------
 
 
 def test_the_search_takes_the_stages() -> None:
-    found = search(stages=[["embed", "layers.0"], ["layers.1-2", "head"]])
-    for candidate in found.candidates:
-        assert [s.blocks for s in candidate.plan.stages] == [
-            ("embed", "layers.0"),
-            ("layers.1", "layers.2", "head"),
-        ]
+    wanted = [("embed", "layers.0"), ("layers.1", "layers.2", "head")]
+    for candidate in search(stages=[["embed", "layers.0"], ["layers.1-2", "head"]]).candidates:
+        assert [s.blocks for s in candidate.plan.stages] == wanted
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"tp": 2},
-        {"dp": 4},
-        {"pp": 2, "schedule": "gpipe"},
-        {"microbatch_size": 2},
-        {"num_microbatches": 4, "forbid": ["tp"]},
-        {"zero": 0, "recompute": "full"},
-        {"forbid": ["tp", "pp", "zero"]},
+        {"tp": 2, "zero": 0, "recompute": "full"},
+        {"pp": 2, "schedule": "gpipe", "microbatch_size": 2},
+        {"num_microbatches": 4, "forbid": ["tp", "zero"]},
+        {"dp": 4, "forbid": ["pp"]},
     ],
     ids=str,
 )
-def test_every_candidate_keeps_the_overrides(given: dict[str, Any]) -> None:
+def test_every_candidate_keeps_the_overrides(given: Given) -> None:
     wanted = Overrides(**given)
     for candidate in search(**given).candidates:
         plan = candidate.plan
@@ -203,21 +193,25 @@ def test_shardings_reach_every_repeat() -> None:
     graph, _ = model()
     found = search(2, tp=2, pp=1, shardings={"layers.*.up": "rowwise", "layers.1.up": "replicate"})
     (assignments,) = found.best.assignments
-    chosen = {
-        op.key: assignments[block.name].strategies[op.name].name
+    chosen = [
+        assignments[block.name].strategies[op.name].name
         for block in graph.blocks
         for op in block.ops
-    }
-    assert [chosen[f"layers.{i}.up:linear"] for i in range(3)] == [
-        "rowwise",
-        "replicate",
-        "rowwise",
+        if op.key.endswith("up:linear")
     ]
+    assert chosen == ["rowwise", "replicate", "rowwise"]
 
 
-def test_a_sharding_that_matches_nothing_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"override shardings: sharding 'layer\.\*\.up'.*nearest"):
-        search(shardings={"layer.*.up": "colwise"})
+@pytest.mark.parametrize(
+    ("shardings", "error", "says"),
+    [
+        ({"layer.*.up": "colwise"}, PlanError, r"sharding 'layer\.\*\.up'.*nearest"),
+        ({"head": "colwize"}, OverrideError, r".*'colwize'.*mean 'colwise'"),
+    ],
+)
+def test_a_sharding_that_can_not_hold_is_refused(shardings: Given, error: Any, says: str) -> None:
+    with pytest.raises(error, match=f"override shardings: {says}"):
+        search(shardings=shardings)
 
 
 def test_a_degree_that_a_sharding_excludes_is_left_out() -> None:
@@ -226,6 +220,284 @@ def test_a_degree_that_a_sharding_excludes_is_left_out() -> None:
     assert {stage.tp for c in found.candidates for stage in c.plan.stages} <= {1, 2, 4, 8}
 
 
-def test_a_sharding_that_no_degree_allows_is_refused() -> None:
-    with pytest.raises(OverrideError, match=r"override shardings: .*'colwize'.*mean 'colwise'"):
-        search(shardings={"head": "colwize"})
+# --- overrides without an effect -----------------------------------------------------------------
+
+ALL = "embed, layers.0-2, head"
+SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+ALONE = "there is one data-parallel rank, so that nothing can be divided"
+
+
+def said(given: Given, **stage: Any) -> list[str]:
+    graph, factors = model()
+    plan = plan_for(graph, dp=stage.pop("dp", 2), tp=stage.pop("tp", 2))
+    plan = with_stage(plan, **stage)
+    assignments = check_plan(plan, graph, factors)
+    restrictions = restrict(Overrides(**given), graph, allow=["quantized"])
+    return without_effect(restrictions, plan, assignments)
+
+
+@pytest.mark.parametrize(
+    ("given", "stage", "line"),
+    [
+        (
+            {"tp": 2}, {},
+            "override tp=2 splits nothing in stage 0: each of its 2 ranks computes all of it; drop "
+            "the override, or give shardings",
+        ),
+        ({"zero": 1}, {"dp": 1}, f"override zero=1 has no effect on {ALL}: {ALONE}"),
+        ({"quantized": "both"}, {"dp": 1},
+         f"override quantized='both' has no effect on {ALL}: {ALONE}"),
+        ({"dp_shard": 3}, {},
+         f"override dp_shard=3 has no effect on {ALL}: the plan uses no ZeRO"),
+        ({"dp_shard": 3}, {"zero": 1},
+         f"override dp_shard=3 has no effect on {ALL}: the plan has 2"),
+        ({"hpz": 2}, {"zero": 1},
+         f"override hpz=2 has no effect on {ALL}: the plan uses no ZeRO-3"),
+        ({"hpz": 4}, {"zero": 3, "hpz": 2, "dp": 8, "tp": 1},
+         f"override hpz=4 has no effect on {ALL}: the plan has 2"),
+        ({"recompute": {"layers.1": "full", "layers.2": "full"}}, {},
+         "override recompute='full' has no effect on layers.1-2: the plan has 'none'"),
+        ({"cp_kind": "ring"}, {},
+         "override cp_kind='ring' has no effect: no stage splits the sequence (cp=1)"),
+        ({}, {}, None),
+        ({"tp": 2}, {"shardings": SPLIT}, None),
+        ({"zero": 1, "dp": 2, "dp_shard": 2, "recompute": "none"}, {"zero": 1}, None),
+        ({"cp_kind": "ring"}, {"cp": 2, "cp_kind": "ring", "dp": 1, "ranks": (0, 1, 2, 3)}, None),
+        ({"hpz": 2}, {"zero": 3, "hpz": 2, "dp": 4, "tp": 1}, None),
+        ({"hpz": 4}, {"zero": 3, "dp": 4, "tp": 1}, None),  # as many as ZeRO divides among
+    ],
+)  # fmt: skip
+def test_values_that_the_plan_lacks_are_said(given: Given, stage: Given, line: str | None) -> None:
+    assert said(given, **stage) == ([line] if line else [])
+
+
+def test_overrides_are_dropped_one_by_one() -> None:
+    given = Overrides(tp=2, recompute={"head": "full"}, forbid=["pp", "zero"])
+    found = [(d.said, d.what, d.left.given()) for d in each_dropped(given)]
+    recompute = {"recompute": {"head": "full"}}
+    assert found == [
+        ("tp=2", "leave tp free", {**recompute, "forbid": ["pp", "zero"]}),
+        ("recompute={'head': 'full'}", "leave recompute free", {"tp": 2, "forbid": ["pp", "zero"]}),
+        ("forbid='pp'", "allow pp", {"tp": 2, **recompute, "forbid": ("zero",)}),
+        ("forbid='zero'", "allow zero", {"tp": 2, **recompute, "forbid": ("pp",)}),
+    ]
+
+
+# --- a whole plan as overrides -------------------------------------------------------------------
+
+Said = dict[str, str]
+
+few = settings(max_examples=40)
+known: dict[Any, Any] = {}  # checked blocks of the tiny model
+SHARDINGS = ({}, {"layers.*.up": "colwise"}, {"layers.**": "replicate", "head": "colwise"})
+
+
+def placed(placement: str, sizes: list[int], inner: int, group: int) -> tuple[int, ...]:
+    """Ranks of a device group: filled one after the other, or `inner` at a time in turns."""
+    if placement == "tp,dp,pp":
+        return tuple(range(sum(sizes[:group]), sum(sizes[: group + 1])))
+    turns = [g for _ in range(sizes[0] // inner) for g in range(len(sizes)) for _ in range(inner)]
+    return tuple(rank for rank, owner in enumerate(turns) if owner == group)
+
+
+def groups_of(schedule: str, groups: int, each: int) -> dict[int, int]:
+    """The device group of each stage."""
+    placed = stages_of_devices(schedule, num_stages=groups * each, num_devices=groups)
+    return {stage: group for group, own in enumerate(placed) for stage in own}
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Legal plans of the tiny model, most of which the executor does not run."""
+    graph, _ = model()
+    names = [block.name for block in graph.blocks]
+    schedule = draw(st.sampled_from([n for n, s in SCHEDULES.items() if s.copies == 1]))
+    each = SCHEDULES[schedule].stages_per_device or draw(st.integers(1, 2))
+    groups = draw(st.integers(1, 5 // each))
+    ends = sorted(draw(st.permutations(range(1, 5)))[: groups * each - 1])
+    placement = draw(st.sampled_from(PLACEMENTS))
+    tokens, kind = draw(st.sampled_from((1, 3))), draw(st.sampled_from(CONTEXT_KINDS))
+    mesh = st.tuples(*[st.sampled_from((1, 2))] * 2, st.just(tokens))
+    equal = draw(st.booleans()) or placement != PLACEMENTS[0]
+    meshes = [draw(mesh)] * groups if equal else [draw(mesh) for _ in range(groups)]
+    owner = groups_of(schedule, groups, each)
+    plan = plan_for(
+        graph, stages=groups * each, schedule=schedule,
+        num_microbatches=draw(st.sampled_from((1, 2, 4, 8))),
+    )  # fmt: skip
+    for k, (start, stop) in enumerate(zip([0, *ends], [*ends, 5], strict=True)):
+        tp, dp, cp = meshes[owner[k]]
+        blocks, zero = tuple(names[start:stop]), draw(st.integers(0, 3))
+        shards = draw(st.sampled_from([n for n in range(1, dp * cp + 1) if dp * cp % n == 0]))
+        policies = [draw(st.sampled_from(RECOMPUTE)) for _ in blocks]
+        shardings = draw(st.sampled_from(SHARDINGS)) if len(blocks) == 5 and tp == 2 else {}
+        ranks = placed(placement, [t * d * c for t, d, c in meshes], tp * cp, owner[k])
+        mesh_of = {"dp": dp, "tp": tp, "cp": cp, "cp_kind": kind if cp > 1 else ALL_GATHER}
+        plan = with_stage(
+            plan, k, blocks=blocks, ranks=ranks, zero=zero, dp_shard=shards if zero else None,
+            recompute=recompute_of(blocks, policies), shardings=shardings, **mesh_of,
+        )  # fmt: skip
+    return plan
+
+
+def rebuilt(found: Restrictions) -> Plan:
+    """The one plan that restrictions leave: fails where they leave a choice."""
+    assert found.cuts is not None and found.pp is not None and found.virtual_stages is not None
+    assert found.num_microbatches is not None and None not in found.recompute
+    (schedule,), (placement,) = found.schedules, found.placements
+    owner = groups_of(schedule, found.pp, found.virtual_stages)
+    meshes: dict[int, tuple[int, ...]] = {}
+    stages: list[dict[str, Any]] = []
+    for k, (start, stop) in enumerate(zip([0, *found.cuts], found.cuts, strict=False)):
+        one = {}
+        for name in ("tp", "dp", "cp", "ep", "zero", "dp_shard", "hpz"):
+            (one[name],) = set(getattr(found, name)[start:stop])
+        whole = one["dp_shard"] or one["dp"] * one["cp"]  # as many: no secondary shard
+        one["hpz"] = None if one["hpz"] == whole else one["hpz"]
+        blocks = found.blocks[start:stop]
+        policies = [policy for policy in found.recompute[start:stop] if policy]
+        stages.append({**one, "blocks": blocks, "recompute": recompute_of(blocks, policies)})
+        meshes.setdefault(owner[k], (one["tp"], one["dp"], one["cp"]))
+    sizes = [meshes[g][0] * meshes[g][1] * meshes[g][2] for g in range(found.pp)]
+    plan = plan_for(
+        model()[0], stages=len(stages), schedule=schedule, num_microbatches=found.num_microbatches
+    )
+    for k, s in enumerate(stages):
+        ranks = placed(placement, sizes, s["tp"] * s["cp"], owner[k])
+        plan = with_stage(plan, k, **s, cp_kind=found.cp_kind or ALL_GATHER, ranks=ranks)
+    return plan
+
+
+@few
+@given(plans())
+def test_a_pinned_plan_is_all_that_is_left(plan: Plan) -> None:
+    graph, table = model()
+    check_plan(plan, graph, table, known)
+    pinned = plan_overrides(plan, graph)
+    check_overrides(pinned, num_devices=plan.num_ranks, global_batch_size=16, num_blocks=5)
+    found = restrict(pinned, graph)
+    stages = tuple(dataclasses.replace(stage, shardings={}) for stage in plan.stages)
+    assert rebuilt(found) == dataclasses.replace(plan, stages=stages)
+    for k, stage in enumerate(plan.stages):
+        assert found.stage_mask("tp", stage.tp)[([0, *found.cuts][k], found.cuts[k])]  # type: ignore[misc]
+
+
+def halves(graph: Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    names = tuple(block.name for block in graph.blocks)
+    return names[:3], names[3:]
+
+
+def about(found: dict[str, Entry], graph: Graph, stage: StagePlan) -> dict[str, Entry]:
+    """What entries say about the blocks of a stage."""
+    own = [block for block in graph.blocks if block.name in stage.blocks]
+    names = {name for b in own for name in (*(op.name for op in b.ops), *b.parameters)}
+    return {n: entry for n, entry in found.items() if n in names and entry != Entry()}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"layers.*.up": "colwise"}, {"layers.*.up": "colwise"}),
+        ({"layers.*.up": "colwise"}, {"layers.*.up": "rowwise"}),
+        ({}, {"layers.**": "replicate", "head": "colwise"}),
+        ({"layers.*.up": "colwise", "layers.1.up": "follow", "embed": "vocab"}, {}),
+    ],
+)
+def test_globs_of_a_stage_stay_with_its_blocks(first: Said, second: Said) -> None:
+    graph, table = model()
+    plan = plan_for(graph, stages=2)
+    for k, (own, shardings) in enumerate(zip(halves(graph), (first, second), strict=True)):
+        plan = with_stage(plan, k, blocks=own, shardings=shardings)
+    check_plan(plan, graph, table)
+    pinned = resolve_shardings(graph, graph.blocks, plan_overrides(plan, graph).shardings)
+    for stage in plan.stages:
+        own = [block for block in graph.blocks if block.name in stage.blocks]
+        stated = resolve_shardings(graph, own, stage.shardings)
+        assert about(pinned, graph, stage) == about(stated, graph, stage)
+
+
+def test_the_state_of_what_leaves_a_stage_is_not_pinned() -> None:
+    """It is whole there: the glob of its repeats says otherwise, and may."""
+    graph, table = model()
+    plan = plan_for(graph, stages=2)
+    for k, own in enumerate(halves(graph)):
+        plan = with_stage(plan, k, blocks=own, shardings={"layers.*:add": "-> S(2)"})
+    check_plan(plan, graph, table)
+    wanted = {"layers.*:add": "-> S(2)", "layers.1:add": "follow"}
+    assert plan_overrides(plan, graph).shardings == wanted
+
+
+def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
+    graph, _ = model()
+    plan = plan_for(graph, stages=2, dp=2, tp=2, schedule="gpipe")
+    plan = with_stage(plan, 0, zero=2, dp_shard=1, recompute={"full": ("layers.0", "layers.1")})
+    assert plan_overrides(plan, graph).given() == {
+        "tp": 2, "dp": 2, "cp": 1, "ep": 1, "pp": 2, "virtual_stages": 1,
+        "zero": {"embed": 2, "layers.0-2": 2, "head": 0},
+        "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none",
+        "recompute": {"embed": "none", "layers.2": "none", "head": "none", "layers.0-1": "full"},
+        "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",
+        "stages": [["embed", "layers.0-2"], ["head"]],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("groups", "dp", "tp", "placement"),
+    [
+        # in turns inside a node of four devices, and on in the next
+        (((0, 2), (1, 3), (4, 6), (5, 7)), 2, 1, "tp,pp,dp"),
+        (((0, 2), (4, 6), (1, 3), (5, 7)), 2, 1, None),
+        (((0, 2), (1, 3), (4, 6)), 2, 1, None),  # two groups to a node do not share out three
+        (((4, 5, 6, 7), (0, 1, 2, 3)), 2, 2, None),
+        (((2, 3, 6, 7), (0, 1, 4, 5)), 2, 2, None),
+        # larger groups may come first: a part of a node would straddle two
+        (((4, 5), (0, 1, 2, 3)), 2, 1, "tp,dp,pp"),
+    ],
+)
+def test_ranks_of_a_placement(groups: Any, dp: int, tp: int, placement: str | None) -> None:
+    graph, table = model()
+    plan = plan_for(graph, stages=len(groups), dp=dp, tp=tp)
+    for k, ranks in enumerate(groups):
+        plan = with_stage(plan, k, ranks=ranks, tp=len(ranks) // dp)
+    if len(groups) != 3:  # where ranks of a node are left over
+        check_plan(plan, graph, table)
+    if placement is not None:
+        assert plan_overrides(plan, graph).placement == placement
+        return
+    shown = "; ".join(compress_ranks(ranks) for ranks in groups)
+    says = rf"ranks {shown}, which no placement gives; legal: tp,dp,pp .*tp,pp,dp"
+    with pytest.raises(PlanError, match=says):
+        plan_overrides(plan, graph)
+
+
+def test_most_of_what_stages_offload_is_pinned() -> None:
+    graph, _ = model()
+    plan = plan_for(graph, stages=2)
+    assert plan_overrides(plan, graph).offload is None
+    for k, part in enumerate((0.25, 0.5)):
+        plan = with_stage(plan, k, offload={"optimizer": part, "weights": 0.1 * k})
+    wanted = {"optimizer": 0.5, "weights": 0.1, "activations": 0.0, "nvme": 0.0}
+    assert plan_overrides(plan, graph).offload == wanted
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        {},
+        {"pp": 2, "virtual_stages": 2, "num_microbatches": 4},
+        {"dp": 4, "zero": 3, "dp_shard": 2, "recompute": "full"},
+        {"dp": 4, "zero": 3, "hpz": 2},
+        {"pp": 2, "tp": {"embed": 1, "head": 2}, "recompute": {"layers.*": "selective"}},
+        {"pp": 2, "tp": 1, "zero": {"embed": 0, "head": 1}, "schedule": "gpipe"},
+    ],
+    ids=str,
+)
+def test_searching_under_a_pinned_plan_gives_it_back(wanted: dict[str, Any]) -> None:
+    graph, table = model()
+
+    def search(overrides: Overrides) -> Plan:
+        problem = Problem(graph=graph, factors=table, cluster=slow_host(4), precision="fp32")
+        return Search(problem, 16, overrides).run().best.plan
+
+    plan = search(Overrides(**wanted))
+    assert search(plan_overrides(plan, graph)) == plan

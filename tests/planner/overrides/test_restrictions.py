@@ -1,9 +1,10 @@
-"""Overrides by block: globs, what is left free, the stages that may have a value."""
+"""Overrides by block: globs, what is left free or allowed, the stages that may have a value."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -18,9 +19,10 @@ from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.planner.overrides import OverrideError, check_allow
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict, stage_cuts
-from meshwright.planner.overrides.values import ALLOWABLE, BY_BLOCK, MESH, OverrideError
+from meshwright.planner.overrides.values import ALLOWABLE, BY_BLOCK, MESH
 from tests.helpers.refusals import assert_says, refusals
 from tests.helpers.tiny import cut, net
 
@@ -47,21 +49,13 @@ def layers() -> Graph:
     return blocks(*LAYERS, "head")
 
 
-# --- globs over blocks ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("pattern", "positions"),
     [
-        ("head", [7]),
         ("enc.layers.0-2", [1, 2, 3]),
-        ("enc.layers.1-2", [2, 3]),
-        ("*.layers.0", [1, 4]),
         ("*.layers.1-2", [2, 3, 5, 6]),
-        ("enc.layers.*", [1, 2, 3]),
         ("enc.**", [1, 2, 3]),
         ("*", [0, 7]),
-        ("**", list(range(8))),
         ("?mbed", [0]),
     ],
 )
@@ -83,18 +77,57 @@ def test_a_block_named_like_a_pattern_answers_to_its_name(name: str) -> None:
     assert found.zero == (None, 2, None)
 
 
-@pytest.mark.parametrize(("given", "says"), refusals(REFUSED, "restrict"))
-def test_what_only_the_blocks_show_is_refused(given: dict[str, Any], says: str) -> None:
+def in_fp16(given: dict[str, Any]) -> None:
+    restrict(Overrides(**given), layers(), allow=["quantized"], precision="fp16")
+
+
+CHECKS: dict[str, Callable[[Any], Any]] = {
+    "restrict": lambda given: restrict(Overrides(**given), layers()),
+    "restrict in fp16": in_fp16,
+    "stage_cuts": lambda stages: stage_cuts(Overrides(stages=stages), model()),
+}
+NO_NAMES = "legal: a list of quantized, post_validation, e.g. allow=['quantized']"
+
+
+@pytest.mark.parametrize(
+    ("check", "given", "says"),
+    [
+        *(
+            (check, *case.values)
+            for name, check in CHECKS.items()
+            for case in refusals(REFUSED, name)
+        ),
+        *(
+            (check_allow, wrong, f"allow={wrong!r}; {NO_NAMES}")
+            for wrong in ("quantized", ["fp4"], None, [1])
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(check: Callable[[Any], Any], given: Any, says: str) -> None:
     with pytest.raises(OverrideError) as caught:
-        restrict(Overrides(**given), layers())
+        check(given)
     assert_says(caught.value, says)
 
 
-# --- what is left --------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            {"virtual_stages": 3, "forbid": ["interleaved_1f1b"]},
+            "forbid=['interleaved_1f1b'] with virtual_stages=3 leaves no schedule; legal: "
+            "interleaved_1f1b",
+        ),
+        ({"forbid": SCHEDULES}, f"leaves no schedule; legal: {', '.join(SCHEDULES)}"),
+    ],
+)
+def test_a_forbidden_schedule_may_be_the_only_one(given: dict[str, Any], says: str) -> None:
+    with pytest.raises(OverrideError, match=re.escape(says)):
+        restrict(Overrides(**given), layers())
 
 
-def test_nothing_given_leaves_everything() -> None:
-    found = restrict(Overrides(), layers())
+@pytest.mark.parametrize("executable", [False, True])
+def test_nothing_given_leaves_everything(executable: bool) -> None:
+    found = restrict(Overrides(), layers(), executable=executable)
     assert all(getattr(found, name) == (None,) * 8 for name in BY_BLOCK)
     assert (found.zeros, found.policies) == ({0, 1, 2, 3}, RECOMPUTE)
     assert found.schedules == tuple(SCHEDULES)
@@ -127,34 +160,22 @@ def test_with_equal_meshes_one_block_speaks_for_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "pp", "each", "schedules"),
+    ("given", "each", "schedules"),
     [
-        ({"virtual_stages": 1}, None, 1, {"gpipe", "1f1b", "eager_1f1b", "zb_h1", "zb_h2"}),
-        (
-            {"virtual_stages": 2},
-            None,
-            2,
-            {"interleaved_1f1b", "zb_v", "dualpipe_v", "chimera", "dualpipe"},
-        ),
-        ({"virtual_stages": 3}, None, 3, {"interleaved_1f1b"}),
-        ({"schedule": "zb_v"}, None, 2, {"zb_v"}),
-        ({"schedule": "gpipe", "pp": 4}, 4, 1, {"gpipe"}),
-        ({"schedule": "interleaved_1f1b"}, None, None, {"interleaved_1f1b"}),
-        ({"schedule": "interleaved_1f1b", "virtual_stages": 1}, None, 1, {"interleaved_1f1b"}),
-        (
-            {"forbid": ["virtual_stages", "1f1b", "zb_h1", "zb_h2"]},
-            None,
-            1,
-            {"gpipe", "eager_1f1b"},
-        ),
+        ({"virtual_stages": 1}, 1, "gpipe 1f1b eager_1f1b zb_h1 zb_h2"),
+        ({"virtual_stages": 2}, 2, "interleaved_1f1b zb_v dualpipe_v chimera dualpipe"),
+        ({"virtual_stages": 3}, 3, "interleaved_1f1b"),
+        ({"schedule": "zb_v"}, 2, "zb_v"),
+        ({"schedule": "gpipe", "pp": 4}, 1, "gpipe"),
+        ({"schedule": "interleaved_1f1b"}, None, "interleaved_1f1b"),
+        ({"schedule": "interleaved_1f1b", "virtual_stages": 1}, 1, "interleaved_1f1b"),
+        ({"forbid": ["virtual_stages", "1f1b", "zb_h1", "zb_h2"]}, 1, "gpipe eager_1f1b"),
     ],
-    ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
-def test_virtual_stages_and_schedules_fit(
-    given: dict[str, Any], pp: int | None, each: int | None, schedules: set[str]
-) -> None:
+def test_virtual_stages_fit_schedules(given: Any, each: int | None, schedules: str) -> None:
     found = restrict(Overrides(**given), layers())
-    assert (found.pp, found.virtual_stages, set(found.schedules)) == (pp, each, schedules)
+    assert (found.pp, found.virtual_stages) == (given.get("pp"), each)
+    assert set(found.schedules) == set(schedules.split())
 
 
 @pytest.mark.parametrize(
@@ -169,41 +190,11 @@ def test_virtual_stages_and_schedules_fit(
     ],
     ids=str,
 )
-def test_given_stages_are_groups_times_stages_on_each(
-    given: dict[str, Any], pp: int | None, each: int | None
-) -> None:
+def test_stages_are_groups_times_each(given: Any, pp: int | None, each: int | None) -> None:
     stages = [LAYERS[:2], LAYERS[2:4], LAYERS[4:6], (*LAYERS[6:], "head")]
     found = restrict(Overrides(stages=stages, **given), layers())
     assert (found.pp, found.virtual_stages, found.cuts) == (pp, each, (2, 4, 6, 8))
 
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        (
-            {"virtual_stages": 3, "forbid": ["interleaved_1f1b"]},
-            "forbid=['interleaved_1f1b'] with virtual_stages=3 leaves no schedule; legal: "
-            "interleaved_1f1b",
-        ),
-        ({"forbid": SCHEDULES}, f"leaves no schedule; legal: {', '.join(SCHEDULES)}"),
-    ],
-)
-def test_a_forbidden_schedule_may_be_the_only_one(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(OverrideError, match=re.escape(says)):
-        restrict(Overrides(**given), layers())
-
-
-# --- what runs -----------------------------------------------------------------------------------
-
-
-def test_what_runs_is_what_is_left_for_the_executor() -> None:
-    found = restrict(Overrides(), layers(), executable=True)
-    assert (found.zeros, found.policies) == ({0, 1, 2, 3}, RECOMPUTE)
-    assert found.schedules == tuple(SCHEDULES)
-    assert found.cp == found.tp == found.ep == (None,) * 8
-
-
-# --- masks ---------------------------------------------------------------------------------------
 
 VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
     "zero": (0, 1, 2, 3), "dp_shard": (1, 2, 4), "hpz": (1, 2, 4), "quantized": QUANTIZED,
@@ -211,8 +202,11 @@ VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
 }  # fmt: skip
 
 
+Case = tuple[Restrictions, str, list[Any]]
+
+
 @st.composite
-def restricted(draw: st.DrawFn) -> tuple[Restrictions, str, list[Any]]:
+def restricted(draw: st.DrawFn) -> Case:
     """Restrictions of one name over a few blocks, and each block's own value."""
     name = draw(st.sampled_from([n for n in BY_BLOCK if n != "ep"]))
     own = draw(st.lists(st.none() | st.sampled_from(VALUES[name]), min_size=1, max_size=9))
@@ -227,9 +221,7 @@ def restricted(draw: st.DrawFn) -> tuple[Restrictions, str, list[Any]]:
 
 @few
 @given(restricted())
-def test_a_stage_may_have_a_value_that_all_its_blocks_may(
-    case: tuple[Restrictions, str, list[Any]],
-) -> None:
+def test_a_stage_may_have_a_value_that_all_its_blocks_may(case: Case) -> None:
     found, name, own = case
     left = {"zero": found.zeros, "recompute": found.policies}.get(name, VALUES[name])
     for value in VALUES[name]:
@@ -245,9 +237,7 @@ def test_a_stage_may_have_a_value_that_all_its_blocks_may(
 
 @few
 @given(restricted())
-def test_uniform_is_what_every_block_is_restricted_to(
-    case: tuple[Restrictions, str, list[Any]],
-) -> None:
+def test_uniform_is_what_every_block_is_restricted_to(case: Case) -> None:
     found, name, own = case
     left = {"zero": found.zeros, "recompute": found.policies}.get(name, ())
     rest = next(iter(left)) if len(left) == 1 else None  # what `forbid` leaves the free blocks
@@ -261,9 +251,7 @@ def test_uniform_is_what_every_block_is_restricted_to(
     st.lists(st.tuples(*[st.sampled_from((None, 1, 2))] * 2), min_size=1, max_size=6),
     st.integers(1, 4),
 )
-def test_too_few_stages_for_the_values_are_refused(
-    own: list[tuple[int | None, int | None]], pp: int
-) -> None:
+def test_too_few_stages_are_refused(own: list[tuple[Any, Any]], pp: int) -> None:
     def fits(cuts: tuple[int, ...]) -> bool:
         """Whether each run of blocks has one tp and one ZeRO stage."""
         ends = zip((0, *cuts), (*cuts, len(own)), strict=True)
@@ -285,18 +273,8 @@ def test_too_few_stages_for_the_values_are_refused(
         assert exists
 
 
-# --- stages --------------------------------------------------------------------------------------
-
-
 def test_stages_are_cuts_and_may_be_ranges() -> None:
     graph = model()
-    assert [block.name for block in graph.blocks] == [
-        "embed",
-        "layers.0",
-        "layers.1",
-        "layers.2",
-        "head",
-    ]
     for stages, cuts in (
         ([["embed", "layers.0-2", "head"]], [5]),
         ([["embed", "layers.0"], ["layers.1-2"], ["head"]], [2, 4, 5]),
@@ -306,8 +284,9 @@ def test_stages_are_cuts_and_may_be_ranges() -> None:
     assert stage_cuts(Overrides(), graph) is None
 
 
-@pytest.mark.parametrize(("stages", "says"), refusals(REFUSED, "stage_cuts"))
-def test_stages_cover_the_blocks_in_order(stages: list[list[str]], says: str) -> None:
-    with pytest.raises(OverrideError) as caught:
-        stage_cuts(Overrides(stages=stages), model())
-    assert_says(caught.value, says)
+@pytest.mark.parametrize("given", [{}, {"allow": ["quantized"], "precision": "fp16"}], ids=str)
+def test_what_is_not_allowed_is_left_out(given: dict[str, Any]) -> None:
+    assert restrict(Overrides(), layers(), **given).quantizations == ("none",)
+    assert restrict(Overrides(quantized="none"), layers(), **given).quantized == ("none",) * 8
+    assert restrict(Overrides(), layers(), allow=ALLOWABLE).quantizations == QUANTIZED
+    assert check_allow(["quantized", "quantized"]) == ("quantized",)

@@ -1,9 +1,10 @@
-"""Plans as files: the round trip, what a person reads, what is wrong with a malformed one."""
+"""Plans as files: the round trip, what a person reads, what is wrong with a malformed one; what a
+plan puts into host memory, whole blocks from the last one on."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS
-from meshwright.planner.plan.plan import (
-    OFFLOADS,
-    Plan,
-    PlanError,
-    StagePlan,
-    compress_names,
-    compress_ranks,
-    expand_names,
-    expand_ranks,
-)
+from meshwright.planner.plan import away_blocks, in_files, offloaded_parameters, offloaded_weights
+from meshwright.planner.plan.check import check_plan
+from meshwright.planner.plan.offload import first_offloaded, parts, trained_sizes
+from meshwright.planner.plan.plan import OFFLOADS, Plan, PlanError, StagePlan
+from meshwright.planner.plan.words import describe
 from tests.helpers.refusals import assert_says, refusals
 from tests.helpers.tiny import cut, net, plan_for, with_stage
 
@@ -50,7 +46,7 @@ STAGES = st.builds(
     recompute=st.sampled_from(["none", "full"]) | st.just({"full": ("h.0", "h.1", "embed")}),
     offload=st.dictionaries(st.sampled_from(OFFLOADS), st.sampled_from([0.0, 0.1, 1.0])),
     shardings=st.dictionaries(NAMES | st.just('odd "{\n"dp": 1}'), DECISIONS, max_size=3),
-).map(lambda stage: stage if stage.cp > 1 else dataclasses.replace(stage, cp_kind=ALL_GATHER))
+).map(lambda stage: stage if stage.cp > 1 else replace(stage, cp_kind=ALL_GATHER))
 PLANS = st.builds(
     Plan,
     model=st.text(max_size=20),
@@ -68,9 +64,6 @@ def example() -> Plan:
     return plan_for(cut(net())[0])
 
 
-# --- the file ------------------------------------------------------------------------------------
-
-
 @few
 @given(PLANS)
 def test_json_round_trip(plan: Plan) -> None:
@@ -78,22 +71,14 @@ def test_json_round_trip(plan: Plan) -> None:
 
 
 def test_the_file_is_short_enough_to_read() -> None:
+    stage = StagePlan(
+        blocks=("embed", *(f"h.{i}" for i in range(12))), ranks=tuple(range(4)), dp=2, tp=2,
+        shardings={"h.*.up": "colwise", "embed": "vocab"},
+    )  # fmt: skip
     plan = Plan(
-        model="0123",
-        global_batch_size=64,
-        num_microbatches=8,
-        schedule="1f1b",
-        precision="bf16",
-        stages=(
-            StagePlan(
-                blocks=("embed", *(f"h.{i}" for i in range(12))),
-                ranks=tuple(range(4)),
-                dp=2,
-                tp=2,
-                shardings={"h.*.up": "colwise", "embed": "vocab"},
-            ),
-        ),
-    )
+        model="0123", global_batch_size=64, num_microbatches=8, schedule="1f1b", precision="bf16",
+        stages=(stage,),
+    )  # fmt: skip
     assert plan.to_json() == (
         """{
   "format": 1,
@@ -125,9 +110,9 @@ def test_the_file_is_short_enough_to_read() -> None:
 
 def test_save_and_load(tmp_path: Path) -> None:
     plan = with_stage(example(), shardings={"couches.é": "colwise"})
-    plan.save(tmp_path / "plan.json")
-    assert Plan.load(tmp_path / "plan.json") == plan
-    assert Plan.load(str(tmp_path / "plan.json")) == plan
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert Plan.load(path) == Plan.load(str(path)) == plan
 
 
 @pytest.mark.parametrize("make", [lambda p: None, Path.mkdir, lambda p: p.write_bytes(b"\xff\xfe")])
@@ -159,16 +144,17 @@ def test_wrong_value_is_named_with_its_place(given: tuple[str, Any], says: str) 
     assert_says(caught.value, says)
 
 
-@pytest.mark.parametrize("text", ["", "{", "nonsense", '{"format": 1,}'])
-def test_what_is_not_json_is_named_with_its_line(text: str) -> None:
-    with pytest.raises(PlanError, match=r"my\.json: line 1 is not JSON"):
-        Plan.from_json(text, name="my.json")
-
-
-@pytest.mark.parametrize("text", ["[]", "3", "null", "{}", '{"stages": []}'])
-def test_other_json_is_no_plan(text: str) -> None:
-    with pytest.raises(PlanError, match=r"my\.json: is no Meshwright plan"):
-        Plan.from_json(text, name="my.json")
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["", "{", "nonsense", '{"format": 1,}'], "line 1 is not JSON"),
+        (["[]", "3", "null", "{}", '{"stages": []}'], "is no Meshwright plan"),
+    ],
+)
+def test_what_is_no_plan_is_named(texts: list[str], says: str) -> None:
+    for text in texts:
+        with pytest.raises(PlanError, match=rf"my\.json: {says}"):
+            Plan.from_json(text, name="my.json")
 
 
 @pytest.mark.parametrize("in_stage", [False, True])
@@ -188,40 +174,87 @@ def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
         assert_says(caught.value, says)
 
 
-# --- names and ranks -----------------------------------------------------------------------------
-
-
 def test_a_smaller_batch_goes_in_as_many_microbatches_as_share_it_out() -> None:
     """On two and on three data ranks: six rows at a time."""
     plan = plan_for(cut(net())[0], stages=2)
     for k, dp in enumerate((2, 3)):
         plan = with_stage(plan, k, dp=dp)
-    plan = dataclasses.replace(plan, global_batch_size=48, num_microbatches=4)
+    plan = replace(plan, global_batch_size=48, num_microbatches=4)
     assert (plan.microbatch_rows, plan.data_ranks) == (12, 6)
     assert [plan.microbatches_of(rows) for rows in (6, 12, 18, 24, 36, 48)] == [1, 2, 3, 4, 3, 4]
 
 
-@few
-@given(st.lists(NAMES, max_size=10))
-def test_names_round_trip(names: list[str]) -> None:
-    assert list(expand_names(compress_names(names))) == names
+SIZES = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=12).filter(any)
 
 
-def test_names_are_written_as_ranges() -> None:
-    names = ["embed", "h.0", "h.1", "h.2", "g.3", "g.5", "head"]
-    assert compress_names(names) == ["embed", "h.0-2", "g.3", "g.5", "head"]
-    assert expand_names(["h.3-1"]) == ("h.3-1",)  # descending: a name, for the check to refuse
+@given(SIZES, st.floats(0, 1))
+def test_the_last_blocks_make_the_part(sizes: list[float], part: float) -> None:
+    first = first_offloaded(sizes, part)
+    total = sum(sizes)
+    assert sum(sizes[first:]) >= part * total * (1 - 1e-8)
+    assert first == len(sizes) or sum(sizes[first + 1 :]) < part * total
 
 
-@few
-@given(RANKS)
-def test_ranks_round_trip_in_order(ranks: tuple[int, ...]) -> None:
-    assert expand_ranks(compress_ranks(ranks)) == ranks
+@given(SIZES)
+def test_each_part_that_there_is_names_its_blocks(sizes: list[float]) -> None:
+    found = parts(sizes)
+    assert found[0] == 0
+    assert found[-1] == pytest.approx(1)
+    assert found == sorted(set(found))
+    for part in found:
+        assert sum(sizes[first_offloaded(sizes, part) :]) == pytest.approx(part * sum(sizes))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((0, 1, 2, 3), "0-3"), ((5,), "5"), ((0, 2, 4), "0,2,4"), ((0, 1, 8, 9), "0-1,8-9")],
-)
-def test_ranks_are_written_as_ranges(ranks: tuple[int, ...], text: str) -> None:
-    assert compress_ranks(ranks) == text
+def test_parameters_that_an_earlier_block_reads_stay_with_it() -> None:
+    graph, _ = cut(net(tied=True))
+    stage = plan_for(graph).stages[0]
+    sizes = trained_sizes(stage, graph)
+    assert sizes[-1] == 0  # the head's weight is the embedding's
+    assert sum(sizes) == graph.num_parameters()
+    assert offloaded_parameters(stage, graph) == frozenset()
+    everything = offloaded_parameters(replace(stage, offload={"optimizer": 1.0}), graph)
+    assert everything == frozenset(graph.parameters)
+    # weights that two blocks read stay on the devices
+    weights = offloaded_weights(replace(stage, offload={"weights": 1.0}), graph)
+    assert {graph.parameters[v] for v in everything - weights} == {"embed.weight"}
+    some = offloaded_parameters(replace(stage, offload={"optimizer": 0.1}), graph)
+    names = {graph.parameters[v] for v in some}
+    assert names
+    assert all(name.startswith("layers.2.") for name in names)
+
+
+def test_a_file_says_what_is_offloaded_and_nothing_where_nothing_is() -> None:
+    graph, table = cut(net())
+    plain = plan_for(graph, dp=2, tp=1)
+    assert '"offload"' not in plain.to_json()
+    for offload in ({"optimizer": 0.25}, {"optimizer": 1.0, "nvme": 0.1}):
+        plan = with_stage(plain, offload=offload)
+        again = Plan.from_json(plan.to_json())
+        assert again == plan
+        assert check_plan(again, graph, table)
+        assert json.loads(plan.to_json())["stages"][0]["offload"] == offload
+    some = in_files(plan.stages[0], graph)
+    assert some == offloaded_parameters(replace(plan.stages[0], offload={"optimizer": 0.1}), graph)
+    assert 0 < len(some) < len(graph.parameters)
+    assert "all optimizer states in host memory, 10% of the states in files" in describe(plan)
+
+
+@given(st.integers(1, 40), st.integers(0, 40))
+def test_a_part_of_the_blocks_sends_from_the_first_one_on(blocks: int, count: int) -> None:
+    names = tuple(f"layers.{k}" for k in range(blocks))
+    stage = StagePlan(
+        blocks=names, ranks=(0,), dp=1, tp=1, offload={"activations": min(1.0, count / blocks)}
+    )
+    assert away_blocks(stage) == min(count, blocks)
+
+
+def test_activations_there_are_no_matter_of_how_weights_are_gathered() -> None:
+    graph, table = cut(net())
+    offload = {"activations": 1.0}
+    plan = with_stage(plan_for(graph, dp=2, tp=1), zero=3, quantized="both", offload=offload)
+    assert check_plan(plan, graph, table)
+    assert offloaded_parameters(plan.stages[0], graph) == frozenset()
+    assert "activations of all blocks in host memory" in describe(plan)
+    half = with_stage(plan, offload={"activations": 0.5, "optimizer": 0.25})
+    said = "25% of the optimizer states and activations of 50% of the blocks in host memory"
+    assert said in describe(half)

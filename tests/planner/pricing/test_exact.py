@@ -20,16 +20,10 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.flow import crossings, passes_of
 from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.pricing import Evaluation, Evaluator, Prediction
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.copies import with_exchange
-from meshwright.planner.pricing.evaluate import (
-    Evaluation,
-    Evaluator,
-    Prediction,
-    RehearsedMemory,
-    evaluate,
-    transfer_seconds,
-)
+from meshwright.planner.pricing.evaluate import RehearsedMemory, evaluate, transfer_seconds
 from meshwright.planner.pricing.held import memory_parts
 from meshwright.planner.pricing.hosts import by_node, check_host
 from meshwright.planner.pricing.segments import Entered
@@ -61,9 +55,6 @@ def priced(plan: Plan, on: Cluster = ON, frozen: bool = False) -> Evaluation:
     return evaluate(plan, of, check_plan(plan, of.graph, of.factors))
 
 
-# --- time ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("source", "target", "rows"),
     [
@@ -74,9 +65,7 @@ def priced(plan: Plan, on: Cluster = ON, frozen: bool = False) -> Evaluation:
         ((1, 1), (1, 4), (8 * 4 + 8) / 2),  # to each of four tensor ranks its copy
     ],
 )
-def test_a_send_takes_what_the_busiest_rank_moves(
-    source: tuple[int, int], target: tuple[int, int], rows: float
-) -> None:
+def test_a_send_takes_what_the_busiest_rank_moves(source: Any, target: Any, rows: float) -> None:
     graph = model()[0]
     plan, first = plan_for(graph, stages=2), source[0] * source[1]
     meshes = ((source, range(first)), (target, range(first, first + target[0] * target[1])))
@@ -180,9 +169,6 @@ def test_what_prices_rest_on_are_parts_of_the_operators_seconds() -> None:
     assert parts == {"measured": 0.3, "interpolated": 0.05, "modelled": pytest.approx(0.65)}
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
 def prediction(**given: Any) -> Prediction:
     error = Quantiles(low=0.8, high=1.25, rows=1, models=1, of="")
     base: dict[str, Any] = {
@@ -197,12 +183,10 @@ def rehearsed(nbytes: int) -> RehearsedMemory:
 
 
 def roomy(memory: int, host: int = 1, flash: int = 0) -> Cluster:
-    on = cluster(2, nodes=2, memory_bytes=memory)
     found = Cluster.from_catalog("dgx-h100", num_nodes=1).host
     assert found is not None
-    return dataclasses.replace(
-        on, host=dataclasses.replace(found, memory_bytes=host, nvme_bytes=flash)
-    )
+    own = dataclasses.replace(found, memory_bytes=host, nvme_bytes=flash)
+    return dataclasses.replace(cluster(2, nodes=2, memory_bytes=memory), host=own)
 
 
 @pytest.mark.parametrize(
@@ -236,28 +220,24 @@ def test_what_lies_on_hosts_is_counted_by_node() -> None:
 
 
 @pytest.mark.parametrize(
-    ("offload", "lacking", "says"),
+    ("offload", "on", "says"),
     [
         (
-            {"optimizer": 1.0}, "host",
-            "plan: stage 0: offload: cluster 'h100-sxm' says nothing of its hosts' memory; legal: "
-            "a cluster with a host; give it one, in TOML as [host], or drop it from the plan",
+            {"optimizer": 1.0}, dataclasses.replace(ON, host=None),
+            "memory; legal: a cluster with a host; give it one, in TOML as [host], or drop it from "
+            "the plan",
         ),
         (
-            {"optimizer": 1.0, "nvme": 0.5}, "flash",
-            "plan: stage 0: offload: cluster 'h100-sxm' says nothing of its hosts' flash; legal: a "
-            "cluster with nvme_bytes, nvme_read_bandwidth and nvme_write_bandwidth; give it these, "
-            "in TOML in [host], or drop nvme from the plan",
+            {"optimizer": 1.0, "nvme": 0.5}, roomy(100),
+            "flash; legal: a cluster with nvme_bytes, nvme_read_bandwidth and "
+            "nvme_write_bandwidth; give it these, in TOML in [host], or drop nvme from the plan",
         ),
     ],
 )  # fmt: skip
-def test_a_host_of_which_nothing_is_known_holds_nothing(
-    offload: dict[str, float], lacking: str, says: str
-) -> None:
-    plan = with_stage(plan_for(model()[0]), offload=offload)
-    on = roomy(100) if lacking == "flash" else dataclasses.replace(ON, host=None)
+def test_an_unknown_host_holds_nothing(offload: Any, on: Cluster, says: str) -> None:
     with pytest.raises(PlanError) as caught:
-        check_host(plan, on)
+        check_host(with_stage(plan_for(model()[0]), offload=offload), on)
+    says = f"plan: stage 0: offload: cluster 'h100-sxm' says nothing of its hosts' {says}"
     assert str(caught.value) == says
 
 
@@ -310,6 +290,5 @@ def test_what_blocks_send_is_there_for_two_backwards() -> None:
     moved = [1e6, 1e6 + 1, 0, 0, 0]
     found = sending(held, stage, blocks, pricer)
     assert [own.kept for own in found] == [0, 0, 1e6 + 2, 1e6 + 3, 1e6 + 4]
-    assert [own.passing - 10 for own in found] == [
-        own + before for own, before in zip(moved, [0, *moved], strict=False)
-    ]
+    both = [own + before for own, before in zip(moved, [0, *moved], strict=False)]
+    assert [own.passing - 10 for own in found] == both

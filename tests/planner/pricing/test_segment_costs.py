@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -16,21 +18,21 @@ INPUT, SAVED, FORWARD = 2.0, 34.0, 1.0  # of a Transformer layer, sbh
 
 def block(policy: str, *, first: bool) -> SegmentBlock:
     sums = sums_of(
-        forward_s=FORWARD,
-        saved_bytes=SAVED - INPUT,
-        input_bytes=INPUT,
-        blocks=1.0,
-        zero3_gather_s=0.5,
-        full=(0.9, 0.0, 0.0, SAVED - INPUT),
-    )
+        forward_s=FORWARD, saved_bytes=SAVED - INPUT, input_bytes=INPUT, blocks=1.0,
+        zero3_gather_s=0.5, full=(0.9, 0.0, 0.0, SAVED - INPUT),
+    )  # fmt: skip
     return SegmentBlock(
         sums=sums, policy=policy, inside=0.0 if first else INPUT, leaving=INPUT * (not first)
     )
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+def segment(policy: str, size: int) -> list[SegmentBlock]:
+    return [block(policy, first=k == 0) for k in range(size)]
+
+
+@pytest.mark.parametrize("size", [2, 8])
 def test_inputs_of_blocks_inside_are_held_while_they_run_again(size: int) -> None:
-    found = segment_recompute([block("full", first=k == 0) for k in range(size)])
+    found = segment_recompute(segment("full", size))
     assert found.seconds == pytest.approx(size * (FORWARD + 0.9))
     assert found.freed_bytes == size * SAVED - INPUT
     assert found.largest_bytes == (size - 1) * INPUT + (SAVED - INPUT) + INPUT
@@ -38,10 +40,7 @@ def test_inputs_of_blocks_inside_are_held_while_they_run_again(size: int) -> Non
 
 
 def test_blocks_inside_may_keep_all() -> None:
-    full, none = (
-        segment_recompute([block(policy, first=k == 0) for k in range(4)])
-        for policy in ("full", "none")
-    )
+    full, none = (segment_recompute(segment(policy, 4)) for policy in ("full", "none"))
     assert none.seconds == 4 * FORWARD < full.seconds
     assert none.freed_bytes == full.freed_bytes
     assert none.largest_bytes == 4 * SAVED > full.largest_bytes
@@ -49,11 +48,11 @@ def test_blocks_inside_may_keep_all() -> None:
 
 def test_equal_blocks_are_estimated_from_their_sums() -> None:
     """As the search does, for n blocks in n/k segments."""
-    one, size, count = block("full", first=True).sums, 4, 16
-    whole = Sums(np.array(one.times(count).array))
-    for policy in ("full", "none"):
+    count = 16
+    whole = Sums(np.array(block("full", first=True).sums.times(count).array))
+    for policy, size in itertools.product(("full", "none"), (2, 4, 8)):
         estimate = whole.recompute(f"{policy}/{size}")
-        exact = segment_recompute([block(policy, first=k == 0) for k in range(size)])
+        exact = segment_recompute(segment(policy, size))
         assert estimate.seconds == pytest.approx(count / size * exact.seconds)
         assert estimate.freed_bytes == pytest.approx(count / size * exact.freed_bytes)
         assert estimate.largest_bytes == pytest.approx(exact.largest_bytes, abs=INPUT)
@@ -63,20 +62,7 @@ def test_equal_blocks_are_estimated_from_their_sums() -> None:
 @pytest.mark.parametrize(
     ("size", "found"), [(2, [(0, 2), (2, 4)]), (3, [(0, 3)]), (8, [(0, 4)]), (1, [])]
 )
-def test_segments_are_of_neighbours_before_the_loss(
-    size: int, found: list[tuple[int, int]]
-) -> None:
+def test_segments_are_neighbours(size: int, found: list[tuple[int, ...]]) -> None:
     """Two at least; the head's backward follows its forward at once."""
     graph = cut(net())[0]
     assert segments_of(graph.blocks, size, graph.loss) == [range(*ends) for ends in found]
-
-
-def test_the_best_size_is_the_root_of_the_number_of_blocks() -> None:
-    count, in_flight = 64, 1
-    whole = block("full", first=True).sums.times(count)
-    held = {}
-    for size in (1, 2, 4, 8, 16, 32, 64):
-        found = whole.recompute(f"full/{size}" if size > 1 else "full")
-        kept = whole.saved_bytes + whole.input_bytes - found.freed_bytes
-        held[size] = float(in_flight * kept + found.largest_bytes)
-    assert min(held, key=held.__getitem__) == 8

@@ -108,15 +108,6 @@ def test_deep_stages_of_one_class_reach_their_bound() -> None:
     assert divided_s(blocks, 3000.0) == pytest.approx(75)
 
 
-def test_what_fits_is_not_run_again_and_what_can_not_is_none() -> None:
-    layer = sums_of(backward_s=2, saved_bytes=10, full=(1, 0, 0, 10))
-    fits = choose_policies([layer] * 3, LEGAL, in_flight=2, room_bytes=60)
-    assert fits == ("none",) * 3
-    # the block being run again is held beside what is in flight
-    assert choose_policies([layer] * 3, LEGAL, in_flight=2, room_bytes=9) is None
-    assert choose_policies([layer] * 3, LEGAL, in_flight=2, room_bytes=10) == ("full",) * 3
-
-
 @pytest.mark.parametrize("part", [0.91, 0.57, 0.23])
 def test_many_classes_come_within_a_block_of_the_bound(part: float) -> None:
     """What divided blocks could reach at best, and no more than the smallest block above it."""

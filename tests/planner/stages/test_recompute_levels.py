@@ -13,12 +13,7 @@ from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.stages.stage import StageCosts, of_one, of_policy, stage_costs
 from meshwright.costmodel.stages.sums import Floats
 from meshwright.planner.drafts.mesh import Mesh
-from meshwright.planner.stages.chain import Chain
-from meshwright.planner.stages.recompute_levels import (
-    ChosenLevel,
-    RecomputeLevels,
-    recompute_levels,
-)
+from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels, recompute_levels
 from tests.helpers.planning import case, odd_cluster, programs_of
 
 NAMES = [each.name for each in dataclasses.fields(StageCosts)]
@@ -27,13 +22,10 @@ SIZES = st.integers(0, 1000)
 
 
 def level(static: int, passing: int, activation: int, seconds: float) -> StageCosts[Floats]:
-    given = {name: np.array([float(seconds)]) for name in NAMES}
-    given |= {
-        "static_bytes": np.array([float(static + passing)]),
-        "passing_bytes": np.array([float(passing)]),
-        "activation_bytes": np.array([float(activation)]),
-    }
-    return StageCosts(**given)
+    given = dict.fromkeys(NAMES, seconds)
+    given |= {"static_bytes": static + passing, "passing_bytes": passing}
+    given |= {"activation_bytes": activation}
+    return StageCosts(**{name: np.array([float(value)]) for name, value in given.items()})
 
 
 @st.composite
@@ -95,7 +87,7 @@ def test_no_block_is_recomputed_that_need_not_be(
 
 
 @given(levels(), st.integers(1, 8), st.integers(0, 4000), st.integers(0, 500), st.integers(0, 3))
-def test_more_room_or_fewer_held_never_takes_more(
+def test_more_room_never_takes_more(
     own: RecomputeLevels, held: int, room: int, extra: int, more: int
 ) -> None:
     here = place(own, own.choose(held, float(room)))
@@ -104,9 +96,7 @@ def test_more_room_or_fewer_held_never_takes_more(
 
 
 @given(levels(), st.integers(1, 8), st.integers(0, 4000))
-def test_between_two_levels_everything_is_blended(
-    own: RecomputeLevels, held: int, room: int
-) -> None:
+def test_levels_are_blended(own: RecomputeLevels, held: int, room: int) -> None:
     chosen = own.choose(held, float(room))
     assume(chosen.fits[0])
     k, part = int(chosen.level[0]), float(chosen.fraction[0])
@@ -125,25 +115,17 @@ def test_the_first_level_recomputes_nothing(own: RecomputeLevels, held: int, roo
     )
 
 
-# --- real stages ---------------------------------------------------------------------------------
-
-
 def chain_of(name: str) -> Chain:
-    of = case(name)
-    programs = programs_of(of, odd_cluster(1))
-    found = programs.chain(programs.coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2))
-    assert found is not None
-    return found
+    programs = programs_of(case(name), odd_cluster(1))
+    return programs.chain(programs.coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2))
 
 
 def test_a_policy_that_frees_nothing_is_no_level() -> None:
     """Blocks that update running statistics keep everything under any policy."""
-    chain = chain_of("resnet")
-    none = recompute_levels(chain.sums[1, 3], chain.setting, POLICIES, np.array(2))
-    assert none.policies == ("none",)
-    chain = chain_of("llama")
-    all_of_them = recompute_levels(chain.sums[1, 3], chain.setting, POLICIES, np.array(2))
-    assert all_of_them.policies == POLICIES
+    for name, left in (("resnet", ("none",)), ("llama", POLICIES)):
+        chain = chain_of(name)
+        found = recompute_levels(chain.sums[1, 3], chain.setting, POLICIES, np.array(2))
+        assert found.policies == left
 
 
 @pytest.mark.parametrize("policy", RECOMPUTE)
@@ -160,19 +142,6 @@ def test_a_block_with_a_policy_costs_what_its_policy_costs(name: str, policy: st
             for each in NAMES:
                 value = float(getattr(wanted, each))
                 assert float(getattr(found, each)) == pytest.approx(value, rel=1e-12, abs=1e-18)
-
-
-def test_blocks_with_a_policy_add_up_with_free_ones() -> None:
-    """One block decided, the rest on a level: the costs of the blocks under both policies."""
-    chain = chain_of("llama")
-    first, second = chain.block_sums(1, 3)
-    together = first.with_policy("full").then(second)
-    found = stage_costs(together, chain.setting, "none")
-    alone = stage_costs(first, chain.setting, "full"), stage_costs(second, chain.setting, "none")
-    for name in ("forward_comm_s", "backward_comm_s", "activation_bytes", "parameters"):
-        wanted = sum(float(getattr(own, name)) for own in alone)
-        assert float(getattr(found, name)) == pytest.approx(wanted, rel=1e-12)
-    assert found.passing_bytes == max(float(own.passing_bytes) for own in alone)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

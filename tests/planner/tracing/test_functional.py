@@ -1,22 +1,39 @@
-"""Writes into memory, assigned buffers and regions of the traced program, as plain values."""
+"""Values of a traced program: writes into memory, assigned buffers and regions as plain values; the
+batch in fake tensors, its numbers and documents; random draws."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
+import random
 from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright import Cluster, MeshwrightError, ParallelModel, auto_parallelize
 from meshwright.costmodel.graph import Block, Graph, argument, verify_graph
-from meshwright.planner.tracing.trace import trace
+from meshwright.planner.tracing.batch import FakeBatch
+from meshwright.planner.tracing.numbers import Number, NumberNeeded, tensor_of
+from meshwright.planner.tracing.trace import TraceError, trace
 from meshwright.planner.tracing.values.functional import overload
-from tests.helpers.traced import WIDTH, agree, rows, run, shorts, with_forward
+from tests.helpers.traced import (
+    ROWS,
+    SEQUENCE,
+    WIDTH,
+    agree,
+    hugging_face,
+    rows,
+    run,
+    shorts,
+    with_forward,
+)
 
 FUNCTIONAL = "normal_functional"
 
@@ -99,11 +116,8 @@ def test_assigned_and_written_buffers_are_updates() -> None:
         self.steps.add_(1)
         return (y - self.mean).square().sum()
 
-    def prepare(self: nn.Module) -> None:
-        self.register_buffer("mean", torch.rand(WIDTH))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    model, batch = with_forward(forward, prepare), (rows(WIDTH),)
+    model, batch = with_forward(forward, with_steps), (rows(WIDTH),)
+    model.register_buffer("mean", torch.rand(WIDTH))
     graph = trace(model, batch)
     values = run(graph, model, batch)
     eager = copy.deepcopy(model)
@@ -112,6 +126,10 @@ def test_assigned_and_written_buffers_are_updates() -> None:
     assert updated.keys() == {"mean", "steps"}
     for name, buffer in eager.named_buffers():
         torch.testing.assert_close(updated[name], buffer)
+
+
+def with_steps(model: nn.Module) -> None:
+    model.register_buffer("steps", torch.zeros((), dtype=torch.long))
 
 
 def test_no_grad_regions_are_opened() -> None:
@@ -142,9 +160,6 @@ def test_autocast_regions_become_casts() -> None:
     assert dtypes == [torch.bfloat16, torch.float32, torch.bfloat16]
 
 
-# --- the graph as a whole ------------------------------------------------------------------------
-
-
 @cache
 def sample() -> Graph:
     """An unused product, a derived mask, a tie, a buffer update, one operator in place."""
@@ -157,10 +172,7 @@ def sample() -> Graph:
         y += self.l(x).split(4, -1)[0].sum()
         return y.sum()
 
-    def prepare(self: nn.Module) -> None:
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    return trace(with_forward(forward, prepare), (rows(WIDTH),))
+    return trace(with_forward(forward, with_steps), (rows(WIDTH),))
 
 
 def test_dead_operators_are_dropped_and_masks_are_derived() -> None:
@@ -191,16 +203,8 @@ def _same_key(graph: Graph) -> Graph:
 
 
 def _block_missing(graph: Graph) -> Graph:
-    block = Block(
-        name="all",
-        ops=graph.ops[1:],
-        inputs=(),
-        outputs=(),
-        derived=(),
-        parameters=(),
-        buffers=(),
-        class_id="",
-    )
+    nothing = dict.fromkeys(("inputs", "outputs", "derived", "parameters", "buffers"), ())
+    block = Block(name="all", ops=graph.ops[1:], class_id="", **nothing)
     return dataclasses.replace(graph, blocks=(block,))
 
 
@@ -225,3 +229,122 @@ def test_verify_graph_finds(broken: Callable[[Graph], Graph], message: str) -> N
     verify_graph(sample())
     with pytest.raises(AssertionError, match=message):
         verify_graph(broken(sample()))
+
+
+SAMPLE = {"x": torch.rand(3, 5), "ids": torch.zeros(3, 7, dtype=torch.long), "scale": torch.rand(2)}
+
+
+def test_tensors_have_the_rows_that_are_traced_and_are_not_rounded() -> None:
+    sample = {**SAMPLE, "scale": SAMPLE["scale"].half(), "flag": True}
+    batch = FakeBatch.of(sample, torch.bfloat16, 6)
+    assert [(tuple(t.shape), t.dtype) for t in batch.tensors] == [
+        ((6, 5), torch.float32),
+        ((6, 7), torch.long),
+        ((2,), torch.bfloat16),
+    ]
+    assert batch.inputs == (("x", True), ("ids", True), ("scale", False))
+    assert (batch.rows, batch.scale) == (6, 2.0)
+
+
+def test_the_users_structure_is_filled_in_order() -> None:
+    batch = FakeBatch.of({**SAMPLE, "flag": True}, torch.float32, None)
+    filled = batch.filled([torch.tensor(k) for k in range(3)])
+    assert {name: int(x) for name, x in filled.items()} == {"x": 0, "ids": 1, "scale": 2, "flag": 1}
+    assert filled["flag"] is True
+
+
+def test_less_than_one_row_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size=0; legal: an integer from 1"):
+        FakeBatch.of(SAMPLE, torch.float32, 0)
+
+
+def number(value: float) -> Number:
+    return Number(torch.tensor(value), type(value), "n", set())
+
+
+@pytest.mark.parametrize("value", [3, 2.5])
+@pytest.mark.parametrize("other", [2, 0.5])
+def test_arithmetic_is_pythons(value: float, other: float) -> None:
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+        function = getattr(operator, name)
+        for found, wanted in (
+            (function(number(value), other), function(value, other)),
+            (function(other, number(value)), function(other, value)),
+            (function(number(value), number(other)), function(value, other)),
+        ):
+            assert isinstance(found, type(wanted)), name
+            assert float(tensor_of(found)) == pytest.approx(wanted), name
+    for function in (operator.neg, operator.pos, abs):
+        assert float(function(number(-value)).tensor) == function(-value)
+    product = number(value) * torch.ones(2)
+    assert isinstance(product, torch.Tensor) and product.tolist() == [value] * 2
+    assert torch.add(torch.ones(()), number(value)).item() == 1 + value
+
+
+@pytest.mark.parametrize("ask", [int, float, bool, hash, round, range, lambda n: n > 1])
+def test_whatever_asks_for_the_value_is_told(ask: Callable[[Any], Any]) -> None:
+    found = number(2)
+    with pytest.raises(NumberNeeded, match="the forward needs the value of the number 'n'"):
+        ask(found)
+    assert found.asked == {"n"} and f"{found}" == "<number n>"
+
+
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda: random.random(), "random.random"),
+        (lambda: np.random.rand(), "numpy.random.rand"),
+        (lambda: np.random.default_rng().random(), "numpy.random.default_rng"),
+    ],
+)
+def test_draws_from_global_generators_are_refused(draw: Callable[[], float], name: str) -> None:
+    forward = lambda self, x: self.l(x).sum() * draw()  # noqa: E731
+    with pytest.raises(
+        TraceError, match=rf"test_functional.py:\d+ the forward calls {name}: a plan"
+    ):
+        trace(with_forward(forward), (rows(WIDTH),))
+    assert draw() != draw()  # outside of a trace
+
+
+def test_draws_with_a_seed_are_taken_and_hidden_ones_found() -> None:
+    seeded = lambda self, x: self.l(x).sum() * float(np.random.default_rng(3).random())  # noqa: E731
+    trace(with_forward(seeded), (rows(WIDTH),))
+    hidden = random.Random.random
+    sneaky = lambda self, x: self.l(x).sum() * hidden(random._inst)  # noqa: E731
+    with pytest.raises(TraceError, match="at an unknown place the forward draws from random or"):
+        trace(with_forward(sneaky), (rows(WIDTH),))
+
+
+WHOLE = torch.arange(SEQUENCE).repeat(ROWS, 1)
+PACKED = torch.stack([WHOLE[0], WHOLE[0] % 3, WHOLE[0]])
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return hugging_face("llama", 1)[0]
+
+
+def batch(positions: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**hugging_face("llama", 1)[1], "position_ids": positions, **more}
+
+
+def planned(example: dict[str, torch.Tensor]) -> ParallelModel:
+    cluster = Cluster.local(1, "cpu", measure=False)
+    return auto_parallelize(model(), cluster, example_inputs=example, global_batch_size=ROWS)
+
+
+def test_positions_that_begin_anew_are_refused() -> None:
+    says = "begin anew in row 1, and there is no attention_mask"
+    with pytest.raises(MeshwrightError, match=says):
+        planned(batch(PACKED))
+    result = planned(batch(WHOLE))
+    for step in (result.train_step, result.eval_step):
+        with pytest.raises(MeshwrightError, match=says):
+            step(batch(PACKED))
+
+
+def test_consecutive_positions_and_masks_train_as_the_model_does() -> None:
+    mask = torch.ones(ROWS, SEQUENCE, dtype=torch.long)
+    for given in (batch(WHOLE + 3), batch(PACKED, attention_mask=mask)):
+        expected = float(model()(**given).loss.detach())
+        assert float(planned(given).eval_step(given)) == pytest.approx(expected, rel=1e-5)

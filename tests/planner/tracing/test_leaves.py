@@ -1,15 +1,21 @@
-"""Leaves: what is kept as one node runs as it is written, split as it is declared."""
+"""Leaves: what is kept as one node runs as it is written, split as it is declared.
+
+Trials of rules: what is known of each forward, which is written for its one fault."""
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 
 from meshwright import leaf
 from meshwright.costmodel.graph import Graph, Op
@@ -17,24 +23,21 @@ from meshwright.costmodel.rules.leaf import LEAF, LEAVES, RANDOM_LEAF, leaf_of
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import P, R, strategies
 from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.tracing.leaves import trial as leaf_trial
 from meshwright.planner.tracing.leaves.probe import LeafError
 from meshwright.planner.tracing.trace import TraceError, trace
 from tests.helpers.traced import ROWS, WIDTH, rows, with_forward
-from tests.models.leaf_models import (
-    LENGTH,
-    Branch,
-    Rounded,
-    Scan,
-    Swish,
-    batch,
-    kernel,
-    loss_fn,
-    model_of,
-)
+from tests.models import leaf_models
 
 
-def graph_of(*kinds: str, precision: str = "fp32") -> Graph:
-    return trace(model_of(kinds), batch(ROWS), loss_fn=loss_fn, precision=precision)
+@cache
+def graph_of(*kinds: str) -> Graph:
+    return trace(leaf_models.model_of(kinds), leaf_models.batch(ROWS), loss_fn=leaf_models.loss_fn)
+
+
+def declared() -> Graph:
+    """Leaves of all kinds of declaration, and one that the tracer makes."""
+    return graph_of("scan", "kernel", "swish", "rounded", "branch")
 
 
 def leaves_in(graph: Graph) -> list[Op]:
@@ -55,29 +58,23 @@ def traced(
 
 
 def test_a_leaf_is_one_operator_with_its_parameters() -> None:
-    graph = graph_of("scan")
-    (op,) = leaves_in(graph)
+    graph = declared()
+    op, *_ = leaves_in(graph)
     assert op.key == "layers.0.part:leaf"
-    assert [graph.parameters[v] for v in op.operands[1:]] == [
-        "layers.0.part.decay", "layers.0.part.mix",
-    ]  # fmt: skip
-    assert [graph.values[r].shape for r in op.results] == [(ROWS, LENGTH, 2 * 16)]
+    names = [graph.parameters[v] for v in op.operands[1:]]
+    assert names == ["layers.0.part.decay", "layers.0.part.mix"]
+    assert [graph.values[r].shape for r in op.results] == [(ROWS, leaf_models.LENGTH, 2 * 16)]
     assert graph.values[op.results[0]].requires_grad
 
 
 def test_a_rule_says_what_splits() -> None:
-    graph = graph_of("scan", "kernel", "swish", "rounded")
-    table = analyse(graph)
-    names = [
-        sorted(s.name for s in strategies(graph, table, op, 2) if s.name != "replicate")
-        for op in leaves_in(graph)
-    ]
+    graph = declared()
+    table, leaves = analyse(graph), leaves_in(graph)[:4]
+    found = [{s.name: s for s in strategies(graph, table, op, 2)} for op in leaves]
+    names = [sorted(own.keys() - {"replicate"}) for own in found]
     assert names == [["d"], ["i", "o", "s"], ["d0", "d1"], []]
-    made = {s.name: s for s in strategies(graph, table, leaves_in(graph)[1], 2)}
-    assert made["i"].results == (P,)
-    batched = [
-        len(strategies(graph, table, op, ROWS, only=table.batch)) > 1 for op in leaves_in(graph)
-    ]
+    assert found[1]["i"].results == (P,)
+    batched = [len(strategies(graph, table, op, ROWS, only=table.batch)) > 1 for op in leaves]
     assert batched == [True, True, True, False]
 
 
@@ -103,16 +100,12 @@ def test_letters_that_no_result_has_stay_whole_unless_summed() -> None:
     ],
 )
 def test_rules_that_do_not_fit_are_refused(rule: str, says: str) -> None:
-    class Fixed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.l = nn.Linear(WIDTH, WIDTH)
-
+    class Fixed(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            return self.l(x).view(x.shape[0], WIDTH // 2, 2).flatten(1)
+            return super().forward(x).view(x.shape[0], WIDTH // 2, 2).flatten(1)
 
     with pytest.raises(LeafError, match=says):
-        traced(lambda self, x: self.p0(x).sum(), leaf(Fixed(), rule=rule))
+        traced(lambda self, x: self.p0(x).sum(), leaf(Fixed(WIDTH, WIDTH), rule=rule))
 
 
 def test_a_rule_without_an_arrow_or_for_a_method_is_refused() -> None:
@@ -133,19 +126,14 @@ def test_hooks_on_a_leaf_run_once_and_inside() -> None:
     parts[0].register_forward_hook(lambda module, args, made: 2 * made)
     parts[1].register_forward_pre_hook(lambda module, args: (3 * args[0],))
     parts[2].register_full_backward_hook(lambda module, taken, given: (5 * taken[0],))
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.p2(self.p1(self.p0(self.l(x)))).sum()
-
-    graph = traced(forward, *parts)
+    graph = traced(lambda self, x: self.p2(self.p1(self.p0(self.l(x)))).sum(), *parts)
     assert [op.short for op in graph.ops] == ["linear", "leaf", "leaf", "leaf", "sum"]
     for op, part in zip(leaves_in(graph), parts, strict=True):
         x = rows(WIDTH).requires_grad_()
-        (made,) = leaf_of(op).program([x, part.weight, part.bias])
-        wanted = part(x)
+        (made,), wanted = leaf_of(op).program([x, part.weight, part.bias]), part(x)
         torch.testing.assert_close(made, wanted)
-        (found,) = torch.autograd.grad(made.sum(), x)
-        torch.testing.assert_close(found, torch.autograd.grad(wanted.sum(), x)[0])
+        found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (made, wanted))
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_forward_put_on_a_module_itself_is_no_leaf() -> None:
@@ -156,23 +144,19 @@ def test_a_forward_put_on_a_module_itself_is_no_leaf() -> None:
 
 
 def test_what_is_not_run_may_draw_and_is_seeded() -> None:
-    graph = graph_of("kernel", "scan")
-    assert [op.short for op in leaves_in(graph)] == [RANDOM_LEAF, LEAF]
-    assert not any("trust" in note for note in graph.notes)
+    assert [op.short for op in leaves_in(declared())][:2] == [LEAF, RANDOM_LEAF]
+    assert not any("trust" in note for note in declared().notes)
 
 
 @pytest.mark.parametrize("kind", ["scan", "branch"])
 def test_a_deep_stack_of_leaves_is_one_class(kind: str) -> None:
-    graph = graph_of(*[kind] * 12)
+    graph = graph_of(*[kind] * 6)
     cut = cut_blocks(graph, analyse(graph))
     layers = [b.class_id for b in cut.blocks if b.name.startswith("layers.")]
-    assert len(layers) == 12 and len(set(layers)) == 1
-    places = (
-        {graph.parameters[op.operands[-1]] for op in leaves_in(graph)}
-        if kind == "scan"
-        else {op.module for op in leaves_in(graph)}
-    )
-    assert len(places) == 12
+    assert len(layers) == 6 and len(set(layers)) == 1
+    assert len({op.module for op in leaves_in(graph)}) == 6
+    if kind == "scan":
+        assert len({graph.parameters[op.operands[-1]] for op in leaves_in(graph)}) == 6
 
 
 def test_results_and_arguments_of_all_kinds() -> None:
@@ -193,22 +177,17 @@ def test_results_and_arguments_of_all_kinds() -> None:
 
 
 def test_buffers_that_a_leaf_writes_are_updates() -> None:
-    graph = graph_of("branch")
+    graph = declared()
     ((buffer, value),) = graph.updates.items()
-    assert graph.buffers[buffer] == "layers.0.part.seen"
-    assert value in leaves_in(graph)[0].results
+    assert graph.buffers[buffer] == "layers.4.part.seen"
+    assert value in leaves_in(graph)[-1].results
     assert not graph.values[value].requires_grad
 
 
 def test_leaves_share_parameters_with_the_rest() -> None:
-    part = leaf(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.p0(self.l(x)).sum()
-
-    model = with_forward(forward)
-    model.add_module("p0", part)
-    model.l.weight = part.weight
+    model = with_forward(lambda self, x: self.p0(self.l(x)).sum())
+    model.p0 = leaf(nn.Linear(WIDTH, WIDTH))
+    model.l.weight = model.p0.weight
     graph = trace(model, (rows(WIDTH),))
     (op,) = leaves_in(graph)
     (linear,) = (o for o in graph.ops if o.short == "linear")
@@ -230,17 +209,11 @@ def test_what_no_leaf_can_do_is_refused(made: Callable[..., Any], says: str) -> 
 
 
 def test_graphs_with_leaves_can_be_kept_in_files() -> None:
-    graph = graph_of("scan", "swish", "rounded", "kernel", "branch")
-    again = pickle.loads(pickle.dumps(graph))
-    assert [op.args for op in again.ops] == [op.args for op in graph.ops]
-    x = torch.rand(2, 3, 32)
-    decay, mix = torch.rand(32), torch.rand(32, 3)
-    (made,) = leaf_of(leaves_in(again)[0]).program([x, decay, mix])
-    scan = Scan()
-    with torch.no_grad():
-        scan.decay.copy_(decay)
-        scan.mix.copy_(mix)
-    torch.testing.assert_close(made, scan(x)["y"].detach())
+    again = pickle.loads(pickle.dumps(declared()))
+    assert [op.args for op in again.ops] == [op.args for op in declared().ops]
+    x, scan = torch.rand(2, 3, 32), leaf_models.Scan()
+    (made,) = leaf_of(leaves_in(again)[0]).program([x, scan.decay, scan.mix])
+    torch.testing.assert_close(made, scan(x)["y"])
 
 
 # --- without a declaration ------------------------------------------------------------------------
@@ -276,7 +249,7 @@ def test_where_shapes_depend_on_values_the_module_around_is_tried() -> None:
 
 def test_weights_on_meta_can_not_be_run() -> None:
     with torch.device("meta"):
-        part = Branch()
+        part = leaf_models.Branch()
     with pytest.raises(TraceError, match=r"(?s)condition `y.sum\(\) > 0`.*on the meta device"):
         traced(lambda self, x: self.p0(x).sum(), part, inputs=(rows(32),))
     said = leaf(part, result=torch.empty_like)
@@ -287,31 +260,25 @@ def test_weights_on_meta_can_not_be_run() -> None:
 
 
 def test_autograd_functions_are_leaves_and_run_outside_of_a_trace() -> None:
-    graph = graph_of("rounded", "swish")
-    assert [leaf_of(op).name for op in leaves_in(graph)] == ["Rounded", "Swish"]
+    assert [leaf_of(op).name for op in leaves_in(declared())][2:4] == ["Swish", "Rounded"]
     x = torch.rand(3, requires_grad=True)
-    Rounded.apply(Swish.apply(x), 4.0).sum().backward()
+    leaf_models.Rounded.apply(leaf_models.Swish.apply(x), 4.0).sum().backward()
     s = x.detach().sigmoid()
     torch.testing.assert_close(x.grad, s + x.detach() * s * (1 - s))
-    assert kernel(torch.ones(1, 1, 2), torch.ones(3, 2)).tolist() == [[[2.0, 2.0, 2.0]]]
+    assert leaf_models.kernel(torch.ones(1, 1, 2), torch.ones(3, 2)).tolist() == [[[2.0, 2.0, 2.0]]]
 
 
 def test_modules_of_torch_run_on_other_weights() -> None:
     """Weights that a module keeps elsewhere too (LSTM), or computes from others (weight norm)."""
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
-    recurrent = leaf(
-        nn.LSTM(WIDTH, WIDTH, 2, batch_first=True), rule="b _ _ -> b _ _, _ b _, _ b _"
-    )
+    rule = "b _ _ -> b _ _, _ b _, _ b _"
+    recurrent = leaf(nn.LSTM(WIDTH, WIDTH, 2, batch_first=True), rule=rule)
     x = torch.rand(ROWS, 4, WIDTH)
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        return self.p1(self.p0(self.l(x))[0]).sum()
-
+    forward = lambda self, x: self.p1(self.p0(self.l(x))[0]).sum()  # noqa: E731
     graph = traced(forward, recurrent, leaf(normed), inputs=(x,))
     for op, module in zip(leaves_in(graph), (recurrent, normed), strict=True):
         weights = [module.get_parameter(graph.parameters[v][3:]) for v in op.operands[1:]]
-        made = leaf_of(op).program([x, *weights])
-        wanted = module(x)
+        made, wanted = leaf_of(op).program([x, *weights]), module(x)
         torch.testing.assert_close(made[0], wanted[0] if isinstance(wanted, tuple) else wanted)
 
 
@@ -328,9 +295,217 @@ def test_regions_of_autocast_and_without_gradients() -> None:
     graph = traced(forward)
     half, plain = leaves_in(graph)
     metas = [graph.values[op.results[0]] for op in (half, plain)]
-    assert [(m.dtype, m.requires_grad) for m in metas] == [
-        (torch.bfloat16, True), (torch.float32, False),
-    ]  # fmt: skip
+    assert [m.dtype for m in metas] == [torch.bfloat16, torch.float32]
+    assert [m.requires_grad for m in metas] == [True, False]
     x, w = torch.rand(2, WIDTH), torch.rand(WIDTH, WIDTH)
     (made,) = leaf_of(half).program([x, w])
     torch.testing.assert_close(made, x.bfloat16() @ w.bfloat16())
+
+
+class Cumulative(nn.Module):
+    """Each row's sums of what was before, times weights."""
+
+    def __init__(self, inner: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.scale, self.inner = nn.Parameter(torch.rand(WIDTH)), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, w = (x.to(self.inner), self.scale.to(self.inner)) if self.inner else (x, self.scale)
+        return x.cumsum(1) * w
+
+
+class WrongBackward(torch.autograd.Function):
+    """x², row by row; its gradient takes the rows' mean."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * grads[0] * x.mean(0, keepdim=True)
+
+
+def projected(x: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    return x @ w.T + bias
+
+
+def _applied(function: type[torch.autograd.Function]) -> Callable[[Tensor], Any]:
+    return lambda x: function.apply(x)
+
+
+def _of_rows(made: Any) -> Graph:
+    """A leaf on [rows, time, width]."""
+    module = isinstance(made, nn.Module)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return (self.p0(self.l(x)) if module else made(self.l(x))).float().sum()
+
+    return traced(forward, *[made] * module, inputs=(rows(6, WIDTH),))
+
+
+def _of_weights(made: Any) -> Graph:
+    return traced(lambda self, x: made(self.l(x), self.l.weight, self.l.bias).sum())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (
+            lambda: _of_rows(leaf(Cumulative(), rule="b s d, d -> b s d")),
+            r"two parts.*'s': result 0 is off by up to .*operand 1 is scale.*write _",
+        ),
+        (
+            lambda: _of_rows(leaf(lambda x: x / x.shape[-1], rule="b s d -> b s d")),
+            r"'d': result 0 is off",
+        ),
+        (
+            lambda: _of_weights(leaf(projected, rule="b i, o i, o -> b o", sums="i")),
+            r"together, 'i': result 0 is off by up to .*\(a bias\) belongs outside",
+        ),
+        (
+            lambda: _of_rows(_applied(leaf(WrongBackward, rule="b s d -> b s d"))),
+            r"together, 'b': the gradient of operand 0 is off by up to .*Ways out",
+        ),
+    ],
+)
+def test_a_rule_that_does_not_hold_is_refused(make: Callable[[], Graph], says: str) -> None:
+    with pytest.raises(LeafError, match=f"(?s)does not hold.*{says}") as caught:
+        make()
+    assert "'b':" not in str(caught.value) or "'b':" in says
+
+
+def test_a_rule_that_holds_is_not_taken_on_trust() -> None:
+    """Also where the forward computes in less than it is given."""
+    for graph in (
+        *(
+            _of_rows(leaf(Cumulative(of), rule="b _ d, d -> b _ d"))
+            for of in (None, torch.bfloat16)
+        ),
+        _of_weights(leaf(projected, rule="b _, o _, o -> b o")),
+    ):
+        assert "trust" not in graph.notes[0]
+
+
+def test_meta_models_and_long_loops_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaf_trial, "MAX_KERNELS", 50)  # of fewer steps than the sample has
+
+    def made(rule: str) -> Graph:
+        with torch.device("meta"):
+            part = leaf(leaf_models.Scan(), rule=rule)
+
+        def forward(self: Any, x: Tensor) -> Tensor:
+            return self.p0(x)["y"].sum() + self.l(x[..., :WIDTH]).sum()
+
+        return traced(forward, part, inputs=(rows(12, leaf_models.INNER),))
+
+    graph = made("b _ d, d, d _ -> b _ d")
+    assert leaf_of(leaves_in(graph)[0]).work.kernels > 50
+    assert "trust" not in graph.notes[0]
+    with pytest.raises(LeafError, match="'s': result 0 is off"):
+        made("b s d, d, d _ -> b s d")
+
+
+def test_heads_of_a_fixed_size_are_not_cut_in_a_trial() -> None:
+    def heads(x: Tensor) -> Tensor:
+        return torch.cat([part.softmax(-1) for part in x.split(4, -1)], -1)
+
+    assert "trust" not in _of_rows(leaf(heads, rule="b s d -> b s d")).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        (lambda x: F.dropout(x, 0.5), "draws random numbers"),
+        (lambda x: x @ x.new_ones(x.shape[-1], 2**13) @ x.new_ones(2**13, 2**13), "at most"),
+        (lambda x: (x - math.inf) * 0, "nothing finite"),
+    ],
+)
+def test_what_can_not_be_tried_is_noted(made: Callable[..., Any], why: str) -> None:
+    (note,) = _of_rows(leaf(made, rule="b s _ -> b s _")).notes
+    assert "taken on trust" in note and why in note
+
+
+def test_a_trial_refuses_what_writes_to_buffers_that_a_trace_can_not_see() -> None:
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += 1
+            return 2 * x
+
+    part = leaf(Counting(), rule="b _ -> b _", result=torch.empty_like)
+    with pytest.raises(LeafError, match=r"writes to seen, .* with result=.*leave result= out"):
+        traced(lambda self, x: self.p0(self.l(x)).sum(), part)
+
+
+def test_a_rule_is_tried_once() -> None:
+    runs: list[tuple[int, ...]] = []
+
+    @leaf(rule="b s d -> b s d")
+    def doubled(x: Tensor) -> Tensor:
+        if not isinstance(x, FakeTensor):
+            runs.append(tuple(x.shape))
+        return 2 * x
+
+    _of_rows(doubled)
+    first = len(runs)
+    assert first > 1 and max(map(math.prod, runs)) <= 4**3
+    _of_rows(doubled)
+    assert len(runs) == first
+
+
+class Averaged(nn.Module):
+    """A table read by indices, and a buffer of the rows' mean."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.rand(5, WIDTH))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        y = x + self.table[chosen]
+        self.mean = 0.9 * self.mean + 0.1 * y.mean((0, 1))
+        self.calls += 1
+        return y
+
+
+def test_indices_and_buffers_are_tried() -> None:
+    def made(rule: str) -> Graph:
+        def forward(self: Any, x: Tensor, chosen: Tensor) -> Tensor:
+            return self.p0(self.l(x), chosen % 5).sum()
+
+        inputs = rows(6, WIDTH), torch.zeros(ROWS, 6, dtype=torch.long)
+        return traced(forward, leaf(Averaged(), rule=rule), inputs=inputs)
+
+    assert "trust" not in made("_ _ d, _ _, _ d, d -> _ _ d, d").notes[0]
+    with pytest.raises(LeafError, match=r"'s': result 1 is off.*result 1 the new value of mean"):
+        made("_ s d, _ s, _ d, d -> _ s d, d")
+
+
+def test_kernels_that_fake_tensors_can_not_run_are_tried() -> None:
+    def running(x: Tensor) -> Tensor:
+        assert x.data_ptr()
+        return x.cumsum(1)
+
+    graph = _of_rows(leaf(running, rule="b _ d -> b _ d", result=torch.empty_like))
+    assert "trust" not in graph.notes[0]
+    with pytest.raises(LeafError, match="'s': result 0 is off"):
+        _of_rows(leaf(running, rule="b s d -> b s d", result=torch.empty_like))
+
+
+def test_regions_of_autocast_are_tried() -> None:
+    said = leaf(lambda x, w: x @ w, rule="b s i, i o -> b s o", sums="i")
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return said(self.l(x), self.l.weight).float().sum()
+
+    assert "trust" not in traced(forward, inputs=(rows(6, WIDTH),)).notes[0]

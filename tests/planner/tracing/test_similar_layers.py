@@ -1,8 +1,10 @@
-"""Which layers of a model are built alike."""
+"""Short traces of models with repeated layers are the full ones: which layers are built alike,
+which of them compute alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
+from meshwright.planner.tracing.trace import TraceError, trace
 from meshwright.planner.tracing.user_module.similar_layers import MIN_SIMILAR, find_similar_layers
-from tests.helpers.traced import ROWS, SEQUENCE, WIDTH, rows
-from tests.models.stacks import DEPTH, Layer, Stack, refusals
+from tests.helpers.tiers import tiered
+from tests.helpers.traced import ROWS, SEQUENCE, WIDTH, hugging_face, rows
+from tests.models.stacks import DEPTH, Layer, Stack, each, nested, refusals, with_layer
 
 
 def alter(change: Callable[[Any], object]) -> nn.Module:
@@ -39,19 +43,15 @@ UNLIKE: dict[str, Callable[[Any], object]] = {
 
 
 def test_a_changed_layer_in_the_middle() -> None:
-    model = alter(UNLIKE["shape"])
-    assert not refusals(model, (rows(WIDTH),))
+    assert not refusals(alter(UNLIKE["shape"]), (rows(WIDTH),))
 
 
 @pytest.mark.parametrize("name", UNLIKE)
 def test_one_changed_layer_is_left_out(name: str) -> None:
-    model = alter(UNLIKE[name])
-    groups = find_similar_layers(model)
-    if name == "integer":  # no longer every member's own position: they all differ by it
-        assert not groups
-    else:
-        (group,) = groups
-        assert group.members == tuple(f"layers.{k}" for k in range(DEPTH) if k != 3)
+    groups = find_similar_layers(alter(UNLIKE[name]))
+    others = tuple(f"layers.{k}" for k in range(DEPTH) if k != 3)
+    # an integer is no longer every member's own position: they all differ by it
+    assert [group.members for group in groups] == ([] if name == "integer" else [others])
 
 
 def test_a_short_stack_is_traced_in_full() -> None:
@@ -75,3 +75,292 @@ def test_one_layer_registered_many_times_is_no_group() -> None:
     model = Stack(lambda k: layer)
     assert not find_similar_layers(model)
     refusals(model, (torch.rand(ROWS, SEQUENCE, WIDTH),))
+
+
+# --- models of transformers ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        ("gpt2", "t5", "llama", "bert"), ("gpt2", "t5").__contains__, "stacks of every kind stay"
+    ),
+)
+def test_transformers_models(name: str) -> None:
+    model, batch = hugging_face(name, DEPTH)
+    assert find_similar_layers(model)
+    assert not refusals(model, batch, precision="bf16" if name == "gpt2" else "fp32")
+
+
+def test_hidden_states_that_hooks_record() -> None:
+    model, batch = hugging_face("bert", DEPTH)
+    model.config.output_hidden_states = True
+    refusals(model, batch)
+
+
+# --- stacks that are shortened -------------------------------------------------------------------
+
+
+def through(layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
+def collected(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    kept = []
+    for k, layer in enumerate(self.layers):
+        x = layer(x)
+        if k in (0, 3, 5):
+            kept.append(self.head(x))
+    return torch.stack(kept).sum(0)
+
+
+@each
+def between(self: Stack, k: int, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """Views, in-place operations of the parent's own, and layers that are skipped or turned."""
+    return x if k == 2 else layer(x.flip(0) if k % 2 else x).relu() + k
+
+
+def run_nested(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    state: Any = (x, {"gain": x.mean(0), "times": 2.0})
+    for layer in self.layers:
+        y, more = layer(state)
+        state = (y, {k: more[k] for k in ("gain", "times")})
+    return state[0]
+
+
+def under_autocast(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return through(self.layers, x).float()
+
+
+def frozen_trunk(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x = through(self.layers, x)
+    return self.head(x)
+
+
+def inner_writes(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.l(x).relu_()
+    y[:, 0] = 0
+    return x + y.chunk(2, dim=1)[1].sum()
+
+
+def tied_everywhere(stack: Stack) -> Stack:
+    for layer in stack.layers[1:]:
+        layer.l.bias = stack.layers[0].l.bias
+    return stack
+
+
+SHORT: dict[str, Callable[[], nn.Module]] = {
+    "collected": lambda: Stack(run=collected),
+    "between": lambda: Stack(run=between),
+    "nested structures": lambda: Stack(with_layer(nested), run_nested),
+    "constants": lambda: Stack(
+        with_layer(
+            lambda self, x: x + self.l(x) * torch.tensor([1.0] * WIDTH) + torch.arange(WIDTH)
+        )
+    ),
+    "writes inside": lambda: Stack(with_layer(inner_writes)),
+    "no_grad inside": lambda: Stack(
+        with_layer(lambda self, x: x + self.l(x) * torch.no_grad()(self.l)(x).sigmoid())
+    ),
+    "autocast": lambda: Stack(run=under_autocast),
+    "frozen trunk": lambda: Stack(run=frozen_trunk),
+    "tied everywhere": lambda: tied_everywhere(Stack()),
+    "two kinds in turn": lambda: Stack(
+        with_layer(lambda self, x: x + self.l(x) * self.gain, gain=lambda k: 1.0 + k % 2), depth=11
+    ),
+    "frozen input": lambda: nn.Sequential(*(Layer() for _ in range(DEPTH))),
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_stacks_with_a_short_trace(name: str) -> None:
+    model = SHORT[name]()
+    assert find_similar_layers(model)
+    loss_fn = None if isinstance(model, Stack) else lambda y: y.square().mean()
+    assert not refusals(model, (rows(WIDTH),), loss_fn=loss_fn)
+
+
+def test_only_three_layers_are_run() -> None:
+    calls: list[int] = []
+
+    def counted(self: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return x + self.l(x)
+
+    trace(Stack(with_layer(counted)), (rows(WIDTH),))
+    assert len(calls) == 3
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = Stack()
+    classes = [type(m) for m in model.modules()]
+    before = [dict(vars(m)) for m in model.modules()]
+    trace(model, (rows(WIDTH),))
+    assert [type(m) for m in model.modules()] == classes
+    assert [vars(m) for m in model.modules()] == before
+
+
+Kind = Callable[[], nn.Module]
+TURN = {"k": 0}
+LEAKED: list[torch.Tensor] = []
+
+
+# --- layers that are not -------------------------------------------------------------------------
+
+
+def keeps(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.seen = x
+    return x + self.l(x)
+
+
+def appends(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.history.append(x.sum())
+    return x + self.l(x)
+
+
+def counts(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.shared.depth += 1
+    return x + self.l(x) * (2.0 if self.shared.depth % 4 == 3 else 1.0)
+
+
+def assigns_buffer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.scale = (0.9 * self.scale + x.mean(0)).detach()
+    return x + self.l(x) * self.scale
+
+
+def writes_buffer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.scale.mul_(0.9).add_(x.mean(0), alpha=0.1)
+    return x + self.l(x) * self.scale
+
+
+def leaks(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.l(x)
+    LEAKED.append(y)
+    return x + y
+
+
+def run_leaks(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    LEAKED.clear()
+    return through(self.layers, x) + sum(LEAKED)
+
+
+def penalty(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    return through(self.layers, x) + sum(p.square().sum() for p in self.layers.parameters())
+
+
+def in_turn(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    for TURN["k"], layer in enumerate(self.layers):
+        x = layer(x)
+    return x
+
+
+def own_masks(self: Stack, x: torch.Tensor) -> torch.Tensor:
+    shared = x.sigmoid()
+    for k, layer in enumerate(self.layers):
+        x = layer((x, shared * 2 if k == 3 else shared))
+    return x
+
+
+@each
+def sets_one_attribute(self: Stack, k: int, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    self.layers[3].gain = 2.0
+    return layer(x)
+
+
+@each
+def sets_shared(self: Stack, k: int, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    """For one layer only, an object that all of them hold."""
+    self.layers[0].shared.gain = 2.0 if k == 3 else 1.0
+    return layer(x)
+
+
+@each
+def swallowing(self: Stack, k: int, layer: Any, x: torch.Tensor) -> torch.Tensor:
+    x = layer(x)
+    try:
+        weight = layer.l.weight
+    except Exception:  # noqa: BLE001
+        return x
+    return x + weight.sum()
+
+
+def sharing(forward: Callable[..., Any], **shared: Any) -> Callable[[int], Any]:
+    """Layers that hold one object."""
+    one = types.SimpleNamespace(**shared)
+    return with_layer(forward, shared=lambda k: one)
+
+
+FULL: dict[str, Kind] = {
+    "depends on its position": lambda: Stack(
+        with_layer(lambda self, x: x + self.l(x) * (3.0 if self.index == 4 else 1.0))
+    ),
+    "keeps a tensor": lambda: Stack(with_layer(keeps)),
+    "assigns a buffer": lambda: Stack(with_layer(assigns_buffer)),
+    "the last by a global": lambda: Stack(
+        with_layer(lambda self, x: x + self.l(x) * (2.0 if TURN["k"] == DEPTH - 1 else 1.0)),
+        in_turn,
+    ),
+    "one attribute set": lambda: Stack(
+        with_layer(lambda self, x: x + self.l(x) * self.gain, gain=lambda k: 1.0),
+        sets_one_attribute,
+    ),
+    "a shared object set": lambda: Stack(
+        sharing(lambda self, x: x + self.l(x) * self.shared.gain, gain=1.0), sets_shared
+    ),
+    "another argument in the middle": lambda: Stack(
+        with_layer(nested),
+        each(lambda self, k, layer, x: layer((x, {"gain": x, "times": 3.0 if k == 3 else 2.0}))[0]),
+    ),
+    "writes its input": lambda: Stack(with_layer(lambda self, x: x.add_(self.l(x)))),
+    "writes a buffer": lambda: Stack(with_layer(writes_buffer)),
+    "gives a view": lambda: Stack(with_layer(lambda self, x: x.view(x.shape))),
+    "leaks a tensor": lambda: Stack(with_layer(leaks), run_leaks),
+    "weights in the loss": lambda: Stack(run=penalty),
+    "parent uses positions": lambda: Stack(
+        run=each(lambda self, k, layer, x: layer(x) * (layer.index + 1))
+    ),
+    "called twice": lambda: Stack(run=lambda self, x: through([*self.layers] * 2, x)),
+    "backwards": lambda: Stack(run=lambda self, x: through([*self.layers][::-1], x)),
+    "another shape in the middle": lambda: Stack(
+        run=each(lambda self, k, layer, x: layer(x[None])[0] if k == 3 else layer(x))
+    ),
+    "looks inside, and hides it": lambda: Stack(run=swallowing),
+    "a mask of its own": lambda: Stack(
+        with_layer(lambda self, pair: pair[0] + self.l(pair[0]) * pair[1]), own_masks
+    ),
+}
+ONE_OF_EACH_KIND = (
+    "depends on its position", "assigns a buffer", "the last by a global", "a shared object set",
+    "another argument in the middle", "writes its input", "writes a buffer", "gives a view",
+    "leaks a tensor", "called twice", "looks inside, and hides it", "a mask of its own",
+)  # fmt: skip
+KEEPING: dict[str, Kind] = {
+    "appends to a list": lambda: Stack(with_layer(appends, history=lambda k: [])),
+    "counts elsewhere": lambda: Stack(sharing(counts, depth=0), depth=8),
+}
+
+
+@pytest.mark.parametrize("name", KEEPING)
+def test_layers_that_count_from_step_to_step_are_refused(name: str) -> None:
+    with pytest.raises(TraceError, match="would be another after the next one"):
+        trace(KEEPING[name](), (rows(WIDTH),))
+
+
+@pytest.mark.parametrize(
+    "name", tiered(FULL, ONE_OF_EACH_KIND.__contains__, "one of each kind of refusal stays")
+)
+def test_layers_that_differ_are_traced_in_full(name: str) -> None:
+    model = FULL[name]()
+    assert find_similar_layers(model)
+    assert len(refusals(model, (rows(WIDTH),))) == 1
+
+
+def test_layers_in_checkpoints_give_the_full_graph() -> None:
+    checkpoint = torch.utils.checkpoint.checkpoint
+    run = each(lambda self, k, layer, x: checkpoint(layer, x, use_reentrant=False))
+    refusals(Stack(run=run), (rows(WIDTH),))

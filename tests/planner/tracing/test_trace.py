@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -9,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from meshwright.costmodel.graph import argument
+from meshwright.costmodel.graph import Graph, argument
 from meshwright.planner.batch import batch_rows, split_batch
 from meshwright.planner.tracing.trace import TraceError, trace
+from tests.helpers.tiers import tiered
 from tests.helpers.traced import (
     ROWS,
     SEQUENCE,
@@ -27,6 +29,8 @@ from tests.helpers.traced import (
     shorts,
     with_forward,
 )
+
+PAIR = (rows(WIDTH), rows(WIDTH))
 
 
 class Mixed(nn.Module):
@@ -54,7 +58,19 @@ class Mixed(nn.Module):
 # --- whole models --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+@cache
+def whole(name: str) -> Graph:
+    return trace(*hugging_face(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    tiered(
+        ("gpt2", "llama", "bert", "t5"),
+        ("gpt2", "t5").__contains__,
+        "tied weights, masks and two stacks stay; tests of parity run all of them",
+    ),
+)
 def test_transformers_models_run_as_traced(name: str) -> None:
     model, batch = hugging_face(name)
     graph = agree(model.eval(), batch)
@@ -65,8 +81,7 @@ def test_transformers_models_run_as_traced(name: str) -> None:
 
 
 def test_attention_stays_causal_without_a_mask() -> None:
-    model, batch = hugging_face("llama")
-    graph = trace(model, batch)
+    graph = whole("llama")
     attention = [op for op in graph.ops if op.short == "scaled_dot_product_attention"]
     assert len(attention) == 2
     assert all(len(op.operands) == 3 for op in attention)
@@ -74,8 +89,7 @@ def test_attention_stays_causal_without_a_mask() -> None:
 
 
 def test_tied_weights_are_one_parameter() -> None:
-    model, batch = hugging_face("gpt2")
-    graph = trace(model, batch)
+    graph, (model, _) = whole("gpt2"), hugging_face("gpt2")
     assert list(graph.parameters.values()).count("transformer.wte.weight") == 1
     assert "lm_head.weight" not in graph.parameters.values()
     assert dict(graph.aliases) == {"lm_head.weight": "transformer.wte.weight"}
@@ -86,8 +100,7 @@ def test_tied_weights_are_one_parameter() -> None:
 def test_activation_checkpointing_is_traced_through(reentrant: bool) -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         inner = lambda t: F.gelu(self.l(t))  # noqa: E731
-        y = torch.utils.checkpoint.checkpoint(inner, self.l(x), use_reentrant=reentrant)
-        return y.sum()
+        return checkpoint(inner, self.l(x), use_reentrant=reentrant).sum()
 
     graph = trace(with_forward(forward), (rows(WIDTH),))
     assert shorts(graph) == ["linear", "linear", "gelu", "sum"]
@@ -96,10 +109,8 @@ def test_activation_checkpointing_is_traced_through(reentrant: bool) -> None:
 
 def test_gradient_checkpointing_of_transformers_changes_nothing() -> None:
     model, batch = hugging_face("gpt2")
-    plain = shorts(trace(model, batch))
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable()
-    assert shorts(trace(model, batch)) == plain
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    assert shorts(trace(model, batch)) == shorts(whole("gpt2"))
 
 
 def test_nested_inputs_buffers_and_constants() -> None:
@@ -132,14 +143,13 @@ class Named(nn.Module):
     ("model", "batch", "loss_fn"),
     [
         (perceptron(), (rows(WIDTH), rows(4)), F.mse_loss),
-        (perceptron(), (rows(WIDTH), torch.tensor([0, 3, 1])), nn.CrossEntropyLoss()),
         (perceptron(), (rows(WIDTH), torch.tensor([0, 3, 1])), nn.CrossEntropyLoss(rows(4)[0])),
         (Named(), {"x": rows(WIDTH), "targets": rows(4)}, F.l1_loss),
         (perceptron(), (rows(WIDTH),), lambda output: output.square().sum()),
         (perceptron(), rows(WIDTH), lambda output: output.sum()),
         (perceptron(), (rows(WIDTH),), lambda output: output.mean().view(1, 1)),
     ],
-    ids=["tuple", "module", "weighted", "dict", "one-argument", "bare tensor", "one element"],
+    ids=["tuple", "weighted module", "dict", "one-argument", "bare tensor", "one element"],
 )
 def test_losses(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> None:
     graph = agree(model, batch, loss_fn)
@@ -147,13 +157,8 @@ def test_losses(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> No
 
 
 def test_class_weights_of_the_loss_are_a_constant() -> None:
-    weights = torch.rand(4)
-    graph = trace(
-        perceptron(),
-        (rows(WIDTH), torch.tensor([0, 3, 1])),
-        loss_fn=nn.CrossEntropyLoss(weights),
-        precision="bf16",
-    )
+    weights, batch = torch.rand(4), (rows(WIDTH), torch.tensor([0, 3, 1]))
+    graph = trace(perceptron(), batch, loss_fn=nn.CrossEntropyLoss(weights), precision="bf16")
     assert not graph.buffers
     (constant,) = graph.constants.values()
     torch.testing.assert_close(constant, weights.to(constant.dtype))
@@ -163,10 +168,8 @@ def test_class_weights_of_the_loss_are_a_constant() -> None:
     ("loss_fn", "batch", "args", "targets"),
     [
         (None, {"a": 1, "b": 2}, (), ()),
-        (None, (1, 2), (1, 2), ()),
         (F.mse_loss, (1, 2, 3), (1, 2), (3,)),
         (F.mse_loss, {"a": 1, "targets": 2}, (), (2,)),
-        (nn.MSELoss(), [1, 2], (1,), (2,)),
         (lambda *outputs: 0, (1, 2), (1,), (2,)),
         (lambda output, weight=None: 0, (1, 2), (1, 2), ()),
     ],
@@ -179,8 +182,7 @@ def test_split_batch(loss_fn: Any, batch: Any, args: tuple[int], targets: tuple[
 
 
 def test_other_batch_size_changes_rows_alone() -> None:
-    model, batch = hugging_face("bert")
-    small, large = trace(model, batch), trace(model, batch, batch_size=5)
+    small, large = whole("bert"), trace(*hugging_face("bert"), batch_size=5)
     assert [op.target for op in small.ops] == [op.target for op in large.ops]
     assert (small.batch_size, large.batch_size) == (ROWS, 5)
     for name in large.inputs:
@@ -205,9 +207,12 @@ def test_bf16_casts_parameters_and_keeps_upcasts() -> None:
     assert graph.values[graph.loss].dtype == torch.float32
 
 
+def normed() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+
 def test_bf16_norms_with_running_statistics_stay_fp32() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    graph = trace(model, (rows(WIDTH), rows(WIDTH)), loss_fn=F.mse_loss, precision="bf16")
+    graph = trace(normed(), PAIR, loss_fn=F.mse_loss, precision="bf16")
     dtypes = {fqn: graph.values[value].dtype for value, fqn in graph.parameters.items()}
     assert dtypes["0.weight"] == torch.bfloat16
     assert dtypes["1.weight"] == torch.float32
@@ -225,12 +230,9 @@ def test_buffers_keep_their_dtype_where_they_meet_bf16() -> None:
 
 
 def test_operands_of_two_dtypes_are_cast() -> None:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.l(self.l(x).float()).sum()
-
-    batch = (rows(WIDTH),)
-    agree(with_forward(forward), batch)
-    graph = trace(with_forward(forward), batch, precision="bf16")
+    model, batch = with_forward(lambda self, x: self.l(self.l(x).float()).sum()), (rows(WIDTH),)
+    agree(model, batch)
+    graph = trace(model, batch, precision="bf16")
     products = [op for op in graph.ops if op.short == "linear"]
     assert {graph.values[v].dtype for op in products for v in op.operands} == {torch.bfloat16}
 
@@ -238,24 +240,22 @@ def test_operands_of_two_dtypes_are_cast() -> None:
 def test_dropout_follows_the_mode_of_its_module() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.Dropout(0.2))
     model[2].eval()
-    batch = (rows(WIDTH), rows(WIDTH))
-    assert shorts(trace(model, batch, loss_fn=F.mse_loss)) == ["linear", "dropout", "mse_loss"]
-    assert shorts(agree(model.eval(), batch, F.mse_loss)) == ["linear", "mse_loss"]
+    assert shorts(trace(model, PAIR, loss_fn=F.mse_loss)) == ["linear", "dropout", "mse_loss"]
+    assert shorts(agree(model.eval(), PAIR, F.mse_loss)) == ["linear", "mse_loss"]
 
 
 def test_batch_norm_counts_its_batches() -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-    batch = (rows(WIDTH), rows(WIDTH))
-    graph = trace(model, batch, loss_fn=F.mse_loss)
+    model = normed()
+    graph = trace(model, PAIR, loss_fn=F.mse_loss)
     ((buffer, update),) = graph.updates.items()
     assert graph.buffers[buffer] == "1.num_batches_tracked"
-    assert int(run(graph, model, batch)[update]) == 1
+    assert int(run(graph, model, PAIR)[update]) == 1
 
 
 def test_frozen_parameters_stop_gradients() -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     model[0].requires_grad_(False)
-    graph = agree(model, (rows(WIDTH), rows(WIDTH)), F.mse_loss)
+    graph = agree(model, PAIR, F.mse_loss)
     flows = [graph.values[op.results[0]].requires_grad for op in graph.ops]
     assert flows == [False, True, True, True]
     assert sum(graph.values[p].requires_grad for p in graph.parameters) == 4
@@ -268,22 +268,21 @@ def test_the_model_is_left_alone() -> None:
     model, batch = hugging_face("gpt2")
     model.transformer.h[1].eval()
     model.register_buffer("seen", torch.zeros(1))
-    modes = [m.training for m in model.modules()]
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    identities = [id(p) for p in model.parameters()]
-    use_cache = model.config.use_cache
+
+    def state() -> list[Any]:
+        modes = [m.training for m in model.modules()]
+        return [modes, [id(p) for p in model.parameters()], model.config.use_cache]
+
+    before, tensors = state(), {k: v.clone() for k, v in model.state_dict().items()}
     trace(model, batch)
-    assert [m.training for m in model.modules()] == modes
-    assert [id(p) for p in model.parameters()] == identities
-    assert model.config.use_cache == use_cache
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name])
+    assert state() == before
+    assert all(torch.equal(t, tensors[name]) for name, t in model.state_dict().items())
 
 
 def test_a_meta_model_gives_the_same_graph() -> None:
     model, batch = hugging_face("llama")
-    real = trace(model, batch)
     meta = trace(model.to("meta"), {k: v.to("meta") for k, v in batch.items()})
+    real = whole("llama")
     assert (real.ops, real.derived, real.values) == (meta.ops, meta.derived, meta.values)
 
 
@@ -295,6 +294,12 @@ def _branching(self: Any, x: torch.Tensor) -> torch.Tensor:
     if y.sum() > 0:  # the line that the message names
         y = 2 * y
     return y.sum()
+
+
+def _conditional(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.l(x)
+    scale = 2.0 if y.sum() > 0 else 1.0
+    return scale * y.sum()
 
 
 def _selecting(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -312,16 +317,18 @@ def _decaying(self: Any, x: torch.Tensor) -> torch.Tensor:
     ("forward", "line", "way_out"),
     [
         (_branching, 2, "torch.where"),
+        (
+            _conditional, 2,
+            r"(?s)the condition `y.sum\(\) > 0` depends on tensor values.*leaf.*loss_fn=",
+        ),
         (_selecting, 2, "masks"),
         (lambda self, x: self.l(x), None, "loss_fn="),
         (_decaying, None, "between steps"),
         (lambda self, x: self.l(x).detach().sum(), None, "no trainable parameter"),
     ],
-    ids=["branch", "selection", "no scalar", "parameter", "no gradient"],
-)
-def test_trace_errors_say_where_and_what_to_do(
-    forward: Callable[..., Any], line: int | None, way_out: str
-) -> None:
+    ids=["branch", "conditional", "selection", "no scalar", "parameter", "no gradient"],
+)  # fmt: skip
+def test_errors_say_where_and_what_to_do(forward: Any, line: int | None, way_out: str) -> None:
     with pytest.raises(TraceError, match=way_out) as raised:
         trace(with_forward(forward), (rows(WIDTH),))
     if line is not None:
@@ -349,11 +356,7 @@ def test_symbolic_trace_where_export_fails() -> None:
         ((torch.tensor(1.0),), {}, "no tensor with a batch dim"),
         ({"input": rows(WIDTH), "y": rows(WIDTH)}, {}, r"Sequential.forward.*'y'.*\['input'\]"),
         ((rows(WIDTH), rows(4)), {}, r"too many positional.*\['input'\].*loss_fn"),
-        (
-            {"input": rows(WIDTH)},
-            {"loss_fn": F.mse_loss},
-            "legal: a dict with the entry 'targets'; add it",
-        ),
+        ({"input": rows(WIDTH)}, {"loss_fn": F.mse_loss}, "dict with the entry 'targets'; add it"),
         ((rows(WIDTH),), {"loss_fn": F.mse_loss}, "inputs..., targets"),
         ((rows(WIDTH),), {"loss_fn": torch.sum, "precision": "fp4"}, "legal: fp32, bf16, fp16"),
         ((rows(WIDTH),), {"loss_fn": torch.sum, "batch_size": 0}, "an integer from 1"),
@@ -365,12 +368,118 @@ def test_batches_that_do_not_fit(batch: Any, options: Mapping[str, Any], message
         trace(perceptron(), batch, **options)
 
 
-def test_a_condition_over_several_lines_is_named() -> None:
+def test_hooks_on_a_forward_are_followed() -> None:
+    model = with_forward(lambda self, x: self.l(x).square().sum())
+    model.l.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    model.l.register_forward_hook(lambda module, args, made: made + 1)
+    agree(model, (rows(WIDTH),))
+
+
+@pytest.mark.parametrize(
+    ("register", "says"),
+    [
+        (lambda m: m.l.register_full_backward_hook, "'l' has a register_full_"),
+        (lambda m: m.l.register_full_backward_pre_hook, "backward_pre_hook"),
+        (lambda m: m.l.weight.register_hook, "'l.weight' has a register_hook"),
+        (lambda m: m.l.weight.register_post_accumulate_grad_hook, "register_post_accumulate_grad_"),
+    ],
+)
+def test_hooks_of_autograd_are_refused(register: Callable[[Any], Any], says: str) -> None:
+    model = with_forward(lambda self, x: self.l(x).sum())
+    hook = register(model)(lambda *given: None)
+    with pytest.raises(TraceError, match=says):
+        trace(model, (rows(WIDTH),))
+    hook.remove()
+    assert trace(model, (rows(WIDTH),)).ops
+
+
+def test_a_hook_on_an_activation_is_refused_with_its_line() -> None:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         y = self.l(x)
-        scale = 2.0 if y.sum() > 0 else 1.0
-        return scale * y.sum()
+        y.register_hook(lambda gradient: 2 * gradient)
+        return y.sum()
 
-    ways_out = r"(?s)the condition `y.sum\(\) > 0` depends on tensor values.*leaf.*loss_fn="
-    with pytest.raises(TraceError, match=ways_out):
+    says = r"test_trace.py:\d+: y.register_hook.*forward are followed"
+    with pytest.raises(TraceError, match=says):
         trace(with_forward(forward), (rows(WIDTH),))
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: 2 * gradient)  # untouched outside of a trace
+    x.sum().backward()
+    assert x.grad.item() == 2.0
+
+
+calls: list[int] = []
+
+
+def causal(length: int) -> torch.Tensor:
+    calls.append(length)
+    return torch.ones(length, length).tril()
+
+
+def parts(length: int) -> tuple[int, dict[str, torch.Tensor]]:
+    return length, {"mask": causal(length)}
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.mask, self.lin = mask, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        found = self.mask(x.shape[1])
+        mask = found if isinstance(found, torch.Tensor) else found[1]["mask"]
+        return {"loss": (mask @ self.lin(x)).square().mean()}
+
+
+@functools.cache
+def known(length: int) -> torch.Tensor:
+    return causal(length)
+
+
+class Masks:
+    """Caches of a class, and of an instance."""
+
+    def __init__(self) -> None:
+        self.own = {"causal": functools.lru_cache(2)(causal)}
+
+    @staticmethod
+    @functools.cache
+    def of_class(length: int) -> torch.Tensor:
+        return causal(length)
+
+    def of_instance(self, length: int) -> torch.Tensor:
+        return self.own["causal"](length)
+
+
+def closed_over() -> Callable[[int], torch.Tensor]:
+    cached = functools.cache(causal)
+    return lambda length: cached(length)
+
+
+MASKS = {
+    "cache": functools.cache(causal),
+    "parts": functools.cache(parts),
+    "a module's": lambda length: known(length),
+    "a class's": lambda length: Masks.of_class(length),
+    "an instance's": Masks().of_instance,
+    "closed over": closed_over(),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_caches_hold_nothing_of_the_trace(name: str) -> None:
+    model = Masked(MASKS[name])
+    batch = {"x": torch.randn(2, 4, 8)}
+    first = trace(model, batch)
+    assert float(model(**batch)["loss"].detach()) > 0  # as plain PyTorch
+    assert [op.target for op in trace(model, batch).ops][-1] == first.ops[-1].target
+
+
+def test_other_caches_stay() -> None:
+    model = Masked(functools.lru_cache(None)(causal))
+    batch = {"x": torch.randn(2, 4, 8)}
+    model(**batch)
+    count = len(calls)
+    trace(model, batch)
+    model(**batch)
+    assert len(calls) == count
