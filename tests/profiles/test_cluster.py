@@ -1,7 +1,5 @@
 """Clusters are built, overridden and checked as promised."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -20,16 +18,10 @@ from meshwright.profiles.measure_cpu import CpuRates, measure_cpu
 
 def _device(**changes: Any) -> Device:
     fields: dict[str, Any] = {
-        "name": "toy",
-        "kind": "cuda",
-        "memory_bytes": 1000,
-        "peak_flops": {"fp32": 10.0, "bf16": 20.0},
-        "memory_bandwidth": 5.0,
-        "matmul_efficiency": 0.5,
-        "memory_efficiency": 0.5,
-        "launch_overhead_s": 0.0,
-        "reserved_bytes": 100,
-    }
+        "name": "toy", "kind": "cuda", "memory_bytes": 1000, "reserved_bytes": 100,
+        "peak_flops": {"fp32": 10.0, "bf16": 20.0}, "memory_bandwidth": 5.0,
+        "matmul_efficiency": 0.5, "memory_efficiency": 0.5, "launch_overhead_s": 0.0,
+    }  # fmt: skip
     return Device(**{**fields, **changes})
 
 
@@ -38,8 +30,6 @@ class TestValues:
         ("change", "message"),
         [
             ({"kind": "tpu"}, "kind is 'tpu'; legal: cuda, cpu"),
-            ({"memory_bytes": 0}, "memory_bytes is 0; legal: a whole number, 1 or more"),
-            ({"memory_bytes": 1.5}, "memory_bytes is 1.5"),
             ({"memory_bytes": True}, "memory_bytes is True"),
             ({"reserved_bytes": 1000}, "below memory_bytes = 1000"),
             ({"matmul_efficiency": 1.01}, "matmul_efficiency is 1.01; legal: above 0, up to 1"),
@@ -50,12 +40,8 @@ class TestValues:
             ({"peak_flops": {"fp32": 0}}, "peak_flops.fp32 is 0"),
             ({"memory_efficiency": [[1, 0.5], [9, 2]]}, "memory_efficiency: y reaches 2.0; legal"),
             ({"memory_efficiency": [[1, 0.1], [1.1, 1]]}, "memory_efficiency: y rises .*more work"),
-            ({"attention_efficiency": "fast"}, "attention_efficiency: curve: y is 'fast'"),
-            ({"compute_units": 0}, "compute_units is 0; legal: a whole number, 1 or more"),
             ({"tiles": [[64, 64], [128, 64]]}, "tiles is .*the largest area first"),
             ({"tiles": [[64]]}, r"tiles: a tile is \[64\]; legal: pairs"),
-            ({"tiles": [[64, 0]]}, "tiles: a side is 0; legal: a whole number"),
-            ({"host_overhead_s": -1.0}, "host_overhead_s is -1.0; legal: 0 or more"),
             ({"overlap_slowdown": 1.1}, "overlap_slowdown is 1.1; legal: 0 or more, up to 1"),
         ],
     )
@@ -86,34 +72,19 @@ class TestValues:
         with pytest.raises(ValueError, match="dtype 'fp4' is unknown"):
             _device().flops("fp4")
 
-    def test_equal_by_value_and_hashable(self) -> None:
+    def test_clusters_are_values_and_json(self) -> None:
         one, two = (Cluster.from_catalog("h100-sxm", num_nodes=n) for n in (1, 2))
         assert one == Cluster.from_catalog("h100-sxm") != two
         assert len({one, two, Cluster.from_catalog("h100-sxm")}) == 2
         assert _device(peak_flops={"bf16": 20, "fp32": 10}) == _device()
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            one.num_nodes = 3  # type: ignore[misc]
-
-    def test_to_dict_is_json_and_complete(self) -> None:
         cluster = Cluster.from_catalog("p4d.24xlarge", num_nodes=3)
         data = json.loads(json.dumps(cluster.to_dict()))
-        again = Cluster(
-            **data
-            | {
-                "device": Device(**data["device"]),
-                "intra_link": Link(**data["intra_link"]),
-                "inter_link": Link(**data["inter_link"]),
-                "assumptions": tuple(data["assumptions"]),
-                "host": Host(**data["host"]),
-            }
-        )
+        fields = {"device": Device, "intra_link": Link, "inter_link": Link, "host": Host}
+        made: dict[str, Any] = {name: kind(**data[name]) for name, kind in fields.items()}
+        again = Cluster(**data | made | {"assumptions": tuple(data["assumptions"])})
         assert again == cluster
-
-    def test_describe_is_one_line(self) -> None:
         text = Cluster.from_catalog("h100-sxm", num_nodes=16).describe()
-        assert "\n" not in text
-        assert "16 x 8 h100-sxm" in text
-        assert "989 TFLOP/s bf16" in text
+        assert "16 x 8 h100-sxm" in text and "989 TFLOP/s bf16" in text and "\n" not in text
 
 
 class TestLoad:
@@ -129,30 +100,22 @@ class TestLoad:
             base = "a100-80gb"
             name = "mine"
             num_nodes = 3
-            devices_per_node = 12
-            [device]
-            memory_bytes = 40_000_000_000
-            [device.peak_flops]
-            bf16 = 250e12
-            [inter_link]
-            bandwidth = 12.5e9
-            efficiency = [[1e6, 0.5], [1e9, 1]]
+            device.memory_bytes = 40_000_000_000
+            device.peak_flops.bf16 = 250e12
+            inter_link.bandwidth = 12.5e9
+            inter_link.efficiency = [[1e6, 0.5], [1e9, 1]]
             """,
         )
         base = Cluster.from_catalog("a100-80gb")
-        assert (cluster.name, cluster.num_nodes, cluster.devices_per_node) == ("mine", 3, 12)
+        assert (cluster.name, cluster.num_nodes) == ("mine", 3)
         assert dict(cluster.device.peak_flops) == {**base.device.peak_flops, "bf16": 250e12}
         assert cluster.device.memory_bytes == 40_000_000_000
         assert cluster.device.memory_bandwidth == base.device.memory_bandwidth
-        curve = Curve(points=((1e6, 0.5), (1e9, 1.0)))
-        assert cluster.inter_link == dataclasses.replace(
-            base.inter_link, bandwidth=12.5e9, efficiency=curve
-        )
+        changes: dict[str, Any] = {"bandwidth": 12.5e9, "efficiency": [[1e6, 0.5], [1e9, 1.0]]}
+        assert cluster.inter_link == dataclasses.replace(base.inter_link, **changes)
         assert cluster.intra_link == base.intra_link
         replaced = [note for note in cluster.assumptions if note.startswith("mine.toml: ")]
         assert len(replaced) == 4
-
-    def test_base_alone_is_the_catalog(self, tmp_path: Path) -> None:
         assert self._load(tmp_path, 'base = "l4"') == Cluster.from_catalog("l4")
 
     @pytest.mark.parametrize(
@@ -162,15 +125,9 @@ class TestLoad:
             ('base = "l4"\n[devise]', "did you mean 'device'"),
             ('base = "l4"\n[device]\nmemory = 1', r"\[device\] key 'memory'.*memory_bytes"),
             ('base = "l4"\n[intra_link]\nlatency = 1', r"\[intra_link\] key.*did you mean"),
-            ('base = "l4"\n[intra_link]\nbandwidth = -1', r"\[intra_link\]: .*bandwidth is -1"),
             ('base = "l4"\n[device.peak_flops]\nfp23 = 1', "did you mean 'fp32'"),
             ('base = "l4"\n[device]\npeak_flops = 1', "peak_flops is 1; legal: a table"),
-            ('base = "l4"\n[device]\ntiles = 1', "tiles is 1; legal: pairs of whole numbers"),
-            (
-                'base = "l4"\n[device]\nmemory_efficiency = [[2, 1], [1, 1]]',
-                r"device 'l4': memory_efficiency: curve: x is 1; legal: finite, above 2",
-            ),
-            ('base = "l4"\n[intra_link]\neficiency = 1', "did you mean 'efficiency'"),
+            ('base = "l4"\n[device]\nmemory_efficiency = [[2, 1], [1, 1]]', "curve: x is 1; legal"),
             ('base = "l4"\ndevice = 1', r"\[device\] is 1; legal: a table"),
             ('base = "l4"\nnum_nodes = 0', "num_nodes is 0"),
             ('base = "l5"', "did you mean 'l4'"),
@@ -178,9 +135,7 @@ class TestLoad:
             ("base = ", "not TOML"),
         ],
     )
-    def test_mistakes_name_the_file_and_the_way_out(
-        self, tmp_path: Path, text: str, message: str
-    ) -> None:
+    def test_mistakes_name_the_way_out(self, tmp_path: Path, text: str, message: str) -> None:
         with pytest.raises(ValueError, match=rf"mine\.toml.*{message}"):
             self._load(tmp_path, text)
 
@@ -238,7 +193,7 @@ class TestLocal:
         assert torch.get_num_threads() == threads
 
     @pytest.mark.usefixtures("eight_gpus")
-    def test_gpus_are_looked_up_by_driver_name(self) -> None:
+    def test_gpus_are_looked_up_by_driver_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         cluster = Cluster.local(4)
         assert (cluster.device.name, cluster.backend) == ("h200-sxm", "nccl")
         assert (cluster.num_nodes, cluster.devices_per_node) == (1, 4)
@@ -246,48 +201,36 @@ class TestLocal:
         assert Cluster.local(2, "cpu", measure=False).device.kind == "cpu"
         with pytest.raises(ValueError, match="9 GPUs asked for and 8 found"):
             Cluster.local(9, "cuda")
-
-    @pytest.mark.usefixtures("eight_gpus")
-    def test_unknown_gpu_says_what_to_do(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "GTX 1")
         with pytest.raises(ValueError, match=r"'GTX 1' is not in the catalog; .*TOML"):
             Cluster.local(1)
 
-    def test_bad_arguments(self) -> None:
-        with pytest.raises(ValueError, match="n is 0; legal: a whole number, 1 or more"):
-            Cluster.local(0)
-        with pytest.raises(ValueError, match="device is 'gpu'; legal: 'cuda', 'cpu' or None"):
-            Cluster.local(1, "gpu")
-
 
 class TestDetect:
     @pytest.mark.usefixtures("no_gpu")
-    @pytest.mark.parametrize(
-        ("environ", "shape"),
-        [
-            ({}, (1, 1)),
-            ({"WORLD_SIZE": "4"}, (1, 4)),
-            ({"WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4"}, (3, 4)),
-        ],
-    )
-    def test_shape_is_torchruns(self, environ: dict[str, str], shape: tuple[int, int]) -> None:
-        cluster = Cluster.detect(environ)
-        assert (cluster.num_nodes, cluster.devices_per_node) == shape
-        assert cluster.device == Cluster.from_catalog("local-cpu").device
+    def test_shape_is_torchruns(self) -> None:
+        for ranks, local, shape in ((None, None, (1, 1)), (4, None, (1, 4)), (12, 4, (3, 4))):
+            given = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": local}
+            cluster = Cluster.detect({name: str(n) for name, n in given.items() if n})
+            assert (cluster.num_nodes, cluster.devices_per_node) == shape
+            assert cluster.device == Cluster.from_catalog("local-cpu").device
 
     @pytest.mark.usefixtures("eight_gpus")
     def test_gpu_nodes(self) -> None:
         cluster = Cluster.detect({"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"})
         assert cluster == Cluster.from_catalog("h200-sxm", num_nodes=2)
 
-    @pytest.mark.parametrize(
-        ("environ", "message"),
-        [
-            ({"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "4"}, "6 is not a multiple"),
-            ({"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two'; legal: a whole number"),
-            ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is '0'"),
-        ],
-    )
-    def test_contradictions_are_refused(self, environ: dict[str, str], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            Cluster.detect(environ)
+    def test_contradictions_and_bad_arguments_are_refused(self) -> None:
+        for local, message in (
+            ({"n": 0}, "n is 0; legal: a whole number, 1 or more"),
+            ({"n": 1, "device": "gpu"}, "device is 'gpu'; legal: 'cuda', 'cpu' or None"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                Cluster.local(**local)
+        for world, of_node, message in (
+            ("6", "4", "6 is not a multiple"),
+            ("two", "1", "WORLD_SIZE is 'two'; legal: a whole number"),
+            ("4", "0", "LOCAL_WORLD_SIZE is '0'"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                Cluster.detect({"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": of_node})

@@ -1,7 +1,5 @@
 """Which groups are timed, and one launch on two real ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections import Counter
@@ -21,10 +19,9 @@ from tests.helpers.tiers import second_tier
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4))
 def test_groups_tile_the_world(size: int, stride: int, tiles: int) -> None:
-    groups = Shape(size=size, stride=stride).groups(size * stride * tiles)
-    assert Counter(rank for group in groups for rank in group) == Counter(
-        range(size * stride * tiles)
-    )
+    world = size * stride * tiles
+    groups = Shape(size=size, stride=stride).groups(world)
+    assert Counter(rank for group in groups for rank in group) == Counter(range(world))
     for group in groups:
         assert group == [group[0] + k * stride for k in range(size)]
 
@@ -32,21 +29,15 @@ def test_groups_tile_the_world(size: int, stride: int, tiles: int) -> None:
 @pytest.mark.parametrize(
     ("ranks", "per_node", "expected"),
     [
-        (1, 1, []),
-        (2, 2, [(2, 2)]),
-        (4, 4, [(2, 2), (4, 4)]),
-        (4, 2, [(2, 2), (2, 1), (4, 2)]),
+        (1, 1, []), (2, 2, [(2, 2)]), (4, 4, [(2, 2), (4, 4)]), (4, 2, [(2, 2), (2, 1), (4, 2)]),
         (6, 6, [(2, 2), (3, 3), (6, 6)]),
     ],
-)
-def test_one_shape_for_each_way_a_group_lies_on_nodes(
-    ranks: int, per_node: int, expected: list[tuple[int, int]]
-) -> None:
-    found = [(s.size, s.per_node(per_node)) for s in shapes(ranks, per_node)]
-    assert found == expected
+)  # fmt: skip
+def test_shapes_of_groups(ranks: int, per_node: int, expected: list[tuple[int, int]]) -> None:
+    assert [(s.size, s.per_node(per_node)) for s in shapes(ranks, per_node)] == expected
 
 
-@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 2), (2, 4), (4, 2)])
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 4), (2, 4), (4, 2)])
 def test_every_group_of_a_mesh_is_among_them(nodes: int, per_node: int) -> None:
     """Axes of a mesh, as the cost model sees them, are asked for by the names used here."""
     host = Cluster.from_catalog("dgx-h100", num_nodes=nodes, devices_per_node=per_node)
@@ -72,9 +63,7 @@ def test_two_ranks_time_everything_and_leave_nothing_behind() -> None:
     assert not [x for x in left if x.split()[0] in ("1", str(os.getpid()))]
 
 
-def test_on_a_cpu_a_collective_is_what_it_adds_to_the_work_between(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_cpus_collective_is_what_it_adds_to_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls that take 2 ms, every twentieth 1 s, beside work of whatever length."""
     clock = [0.0]
     calls = iter(range(1, 1000))

@@ -1,8 +1,6 @@
 """The figures of the executor's benchmark: what a row says follows from what the ranks measured,
 and a comparison of two different works is refused."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence
@@ -14,20 +12,15 @@ from hypothesis import strategies as st
 
 from meshwright.planner.overrides.fitting import check_overrides
 from scripts import bench_executor as bench
-from scripts.ranks import baselines as by_hand
 from scripts.ranks.measure import WARM_UP, Step, resident_bytes, status_bytes
 
 POSITIVE = st.floats(min_value=0.01, max_value=100)
-TINY = by_hand.Setting(layers=4, hidden=16, heads=2, vocabulary=32, length=8, rows=4)
 
 
 def steps(walls: Sequence[float], loss: float | None = 2.0) -> list[Step]:
     """Steps of one side on one rank, after warm-up steps that must not count."""
     warm = [Step(wall_s=1e6, cpu_s=1e6, loss=loss)] * WARM_UP
     return [*warm, *(Step(wall_s=wall, cpu_s=2 * wall, loss=loss) for wall in walls)]
-
-
-# --- ratios --------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.tuples(POSITIVE, POSITIVE), min_size=1, max_size=30))
@@ -41,20 +34,19 @@ def test_ratio_is_taken_pair_by_pair(pairs: list[tuple[float, float]]) -> None:
     assert sum(r > ratio.high for r in ratios) <= math.ceil(len(ratios) / 4)
 
 
-@pytest.mark.parametrize(
-    ("low", "median", "target", "said"),
-    [
-        (0.7, 0.8, 0.85, "met"),
-        (0.9, 1.0, 1.0, "met"),
-        (0.99, 1.01, 1.0, "within noise"),
+def test_verdict_and_table() -> None:
+    for low, median, target, said in (
+        (0.7, 0.8, 0.85, "met"), (0.9, 1.0, 1.0, "met"), (0.99, 1.01, 1.0, "within noise"),
         (1.01, 1.02, 1.0, "MISSED"),
-    ],
-)
-def test_verdict(low: float, median: float, target: float, said: str) -> None:
-    assert bench.verdict(bench.Ratio(low=low, median=median, high=2.0), target) == said
-
-
-# --- rows ----------------------------------------------------------------------------------------
+    ):  # fmt: skip
+        assert bench.verdict(bench.Ratio(low=low, median=median, high=2.0), target) == said
+    ranks = [{"ours": steps([0.9, 0.9]), "theirs": steps([1.0, 1.0])}]
+    row = bench.row_of("tp2", 0.95, ranks)
+    sized = bench.replace(row, peak_bytes={"ours": 3 * 2**20, "theirs": 4 * 2**20})
+    for shown, memory in ((row, []), (sized, ["3", "4", "0.750"])):
+        line = bench.table([shown]).splitlines()[-1].split()
+        assert (line[0], line[2:4]) == ("tp2", ["900", "ms"]) and "met" in line
+        assert line[len(line) - len(memory) :] == memory
 
 
 def test_a_step_takes_what_the_slowest_rank_takes_and_all_ranks_compute() -> None:
@@ -70,15 +62,12 @@ def test_a_step_takes_what_the_slowest_rank_takes_and_all_ranks_compute() -> Non
     assert row.memory_ratio is None
 
 
-def test_losses_of_different_work_are_refused() -> None:
+def test_losses_are_means_of_the_same_work() -> None:
     ranks = [{"ours": steps([1.0], loss=2.0), "theirs": steps([1.0], loss=2.01)}]
     with pytest.raises(ValueError, match=r"one: the losses .* differ by 5\.0e-03"):
         bench.row_of("one", 1.0, ranks)
-
-
-def test_the_loss_is_the_mean_over_the_ranks_that_see_one() -> None:
-    """By hand each data-parallel rank knows the mean of its own rows, and of a pipeline only the
-    last stage; our step returns the whole mean on every rank."""
+    # by hand each data-parallel rank knows the mean of its own rows, and of a pipeline only
+    # the last stage; our step returns the whole mean on every rank
     ranks = [
         {"ours": steps([1.0], loss=3.0), "theirs": steps([1.0], loss=loss)}
         for loss in (None, 2.0, None, 4.0)
@@ -86,45 +75,21 @@ def test_the_loss_is_the_mean_over_the_ranks_that_see_one() -> None:
     assert bench.row_of("dp2-tp2-pp2", 1.0, ranks).loss_difference == 0.0
 
 
-def test_table_has_what_was_measured() -> None:
-    ranks = [{"ours": steps([0.9, 0.9]), "theirs": steps([1.0, 1.0])}]
-    row = bench.row_of("tp2", 0.95, ranks)
-    sized = bench.replace(row, peak_bytes={"ours": 3 * 2**20, "theirs": 4 * 2**20})
-    for shown, memory in ((row, []), (sized, ["3", "4", "0.750"])):
-        line = bench.table([shown]).splitlines()[-1].split()
-        assert line[0] == "tp2"
-        assert line[2:4] == ["900", "ms"]
-        assert "met" in line
-        assert line[len(line) - len(memory) :] == memory
-
-
-# --- cases ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", bench.CASES)
 def test_our_plans_can_hold_on_the_ranks_of_the_case(name: str) -> None:
     case = bench.CASES[name]
     setting = bench.setting_of(case, bench.NEAR)
-    check_overrides(
-        case.overrides(setting.layers),
-        num_devices=case.ranks,
-        global_batch_size=setting.rows,
-        num_blocks=setting.layers + 2,
-    )
+    sizes = {"num_devices": case.ranks, "global_batch_size": setting.rows}
+    overrides = case.overrides(setting.layers)
+    check_overrides(overrides, **sizes, num_blocks=setting.layers + 2)
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
-def test_status_is_read_in_bytes() -> None:
+def test_resident_bytes_are_read() -> None:
     status = "Name:\tpython\nVmHWM:\t    2048 kB\nVmRSS:\t    1024 kB\n"
     assert status_bytes(status, "VmHWM") == 2 * 2**20
     assert status_bytes(status, "VmRSS") == 2**20
     with pytest.raises(ValueError, match="VmPeak"):
         status_bytes(status, "VmPeak")
-
-
-def test_resident_bytes_see_an_allocation() -> None:
     before = resident_bytes("VmRSS")
     block = torch.ones(2**24)  # 64 MiB, touched
     assert resident_bytes("VmRSS") - before > 0.9 * block.nbytes

@@ -1,7 +1,5 @@
 """A host that is killed in the midst of a step, and comes back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from scripts.elastic.hosts import PLAIN, made_hosts

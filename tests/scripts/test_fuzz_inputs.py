@@ -1,7 +1,5 @@
 """Malformed inputs are refused with a place, legal values and a way out; and the judge of that."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -38,29 +36,19 @@ def test_malformed_inputs_are_refused_in_full(cases: int) -> None:
     assert {o.family for o in found if o.kind == "accepted"} >= {"plan", "overrides", "model"}
 
 
-def _refuses() -> None:
-    raise MeshwrightError("=0", place="tp", legal="1 or more", way_out="raise it")
+def _raises(error: Exception) -> Callable[[], None]:
+    def run() -> None:
+        raise error
+
+    return run
 
 
-def _lacks() -> None:
-    raise MeshwrightError("=0", place="tp")
-
-
-def _plain() -> None:
-    raise ValueError("tp=0; legal: 1 or more; raise it")
-
-
-def _bare() -> None:
-    raise KeyError("tp")
-
-
-def _users() -> None:
-    raise UserBug("the user's own")
+REFUSAL = MeshwrightError("=0", place="tp", legal="1 or more", way_out="raise it")
 
 
 def _loses() -> None:
     try:
-        _users()
+        raise UserBug("the user's own")
     except UserBug as error:
         raise MeshwrightError(error, place="f", legal="g", way_out="h") from None
 
@@ -69,7 +57,7 @@ def _late() -> None:
     end = time.process_time() + 0.3
     while time.process_time() < end:
         pass
-    _refuses()
+    raise REFUSAL
 
 
 def _forever() -> None:
@@ -85,25 +73,19 @@ def _dies() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(
-    ("run", "kind"),
-    [
-        (lambda: None, "accepted"),
-        (_refuses, "refused"),
-        (_users, "user's own"),
-        (_lacks, "no legal or way_out"),
-        (_plain, "bare ValueError"),
-        (_bare, "bare KeyError"),
-        (_loses, "user's own, without its traceback"),
-        (_late, "refused late"),
-        (_forever, "slow"),
-        (_large, "memory"),
-        (_dies, "died of signal 9"),
-    ],
-)
-def test_every_fault_is_seen(run: Callable[[], None], kind: str) -> None:
+FAULTS: dict[str, Callable[[], object]] = {
+    "accepted": dict, "refused": _raises(REFUSAL), "user's own": _raises(UserBug("the user's own")),
+    "no legal or way_out": _raises(MeshwrightError("=0", place="tp")),
+    "bare ValueError": _raises(ValueError("tp=0; legal: 1 or more; raise it")),
+    "bare KeyError": _raises(KeyError("tp")), "refused late": _late, "slow": _forever,
+    "user's own, without its traceback": _loses, "memory": _large, "died of signal 9": _dies,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_every_fault_is_seen(kind: str) -> None:
     def make(rng: Random, folder: Path) -> tuple[str, Callable[[], object]]:
-        return "a case", run
+        return "a case", FAULTS[kind]
 
     family = Family(name="one", make=make, share=1, refuse_s=0.1, limit_s=0.5, memory=2**28)
     (outcome,) = run_cases([(family, 0)], seed=0, processes=1)

@@ -1,8 +1,6 @@
 """A part of `scripts/model_coverage`: what transformers, torch and users have is traced and ruled;
 some of it, under plans of every kind, trains as plain PyTorch does. One launch of 4 ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,22 +22,9 @@ WHOLE = {"aten.masked_scatter.default", "aten._weight_norm.default"}
 # chunks, sliding windows, fused projections, an encoder that all of a decoder reads, skips over
 # stages. Experts, with sinks and latent attention, have tests of their own (test_hf_experts.py).
 CELLS = (
-    "CLIP/dp4",
-    "LLaVA/pp4",
-    "DeBERTa-v3/dp2×tp2",
-    "Mamba-2/dp2×tp2",
-    "Gemma 3/tp4",
-    "Phi-3/dp2×tp2",
-    "T5/tp4",
-    "Whisper/pp2×tp2",
-    "U-Net/pp2×tp2",
-    "SegFormer/pp2×tp2",
-)
-
-
-def test_the_zoo_holds_models_of_every_kind() -> None:
-    assert len(ZOO) >= 72
-    assert {"torchvision", "timm", "transformers"} < {entry.library for entry in ZOO.values()}
+    "CLIP/dp4", "LLaVA/pp4", "DeBERTa-v3/dp2×tp2", "Mamba-2/dp2×tp2", "Gemma 3/tp4",
+    "Phi-3/dp2×tp2", "T5/tp4", "Whisper/pp2×tp2", "U-Net/pp2×tp2", "SegFormer/pp2×tp2",
+)  # fmt: skip
 
 
 @second_tier("models of the zoo; refusals of tracing stay beside their code")
@@ -59,16 +44,17 @@ def test_every_operator_has_a_rule(name: str) -> None:
     assert found.blocks >= 1
 
 
+Results = Mapping[str, Mapping[str, Any]]
+
+
 @pytest.fixture(scope="module")
-def results() -> Mapping[str, Mapping[str, Any]]:
+def results() -> Results:
     return executed(CELLS, TIMEOUT_S)
 
 
 @second_tier("ten models on ranks; parity's cells stay")
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_model_trains_as_on_one_device(
-    results: Mapping[str, Mapping[str, Any]], cell: str
-) -> None:
+def test_trains_as_on_one_device(results: Results, cell: str) -> None:
     found = results[cell]
     error = error_of(found)
     assert error is not None and error < EXACT, found
@@ -76,7 +62,5 @@ def test_a_model_trains_as_on_one_device(
 
 @second_tier("of the ten models above")
 @pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.endswith("tp4")])
-def test_most_parameters_are_sharded_where_links_cost_nothing(
-    results: Mapping[str, Mapping[str, Any]], cell: str
-) -> None:
+def test_most_parameters_are_sharded_where_links_cost_nothing(results: Results, cell: str) -> None:
     assert results[cell]["held"] < 0.4

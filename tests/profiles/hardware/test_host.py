@@ -1,11 +1,11 @@
-"""The host of a node: its numbers, where they come from, and the link that is measured."""
-
-from __future__ import annotations
+"""The host of a node: its numbers, where they come from, the link that is measured, and the speed
+of files in a folder."""
 
 import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
 from meshwright.profiles.hardware.host import Host
 from meshwright.profiles.measure import flash, host, measure_host
+from meshwright.profiles.measure.flash import measure_flash
 from meshwright.profiles.profile import profile_of
 from meshwright.profiles.store import DeviceId, Measurements
 from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, OF_HOST
@@ -21,11 +22,9 @@ from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, OF_HOST
 NODES = [name for name in catalog_names() if read_entry(name).is_node]
 
 
-def _host(**changes: object) -> Host:
-    numbers: dict[str, object] = {
-        "memory_bytes": 2**30, "memory_bandwidth": 1e10, "link_bandwidth": 1e9
-    }  # fmt: skip
-    return Host(**numbers | changes)  # type: ignore[arg-type]
+def _host(**changes: Any) -> Host:
+    sizes = {"memory_bytes": 2**30, "memory_bandwidth": 1e10, "link_bandwidth": 1e9}
+    return Host(**{**sizes, **changes})
 
 
 @pytest.mark.parametrize("name", NODES)
@@ -41,20 +40,14 @@ def test_every_node_has_a_host_and_says_what_is_assumed_of_it(name: str) -> None
     assert not any(": host." in note.partition(" = ")[0] for note in cluster.assumptions)
 
 
-def test_a_copy_takes_its_latency_and_the_bytes_over_the_bandwidth() -> None:
+def test_copies_and_flash_by_the_hosts_numbers() -> None:
     assert _host(link_latency_s=0.5).moved_s(2e9) == pytest.approx(2.5)
-
-
-@pytest.mark.parametrize("name", ["memory_bytes", "memory_bandwidth", "link_bandwidth"])
-def test_numbers_out_of_range_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"host: {name} is 0"):
-        _host(**{name: 0})
-
-
-def test_flash_is_known_with_its_bytes_and_both_bandwidths() -> None:
     known = {"nvme_bytes": 1, "nvme_read_bandwidth": 1e9, "nvme_write_bandwidth": 1e9}
     assert _host(**known).has_flash
     assert not any(_host(**{**known, name: 0}).has_flash for name in known)
+    for name in ("memory_bytes", "memory_bandwidth", "link_bandwidth"):
+        with pytest.raises(ValueError, match=f"host: {name} is 0"):
+            _host(**{name: 0})
     with pytest.raises(ValueError, match="nvme_read_bandwidth is -1"):
         _host(nvme_read_bandwidth=-1.0)
 
@@ -63,17 +56,14 @@ def test_a_file_changes_the_host_of_its_base(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('base = "rtx-4090"\n[host]\nmemory_bytes = 137438953472\n')
     cluster, base = Cluster.load(path), Cluster.from_catalog("rtx-4090")
-    assert cluster.host is not None
-    assert base.host is not None
+    assert cluster.host is not None and base.host is not None
     assert cluster.host == replace(base.host, memory_bytes=137438953472)
     path.write_text('base = "rtx-4090"\n[host]\nmemory = 1\n')
     with pytest.raises(ValueError, match=r"\[host\] key 'memory' is unknown.*memory_bytes"):
         Cluster.load(path)
 
 
-def test_what_a_host_does_is_measured_and_takes_the_place_of_the_catalogs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hosts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "STEP_ELEMENTS", 2**20)
     monkeypatch.setattr(flash, "FILE_BYTES", 2**22)
     cpu = torch.device("cpu")
@@ -105,9 +95,22 @@ def test_what_a_host_does_is_measured_and_takes_the_place_of_the_catalogs(
 def test_what_was_measured_is_assumed_no_more() -> None:
     host = Cluster.from_catalog("dgx-h100").host
     assert host is not None
-    assert any("host.nvme_read_bandwidth" in each for each in host.assumptions)
-    left = host.assumed({"from_flash"})
-    assert {*host.assumptions} - {*left} == {
-        each for each in host.assumptions if "host.nvme_read_bandwidth" in each
-    }
+    of_flash = {each for each in host.assumptions if "host.nvme_read_bandwidth" in each}
+    assert of_flash and {*host.assumptions} - {*host.assumed({"from_flash"})} == of_flash
     assert not [each for each in host.assumed(OF_HOST) if "bandwidth = " in each]
+
+
+def test_files_are_timed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbytes, taken = measure_flash(tmp_path, ranks=2, nbytes=2**22 + 1)
+    assert nbytes == 2 * (2**22 + 1)
+    assert [*taken] == ["from_flash", "to_flash"]
+    assert all(len(times) == flash.REPETITIONS and min(times) > 0 for times in taken.values())
+    assert not list(tmp_path.iterdir())
+    _, taken = measure_flash(tmp_path, nbytes=4096, deadline_s=time.monotonic())
+    assert [len(times) for times in taken.values()] == [1, 1]
+    with pytest.raises(ValueError, match=r"--flash.*nowhere.*No such file.*legal: a folder"):
+        measure_flash(tmp_path / "nowhere")
+    monkeypatch.setattr(flash, "TIMEOUT_S", 0.0)
+    with pytest.raises(RuntimeError, match=r"profile: flash.*not read and written in 0 s"):
+        measure_flash(tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -1,7 +1,5 @@
 """The cache's file under what others do to it: locks, races, crafted contents and flipped bits."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os
@@ -32,15 +30,11 @@ def store(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def holder(store: Store) -> Iterator[sqlite3.Connection]:
-    """Another process' transaction on a cache with content."""
     store.add(some())
     connection = sqlite3.connect(store.path, isolation_level=None, check_same_thread=False)
     with closing(connection):
         connection.execute("BEGIN EXCLUSIVE")
         yield connection
-
-
-# --- others at work -------------------------------------------------------------------------------
 
 
 def test_a_locked_cache_is_left_alone_with_one_warning(
@@ -74,9 +68,8 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
             store.path.parent.mkdir()
             store.path.write_bytes(b"no database" * 100)
         ready = context.Barrier(WRITERS)
-        writers = [
-            context.Process(target=_write_when, args=(ready, store, k)) for k in range(WRITERS)
-        ]
+        makes = [(ready, store, k) for k in range(WRITERS)]
+        writers = [context.Process(target=_write_when, args=each) for each in makes]
         for writer in writers:
             writer.start()
         for writer in writers:
@@ -92,8 +85,6 @@ def _write_when(ready: threading.Barrier, store: Store, k: int) -> None:
         store.read(HERE)
         store.add(Measurements(device=HERE, operators={call(rows): timing()}, collectives=()))
 
-
-# --- crafted files --------------------------------------------------------------------------------
 
 ENDLESS = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) SELECT"
 OPERATOR = "INSERT INTO operators VALUES ('a chip', '1.0', '2.13.0', 'float32'"
@@ -130,9 +121,7 @@ CRAFTED = {
 
 
 @pytest.mark.parametrize("kind", CRAFTED)
-def test_a_crafted_file_is_moved_aside_soon(
-    store: Store, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_crafted_files(store: Store, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     store.add(some())
     with closing(sqlite3.connect(store.path)) as connection:
         connection.executescript(f"BEGIN;{CRAFTED[kind]}COMMIT;")
@@ -145,14 +134,11 @@ def test_a_crafted_file_is_moved_aside_soon(
     assert store.read(HERE) == some()
 
 
-def test_a_file_too_large_for_a_cache_is_not_opened(store: Store) -> None:
+def test_odd_files_that_are_a_cache_or_none(store: Store) -> None:
     with store.path.open("wb") as file:
         file.truncate(2**28 + 1)
     assert store.devices() == []
     assert len(aside(store)) == 1
-
-
-def test_a_database_in_another_encoding_is_one(store: Store) -> None:
     store.add(some())
     with closing(sqlite3.connect(store.path)) as connection:
         script = "\n".join(connection.iterdump())
@@ -170,19 +156,12 @@ def _all_reads(store: Store) -> None:
     load_profile(Cluster.local(1), store)
 
 
-# --- flipped bits ---------------------------------------------------------------------------------
-
-
 def test_flipped_bits_cost_no_more_than_the_cache(store: Store) -> None:
     """In every page, in its header and at some of its content: reading is no error, and what is
     written is found."""
-    store.add(
-        Measurements(
-            device=HERE,
-            operators={call(n): timing() for n in range(1, 60)},
-            collectives=tuple(collective(n) for n in range(1, 60)),
-        )
-    )
+    operators = {call(n): timing() for n in range(1, 60)}
+    collectives = tuple(collective(n) for n in range(1, 60))
+    store.add(Measurements(device=HERE, operators=operators, collectives=collectives))
     whole, page_bytes = store.path.read_bytes(), 4096
     chance = random.Random(0)
     places = [
@@ -209,9 +188,6 @@ def test_garbage_beside_the_file_is_no_error(store: Store, end: str) -> None:
     assert load_profile(Cluster.local(1), store) is None
     store.add(some())
     assert store.read(HERE) == some()
-
-
-# --- what is not ours -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
