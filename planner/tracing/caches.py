@@ -10,12 +10,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 CACHE = functools._lru_cache_wrapper
-THEIRS = {"torch", *sys.stdlib_module_names}  # packages whose functions keep no fake tensor
+# packages whose functions keep no fake tensor
+THEIRS = {"torch", "meshwright", *sys.stdlib_module_names}
+_installed: WeakKeyDictionary[ModuleType, list[Any]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -36,12 +39,21 @@ def _in_modules() -> Iterator[Any]:
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in THEIRS or not isinstance(module, ModuleType):
             continue
-        for value in list(vars(module).values()):
-            if isinstance(value, type) and value.__module__ == name:
-                for attribute in list(vars(value).values()):
-                    yield from _of_function(attribute)
-            else:
-                yield from _of_function(value)
+        if "site-packages" not in (getattr(module, "__file__", None) or ""):
+            yield from _of_module(name, module)
+            continue
+        if module not in _installed:  # whose functions stay
+            _installed[module] = [*_of_module(name, module)]
+        yield from _installed[module]
+
+
+def _of_module(name: str, module: ModuleType) -> Iterator[Any]:
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and value.__module__ == name:
+            for attribute in list(vars(value).values()):
+                yield from _of_function(attribute)
+        else:
+            yield from _of_function(value)
 
 
 def _of_function(value: object) -> Iterator[Any]:

@@ -1,7 +1,5 @@
 """Traced models and operator calls that the tests of the cost model share, each made once."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +13,7 @@ from torch.nn import functional as F
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.planner.tracing.trace import trace
-from tests.costmodel.rules import rule_cases, rule_cases_auto, rule_cases_image
+from tests.costmodel.rules import rule_cases
 from tests.costmodel.rules.rule_cases import Case as Call
 from tests.costmodel.rules.rule_cases import CaseModule, total
 from tests.helpers import traced as helper
@@ -59,7 +57,6 @@ MODELS: Mapping[str, Case] = {
 
 
 def graph_of(name: str, rows: int = 4, precision: str = "fp32") -> Traced:
-    """A model of the zoo, or like one of it, cut into blocks."""
     if name in CASES:
         return zoo_graph(name, rows, precision)
     return stored(
@@ -73,13 +70,11 @@ def graph_of(name: str, rows: int = 4, precision: str = "fp32") -> Traced:
 
 @cache
 def sample_of(name: str) -> Sample:
-    """A model of the zoo evaluated in double precision."""
     case = CASES[name]
     return sampled(case.model(), case.batch(4, 0), case.loss_fn, graph=graph_of(name).graph)
 
 
 def drawn(of: Call) -> tuple[CaseModule, Any]:
-    """A call as a module, and a batch of it."""
     torch.manual_seed(0)
     module = CaseModule(of)
     return module, module.batch()
@@ -92,12 +87,11 @@ def call_graph(of: Call) -> Graph:
         of.name,
         of.operands,
         make=lambda: trace(module, batch, loss_fn=total),
-        models=(rule_cases, rule_cases_auto, rule_cases_image),
+        models=(rule_cases,),
     )
 
 
 def operator(of: Call) -> OperatorCheck:
-    """The (first) operator that a call is about."""
     module, batch = drawn(of)
     graph = call_graph(of)
     sample = sampled(module, batch, total, differentiable_inputs=True, graph=graph)

@@ -49,6 +49,9 @@ class TestValues:
         with pytest.raises(ValueError, match=f"device 'toy'.*{message}"):
             _device(**change)
 
+    def test_what_is_reserved_is_not_usable(self) -> None:
+        assert _device().usable_bytes == 900
+
     def test_impossible_links_and_clusters_are_refused(self) -> None:
         for change, message in (
             ({"bandwidth": 0}, "bandwidth is 0; legal: above 0"),

@@ -1,8 +1,9 @@
-"""Timing of single operators: what is run, what is refused. No test depends on how fast it is."""
-
-from __future__ import annotations
+"""Timing of single operators: what is run, what is refused, the company they have. No test depends
+on how fast it is."""
 
 import math
+import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from meshwright.profiles.measure import operators as measure_ops
+from meshwright.profiles.measure.neighbours import neighbours
 from meshwright.profiles.measure.operators import Skipped, TooLarge, measure, measure_all, operator
 from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
 from meshwright.profiles.timings import Timing
@@ -28,6 +30,12 @@ def f32(*shape: int, grad: bool = True) -> Operand:
 
 
 LINEAR = call("aten.linear.default", f32(4, 8), f32(16, 8), f32(16))
+GATHER = OpSignature.of_call(  # its dim stands between its tensors
+    "aten.gather.default",
+    [f32(4, 6), ("int64", (4, 2), False)],
+    [OperandIndex(0), 1, OperandIndex(1)],
+    {},
+)
 
 
 @pytest.mark.parametrize(
@@ -37,21 +45,13 @@ LINEAR = call("aten.linear.default", f32(4, 8), f32(16, 8), f32(16))
         call("aten.embedding.default", f32(10, 4), ("int64", (3, 5), False)),
         call("aten.cross_entropy_loss.default", f32(6, 10), ("int64", (6,), False)),
         call("aten.layer_norm.default", f32(2, 3, 8), args=([8],)),
-        call("aten.scaled_dot_product_attention.default", *[f32(2, 2, 4, 8)] * 3),
         call("aten.conv2d.default", f32(2, 3, 8, 8), f32(4, 3, 3, 3)),
-        call("aten.gather.default", f32(4, 6), args=()),
+        GATHER,
         call("aten.linear.default", ("bfloat16", (4, 8), True), ("bfloat16", (16, 8), True)),
     ],
     ids=lambda s: s.short,
 )
 def test_a_differentiable_call_has_a_forward_and_a_backward(signature: OpSignature) -> None:
-    if signature.short == "gather":  # its dim stands between its tensors
-        signature = OpSignature.of_call(
-            signature.target,
-            [f32(4, 6), ("int64", (4, 2), False)],
-            [OperandIndex(0), 1, OperandIndex(1)],
-            {},
-        )
     found = measure(signature, CPU, budget_s=SHORT_S)
     assert found.forward_s > 0 and found.backward_s > 0
     assert found.repetitions >= measure_ops.MIN_REPETITIONS
@@ -74,10 +74,12 @@ def test_without_a_gradient_there_is_no_backward(signature: OpSignature) -> None
     assert found.backward_s == 0
 
 
+Seen = list[list[torch.Tensor]]
+
+
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
-    """The tensors of every call of an operator on this device."""
-    calls: list[list[torch.Tensor]] = []
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    calls: Seen = []
     real = measure_ops.operator
 
     def watched(target: str) -> Callable[..., Any]:
@@ -94,17 +96,19 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[list[torch.Tensor]]:
     return calls
 
 
-def test_calls_are_made_with_the_signatures_tensors(seen: list[list[torch.Tensor]]) -> None:
+def test_calls_are_as_signatures_say(seen: Seen) -> None:
     measure(LINEAR, CPU, budget_s=SHORT_S)
+    wanted = [(shape, getattr(torch, dtype), grad) for dtype, shape, grad in LINEAR.operands]
     for tensors in seen:
-        assert [(x.shape, x.dtype, x.requires_grad) for x in tensors] == [
-            (shape, getattr(torch, dtype), grad) for dtype, shape, grad in LINEAR.operands
-        ]
+        assert [(x.shape, x.dtype, x.requires_grad) for x in tensors] == wanted
+    seen.clear()
+    table = call("aten.embedding.default", f32(50, 4), ("int64", (64, 64), False))
+    measure(table, CPU, budget_s=SHORT_S)
+    ids = seen[0][1]
+    assert int(ids.min()) == 0 and int(ids.max()) == 49
 
 
-def test_repetitions_walk_through_several_sets(
-    seen: list[list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repetitions_walk_through_several_sets(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as fit the rotated bytes; one where a single call exceeds them."""
     measure(LINEAR, CPU, budget_s=0.02)
     assert len({x[0].data_ptr() for x in seen}) > 1
@@ -112,13 +116,6 @@ def test_repetitions_walk_through_several_sets(
     monkeypatch.setattr(measure_ops, "ROTATED_BYTES", 1)
     measure(LINEAR, CPU, budget_s=0.02)
     assert len({x[0].data_ptr() for x in seen}) == 1
-
-
-def test_every_index_is_legal_and_the_whole_table_is_used(seen: list[list[torch.Tensor]]) -> None:
-    table = call("aten.embedding.default", f32(50, 4), ("int64", (64, 64), False))
-    measure(table, CPU, budget_s=SHORT_S)
-    ids = seen[0][1]
-    assert int(ids.min()) == 0 and int(ids.max()) == 49
 
 
 def test_threads_are_as_before() -> None:
@@ -131,44 +128,33 @@ def test_threads_are_as_before() -> None:
         torch.set_num_threads(before)
 
 
-# --- the memory guard -----------------------------------------------------------------------------
-
-
-def test_a_call_beyond_free_memory_is_refused_before_it_is_made(
-    seen: list[list[torch.Tensor]],
-) -> None:
+def test_a_call_beyond_free_memory_is_refused_unmade(seen: Seen) -> None:
     huge = call("aten.relu.default", f32(2**22, 2**20))
     with pytest.raises(TooLarge, match=r"aten\.relu\.default needs 65536\.00 GiB"):
         measure(huge, CPU)
     assert not seen
 
 
-def test_results_count_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_count_as_well_in_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """An outer product of two small operands; with gradients all is needed twice."""
     outer = call("aten.mul.Tensor", f32(100, 1), f32(1, 100))
-    needed = 2 * 4 * (100 + 100 + 100 * 100)
-    half = measure_ops.MEMORY_FRACTION
+    needed, half = 2 * 4 * (100 + 100 + 100 * 100), measure_ops.MEMORY_FRACTION
     monkeypatch.setattr(measure_ops, "free_bytes", lambda device: math.ceil(needed / half))
     assert measure_ops.check_memory(outer, operator(outer.target), CPU) == needed
     monkeypatch.setattr(measure_ops, "free_bytes", lambda device: math.floor(needed / half) - 1)
     with pytest.raises(TooLarge):
         measure_ops.check_memory(outer, operator(outer.target), CPU)
-
-
-def test_free_memory_is_a_part_of_this_machines() -> None:
-    import os
-
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < measure_ops.free_bytes(CPU) <= total
 
 
-# --- many -----------------------------------------------------------------------------------------
+Asked = list[tuple[OpSignature, float]]
 
 
 @pytest.fixture
-def instant(monkeypatch: pytest.MonkeyPatch) -> list[tuple[OpSignature, float]]:
+def instant(monkeypatch: pytest.MonkeyPatch) -> Asked:
     """`measure` answers at once; what it was asked, and for how long."""
-    asked: list[tuple[OpSignature, float]] = []
+    asked: Asked = []
 
     def answer(signature: OpSignature, device: torch.device, *, budget_s: float) -> Timing:
         asked.append((signature, budget_s))
@@ -184,10 +170,13 @@ def relu(n: int) -> OpSignature:
     return call("aten.relu.default", f32(n))
 
 
-def test_equal_calls_are_timed_once(instant: list[tuple[OpSignature, float]]) -> None:
+def test_equal_calls_are_timed_once_and_failing_ones_left_out(instant: Asked) -> None:
     found = list(measure_all([relu(2), relu(3), relu(2)], CPU, deadline_s=math.inf))
     assert [s for s, _ in instant] == [relu(2), relu(3)]
     assert len(found) == 2
+    found = list(measure_all([LINEAR, relu(2)], CPU, deadline_s=math.inf))
+    assert found[0] == Skipped(signature=LINEAR, reason="not today")
+    assert not isinstance(found[1], Skipped)
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
@@ -196,18 +185,14 @@ def clock(monkeypatch: pytest.MonkeyPatch, *times: float) -> None:
     monkeypatch.setattr(measure_ops.time, "monotonic", lambda: next(told))
 
 
-def test_after_the_deadline_nothing_is_timed(
-    instant: list[tuple[OpSignature, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_timed_late(instant: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 0.0, 5.0, 10.0, 15.0)
     found = list(measure_all(map(relu, range(1, 5)), CPU, deadline_s=10.0))
     assert [isinstance(x, Skipped) for x in found] == [False, False, True, True]
     assert len(instant) == 2
 
 
-def test_the_time_left_is_shared(
-    instant: list[tuple[OpSignature, float]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_time_left_is_shared(instant: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, *[0.0] * 10)
     list(measure_all(map(relu, range(1, 11)), CPU, deadline_s=0.1))
     shares = [budget for _, budget in instant]
@@ -215,15 +200,21 @@ def test_the_time_left_is_shared(
     assert shares[0] <= 0.1 / 10 and shares == sorted(shares)
 
 
-def test_a_call_that_fails_is_left_out_with_its_reason(
-    instant: list[tuple[OpSignature, float]],
-) -> None:
-    found = list(measure_all([LINEAR, relu(2)], CPU, deadline_s=math.inf))
-    assert found[0] == Skipped(signature=LINEAR, reason="not today")
-    assert not isinstance(found[1], Skipped)
-
-
 @pytest.mark.parametrize("target", ["aten.nonesuch.default", "aten.relu.nonesuch", "no.such.op"])
 def test_an_operator_that_torch_does_not_have_is_named(target: str) -> None:
     with pytest.raises(ValueError, match=target):
         operator(target)
+
+
+F32 = [("float32", (64, 64), True), ("float32", (64, 64), False)]
+ADD = OpSignature.of_call("aten.add.Tensor", F32, [OperandIndex(0), OperandIndex(1)], {})
+
+
+def test_neighbours_run_beside_the_block_and_not_after_it() -> None:
+    with pytest.raises(ZeroDivisionError), neighbours(1, [ADD]):
+        assert len(multiprocessing.active_children()) == 1
+        raise ZeroDivisionError
+    assert multiprocessing.active_children() == []
+    for count, signatures in ((0, [ADD]), (2, [])):  # no company without need
+        with neighbours(count, signatures):
+            assert multiprocessing.active_children() == []

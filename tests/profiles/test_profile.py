@@ -1,10 +1,9 @@
 """What measurements say: the labels, affine truths met exactly, silence where nothing is known."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,23 +21,22 @@ from meshwright.profiles.profile import (
     profile_of,
 )
 from meshwright.profiles.store import DeviceId, Measurements, Store
-from meshwright.profiles.timings import CollectiveTiming, Timing
+from meshwright.profiles.timings import Timing
+from tests.profiles.test_store import HERE, collective
 
-HERE = DeviceId(name="a chip", driver="1.0", torch="2.13.0")
+TWO = [OperandIndex(0), OperandIndex(1)]
+SIZES = st.integers(1, 50)
 
 
 def linear(rows: int, inputs: int = 8, outputs: int = 16, dtype: str = "float32") -> str:
     """Rows stand in one operand, the widths in two dims each."""
     operands = [(dtype, (rows, inputs), True), (dtype, (outputs, inputs), True)]
-    given = [OperandIndex(0), OperandIndex(1)]
-    return OpSignature.of_call("aten.linear.default", operands, given, {}).text
+    return OpSignature.of_call("aten.linear.default", operands, TWO, {}).text
 
 
 def add(rows: int, width: int) -> str:
     operands = [("float32", (rows, width), True)] * 2
-    return OpSignature.of_call(
-        "aten.add.Tensor", operands, [OperandIndex(0), OperandIndex(1)], {}
-    ).text
+    return OpSignature.of_call("aten.add.Tensor", operands, TWO, {}).text
 
 
 def timing(forward_s: float, backward_s: float | None = None) -> Timing:
@@ -51,63 +49,38 @@ def knowing(operators: dict[str, Timing], slowdown: float = 1.0) -> Profile:
     return Profile(measurements=found, ranks=2, backend="gloo", slowdown=slowdown)
 
 
-def test_a_measured_call_is_said_to_be_measured() -> None:
-    profile = knowing({linear(4): timing(1.0, 3.0)})
-    assert profile.op(linear(4)) == (1.0, 3.0, MEASURED)
-
-
-def test_between_two_measured_sizes_it_is_interpolated() -> None:
-    profile = knowing({linear(4): timing(1.0), linear(8): timing(3.0)})
-    assert profile.op(linear(5)) == (pytest.approx(1.5), pytest.approx(3.0), INTERPOLATED)
-
-
-@given(
-    st.integers(1, 50),
-    st.integers(1, 50),
-    st.integers(1, 50),
-    st.floats(1e-6, 1.0),
-    st.floats(0.0, 1e-2),
-)
+@given(SIZES, SIZES, SIZES, st.floats(1e-6, 1.0), st.floats(0.0, 1e-2))
 def test_an_affine_truth_is_met(a: int, b: int, c: int, base: float, slope: float) -> None:
     """Seconds base + slope·rows, at rows between two measured ones, in both operands at once."""
     low, middle, high = a, a + b, a + b + c
     truth = {rows: base + slope * rows for rows in (low, middle, high)}
-    profile = knowing({add(rows, 6): timing(truth[rows], 0.0) for rows in (low, high)})
-    found = profile.op(add(middle, 6))
-    assert found is not None
-    assert found[0] == pytest.approx(truth[middle])
-    assert found[1:] == (0.0, INTERPOLATED)
+    profile = knowing({add(rows, 6): timing(truth[rows]) for rows in (low, high)})
+    expected = pytest.approx(truth[middle])
+    assert profile.op(add(middle, 6)) == (expected, pytest.approx(2 * truth[middle]), INTERPOLATED)
 
 
-def test_the_nearest_neighbours_answer() -> None:
+def test_the_nearest_neighbours_answer_slower_on_a_shared_core() -> None:
     profile = knowing({linear(r): timing(float(r * r)) for r in (1, 4, 6, 20)})
     found = profile.op(linear(5))
     assert found is not None
     assert found[0] == pytest.approx((16 + 36) / 2)
+    profile = knowing({linear(4): timing(1.0, 3.0)}, slowdown=2.0)
+    assert profile.op(linear(4)) == (2.0, 6.0, MEASURED)
+    cores = os.cpu_count() or 1
+    found = measured(HERE, 1.0)
+    assert profile_of(host(cores), found).slowdown == 1.0
+    assert profile_of(host(3 * cores), found).slowdown == 3.0
 
 
-@pytest.mark.parametrize(
-    "unknown",
-    [
-        linear(2),
-        linear(16),  # beyond what was measured
-        linear(5, inputs=9),  # another width
-        linear(5, dtype="bfloat16"),
-        add(5, 8),
-    ],
-)
-def test_nothing_is_said_of_what_is_not_known(unknown: str) -> None:
+def test_nothing_is_said_of_what_is_not_known() -> None:
+    """Beyond what was measured, of another width, dtype or operator."""
     profile = knowing({linear(4): timing(1.0), linear(8): timing(3.0)})
-    assert profile.op(unknown) is None
-
-
-def test_two_sizes_that_change_apart_are_not_one() -> None:
-    """Twice the rows and four times the width lie on no line through one scaled size."""
+    beyond = (linear(2), linear(16), linear(5, inputs=9), linear(5, dtype="bfloat16"), add(5, 8))
+    assert not any(map(profile.op, beyond))
+    # twice the rows and four times the width lie on no line through one scaled size
     profile = knowing({linear(2, inputs=2): timing(1.0), linear(16, inputs=32): timing(3.0)})
     assert profile.op(linear(4, inputs=8)) is None
 
-
-def test_arguments_are_part_of_the_call() -> None:
     def scaled(rows: int, factor: float) -> str:
         given = [OperandIndex(0), factor]
         return OpSignature.of_call("aten.mul.Tensor", [("float32", (rows,), True)], given, {}).text
@@ -117,28 +90,10 @@ def test_arguments_are_part_of_the_call() -> None:
     assert profile.op(scaled(4, 0.25)) is None
 
 
-def test_ranks_that_share_a_core_wait_for_each_other() -> None:
-    profile = knowing({linear(4): timing(1.0, 3.0)}, slowdown=2.0)
-    assert profile.op(linear(4)) == (2.0, 6.0, MEASURED)
-
-
-# --- collectives ----------------------------------------------------------------------------------
-
-
 def curve(points: Iterable[tuple[int, float]], **changes: object) -> Measurements:
-    base = CollectiveTiming(
-        backend="gloo",
-        kind="all_reduce",
-        ranks=2,
-        size=2,
-        per_node=2,
-        nbytes=1,
-        seconds=1.0,
-        repetitions=5,
-        spread=0.0,
-    )
-    made = [dataclasses.replace(base, nbytes=n, seconds=s, **changes) for n, s in points]
-    return Measurements(device=HERE, operators={}, collectives=tuple(made))
+    made = [collective(n, s) for n, s in points]
+    found = tuple(dataclasses.replace(each, **changes) for each in made)
+    return Measurements(device=HERE, operators={}, collectives=found)
 
 
 def asking(found: Measurements, **changes: object) -> Profile:
@@ -148,49 +103,30 @@ def asking(found: Measurements, **changes: object) -> Profile:
 POINTS = [(4096, 5.0), (1024, 2.0), (2048, 3.0)]
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "seconds", "label"),
-    [
-        (1024, 2.0, MEASURED),
-        (4096, 5.0, MEASURED),
-        (1536, 2.5, INTERPOLATED),
-        (3072, 4.0, INTERPOLATED),
-        (0, 2.0, INTERPOLATED),
-        (1, 2.0, INTERPOLATED),  # latency
-        (8192, 9.0, INTERPOLATED),  # 2 s for each 2048 bytes more
-    ],
-)
-def test_a_message_between_two_measured_ones(nbytes: int, seconds: float, label: str) -> None:
-    found = asking(curve(POINTS)).collective("all_reduce", nbytes, 2, 2)
-    assert found == (pytest.approx(seconds), label)
+def test_a_message_between_two_measured_ones_and_beyond() -> None:
+    """Latency below them, 2 s for each 2048 bytes more above."""
+    ask = partial(asking(curve(POINTS)).collective, "all_reduce", size=2, per_node=2)
+    for nbytes, seconds in ((1024, 2.0), (4096, 5.0)):
+        assert ask(nbytes) == (seconds, MEASURED)
+    for nbytes, seconds in ((1536, 2.5), (3072, 4.0), (0, 2.0), (1, 2.0), (8192, 9.0)):
+        assert ask(nbytes) == (pytest.approx(seconds), INTERPOLATED)
+    # A noisy one does not run backwards; a single point is latency below and bandwidth above
+    for points, nbytes, seconds in (
+        ([(1024, 2.0), (2048, 1.5)], 10**6, 1.5),
+        ([(1024, 2.0)], 512, 2.0),
+        ([(1024, 2.0)], 4096, 8.0),
+    ):
+        found = asking(curve(points)).collective("all_reduce", nbytes, 2, 2)
+        assert found == (seconds, INTERPOLATED)
 
 
-def test_a_noisy_end_of_the_curve_does_not_run_backwards() -> None:
-    profile = asking(curve([(1024, 2.0), (2048, 1.5)]))
-    assert profile.collective("all_reduce", 10**6, 2, 2) == (1.5, INTERPOLATED)
-
-
-def test_a_single_point_is_latency_below_and_bandwidth_above() -> None:
-    profile = asking(curve([(1024, 2.0)]))
-    assert profile.collective("all_reduce", 512, 2, 2) == (2.0, INTERPOLATED)
-    assert profile.collective("all_reduce", 4096, 2, 2) == (8.0, INTERPOLATED)
-
-
-@pytest.mark.parametrize(
-    "question", [("all_gather", 1024, 2, 2), ("all_reduce", 1024, 4, 4), ("all_reduce", 1024, 2, 1)]
-)
-def test_other_groups_are_not_known(question: tuple[str, int, int, int]) -> None:
-    assert asking(curve(POINTS)).collective(*question) is None
-
-
-@pytest.mark.parametrize("changes", [{"backend": "nccl"}, {"ranks": 4}])
-def test_another_backend_or_world_is_not_known(changes: dict[str, object]) -> None:
-    assert asking(curve(POINTS), **changes).collective("all_reduce", 1024, 2, 2) is None
-    known = asking(curve(POINTS, **changes), **changes)
-    assert known.collective("all_reduce", 1024, 2, 2) == (2.0, MEASURED)
-
-
-# --- from the cache -------------------------------------------------------------------------------
+def test_other_groups_backends_and_worlds_are_not_known() -> None:
+    for group in (("all_gather", 1024, 2, 2), ("all_reduce", 1024, 4, 4), ("all_reduce", 1, 2, 1)):
+        assert asking(curve(POINTS)).collective(*group) is None
+    for changes in ({"backend": "nccl"}, {"ranks": 4}):
+        assert asking(curve(POINTS), **changes).collective("all_reduce", 1024, 2, 2) is None
+        known = asking(curve(POINTS, **changes), **changes)
+        assert known.collective("all_reduce", 1024, 2, 2) == (2.0, MEASURED)
 
 
 @pytest.fixture
@@ -206,9 +142,16 @@ def measured(device: DeviceId, seconds: float) -> Measurements:
     return Measurements(device=device, operators={linear(4): timing(seconds)}, collectives=())
 
 
-def test_without_a_cache_there_is_no_profile(store: Store) -> None:
+def test_a_cpus_profile_is_this_machines_own(store: Store) -> None:
     assert load_profile(host(2), store) is None
     assert not store.path.exists()
+    here = DeviceId.here("cpu")
+    store.add(measured(dataclasses.replace(here, name="another"), 9.0))
+    store.add(measured(dataclasses.replace(here, torch="1.0"), 9.0))
+    assert load_profile(host(1), store) is None
+    store.add(measured(here, 1.0))
+    found = load_profile(host(1), store)
+    assert found is not None and found.op(linear(4)) == (1.0, 2.0, MEASURED)
 
 
 def test_a_cache_that_cannot_be_replaced_is_left_alone(
@@ -224,24 +167,6 @@ def test_a_cache_that_cannot_be_replaced_is_left_alone(
     assert "left alone" in caplog.text and str(store.path) in caplog.text
 
 
-def test_a_cpus_profile_is_this_machines_own(store: Store) -> None:
-    here = DeviceId.here("cpu")
-    store.add(measured(dataclasses.replace(here, name="another"), 9.0))
-    store.add(measured(dataclasses.replace(here, torch="1.0"), 9.0))
-    assert load_profile(host(1), store) is None
-    store.add(measured(here, 1.0))
-    found = load_profile(host(1), store)
-    assert found is not None
-    assert found.op(linear(4)) == (1.0, 2.0, MEASURED)
-
-
-def test_more_ranks_than_cores_have_a_share_each() -> None:
-    cores = os.cpu_count() or 1
-    found = measured(HERE, 1.0)
-    assert profile_of(host(cores), found).slowdown == 1.0
-    assert profile_of(host(3 * cores), found).slowdown == 3.0
-
-
 def test_a_gpus_profile_is_the_latest_of_that_gpu(store: Store) -> None:
     cluster = Cluster.from_catalog("h100-sxm")
     h100 = DeviceId(name="NVIDIA H100 80GB HBM3", driver="550", torch="2.11.0")
@@ -249,12 +174,8 @@ def test_a_gpus_profile_is_the_latest_of_that_gpu(store: Store) -> None:
     store.add(measured(dataclasses.replace(h100, torch="2.13.0"), 2.0))
     store.add(measured(dataclasses.replace(h100, name="NVIDIA A100-SXM4-80GB"), 3.0))
     found = load_profile(cluster, store)
-    assert found is not None
-    assert found.op(linear(4)) == (2.0, 4.0, MEASURED)
+    assert found is not None and found.op(linear(4)) == (2.0, 4.0, MEASURED)
     assert load_profile(Cluster.from_catalog("v100-32gb"), store) is None
-
-
-def test_devices_are_told_apart_by_the_drivers_name() -> None:
     assert is_device_of(Cluster.from_catalog("h100-sxm"), "NVIDIA H100 80GB HBM3")
     assert not is_device_of(Cluster.from_catalog("a100-80gb"), "NVIDIA H100 80GB HBM3")
     assert not is_device_of(host(1), "NVIDIA H100 80GB HBM3")

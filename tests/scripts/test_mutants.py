@@ -24,19 +24,13 @@ def test_every_mutant_stands_once_in_its_file_and_leaves_python() -> None:
     assert not faults, "\n".join(faults)
 
 
-def test_names_are_unique_and_every_mutant_says_what_it_breaks() -> None:
+def test_names_are_unique_and_a_text_that_moved_is_refused() -> None:
     twice = [name for name, times in Counter(m.name for m in MUTANTS).items() if times > 1]
     assert not twice
     assert all(mutant.breaks and mutant.kind for mutant in MUTANTS)
-
-
-def test_all_rooms_have_mutants() -> None:
     assert len(MUTANTS) >= LEAST
     rooms = {mutant.file.split("/")[0] for mutant in MUTANTS}
     assert rooms == {"costmodel", "executor", "meshwright", "planner", "profiles"}
-
-
-def test_a_text_that_moved_is_refused() -> None:
     mutant = Mutant(name="moved", kind="", file="a.py", text="x = 1", change="x = 2", breaks="it")
     assert mutant.applied("x = 1\n") == "x = 2\n"
     for source in ("y = 1\n", "x = 1\nx = 1\n"):

@@ -1,8 +1,8 @@
-"""The price of a block by hand: a residual perceptron, where one resource alone costs."""
-
-from __future__ import annotations
+"""The price of a block by hand: a residual perceptron, where one resource alone costs; what its
+backward holds of activations' gradients, operator by operator."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.costmodel.blocks.price import BlockPrice, PassNeeds, price_block
+from meshwright.costmodel.blocks.backward import Moment
+from meshwright.costmodel.blocks.price import BlockPrice, PassNeeds, price_block, price_pass
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import BlockLayouts, Entry
 from meshwright.costmodel.stages.sums import block_sums
@@ -27,13 +28,16 @@ X, INNER = 4 * ROWS * WIDTH, 4 * ROWS * WIDE  # bytes of what enters, and of wha
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    """A residual perceptron; a square one runs the same weights twice."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor] = F.gelu, wide: int = WIDE):
         super().__init__()
-        self.up = nn.Linear(WIDTH, WIDE, bias=False)
-        self.down = nn.Linear(WIDE, WIDTH, bias=False)
+        self.act = act
+        self.up = nn.Linear(WIDTH, wide, bias=False)
+        self.down = self.up if wide == WIDTH else nn.Linear(wide, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+        return x + self.down(self.act(self.up(x)))
 
 
 @cache
@@ -88,9 +92,7 @@ def test_each_pass_sums_over_the_ranks_once(tp: int) -> None:
         ("full", UP, 2 * INNER, 2),
     ],
 )
-def test_policies_run_again_and_free(
-    policy: str, seconds: float, freed: float, kernels: int
-) -> None:
+def test_policies(policy: str, seconds: float, freed: float, kernels: int) -> None:
     own = price(busy()).repeats[policy]
     assert (own.seconds, own.comm_s, own.freed_bytes) == pytest.approx((seconds, 0, freed))
     assert price(hosted()).repeats[policy].host_s == pytest.approx(kernels)
@@ -121,3 +123,40 @@ def test_what_a_price_depends_on() -> None:
     ):
         keys = {needs.key(dataclasses.replace(setting, **change)) for change in changes}
         assert len(keys) == differ, needs
+
+
+WORDS = 24
+LOGITS, LOSS = 4 * ROWS * WORDS, 4
+
+
+def course(*layers: nn.Module, block: int, words: bool = False) -> tuple[Moment, ...]:
+    """Of one block of the layers, the last operator first."""
+    with torch.device("meta"):
+        to = torch.empty(ROWS, dtype=torch.long) if words else torch.empty(ROWS, WIDTH)
+        loss = F.cross_entropy if words else F.mse_loss
+        model = stack(*layers).to("meta")
+        of = cut(model, (torch.empty(ROWS, WIDTH), to), loss, precision="fp32")
+    own = BlockLayouts(of.graph, of.table, of.graph.blocks[block], 1)
+    pricer = Pricer(graph=of.graph, table=of.table, setting=setting_on(busy(), rows=ROWS))
+    return price_pass(pricer, own, own.complete({}, {}), {}).course
+
+
+def test_temporaries_and_gradients_of_a_backward() -> None:
+    """`down`: of its result, its operand and x; `up`: of its result, and x's twice, to be added."""
+    found = course(*(Layer() for _ in range(3)), block=1)
+    products = [moment for moment in found if moment.parameters]
+    assert [moment.during for moment in products] == [X + INNER + X, INNER + X + X]
+    assert [moment.parameters for moment in products] == [(1,), (0,)]
+    assert max(moment.during for moment in found) == X + 2 * INNER  # gelu's
+    found = course(*(Layer(lambda y: y**3) for _ in range(3)), block=1)
+    assert max(moment.during for moment in found) == X + 2 * INNER + 2 * INNER
+    found = course(*(Layer(wide=WIDTH) for _ in range(3)), block=1)
+    assert [moment.parameters for moment in found if moment.parameters] == [(0,)]
+    found = course(Layer(), Layer(), nn.Linear(WIDTH, WORDS), block=-1, words=True)
+    assert max(moment.during for moment in found) == LOSS + 2 * LOGITS
+
+
+def test_alternate_runs_every_other_product_again() -> None:
+    """The first one's result stays; of the rest, gelu's is read."""
+    own = price(busy()).repeats["alternate"]
+    assert (own.seconds, own.freed_bytes) == (pytest.approx(0, abs=1e-20), INNER)

@@ -1,7 +1,5 @@
 """Seconds of one kernel: the roofline by hand, tiles and waves laid out one by one, monotone."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -20,23 +18,13 @@ from meshwright.profiles.cluster import Cluster, Device
 from meshwright.profiles.hardware.curve import Curve
 
 PLAIN = Device(
-    name="toy",
-    kind="cuda",
-    memory_bytes=2**30,
-    peak_flops={"fp32": 100.0, "fp16": 800.0},
-    memory_bandwidth=20.0,
-    matmul_efficiency=0.5,
-    attention_efficiency=0.4,
-    memory_efficiency=0.25,
-    launch_overhead_s=0.125,
-    reserved_bytes=0,
-)
+    name="toy", kind="cuda", memory_bytes=2**30, peak_flops={"fp32": 100.0, "fp16": 800.0},
+    memory_bandwidth=20.0, matmul_efficiency=0.5, attention_efficiency=0.4, memory_efficiency=0.25,
+    launch_overhead_s=0.125, reserved_bytes=0,
+)  # fmt: skip
 TILED = dataclasses.replace(PLAIN, compute_units=6, tiles=((8, 4), (4, 4), (2, 2)))
 SIDES = st.integers(1, 40)
 BATCHES = st.integers(1, 5)
-
-
-# --- the roofline --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -44,30 +32,23 @@ BATCHES = st.integers(1, 5)
     [
         ((10, 20, 10), 5.0, "fp16", 10.0),  # 4000 FLOPs / (800 * 0.5), above the ridge
         ((10, 20, 10), 5.0, "fp32", 80.0),  # 4000 / (100 * 0.5)
-        ((10, 20, 10), 5.0, "bf16", 80.0),  # no bf16 units: the fp32 rate
         ((10, 2, 10), 50.0, "fp16", 10.0),  # 50 / (20 * 0.25), below the ridge
         ((0, 2, 10), 0.0, "fp16", 0.0),
     ],
 )
-def test_a_product_takes_the_longer_of_work_and_traffic(
-    sides: tuple[int, int, int], nbytes: float, dtype: str, seconds: float
-) -> None:
+def test_products(sides: tuple[int, int, int], nbytes: float, dtype: str, seconds: float) -> None:
     assert matmul_seconds(PLAIN, dtype, *sides, 1, nbytes) == pytest.approx(seconds, rel=1e-12)
     m, n, k = sides
     assert matmul_seconds(PLAIN, dtype, m, n, k, 3, 3 * nbytes) == pytest.approx(3 * seconds)
 
 
-def test_attention_takes_the_longer_of_work_and_traffic() -> None:
+def test_attention_takes_the_longer_and_unknown_dtypes_are_refused() -> None:
     assert attention_seconds(PLAIN, "fp16", 3200.0, 64, 1.0) == pytest.approx(3200 / (800 * 0.4))
     assert attention_seconds(PLAIN, "fp16", 3200.0, 64, 500.0) == pytest.approx(500 / (20 * 0.25))
-
-
-def test_traffic_alone() -> None:
-    assert stream_seconds(PLAIN, 50.0) == pytest.approx(10.0)
-    assert stream_seconds(PLAIN, 0.0) == 0.0
-
-
-def test_an_unknown_dtype_is_refused() -> None:
+    tuned = dataclasses.replace(PLAIN, tuned_attention_efficiency=Curve.constant(0.8))
+    for device, flag, fraction in ((tuned, True, 0.8), (tuned, False, 0.4), (PLAIN, True, 0.4)):
+        found = attention_seconds(device, "fp16", 3200.0, 64, 1.0, tuned=flag)
+        assert found == pytest.approx(3200 / (800 * fraction))
     with pytest.raises(ValueError, match=r"dtype 'float16' is unknown; legal: bf16, fp16, fp32"):
         matmul_seconds(PLAIN, "float16", 1, 1, 1, 1, 1.0)
 
@@ -79,19 +60,13 @@ def test_efficiencies_are_read_at_the_size_of_the_work() -> None:
         PLAIN, matmul_efficiency=curve, attention_efficiency=curve, memory_efficiency=curve
     )
     for size, fraction in ((10, 0.4), (1000, 0.8)):
-        assert matmul_seconds(device, "fp16", size / 2, 1, 1, 1, 0.0) == pytest.approx(
-            size / (800 * fraction)
-        )
-        assert matmul_seconds(device, "fp16", size / 10, 1, 1, 5, 0.0) == pytest.approx(
-            size / (800 * fraction)
-        )
-        assert attention_seconds(device, "fp16", 1e6, size, 0.0) == pytest.approx(
-            1e6 / (800 * fraction)
-        )
+        expected = pytest.approx(size / (800 * fraction))
+        assert matmul_seconds(device, "fp16", size / 2, 1, 1, 1, 0.0) == expected
+        assert matmul_seconds(device, "fp16", size / 10, 1, 1, 5, 0.0) == expected
+        attended = attention_seconds(device, "fp16", 1e6, size, 0.0)
+        assert attended == pytest.approx(1e6 / (800 * fraction))
         assert stream_seconds(device, size) == pytest.approx(size / (20 * fraction))
-
-
-# --- tiles and waves -----------------------------------------------------------------------------
+    assert stream_seconds(device, 0.0) == 0.0
 
 
 def laid_out(device: Device, m: int, n: int, batch: int, tile: tuple[int, int]) -> float:
@@ -112,9 +87,6 @@ def test_filling_is_that_of_the_best_tile(m: int, n: int, batch: int) -> None:
         options += [worth * laid_out(TILED, m, n, batch, tile) for tile in ((a, b), (b, a))]
     assert filling(TILED, m, n, batch) == pytest.approx(max(options), rel=1e-12)
     assert filling(PLAIN, m, n, batch) == 1
-
-
-# --- what is published ---------------------------------------------------------------------------
 
 
 def test_large_products_on_an_a100_are_near_what_is_published() -> None:
@@ -140,10 +112,3 @@ def test_a_long_sum_is_cut_and_its_parts_added(k: int, seconds: float) -> None:
     # where adding costs more than the units gain nothing is cut
     slow = dataclasses.replace(one, memory_bandwidth=1e-3)
     assert matmul_seconds(slow, "fp16", 8, 4, k, 1, 0.0) == pytest.approx(64 * k / (400 / 6))
-
-
-def test_attention_may_be_tuned_for_a_device() -> None:
-    tuned = dataclasses.replace(PLAIN, tuned_attention_efficiency=Curve.constant(0.8))
-    for device, flag, fraction in ((tuned, True, 0.8), (tuned, False, 0.4), (PLAIN, True, 0.4)):
-        found = attention_seconds(device, "fp16", 3200.0, 64, 1.0, tuned=flag)
-        assert found == pytest.approx(3200 / (800 * fraction))

@@ -5,8 +5,6 @@ Neither counts what is stored with the model (parameters, buffers, constants) no
 the batch alone (ids, labels, masks, positions).
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -122,13 +120,9 @@ class Setup:
 
 
 def setup(
-    of: Traced,
-    shardings: Mapping[str, str] | None = None,
-    *,
-    mesh: Mesh = (1, 1),
-    microbatches: int = 1,
-    recompute: str = "none",
-) -> Setup:
+    of: Traced, shardings: Mapping[str, str] | None = None, *, mesh: Mesh = (1, 1),
+    microbatches: int = 1, recompute: str = "none",
+) -> Setup:  # fmt: skip
     """The choices of a plan with these shardings. One micro-batch divides losses by nothing."""
     knobs = Knobs(
         meshes=(mesh,), rows=GLOBAL_BATCH, num_microbatches=microbatches, shardings=shardings or {}
@@ -139,26 +133,16 @@ def setup(
 
 
 def chosen(
-    of: Traced,
-    assignments: Mapping[str, Assignment],
-    *,
-    mesh: Mesh,
-    microbatches: int = 1,
+    of: Traced, assignments: Mapping[str, Assignment], *, mesh: Mesh, microbatches: int = 1,
     recompute: str = "none",
-) -> Setup:
+) -> Setup:  # fmt: skip
     blocks = of.graph.blocks
     return Setup(
-        of=of,
-        mesh=mesh,
-        rows=of.graph.batch_size / mesh[0],
-        microbatches=microbatches,
+        of=of, mesh=mesh, rows=of.graph.batch_size / mesh[0], microbatches=microbatches,
         layouts={b.name: BlockLayouts(of.graph, of.table, b, mesh[1]) for b in blocks},
         assignments=assignments,
         recompute={b.name: recompute for b in blocks if recomputable(b)},
-    )
-
-
-# --- predicted ------------------------------------------------------------------------------------
+    )  # fmt: skip
 
 
 def pricer(of: Setup) -> Pricer:
@@ -181,7 +165,6 @@ def memories(of: Setup) -> dict[str, BlockMemory]:
 
 
 def predicted(of: Setup) -> float:
-    """Bytes that one forward of all blocks keeps, each allocation once."""
     kept: set[Storage] = set()
     passed: dict[str, Held] = {}
     for block, memory in zip(of.blocks, memories(of).values(), strict=True):
@@ -191,7 +174,6 @@ def predicted(of: Setup) -> float:
 
 
 def _kept(of: Setup, block: Block, memory: BlockMemory) -> frozenset[Storage]:
-    """What a block's policy keeps, and what it reads."""
     policy, regather = parts_of(of.recompute.get(block.name, "none"))
     if policy == "none":
         return memory.kept_repeating((), regather=regather)
@@ -204,23 +186,14 @@ def _kept(of: Setup, block: Block, memory: BlockMemory) -> frozenset[Storage]:
     return frozenset(s for s in memory.kept | read if s in memory.outside)
 
 
-# --- counted --------------------------------------------------------------------------------------
-
-
 def counted(of: Setup, batch: Any, data: Axis | None = None, tensor: Axis | None = None) -> int:
-    """Bytes that one forward keeps on the rank at these axes."""
     graph, table = of.of.graph, of.of.table
     data, tensor = data or Axis("data", 1, 0), tensor or Axis("tensor", 1, 0)
     layout = data_layout(graph, table, data.size)
     context = Context(
-        graph=graph,
-        table=table,
-        data=layout,
-        data_axis=data,
-        tensor_axis=tensor,
-        device=torch.device("cpu"),
-        microbatches=of.microbatches,
-    )
+        graph=graph, table=table, data=layout, data_axis=data, tensor_axis=tensor,
+        device=torch.device("cpu"), microbatches=of.microbatches,
+    )  # fmt: skip
     lowering = Lowering(context=context, recompute=of.recompute)
     stored = parameter_states(graph, of.blocks, of.assignments, (layout,), (data.size,))
     lowered = []
@@ -237,14 +210,10 @@ def counted(of: Setup, batch: Any, data: Axis | None = None, tensor: Axis | None
         raw[name] = mine.to(graph.values[name].dtype)
     wanted = tuple(dict.fromkeys(name for block in of.blocks for name in block.derived))
     graphs = StageGraphs(
-        prologue=lowering.prologue(graph.derived, wanted),
-        blocks=tuple(lowered),
-        constants={},
-        sends=(),
-        loss=graph.loss,
-        updates={},
+        prologue=lowering.prologue(graph.derived, wanted), blocks=tuple(lowered), constants={},
+        sends=(), loss=graph.loss, updates={},
         differentiable=frozenset(n for n, meta in graph.values.items() if meta.requires_grad),
-    )
+    )  # fmt: skip
     modules = [BlockModule(block, {}) for block in lowered]
     program = StageProgram(graphs, modules, tensors=held, shared={}, device=torch.device("cpu"))
     apart = [*held.values(), *raw.values()]

@@ -1,8 +1,7 @@
 """Gradients in the course of backwards, followed by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -12,25 +11,13 @@ BUCKET, ALONE = 100, 80  # bytes: parameters of 20 elements and more travel alon
 
 
 def course(
-    numels: Sequence[float],
-    *,
-    zero: int = 0,
-    shards: int = 2,
-    summed: bool = True,
-    received: bool = False,
-    weight_bytes: int = 4,
-    host: bool = False,
-) -> GradientBytes:
+    numels: Sequence[float], *, shards: int = 2, weight_bytes: int = 4, host: bool = False,
+    **given: Any,
+) -> GradientBytes:  # fmt: skip
     trained = [Trained(numel=n, shards=shards, block=k, host=host) for k, n in enumerate(numels)]
-    reduction = Reduction(
-        zero=zero,
-        weight_bytes=weight_bytes,
-        summed=summed,
-        bucket_bytes=BUCKET,
-        alone_bytes=ALONE,
-        received=received,
-    )
-    return GradientBytes(trained, reduction)
+    fixed = {"weight_bytes": weight_bytes, "bucket_bytes": BUCKET, "alone_bytes": ALONE}
+    how: dict[str, Any] = {"zero": 0, "summed": True, "received": False, **given}
+    return GradientBytes(trained, Reduction(**fixed, **how))
 
 
 def backward(own: GradientBytes, *, last: bool = True) -> list[float]:
@@ -46,20 +33,14 @@ def test_what_nobody_sums_stays_where_autograd_left_it() -> None:
     assert own.finish() == 160
 
 
-def test_small_gradients_are_copied_to_a_bucket_that_is_made_whole() -> None:
+def test_buckets_of_gradients_that_are_summed() -> None:
     """10 + 10 elements fill a bucket of 80 bytes, which lies there with the first of them."""
     own = course([10, 10])
     assert backward(own) == [80 + 40, 80 + 40]
     assert own.finish() == 80
-
-
-def test_a_bucket_is_closed_before_it_would_overflow() -> None:
-    """12 and 15 elements are 108 bytes: each has a bucket."""
+    # 12 and 15 elements are 108 bytes: each has a bucket
     own = course([15, 12])
     assert backward(own) == [48 + 48, 48 + 60 + 60]
-
-
-def test_a_large_gradient_is_its_own_bucket_unless_it_is_in_16_bits() -> None:
     assert backward(course([30])) == [120]
     assert backward(course([30], weight_bytes=2)) == [120 + 60]
 
@@ -72,9 +53,7 @@ def test_two_buckets_are_scattered_at_a_time(received: bool, each: float) -> Non
 
 
 @pytest.mark.parametrize(("zero", "first", "second"), [(1, 240, 240), (2, 360, 360 + 60)])
-def test_the_second_stage_scatters_every_backward_the_first_one_the_last(
-    zero: int, first: float, second: float
-) -> None:
+def test_when_stages_scatter(zero: int, first: float, second: float) -> None:
     """ZeRO-1 holds both gradients until then; ZeRO-2 two under way and their shards, in the second
     backward beside the first one's shard."""
     own = course([30, 30], zero=zero)
@@ -85,16 +64,13 @@ def test_the_second_stage_scatters_every_backward_the_first_one_the_last(
     assert own.live == second
 
 
-def test_the_third_stage_holds_one_blocks_gradients_and_their_copy() -> None:
+def test_third_stage_and_host_hold_gradients_in_passing() -> None:
     """16-bit gradients of 60 bytes, the fp32 copy of 120 that is scattered, a shard of 60; then the
     next block's, while the copy is there until its own is made."""
     own = course([30, 30], zero=3, weight_bytes=2)
     assert backward(own) == [60 + 120 + 60, (120 + 60) + 60 + 60]
     assert own.finish() == 120
-
-
-def test_two_gradients_are_on_their_way_to_the_host_at_a_time() -> None:
-    """As autograd made them where nobody sums them, else their shards."""
+    # as autograd made them where nobody sums them, else their shards
     alone = course([30] * 4, summed=False, host=True)
     assert backward(alone) == [120, 240, 360, 360]
     scattered = course([30] * 4, zero=2, host=True)

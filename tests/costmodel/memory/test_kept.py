@@ -1,6 +1,5 @@
-"""What one operator keeps and how its results lie in memory, against torch."""
-
-from __future__ import annotations
+"""What one operator keeps and how its results lie in memory, against torch; what kernels of GPUs
+keep beside operands and results, by hand: no GPU is asked."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,24 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from meshwright.costmodel.graph import Graph, Op, TensorMeta
+from meshwright.costmodel.graph import Graph, Op, Ref, TensorMeta
 from meshwright.costmodel.memory.call import Call
 from meshwright.costmodel.memory.kept import PLACED, SPECIAL, keep
-from meshwright.costmodel.memory.storage import Held, Local, Storage, elementwise_strides, reshaped
+from meshwright.costmodel.memory.storage import (
+    Held,
+    Local,
+    Storage,
+    elementwise_strides,
+    fresh,
+    reshaped,
+)
 from meshwright.costmodel.rules.saves import BY_CALL, saves_of
 from meshwright.costmodel.rules.saves import WRITTEN as LINES
 from tests.costmodel.memory.saved_tensors import ledger
-from tests.costmodel.rules.rule_cases import RECURRENT, WRITTEN, Case
-from tests.costmodel.rules.rule_cases_auto import AUTOMATIC
-from tests.costmodel.rules.rule_cases_image import IMAGES
+from tests.costmodel.rules.rule_cases import AUTOMATIC, IMAGES, RECURRENT, WRITTEN, Case
 from tests.costmodel.traces import call_graph, drawn
 from tests.helpers.sharded_ops import called, sources
 
 # who of an operator's operands is trained
 TRAINED = {"all": slice(None), "first": slice(1), "last": slice(-1, None)}
-
-
-# --- operator by operator -------------------------------------------------------------------------
 
 
 def leaves(
@@ -40,12 +41,8 @@ def leaves(
         for name, x in sources(graph, module, batch).items()
     }
     read = dict.fromkeys(name for op in graph.ops for name in op.operands)
-    floating = [
-        name
-        for name in read
-        if name in values and name not in graph.buffers and values[name].is_floating_point()
-    ]
-    for name in floating[trained]:
+    own = [name for name in read if name in values and name not in graph.buffers]
+    for name in [name for name in own if values[name].is_floating_point()][trained]:
         values[name].requires_grad_()
     return values
 
@@ -53,10 +50,8 @@ def leaves(
 def held(x: torch.Tensor, storages: dict[int, Storage]) -> Held:
     memory = x.untyped_storage()
     storage = storages.setdefault(memory.data_ptr(), Storage(memory.nbytes()))
-    strides = tuple(map(float, x.stride()))
-    return Held(
-        shape=x.shape, dtype=x.dtype, grad=x.requires_grad, storage=storage, strides=strides
-    )
+    lying = {"shape": x.shape, "dtype": x.dtype, "grad": x.requires_grad}
+    return Held(**lying, storage=storage, strides=tuple(map(float, x.stride())))
 
 
 def lies_as(strides: Sequence[float], x: torch.Tensor) -> bool:
@@ -135,14 +130,11 @@ def test_operator_keeps_what_the_hooks_see(of: Case, trained: str) -> None:
             check_operator(op, values, stored)
 
 
-# --- views and strides ----------------------------------------------------------------------------
-
 shapes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 
 @st.composite
 def tensors(draw: st.DrawFn, shape: list[int] | None = None) -> torch.Tensor:
-    """Permuted, cut and broadcast tensors."""
     shape = shape or draw(shapes)
     order = draw(st.permutations(range(len(shape))))
     base = torch.zeros([shape[d] for d in order])
@@ -181,3 +173,44 @@ def test_elementwise_results_lie_as_torch_lays_them(data: st.DataObject) -> None
     wanted = torch.add(x, y)
     made = elementwise_strides(tuple(shape), [held(x, {}), held(y, {})])
     assert lies_as(made, wanted)
+
+
+ROWS, WIDTH = 6, 8
+HALF = torch.bfloat16
+
+
+def beside(name: str, shape: tuple[int, ...], *arguments: Any, count: int = 1, **how: Any) -> float:
+    """Bytes kept of neither operands nor results, where `count` operands are alike."""
+    names = [f"x{k}" for k in range(count)]
+    refs = [Ref(name) for name in names]
+    op = Op(
+        name="y", target=f"aten.{name}.default", args=(*refs, *arguments), kwargs={}, results=("y",)
+    )
+    metas = [TensorMeta(shape=shape, dtype=HALF, requires_grad=True)] * (count + 1)
+    local = Local(shape=shape, dtype=HALF, grad=True)
+    operands = tuple(fresh(local, origin="input") for _ in names)
+    saves = saves_of(op, metas[:-1], metas[-1:])
+    found = keep(Call(op=op, operands=operands, results=(local,), saves=saves, **how))
+    known = {x.storage for x in (*operands, *found.results)}
+    return sum(storage.nbytes for storage in found.storages if storage not in known)
+
+
+def test_norms_keep_statistics_in_single_precision_and_pooling_where_its_maxima_lie() -> None:
+    for device, each in (("cuda", 4), ("cpu", 2)):
+        assert beside("layer_norm", (ROWS, WIDTH), [WIDTH], device=device) == 2 * ROWS * each
+        assert beside("group_norm", (ROWS, WIDTH), 2, device=device) == 2 * 2 * ROWS * each
+        pooled = beside("max_pool2d", (2, 3, ROWS, WIDTH), [2, 2], device=device)
+        assert pooled == 6 * ROWS * WIDTH * 8
+
+
+def test_dropout_keeps_its_mask_and_attention_log_sums() -> None:
+    """Of bytes where torch's kernel draws it, else as the numbers that it multiplies; in single
+    precision, of the kernel for wide heads for whole tiles of queries."""
+    for device, counter, each in (("cuda", False, 1), ("cuda", True, 2), ("cpu", False, 2)):
+        for p, mask in ((0.5, ROWS * WIDTH * each), (0.0, 0)):
+            how = {"device": device, "counter_dropout": counter}
+            assert beside("dropout", (ROWS, WIDTH), p, True, **how) == mask
+    for width, rows in ((WIDTH, ROWS), (512, 32)):
+        shape = (2, 3, ROWS, width)
+        found = beside("scaled_dot_product_attention", shape, count=3, device="cuda")
+        assert found == 2 * 3 * rows * 4

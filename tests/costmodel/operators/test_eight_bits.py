@@ -1,8 +1,7 @@
 """Products in 8 bits: which, and their seconds by hand where one resource alone costs time."""
 
-from __future__ import annotations
-
 import dataclasses
+from collections import OrderedDict
 from functools import cache
 from typing import Any
 
@@ -35,24 +34,14 @@ class Layer(nn.Module):
         return x + self.down(F.gelu(self.up(x))) + self.aside(x).sum(-1, keepdim=True)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.head = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 @cache
 def net() -> Traced:
+    model = nn.Sequential(OrderedDict(
+        first=nn.Linear(WIDTH, WIDTH), layers=nn.Sequential(Layer(), Layer()),
+        head=nn.Linear(WIDTH, WIDTH),
+    ))  # fmt: skip
     batch = (torch.empty(ROWS, WIDTH, device="meta"),) * 2
-    return cut(Net().to("meta"), batch, F.mse_loss, precision="fp8")
+    return cut(model.to("meta"), batch, F.mse_loss, precision="fp8")
 
 
 def op_of(module: str) -> Op:

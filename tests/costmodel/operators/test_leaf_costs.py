@@ -3,8 +3,6 @@
 Oracles: torch's saved-tensor hooks, closed forms, the same operators outside of a leaf.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +32,6 @@ def leaf_in(graph: Graph) -> Op:
 
 
 def around(part: nn.Module, **more: Any) -> Graph:
-    """A linear layer, and a part behind it."""
     model = with_forward(lambda self, x: self.p0(self.l(x)).sum())
     model.p0 = part
     return trace(model, (rows(WIDTH),), **more)
@@ -44,17 +41,14 @@ def scanning() -> Graph:
     return trace(model_of(["scan"]), batch(ROWS), loss_fn=loss_fn, precision="fp32")
 
 
-def test_work_is_counted_on_one_run() -> None:
+def test_work_and_kernels_are_counted_on_one_run() -> None:
     work = leaf_of(leaf_in(scanning())).work
     scan, x = Scan(), torch.rand(ROWS, LENGTH, 32, requires_grad=True)
     with ledger() as kept:
         made = scan(x)["y"]
     assert work.saved_bytes == kept.nbytes([x, made, *scan.parameters()])
     assert work.numel == made.numel()
-
-
-def test_kernels_are_what_a_forward_computes_with() -> None:
-    """A scan's step: sigmoid, two products, a sum, tanh, a sum; zeros before it, a stack after."""
+    # A scan's step: sigmoid, two products, a sum, tanh, a sum; zeros before it, a stack after
     assert leaf_of(leaf_in(scanning())).work.kernels == 6 * LENGTH + 2
     part = leaf(nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()))
     work = leaf_of(leaf_in(around(part))).work
@@ -63,7 +57,7 @@ def test_kernels_are_what_a_forward_computes_with() -> None:
     assert (work.nbytes, work.taken) == (3 * made, (made, 4 * WIDTH**2))
 
 
-@pytest.mark.parametrize("rows_run", [2**9, 2**13, 2**17])
+@pytest.mark.parametrize("rows_run", [2**9, 2**17])
 def test_a_leaf_costs_what_its_operators_cost(rows_run: int) -> None:
     """Of a product at many rows: traced at few, the bytes of its weight do not grow."""
 
@@ -81,7 +75,7 @@ def test_a_leaf_costs_what_its_operators_cost(rows_run: int) -> None:
     assert seconds(kept) == pytest.approx(seconds(nn.Linear(1024, 1024)), rel=0.3)
 
 
-def test_declared_numbers_are_taken() -> None:
+def test_declared_numbers_are_taken_and_seconds_follow_them() -> None:
     def made(flops: Any, saved: Any) -> Work:
         part = leaf(nn.Tanh(), flops=flops, saved_bytes=saved)
         return leaf_of(leaf_in(around(part, batch_size=2 * ROWS))).work
@@ -90,9 +84,6 @@ def test_declared_numbers_are_taken() -> None:
     assert (numbers.flops, numbers.saved_bytes, numbers.source) == (200, 14, "declared")
     shaped = made(lambda x: 3 * x[0], lambda x: x[1])
     assert (shaped.flops, shaped.saved_bytes) == (6 * ROWS, WIDTH)
-
-
-def test_seconds_follow_kernels_flops_and_bytes() -> None:
     device = Cluster.from_catalog("h100-sxm").device
     small = leaf_of(leaf_in(scanning())).work
     small = replace(small, kernels=10, flops=0, nbytes=0, taken=(0,))

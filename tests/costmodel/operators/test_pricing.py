@@ -1,7 +1,5 @@
 """Prices of operators and parameters by hand, on devices where one resource alone costs time."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 from typing import Any
@@ -55,19 +53,14 @@ def net(*, written: bool = False, frozen: bool = False) -> Traced:
 
 
 def pricer(of: Traced, on: Cluster, *, fusion: str = "none", **given: Any) -> Pricer:
-    return Pricer(
-        graph=of.graph,
-        table=of.table,
-        setting=setting_on(on, **{"rows": ROWS, **given}),
-        fusion=fuse(of.graph, of.table, fusion),
-    )
+    setting = setting_on(on, **{"rows": ROWS, **given})
+    fused = fuse(of.graph, of.table, fusion)
+    return Pricer(graph=of.graph, table=of.table, setting=setting, fusion=fused)
 
 
 def costs(found: Pricer, short: str, strategy: str = "replicate") -> list[Cost]:
-    """Of all operators of a kind, in order."""
-    return [
-        found.op_cost(op, named(found, op, strategy)) for op in found.graph.ops if op.short == short
-    ]
+    ops = [op for op in found.graph.ops if op.short == short]
+    return [found.op_cost(op, named(found, op, strategy)) for op in ops]
 
 
 def named(found: Pricer, op: Op, name: str) -> Strategy:
@@ -104,15 +97,6 @@ def test_what_can_not_split_the_batch_runs_on_all_rows_and_pays_for_them() -> No
     assert once == twice
 
 
-def test_of_an_uneven_size_the_largest_part_counts() -> None:
-    found = pricer(net(), moving(), tp=3)
-    op = next(op for op in found.graph.ops if op.short == "linear")
-    assert WIDTH == 8
-    assert found.numel(op.operands[0], Placement("S", 2)) == ROWS * LENGTH * 3
-
-
-# --- products ------------------------------------------------------------------------------------
-
 UP = DOWN = 2 * ROWS * LENGTH * WIDTH * WIDE
 QKV = 2 * ROWS * LENGTH * WIDTH * 3 * WIDTH
 SCORES = 2 * ROWS * LENGTH * LENGTH * WIDTH  # all heads
@@ -128,40 +112,33 @@ def test_a_backward_multiplies_for_wanted_gradients_alone(frozen: bool) -> None:
     assert (qkv.forward_s, qkv.backward_s, qkv.weight_s) == pytest.approx((QKV, 2 * QKV, QKV))
 
 
-def test_products_of_activations_have_no_gradient_that_can_wait() -> None:
+def test_products_of_activations_and_attention() -> None:
     for cost in costs(pricer(net(written=True), busy()), "matmul"):
         assert (cost.forward_s, cost.backward_s, cost.weight_s) == pytest.approx(
             (SCORES, 2 * SCORES, 0)
         )
-
-
-def test_fused_attention_computes_its_scores_again() -> None:
     (cost,) = costs(pricer(net(), busy()), "scaled_dot_product_attention")
     assert cost.forward_s == pytest.approx(2 * SCORES)
     assert cost.backward_s == pytest.approx(2.5 * cost.forward_s)
-
-
-def test_the_tensor_axis_divides_the_work_and_rows_scale_it() -> None:
     up, *_ = costs(pricer(net(), busy(), rows=ROWS * 3), "linear")
     assert up.forward_s == pytest.approx(3 * UP)
     up, *_ = costs(pricer(net(), busy(), tp=2), "linear", "colwise")
     assert (up.forward_s, up.backward_s) == pytest.approx((UP / 2, UP / 2))
     (attention,) = costs(pricer(net(), busy(), tp=2), "scaled_dot_product_attention", "heads")
     assert attention.forward_s == pytest.approx(SCORES)
+    found = pricer(net(), moving(), tp=3)
+    op = next(op for op in found.graph.ops if op.short == "linear")
+    assert WIDTH == 8
+    assert found.numel(op.operands[0], Placement("S", 2)) == ROWS * LENGTH * 3
 
-
-# --- traffic -------------------------------------------------------------------------------------
 
 GELU = 4 * ROWS * LENGTH * WIDE
 
 
-def test_a_pointwise_kernel_reads_and_writes() -> None:
+def test_a_pointwise_kernel_reads_and_writes_and_views_move_nothing() -> None:
     """Backward: the result's gradient, the saved input, the input's gradient."""
     (gelu,) = costs(pricer(net(), moving()), "gelu")
     assert (gelu.forward_s, gelu.backward_s) == pytest.approx((2 * GELU, 3 * GELU))
-
-
-def test_views_move_nothing() -> None:
     found = pricer(net(), moving())
     views = [c for short in ("view", "transpose", "chunk") for c in costs(found, short)]
     assert len(views) == 4
@@ -169,7 +146,6 @@ def test_views_move_nothing() -> None:
 
 
 def test_what_a_fused_kernel_makes_stays_in_registers() -> None:
-    """A gelu after a scaling, all in one block."""
     with torch.device("meta"):
         model = with_forward(lambda self, x: self.l(F.gelu(self.l(x) * 2.0)))
         of = cut(model, (torch.empty(ROWS, WIDTH),) * 2, F.mse_loss, precision="fp32")
@@ -185,9 +161,6 @@ def test_what_a_fused_kernel_makes_stays_in_registers() -> None:
     known = pricer(of, moving(), fusion="pointwise", profile=Measured("measured"))
     assert costs(known, "linear")[0].measured_s == 3
     assert not costs(known, "mul")[0].measured_s and not costs(known, "gelu")[0].measured_s
-
-
-# --- the host and what was measured --------------------------------------------------------------
 
 
 def hosted() -> Cluster:
@@ -206,17 +179,13 @@ def test_the_host_issues_every_operator(scale: float) -> None:
 
 
 class Measured(OpProfile):
-    """Three seconds of everything."""
-
     def __init__(self, label: str) -> None:
         self.label = label
 
     def op(self, signature_text: str) -> tuple[float, float, str]:
         return 1.0, 2.0, self.label
 
-    def collective(
-        self, kind: str, nbytes: float, size: int, per_node: int
-    ) -> tuple[float, str] | None:
+    def collective(self, kind: str, nbytes: float, size: int, per_node: int) -> tuple[float, str]:
         return 5.0, self.label
 
 

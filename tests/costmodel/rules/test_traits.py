@@ -2,8 +2,6 @@
 traits say, and nowhere is an operator known by its name.
 """
 
-from __future__ import annotations
-
 import ast
 from typing import Any
 
@@ -95,9 +93,7 @@ def test_an_ordinary_operator_communicates_nothing_and_may_run_twice(graph: Grap
     check_evaluable(graph)
 
 
-def test_a_norm_sums_its_statistics_and_runs_once(
-    graph: Graph, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_norm_sums_statistics(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
     alone, two = priced(graph, 1), priced(graph, 2)
     special(monkeypatch, Traits(statistics=Statistics(of_batch=True, running=(1,), training=2)))
     assert priced(graph, 1) == alone

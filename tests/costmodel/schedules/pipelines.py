@@ -10,7 +10,6 @@ from meshwright.costmodel.schedules.schedule import SCHEDULES, Streams, build_sc
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
 
 Edges = list[tuple[int, int]]
-
 counts = st.integers(1, 7)
 seconds = st.integers(0, 9)
 whether = st.booleans()
@@ -32,29 +31,21 @@ class Shape:
 
     @property
     def pipelines(self) -> tuple[range, ...]:
-        """The stages of each copy of the model."""
         return SCHEDULES[self.name].pipelines(self.num_stages)
 
     @property
     def chain(self) -> Edges:
-        """Each stage of a copy with its next one."""
         return [edge for stages in self.pipelines for edge in pairwise(stages)]
 
     def microbatches(self, stage: int) -> range:
-        """Those that a stage runs."""
         each = self.m // len(self.pipelines)
         (copy,) = (k for k, stages in enumerate(self.pipelines) if stage in stages)
         return range(copy * each, (copy + 1) * each)
 
     def streams(self, edges: Edges | None = None) -> Streams:
-        return build_schedule(
-            self.name,
-            num_stages=self.num_stages,
-            num_microbatches=self.m,
-            num_devices=self.p,
-            edges=edges,
-            paired=self.paired,
-        )
+        counts = {"num_stages": self.num_stages, "num_microbatches": self.m}
+        sizes = {**counts, "num_devices": self.p}
+        return build_schedule(self.name, **sizes, edges=edges, paired=self.paired)
 
 
 @st.composite
@@ -83,29 +74,17 @@ def edges_of(draw: st.DrawFn, shape: Shape) -> Edges:
 def stage_times(draw: st.DrawFn) -> StageTimes:
     forward, backward = draw(seconds), draw(seconds)
     return StageTimes(
-        forward_s=forward,
-        backward_s=backward,
-        weight_s=draw(st.integers(0, backward)),
-        overlap_s=draw(st.integers(0, forward)),
-        reduce_s=draw(seconds),
+        forward_s=forward, backward_s=backward, weight_s=draw(st.integers(0, backward)),
+        overlap_s=draw(st.integers(0, forward)), reduce_s=draw(seconds),
         optimizer_s=draw(seconds),
-    )
+    )  # fmt: skip
 
 
 def times(
     forward: float, backward: float, reduce: float = 0, optimizer: float = 0, *, weight: float = 0
 ) -> StageTimes:
-    return StageTimes(
-        forward_s=forward,
-        backward_s=backward,
-        weight_s=weight,
-        reduce_s=reduce,
-        optimizer_s=optimizer,
-    )
-
-
-def chain(num_stages: int) -> Edges:
-    return list(pairwise(range(num_stages)))
+    own = {"forward_s": forward, "backward_s": backward, "weight_s": weight}
+    return StageTimes(**own, reduce_s=reduce, optimizer_s=optimizer)
 
 
 def run(

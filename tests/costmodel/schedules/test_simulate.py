@@ -1,17 +1,20 @@
-"""The simulation against an event-by-event reference.
+"""The simulation against an event-by-event reference and against closed forms: the textbook's, the
+papers' and those of its docstring; steps that are validated afterwards: which forwards run early.
 
 All times are whole numbers of seconds, so sums are exact and times are compared with ==.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from meshwright.costmodel.schedules.early import early_parts
 from meshwright.costmodel.schedules.orders import Compute
 from meshwright.costmodel.schedules.schedule import SCHEDULES, Action, Instruction, build_schedule
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
@@ -29,13 +32,11 @@ F, B = Action.FORWARD, Action.BACKWARD
 I, W = Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT
 SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
-
 Transfers = dict[tuple[int, int], int]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Shape, list[StageTimes], Transfers]:
-    """A schedule on any stage graph, with any times."""
     shape = draw(shapes())
     of_stages = [draw(stage_times()) for _ in range(shape.num_stages)]
     return shape, of_stages, {edge: draw(seconds) for edge in draw(edges_of(shape))}
@@ -49,9 +50,6 @@ def compute_s(each: Instruction | Compute, of_stages: Sequence[StageTimes]) -> f
         I: stage.backward_s - stage.weight_s,
         W: stage.weight_s,
     }[each.action]
-
-
-# --- references ------------------------------------------------------------------------------
 
 
 def played(
@@ -102,13 +100,8 @@ def played(
     return events
 
 
-# --- any schedule, any graph -----------------------------------------------------------------
-
-
 @given(case=cases())
-def test_every_event_is_when_the_reference_has_it(
-    case: tuple[Shape, list[StageTimes], Transfers],
-) -> None:
+def test_events_are_as_played(case: tuple[Shape, list[StageTimes], Transfers]) -> None:
     shape, of_stages, transfers = case
     streams = shape.streams(list(transfers))
     expected = played(streams, of_stages, transfers)
@@ -129,13 +122,8 @@ def test_every_event_is_when_the_reference_has_it(
     assert 0 <= timeline.bubble_fraction <= 1
 
 
-# --- streams that are wrong ------------------------------------------------------------------
-
-
-def instruction(
-    action: Action, stage: int, microbatch: int, peer: int | None = None
-) -> Instruction:
-    return Instruction(action=action, stage=stage, microbatch=microbatch, peer=peer)
+def instruction(action: Action, stage: int, k: int, peer: int | None = None) -> Instruction:
+    return Instruction(action=action, stage=stage, microbatch=k, peer=peer)
 
 
 def sends(stage: int, peer: int, microbatches: list[int]) -> list[Instruction]:
@@ -160,14 +148,11 @@ def test_a_deadlock_names_who_waits_for_what() -> None:
         )
 
 
-def test_channel_ends_that_disagree_are_refused() -> None:
+def test_channels_and_streams_that_disagree_are_refused() -> None:
     with pytest.raises(ValueError, match=r"expects recvF1<-0.*micro-batch 0"):
         play(sends(0, 1, [0, 1]), receives(1, 0, [1, 0]))
     with pytest.raises(ValueError, match="never receives sendF1 of stage 0"):
         play(sends(0, 1, [0, 1]), receives(1, 0, [0]))
-
-
-def test_stages_without_a_stream_or_in_two_are_refused() -> None:
     with pytest.raises(ValueError, match=r"sendF0->2 of stage 0 names stage 2.*legal: 0..1"):
         play(sends(0, 2, [0]), [instruction(F, 1, 0)])
     with pytest.raises(ValueError, match=r"stages \[0, 0\]"):
@@ -192,9 +177,6 @@ def test_missing_and_impossible_times_are_refused() -> None:
         StageTimes(forward_s=1, backward_s=1, reduce_s=0, optimizer_s=0, overlap_s=2)
 
 
-# --- trace -----------------------------------------------------------------------------------
-
-
 def labels_and_spans(timeline: Timeline) -> tuple[dict[Any, str], list[dict[str, Any]]]:
     trace = json.loads(json.dumps(timeline.chrome_trace()))["traceEvents"]
     labels = {(e["name"], e["pid"], e["tid"]): e["args"]["name"] for e in trace if e["ph"] == "M"}
@@ -202,11 +184,8 @@ def labels_and_spans(timeline: Timeline) -> tuple[dict[Any, str], list[dict[str,
 
 
 def test_the_chrome_trace_shows_every_event_on_a_named_track_of_its_stage() -> None:
-    timeline = run(
-        Shape(name="1f1b", p=3, v=1, m=4),
-        [times(1, 2, 1, 1)] * 3,
-        {(0, 1): 1, (1, 2): 1, (0, 2): 1},
-    )
+    transfers = {(0, 1): 1, (1, 2): 1, (0, 2): 1}
+    timeline = run(Shape(name="1f1b", p=3, v=1, m=4), [times(1, 2, 1, 1)] * 3, transfers)
     labels, spans = labels_and_spans(timeline)
     assert [labels["process_name", s, 0] for s in range(3)] == ["stage 0", "stage 1", "stage 2"]
     assert [
@@ -224,10 +203,130 @@ def test_the_chrome_trace_names_the_stages_of_a_device(name: str) -> None:
     shape = Shape(name=name, p=2, v=2, m=4)
     first = shape.microbatches(3)[0]
     labels, spans = labels_and_spans(run(shape, [times(1, 2, 1, 1, weight=1)] * 4))
-    assert [labels["process_name", d, 0] for d in range(2)] == [
-        "device 0: stages 0, 3",
-        "device 1: stages 1, 2",
-    ]
+    names = [labels["process_name", d, 0] for d in range(2)]
+    assert names == ["device 0: stages 0, 3", "device 1: stages 1, 2"]
     on_first = {e["name"] for e in spans if e["pid"] == 0 and e["cat"] == "compute"}
     assert {"F0 of stage 0", f"F{first} of stage 3", "optimizer of stage 3"} <= on_first
     assert not any(name.endswith("stage 1") for name in on_first)
+
+
+positive = st.integers(1, 9)
+
+
+def equal(shape: Shape, forward: int, input_: int, weight: int) -> Timeline:
+    return run(shape, [times(forward, input_ + weight, weight=weight)] * shape.num_stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """Seconds that a schedule adds to the ideal time, of equal stages with F, I and W seconds: in a
+    step by itself, and where steps are validated afterwards (None: the same). They hold from
+    `least(p)` micro-batches on, of multiples of `unit(p)`, W <= F, I; `alike`: where F = I."""
+
+    bubble: Callable[..., float]
+    validated: Callable[..., float] | None = None
+    least: Callable[[int], int] = lambda p: 1
+    unit: Callable[[int], int] = lambda p: 1
+    alike: bool = False
+
+
+WHOLE = Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i + w))
+FORMS = {
+    "gpipe": WHOLE,
+    "1f1b": WHOLE,
+    "eager_1f1b": WHOLE,
+    "interleaved_1f1b": replace(WHOLE, unit=lambda p: p),
+    "zb_h1": Form(bubble=lambda p, m, f, i, w: (p - 1) * (f + i - w), least=lambda p: p),
+    "zb_h2": Form(
+        bubble=lambda p, m, f, i, w: (p - 1) * max(f, f + i - 2 * w),
+        validated=lambda p, m, f, i, w: (p - 1) * (f + i - 2 * w),
+        least=lambda p: 2 * p - 1,
+    ),
+    "zb_v": Form(
+        bubble=lambda p, m, f, i, w: (p - 1) * max(f, 2 * (f - w)),
+        validated=lambda p, m, f, i, w: 2 * (p - 1) * (f - w),
+        least=lambda p: 2 * p - 1,
+        alike=True,
+    ),
+    "dualpipe_v": Form(
+        bubble=lambda p, m, f, i, w: (p - 1) * (2 * f - w), least=lambda p: 2 * p, alike=True
+    ),
+    # p - 2 slots of F, and in each unit of p micro-batches as many times what B takes more
+    "chimera": Form(
+        bubble=lambda p, m, f, i, w: (p - 2) * (f + m // p * (i + w - f)), unit=lambda p: p
+    ),
+    "dualpipe": Form(
+        bubble=lambda p, m, f, i, w: (p // 2 - 1) * (2 * f - w),
+        least=lambda p: 2 * p,
+        unit=lambda p: 2,
+        alike=True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@given(data=st.data(), p=st.integers(1, 6), w=positive, f=st.integers(0, 5), i=st.integers(0, 5))
+def test_equal_stages_take_the_time_of_the_papers(
+    name: str, data: st.DataObject, p: int, w: int, f: int, i: int
+) -> None:
+    form, own = FORMS[name], SCHEDULES[name]
+    v, p = own.stages_per_device or data.draw(st.integers(1, 4)), p * own.copies
+    f, i = w + f, w + (f if form.alike else i)
+    if name == "chimera":
+        i = max(i, f)  # B no shorter than F
+    unit = form.unit(p)
+    m = unit * (-(-form.least(p) // unit) + data.draw(st.integers(0, 9 if unit < 3 else 2)))
+    shape = Shape(name=name, p=p, v=v, m=m)
+    timeline = equal(shape, f, i, w)
+    busy_s = m * v // own.copies * (f + i + w)
+    bubble_s = form.bubble(p, m, f, i, w)
+    assert timeline.busy_s == (busy_s,) * p
+    assert timeline.step_time_s == timeline.pipeline_s == busy_s + bubble_s
+    assert timeline.bubble_fraction == pytest.approx(bubble_s / (busy_s + bubble_s))
+    found_s = period_s(shape, timeline)
+    validated_s = bubble_s if form.validated is None else form.validated(p, m, f, i, w)
+    if form.validated or (not own.splits_backward and own.copies == 1):
+        assert found_s == busy_s + validated_s
+        assert timeline.validated_bubble(found_s) == pytest.approx(1 - busy_s / found_s)
+
+
+BACKWARD = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
+
+
+def period_s(shape: Shape, timeline: Timeline, verdict_s: float = 0.0) -> float:
+    return timeline.validated_s(shape.streams(shape.chain), verdict_s)
+
+
+@given(data=st.data(), shape=shapes())
+def test_what_runs_early_waits_for_nothing_later(data: st.DataObject, shape: Shape) -> None:
+    """For any edges: no backward, all receives of early sends, and as much as there may be."""
+    streams = shape.streams(data.draw(edges_of(shape)))
+    parts = early_parts(streams)
+    sent = {
+        (i.stage, i.peer, i.microbatch)
+        for stream, part in zip(streams, parts, strict=True)
+        for i in stream[: part.count]
+        if i.action is Action.SEND_ACTIVATION
+    }
+    arriving = set()
+    for stream, part in zip(streams, parts, strict=True):
+        early, rest = stream[: part.count], stream[part.count :]
+        assert all(i.action not in BACKWARD for i in early)
+        received = [i for i in early if i.action is Action.RECV_ACTIVATION]
+        assert set(received) <= set(part.arriving)
+        arriving |= {(i.peer, i.stage, i.microbatch) for i in part.arriving}
+        following = rest[0]
+        if following.action is Action.RECV_ACTIVATION:
+            assert (following.peer, following.stage, following.microbatch) not in sent
+        else:
+            assert following.action in (*BACKWARD, Action.RECV_GRADIENT)
+    assert arriving == sent
+
+
+@pytest.mark.parametrize("verdict", [0, 10, 100])
+def test_a_verdict_that_is_late_is_waited_for(verdict: int) -> None:
+    """The last of four devices ends a step after 27 seconds, which it begins with 4 of forwards, 3
+    of them of others: so much of the verdict passes beside them."""
+    shape = Shape(name="zb_h2", p=4, v=1, m=8)
+    timeline = equal(shape, 1, 1, 1)
+    assert period_s(shape, timeline, verdict) == max(24, 27 + verdict - 4)

@@ -1,14 +1,18 @@
-"""Few decisions stand for all: compressing and completing are inverse, names and states parse."""
-
-from __future__ import annotations
+"""Few decisions stand for all: compressing and completing are inverse, names and states parse. The
+steps of a block are consistent under any assignment: operands come in the states that their readers
+take, every state is made once, and only from one in which the value is."""
 
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.sharding.layouts import (
@@ -17,6 +21,15 @@ from meshwright.costmodel.sharding.layouts import (
     Entry,
     default_state,
     stored_state,
+)
+from meshwright.costmodel.sharding.moves import (
+    Enter,
+    Leave,
+    Move,
+    Run,
+    Step,
+    moves,
+    replicated_steps,
 )
 from meshwright.costmodel.sharding.strategies import (
     RP,
@@ -28,7 +41,7 @@ from meshwright.costmodel.sharding.strategies import (
     transition,
 )
 from tests.costmodel.traces import graph_of
-from tests.helpers.planning import Traced, large_gpt2
+from tests.helpers.planning import Traced, cut, large_gpt2
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
 ROWS, COLUMNS, FUSED = Placement("S", 0), Placement("S", 1), Placement("S", 1, 3)
@@ -39,11 +52,7 @@ def layouts_of(of: Traced, degree: int) -> list[BlockLayouts]:
 
 
 def written(entries: Mapping[str, Entry]) -> dict[str, Entry]:
-    """Entries as they come back from their text."""
     return {name: Entry.parse(str(entry)) for name, entry in entries.items()}
-
-
-# --- there and back ------------------------------------------------------------------------------
 
 
 def legal(options: list[Strategy], op: Op, at: Mapping[str, Placement]) -> list[Strategy]:
@@ -90,22 +99,14 @@ def boundary(layouts: BlockLayouts, rng: random.Random) -> dict[str, Placement]:
 @settings(max_examples=30)
 @given(st.sampled_from(MODELS), st.sampled_from([2, 4]), st.integers(0, 2**32 - 1))
 def test_any_assignment_comes_back(name: str, degree: int, seed: int) -> None:
+    """Completing nothing, and compressing that, gives nothing; a subset of decisions is a plan."""
     rng = random.Random(seed)
     for layouts in layouts_of(graph_of(name), degree):
         inputs = boundary(layouts, rng)
         wanted = random_assignment(layouts, inputs, rng)
         assert layouts.complete(written(layouts.compress(wanted, inputs)), inputs) == wanted
-
-
-@settings(max_examples=20)
-@given(st.sampled_from(MODELS), st.integers(0, 2**32 - 1))
-def test_what_follows_needs_no_entry(name: str, seed: int) -> None:
-    """Completing nothing, and compressing that, gives nothing; a subset of decisions is a plan."""
-    rng = random.Random(seed)
-    for layouts in layouts_of(graph_of(name), 2):
-        inputs = boundary(layouts, rng)
         assert layouts.compress(layouts.complete({}, inputs), inputs) == {}
-        every = layouts.compress(random_assignment(layouts, inputs, rng), inputs)
+        every = layouts.compress(wanted, inputs)
         some = {key: entry for key, entry in every.items() if rng.random() < 0.5}
         found = layouts.complete(some, inputs)
         assert layouts.complete(layouts.compress(found, inputs), inputs) == found
@@ -115,7 +116,7 @@ def test_what_follows_needs_no_entry(name: str, seed: int) -> None:
             assert entry.state in (None, found.states[op.results[0]])
 
 
-def test_what_leaves_a_stage_is_replicated_whatever_its_entry_says() -> None:
+def test_what_leaves_a_stage_is_replicated_and_parameters_stored_as_first_read() -> None:
     layouts = layouts_of(graph_of("llama"), 2)[1]
     out = layouts.block.outputs[0]
     last = next(op for op in layouts.block.ops if out in op.results)
@@ -125,6 +126,9 @@ def test_what_leaves_a_stage_is_replicated_whatever_its_entry_says() -> None:
     assert inside.states[out] == COLUMNS
     assert leaving.states[out] == R
     assert leaving.strategies == inside.strategies
+    assert stored_state([COLUMNS, R]) == COLUMNS
+    assert stored_state([RP, COLUMNS]) == R
+    assert stored_state([]) == R
 
 
 def test_megatron_follows_from_two_decisions() -> None:
@@ -150,32 +154,19 @@ def test_megatron_follows_from_two_decisions() -> None:
     assert stored["transformer.h.0.ln_1.weight"] == R
 
 
-# --- entries as text -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "entry"),
-    [
+def test_entries() -> None:
+    for text, entry in (
         ("colwise", Entry(strategy="colwise")),
         ("heads -> S(1)", Entry(strategy="heads", state=COLUMNS)),
         ("heads->S(1/3)", Entry(strategy="heads", state=FUSED)),
-        ("-> R", Entry(state=R)),
         ("-> Rp", Entry(state=RP)),
         ("follow", Entry()),
-    ],
-)
-def test_entries(text: str, entry: Entry) -> None:
-    assert Entry.parse(text) == Entry.parse(f"  {entry} ") == entry
-
-
-@pytest.mark.parametrize("text", ["-> Q", "colwise -> S", "-> S(-1)", "-> S(1/)", "-> S(1) x"])
-def test_what_is_no_state_is_refused(text: str) -> None:
-    state = text.partition("->")[2].strip()
-    with pytest.raises(ValueError, match=rf"{re.escape(state)}.*legal: R, P, S\(dim\)"):
-        Entry.parse(text)
-
-
-# --- defaults ------------------------------------------------------------------------------------
+    ):
+        assert Entry.parse(text) == Entry.parse(f"  {entry} ") == entry
+    for text in ("-> Q", "colwise -> S", "-> S(-1)", "-> S(1/)", "-> S(1) x"):
+        state = text.partition("->")[2].strip()
+        with pytest.raises(ValueError, match=rf"{re.escape(state)}.*legal: R, P, S\(dim\)"):
+            Entry.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -189,15 +180,12 @@ def test_what_is_no_state_is_refused(text: str) -> None:
         (P, [RP], False, R),
         (P, [ROWS], False, ROWS),  # reduce-scattered where the only reader wants a shard
         (P, [ROWS, COLUMNS], False, R),
-        (P, [ROWS, R], False, R),
         (P, [], False, P),
         (COLUMNS, [COLUMNS], False, COLUMNS),
         (COLUMNS, [ROWS], False, COLUMNS),
-        (COLUMNS, [COLUMNS, RP], False, COLUMNS),
         (COLUMNS, [RP], False, COLUMNS),
         (COLUMNS, [R, RP], False, RP),  # gathered once, gradient scattered back once
         (COLUMNS, [P], False, R),  # there is no way from a shard to a partial value
-        (COLUMNS, [P, COLUMNS], False, R),
         (R, [RP], False, R),
         (R, [COLUMNS, RP], False, R),
     ],
@@ -208,22 +196,9 @@ def test_default_state(
     assert default_state(made, targets, is_output) == state
 
 
-def test_a_parameter_is_stored_as_its_first_reader_takes_it() -> None:
-    assert stored_state([COLUMNS, R]) == COLUMNS
-    assert stored_state([RP, COLUMNS]) == R
-    assert stored_state([]) == R
-
-
-# --- names ---------------------------------------------------------------------------------------
-
-
-def find(of: Traced, key: str) -> Iterator[tuple[Block, Op]]:
-    return ((block, op) for block in of.graph.blocks for op in block.ops if op.key == key)
-
-
 def at(name: str, key: str, degree: int) -> tuple[BlockLayouts, Op]:
     of = graph_of(name)
-    block, op = next(find(of, key))
+    block, op = next((b, op) for b in of.graph.blocks for op in b.ops if op.key == key)
     return BlockLayouts(of.graph, of.table, block, degree), op
 
 
@@ -233,10 +208,7 @@ def test_names_of_a_matrix_product() -> None:
     assert layouts.named(op, "out") == layouts.named(op, "colwise")
     assert layouts.named(op, "rowwise").results == (P,)
     assert layouts.named(op, "replicate").results == (R,)
-
-
-def test_a_bare_name_is_the_first_atom_that_divides() -> None:
-    """Query columns are (key heads × queries each × head dim) = (2 × 2 × 8)."""
+    # query columns are (key heads × queries each × head dim) = (2 × 2 × 8)
     for degree, name, split in ((2, "colwise.0", 1), (4, "colwise.2", 2 * 2)):
         layouts, op = at("llama", "model.layers.0.self_attn.q_proj:linear", degree)
         found = layouts.named(op, "colwise")
@@ -263,3 +235,130 @@ def test_a_degree_that_divides_nothing_leaves_replication() -> None:
     with pytest.raises(ValueError, match=message):
         layouts.named(op, "colwise")
     assert indivisible(graph_of("llama").table, op, 3) == {"out": 32, "b0": 16}
+
+
+def run_in_mind(steps: Sequence[Step]) -> None:
+    """Raise AssertionError where a step reads what is not there, or makes what is."""
+    there: set[tuple[str, Placement]] = set()
+
+    def made(value: str, state: Placement) -> None:
+        assert (value, state) not in there
+        there.add((value, state))
+
+    for step in steps:
+        match step:
+            case Enter(value, state):
+                made(value, state)
+            case Move(value, source, target):
+                assert source != target
+                assert (value, source) in there
+                assert step.known == ((value, target) in there)
+                there.add((value, target))
+            case Run(op, strategy):
+                assert there.issuperset(zip(op.operands, strategy.operands, strict=True))
+                for value, state in zip(op.results, strategy.results, strict=True):
+                    made(value, state)
+            case Leave(value, state):
+                assert (value, state) in there
+
+
+def belong(steps: Sequence[Step]) -> None:
+    """A move is for the operator that comes next and reads it, or for the last, which made it."""
+    order = {step.op.name: k for k, step in enumerate(steps) if isinstance(step, Run)}
+    for k, step in enumerate(steps):
+        if isinstance(step, (Move, Leave)) and step.op:
+            run = steps[order[step.op]]
+            assert isinstance(run, Run)
+            assert step.value in (run.op.operands if k < order[step.op] else run.op.results)
+            between = steps[min(k, order[step.op]) + 1 : max(k, order[step.op])]
+            assert not any(isinstance(other, Run) for other in between)
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(MODELS), st.sampled_from([2, 4]), st.integers(0, 2**32 - 1))
+def test_any_assignment_runs(name: str, degree: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for layouts in layouts_of(graph_of(name), degree):
+        inputs, block = boundary(layouts, rng), layouts.block
+        assignment = random_assignment(layouts, inputs, rng)
+        steps = moves(layouts, assignment, inputs)
+        run_in_mind(steps)
+        belong(steps)
+        assert [step.op for step in steps if isinstance(step, Run)] == list(block.ops)
+        assert {s.value: s.state for s in steps if isinstance(s, Leave)} == {
+            value: assignment.states[value] for value in block.outputs
+        }
+        outside = (*block.inputs, *block.derived, *block.parameters, *block.buffers)
+        entering = [step.value for step in steps[: len(outside)] if isinstance(step, Enter)]
+        assert tuple(entering) == outside
+
+
+@settings(max_examples=20)
+@given(st.sampled_from(MODELS), st.integers(0, 2**32 - 1))
+def test_partial_gradients_of_parameters_wait(name: str, seed: int) -> None:
+    """And a parameter that its stage holds partial, as its readers take it, is not moved."""
+    rng = random.Random(seed)
+    for layouts in layouts_of(graph_of(name), 2):
+        inputs, parameters = boundary(layouts, rng), layouts.block.parameters
+        assignment = random_assignment(layouts, inputs, rng)
+        targets = {v: layouts.targets(v, assignment.strategies) for v in parameters}
+        for step in moves(layouts, assignment, inputs):
+            if isinstance(step, Move):
+                readers = len(layouts.readers.get(step.value, ()))
+                alone = readers == 1 or targets.get(step.value) == [RP]
+                assert step.once == (step.value in parameters and alone)
+        partial = {v: RP for v in parameters if targets[v] == [RP]}
+        again = moves(layouts, assignment, inputs | partial)
+        assert not any(isinstance(step, Move) and step.value in partial for step in again)
+
+
+def test_what_is_replicated_is_not_moved() -> None:
+    ops = graph_of("gpt2_tied").graph.derived
+    made = {value for op in ops for value in op.results}
+    read = tuple(dict.fromkeys(v for op in ops for v in op.operands if v not in made))
+    steps = replicated_steps(ops, read, tuple(made))
+    run_in_mind(steps)
+    assert {type(step) for step in steps} == {Enter, Run, Leave}
+
+
+class Shared(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x)
+        return self.b(y) + self.c(y)
+
+
+@cache
+def shared() -> Traced:
+    batch = torch.empty(4, 8), torch.empty(4, 8)
+    return cut(Shared(), batch, F.mse_loss, precision="fp32")
+
+
+def moved(state: str, *readers: str) -> list[tuple[Placement, Placement]]:
+    """Re-shards of the value between a product by rows, which makes it partial, and two others.
+    `state` names its hub."""
+    of = shared()
+    block = Block(
+        name="all", ops=of.graph.ops, inputs=(), outputs=(), derived=tuple(of.graph.inputs),
+        parameters=tuple(of.graph.parameters), buffers=(), class_id="all",
+    )  # fmt: skip
+    layouts = BlockLayouts(of.graph, of.table, block, 2)
+    first, *others = [op for op in layouts.block.ops if op.short == "linear"]
+    entries = {first.name: Entry.parse(f"rowwise{state}")}
+    entries |= {op.name: Entry.parse(name) for op, name in zip(others, readers, strict=True)}
+    steps = moves(layouts, layouts.complete(entries, {}), {})
+    (value,) = first.results
+    return [(s.source, s.target) for s in steps if isinstance(s, Move) and s.value == value]
+
+
+def test_readers_share_a_re_shard_and_go_through_the_hub() -> None:
+    assert moved("", "rowwise", "rowwise") == [(P, COLUMNS)]
+    assert moved("", "colwise", "colwise") == [(P, R), (R, RP)]
+    assert moved(" -> R", "rowwise", "rowwise") == [(P, R), (R, COLUMNS)]
+    assert moved(" -> S(1)", "rowwise", "rowwise") == [(P, COLUMNS)]
+    assert moved(" -> P", "rowwise", "rowwise") == [(P, COLUMNS)]
+    assert moved("", "rowwise", "colwise") == [(P, R), (R, COLUMNS), (R, RP)]
+    assert moved(" -> S(1)", "rowwise", "colwise") == [(P, COLUMNS), (COLUMNS, RP)]

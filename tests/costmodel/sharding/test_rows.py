@@ -1,7 +1,5 @@
 """What becomes of rows on the way to the loss: known operator by operator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -57,7 +55,7 @@ def test_rows_meet(name: str) -> None:
     assert ".py:" in meetings[0].source
 
 
-def test_sums_and_totals() -> None:
+def test_sums_totals_and_numbers_of_the_batch() -> None:
     found = use_of(EXACT["masked mean, at least 1"])
     assert len(found.sums) == 1 and list(found.totals.values()) == ["sum"]
     assert use_of(EXACT["mean"]) == RowUse()
@@ -65,16 +63,11 @@ def test_sums_and_totals() -> None:
     assert list(use_of(EXACT["scaled by the longest"]).totals.values()) == ["max"]
     assert use_of(EXACT["by the batch's rows"]).numbers
 
-
-def test_batch_norm_is_exempt() -> None:
     class Normed(Rows):
         def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
             return self.norm(self.map(x)).square().mean()
 
     assert use_of(Normed(EXACT["mean"])).meetings == ()
-
-
-def test_numbers_of_the_whole_batch() -> None:
     loss = EXACT["by the batch's rows"]
     graph = with_numbers_of(graph_of(loss), graph_of(loss, rows=12))
     assert [op.args[1] for op in graph.ops if op.short == "div"] == [12]

@@ -1,7 +1,5 @@
 """The sequence that cp splits: found behind shifted labels, ruled out by what needs it whole."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 
@@ -66,7 +64,6 @@ def late(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def last(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """One token of the sequence decides."""
     return loss(net.words(net.embed(tokens)[:, -1]), labels[:, -1])
 
 
@@ -81,15 +78,10 @@ def decoder(head: Head) -> tuple[Graph, FactorTable]:
 @pytest.mark.parametrize(
     ("head", "lengths"),
     [
-        (padded, [LENGTH]),
-        (cropped, [LENGTH - 1, LENGTH]),
-        (one_more, [LENGTH - 1]),
-        (last, [LENGTH]),
-        (mixed, [LENGTH]),
-        (rolled, [LENGTH]),
-        (late, [LENGTH - 1, LENGTH]),
+        (padded, [LENGTH]), (cropped, [LENGTH - 1, LENGTH]), (one_more, [LENGTH - 1]),
+        (last, [LENGTH]), (mixed, [LENGTH]), (rolled, [LENGTH]), (late, [LENGTH - 1, LENGTH]),
     ],
-)
+)  # fmt: skip
 def test_a_shift_by_one_token_keeps_the_sequence(head: Head, lengths: list[int]) -> None:
     graph, table = decoder(head)
     assert table.sequence is not None and not table.tokens.why
@@ -108,7 +100,6 @@ def summed(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 
 
 def skipping(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
-    """Two tokens further is no shift by one."""
     return loss(net.words(net.embed(tokens))[:, :-2], labels[:, 2:])
 
 
@@ -126,13 +117,10 @@ def test_what_needs_whole_sequences_rules_cp_out(head: Head, why: str) -> None:
     assert why in table.tokens.why
 
 
-def test_two_sequences_are_named() -> None:
+def test_two_sequences_are_named_and_images_have_none() -> None:
     _, table = analysed("t5")
     assert table.sequence is None
     assert "inputs without one sequence dim: input_ids [5, " in table.tokens.why
-
-
-def test_images_have_no_sequence() -> None:
     batch = (torch.rand(2, 3, 8, 8), torch.rand(2, 4, 8, 8))
     table = analyse(trace(nn.Conv2d(3, 4, 3, padding=1), batch, loss_fn=F.mse_loss))
     assert table.sequence is None and "no input has a sequence dim" in table.tokens.why

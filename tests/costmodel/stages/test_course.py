@@ -1,7 +1,5 @@
 """Peaks in the course of a step, followed by hand; what stages hold there, and whether it fits."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -47,41 +45,30 @@ def stage(blocks: Sequence[BlockBytes], numels: Sequence[float] = (), **given: A
     return replace(own, **given)
 
 
-def highest(own: StageBytes, num_microbatches: int) -> Peak:
+def highest(own: StageBytes, m: int) -> Peak:
     (found,) = course_peaks(
-        [own], schedule="1f1b", num_microbatches=num_microbatches, num_devices=1, edges=frozenset()
+        [own], schedule="1f1b", num_microbatches=m, num_devices=1, edges=frozenset()
     )
     return found
 
 
-def peak(own: StageBytes, num_microbatches: int) -> float:
-    return highest(own, num_microbatches).nbytes
-
-
 def split_peaks(own: StageBytes) -> list[float]:
     """Of two such stages under ZB-H1, and one micro-batch."""
-    edges = frozenset({(0, 1)})
-    found = course_peaks(
-        [own, own], schedule="zb_h1", num_microbatches=1, num_devices=2, edges=edges
-    )
-    return [each.nbytes for each in found]
+    on = {"schedule": "zb_h1", "num_microbatches": 1, "num_devices": 2}
+    return [each.nbytes for each in course_peaks([own, own], **on, edges=frozenset({(0, 1)}))]
 
 
-def test_gradients_come_as_activations_go() -> None:
+def test_gradients_come_as_activations_go_and_the_highest_point_is_named() -> None:
     """Two blocks keep 100 and 200; weights' gradients are 400 and 80 bytes."""
     own = stage([block(100, 10, 0), block(200, 20, 1)], [100, 20])
-    assert peak(own, 1) == 1000 + max(300 + 20 + 80, 100 + 10 + 80 + 400, 480)
+    assert highest(own, 1).nbytes == 1000 + max(300 + 20 + 80, 100 + 10 + 80 + 400, 480)
     # from the second micro-batch on all gradients are there
-    assert peak(own, 2) == 1000 + max(300 + 20 + 80 + 480, 100 + 10 + 400 + 480)
-
-
-def test_the_optimizer_may_be_the_highest_point() -> None:
+    assert highest(own, 2).nbytes == 1000 + max(300 + 20 + 80 + 480, 100 + 10 + 400 + 480)
     own = stage([block(100, 10, 0)], [100], optimizer=5000.0)
     assert highest(own, 1) == Peak(nbytes=1000 + 400 + 5000)
-
-
-def test_the_highest_point_is_named() -> None:
-    """The first block's backward is the highest of the second micro-batch's: all gradients."""
+    own = stage([block(100, 10)], leaving=5000.0)
+    assert highest(own, 1) == Peak(nbytes=1000 + 100 + 5000, action=Action.FORWARD)
+    # the first block's backward is the highest of the second micro-batch's: all gradients
     own = stage([block(100, 500, 0), block(200, 20, 1)], [100, 20])
     found = highest(own, 2)
     assert (found.action, found.stage, found.block) == (Action.BACKWARD, 0, 0)
@@ -95,13 +82,8 @@ def test_messages_and_what_leaves_a_stage(microbatches: int, in_flight: int) -> 
     a part), and two receives more are posted."""
     first = stage([block(100, 7)], leaving=5.0, sent={1: 5.0})
     second = stage([block(60, 9)], received={0: 5.0})
-    found = course_peaks(
-        [first, second],
-        schedule="1f1b",
-        num_microbatches=microbatches,
-        num_devices=2,
-        edges=frozenset({(0, 1)}),
-    )
+    on = {"schedule": "1f1b", "num_microbatches": microbatches, "num_devices": 2}
+    found = course_peaks([first, second], **on, edges=frozenset({(0, 1)}))
     posted = 5 * max(0, min(microbatches - 1, 2))
     assert found[0].nbytes == 1000 + in_flight * 100 + 5 + 7 + posted
     left = 5 if microbatches == 8 else 0  # the gradient before is on its way
@@ -119,15 +101,11 @@ def test_a_split_backward_keeps_what_its_second_half_needs() -> None:
     assert split_peaks(again) == [1000 + 300 + 25 + 40] * 2
 
 
-@pytest.mark.parametrize(
-    ("releases", "nbytes"), [(True, 100 + 30 + 45 - 40), (False, 100 + 30 + 45)]
-)
-def test_what_is_made_again_is_held_and_what_was_kept_is_let_go(
-    releases: bool, nbytes: float
-) -> None:
+@pytest.mark.parametrize(("releases", "less"), [(True, 40), (False, 0)])
+def test_what_is_made_again_is_held_and_what_was_kept_is_let_go(releases: bool, less: int) -> None:
     moment = Moment(during=45, after=0.0, released=40, put_off=0.0)
     made = BlockBytes(kept=100, passing=30, releases=releases, course=[(moment, ())])
-    assert peak(stage([made]), 1) == 1000 + nbytes
+    assert highest(stage([made]), 1).nbytes == 1000 + 100 + 30 + 45 - less
 
 
 def test_gradients_are_whole_until_the_last_backward() -> None:
@@ -137,25 +115,18 @@ def test_gradients_are_whole_until_the_last_backward() -> None:
     edges = frozenset((k, k + 1) for k in range(7))
 
     def peaks(shards: int) -> list[float]:
+        trained = [Trained(numel=100, shards=shards, block=0)]
         own = [
             stage(
-                [block(100, 10, 0)],
-                sent={k + 1: 0.0},
-                received={k - 1: 0.0},
-                trained=[Trained(numel=100, shards=shards, block=0)],
+                [block(100, 10, 0)], sent={k + 1: 0.0}, received={k - 1: 0.0}, trained=trained,
                 reduction=scattered,
             )
             for k in range(8)
-        ]
-        found = course_peaks(
-            own, schedule="interleaved_1f1b", num_microbatches=16, num_devices=4, edges=edges
-        )
-        return [x.nbytes for x in found]
+        ]  # fmt: skip
+        on = {"schedule": "interleaved_1f1b", "num_microbatches": 16, "num_devices": 4}
+        return [x.nbytes for x in course_peaks(own, **on, edges=edges)]
 
     assert peaks(shards=4) == peaks(shards=1)
-
-
-# --- what fits ------------------------------------------------------------------------------------
 
 
 def reserving(reserved_bytes: int, memory_bytes: float) -> Cluster:
@@ -169,19 +140,13 @@ def costs(static_bytes: float, passing_bytes: float, activation_bytes: float) ->
     return StageCosts(**none | held | {"activation_bytes": activation_bytes})
 
 
-def test_stages_hold_their_states_and_what_is_in_flight() -> None:
+def test_what_fits() -> None:
     assert stage_bytes(100.0, 7.0, 3) == 121
     used = stage_bytes(np.array([100.0, 200.0]), np.array([7.0, 5.0]), 3)
     np.testing.assert_array_equal(fits(used, 121.0), [True, False])
-
-
-def test_tensors_may_take_what_is_not_reserved() -> None:
     assert room_bytes(reserving(100, 1000)) == 900
     assert room_bytes(reserving(100, 1000), stages=2) == 450
-
-
-def test_a_plan_lacks_what_its_peaks_exceed_the_memory_by() -> None:
-    """1F1B: the first of two stages has two micro-batches in flight, the last one."""
+    # 1F1B: the first of two stages has two micro-batches in flight, the last one
     on = reserving(100, 1000)
     stages = [costs(700.0, 50.0, 150.0), costs(700.0, 50.0, 150.5)]
     peaks = peak_bytes(stages, on, schedule="1f1b", num_microbatches=4, num_devices=2)

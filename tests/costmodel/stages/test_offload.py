@@ -1,7 +1,5 @@
 """The price of optimizer states and activations in host memory, against sums by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +18,13 @@ from tests.helpers.planning import setting_on, sums_of
 
 NUMEL = 1e9
 PER_NODE = 8
+ON = Cluster.from_catalog("dgx-a100")
+HOST: Any = ON.host
 
 
 def setting(zero: int, part: float, microbatches: int = 1) -> Setting:
-    cluster = Cluster.from_catalog("dgx-a100")
     given = {"num_microbatches": microbatches, "precision": "bf16", "zero": zero}
-    return setting_on(cluster, dp=8, host_states=part, **given)
+    return setting_on(ON, dp=8, host_states=part, **given)
 
 
 def sums(**changes: float) -> Sums:
@@ -34,11 +33,10 @@ def sums(**changes: float) -> Sums:
 
 @pytest.mark.parametrize(("zero", "numel"), [(0, NUMEL), (1, NUMEL / 8), (3, NUMEL / 8)])
 def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: float) -> None:
-    found, host = host_costs(sums(), setting(zero, 0.5)), setting(zero, 0.5).cluster.host
-    assert host is not None
+    found = host_costs(sums(), setting(zero, 0.5))
     assert found.nbytes == pytest.approx(0.5 * numel * (4 + 4 + 8))
-    assert found.fetched_s == pytest.approx(0.5 * numel * 4 / host.link_bandwidth)
-    bandwidth = host.memory_bandwidth / PER_NODE
+    assert found.fetched_s == pytest.approx(0.5 * numel * 4 / HOST.link_bandwidth)
+    bandwidth = HOST.memory_bandwidth / PER_NODE
     assert found.added_s == pytest.approx(0.5 * numel * 3 * 4 / bandwidth)
     step = optimizer_step_bytes(0.5 * numel, optimizer="adamw")
     assert step == 0.5 * numel * 28
@@ -46,47 +44,34 @@ def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: flo
 
 
 @pytest.mark.parametrize(("zero", "numel"), [(0, NUMEL), (1, NUMEL / 8)])
-def test_what_lies_in_files_leaves_host_memory_and_is_read_and_written_once(
-    zero: int, numel: float
-) -> None:
+def test_files_are_read_and_written_once(zero: int, numel: float) -> None:
     beside, own = setting(zero, 1.0), replace(setting(zero, 1.0), host_files=0.25)
-    found, without, host = host_costs(sums(), own), host_costs(sums(), beside), own.cluster.host
-    assert host is not None
+    found, without = host_costs(sums(), own), host_costs(sums(), beside)
     assert found.flash_bytes == pytest.approx(0.25 * numel * (4 + 8))
     assert found.nbytes == pytest.approx(without.nbytes - found.flash_bytes)
     read, written = 0.25 * numel * (4 + 4 + 8), 0.25 * numel * (4 + 8)  # a forward reads weights
-    wanted = read / host.nvme_read_bandwidth + written / host.nvme_write_bandwidth
+    wanted = read / HOST.nvme_read_bandwidth + written / HOST.nvme_write_bandwidth
     assert found.step_s - without.step_s == pytest.approx(wanted * PER_NODE)
     assert found.fetched_s == without.fetched_s
     assert stage_costs(sums(), own, "none").flash_bytes == found.flash_bytes
     assert without.flash_bytes == 0
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_nothing_in_host_memory_costs_nothing(zero: int) -> None:
-    own = stage_costs(sums(optimizer_s=2.0, shard_s=0.25), setting(zero, 0.0), "none")
-    assert (own.host_bytes, own.optimizer_s) == (0.0, 0.25 if zero else 2.0)
-
-
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_devices_let_go_of_what_lies_in_host_memory(zero: int, microbatches: int) -> None:
     """Masters and moments; gradients of one micro-batch, of several where ZeRO-2 scatters them."""
-
-    def held(part: float) -> float:
-        own = setting(zero, part, microbatches)
-        return float(stage_costs(sums(), own, "none").static_bytes)
-
-    shards = 1 if not zero else 8
+    none, some, all_ = (
+        float(stage_costs(sums(), setting(zero, part, microbatches), "none").static_bytes)
+        for part in (0.0, 0.25, 1.0)
+    )
+    assert stage_costs(sums(), setting(zero, 0.0), "none").host_bytes == 0
     sent = microbatches == 1 or zero >= 2
     gradients = {0: 4, 1: 4 * 8 + 4, 2: 4, 3: 4}[zero] * sent  # of a rank's shards
-    freed = NUMEL / shards * (4 + 8 + gradients)
-    assert held(0.0) - held(1.0) == pytest.approx(freed)
-    assert held(0.0) - held(0.25) == pytest.approx(freed / 4)
-    alone = model_state_bytes(
-        NUMEL, precision="bf16", zero=zero, dp=8, optimizer="adamw", host=1.0, sent=1.0
-    )
-    assert held(1.0) >= alone
+    freed = NUMEL / (8 if zero else 1) * (4 + 8 + gradients)
+    assert (none - all_, none - some) == pytest.approx((freed, freed / 4))
+    states = {"precision": "bf16", "zero": zero, "dp": 8, "optimizer": "adamw"}
+    assert all_ >= model_state_bytes(NUMEL, **states, host=1.0, sent=1.0)
 
 
 def test_gradients_pass_beside_backwards_once_or_in_each_microbatch() -> None:
@@ -173,20 +158,17 @@ def test_weights_in_files_are_read_once_a_step_and_kept(precision: str, copied: 
     found = host_costs(sums(), own)
     assert found.flash_bytes == pytest.approx(0.25 * 12 * NUMEL)
     assert found.nbytes == pytest.approx((16 - 0.25 * 12 + copied) * NUMEL)
-    host = own.cluster.host
-    assert host is not None
-    assert found.kept_s == pytest.approx(copied * NUMEL / host.link_bandwidth)
+    assert found.kept_s == pytest.approx(copied * NUMEL / HOST.link_bandwidth)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_pass_in_the_compute_precision(precision: str) -> None:
     own = replace(setting(0, 1.0, 4), precision=precision, host_weights=0.5)
     found, alone = host_costs(sums(), own), host_costs(sums(), replace(own, host_weights=0.0))
-    host, nbytes = own.cluster.host, {"fp32": 4, "bf16": 2}[precision] * 0.5 * NUMEL
-    assert host is not None
+    nbytes = {"fp32": 4, "bf16": 2}[precision] * 0.5 * NUMEL
     copied = nbytes * (precision != "fp32")  # else it is what the optimizer steps
-    assert found.weights_s == pytest.approx(nbytes / host.link_bandwidth)
-    assert found.kept_s == pytest.approx(copied / host.link_bandwidth)
+    assert found.weights_s == pytest.approx(nbytes / HOST.link_bandwidth)
+    assert found.kept_s == pytest.approx(copied / HOST.link_bandwidth)
     assert found.nbytes - alone.nbytes == pytest.approx(copied)
     held = [
         float(stage_costs(sums(largest_parameters=NUMEL / 50), each, "none").static_bytes)
@@ -195,16 +177,10 @@ def test_weights_pass_in_the_compute_precision(precision: str) -> None:
     assert held[0] - held[1] == pytest.approx(nbytes * (1 - 2 / 50 / 0.5))
 
 
-# --- activations ----------------------------------------------------------------------------------
-
-
 def moving(part: float, *, slowdown: float = 0.0, kind: str = "cuda") -> Setting:
     """A link of 1 byte a second."""
-    cluster = Cluster.from_catalog("dgx-a100")
-    assert cluster.host is not None
-    device = replace(cluster.device, overlap_slowdown=slowdown, kind=kind)
-    host = replace(cluster.host, link_bandwidth=1.0)
-    on = replace(cluster, device=device, host=host)
+    device = replace(ON.device, overlap_slowdown=slowdown, kind=kind)
+    on = replace(ON, device=device, host=replace(HOST, link_bandwidth=1.0))
     return setting_on(on, precision="bf16", host_activations=part)
 
 
@@ -212,16 +188,13 @@ def four(**changes: float) -> Sums:
     return sums_of(**{"saved_bytes": 12.0, "input_bytes": 4.0, "blocks": 4.0, **changes})
 
 
-def test_each_blocks_copies_lie_beside_the_next_one() -> None:
+def test_each_blocks_copies_lie_beside_the_next_one_and_slow_it() -> None:
     moved, forward = np.array([5.0, 1.0, 3.0]), np.array([9.0, 2.0, 4.0])
     found = sent_by_block(moved, forward, 2 * forward, moving(1.0))
     assert found.nbytes == 9.0
     assert found.passing_bytes == 6.0  # of the first and the second
     assert found.forward_s == (5 - 2) + 0 + 3  # nothing lies beside the last one's
     assert found.backward_s == (5 - 4) + 0 + 3
-
-
-def test_copies_slow_what_they_lie_beside_and_on_a_cpu_hide_behind_nothing() -> None:
     moved, passes = np.array([2.0, 0.0]), np.array([8.0, 8.0])
     slowed = sent_by_block(moved, passes, passes, moving(1.0, slowdown=0.25))
     assert slowed.forward_s == slowed.backward_s == 0.25 * 2
@@ -234,9 +207,8 @@ def test_equal_blocks_are_those_of_a_search(part: float, beside: float) -> None:
     moved = np.array([4.0] * int(4 * part) + [0.0] * int(4 - 4 * part))
     one = np.full(4, 3.0)
     by_block = sent_by_block(moved, one, one, moving(part))
-    evenly = sent_evenly(
-        np.float64(16.0), np.float64(4.0), np.float64(12.0), np.float64(12.0), moving(part)
-    )
+    sizes = (np.float64(x) for x in (16.0, 4.0, 12.0, 12.0))
+    evenly = sent_evenly(*sizes, moving(part))
     assert (evenly.nbytes, evenly.passing_bytes) == (by_block.nbytes, by_block.passing_bytes)
     assert evenly.forward_s == max(0.0, 16 * part - 12 * beside)
     assert evenly.forward_s <= by_block.forward_s

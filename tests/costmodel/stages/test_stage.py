@@ -3,8 +3,6 @@
 The sums are made up here, so that every expectation is arithmetic on them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any
@@ -61,9 +59,6 @@ def four_ranks(nodes: int = 1, **given: Any) -> Setting:
     return setting_on(cluster(4, nodes=nodes), **fields)
 
 
-# --- beside and after ----------------------------------------------------------------------------
-
-
 @given(SECONDS, SECONDS, PARTS, PARTS)
 def test_reduction_beside_the_backward(
     compute: float, comm: float, edge: float, slowdown: float
@@ -80,16 +75,13 @@ def test_reduction_beside_the_backward(
     assert stage(**sums, scatter_s=comm, zero=1).reduce_s == pytest.approx(comm)
 
 
-def test_a_target_hides_a_part_of_zero_3s() -> None:
+def test_a_target_hides_a_part_of_zero_3s_and_of_exchanges() -> None:
     """6 of 8 s of a gather pass beside 10 of forward at 20 %; a backward's gather and scatter."""
     target = dataclasses.replace(HIDING, hidden_zero3=0.75)
     sums = {"forward_s": 10, "backward_s": 20, "zero3_gather_s": 8, "zero3_scatter_s": 4}
     found = stage(**sums, zero=3, target=target, slowdown=0.2)
     assert found.forward_s == pytest.approx(10 + 0.2 * 6 + 2)
     assert found.backward_s == pytest.approx(20 + 0.2 * 9 + 3)
-
-
-def test_exchanges_between_experts_pass_behind_another_micro_batchs_compute() -> None:
     target = dataclasses.replace(PLAIN, overlap_experts=0.5)
     sums = {"forward_s": 10, "forward_exchange_s": 4, "backward_s": 9, "backward_exchange_s": 7}
     found = stage(**sums, target=target)
@@ -105,7 +97,7 @@ def test_a_stage_is_as_slow_as_the_slowest_node_of_its_cluster() -> None:
     assert two.forward_s / one.forward_s == two.backward_s / one.backward_s == slowest_of(2) > 1
 
 
-def test_a_secondary_shard_is_gathered_for_backwards_and_held() -> None:
+def test_secondary_shards_and_segments_gather_once_more() -> None:
     """Beside the shards, 1/2 of the weights in the compute precision."""
     setting = four_ranks(zero=3, precision="bf16")
     sums = sums_of(zero3_gather_s=8, zero3_secondary_s=2, parameters=1000, shard_parameters=250)
@@ -115,9 +107,6 @@ def test_a_secondary_shard_is_gathered_for_backwards_and_held() -> None:
     assert (plain.forward_comm_s, plain.backward_comm_s) == (8, 8)
     assert (near.forward_comm_s, near.backward_comm_s) == (8, 2)
     assert near.static_bytes - plain.static_bytes == pytest.approx(1000 * 2 / 2)
-
-
-def test_segments_gather_once_more_for_the_forward_that_they_repeat() -> None:
     sums = sums_of(
         forward_s=6, forward_comm_s=1, forward_host_s=2, backward_s=12, saved_bytes=80,
         input_bytes=16, blocks=4, zero3_gather_s=3,
@@ -164,8 +153,6 @@ def test_spans_are_sums_and_maxima_of_their_blocks() -> None:
     part = blocks[0].shared_out(np.array([1, 4]))
     np.testing.assert_allclose(part.array[1, :-MAXIMA], blocks.array[0, :-MAXIMA] / 4)
 
-
-# --- the stages of ZeRO --------------------------------------------------------------------------
 
 ONCE = {
     "forward_s": 10.0, "backward_s": 20.0, "reduce_s": 4.0, "scatter_s": 2.5, "gather_s": 1.5,
@@ -220,12 +207,6 @@ def test_replicas_of_shards_are_reduced_once_per_step(zero: int) -> None:
     assert stage(**ONCE, replicate_s=7).reduce_s == stage(**ONCE).reduce_s
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_on_a_cpu_nothing_is_hidden(zero: int) -> None:
-    plain, hiding = (stage(**ONCE, zero=zero, kind="cpu", target=t) for t in (PLAIN, HIDING))
-    assert plain == hiding
-
-
 @pytest.mark.parametrize(
     ("zero", "precision", "forward", "backward", "once"),
     [(0, "bf16", 0, 0, 0), (1, "bf16", 0, 0, 1), (1, "fp32", 0, 0, 0), (3, "fp32", 1, 1, 0)],
@@ -266,10 +247,7 @@ def test_communicators_of_a_rank_take_memory(mesh: dict[str, int], count: int) -
     assert costs.passing_bytes == costs.static_bytes == 1000 * (count - 2)
 
 
-# --- the host ------------------------------------------------------------------------------------
-
-
-def test_a_stage_takes_the_longer_of_device_and_host_and_more_where_they_are_near() -> None:
+def test_a_stage_takes_the_longer_of_device_and_host_and_hides_behind_either() -> None:
     sums = {"forward_s": 2.0, "backward_s": 9.0, "forward_host_s": 3.0, "backward_host_s": 4.0}
     found = stage(**sums)
     assert found.forward_s == pytest.approx((2**4 + 3**4) ** 0.25)
@@ -277,20 +255,17 @@ def test_a_stage_takes_the_longer_of_device_and_host_and_more_where_they_are_nea
     again = stage(**sums, recompute="full", full=(2, 0, 8, 0))
     assert again.forward_s == found.forward_s
     assert again.backward_s == pytest.approx((11**4 + 12**4) ** 0.25)
-
-
-def test_a_cpu_is_its_own_host() -> None:
-    found = stage(forward_s=2, backward_s=9, forward_host_s=3, backward_host_s=4, kind="cpu")
-    assert (found.forward_s, found.backward_s) == (5, 13)
-
-
-def test_reduction_hides_behind_the_host_as_well() -> None:
-    """A backward that waits for its host leaves as much room beside it."""
+    # A backward that waits for its host leaves as much room beside it
     found = stage(backward_s=1, backward_host_s=10, reduce_s=6, target=HIDING)
     assert (found.backward_s, found.reduce_s) == (pytest.approx(10, rel=1e-4), 0)
 
 
-# --- recompute and memory ------------------------------------------------------------------------
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_cpu_is_its_own_host_and_hides_nothing(zero: int) -> None:
+    found = stage(forward_s=2, backward_s=9, forward_host_s=3, backward_host_s=4, kind="cpu")
+    assert (found.forward_s, found.backward_s) == (5, 13)
+    plain, hiding = (stage(**ONCE, zero=zero, kind="cpu", target=t) for t in (PLAIN, HIDING))
+    assert plain == hiding
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
@@ -307,7 +282,6 @@ def test_recompute_repeats_and_frees_what_its_policy_says(policy: str) -> None:
 
 
 def test_blocks_may_each_have_their_policy() -> None:
-    """Sums of what each block runs again under its own; the most that one of them frees."""
     first = sums_of(full=(3, 1, 5, 50), selective=(1, 0, 2, 20))
     second = sums_of(full=(4, 2, 6, 60), selective=(2, 0, 4, 30))
     mixed = first.recompute("full") + second.recompute("selective")
@@ -326,23 +300,16 @@ def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
     target = dataclasses.replace(PLAIN, bucket_copies=0)
     sums = {"parameters": 1000, "shard_parameters": 1000 / 2, "frozen_bytes": 64}
     found = stage(zero=zero, target=target, precision="bf16", **sums)
-    states = model_state_bytes(
-        1000, precision="bf16", zero=zero, dp=2, optimizer="adamw", target=target
-    )
-    assert found.static_bytes == pytest.approx(states + 64)
+    given = {"precision": "bf16", "zero": zero, "dp": 2, "optimizer": "adamw", "target": target}
+    assert found.static_bytes == pytest.approx(model_state_bytes(1000, **given) + 64)
 
 
-def test_seconds_are_named_as_in_the_cost_of_an_operator() -> None:
+def test_seconds_are_named_as_in_the_cost_and_arrays_priced_one_by_one() -> None:
     numbers = {name: float(k) for k, name in enumerate(COST_FIELDS, 1)}
-    price = BlockPrice(
-        cost=Cost(**numbers), parameters=0.0, shard_parameters=0.0, frozen_bytes=0.0,
-        saved_bytes=0.0, input_bytes=0.0,
-    )  # fmt: skip
+    rest = "parameters shard_parameters frozen_bytes saved_bytes input_bytes"
+    price = BlockPrice(cost=Cost(**numbers), **dict.fromkeys(rest.split(), 0.0))
     found = block_sums(price)
     assert {name: float(getattr(found, name)) for name in COST_FIELDS} == numbers
-
-
-def test_arrays_of_stages_are_priced_one_by_one() -> None:
     rng = np.random.default_rng(0)
     sums = Sums(rng.random((3, 4, COLUMNS)))
     setting = four_ranks(precision="bf16", zero=2, target=HIDING)

@@ -1,7 +1,5 @@
 """Rules that users add: what is refused, what is verified, and that an added rule is used."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,11 +32,9 @@ def halves_back(ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor) ->
 
 
 def registered(name: str, backward: object) -> None:
+    schema = "(Tensor x, Tensor w) -> Tensor"
     made = torch.library.custom_op(
-        f"meshwright_test::{name}",
-        lambda x, w: x @ w,
-        mutates_args=(),
-        schema="(Tensor x, Tensor w) -> Tensor",
+        f"meshwright_test::{name}", lambda x, w: x @ w, mutates_args=(), schema=schema
     )
     made.register_fake(lambda x, w: x.new_empty(*x.shape[:-1], w.shape[1]))
     made.register_autograd(
@@ -56,7 +52,9 @@ class Calling(nn.Module):
     def __init__(self, name: str, shape: Sequence[int], *rest: Any) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(*shape))
-        self.call, self.rest = getattr(torch.ops.meshwright_test, name), rest
+        weights = any(isinstance(each, nn.Parameter) for each in rest)
+        self.rest = nn.ParameterList(rest) if weights else rest
+        self.call = getattr(torch.ops.meshwright_test, name)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.call(x * self.weight, *self.rest).square().sum()
@@ -66,18 +64,12 @@ def graph_calling(name: str, shape: Sequence[int], *rest: Any) -> Graph:
     return trace(Calling(name, shape, *rest), (torch.randn(4, *shape),))
 
 
-class Model(nn.Module):
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 32))
-        self.call = getattr(torch.ops.meshwright_test, name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(x, self.weight).square().mean()
-
-
 def graph_of(name: str) -> Graph:
-    return trace(Model(name), (torch.randn(4, 6, 16),))
+    return graph_calling(name, (6, 16), nn.Parameter(torch.randn(16, 32)))
+
+
+def op_of(graph: Graph, name: str) -> Op:
+    return next(op for op in graph.ops if op.target == f"meshwright_test.{name}.default")
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +80,7 @@ def forgotten() -> Iterator[None]:
 
 def test_operator_without_a_rule_runs_whole_and_with_one_is_split() -> None:
     graph = graph_of("project")
-    op = next(op for op in graph.ops if op.short == "meshwright_test.project")
+    op = op_of(graph, "project")
     assert len(strategies(graph, analyse(graph), op, 2)) == 1
     rule("meshwright_test::project", GOOD, linear=[[0]], flops=2.0)
     table = analyse(verified(graph))
@@ -113,16 +105,13 @@ def test_wrong_rule_is_found_before_it_is_used(spec: str, options: dict, wrong: 
     assert "Factors that hold: b, s" in str(error.value)
 
 
-def test_backward_is_verified_too() -> None:
+def test_backwards_and_nan_are_verified_too() -> None:
     rule("meshwright_test::crooked", GOOD)
     with pytest.raises(RuleError, match="the gradient of operand 1 is off by up to"):
         verified(graph_of("crooked"))
     rule("meshwright_test::crooked", GOOD, verify=False)
     verified(graph_of("crooked"))
-
-
-def test_nan_in_a_part_is_a_fault() -> None:
-    """Random parts of a positive number are negative, and have no logarithm."""
+    # random parts of a positive number are negative, and have no logarithm
     op = Op(name="y", target="aten.log.default", args=(Ref("x"),), kwargs={}, results=("y",))
     trial = Trial.of(op, [torch.rand(4, 6, dtype=torch.float64) + 0.5])
     metas = [meta_of(trial.operands[0])]
@@ -158,9 +147,7 @@ def test_rule_that_can_not_be_tried_is_used_and_noted() -> None:
         ("meshwright_test::project", "b s h, h o, o -> b s o", {}, "3 operands, but the operator"),
     ],
 )
-def test_bad_rules_are_refused_when_given(
-    operator: object, spec: str, options: dict, message: str
-) -> None:
+def test_bad_rules_are_refused(operator: object, spec: str, options: dict, message: str) -> None:
     with pytest.raises(RuleError) as error:
         rule(operator, spec, **options)
     assert message in str(error.value)
@@ -189,9 +176,6 @@ def test_shipped_rule_is_replaced_only_on_request() -> None:
     table = analyse(verified(graph))
     op = next(op for op in graph.ops if op.short == "softmax")
     assert set(table.ops[op.name].kinds.values()) == {"whole"}
-
-
-# --- what a rule is tried on ---------------------------------------------------------------------
 
 
 def defined(name: str, schema: str, forward: Callable, backward: Callable | None = None) -> None:
@@ -237,29 +221,22 @@ for known in ("leaf", "batch_norm", "zeros_like"):
 
 
 def names_at(graph: Graph, name: str, degree: int) -> set[str]:
-    op = next(op for op in graph.ops if op.short == f"meshwright_test.{name}")
-    return {s.split_factor for s in strategies(graph, analyse(graph), op, degree)} - {""}
+    found = strategies(graph, analyse(graph), op_of(graph, name), degree)
+    return {s.split_factor for s in found} - {""}
 
 
 @pytest.mark.parametrize(
-    ("name", "spec", "shape", "factor"),
+    ("name", "shape", "factor"),
     [
-        ("flipped", "b k d -> b k d", (3, 8), "k"),  # of three, in three parts
-        ("flipped", "b k d -> b k d", (4, 8), "k"),
-        ("pairs", "*b d -> *b d", (10,), "d"),  # two parts of two hold, two of three don't
+        ("flipped", (3, 8), "k"),  # of three, in three parts
+        ("flipped", (4, 8), "k"),
+        ("pairs", (10,), "d"),  # two parts of two hold, two of three don't
     ],
 )
-def test_odd_parts_are_tried(name: str, spec: str, shape: tuple[int, ...], factor: str) -> None:
-    rule(f"meshwright_test::{name}", spec)
+def test_odd_parts_are_tried(name: str, shape: tuple[int, ...], factor: str) -> None:
+    rule(f"meshwright_test::{name}", "b k d -> b k d" if factor == "k" else "*b d -> *b d")
     with pytest.raises(RuleError, match=f"factor '{factor}' .map.: result 0 is off by"):
         verified(graph_calling(name, shape))
-
-
-def test_given_sizes_are_kept_and_parts_are_equal() -> None:
-    rule("meshwright_test::pairs", "*b (d two) -> *b (d two)", whole="two", sizes={"two": 2})
-    graph = verified(graph_calling("pairs", (10,)))
-    assert not graph.notes
-    assert [names_at(graph, "pairs", n) for n in (2, 5)] == [set(), {"d"}]  # not three and two
 
 
 def test_factor_that_does_not_split_into_few_parts_is_noted() -> None:
@@ -274,31 +251,42 @@ def test_factor_that_does_not_split_into_few_parts_is_noted() -> None:
     assert "factor 'd' of 11 elements was not split" in note
 
 
-def test_gradients_of_the_call_are_checked_where_others_have_none() -> None:
+def test_gradients_of_the_call_are_checked_and_given_sizes_kept() -> None:
     rule("meshwright_test::scaled", "n d, d, d -> n d")
     graph = graph_calling("scaled", (8,), torch.randn(8), torch.randn(8))
     with pytest.raises(RuleError, match=r"factor 'd' .map.: the gradient of operand 0 is off by"):
         verified(graph)
-    op = next(op for op in graph.ops if op.short == "meshwright_test.scaled")
+    op = op_of(graph, "scaled")
     trial = Trial.of(op, [torch.randn(4, 8), torch.randn(8), torch.randn(8)])
     assert trial.needs == (True, False, False)
+    rule("meshwright_test::pairs", "*b (d two) -> *b (d two)", whole="two", sizes={"two": 2})
+    graph = verified(graph_calling("pairs", (10,)))
+    assert not graph.notes
+    assert [names_at(graph, "pairs", n) for n in (2, 5)] == [set(), {"d"}]  # not three and two
 
 
-def test_unchecked_gradients_are_noted_each_time() -> None:
+def test_integers_are_no_parts_of_a_sum_unchecked_gradients_noted_counts_of_nothing_refused() -> (
+    None
+):
+    for option, given in (("pinned", [1]), ("linear", [[1]])):
+        rule("meshwright_test::picked", "n d, d -> n d", **{option: given})
+        with pytest.raises(RuleError, match=r"operand 1 of pinned or linear.*legal: 0"):
+            verified(graph_calling("picked", (8,), torch.ones(8, dtype=torch.int64)))
     rule("meshwright_test::forward_only", "*d -> *d")
     model = with_forward(lambda self, x: self.l(torch.ops.meshwright_test.forward_only(x)).sum())
     graph = trace(model, (torch.randn(4, 8),))
     for _ in range(2):
         (note,) = verified(graph).notes
         assert "no gradient flows to its operands" in note
+    rule("meshwright_test::counted", "b (n d) -> b (n d)", counts={"n": "n"})
+    with pytest.raises(RuleError, match=r"argument 'n' .* is None, and counts nothing"):
+        verified(graph_calling("counted", (8,)))
 
 
-def test_trials_leave_the_random_numbers_of_the_caller_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_trials_leave_the_callers_random_numbers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     rule("meshwright_test::pairs", "*b (d two) -> *b (d two)", whole="two", sizes={"two": 2})
     graph = graph_calling("pairs", (14,))
-    op = next(op for op in graph.ops if op.short == "meshwright_test.pairs")
+    op = op_of(graph, "pairs")
     metas = [graph.values[v] for v in op.operands]
     given = user_rules.GIVEN["meshwright_test.pairs"]
     seen: list[torch.Tensor] = []  # what the operator is called on
@@ -318,29 +306,16 @@ def test_count_left_at_its_default_is_divided() -> None:
     given = {"whole": "d", "counts": {"groups": "g"}, "verify": False}
     rule("meshwright_test::groups", "*b (g d) -> *b (g d)", **given)
     graph = graph_calling("groups", (12,))
-    op = next(op for op in graph.ops if op.short == "meshwright_test.groups")
+    op = op_of(graph, "groups")
     made = analyse(graph).ops[op.name]
     assert divided(op, made, op.args, op.kwargs, {"g": 2}) == (list(op.args), {"groups": 2})
     assert divided(op, made, op.args, op.kwargs, {}) == (list(op.args), {})
-
-
-@pytest.mark.parametrize(("option", "given"), [("pinned", [1]), ("linear", [[1]])])
-def test_integer_operands_are_no_parts_of_a_sum(option: str, given: Any) -> None:
-    rule("meshwright_test::picked", "n d, d -> n d", **{option: given})
-    with pytest.raises(RuleError, match=r"operand 1 of pinned or linear.*legal: 0"):
-        verified(graph_calling("picked", (8,), torch.ones(8, dtype=torch.int64)))
-
-
-def test_count_of_nothing_is_refused() -> None:
-    rule("meshwright_test::counted", "b (n d) -> b (n d)", counts={"n": "n"})
-    with pytest.raises(RuleError, match=r"argument 'n' .* is None, and counts nothing"):
-        verified(graph_calling("counted", (8,)))
 
 
 @pytest.mark.parametrize("name", ["leaf", "batch_norm", "zeros_like"])
 def test_operators_of_others_are_not_known_by_name(name: str) -> None:
     graph = graph_calling(name, (8,))
     table = analyse(graph)
-    op = next(op for op in graph.ops if op.target == f"meshwright_test.{name}.default")
+    op = op_of(graph, name)
     assert op.short == f"meshwright_test.{name}" and not table.ops[op.name].known
     assert graph.values[op.results[0]].requires_grad

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -33,6 +34,7 @@ from meshwright.executor.checkpoint import checkpoint, model_tensors
 from meshwright.executor.checkpoint.weights import load_weights
 from meshwright.executor.errors import SavedError
 from meshwright.executor.export import full_state_dict, save_pretrained
+from meshwright.executor.export.naming import Part, saved_names
 from meshwright.executor.export.safetensors_file import SafetensorsFile, in_file_order
 from meshwright.executor.export.streams import HeldTensor, held_tensors, owner_of
 from meshwright.executor.export.weight_folder import INDEX, in_turn
@@ -149,6 +151,14 @@ def logits(model: Any, name: str) -> torch.Tensor:
         inputs = EXPORTED[name].batch(ROWS, 0)["input_ids"]
         found: torch.Tensor = model.eval()(input_ids=inputs).logits
     return found
+
+
+def test_of_tied_tensors_the_name_stays_that_transformers_keeps() -> None:
+    module = SimpleNamespace(all_tied_weights_keys={"head.weight": "embed.weight"})
+    part = Part(module=module, prefix="inner.", pretrained=True)
+    aliases = {"inner.head.weight": ["inner.embed.weight"]}
+    names = saved_names(part, ["inner.head.weight", "inner.norm", "outer"], aliases)
+    assert names == {"inner.head.weight": "embed.weight", "inner.norm": "norm"}
 
 
 def export(folder: Path, name: str, layout: str, wanted: Mapping[str, dict[str, str]]) -> None:

@@ -27,7 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.executor.ranks import StopRequests, joining, stop_requests
+from meshwright.executor.ranks import StopRequests, joining, stop_requests, watchdog
 from meshwright.executor.ranks import launch as process_group
 from meshwright.executor.ranks.interrupts import Interrupts
 from meshwright.executor.ranks.joining import StartError, agreed_prefix
@@ -73,7 +73,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "killed in backward": Fault(
         fault="kill", rank=1, phase="backward", exits=KILLED,
-        other_says=r"rank 0 \(stage 0\) failed in recv_gradient of stage 0.*"
+        other_says=r"rank 0 \(stage 0\) failed in (recv_gradient|send_activation) of stage 0.*"
         r"no word from rank 1 \(stage 1\): killed, or frozen$",
     ),
     "killed while nobody waits for it": Fault(
@@ -229,6 +229,24 @@ def test_only_a_phase_can_take_too_long(
         )
         expected = allowed_s is not None and spent_s > allowed_s
         assert progress.is_stuck(10.0) == expected, spent_s
+
+
+def test_who_waits_names_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog, "_thread", lambda run: None)
+    monkeypatch.setattr(watchdog, "progress", progress := Progress())
+    store, heard = dist.HashStore(), "recv_activation of stage 0, step 2"
+    progress.activity = replace(progress.activity, phase=heard, waits=True)
+    dog = watchdog.Watchdog(
+        store, rank=0, world_size=4, limit_s=60.0, holder="rank 0", first_step=lambda: None
+    )
+    answers = [
+        ("backward", 30.0, False),
+        ("backward", 1.0, False),
+        (str(progress.activity), 30.0, True),
+    ]
+    for rank, (activity, seconds, waits) in enumerate(answers, start=1):
+        store.set(f"heard/{rank}", json.dumps([f"rank {rank}", activity, seconds, waits]))
+    assert dog._roll_call() == "; rank 1 has been in backward for 30 s"
 
 
 def test_memory_error_is_known_by_kind_and_text_and_carries_advice_once() -> None:

@@ -84,6 +84,12 @@ def test_every_destination_gets_its_tensor_from_replicas_in_turn(
         assert max(loads) - min(loads) <= 1
 
 
+def test_an_axis_splits_what_the_one_outside_of_it_left() -> None:
+    of = StageMesh(ranks=tuple(range(4)), dp=4, tp=1, shards=4, cp=2)
+    firsts = [held(SHAPE, (S1, S1), of, d) for d in range(4)]
+    assert [box[1] for box in firsts] == [(0, 6), (6, 12), (12, 18), (18, 24)]
+
+
 @given(st.integers(1, 4), st.integers(1, 4), placements)
 def test_equal_meshes_send_each_to_its_counterpart(dp: int, tp: int, placement: Placement) -> None:
     source, target = mesh(0, dp, tp), mesh(dp * tp, dp, tp)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from meshwright.data.loader import DataLoader, padded
+from meshwright.data.loader import PADDING, DataLoader, padded
 from meshwright.data.order import Buckets, Order
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running import DataParallel
@@ -237,10 +237,19 @@ def test_what_buckets_refuse() -> None:
 
 
 def test_lists_are_padded_as_tensors_are() -> None:
-    found = padded({"input_ids": [1, 2], "labels": [3, 4]}, 3, {"labels": IGNORED})
+    found = padded({"input_ids": [1, 2], "labels": [3, 4]}, 3, PADDING)
     assert {k: x.tolist() for k, x in found.items()} == {
         "input_ids": [1, 2, 0], "labels": [3, 4, IGNORED],
     }  # fmt: skip
+
+
+def test_rows_that_fill_a_batch_up_repeat_the_first_and_do_not_count() -> None:
+    share = loaders({"size": ROWS, "shuffle": False, "seed": 0}, ranks=1)[0].share
+    ids = torch.arange(6).view(3, 2)
+    found = share.filled({"ids": ids, "labels": ids + 1, "scale": 2.0}, own=2, rows=4)
+    assert found["ids"].tolist() == [[0, 1], [2, 3], [0, 1], [0, 1]]
+    assert found["labels"].tolist() == [[1, 2], [3, 4], *[[IGNORED] * 2] * 2]
+    assert found["scale"] == 2.0
 
 
 class Groups:

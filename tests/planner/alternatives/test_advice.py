@@ -18,6 +18,7 @@ from meshwright.planner.alternatives import advice as module
 from meshwright.planner.alternatives.advice import BETTER, advice, next_batches
 from meshwright.planner.alternatives.lighter import with_advice
 from meshwright.planner.alternatives.what_if import (
+    CHUNKS,
     RANK,
     adapter_numel,
     with_adapters,
@@ -111,10 +112,15 @@ def test_logits_that_fill_the_memory_are_named(classes: int, named: bool) -> Non
     with torch.device("meta"):
         batch = (torch.empty(tokens, 64), torch.empty(tokens, dtype=torch.long))
         of = cut(Classifier(classes), batch, F.cross_entropy)
-    found = [row for row in rows(of, tokens, 1, num_microbatches=1) if row["kind"] == "logits"]
+    search = Search(problem_of(of, cluster(1)), tokens, Overrides(num_microbatches=1))
+    result = search.run()
+    (peak,) = result.best.evaluation.prediction.peak_memory_bytes
+    found = [row for row in advice(search, result) if row["kind"] == "logits"]
     assert bool(found) == named
     for row in found:
         assert 4 <= row["logits_bytes"] / (tokens * classes) <= 12.5
+        left = peak - row["logits_bytes"] * (1 - 1 / CHUNKS)
+        assert row["peak_bytes_without"] == pytest.approx(left)
         assert "chunked" in row["advice"]
 
 

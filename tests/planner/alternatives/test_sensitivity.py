@@ -114,12 +114,15 @@ def test_links_that_are_not_there_are_not_asked() -> None:
 
 def test_memory_flips_where_the_chosen_plan_just_fits() -> None:
     on = cluster(4)
+    kept = on.device.memory_bytes // 10
+    on = dataclasses.replace(on, device=dataclasses.replace(on.device, reserved_bytes=kept))
     base = rival(on)
     room = on.device.usable_bytes
-    chosen = dataclasses.replace(base, peak_bytes=int(room * 0.5))
-    small = dataclasses.replace(base, step_time_s=base.step_time_s * 2, peak_bytes=int(room * 0.3))
-    big = dataclasses.replace(base, step_time_s=base.step_time_s / 2, peak_bytes=room * 3)
-    huge = dataclasses.replace(big, peak_bytes=room * 5)
+    chosen = dataclasses.replace(base, peak_bytes=kept + int(room * 0.5))
+    slow_s, quick_s = base.step_time_s * 2, base.step_time_s / 2
+    small = dataclasses.replace(base, step_time_s=slow_s, peak_bytes=kept + int(room * 0.3))
+    big = dataclasses.replace(base, step_time_s=quick_s, peak_bytes=kept + room * 3)
+    huge = dataclasses.replace(big, peak_bytes=kept + room * 5)
 
     def flips(rivals: list[Rival], bigger: list[Rival]) -> list[tuple[float | None, Rival | None]]:
         asked = Sensitivity(
@@ -129,7 +132,7 @@ def test_memory_flips_where_the_chosen_plan_just_fits() -> None:
 
     assert flips([small], [big]) == [(pytest.approx(0.5), small), (pytest.approx(3.0), big)]
     assert flips([], [huge]) == [(pytest.approx(0.5), None)]
-    chosen = dataclasses.replace(chosen, peak_bytes=int(room * 0.2))
+    chosen = dataclasses.replace(chosen, peak_bytes=kept + int(room * 0.2))
     assert flips([small], [huge]) == [(None, None)]
 
 

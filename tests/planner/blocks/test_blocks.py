@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.costmodel.graph import Graph, class_hash, verify_graph
+from meshwright.costmodel.graph import Block, Graph, class_hash, verify_graph
 from meshwright.costmodel.sharding.factors import analyse
+from meshwright.moe import combine, dispatch, grouped_linear
 from meshwright.planner.blocks.cut import activations_at_cuts, cut_blocks
 from meshwright.planner.blocks.repeats import (
     bytes_at_cuts,
@@ -84,6 +85,45 @@ class Alternating(nn.Module):
             x = x + mixer(self.norm(x))
             x = x + scale(self.norm(x))
         return x
+
+
+class HeavyWeights(nn.Module):
+    """Layers in a container, and a product of weights that takes as long for any batch."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+        self.a = nn.Parameter(torch.rand(WIDTH, 2 * WIDTH))
+        self.b = nn.Parameter(torch.rand(2 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x @ (self.a @ self.b)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, WIDTH, WIDTH))
+
+    def forward(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return torch.relu(grouped_linear(rows, self.weight, experts))
+
+
+class DeepExperts(nn.Module):
+    """Experts of three layers each, in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.layers = nn.Linear(WIDTH, 4), nn.ModuleList(Expert() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept, experts = self.router(x).softmax(-1).topk(2)
+        rows = dispatch(x, experts)
+        for layer in self.layers:
+            rows = layer(rows, experts)
+        return combine(rows * kept.unsqueeze(-1))
 
 
 class HeavyHead(nn.Module):
@@ -232,6 +272,25 @@ def test_blocks_partition_the_operators_and_declare_every_operand(name: str) -> 
     for k, crossed in enumerate(activations_at_cuts(graph)):
         before = {n for block in graph.blocks[:k] for n in block.outputs}
         assert set(crossed) == before & {n for block in graph.blocks[k:] for n in block.inputs}
+
+
+def cut_at(model: nn.Module, rows: int) -> tuple[Block, ...]:
+    batch = torch.rand(2, 6, WIDTH)
+    graph = trace(model, (batch,), loss_fn=lambda y: y.square().mean(), batch_size=rows)
+    return cut_blocks(graph, analyse(graph)).blocks
+
+
+def test_work_is_compared_at_the_same_rows_and_one_instance_is_no_container() -> None:
+    few, many = ([b.name for b in cut_at(HeavyWeights(3), rows)] for rows in (2, 64))
+    assert few == many == ["layers.0", "layers.1", "layers.2", "head.0", "head.1"]
+    assert not any("layers" in block.name for block in cut_at(HeavyWeights(1), 64))
+
+
+def test_copies_of_tokens_come_home_before_a_block_ends() -> None:
+    blocks = cut_at(DeepExperts(), 8)
+    (inside,) = (b for b in blocks if any(op.short == "grouped_linear" for op in b.ops))
+    assert [op.short for op in inside.ops].count("grouped_linear") == 3
+    assert "combine" in [op.short for op in inside.ops]
 
 
 def test_cuts_at_another_batch_size_are_the_same() -> None:

@@ -57,6 +57,16 @@ def problems(draw: Draw, most_nodes: int = 8) -> PairwiseProblem:
     return problem
 
 
+def test_costs_of_an_edge_add_up_from_both_sides() -> None:
+    problem, costs = PairwiseProblem(), np.arange(6.0).reshape(2, 3)
+    problem.node("a", range(2), [0, 0])
+    problem.node("b", range(3), [0, 0, 0])
+    for a, b, added in (("a", "b", costs), ("b", "a", 10 * costs.T), ("a", "b", 100 * costs)):
+        problem.edge(a, b, added)
+    assert [*problem.pairs] == [("a", "b")]
+    np.testing.assert_array_equal(problem.pairs["a", "b"], 111 * costs)
+
+
 def enumerated(problem: PairwiseProblem, keep: list[str]) -> np.ndarray:
     """The least cost by the states of the kept nodes, from the cost of every assignment."""
     names = [*keep, *(n for n in problem.unary if n not in keep)]

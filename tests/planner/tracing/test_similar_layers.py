@@ -64,6 +64,12 @@ def test_a_short_stack_is_traced_in_full() -> None:
     assert group.numbers == (("", "index"),)
 
 
+def test_layers_that_count_statistics_are_traced_each() -> None:
+    layers = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(MIN_SIMILAR)]
+    assert not find_similar_layers(nn.Sequential(*layers))
+    assert find_similar_layers(nn.Sequential(*layers).eval())
+
+
 def test_groups_are_outermost() -> None:
     inner = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))) for _ in range(6)]
     assert [g.members[0] for g in find_similar_layers(nn.Sequential(*inner))] == ["0"]

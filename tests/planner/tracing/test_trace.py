@@ -156,6 +156,16 @@ def test_losses(model: nn.Module, batch: Any, loss_fn: Callable[..., Any]) -> No
     assert graph.values[graph.loss].shape == ()
 
 
+def test_a_sum_and_a_count_make_a_mean() -> None:
+    def pair(output: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return F.mse_loss(output, wanted, reduction="sum"), torch.ones_like(wanted).sum()
+
+    batch = (rows(WIDTH), rows(4))
+    graph = trace(perceptron(), batch, loss_fn=pair)
+    loss = run(graph, perceptron(), batch)[graph.loss]
+    torch.testing.assert_close(loss, F.mse_loss(perceptron()(batch[0]), batch[1]))
+
+
 def test_class_weights_of_the_loss_are_a_constant() -> None:
     weights, batch = torch.rand(4), (rows(WIDTH), torch.tensor([0, 3, 1]))
     graph = trace(perceptron(), batch, loss_fn=nn.CrossEntropyLoss(weights), precision="bf16")
