@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from meshwright import Cluster, auto_parallelize
 from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.model import ParallelModel
+from tests.helpers import tiny
 from tests.helpers.tiers import tiered
 from tests.models.models import CASES
 from tests.parity.parity_cells import Cell, plan_of
@@ -33,16 +33,10 @@ def cells(first: str, others: str) -> list[Any]:
 def planned(cell: Cell) -> ParallelModel:
     """A cell's plan through the API, ready to run."""
     case = CASES[cell.case]
-    return auto_parallelize(
-        case.model(),
-        Cluster.local(cell.world, measure=False),
-        example_inputs=case.batch(cell.rows, 0),
-        global_batch_size=cell.rows,
-        loss_fn=case.loss_fn,
-        precision="fp32",
-        plan=plan_of(cell)[0],
-        profile=False,
-    )
+    return tiny.planned(
+        case.model(), cell.world, example_inputs=case.batch(cell.rows, 0), loss_fn=case.loss_fn,
+        global_batch_size=cell.rows, plan=plan_of(cell)[0], profile=False,
+    )  # fmt: skip
 
 
 def goes_on_after_saves(

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
+from meshwright import Cluster, Overrides, ParallelModel
+from tests.helpers import tiny
 
 ROWS, WIDTH, LENGTH = 4, 16, 8
 HERE = Cluster.local(1, "cpu", measure=False)
@@ -137,10 +138,9 @@ def gradients(model: nn.Module, batch: Any, precision: torch.dtype | None) -> to
 def planned(
     model: nn.Module, batch: Any, precision: str | None, *, on: Cluster = HERE, parts: int = 1
 ) -> ParallelModel:
-    return auto_parallelize(
-        model, on, example_inputs=batch, global_batch_size=ROWS, precision=precision,
-        overrides=Overrides(num_microbatches=parts),
-    )  # fmt: skip
+    given = {"example_inputs": batch, "loss_fn": None, "global_batch_size": ROWS}
+    given |= {"precision": precision, "overrides": Overrides(num_microbatches=parts)}
+    return tiny.planned(model, cluster=on, **given)
 
 
 @pytest.mark.parametrize("build", CASES)

@@ -154,14 +154,12 @@ def train_objects(layout: str, other_layout: str) -> None:
     plain.optimizer = adam(plain.model.parameters())
     assert steps(result, after, 2, 3) == plain.steps(2, 3)
     assert model.layers[0].up.weight is model.layers[3].up.weight
-
     model.eval()
     assert evaluated(result, plain.model) < EXACT
     called = said(lambda: model(batch(9)[0]))
     assert called == "nothing" if layout == "dp4" else "result.forward(...)" in called
     model.train()
     plain.model.train()
-
     for each in (model, plain.model):
         with torch.no_grad():
             for p in each.parameters():
@@ -174,7 +172,6 @@ def train_objects(layout: str, other_layout: str) -> None:
     plain.model.load_state_dict(other.state_dict())
     assert steps(result, after, 5) == plain.steps(5)
     assert far(result.full_state_dict(), plain.model.state_dict()) < EXACT
-
     again = result.replan(overrides_of(other_layout), optimizer=after)
     assert steps(again, after, 6, 7) == plain.steps(6, 7)
     assert far(again.full_state_dict(), plain.model.state_dict()) < EXACT
@@ -266,23 +263,8 @@ def equalise(layout: str) -> None:
     assert said(lambda: planned(net(), layout, check_replicas=True)) == "nothing"
 
 
-def load_from_meta(layout: str) -> None:
-    """A model on meta gets its weights by its own `load_state_dict`."""
-    plain = Plain()
-    with torch.device("meta"):
-        model = Net()
-    result = planned(model, layout)
-    assert "meta device" in said(lambda: result.train_step(batch()))
-    result.load_state_dict({**plain.model.state_dict(), "shift": plain.model.shift})
-    assert steps(result, adam(model.parameters()), 0) == plain.steps(0)
-    assert evaluated(result, plain.model) < EXACT
-    assert far(result.full_state_dict(), plain.model.state_dict()) < EXACT
-
-
 OTHERS = "of data, tensor and pipeline axes, those stay that hold the whole model and most axes"
 FEW = ("dp4", "zero3", "dp2×tp2", "pp4")
-
-
 AFTER = {"dp4": "pp4", "zero3": "dp4", "dp2×tp2": "dp4", "pp4": "dp2×tp2", "pp2×tp2": "zero3"}
 
 
@@ -299,11 +281,6 @@ def test_what_a_step_could_not_see_is_refused(layout: str) -> None:
 @pytest.mark.parametrize("layout", tiered(FEW, lambda k: k == "dp2×tp2", OTHERS))
 def test_ranks_start_from_rank_0s_model(layout: str) -> None:
     on_ranks(RANKS, equalise, layout)
-
-
-@pytest.mark.parametrize("layout", tiered(("dp4", "pp2×tp2"), lambda k: k == "pp2×tp2", OTHERS))
-def test_a_model_on_meta_is_loaded_and_trained(layout: str) -> None:
-    on_ranks(RANKS, load_from_meta, layout)
 
 
 # --- one device -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import meshwright
-from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright import Cluster, Overrides
 from meshwright.planner.plan.plan import PlanError
 from meshwright.planner.tracing.trace import TraceError
 from tests.helpers import tiny
@@ -160,14 +160,11 @@ WAYS = {
 }  # fmt: skip
 
 
+CELLS = [(name, m) for name in NAMES for m in (2, 8)]
+
+
 @pytest.mark.parametrize(
-    "cell",
-    tiered(
-        [(name, m) for name in NAMES for m in (2, 8)],
-        WAYS.__contains__,
-        OTHERS,
-        lambda cell: f"{cell[0]}-{cell[1]}",
-    ),
+    "cell", tiered(CELLS, WAYS.__contains__, OTHERS, lambda c: f"{c[0]}-{c[1]}")
 )
 def test_micro_batches_on_one_device(cell: tuple[str, int]) -> None:
     """Of the last, smaller batch, too: rows that fill it up count nothing, in the loss and in
@@ -215,7 +212,6 @@ def test_consent_is_to_rows_that_meet_within_micro_batches() -> None:
     batch = batch_of("infonce")
     halves = zip(*(x.chunk(2) for x in batch), strict=True)
     loss = sum(float(built("infonce")(*half)) for half in halves) / 2
-
     planned = partial(tiny.planned, built("infonce"), example_inputs=batch, loss_fn=None)
     result = planned(overrides=Overrides(num_microbatches=2), rows_meet="per_microbatch")
     assert float(result.train_step(batch)) == pytest.approx(loss)
@@ -230,14 +226,9 @@ def test_what_does_not_fit_in_one_micro_batch_names_the_consent() -> None:
     with torch.device("meta"):
         x, mask = torch.zeros(SAMPLE_ROWS, 1 << 14, WIDTH), torch.zeros(SAMPLE_ROWS, 1) > 0
         labels, model = torch.zeros(SAMPLE_ROWS, 1, dtype=torch.int64), built("infonce")
+    given = {"example_inputs": (x, mask, labels), "global_batch_size": 1 << 18, "loss_fn": None}
     with pytest.raises(meshwright.InfeasibleError) as refused:
-        auto_parallelize(
-            model,
-            Cluster.from_catalog("v100-16gb", num_nodes=1),
-            example_inputs=(x, mask, labels),
-            global_batch_size=1 << 18,
-            precision="fp32",
-        )
+        tiny.planned(model, cluster=Cluster.from_catalog("v100-16gb", num_nodes=1), **given)
     assert CONSENT in str(refused.value)
 
 

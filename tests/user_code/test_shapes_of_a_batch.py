@@ -76,18 +76,11 @@ def train_at_every_shape(kind: str, overrides: Overrides, ranks: int = 1) -> Non
         plain.step()
 
 
+ALL = "stages of several micro-batches meet every shape; the rest is of parity's layouts"
 CELLS = [*((kind, layout) for kind in MEGATRON for layout in ALONE), *ON_RANKS]
 
 
-@pytest.mark.parametrize(
-    "cell",
-    tiered(
-        CELLS,
-        lambda cell: cell == ("gpt2", "pp2 zero-bubble"),
-        "stages of several micro-batches meet every shape; the rest is of parity's layouts",
-        ", ".join,
-    ),
-)
+@pytest.mark.parametrize("cell", tiered(CELLS, ON_RANKS[2].__eq__, ALL, ", ".join))
 def test_trains_at_every_shape(cell: tuple[str, str]) -> None:
     kind, layout = cell
     if layout in ALONE:
@@ -155,12 +148,8 @@ def test_numbers_stay_numbers_at_other_shapes() -> None:
 
 def test_longer_sequences_than_fit_the_memory_are_refused() -> None:
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
-    result = planned(
-        layers,
-        cluster=tiny.small_host(1, 4 << 20),
-        loss_fn=lambda output: output.square().mean(),
-        memory_margin=0.0,
-    )
+    room = {"cluster": tiny.small_host(1, 4 << 20), "memory_margin": 0.0}
+    result = planned(layers, loss_fn=lambda output: output.square().mean(), **room)
     assert result.train_step((torch.randn(8, 100, WIDTH),)).isfinite()
     with pytest.raises(ValueError, match=r"\(8, 8000, 8\); the plan expects .*does not fit"):
         result.train_step((torch.randn(8, 8000, WIDTH),))

@@ -23,20 +23,8 @@ from meshwright.planner.tracing.trace import TraceError, trace
 from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered
-from tests.user_code import user_runs
-from tests.user_code.user_models import (
-    LENGTH,
-    USERS,
-    VOCAB,
-    WIDTH,
-    Lora,
-    Mlp,
-    Stack,
-    UserModel,
-    sequences,
-    tokens,
-    vectors,
-)
+from tests.user_code import user_models, user_runs
+from tests.user_code.user_models import LENGTH, USERS, VOCAB, WIDTH, Stack, UserModel, lora, vectors
 from tests.user_code.user_runs import LAYOUTS, RANKS, ROWS, batch_of, built, plan_of
 
 # by model of the change tier, its layout: all layouts meet each kind of models
@@ -50,7 +38,7 @@ FIRST = {
     # ways to write layers
     "checkpointed": "pp2×tp2", "autocast": "pp4",
     "einsum attention": "dp2×tp2", "torch attention": "zero3",
-    "vmapped": "dp4", "in place": "pp4",
+    "vmapped": "dp4", "dataclass output": "dp4", "in place": "pp4",
 }  # fmt: skip
 REFUSED = [("frozen backbone", "pp4"), ("frozen backbone", "pp2×tp2"), ("einsum attention", "pp4")]
 RUNS = [(name, layout) for name in USERS for layout in LAYOUTS if (name, layout) not in REFUSED]
@@ -79,36 +67,23 @@ def test_layout_is_refused(run: tuple[str, str]) -> None:
 
 # --- what is frozen -------------------------------------------------------------------------------
 
-WIDE, DEPTH, BATCH, RANK = 256, 4, 64, 128
-
-
-class Wide(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mlp(WIDE) for _ in range(DEPTH))
-        self.head = nn.Linear(WIDE, VOCAB)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+WIDE, BATCH, RANK = 256, 64, 128
 
 
 def _wide(kind: str) -> nn.Module:
     """Trained whole, from the third layer on, by its head alone, or by adapters in every layer,
     with the weights beside them or without."""
     torch.manual_seed(0)
-    model = Wide()
+    sizes = {"outputs": VOCAB, "width": WIDE}
+    if "adapters" in kind:
+        return (
+            lora(RANK, **sizes).requires_grad_(True) if "weights" in kind else lora(RANK, **sizes)
+        )
+    model = Stack(**sizes)
     if kind == "upper half":
-        model.layers[: DEPTH // 2].requires_grad_(False)
+        model.layers[: user_models.LAYERS // 2].requires_grad_(False)
     if kind == "head":
         model.layers.requires_grad_(False)
-    if "adapters" in kind:
-        model.requires_grad_(False)
-        for layer in model.layers:
-            layer.up, layer.down = Lora(layer.up, RANK), Lora(layer.down, RANK)
-    if kind == "adapters and weights":
-        model.requires_grad_(True)
     return model
 
 
@@ -189,10 +164,8 @@ def test_frozen_static_bytes_are_those_of_inference(kind: str) -> None:
 
 
 def test_stages_do_not_part_readers_of_a_buffer_from_its_writer() -> None:
-    user = USERS["hidden statistics"]
-    graph = trace(built(user), batch_of(user, 0), loss_fn=user.loss_fn)
-    table = analyse(graph)
-    graph = cut_blocks(graph, table)
+    of = user_runs.traced_at("hidden statistics", ROWS)
+    graph, table = of.graph, of.table
     names = [b.name for b in graph.blocks]
     ((buffer, value),) = graph.updates.items()
     writer = next(k for k, b in enumerate(graph.blocks) if value in b.outputs)
@@ -223,11 +196,6 @@ class SparseTable(nn.Module):
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), labels.flatten())
-
-
-class SeveralLosses(Stack):
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        return _dict_loss(super().forward(x), labels)
 
 
 class Packed(nn.Module):
@@ -261,24 +229,20 @@ def _dict_loss(output: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Te
 
 
 def _packed_batch(rows: int) -> tuple[torch.Tensor, ...]:
-    x, labels = sequences(rows)
+    x, labels = user_models.sequences(rows)
     return x, torch.full((rows,), LENGTH), labels
 
 
 REFUSALS: dict[str, tuple[UserModel, str]] = {
     "sparse table": (
-        UserModel(build=lambda: SparseTable(sparse=True), batch=tokens),
+        UserModel(build=lambda: SparseTable(sparse=True), batch=user_models.tokens),
         "sparse=True: .* drop it, and take a dense optimizer",
     ),
     "table with max_norm": (
-        UserModel(build=lambda: SparseTable(max_norm=1.0), batch=tokens),
+        UserModel(build=lambda: SparseTable(max_norm=1.0), batch=user_models.tokens),
         "changed in place .* write other tensors out of place",
     ),
     "several losses": (
-        UserModel(build=SeveralLosses, batch=vectors),
-        r"a dict of \['main', 'z'\] where a scalar loss is needed; .* sum of several losses",
-    ),
-    "loss_fn of a dict": (
         UserModel(build=Stack, batch=vectors, loss_fn=_dict_loss),
         r"loss_fn gives a dict of \['main', 'z'\] where a scalar loss is needed",
     ),
@@ -300,15 +264,3 @@ def test_refused_with_the_way_out(name: str) -> None:
     user, message = REFUSALS[name]
     with pytest.raises(TraceError, match=message):
         trace(built(user), batch_of(user, 0), loss_fn=user.loss_fn)
-
-
-def test_rows_that_no_plan_divides_are_refused() -> None:
-    user = USERS["dataclass output"]
-
-    def plan(rows: int) -> Plan:
-        given = {"example_inputs": batch_of(user, 0), "global_batch_size": rows, "loss_fn": None}
-        return tiny.planned(built(user), RANKS, overrides=LAYOUTS["dp4"], **given).plan
-
-    assert plan(RANKS).microbatch_rows == RANKS  # one row for each rank
-    with pytest.raises(ValueError, match="4 does not divide global_batch_size=6; legal: 1, 2, 3"):
-        plan(6)

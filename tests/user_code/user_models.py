@@ -77,10 +77,10 @@ class Mlp(nn.Module):
 class Stack(nn.Module):
     """Layers and a head; what most of these models differ from in one thing."""
 
-    def __init__(self, outputs: int = CLASSES, **options: Any) -> None:
+    def __init__(self, outputs: int = CLASSES, width: int = WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Mlp(**options) for _ in range(LAYERS))
-        self.head = nn.Linear(WIDTH, outputs)
+        self.layers = nn.ModuleList(Mlp(width, dropout) for _ in range(LAYERS))
+        self.head = nn.Linear(width, outputs)
 
     def forward(self, x: torch.Tensor) -> Any:
         for layer in self.layers:
@@ -106,16 +106,10 @@ class KeywordsOnly(nn.Module):
         self.body = Stack(VOCAB)
 
     def forward(
-        self,
-        *,
-        ids: torch.Tensor,
-        labels: torch.Tensor | None = None,
-        mask: torch.Tensor | None = None,
-        extra: torch.Tensor | None = None,
-        scaled: bool = False,
-        repeats: int = 1,
-        **annealed: float,
-    ) -> dict[str, Any]:
+        self, *, ids: torch.Tensor, labels: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None, extra: torch.Tensor | None = None,
+        scaled: bool = False, repeats: int = 1, **annealed: float,
+    ) -> dict[str, Any]:  # fmt: skip
         x = self.embed(ids)
         if mask is not None:
             x = x * mask[..., None]
@@ -132,10 +126,12 @@ def keywords(rows: int) -> Batch:
     mask[:, -2:] = 0.0
     fixed = {"mask": mask, "extra": None, "scaled": True, "repeats": 2}
     beta, temperature = torch.rand(2).tolist()
-    power = int(torch.randint(1, 4, ()))
-    return {
-        **tokens(rows), **fixed, "beta": beta, "temperature": 0.5 + temperature, "power": power,
-    }  # fmt: skip
+    numbers = {
+        "beta": beta,
+        "temperature": 0.5 + temperature,
+        "power": int(torch.randint(1, 4, ())),
+    }
+    return {**tokens(rows), **fixed, **numbers}
 
 
 @dataclass
@@ -264,7 +260,7 @@ def frozen_backbone() -> nn.Module:
 class Lora(nn.Module):
     """A frozen linear layer and its two trained factors, as adapter libraries wrap one."""
 
-    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+    def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
         self.base = base.requires_grad_(False)
         self.a = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
@@ -278,10 +274,10 @@ class Lora(nn.Module):
         return result
 
 
-def lora() -> nn.Module:
-    model = Stack().requires_grad_(False)
+def lora(rank: int = 4, **given: int) -> nn.Module:
+    model = Stack(**given).requires_grad_(False)
     for layer in model.layers:
-        layer.up, layer.down = Lora(layer.up), Lora(layer.down)
+        layer.up, layer.down = Lora(layer.up, rank), Lora(layer.down, rank)
     return model
 
 
@@ -449,29 +445,6 @@ class InPlace(Stack):
         return self.head(F.silu(x, inplace=True).to(self.head.weight.dtype)).float()
 
 
-class DenselyConnected(nn.Module):
-    """A list of states between layers, a dict of branches, one module called at two lengths; float
-    buffers that a convolution and a product read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branches = nn.ModuleDict({n: Mlp() for n in ("slow", "fast")})
-        self.joins = nn.ModuleList(nn.Linear((k + 1) * WIDTH, WIDTH) for k in range(3))
-        self.head = nn.Linear(WIDTH, CLASSES)
-        self.register_buffer("blur", torch.full((WIDTH, 1, 3), 1 / 3))
-        self.register_buffer("basis", torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        blurred = F.conv1d(x.transpose(1, 2), self.blur, padding=1, groups=WIDTH)
-        x = blurred.transpose(1, 2) @ self.basis
-        pooled = F.avg_pool1d(x.transpose(1, 2), 2).transpose(1, 2)
-        parts = {n: (m(x), m(pooled)) for n, m in self.branches.items()}
-        states = [parts["slow"][0] + parts["fast"][1].repeat_interleave(2, dim=1)]
-        for join in self.joins:
-            states.append(torch.tanh(join(torch.cat(states, dim=-1))))
-        return self.head(torch.stack(states).sum(0)[:, -1])
-
-
 def classifying(
     build: Callable[[], nn.Module], batch: Callable[[int], Batch] = vectors, **given: Any
 ) -> UserModel:
@@ -482,18 +455,14 @@ USERS: Mapping[str, UserModel] = {
     "keywords only": UserModel(build=KeywordsOnly, batch=keywords),
     "dataclass output": UserModel(build=DataclassOutput, batch=vectors),
     "shared table": UserModel(build=SharedTable, batch=table_batch, loss_fn=three_losses),
-    "own statistics": classifying(OwnStatistics),
+    "own statistics": classifying(OwnStatistics), "lora": classifying(lora),
     "hidden statistics": classifying(HiddenStatistics),
     "tied translator": UserModel(build=TiedTranslator, batch=translations),
     "frozen backbone": classifying(frozen_backbone),
-    "lora": classifying(lora),
-    "collections": classifying(Collections),
+    "collections": classifying(Collections), "distilled": UserModel(build=Distilled, batch=vectors),
     "checkpointed": classifying(functools.partial(Checkpointed, dropout=0.2), own_masks=True),
     "autocast": classifying(Autocast, tolerance=2e-2),
     "einsum attention": classifying(EinsumAttention, sequences),
     "torch attention": classifying(TorchAttention, padded),
-    "vmapped": classifying(Vmapped),
-    "in place": classifying(InPlace),
-    "densely connected": classifying(DenselyConnected, sequences),
-    "distilled": UserModel(build=Distilled, batch=vectors),
-}
+    "vmapped": classifying(Vmapped), "in place": classifying(InPlace),
+}  # fmt: skip

@@ -39,8 +39,6 @@ LAYOUTS: Mapping[str, Overrides] = {
     "pp4": Overrides(dp=1, tp=1, pp=4),
     "pp2×tp2": Overrides(dp=1, tp=2, pp=2, num_microbatches=2),
 }
-
-
 SHARDED = {"up": "colwise", "down": "rowwise"}  # a decision for these modules, where tp may be idle
 
 
@@ -90,11 +88,8 @@ def plan_of(name: str, layout: str) -> Plan:
 def prepared(name: str, layout: str) -> Prepared:
     user, plan = USERS[name], plan_of(name, layout)
     alone = runtime_steps if user.own_masks else plain_steps
-    return Prepared(
-        plan=plan,
-        of=traced_at(name, plan.microbatch_rows),
-        reference=alone(user, plan.num_microbatches),
-    )
+    of, reference = traced_at(name, plan.microbatch_rows), alone(user, plan.num_microbatches)
+    return Prepared(plan=plan, of=of, reference=reference)
 
 
 def _sharded(user: UserModel, overrides: Overrides) -> Overrides:

@@ -32,19 +32,11 @@ BEFORE, AFTER = 2, 1
 TOLERANCE = 1e-5
 DECAY = 0.5  # of the learning rate, per step
 PLANS: Mapping[str, str] = {  # as the parity matrix says them
-    "alone": "1",
-    "dp2": "dp2 zero1",
-    "pp2": "pp2",
-    "dp2tp2": "dp2xtp2 zero1",
-    "pp4": "pp4",
-    "tp4": "tp4",
-    "zero2": "dp4 zero2",
-    "zero3": "dp2xtp2 zero3",
-    "hybrid": "dp4 zero1 shard2",
-    "virtual": "pp2xdp2 zero2 interleaved_1f1b v2",
-    "uneven": "1|dp2|1 zero1",
+    "alone": "1", "dp2": "dp2 zero1", "pp2": "pp2", "dp2tp2": "dp2xtp2 zero1", "pp4": "pp4",
+    "tp4": "tp4", "zero2": "dp4 zero2", "zero3": "dp2xtp2 zero3", "hybrid": "dp4 zero1 shard2",
+    "virtual": "pp2xdp2 zero2 interleaved_1f1b v2", "uneven": "1|dp2|1 zero1",
     "pp2dp2tp2": "pp2xdp2xtp2 zero1",
-}
+}  # fmt: skip
 
 
 def cell_of(case: str, plan: str) -> Cell:

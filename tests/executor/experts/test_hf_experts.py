@@ -5,7 +5,6 @@ Oracle: transformers' own loop over experts (`experts_implementation="eager"`) o
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from transformers.integrations import moe
 
-from meshwright import Cluster, Overrides, ParallelModel, auto_parallelize
+from meshwright import Overrides, ParallelModel
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
 from meshwright.costmodel.sharding.data_axis import data_layout
 from meshwright.costmodel.sharding.factors import analyse
@@ -25,20 +24,19 @@ from meshwright.executor.ranks import launch
 from meshwright.planner.plan import Plan
 from meshwright.planner.tracing.trace import trace
 from meshwright.planner.tracing.transformers.adapter import adapted
-from meshwright.profiles.hardware.device import Link
 from scripts.zoo.models import SMALL, ZOO
 from scripts.zoo.registry import VOCAB
+from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered
 from tests.parity.parity_reference import difference
+from tests.user_code.user_runs import free_links
 
 WIDTH, INNER, EXPERTS, TOPK, TOKENS = 6, 5, 4, 2, 7
 ROWS, LENGTH = 8, 16
 MODELS = ("Mixtral", "Qwen3-MoE", "DeepSeek-V3", "GPT-OSS")
 LAYOUTS: Mapping[str, Overrides] = {
-    "dp4": Overrides(dp=4, tp=1, pp=1, ep=1),
-    "dp4 ep2": Overrides(dp=4, tp=1, pp=1, ep=2),
-    "dp4 ep4": Overrides(dp=4, tp=1, pp=1, ep=4),
+    **{f"dp4 ep{ep}": Overrides(dp=4, tp=1, pp=1, ep=ep) for ep in (1, 2, 4)},
     "tp4": Overrides(dp=1, tp=4, pp=1),
     "dp2 tp2": Overrides(dp=2, tp=2, pp=1, ep=1),
     "dp2 tp2 ep2": Overrides(dp=2, tp=2, pp=1, ep=2),
@@ -211,13 +209,9 @@ def reference(name: str, masked: bool, parts: int) -> tuple[float, dict[str, tor
 
 
 def planned(name: str, layout: str, masked: bool, plan: Plan | None = None) -> ParallelModel:
-    cluster = Cluster.local(4, measure=False)
-    free = Link(name="free", latency_s=1e-12, bandwidth=1e18)  # so that all is split that can be
-    return auto_parallelize(
-        model_of(name), dataclasses.replace(cluster, intra_link=free, inter_link=free),
-        example_inputs=batch_of(masked), global_batch_size=ROWS, precision="fp32",
-        overrides=None if plan else LAYOUTS[layout], plan=plan, profile=False,
-    )  # fmt: skip
+    given = {"example_inputs": batch_of(masked), "loss_fn": None, "plan": plan, "profile": False}
+    overrides = None if plan else LAYOUTS[layout]
+    return tiny.planned(model_of(name), cluster=free_links(4), overrides=overrides, **given)
 
 
 def steps_as_the_loop(name: str, layout: str, masked: bool, plan: Plan) -> None:
@@ -250,16 +244,9 @@ CELLS = [("Mixtral", layout, False) for layout in LAYOUTS]
 CELLS += [(n, x, False) for n in MODELS[1:] for x in ("tp4", "dp2 tp2 ep2", "pp2 dp2 ep2")]
 # biases and matrices split; a batch whose padding the balancing loss leaves out
 FIRST = (("GPT-OSS", "dp2 tp2 ep2", False), ("Mixtral", "dp4 ep2", True))
+MORE = "experts with biases on all axes, and a padded batch with the balancing loss"
 
 
-@pytest.mark.parametrize(
-    "cell",
-    tiered(
-        [*CELLS, FIRST[1]],
-        FIRST.__contains__,
-        "experts with biases on all axes, and a padded batch with the balancing loss",
-        lambda cell: f"{cell[0]} {cell[1]}{cell[2] * ' padded'}",
-    ),
-)
+@pytest.mark.parametrize("cell", tiered([*CELLS, FIRST[1]], FIRST.__contains__, MORE, str))
 def test_a_step_is_that_of_the_loop_on_one_device(cell: tuple[str, str, bool]) -> None:
     on_ranks(4, steps_as_the_loop, *cell, planned(*cell).plan)

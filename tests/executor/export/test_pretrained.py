@@ -29,7 +29,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from meshwright.cli import main, perform
+from meshwright.cli import perform
 from meshwright.executor.checkpoint import checkpoint, model_tensors
 from meshwright.executor.checkpoint.weights import load_weights
 from meshwright.executor.errors import SavedError
@@ -42,6 +42,7 @@ from meshwright.executor.files import MANIFEST, LocalChunks
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.plan import Plan
+from meshwright.profiles.inputs import MeshwrightError
 from tests.executor.export import test_pretrained
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.ranks import on_ranks
@@ -498,21 +499,17 @@ def test_what_does_not_fit_or_is_damaged_is_refused(made: Path, tmp_path: Path) 
         convert(made / "checkpoint", tmp_path / "out", "checkpoint", "--config", made / "export")
     with pytest.raises(SavedError, match=r"is no checkpoint: it has no '.metadata'"):
         convert(made / "export", tmp_path / "out", "hf", "--config", made / "export")
+    (tmp_path / "config.json").write_text('{"architectures": ["Mine"]}')
+    with pytest.raises(
+        MeshwrightError, match=r"architectures \['Mine'\]; legal: the name of a class"
+    ):
+        convert(made / "checkpoint", tmp_path / "out", "hf", "--config", tmp_path)
     shutil.copytree(made / "export", tmp_path / "damaged")
     second = sorted((tmp_path / "damaged").glob("model-*"))[1]
     second.write_bytes(second.read_bytes()[:-3] + b"!!!")
     with pytest.raises(SavedError, match=rf"'{second.name}' is damaged"):
         convert(tmp_path / "damaged", tmp_path / "out", "checkpoint", "--config", made / "export")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_config_of_no_class_of_transformers(
-    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "config.json").write_text('{"architectures": ["Mine"]}')
-    line = ["convert", str(made / "checkpoint"), str(tmp_path / "out"), "--to", "hf", "--config"]
-    assert main([*line, str(tmp_path)]) == 1
-    assert "has architectures ['Mine']; legal: the name of a class" in capsys.readouterr().err
 
 
 BIG = """

@@ -42,15 +42,12 @@ from tests.executor.checkpoint.checkpoint_runs import start
 
 LARGE = checksums.BLOCK_BYTES // 4 + 1000  # elements: it is read in several parts
 STATE = {
-    "large": torch.arange(float(LARGE)),
-    "small": torch.arange(24.0).view(4, 6),
+    "large": torch.arange(float(LARGE)), "small": torch.arange(24.0).view(4, 6),
     "transposed": torch.arange(24.0).view(4, 6).t(),
-    "view": torch.arange(24.0)[3:9],
-    "bytes": torch.arange(200, dtype=torch.uint8),
+    "view": torch.arange(24.0)[3:9], "bytes": torch.arange(200, dtype=torch.uint8),
     "half": torch.arange(9).to(torch.bfloat16).view(3, 3),
-    "truth": torch.tensor([True, False, True]),
-    "scalar": torch.tensor(7),
-}
+    "truth": torch.tensor([True, False, True]), "scalar": torch.tensor(7),
+}  # fmt: skip
 
 
 def write(folder: Path, state: dict[str, torch.Tensor] = STATE) -> dict[str, int]:

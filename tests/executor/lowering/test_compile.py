@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.backends.registry import register_backend
 
-from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright import Overrides
 from meshwright.costmodel.sharding.strategies import P, Placement, R
 from meshwright.executor.backward.repeated import repeated
 from meshwright.executor.lowering import compile as compiling
@@ -24,6 +24,7 @@ from meshwright.executor.resharding.reshard import Axis, Reshard
 from tests.executor.trained_cells import cells
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import second_tier
+from tests.helpers.tiny import planned
 from tests.models.models import CASES, parallelize
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_reference import (
@@ -91,10 +92,9 @@ def test_default_backend_draws_the_same_dropout_masks(
     found = []
     for mode in (False, True):
         torch.manual_seed(3)  # of the dropout masks
-        result = auto_parallelize(
-            copy.deepcopy(model), Cluster.local(1), example_inputs=batch, global_batch_size=8,
-            precision="fp32", loss_fn=nn.functional.mse_loss, compile=mode, profile=False,
-        ).replan(Overrides(num_microbatches=2))  # fmt: skip
+        given = {"example_inputs": batch, "loss_fn": nn.functional.mse_loss, "profile": False}
+        result = planned(copy.deepcopy(model), compile=mode, **given)
+        result = result.replan(Overrides(num_microbatches=2))
         loss = float(result.train_step(batch))
         found.append((loss, result.runtime.full_gradients(), result.runtime))
     (eager, gradients, _), (compiled, ours, runtime) = found
@@ -146,11 +146,9 @@ def test_compiled_backwards_are_priced_whole() -> None:
     plan, case = plan_of(cell)[0], CASES[cell.case]
     found = {}
     for mode, target in ((False, None), (True, None), (True, "eager")):
-        result = auto_parallelize(
-            case.model(), Cluster.local(2), example_inputs=case.batch(4, 0), plan=plan,
-            global_batch_size=cell.rows, loss_fn=case.loss_fn, precision="fp32", profile=False,
-            compile=mode, target=target,
-        )  # fmt: skip
+        given = {"example_inputs": case.batch(4, 0), "loss_fn": case.loss_fn, "profile": False}
+        given |= {"global_batch_size": cell.rows, "compile": mode, "target": target}
+        result = planned(case.model(), 2, plan=plan, **given)
         events = [e for e in result.report.timeline["traceEvents"] if e["ph"] == "X"]
         found[mode, target] = {
             kind: sum(e["dur"] for e in events if e["name"].startswith(kind)) for kind in "IW"

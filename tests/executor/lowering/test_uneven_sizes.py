@@ -17,13 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from meshwright import Overrides, ParallelModel, auto_parallelize
+from meshwright import Overrides, ParallelModel
 from meshwright.costmodel.operators.flops import op_flops
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.strategies import (
@@ -38,7 +36,6 @@ from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
 from meshwright.executor.parameters.norms import clip_
 from meshwright.executor.ranks import launch
-from meshwright.executor.resharding.reshard import part_of
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan, PlanError
@@ -49,7 +46,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.single_device import initialised
 from tests.helpers.stored import stored
 from tests.helpers.tiers import tiered
-from tests.helpers.tiny import host
+from tests.helpers.tiny import planned
 from tests.models import architectures, branching_models, models
 from tests.models.architectures import gpt2
 from tests.models.models import CASES, Case, Traced, adamw, parallelize, sgd, traced, uneven
@@ -57,16 +54,6 @@ from tests.parity.parity_cells import Cell
 from tests.parity.parity_reference import assert_equal, compare, plain_loop, runtime_loop
 
 TOLERANCE = 1e-5  # fp32: two orders of one sum
-
-
-@given(size=st.integers(0, 300), ranks=st.integers(1, 40))
-def test_parts_are_those_of_torch(size: int, ranks: int) -> None:
-    parts = [part_of(size, ranks, k) for k in range(ranks)]
-    assert max(length for _, length in parts) == largest_part(size, ranks)
-    for k, (start, length) in enumerate(parts):
-        theirs = Shard.local_shard_size_and_offset(size, ranks, k)
-        assert length == theirs[0]
-        assert not length or start == theirs[1]
 
 
 def test_a_part_is_nobodys_or_everybodys() -> None:
@@ -81,14 +68,10 @@ def test_a_part_is_nobodys_or_everybodys() -> None:
     assert indivisible(of.table, op, 4) == {"vocab": 5}
 
 
-@pytest.mark.parametrize(
-    "name",
-    tiered(
-        sorted(CASES),
-        {"gpt2_tied", "resnet", "llama", "moe"}.__contains__,
-        "grouped heads, fused projections, channels and experts",
-    ),
-)
+FIRST, KINDS = {"gpt2_tied", "resnet", "llama", "moe"}, "heads, projections, channels, experts"
+
+
+@pytest.mark.parametrize("name", tiered(sorted(CASES), FIRST.__contains__, KINDS))
 @pytest.mark.parametrize("degree", [3, 5, 6])
 def test_what_a_strategy_asks_for_can_be_held(name: str, degree: int) -> None:
     of = case(name)
@@ -150,10 +133,8 @@ def test_shared_out_is_what_the_plan_splits() -> None:
 @cache
 def _planned(tp: int | None) -> ParallelModel:
     overrides, inputs = Overrides(tp=tp) if tp else Overrides(), CASES["gpt2_tied"].batch(4, 0)
-    return auto_parallelize(
-        _gpt2_of_five_heads(), host(4), example_inputs=inputs, global_batch_size=8,
-        precision="fp32", overrides=overrides,
-    )  # fmt: skip
+    given = {"example_inputs": inputs, "loss_fn": None, "overrides": overrides}
+    return planned(_gpt2_of_five_heads(), 4, global_batch_size=8, **given)
 
 
 def test_the_report_says_what_is_excluded_in_three_places() -> None:
@@ -343,9 +324,26 @@ def test_the_norm_counts_every_element_once(plan: str) -> None:
     on_ranks(4, clipped, plan)
 
 
-def saves(folder: Path) -> tuple[dict[str, Any], float]:
-    """A checkpoint after two steps: what it holds, and the loss of the third."""
-    case, runtime = ODD["gpt2"], built("gpt2", "tp4")
+def initialised_by_parts(plan: str) -> Runtime:
+    with torch.device("meta"):
+        empty = ODD["gpt2"].build()
+    runtime = built("gpt2", plan, empty)
+    init_weights(runtime, 11)
+    assert holds(runtime, initialised(ODD["gpt2"].model(), 11))
+    return runtime
+
+
+def holds(runtime: Runtime, wanted: Mapping[str, torch.Tensor]) -> bool:
+    state = runtime.full_state_dict()
+    return all(torch.equal(state[name], x) for name, x in wanted.items())
+
+
+def saves(folder: Path, weights: Path) -> tuple[dict[str, Any], float]:
+    """Weights are read from a file. A checkpoint after two steps: what it holds, and the loss of
+    the third."""
+    case, runtime = ODD["gpt2"], initialised_by_parts("tp4")
+    load_weights(runtime, weights)
+    assert holds(runtime, torch.load(weights))
     optimizer = case.optimize(runtime)
     for step in range(2):
         optimizer.zero_grad()
@@ -361,13 +359,11 @@ def goes_on(
 ) -> float:
     """A checkpoint of other ranks under a plan: the state, bit for bit, and its loss, of one more
     step of its optimizer, too, which is returned; saved `again`."""
-    case = ODD["gpt2"]
-    runtime = built("gpt2", plan, case.model(seed=5))
+    case, runtime = ODD["gpt2"], initialised_by_parts(plan)
     optimizer = case.optimize(runtime)
     checkpoint.load(runtime, folder, optimizer)
-    found = runtime.full_state_dict()
-    assert found.keys() == state.keys()
-    assert all(torch.equal(found[n], torch.from_numpy(x)) for n, x in state.items())
+    assert runtime.full_state_dict().keys() == state.keys()
+    assert holds(runtime, {name: torch.from_numpy(x) for name, x in state.items()})
     if again is not None:
         checkpoint.save(runtime, again, optimizer)
     assert float(runtime.train_step(case.batch(ROWS, 2))) == pytest.approx(loss, rel=TOLERANCE)
@@ -377,29 +373,11 @@ def goes_on(
 
 
 def test_a_checkpoint_of_four_ranks_goes_to_one_and_two_and_other_plans(tmp_path: Path) -> None:
-    saved, again = tmp_path / "saved", tmp_path / "again"
+    saved, again, weights = (tmp_path / name for name in ("saved", "again", "weights.pt"))
+    torch.save(ODD["gpt2"].model(seed=3).state_dict(), weights)
     plan_of("gpt2", "tp4")
-    known = on_ranks(4, saves, saved)
+    known = on_ranks(4, saves, saved, weights)
     after = goes_on(saved, "1", *known, again)
     zero3 = on_ranks(4, goes_on, saved, "dp2xtp2 zero3", *known)
     assert zero3 == pytest.approx(after, rel=TOLERANCE)
     assert on_ranks(2, goes_on, again, "tp2", *known) == pytest.approx(after, rel=TOLERANCE)
-
-
-def initialises_and_reads(plan: str, path: Path) -> None:
-    with torch.device("meta"):
-        empty = ODD["gpt2"].build()
-    runtime = built("gpt2", plan, empty)
-    for load, wanted in (
-        (lambda: init_weights(runtime, 11), initialised(ODD["gpt2"].model(), 11)),
-        (lambda: load_weights(runtime, path), torch.load(path)),
-    ):
-        load()
-        state = runtime.full_state_dict()
-        assert all(torch.equal(state[n], x) for n, x in wanted.items())
-
-
-@pytest.mark.parametrize("plan", ["tp4", "dp2xtp2 zero3"])
-def test_weights_are_initialised_and_read_by_parts(plan: str, tmp_path: Path) -> None:
-    torch.save(ODD["gpt2"].model(seed=3).state_dict(), tmp_path / "state.pt")
-    on_ranks(4, initialises_and_reads, plan, tmp_path / "state.pt")

@@ -41,9 +41,6 @@ GPT = Case(
 
 def gpt_of(count: int, precision: str) -> Traced:
     return stored(
-        "learned",
-        count,
-        precision,
-        make=lambda: traced(GPT, count, precision),
+        "learned", count, precision, make=lambda: traced(GPT, count, precision),
         models=(sys.modules[__name__],),
-    )
+    )  # fmt: skip

@@ -254,19 +254,6 @@ def test_it_stays_between_floor_and_ceiling(
         assert torch.tensor(1 / scale.value).item() * scale.value == 1.0  # exact in fp32
 
 
-@settings(deadline=None)
-@given(st.lists(st.booleans(), max_size=20), st.lists(st.booleans(), max_size=20))
-def test_a_checkpoint_goes_on_where_it_was(before: list[bool], after: list[bool]) -> None:
-    one, two = LossScale(growth_interval=3), LossScale(growth_interval=3)
-    for finite in before:
-        one.update(finite)
-    two.load_state_dict(one.state_dict())
-    for finite in after:
-        one.update(finite)
-        two.update(finite)
-    assert one == two
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

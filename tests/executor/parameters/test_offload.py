@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 
 from meshwright.executor.parameters import BlockWeights, clip_, reducer
 from meshwright.executor.runtime.runtime import Runtime
-from tests.executor.trained_cells import cells, goes_on_after_saves
+from tests.executor.trained_cells import cells
 from tests.helpers.memory_pools import DEVICE, HOST, MemoryPools
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiers import tiered
 from tests.models.models import CASES
 from tests.parity.parity_cells import Cell
 from tests.parity.parity_reference import assert_equal, built, on_its_ranks
@@ -154,11 +153,6 @@ def weights_away() -> None:
 
 def test_weights_lie_on_the_device_while_their_block_runs_alone() -> None:
     on_ranks(WORLD, weights_away)
-
-
-@second_tier("states in files, and not, go on after saves in test_states_in_files")
-def test_checkpoints_go_on_with_and_without_host_memory(tmp_path: Path) -> None:
-    on_ranks(WORLD, goes_on_after_saves, tmp_path, SAVED, BESIDE)
 
 
 def norms(cell: Cell) -> list[float]:

@@ -38,10 +38,8 @@ from tests.parity.parity_cells import Cell, plan_of
 RUNS = 8
 EXPERTS = Case(
     build=lambda: experts_models.language_model("routed", "none"),
-    batch=experts_models.batch,
-    optimizer=adamw,
-    loss_fn=moe_loss,
-)
+    batch=experts_models.batch, optimizer=adamw, loss_fn=moe_loss,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +75,8 @@ class Checked:
         self, cluster: Cluster
     ) -> tuple[Plan, Problem, Sequence[Mapping[str, Assignment]]]:
         """What prices a plan: itself, the problem, and its assignments."""
-        problem = Problem(
-            graph=self.of.graph,
-            factors=self.of.table,
-            cluster=cluster,
-            precision=self.plan.precision,
-        )
+        given = {"cluster": cluster, "precision": self.plan.precision}
+        problem = Problem(graph=self.of.graph, factors=self.of.table, **given)
         return self.plan, problem, check_plan(self.plan, self.of.graph, self.of.table)
 
 
@@ -99,25 +93,17 @@ def checked_experts(layout: str, ep: int, shardings: Mapping[str, str]) -> Check
     rows = GLOBAL_BATCH // cell.microbatches
     of = stored("experts", rows, make=lambda: traced(EXPERTS, rows), models=(experts_models,))
     knobs = Knobs(
-        meshes=cell.meshes,
-        rows=GLOBAL_BATCH,
-        num_microbatches=cell.microbatches,
-        recompute=cell.recompute,
-        shardings=shardings,
-    )
+        meshes=cell.meshes, rows=GLOBAL_BATCH, num_microbatches=cell.microbatches,
+        recompute=cell.recompute, shardings=shardings,
+    )  # fmt: skip
     plan = build_plan(of.graph, knobs)
     plan = replace(plan, stages=tuple(replace(stage, ep=ep) for stage in plan.stages))
     return _checked(EXPERTS, plan, of)
 
 
 def _checked(case: Case, plan: Plan, of: Traced) -> Checked:
-    return Checked(
-        case=case,
-        plan=plan,
-        of=of,
-        checked=CheckedPlan.of(plan, of.graph, of.table),
-        example=case.batch(GLOBAL_BATCH, 0),
-    )
+    made, example = CheckedPlan.of(plan, of.graph, of.table), case.batch(GLOBAL_BATCH, 0)
+    return Checked(case=case, plan=plan, of=of, checked=made, example=example)
 
 
 @cache

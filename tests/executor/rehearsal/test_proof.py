@@ -28,28 +28,17 @@ Streams = dict[int, list[Event]]
 
 def collective(name: str, ranks: tuple[int, ...], size: int, root: int | None = None) -> Event:
     return Event(
-        kind=Kind.COLLECTIVE,
-        operation="allreduce_" if root is None else "broadcast_",
-        group=(name, ranks),
-        shapes=((size,),),
-        dtype="float32",
-        nbytes=4 * size,
-        root=root,
-    )
+        kind=Kind.COLLECTIVE, operation="allreduce_" if root is None else "broadcast_",
+        group=(name, ranks), shapes=((size,),), dtype="float32", nbytes=4 * size, root=root,
+    )  # fmt: skip
 
 
 def message(kind: Kind, peer: int, *, way: str = "forward", tag: int = 1) -> Event:
     return Event(
-        kind=kind,
-        operation="send" if kind is Kind.SEND else "recv_",
-        group=(way, (0, 1, 2, 3)),
-        shapes=((2, 8),),
-        dtype="float32",
-        nbytes=64,
-        peer=peer,
-        tag=tag,
+        kind=kind, operation="send" if kind is Kind.SEND else "recv_", group=(way, (0, 1, 2, 3)),
+        shapes=((2, 8),), dtype="float32", nbytes=64, peer=peer, tag=tag,
         where=f"{kind} of stage {peer // 2}",
-    )
+    )  # fmt: skip
 
 
 WAIT = Event(kind=Kind.WAIT, count=1, where="recv_activation of stage 1")

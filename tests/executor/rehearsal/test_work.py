@@ -123,8 +123,7 @@ def test_gathers_again_are_sent_as_priced(of: tuple[str, str]) -> None:
         assert 0 < after - before == pytest.approx(wanted - asked, rel=REL)
 
 
-@second_tier(MORE)
-@pytest.mark.parametrize("of", SPREAD, ids=str)
+@pytest.mark.parametrize("of", tiered(SPREAD, SPREAD[:1].__contains__, MORE, name=str))
 def test_experts_receive_what_is_priced_and_the_weights_of_copies(
     of: tuple[str, dict[str, str]],
 ) -> None:

@@ -165,18 +165,11 @@ def fits_the_same(folder: Path) -> None:
             plan=replace(plan_of(FITTED)[0], post_validation=validated),
         )  # fmt: skip
         fitted = fit(
-            result,
-            batches[2:] if again else batches,
+            result, batches[2:] if again else batches, steps=6, max_grad_norm=0.7,
             optimizer=lambda result: optim.AdamW(result.parameters(), lr=3e-3),
             schedule=lambda optimizer: LambdaLR(optimizer, lambda k: 1 / (1 + k)),
-            steps=6,
-            max_grad_norm=0.7,
-            folder=folder / name,
-            save_every=2,
-            keep=3,
-            log_to=rows[-1].append,
-            log_every=1,
-        )
+            folder=folder / name, save_every=2, keep=3, log_to=rows[-1].append, log_every=1,
+        )  # fmt: skip
         ended.append((fitted, fitted.result.full_state_dict()))
     logged = [[(row["loss"], row.get("grad_norm")) for row in of] for of in rows]
     assert ended[0][0].loss == ended[1][0].loss

@@ -24,14 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_param
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright import Cluster, Overrides, auto_parallelize, leaf
+from meshwright import Cluster, Overrides, leaf
 from meshwright.executor import devices, stand_in, states_in_files
 from meshwright.executor.backward import eight_bits
 from meshwright.executor.checkpoint import checkpoint, handover
 from meshwright.executor.files.chunks import LocalChunks
 from meshwright.executor.host_memory import Aside, fill
 from meshwright.executor.host_values import with_values
-from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import parameters, weight_gather, whole_of
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Event, Kind, Recorder, Rehearsal, rehearse
@@ -45,6 +44,7 @@ from meshwright.executor.stand_in import NOT_KNOWN, ORDER, Key, KnownFakes, Part
 from meshwright.executor.transfers.transfer import Channel
 from tests.executor.rehearsal.rehearsal_runs import checked
 from tests.helpers.tiers import second_tier, tiered
+from tests.helpers.tiny import planned
 from tests.models.models import adamw
 
 rehearsing = importlib.import_module("meshwright.executor.rehearsal.steps")
@@ -154,10 +154,9 @@ class Noisy(nn.Module):
 def run_noisy(cluster: Cluster) -> Rehearsal:
     with torch.device("meta"):
         net = Noisy()
-    return auto_parallelize(
-        net, cluster, example_inputs={"x": torch.zeros(64, 16)}, global_batch_size=64,
-        precision="bf16", overrides=Overrides(tp=1, num_microbatches=2), profile=False,
-    ).rehearse()  # fmt: skip
+    given = {"example_inputs": {"x": torch.zeros(64, 16)}, "loss_fn": None, "profile": False}
+    given |= {"precision": "bf16", "overrides": Overrides(tp=1, num_microbatches=2)}
+    return planned(net, cluster=cluster, global_batch_size=64, **given).rehearse()
 
 
 def test_a_clusters_gpus_are_the_default() -> None:
@@ -178,8 +177,7 @@ def test_the_process_is_left_as_it_was() -> None:
     assert not dist.is_initialized()
     net = nn.Linear(3, 1)
     net(torch.ones(2, 3)).sum().backward()
-    assert net.weight.grad is not None
-    assert net.weight.grad.tolist() == [[2.0, 2.0, 2.0]]
+    assert net.weight.grad is not None and net.weight.grad.tolist() == [[2.0, 2.0, 2.0]]
     assert run(PIPELINE, CPU).mismatches == ()
 
 
@@ -412,15 +410,6 @@ def test_ranks_start_over_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.device_here() == devices.HOST
 
 
-def test_compilers_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = sys.modules[backend_of.__module__]
-    monkeypatch.setattr(own, "has_triton", lambda: False)
-    monkeypatch.setattr(own, "get_cpp_compiler", lambda: "c++")
-    assert backend_of(True, "cpu") == own.DEFAULT
-    with pytest.raises(RuntimeError, match="Triton on cuda"):
-        backend_of(True, "cuda")
-
-
 @pytest.mark.parametrize("backend", [GPU, CPU])
 def test_what_is_read_of_a_device(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -443,7 +432,6 @@ def test_the_recorder_counts_one_device() -> None:
 
 
 _CASES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "pointwise": lambda x: x * 2,
     "of two": lambda x: x + x.clone(),
     "view": lambda x: x[2:].t(),
     "in place": lambda x: x.clone().add_(1),
@@ -492,32 +480,26 @@ def test_the_gradient_of_a_known_view_reaches_its_base() -> None:
             x = torch.empty(4, 6, requires_grad=True)
             x[1:].sum().backward()
     assert answering.known > 0
-    assert x.grad is not None
-    assert x.grad.shape == x.shape
+    assert x.grad is not None and x.grad.shape == x.shape
 
 
-def test_values_are_never_known() -> None:
+def test_keys_are_of_what_has_no_values_and_tell_the_same_tensor_twice_from_two_alike() -> None:
     """What is made while the mode is off has some."""
-    arange = torch.ops.aten.arange.default
+    add, arange = torch.ops.aten.add.Tensor, torch.ops.aten.arange.default
     with KnownFakes({}) as fakes:
         x = torch.tensor(3)  # a constant, whose value torch knows
-        assert fakes.key(torch.ops.aten.add.Tensor, (x, 1), {}) is None
-        assert fakes.key(torch.ops.aten.add.Tensor, (object(), 1), {}) is None
+        assert fakes.key(add, (x, 1), {}) is None
+        assert fakes.key(add, (object(), 1), {}) is None
         assert fakes.key(arange, (4,), {}) is not None
         with with_values():
             assert fakes.key(arange, (4,), {}) is None
-
-
-def test_keys_tell_the_same_tensor_twice_from_two_alike() -> None:
-    add = torch.ops.aten.add.Tensor
-    with KnownFakes({}) as fakes:
         x, y = torch.empty(4), torch.empty(4)
         assert fakes.key(add, (x, x), {}) != fakes.key(add, (x, y), {})
         assert fakes.key(add, (x, y), {}) == fakes.key(add, (y, x), {})
         assert fakes.key(add, (x, 1), {}) != fakes.key(add, (x, 1.0), {})
 
 
-def test_parts_are_those_of_fully_shard() -> None:
+def test_parts_are_those_of_fully_shard_and_made_on_demand_inside_the_context_alone() -> None:
     for length, count, dim in product((0, 1, 5, 8, 9, 100), (1, 2, 3, 8), (0, 1)):
         whole = torch.arange(length * 2).view((length, 2) if dim == 0 else (2, length))
         cut = _fsdp_common._chunk_with_empty(whole, count, dim)
@@ -527,9 +509,6 @@ def test_parts_are_those_of_fully_shard() -> None:
             assert own.shape == theirs.shape
             assert torch.equal(own, theirs)
             assert own.untyped_storage().data_ptr() in (theirs.untyped_storage().data_ptr(), 0)
-
-
-def test_parts_are_made_on_demand_only_inside_the_context() -> None:
     cut = _fsdp_param._chunk_with_empty
     with parts_on_demand():
         assert isinstance(_fsdp_param._chunk_with_empty(torch.empty(4), 2, dim=0), Parts)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.sharding.strategies import Placement, R
 from meshwright.executor.ranks.meshes import StageMesh
 from meshwright.executor.transfers import handed, release
-from meshwright.executor.transfers.transfer import Channel, held, intersect, slices, within
+from meshwright.executor.transfers.transfer import Channel, held, slices, within
 
 SHAPE = (12, 24)  # divisible by every degree tried
 S0, S1 = Placement("S", 0), Placement("S", 1)
@@ -97,19 +97,6 @@ def test_equal_meshes_send_each_to_its_counterpart(dp: int, tp: int, placement: 
     assert [(p.source, p.target) for p in moved] == list(
         zip(source.ranks, target.ranks, strict=True)
     )
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "common"),
-    [
-        (((0, 4),), ((2, 6),), ((2, 4),)),
-        (((0, 4),), ((4, 6),), None),
-        (((0, 4), (0, 2)), ((1, 2), (0, 9)), ((1, 2), (0, 2))),
-        ((), (), ()),
-    ],
-)
-def test_intersection(a: Box, b: Box, common: Box | None) -> None:
-    assert intersect(a, b) == common == intersect(b, a)
 
 
 def test_a_channel_knows_its_own_slices() -> None:
