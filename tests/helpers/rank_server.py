@@ -22,7 +22,10 @@ import sys
 import types
 from pathlib import Path
 
-IMPORTED = ("tests.parity.parity_checks", "tests.helpers.tiny", "scripts.zoo.models")
+IMPORTED = (
+    "tests.parity.parity_checks", "tests.helpers.tiny", "scripts.zoo.models", "meshwright.cli",
+    "hypothesis", "peft", "pytest",
+)  # fmt: skip
 MAX_REQUEST_BYTES = 2**20
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that comes when the parent ends
 

@@ -309,16 +309,16 @@ _KINDS = {
 _COST = {2: 1, 4: 2, 8: 5}  # of a cell by its ranks, about
 
 
-def covering(cells: Sequence[Cell]) -> set[str]:
-    """Names of few cells that have every pair of values of schedule, ZeRO, recompute, axis,
+def covering(cells: Sequence[Cell]) -> set[Cell]:
+    """Few cells that have every pair of values of schedule, ZeRO, recompute, axis,
     precision and kind of model that any cell has, and every value of the other knobs: the cheapest
     of what is still missing, again and again."""
     missing = frozenset[Covered]().union(*map(_covers, cells))
-    found: set[str] = set()
+    found: set[Cell] = set()
     while missing:
         best = max(cells, key=lambda cell: len(_covers(cell) & missing) / _COST[cell.world])
         missing -= _covers(best)
-        found.add(best.name)
+        found.add(best)
     return found
 
 
