@@ -70,7 +70,7 @@ def _reached(roots: tuple[object, ...]) -> Iterator[Any]:
     """The caches that objects hold, by whatever way that doesn't lead through a class or module."""
     modules = (m for m in list(sys.modules.values()) if isinstance(m, ModuleType))
     seen: dict[int, object] = {id(space): space for space in map(vars, modules)}
-    reached = list(roots)
+    reached: list[object] = [roots]
     while reached:
         new = {
             id(x): x
