@@ -59,7 +59,8 @@ def test_kinds_do_what_all_ranks_do(line: str) -> None:
     """A rank of a kind has the peak, the work and the number of messages of the one rehearsed."""
     every, kinds = rehearsal(line), rehearsal(line, every=False)
     assert every.mismatches == kinds.mismatches == ()
-    assert len(kinds.logs) < len(every.logs) == Cell.parse(line).world
+    assert len(kinds.logs) <= len(every.logs) == Cell.parse(line).world
+    assert len(kinds.logs) < len(every.logs) or line != KINDS[0]
     assert kinds.peak_bytes == every.peak_bytes
     for rank, stands in kinds.kind_of.items():
         own, other = every.logs[rank], kinds.logs[stands]
