@@ -337,21 +337,46 @@ def shared() -> Traced:
     return cut(Shared(), batch, F.mse_loss, precision="fp32")
 
 
-def moved(state: str, *readers: str) -> list[tuple[Placement, Placement]]:
-    """Re-shards of the value between a product by rows, which makes it partial, and two others.
-    `state` names its hub."""
-    of = shared()
+def moves_of(of: Traced, value: str, entries: Sequence[str]) -> list[Move]:
+    """Of a value, where the products of a block of all operators have these entries."""
     block = Block(
         name="all", ops=of.graph.ops, inputs=(), outputs=(), derived=tuple(of.graph.inputs),
         parameters=tuple(of.graph.parameters), buffers=(), class_id="all",
     )  # fmt: skip
     layouts = BlockLayouts(of.graph, of.table, block, 2)
-    first, *others = [op for op in layouts.block.ops if op.short == "linear"]
-    entries = {first.name: Entry.parse(f"rowwise{state}")}
-    entries |= {op.name: Entry.parse(name) for op, name in zip(others, readers, strict=True)}
-    steps = moves(layouts, layouts.complete(entries, {}), {})
-    (value,) = first.results
-    return [(s.source, s.target) for s in steps if isinstance(s, Move) and s.value == value]
+    products = [op.name for op in block.ops if op.short == "linear"]
+    parsed = map(Entry.parse, entries)
+    chosen = layouts.complete(dict(zip(products, parsed, strict=True)), {})
+    return [s for s in moves(layouts, chosen, {}) if isinstance(s, Move) and s.value == value]
+
+
+def moved(state: str, *readers: str) -> list[tuple[Placement, Placement]]:
+    """Re-shards of the value between a product by rows, which makes it partial, and two others.
+    `state` names its hub."""
+    of = shared()
+    value = next(op.results[0] for op in of.graph.ops if op.short == "linear")
+    found = moves_of(of, value, [f"rowwise{state}", *readers])
+    return [(s.source, s.target) for s in found]
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(torch.relu(self.a(x)))
+
+
+@pytest.mark.parametrize(("second", "once"), [("b0", True), ("colwise", False)])
+def test_of_a_weight_read_twice_the_gradient_waits_where_both_leave_it_partial(
+    second: str, once: bool
+) -> None:
+    batch = torch.empty(4, 6, 8), torch.empty(4, 6, 8)
+    of = cut(Twice(), batch, F.mse_loss, precision="fp32")
+    (weight,) = of.graph.parameters
+    found = moves_of(of, weight, ["b0", second])
+    assert found and all(step.once == once for step in found)
 
 
 def test_readers_share_a_re_shard_and_go_through_the_hub() -> None:
