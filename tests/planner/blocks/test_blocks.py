@@ -102,6 +102,17 @@ class HeavyWeights(nn.Module):
         return x @ (self.a @ self.b)
 
 
+class Alone(nn.Module):
+    """A container of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.layers[0](x))
+
+
 class Expert(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +294,7 @@ def cut_at(model: nn.Module, rows: int) -> tuple[Block, ...]:
 def test_work_is_compared_at_the_same_rows_and_one_instance_is_no_container() -> None:
     few, many = ([b.name for b in cut_at(HeavyWeights(3), rows)] for rows in (2, 64))
     assert few == many == ["layers.0", "layers.1", "layers.2", "head.0", "head.1"]
-    assert not any("layers" in block.name for block in cut_at(HeavyWeights(1), 64))
+    assert not any("layers" in block.name for block in cut_at(Alone(), 64))
 
 
 def test_copies_of_tokens_come_home_before_a_block_ends() -> None:
