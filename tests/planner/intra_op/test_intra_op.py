@@ -79,6 +79,27 @@ def test_the_objective_is_the_price_of_the_assignment(name: str, seed: int) -> N
             assert price.cost.seconds(m) == pytest.approx(objective, rel=1e-9)
 
 
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8, bias=False)
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.shift
+
+
+def test_a_buffer_is_not_read_as_a_partial_sum() -> None:
+    batch = torch.empty(4, 6, 8), torch.empty(4, 6, 8)
+    of = planning.cut(Shifted(), batch, F.mse_loss, precision="fp32")
+    programs = [table.program for table in tables(of, odd_cluster(0), tp=2)[2]]
+    ((program, op),) = [(p, op) for p in programs for op in p.block.ops if op.short == "add"]
+    options = program.layouts.options(op)
+    assert any(s.operands[1].kind == "P" for s in options)
+    for strategy, seconds in zip(options, program.problem.unary[op.name], strict=True):
+        assert np.isfinite(seconds) == (strategy.operands[1].kind != "P")
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_is_the_optimum_of_the_whole_program(name: str) -> None:
     _, _, solved = tables(case(name), odd_cluster(7), tp=4)
