@@ -114,6 +114,9 @@ def test_components_sum_to_the_step_time_and_all_is_json(make: Callable[[], Para
     data = json.loads(json.dumps(result.report.to_dict(), allow_nan=False))
     assert data["plan"] == json.loads(result.plan.to_json())
     assert data["components_s"] == pytest.approx(parts)
+    busiest_s = max(stage["forward_s"] + stage["backward_s"] for stage in data["stages"])
+    busy_s = parts["compute"] + parts["exposed communication"]
+    assert busy_s == pytest.approx(result.plan.num_microbatches * busiest_s)
     assert data["summary"]["step_time_s"] == result.prediction.step_time_s
     assert len(data["stages"]) == len(result.plan.stages)
     assert [s["memory_bytes"] for s in data["stages"]] == result.prediction.peak_memory_bytes
