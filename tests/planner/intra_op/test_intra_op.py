@@ -240,6 +240,31 @@ def _waiting(
     return sorted({made, R, RP, *targets, *(readers if len(targets) > 1 else [])})
 
 
+BOUNDARY = [R, Placement("S", 1)]
+
+
+def small_program(name: str, seed: int, m: int) -> tuple[BlockProgram, Pricer]:
+    """Of the block of a small model that is entered and left both ways."""
+    of = small(name)
+    coster = StageCoster(planning.problem_of(of, odd_cluster(seed), "fp32"))
+    pricer = coster.pricer(coster.setting(Mesh(dp=2, tp=2), rows=4, microbatches=m))
+    layouts = BlockLayouts(of.graph, of.table, block_of(of), 2)
+    inputs, outputs = (
+        dict.fromkeys(v, BOUNDARY) for v in (layouts.block.inputs, layouts.block.outputs)
+    )
+    return BlockProgram(pricer, layouts, inputs=inputs, outputs=outputs), pricer
+
+
+def test_a_value_that_no_plan_names_waits_in_a_state_of_where_it_comes_from() -> None:
+    program, _ = small_program("the input is read twice", 3, 2)
+    ((edge, seconds),) = [
+        (edge, seconds) for edge, seconds in program.problem.pairs.items() if edge[0][:3] == "in:"
+    ]
+    for row, source in zip(seconds, BOUNDARY, strict=True):
+        waits = zip(program.problem.states[edge[1]], row, strict=True)
+        assert all(np.isfinite(cost) == (wait.source == source) for wait, cost in waits)
+
+
 @pytest.mark.parametrize(
     ("name", "seed", "every"),
     [
@@ -261,23 +286,16 @@ def _waiting(
 def test_no_assignment_is_cheaper_than_the_table(name: str, seed: int, every: int) -> None:
     """Enter and leave both ways; what the table promises is the least price of all, and is paid. Of
     the larger blocks one assignment of so many is tried."""
-    of, m, boundary = small(name), 2, [R, Placement("S", 1)]
-    block = block_of(of)
-    coster = StageCoster(planning.problem_of(of, odd_cluster(seed), "fp32"))
-    pricer = coster.pricer(coster.setting(Mesh(dp=2, tp=2), rows=4, microbatches=m))
-    layouts = BlockLayouts(of.graph, of.table, block, 2)
-    program = BlockProgram(
-        pricer, layouts, inputs=dict.fromkeys(block.inputs, boundary),
-        outputs=dict.fromkeys(block.outputs, boundary),
-    )  # fmt: skip
+    m = 2
+    program, pricer = small_program(name, seed, m)
     table = program.solve(pricer)
     assert table is not None
     for index in ((0, 0), (1, 1)):
         inputs, best = inputs_of(table, index), np.inf
-        tried = every_assignment(program, inputs, boundary[index[1]])
+        tried = every_assignment(program, inputs, BOUNDARY[index[1]])
         for assignment in itertools.islice(tried, 0, None, every):
             try:
-                price = price_block(pricer, layouts, assignment, inputs).cost.seconds(m)
+                price = price_block(pricer, program.layouts, assignment, inputs).cost.seconds(m)
             except ValueError:
                 continue  # a re-shard that does not exist
             best = min(best, price)
