@@ -11,7 +11,7 @@ from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.plan.words import sized
 from meshwright.planner.report.document import MAX_CELL, Document, Table
-from meshwright.planner.report.text import MAX_OTHERS, MAX_STAGES
+from meshwright.planner.report.text import MAX_OTHERS, MAX_PARTS, MAX_STAGES, _parts_of
 from tests.planner.report.test_report import overridden, searched
 
 
@@ -42,6 +42,12 @@ def test_the_nearest_plans_are_few_and_no_faster_than_the_chosen_but_for_ties() 
     every = {row["family"]: row["step_time_s"] for row in report.alternatives if row["plan"]}
     for row in report.known_alternatives:
         assert every[row["family"]] <= row["step_time_s"] * (1 + 1e-9)
+
+
+def test_the_largest_parts_of_the_memory_are_named_and_the_rest_is_their_sum() -> None:
+    parts = {f"part {k}": 2**30 * (k + 1) for k in range(MAX_PARTS + 2)}
+    named = [f"{name} {sized(parts[name])}" for name in [*parts][:1:-1]]
+    assert _parts_of({"parts": parts}) == ", ".join([*named, f"other {sized(3 * 2**30)}"])
 
 
 def test_a_near_tie_is_called_one() -> None:
