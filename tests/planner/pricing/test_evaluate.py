@@ -295,17 +295,32 @@ CLUSTERS = {
 Audited = tuple[Evaluation, Problem, Sequence[Mapping[str, Assignment]]]
 
 
-@pytest.fixture(
-    scope="module", params=[(c, n) for c in CELLS.strip().splitlines() for n in CLUSTERS], ids=str
-)
-def audited(request: pytest.FixtureRequest) -> Audited:
-    line, name = request.param
+def audit(line: str, name: str) -> Audited:
     plan, of = plan_of(Cell.parse(line))
     problem = Problem(
         graph=of.graph, factors=of.table, cluster=CLUSTERS[name], precision=plan.precision
     )
     assignments = check_plan(plan, of.graph, of.table)
     return evaluate(plan, problem, assignments), problem, assignments
+
+
+def test_zero_2_scatters_after_each_micro_batch_and_zero_1_once() -> None:
+    once, each = (
+        sum(
+            row.sent_bytes
+            for row in traffic(*audit(f"gpt2_untied dp4 1f1b m4 zero{zero}", "dgx-a100"))
+            if row.collective == "reduce_scatter"
+        )
+        for zero in (1, 2)
+    )
+    assert each == pytest.approx(4 * once) and once > 0
+
+
+@pytest.fixture(
+    scope="module", params=[(c, n) for c in CELLS.strip().splitlines() for n in CLUSTERS], ids=str
+)
+def audited(request: pytest.FixtureRequest) -> Audited:
+    return audit(*request.param)
 
 
 def test_rows_add_up_to_what_is_priced(audited: Audited) -> None:
