@@ -74,6 +74,9 @@ def test_numbers_of_microbatches_divide_the_batch_and_reach_its_ends(batch: int)
     assert len(counts) <= MAX_MICROBATCH_CHOICES
     if len(divisors(batch)) <= MAX_MICROBATCH_CHOICES:
         assert counts == divisors(batch)
+    whole = space(batch=batch).tried_counts(dp=4)
+    assert whole == [] or batch % 4 == 0
+    assert all(batch // m % 4 == 0 for m in whole)
 
 
 # --- meshes --------------------------------------------------------------------------------------

@@ -570,9 +570,10 @@ def test_moves_make_no_device_slower_or_fuller(costs: list[int], data: st.DataOb
     assert seconds >= min(busiest(time_s, own) for own in every)
 
 
-def test_a_long_stage_is_made_up_for_by_a_short_one() -> None:
-    """The last block takes three: its device's other stage gives one away."""
-    time_s, held = runs_of([1.0] * 7 + [3.0]), runs_of([1.0] * 8)
+@pytest.mark.parametrize("work", [[1.0] * 7 + [3.0], [3.0] + [1.0] * 7])
+def test_a_long_stage_is_made_up_for_by_a_short_one(work: list[float]) -> None:
+    """A block takes three: its device gives another away, to a stage behind or before it."""
+    time_s, held = runs_of(work), runs_of([1.0] * 8)
     found, seconds = even_out((0, 2, 4, 6, 8), time_s, held, LEVELS, DEVICES, 100.0)
     assert (busiest(time_s, (0, 2, 4, 6, 8)), seconds) == (6.0, 5.0)
     assert len(found) == 5
