@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from meshwright.planner.inter_op import InterOpSolution, MemoryShortfall, minimal_shortfall
 from meshwright.planner.inter_op import bounded_sum as staircase
+from meshwright.planner.inter_op import shared_devices
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
 from meshwright.planner.inter_op.partition import StageChoice, solve_inter_op
 from meshwright.planner.inter_op.shared_devices import even_out
@@ -570,10 +571,15 @@ def test_moves_make_no_device_slower_or_fuller(costs: list[int], data: st.DataOb
     assert seconds >= min(busiest(time_s, own) for own in every)
 
 
-@pytest.mark.parametrize("work", [[1.0] * 7 + [3.0], [3.0] + [1.0] * 7])
-def test_a_long_stage_is_made_up_for_by_a_short_one(work: list[float]) -> None:
-    """A block takes three: its device gives another away, to a stage behind or before it."""
-    time_s, held = runs_of(work), runs_of([1.0] * 8)
+@pytest.mark.parametrize(("loads", "moved"), [([5.0, 1.0], [0, 1, 4]), ([1.0, 5.0], [0, 3, 4])])
+def test_the_busiest_device_gives_the_idlest_a_block(loads: list[float], moved: list[int]) -> None:
+    (cuts,) = shared_devices._moves(np.array([0, 2, 4]), np.array(loads), np.array([0, 1]))
+    assert cuts.tolist() == moved
+
+
+def test_a_long_stage_is_made_up_for_by_a_short_one() -> None:
+    """The last block takes three: its device's other stage gives one away."""
+    time_s, held = runs_of([1.0] * 7 + [3.0]), runs_of([1.0] * 8)
     found, seconds = even_out((0, 2, 4, 6, 8), time_s, held, LEVELS, DEVICES, 100.0)
     assert (busiest(time_s, (0, 2, 4, 6, 8)), seconds) == (6.0, 5.0)
     assert len(found) == 5
