@@ -13,9 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.inter_op import InterOpSolution, MemoryShortfall, minimal_shortfall
+from meshwright.planner.inter_op import (
+    InterOpSolution,
+    MemoryShortfall,
+    minimal_shortfall,
+    shared_devices,
+)
 from meshwright.planner.inter_op import bounded_sum as staircase
-from meshwright.planner.inter_op import shared_devices
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
 from meshwright.planner.inter_op.partition import StageChoice, solve_inter_op
 from meshwright.planner.inter_op.shared_devices import even_out
