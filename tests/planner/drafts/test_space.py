@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 from collections.abc import Collection
@@ -77,6 +78,14 @@ def test_numbers_of_microbatches_divide_the_batch_and_reach_its_ends(batch: int)
     whole = space(batch=batch).tried_counts(dp=4)
     assert whole == [] or batch % 4 == 0
     assert all(batch // m % 4 == 0 for m in whole)
+
+
+def test_a_margin_is_of_the_whole_memory() -> None:
+    here = space()
+    whole, room = here.memory_bytes, here.room_bytes
+    spare = dataclasses.replace(here, memory_margin=0.25)
+    assert spare.memory_bytes == 0.75 * whole == 0.75 * here.cluster.device.memory_bytes
+    assert spare.room_bytes == room - 0.25 * whole
 
 
 # --- meshes --------------------------------------------------------------------------------------
@@ -259,6 +268,8 @@ def test_zero_one_divides_whole_matrices_only() -> None:
 def test_zero_may_be_given_or_forbidden() -> None:
     mesh = Mesh(dp=4, tp=1)
     assert space(zero=2).zeros(mesh) == [(2, 0)]
+    late = space(post_validation=True, allow=["post_validation"]).zeros(mesh)
+    assert late == [x for x in space().zeros(mesh) if x[0] < 3] and (3, 0) in space().zeros(mesh)
     assert space(forbid=["zero"]).zeros(mesh) == [(0, 0)]
     assert space(forbid=["zero-1", "zero-3"]).zeros(mesh) == [(0, 0), (2, 0)]
     far = Mesh(dp=8, tp=1)
