@@ -439,6 +439,8 @@ def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
         "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",
         "stages": [["embed", "layers.0-2"], ["head"]],
     }  # fmt: skip
+    whole = plan_overrides(with_stage(plan, 1, zero=1), graph)  # divided among all data ranks
+    assert whole.dp_shard == {"embed": 1, "layers.0-2": 1, "head": 2}
 
 
 @pytest.mark.parametrize(
