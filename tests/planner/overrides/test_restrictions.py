@@ -187,6 +187,7 @@ def test_virtual_stages_fit_schedules(given: Any, each: int | None, schedules: s
         ({"virtual_stages": 4}, 1, 4),
         ({"schedule": "zb_v"}, 2, 2),
         ({"schedule": "1f1b"}, 4, 1),
+        ({"schedule": "chimera"}, 4, 2),  # each group has a stage of either copy
     ],
     ids=str,
 )
@@ -194,6 +195,14 @@ def test_stages_are_groups_times_each(given: Any, pp: int | None, each: int | No
     stages = [LAYERS[:2], LAYERS[2:4], LAYERS[4:6], (*LAYERS[6:], "head")]
     found = restrict(Overrides(stages=stages, **given), layers())
     assert (found.pp, found.virtual_stages, found.cuts) == (pp, each, (2, 4, 6, 8))
+
+
+def test_values_have_stages_of_their_own_where_groups_times_each_are_enough() -> None:
+    tp = {LAYERS[0]: 2, LAYERS[1]: 4, "head": 2}
+    found = restrict(Overrides(tp=tp, pp=2, virtual_stages=2), layers())
+    assert (found.pp, found.virtual_stages) == (2, 2)
+    with pytest.raises(OverrideError, match="need at least 3 stages; legal: pp from 2"):
+        restrict(Overrides(tp=tp, pp=1, virtual_stages=2), layers())
 
 
 VALUES: dict[str, tuple[Any, ...]] = {name: (1, 2, 4) for name in MESH} | {
