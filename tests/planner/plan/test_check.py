@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +21,7 @@ from meshwright.costmodel.sharding.context_axis import CONTEXT_KINDS, ContextKin
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
+from meshwright.planner.plan.offload import away_blocks
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.shardings import express_shardings, resolve_shardings
 from tests.helpers.refusals import assert_says, refusals
@@ -136,6 +138,22 @@ def test_a_plan_holds_at_any_batch_size_and_precision() -> None:
         graph, table = cut(net(), rows=rows, precision=precision)
         assert fingerprint(graph) == plan.model
         check_plan(plan, graph, table)
+
+
+def test_data_ranks_divide_a_micro_batch_and_a_part_of_a_block_is_a_whole_one_away() -> None:
+    graph, table = model()
+    plan = plan_for(graph)  # 16 rows in 2 micro-batches, 5 blocks
+    with pytest.raises(PlanError, match="dp=16 does not divide a micro-batch of 8 rows"):
+        check_plan(with_stage(plan, dp=16, tp=1, ranks=tuple(range(16))), graph, table)
+    parts = {part: away_blocks(with_stage(plan, offload={"activations": part}).stages[0])
+             for part in (0.2, 0.3, 1.0)}  # fmt: skip
+    assert parts == {0.2: 1, 0.3: 2, 1.0: 5}
+
+
+def test_a_model_of_other_sizes_has_another_fingerprint() -> None:
+    wider = net()
+    wider.head = torch.nn.Linear(WIDTH, 2 * VOCAB, bias=False)
+    assert fingerprint(cut(wider)[0]) != fingerprint(model()[0])
 
 
 def test_other_models_have_other_fingerprints() -> None:
