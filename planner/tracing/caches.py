@@ -36,8 +36,8 @@ def emptied_caches(*roots: object) -> Iterator[None]:
 
 def _in_modules() -> Iterator[Any]:
     """The caches among the functions of modules and their classes."""
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in THEIRS or not isinstance(module, ModuleType):
+    for name, module in _modules():
+        if name.partition(".")[0] in THEIRS:
             continue
         if "site-packages" not in (getattr(module, "__file__", None) or ""):
             yield from _of_module(name, module)
@@ -45,6 +45,10 @@ def _in_modules() -> Iterator[Any]:
         if module not in _installed:  # whose functions stay
             _installed[module] = [*_of_module(name, module)]
         yield from _installed[module]
+
+
+def _modules() -> list[tuple[str, ModuleType]]:
+    return [(name, m) for name, m in [*sys.modules.items()] if isinstance(m, ModuleType)]
 
 
 def _of_module(name: str, module: ModuleType) -> Iterator[Any]:
@@ -68,8 +72,7 @@ def _of_function(value: object) -> Iterator[Any]:
 
 def _reached(roots: tuple[object, ...]) -> Iterator[Any]:
     """The caches that objects hold, by whatever way that doesn't lead through a class or module."""
-    modules = (m for m in list(sys.modules.values()) if isinstance(m, ModuleType))
-    seen: dict[int, object] = {id(space): space for space in map(vars, modules)}
+    seen: dict[int, object] = {id(vars(module)): module for _, module in _modules()}
     reached: list[object] = [roots]
     while reached:
         new = {

@@ -74,9 +74,9 @@ class Copy:
             if source.is_symlink() or source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
-        (folder / STORE).mkdir(parents=True)
+        (folder / STORE.parent).mkdir()  # the log lies here as well
         if (tree / STORE).is_dir():
-            shutil.copytree(tree / STORE, folder / STORE, dirs_exist_ok=True)
+            shutil.copytree(tree / STORE, folder / STORE)
         self._entries = self._stored()
 
     def _stored(self) -> set[Path]:
