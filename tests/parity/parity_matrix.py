@@ -310,9 +310,9 @@ _COST = {2: 1, 4: 2, 8: 5}  # of a cell by its ranks, about
 
 
 def covering(cells: Sequence[Cell]) -> set[Cell]:
-    """Few cells that have every pair of values of schedule, ZeRO, recompute, axis,
-    precision and kind of model that any cell has, and every value of the other knobs: the cheapest
-    of what is still missing, again and again."""
+    """Few cells that have every pair of values of schedule, ZeRO, recompute, axis, precision and
+    kind of model that any cell has, and every value of the other knobs: the cheapest of what is
+    still missing, again and again."""
     missing = frozenset[Covered]().union(*map(_covers, cells))
     found: set[Cell] = set()
     while missing:

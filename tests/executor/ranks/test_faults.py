@@ -316,7 +316,8 @@ def test_ranks_that_end_before_the_group_are_named() -> None:
         assert line.startswith(start), line
         assert "MESHWRIGHT_TIMEOUT_S" in line
     run = _started({0: "kill"}, ranks=2)
-    line = run.ranks[1].stderr.splitlines()[-1]
+    *waits, line = run.ranks[1].stderr.splitlines()
+    assert all(said.startswith("rank 1 waits at the start: no word from ") for said in waits)
     assert line.startswith("rank 1 failed: start: no word from rank 0 at MASTER_ADDR="), line
 
 

@@ -22,7 +22,6 @@ from meshwright.planner.inter_op import (
 from meshwright.planner.inter_op import bounded_sum as staircase
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
 from meshwright.planner.inter_op.partition import StageChoice, solve_inter_op
-from meshwright.planner.inter_op.shared_devices import even_out
 from meshwright.planner.inter_op.stage_options import memory_lines, stage_options
 from meshwright.planner.inter_op.table import Constraints, PartitionProblem, StageTable
 
@@ -569,7 +568,7 @@ def test_moves_make_no_device_slower_or_fuller(costs: list[int], data: st.DataOb
     every = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), 3)]
     cuts = data.draw(st.sampled_from(every))
     room = float(data.draw(st.integers(2, len(costs))))
-    found, seconds = even_out(cuts, time_s, held, LEVELS, DEVICES, room)
+    found, seconds = shared_devices.even_out(cuts, time_s, held, LEVELS, DEVICES, room)
     assert seconds == busiest(time_s, found) <= busiest(time_s, cuts)
     assert busiest(held, found) <= max(room, busiest(held, cuts))
     assert seconds >= min(busiest(time_s, own) for own in every)
@@ -584,6 +583,6 @@ def test_the_busiest_device_gives_the_idlest_a_block(loads: list[float], moved: 
 def test_a_long_stage_is_made_up_for_by_a_short_one() -> None:
     """The last block takes three: its device's other stage gives one away."""
     time_s, held = runs_of([1.0] * 7 + [3.0]), runs_of([1.0] * 8)
-    found, seconds = even_out((0, 2, 4, 6, 8), time_s, held, LEVELS, DEVICES, 100.0)
+    found, seconds = shared_devices.even_out((0, 2, 4, 6, 8), time_s, held, LEVELS, DEVICES, 100.0)
     assert (busiest(time_s, (0, 2, 4, 6, 8)), seconds) == (6.0, 5.0)
     assert len(found) == 5
