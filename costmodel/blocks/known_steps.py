@@ -14,12 +14,11 @@ from typing import TypeAlias
 
 from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.operators import Pricer
+from meshwright.costmodel.operators import Batch, Mesh, Pricer
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import Run, Step
 
-# cp, copies on the busiest rank over the mean, several data-parallel ranks, several micro-batches
-Where: TypeAlias = tuple[int, float, bool, bool]
+Where: TypeAlias = tuple[Mesh, Batch]
 
 
 @dataclass(slots=True)
@@ -55,23 +54,26 @@ class KnownSteps:
         """As `block_memory`."""
         setting, where = pricer.setting, self._where(pricer)
         walked = self._walked.setdefault(where, {})
-        if setting.rows not in walked:
-            if setting.rows != 1 and where in self._lines:
-                return self._lines[where].at(setting.rows)
+        if setting.batch.rows not in walked:
+            if setting.batch.rows != 1 and where in self._lines:
+                return self._lines[where].at(setting.batch.rows)
             found = block_memory(pricer, self.steps)
             if where not in self._lines and not self._squared(pricer):
-                line = _line(walked, setting.rows, found)
+                line = _line(walked, setting.batch.rows, found)
                 if line is not None:
                     self._lines[where] = line
-            walked[setting.rows] = found
-        return walked[setting.rows]
+            walked[setting.batch.rows] = found
+        return walked[setting.batch.rows]
 
     def _where(self, pricer: Pricer) -> Where:
-        """What the memory depends on beside the rows: a loss and statistics on the data axis."""
-        setting, counts = pricer.setting, self._counts
-        crowding = setting.target.expert_imbalance if setting.ep > 1 else 1.0
-        ranks, several = setting.dp > 1, setting.num_microbatches > 1
-        return setting.cp, crowding, counts and ranks, counts and several
+        """What the memory depends on beside the rows: a loss and statistics on whether there are
+        several ranks on the data axis, and several micro-batches; copies of tokens on whether
+        several ranks share experts out."""
+        mesh, batch = pricer.step.mesh, pricer.step.batch
+        dp, microbatches = min(mesh.dp, 2), min(batch.microbatches, 2)
+        counted = (dp, microbatches) if self._counts else (1, 1)
+        own = replace(pricer.setting.mesh, dp=counted[0], ep=min(mesh.ep, 2), spread=1)
+        return own, Batch(rows=0.0, microbatches=counted[1])
 
     def _squared(self, pricer: Pricer) -> bool:
         """Whether a size grows with the square of the rows."""

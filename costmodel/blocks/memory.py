@@ -148,14 +148,14 @@ def local(pricer: Pricer, value: str, placement: Placement = R) -> Local:
     shape: list[float] = list(meta.shape)
     for d, atoms in enumerate(table.dims[value]):
         if table.batch is not None and table.batch in atoms:
-            shape[d] *= setting.rows / pricer.graph.batch_size
+            shape[d] *= setting.batch.rows / pricer.graph.batch_size
         if pricer.splits_context(value) and pricer.context_dim(value) == d:
-            shape[d] /= setting.cp
+            shape[d] /= setting.mesh.cp
     if shape:
         shape[0] *= pricer.crowding(value)
     if placement.sharded:
         size = meta.shape[placement.dim]
-        shape[placement.dim] *= largest_part(size, setting.tp) / size
+        shape[placement.dim] *= largest_part(size, setting.mesh.tp) / size
     return Local(shape=tuple(shape), dtype=meta.dtype, grad=meta.requires_grad)
 
 
@@ -251,7 +251,7 @@ class _Walk:
     def _moved(self, value: str, source: Placement, target: Placement) -> Held:
         """What the executor's re-shard makes: a part is a window on the whole where that is
         contiguous; all else that changes values is new."""
-        have, tp = self.held[value, source], self.pricer.setting.tp
+        have, tp = self.held[value, source], self.pricer.setting.mesh.tp
         if (source.kind, target.kind) in ALIASES or source == target or tp == 1:
             return have
         part = local(self.pricer, value, target)
@@ -300,7 +300,7 @@ class _Walk:
         made, split = self.table.ops[op.name], strategy.split_factor
         if split not in made.counts.values() or split not in made.sizes:
             return op
-        part = largest_part(made.sizes[split], self.pricer.setting.tp)
+        part = largest_part(made.sizes[split], self.pricer.setting.mesh.tp)
         args, kwargs = divided(op, made, op.args, op.kwargs, {split: part})
         return replace(op, args=tuple(args), kwargs=kwargs)
 
@@ -308,7 +308,11 @@ class _Walk:
         """What stands in the operator's place, if the batch or the operator is split."""
         name = strategy.implementation
         made = self.table.ops[op.name]
-        if name or self.pricer.setting.dp == 1 or "batch_norm" not in made.implementations.values():
+        if (
+            name
+            or self.pricer.step.mesh.dp == 1
+            or "batch_norm" not in made.implementations.values()
+        ):
             return name
         batch = self.table.letters[op.name].get("b", ())
         return "batch_norm" if self.table.batch in batch else ""
@@ -317,6 +321,6 @@ class _Walk:
         """Whether a loss is divided by a count over ranks and micro-batches."""
         if not row_reduction(op):
             return False
-        setting = self.pricer.setting
-        split = setting.dp > 1 or strategy.name != REPLICATE
-        return (split or setting.num_microbatches > 1) and self.table.ops[op.name].known
+        setting = self.pricer.step
+        split = setting.mesh.dp > 1 or strategy.name != REPLICATE
+        return (split or setting.batch.microbatches > 1) and self.table.ops[op.name].known

@@ -8,20 +8,21 @@ per step does (`price_block`).
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.blocks.backward import Moment, backward_course
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import BlockMemory
 from meshwright.costmodel.blocks.policies import RECOMPUTE, recomputable, regathering
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
-from meshwright.costmodel.graph import Block, Op
+from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memory import Storage
-from meshwright.costmodel.operators import Cost, Pricer, Setting, total
-from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.operators import Batch, Cost, Pricer, Setting, splits_batch, total
+from meshwright.costmodel.rules import takes_batch_statistics, traits_of
 from meshwright.costmodel.sharding import (
     Assignment,
     BlockLayouts,
+    FactorTable,
     Move,
     Placement,
     R,
@@ -153,32 +154,35 @@ def price_pass(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassNeeds:
-    """What of a mesh the price per micro-batch of a block depends on: statistics are summed over
-    the data axis, a loss is divided by a count over it, experts are shared out."""
+    """What of a setting the price per micro-batch of a block depends on: batches are `met` by the
+    data axis, statistics being summed over it or rows gathered, a `loss` is divided by a count over
+    it, `experts` are shared out."""
 
-    statistics: bool
+    met: bool
     loss: bool
     experts: bool
 
     @staticmethod
-    def of(block: Block) -> PassNeeds:
+    def of(block: Block, graph: Graph, table: FactorTable) -> PassNeeds:
         traits = [traits_of(op) for op in block.ops]
+        values = {v for op in block.ops for v in (*op.operands, *op.results)}
         return PassNeeds(
-            statistics=any(each.batch_statistics for each in traits),
+            met=any(
+                takes_batch_statistics(op) or not splits_batch(graph, table, op) for op in block.ops
+            ),
             loss=any(each.loss for each in traits),
-            experts=any(each.experts for each in traits),
+            experts=any(each.experts for each in traits) or any(map(table.has_experts, values)),
         )
 
-    def key(self, setting: Setting) -> tuple[float, ...]:
-        """Cache key of the price on one cluster and target: the fields of a setting that it depends
-        on."""
-        ep = setting.ep if self.experts else min(setting.ep, 2)
-        found = (setting.tp, setting.cp, ep, setting.rows, setting.spread)
-        if self.statistics:
-            return (*found, setting.dp, setting.num_microbatches > 1)
-        if self.loss:
-            return (*found, setting.dp > 1, setting.num_microbatches > 1)
-        return found
+    def narrowed(self, setting: Setting) -> Setting:
+        """The setting that blocks like it are priced in: what they don't depend on is the same for
+        all."""
+        mesh, several = setting.mesh, min(setting.batch.microbatches, 2)
+        mesh = replace(mesh, ep=mesh.ep if self.experts else min(mesh.ep, 2))
+        least = max(mesh.least_dp, min(setting.mesh.dp, 2) if self.loss else 1)
+        batch = Batch(rows=setting.batch.rows, microbatches=several if self.met or self.loss else 1)
+        mesh = replace(mesh, dp=mesh.dp if self.met else least)
+        return Setting(problem=setting.problem, mesh=mesh, batch=batch)
 
 
 def _costs(pricer: Pricer, block: Block, steps: Sequence[Step]) -> Iterator[Cost]:

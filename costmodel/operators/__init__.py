@@ -1,24 +1,29 @@
 """The price of an operator on one rank: forward, backward, host, communication."""
 
+from meshwright.costmodel.operators.communication import splits_batch
 from meshwright.costmodel.operators.context import attention_kind, context_exchange, moved_tokens
-from meshwright.costmodel.operators.cost import (
-    COST_FIELDS,
-    DTYPE_BYTES,
-    NOTHING,
-    Cost,
-    Setting,
-    total,
-)
+from meshwright.costmodel.operators.cost import COST_FIELDS, NOTHING, Cost, total
 from meshwright.costmodel.operators.flops import ModelFlops, is_per_row, model_flops, op_flops
 from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.operators.products import attention
+from meshwright.costmodel.operators.setting import (
+    DTYPE_BYTES,
+    NOT_AWAY,
+    UNSHARED,
+    Batch,
+    HostParts,
+    Mesh,
+    Setting,
+    Sharing,
+)
 from meshwright.costmodel.operators.sizes import LocalSizes
 
 __all__ = [
-    "COST_FIELDS", "DTYPE_BYTES", "NOTHING", "Cost", "Fusion", "LocalSizes", "ModelFlops", "Pricer",
-    "Problem", "Setting", "attention", "attention_kind", "context_exchange", "fuse", "is_per_row",
-    "model_flops", "moved_tokens", "op_flops", "signature", "total",
+    "COST_FIELDS", "DTYPE_BYTES", "NOTHING", "NOT_AWAY", "UNSHARED", "Batch", "Cost", "Fusion",
+    "HostParts", "LocalSizes", "Mesh", "ModelFlops", "Pricer", "Problem", "Setting", "Sharing",
+    "attention", "attention_kind", "context_exchange", "fuse", "is_per_row", "model_flops",
+    "moved_tokens", "op_flops", "signature", "splits_batch", "total",
 ]  # fmt: skip

@@ -46,7 +46,7 @@ def products_beside(graph: Graph, table: FactorTable) -> Mapping[str, tuple[Op, 
 
 def exposed_seconds(sizes: LocalSizes, seconds: float, products: tuple[Op, ...]) -> float:
     """What is left of a collective of so many seconds over the tensor axis beside products."""
-    ranks, slowdown = sizes.setting.tp, sizes.setting.cluster.device.overlap_slowdown
+    ranks, slowdown = sizes.setting.mesh.tp, sizes.setting.cluster.device.overlap_slowdown
     whole = sum(split_product_seconds(sizes, op) for op in products)
     part = whole / ranks
     send = seconds / (ranks - 1)

@@ -13,16 +13,17 @@ import math
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import exchange_seconds, stream_seconds
 from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import TOKEN_FACTORS, traits_of
 from meshwright.costmodel.sharding import FactorTable, Strategy, strategies
 
 
-def batch_statistics(sizes: LocalSizes, op: Op) -> Cost:
+def batch_statistics(sizes: LocalSizes, op: Op, setting: Setting) -> Cost:
     """Statistics of a batch split over the data axis: sums and squares are added up in both
     directions, by operators that pass over the tensor some four times more than one kernel."""
-    setting, channels = sizes.setting, sizes.graph.values[op.operands[-1]].numel
-    group = setting.group(size=setting.dp, stride=setting.tp)
+    channels = sizes.graph.values[op.operands[-1]].numel
+    group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
     each = setting.collective_s("all_reduce", 4.0 * channels, group)
     passes = stream_seconds(setting.cluster.device, 4 * sizes.nbytes(op.operands[0]))
     return Cost(
@@ -40,21 +41,20 @@ def splits_batch(graph: Graph, table: FactorTable, op: Op) -> bool:
     return len(strategies(graph, table, op, table.sizes[table.batch], only=table.batch)) > 1
 
 
-def gathered_batch(sizes: LocalSizes, op: Op, once: Cost) -> Cost:
+def gathered_batch(sizes: LocalSizes, op: Op, once: Cost, setting: Setting) -> Cost:
     """The cost of an operator on all rows beyond `once`, its cost on this rank's rows."""
-    setting = sizes.setting
     taken, given = (
         sum(sizes.nbytes(v) for v in values if sizes.table.has_batch(v))
         for values in (op.operands, op.results)
     )
-    group = setting.group(size=setting.dp, stride=setting.tp)
+    group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
     gather_s, scatter_s = (
-        setting.collective_s("all_gather", setting.dp * nbytes, group) if nbytes else 0.0
+        setting.collective_s("all_gather", setting.mesh.dp * nbytes, group) if nbytes else 0.0
         for nbytes in (taken, given)
     )
-    backward_s = (setting.dp - 1) * once.backward_s + scatter_s * bool(once.backward_s)
+    backward_s = (setting.mesh.dp - 1) * once.backward_s + scatter_s * bool(once.backward_s)
     return Cost(
-        forward_s=(setting.dp - 1) * once.forward_s + gather_s,
+        forward_s=(setting.mesh.dp - 1) * once.forward_s + gather_s,
         backward_s=backward_s,
         forward_comm_s=gather_s,
         backward_comm_s=scatter_s * bool(once.backward_s),
@@ -64,7 +64,7 @@ def gathered_batch(sizes: LocalSizes, op: Op, once: Cost) -> Cost:
 def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
     """Seconds of bringing each token's copies to their experts, or back; 0 for other operators."""
     setting, role = sizes.setting, traits_of(op).experts
-    if setting.ep == 1 or role not in ("dispatch", "combine"):
+    if setting.mesh.ep == 1 or role not in ("dispatch", "combine"):
         return 0.0
     sends = role == "dispatch"
     wide = (op.results if sends else op.operands)[0]
@@ -74,7 +74,7 @@ def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
     return exchange_seconds(
         sizes.nbytes(wide, placed),
         shape[2],
-        setting.group(size=setting.ep, stride=1 if folded else setting.tp),
+        setting.group(size=setting.mesh.ep, stride=1 if folded else setting.mesh.tp),
         setting.cluster,
         once_per_node=setting.target.dispatch == "per_node",
         message_s=setting.target.message_s,

@@ -24,7 +24,8 @@ from __future__ import annotations
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import Group, p2p_time, stream_seconds
-from meshwright.costmodel.operators.cost import Cost, Setting
+from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import is_causal
 from meshwright.costmodel.sharding import (
@@ -60,7 +61,7 @@ def attention_kind(sizes: LocalSizes, op: Op) -> ContextKind | None:
 def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
     """Of attention: the number of kernels, their keys over those of the sequence, and the seconds
     of the slowest rank's scores over the mean."""
-    kind, n = attention_kind(sizes, op), sizes.setting.cp
+    kind, n = attention_kind(sizes, op), sizes.setting.mesh.cp
     if sizes.context is None or kind is None or kind == ULYSSES:
         return 1, 1.0, 1.0
     even = sizes.context.zigzag or not is_causal(op)
@@ -81,7 +82,7 @@ def context_exchange(
     """Exposed seconds over the context axis inside attention, or a shift of tokens, forward and
     backward, beside so many of computing."""
     setting = sizes.setting
-    group, n = setting.group(size=setting.cp, stride=setting.tp), setting.cp
+    group, n = setting.group(size=setting.mesh.cp, stride=setting.mesh.tp), setting.mesh.cp
     if shifts_tokens(sizes, op):
         passed = n * _token_bytes(sizes, op.operands[0], strategy.operands[0])
         each = setting.collective_s("all_gather", passed, group)
@@ -110,11 +111,11 @@ def gathered_tokens(sizes: LocalSizes, op: Op, once: Cost) -> Cost:
     """The cost of an operator on whole sequences beyond `once`, which has this rank's bytes of what
     is split."""
     setting = sizes.setting
-    group = setting.group(size=setting.cp, stride=setting.tp)
+    group = setting.group(size=setting.mesh.cp, stride=setting.mesh.tp)
     given = sum(sizes.nbytes(v) for v in op.results if sizes.splits_context(v))
-    gather_s = setting.collective_s("all_gather", setting.cp * given, group) if given else 0.0
+    gather_s = setting.collective_s("all_gather", setting.mesh.cp * given, group) if given else 0.0
     gather_s *= bool(once.backward_s)
-    more = 0 if sizes.table.ops[op.name].matmul else setting.cp - 1  # of products all is in it
+    more = 0 if sizes.table.ops[op.name].matmul else setting.mesh.cp - 1  # of products all is in it
     return Cost(
         forward_s=more * once.forward_s,
         backward_s=more * once.backward_s + gather_s,
@@ -128,13 +129,13 @@ def moved_tokens(sizes: LocalSizes, op: Op) -> tuple[float, float]:
     context, setting = sizes.context, sizes.setting
     if context is None or attention_kind(sizes, op) == ULYSSES:
         return 0.0, 0.0
-    group = setting.group(size=setting.cp, stride=setting.tp)
+    group = setting.group(size=setting.mesh.cp, stride=setting.mesh.tp)
     seconds = [0.0, 0.0]
     for value, target in zip(op.operands, context.strategies[op.name].operands, strict=True):
         source, meta = context.states[value], sizes.graph.values[value]
         if value in sizes.graph.parameters or source == target:
             continue
-        nbytes = sizes.nbytes(value) * (setting.cp if source.sharded else 1)
+        nbytes = sizes.nbytes(value) * (setting.mesh.cp if source.sharded else 1)
         kinds = transition(source, target) or ("", "")
         for way, kind in enumerate(kinds[: 1 + meta.requires_grad]):
             seconds[way] += setting.collective_s(kind, nbytes, group) if kind else 0.0
@@ -150,7 +151,7 @@ def shifts_tokens(sizes: LocalSizes, op: Op) -> bool:
 def _token_bytes(sizes: LocalSizes, value: str, placement: Placement) -> float:
     """Bytes of the tokens that a rank passes on: one of each chunk of each row."""
     assert sizes.context is not None and sizes.table.sequence is not None
-    kept = sizes.table.sizes[sizes.table.sequence] / sizes.setting.cp
+    kept = sizes.table.sizes[sizes.table.sequence] / sizes.setting.mesh.cp
     return (1 + sizes.context.zigzag) * sizes.nbytes(value, placement) / kept
 
 

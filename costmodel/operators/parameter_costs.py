@@ -19,14 +19,15 @@ ranks than other parameters: as many of these share them as divide both s and th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, stream_seconds
 from meshwright.costmodel.memory import optimizer_step_bytes
-from meshwright.costmodel.operators.cost import DTYPE_BYTES, NOTHING, Cost, Setting
+from meshwright.costmodel.operators.cost import NOTHING, Cost
+from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import (
     CAST_BYTES,
     DEQUANTIZE_BYTES,
@@ -57,26 +58,29 @@ class ParameterPricer:
     numel: Callable[[str, Placement], float]
     unit_numel: Mapping[str, float]
     known: dict[Any, Cost] = field(default_factory=dict)
+    _where: Hashable = field(init=False)  # what prices depend on beside the parameter
+    _apart: Hashable = field(init=False)  # and beside the ranks that share experts out
+
+    def __post_init__(self) -> None:
+        of = self.setting = self.setting.of_parameters
+        self._where = of.mesh, of.sharing, of.batch
+        self._apart = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch
 
     def cost(self, value: str, placement: Placement) -> Cost:
         """Gradient reduction, gathering, accumulation over micro-batches and optimizer step of one
         parameter, for ZeRO and for none."""
-        setting = self.setting
-        axis = setting.dp, setting.dp_shard, setting.secondary, setting.spread
-        mesh = setting.tp, setting.cp, *axis, setting.quantized, setting.hops
-        where = mesh, setting.num_microbatches > 1
-        key = value, placement, setting.ep, where
+        key = value, placement, self._where
         if key not in self.known:
             meta = self.graph.values[value]
             trained = meta.requires_grad and meta.numel > 0
-            self.known[key] = self._alike(value, placement, where) if trained else NOTHING
+            self.known[key] = self._alike(value, placement) if trained else NOTHING
         return self.known[key]
 
-    def _alike(self, value: str, placement: Placement, where: Any) -> Cost:
+    def _alike(self, value: str, placement: Placement) -> Cost:
         """The same for all parameters of one size that travel with as many others."""
         numel, unit = self.graph.values[value].numel, self.unit_numel.get(value, 0.0)
         size = self.numel(value, placement), numel, unit
-        key = size, self._parts(value, placement), where
+        key = size, self._parts(value, placement), self._apart
         if key not in self.known:
             self.known[key] = self._cost(value, placement)
         return self.known[key]
@@ -91,7 +95,7 @@ class ParameterPricer:
         again = self._group(value, placement, holders.size // shards.size, shards.size)
         buffered = target.bucket_copies > 0 and holders.size > 1
         copied = stream_seconds(device, 2 * reduced) * buffered
-        adds = setting.num_microbatches > 1 and not target.fused_accumulation
+        adds = setting.batch.microbatches > 1 and not target.fused_accumulation
 
         def share(kind: str, nbytes: float, unit: str, group: Group, part: int = 1) -> float:
             """Its share of the seconds of a collective over 1/part of a whole unit."""
@@ -127,7 +131,7 @@ class ParameterPricer:
         """Seconds of ZeRO-3's all-gather of weights, with the codec where they are quantised."""
         setting, device = self.setting, self.setting.cluster.device
         itemsize = DTYPE_BYTES[setting.precision]
-        if not quantizes_weights(setting.quantized) or group.size == 1:
+        if not quantizes_weights(setting.sharing.quantized) or group.size == 1:
             return zero3("all_gather", numel * itemsize, group)
         cast = CAST_BYTES if itemsize < SCALE_BYTES else 0.0
         own = numel / group.size * (QUANTIZE_BYTES[WEIGHT_BITS] + cast)
@@ -138,7 +142,7 @@ class ParameterPricer:
     def _scatter_s(self, numel: float, hops: Sequence[Group], zero3: Zero3) -> float:
         """Seconds of ZeRO-3's sum of gradients, with the codec where they are quantised."""
         setting, device = self.setting, self.setting.cluster.device
-        if not quantizes_gradients(setting.quantized) or hops[0].size == 1:
+        if not quantizes_gradients(setting.sharing.quantized) or hops[0].size == 1:
             return zero3("reduce_scatter", numel * setting.target.gradient_bytes, hops[0])
         codec = QUANTIZE_BYTES[GRADIENT_BITS] + DEQUANTIZE_BYTES[GRADIENT_BITS]
         seconds, left = 0.0, numel
@@ -161,19 +165,19 @@ class ParameterPricer:
     def shard_count(self, value: str, placement: Placement) -> int:
         """Parts that ZeRO makes of what one rank holds of a parameter."""
         setting, holders = self.setting, self._holders(value, placement)
-        if setting.dp_shard in (0, setting.dp * setting.cp):
+        if setting.sharing.dp_shard in (0, setting.mesh.holders):
             return holders
-        return math.gcd(setting.dp_shard, holders)
+        return math.gcd(setting.sharing.dp_shard, holders)
 
     def _holders(self, value: str, placement: Placement) -> int:
         setting = self.setting
-        return setting.dp * setting.cp * setting.tp // self._parts(value, placement)
+        return setting.mesh.devices // self._parts(value, placement)
 
     def _parts(self, value: str, placement: Placement) -> int:
         """Neighbours that hold other parts of the parameter, or of others of its kind."""
         if not self.table.has_experts(value):
-            return self.setting.tp
-        return self.setting.ep * (self.setting.tp if placement.sharded else 1)
+            return self.setting.mesh.tp
+        return self.setting.mesh.ep * (self.setting.mesh.tp if placement.sharded else 1)
 
     def _group(self, value: str, placement: Placement, size: int, apart: int) -> Group:
         return self.setting.group(size=size, stride=self._parts(value, placement) * apart)

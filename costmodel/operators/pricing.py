@@ -31,12 +31,13 @@ from meshwright.costmodel.operators.context import (
     moved_tokens,
     shifts_tokens,
 )
-from meshwright.costmodel.operators.cost import NOTHING, Cost, Setting
+from meshwright.costmodel.operators.cost import NOTHING, Cost
 from meshwright.costmodel.operators.fusion import Fusion, is_free
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
 from meshwright.costmodel.operators.products import attention, product
 from meshwright.costmodel.operators.resharding import ReshardPricer
+from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.streams import leaf, stream
 from meshwright.costmodel.rules import IMPLEMENTATIONS, leaf_of, takes_batch_statistics, traits_of
 from meshwright.costmodel.sharding import Placement, Strategy
@@ -47,9 +48,11 @@ VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
 
 @dataclass(slots=True, kw_only=True)
 class Pricer(ReshardPricer):
-    """Prices of one graph in one setting. Owns its caches, but for `known_parameters`, which
-    pricers of one cluster, target and optimizer may share; pure otherwise."""
+    """Prices of one graph in one setting, kept as `step`; its `setting` is that of a pass, and all
+    that prices of a pass may read. Owns its caches, but for `known_parameters`, which pricers of
+    one problem may share; pure otherwise."""
 
+    step: Setting = field(init=False)
     fusion: Fusion = field(default_factory=Fusion)
     unit_numel: Mapping[str, float] = field(default_factory=dict)
     parameters: ParameterPricer = field(init=False)
@@ -58,6 +61,7 @@ class Pricer(ReshardPricer):
     _splits: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.step, self.setting = self.setting, self.setting.of_pass
         ReshardPricer.__post_init__(self)
         target = self.setting.target
         if "block" in (target.unit, target.gathered_unit) and not self.unit_numel:
@@ -65,7 +69,7 @@ class Pricer(ReshardPricer):
         self.parameters = ParameterPricer(
             graph=self.graph,
             table=self.table,
-            setting=self.setting,
+            setting=self.step,
             numel=self.numel,
             unit_numel=self.unit_numel,
             known=self.known_parameters,
@@ -85,10 +89,10 @@ class Pricer(ReshardPricer):
             if self.context is not None and op.key in self.context.gathered:
                 self._ops[key] += gathered_tokens(self, op, self._ops[key])
         cost = self._ops[key]
-        if self.setting.dp > 1 and takes_batch_statistics(op):
-            return cost + batch_statistics(self, op)
-        if self.setting.dp > 1 and self.gathers_batch(op):
-            return cost + gathered_batch(self, op, cost)
+        if self.step.mesh.dp > 1 and takes_batch_statistics(op):
+            return cost + batch_statistics(self, op, self.step)
+        if self.step.mesh.dp > 1 and self.gathers_batch(op):
+            return cost + gathered_batch(self, op, cost, self.step)
         return cost
 
     def parameter_cost(self, value: str, placement: Placement) -> Cost:
@@ -157,11 +161,15 @@ class Pricer(ReshardPricer):
         setting, fusion = self.setting, self.fusion
         if op.name in fusion.joined or not fusion.internal.isdisjoint(op.results):
             return None
-        if setting.profile is None or setting.cp > 1 or setting.ep > 1:  # not in signatures
+        if (
+            setting.profile is None or setting.mesh.cp > 1 or setting.mesh.ep > 1
+        ):  # not in signatures
             return None
         if self.in_fp8(op):  # timed in 16 bits
             return None
-        found = signature(self.graph, self.table, op, strategy, rows=setting.rows, tp=setting.tp)
+        found = signature(
+            self.graph, self.table, op, strategy, rows=setting.batch.rows, tp=setting.mesh.tp
+        )
         return setting.profile.op(str(found)) if found else None
 
     def _modelled(self, op: Op, strategy: Strategy) -> tuple[float, float, float]:

@@ -11,7 +11,7 @@ from meshwright.costmodel.fp8 import casts_of
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import attention_seconds, matmul_seconds, stream_seconds
 from meshwright.costmodel.operators.context import merge_seconds, pieces
-from meshwright.costmodel.operators.cost import DTYPE_BYTES
+from meshwright.costmodel.operators.setting import DTYPE_BYTES
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, is_causal, traits_of
 from meshwright.costmodel.sharding import Strategy, largest_part, replicated
@@ -23,7 +23,7 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float
     m, n, k, batch, scale = _extents(sizes, op, strategy)
     if traits_of(op).experts == "product":
         # tokens of all ranks of the expert axis come to a rank's experts
-        batch = sizes.table.ops[op.name].sizes[EXPERT_FACTOR] / sizes.setting.ep
+        batch = sizes.table.ops[op.name].sizes[EXPERT_FACTOR] / sizes.setting.mesh.ep
         m *= sizes.crowding(op.results[0]) / batch
     first = _left(op)
     pair = list(zip(op.operands, strategy.operands, strict=True))[first : first + 2]
@@ -59,7 +59,7 @@ def split_product_seconds(sizes: LocalSizes, op: Op) -> float:
     """Seconds of Y = XW with W split over the tensor axis, without the launch."""
     setting = sizes.setting
     m, n, k, batch, scale = _extents(sizes, op, replicated(op))
-    n /= setting.tp
+    n /= setting.mesh.tp
     moved = (m * n + m * k + k * n) * batch * DTYPE_BYTES[setting.precision]
     device = setting.cluster.device
     return scale * matmul_seconds(device, sizes.dtype(op), m, n, k, batch, moved)
@@ -100,12 +100,12 @@ def _extents(
         size = float(made.sizes[letter])
         found = atoms.get(letter, ())
         if sizes.table.batch is not None and sizes.table.batch in found:
-            size *= sizes.setting.rows / sizes.graph.batch_size
+            size *= sizes.setting.batch.rows / sizes.graph.batch_size
         if letter == tokens:
-            size /= sizes.setting.cp
+            size /= sizes.setting.mesh.cp
         if letter == strategy.split_factor:
             whole = made.sizes[letter]
-            size *= largest_part(whole, sizes.setting.tp) / whole
+            size *= largest_part(whole, sizes.setting.mesh.tp) / whole
         if letter not in result:
             k *= size
         elif letter not in right:

@@ -26,13 +26,13 @@ class ReshardPricer(LocalSizes):
 
     def __post_init__(self) -> None:
         LocalSizes.__post_init__(self)
-        if self.setting.tp > 1 and self.setting.target.overlap_tensor:
+        if self.setting.mesh.tp > 1 and self.setting.target.overlap_tensor:
             self._beside = products_beside(self.graph, self.table)
-        self.tensor_group = self.setting.group(size=self.setting.tp, stride=1)
+        self.tensor_group = self.setting.group(size=self.setting.mesh.tp, stride=1)
 
     def comm(self, kind: str, nbytes: float) -> float:
         """Seconds of a collective over the tensor axis; `nbytes` is the full tensor's."""
-        if not kind or self.setting.tp == 1:
+        if not kind or self.setting.mesh.tp == 1:
             return 0.0
         key = (kind, nbytes)
         if key not in self._comm:
@@ -47,7 +47,7 @@ class ReshardPricer(LocalSizes):
         kinds = transition(source, target)
         if kinds is None:
             return None
-        if self.setting.ep > 1 and stays_with_experts(self.table, value, source, target):
+        if self.setting.mesh.ep > 1 and stays_with_experts(self.table, value, source, target):
             return None
         key = (value, *kinds)
         if key not in self._moves:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from meshwright.costmodel.fp8 import FP8, wide
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.operators.cost import DTYPE_BYTES, Setting
+from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
 from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import (
     ContextLayout,
@@ -31,9 +31,9 @@ class LocalSizes:
     _numels: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        setting = self.setting
-        if setting.cp > 1 and self.context is None and self.table.sequence is not None:
-            self.context = context_layout(self.graph, self.table, setting.cp, setting.cp_kind)
+        mesh = self.setting.mesh
+        if mesh.cp > 1 and self.context is None and self.table.sequence is not None:
+            self.context = context_layout(self.graph, self.table, mesh.cp, mesh.kind)
 
     def numel(self, value: str, placement: Placement = R) -> float:
         """Local elements of a value at `rows` rows, on this mesh."""
@@ -45,16 +45,16 @@ class LocalSizes:
     def _numel(self, value: str, placement: Placement) -> float:
         numel = float(self.graph.values[value].numel)
         if self.table.has_batch(value):
-            numel *= self.setting.rows / self.graph.batch_size
+            numel *= self.setting.batch.rows / self.graph.batch_size
         if self.splits_context(value):
-            numel /= self.setting.cp
+            numel /= self.setting.mesh.cp
         if self.table.has_experts(value):
-            numel /= self.setting.ep
+            numel /= self.setting.mesh.ep
         numel *= self.crowding(value)
         if not placement.sharded:
             return numel
         size = self.graph.values[value].shape[placement.dim]
-        return numel * largest_part(size, self.setting.tp) / size
+        return numel * largest_part(size, self.setting.mesh.tp) / size
 
     def splits_context(self, value: str) -> bool:
         """Whether the context axis splits a value."""
@@ -68,7 +68,7 @@ class LocalSizes:
     def crowding(self, value: str) -> float:
         """Copies of tokens on the busiest of the ranks that share the experts out, over the mean;
         1 for other values."""
-        shared = self.setting.ep > 1 and value in self.table.copies
+        shared = self.setting.mesh.ep > 1 and value in self.table.copies
         return self.setting.target.expert_imbalance if shared else 1.0
 
     def nbytes(self, value: str, placement: Placement = R) -> float:

@@ -37,7 +37,7 @@ def sent_evenly(
     kept: Floats, blocks: Floats, forward: Floats, backward: Floats, setting: Setting
 ) -> Sent:
     """Of stages with so many blocks that are all alike, and keep `kept` bytes together."""
-    part = setting.host_activations
+    part = setting.host.activations
     if not part or setting.cluster.host is None:
         none = np.zeros(np.shape(kept))
         return Sent(nbytes=none, passing_bytes=none, forward_s=none, backward_s=none)

@@ -55,21 +55,24 @@ class HostCosts:
 
 def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     """The costs of the part of the states that lies in host memory."""
-    host, numel = setting.cluster.host, sums.shard_parameters if setting.zero else sums.parameters
-    moved = setting.host_states * numel
-    if host is None or not setting.host_states:
+    host, numel = (
+        setting.cluster.host,
+        sums.shard_parameters if setting.sharing.zero else sums.parameters,
+    )
+    moved = setting.host.states * numel
+    if host is None or not setting.host.states:
         none = np.zeros_like(numel)
         return HostCosts(**dict.fromkeys((each.name for each in fields(HostCosts)), none))
     bandwidth = host_bandwidth(setting, HOST_STEP) / setting.cluster.devices_per_node
     step_bytes = optimizer_step_bytes(1.0, optimizer=setting.optimizer)
     to_device, to_host = (host_bandwidth(setting, kind) for kind in COPIES)
     weights = weights_there(sums, setting)
-    part = setting.host_weights  # of the weights, of which a step keeps copies
-    if setting.precision == "fp32" and not setting.zero:
-        part = min(part, setting.host_files)  # others are what the optimizer steps
+    part = setting.host.weights  # of the weights, of which a step keeps copies
+    if setting.precision == "fp32" and not setting.sharing.zero:
+        part = min(part, setting.host.files)  # others are what the optimizer steps
     copied = DTYPE_BYTES[setting.precision] * part * sums.parameters
-    filed = (FP32 + optimizer_bytes(setting.optimizer)) * setting.host_files * numel
-    weights_filed = FP32 * setting.host_files * numel
+    filed = (FP32 + optimizer_bytes(setting.optimizer)) * setting.host.files * numel
+    weights_filed = FP32 * setting.host.files * numel
     return HostCosts(
         fetched_s=FP32 * moved / to_device,
         returned_s=FP32 * moved / to_host,
@@ -90,15 +93,15 @@ def staged_bytes(sums: Sums, setting: Setting) -> Floats:
     next."""
     if setting.cluster.device.kind == "cpu":
         return np.zeros_like(sums.parameters)
-    shards = setting.shards if setting.zero else 1
-    both = np.minimum(2.0 * sums.largest_parameters, setting.host_files * sums.parameters)
+    shards = setting.shards if setting.sharing.zero else 1
+    both = np.minimum(2.0 * sums.largest_parameters, setting.host.files * sums.parameters)
     found: Floats = FP32 * both / shards
     return found
 
 
 def files_s(read: Floats, written: Floats, setting: Setting) -> Floats:
     """Seconds in which a rank reads and writes so many bytes of files on its node's flash."""
-    if not setting.host_files:
+    if not setting.host.files:
         return np.zeros_like(read)
     from_flash, to_flash = (host_bandwidth(setting, kind) for kind in FLASH)
     return setting.cluster.devices_per_node * (read / from_flash + written / to_flash)
@@ -107,20 +110,20 @@ def files_s(read: Floats, written: Floats, setting: Setting) -> Floats:
 def sends_each(setting: Setting) -> bool:
     """Whether every backward sends its gradients to the host, below ZeRO-3: no rank adds to them,
     or ZeRO-2 has scattered them."""
-    if setting.dp * setting.cp == 1:
+    if setting.mesh.holders == 1:
         return True
-    return setting.zero == 2 and setting.shards == setting.dp * setting.cp
+    return setting.sharing.zero == 2 and setting.shards == setting.mesh.holders
 
 
 def sent_gradients(setting: Setting) -> float:
     """The part of the gradients that goes to the host as backwards make it, below ZeRO-3."""
-    last = setting.num_microbatches == 1 and setting.shards == setting.dp * setting.cp
-    return setting.host_states if last or sends_each(setting) else 0.0
+    last = setting.batch.microbatches == 1 and setting.shards == setting.mesh.holders
+    return setting.host.states if last or sends_each(setting) else 0.0
 
 
 def weights_there(sums: Sums, setting: Setting) -> Floats:
     """Bytes of weights that the device has only while their block runs."""
-    found: Floats = DTYPE_BYTES[setting.precision] * setting.host_weights * sums.parameters
+    found: Floats = DTYPE_BYTES[setting.precision] * setting.host.weights * sums.parameters
     return found
 
 

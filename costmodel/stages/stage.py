@@ -147,14 +147,14 @@ def _with_data_axis(
         """Seconds that a communication adds to compute."""
         if not overlapped or device.kind == "cpu":
             return comm
-        body = comm * (1 - edge) * (target.hidden_zero3 if setting.zero == 3 else 1.0)
+        body = comm * (1 - edge) * (target.hidden_zero3 if setting.sharing.zero == 3 else 1.0)
         beside = np.maximum(compute + device.overlap_slowdown * np.minimum(compute, body), body)
         more: Floats = beside + (comm - body) - compute
         return more
 
     def replicated(compute: Floats, scatter: Floats, replicate: Floats, hidden: bool) -> Floats:
         """Seconds that the reduction among replicas adds to a backward that scatters."""
-        if setting.zero not in target.overlap_replicas:
+        if setting.sharing.zero not in target.overlap_replicas:
             return replicate
         more: Floats = added(compute, scatter + replicate, hidden) - added(compute, scatter, hidden)
         return more
@@ -163,27 +163,27 @@ def _with_data_axis(
     scatter, gather, replicate = sums.scatter_s, sums.gather_s, sums.replicate_s
     to_forward: Floats = np.zeros(())
     to_backward: Floats = np.zeros(())
-    if setting.zero == 3:
+    if setting.sharing.zero == 3:
         gather, replicate = sums.zero3_gather_s, sums.zero3_replicate_s
         gather = gather + host.fetched_s
-        again = sums.zero3_secondary_s if setting.hpz else gather
+        again = sums.zero3_secondary_s if setting.sharing.hpz else gather
         moved, copied = again + sums.zero3_scatter_s, _copy_s(sums, setting)
-        several = setting.num_microbatches > 1
+        several = setting.batch.microbatches > 1
         moved = moved + host.returned_s * (not several)
         waited = (host.returned_s + host.added_s) * several
         to_forward = added(forward, gather, parameters) + copied
         to_backward = added(backward, moved, parameters) + copied + waited
         reduce = replicated(backward, moved, replicate, parameters)
-    elif setting.zero:
+    elif setting.sharing.zero:
         reduce = replicated(backward, scatter, replicate, gradients)
         reduce = reduce + added(forward, gather, parameters) + _copy_s(sums, setting)
-        if setting.zero == 2:
+        if setting.sharing.zero == 2:
             to_backward = added(backward, scatter, gradients)
         else:
             reduce = reduce + added(backward, scatter, gradients)
     else:
         reduce = added(backward, sums.reduce_s, gradients)
-    if setting.zero < 3 and setting.host_states:
+    if setting.sharing.zero < 3 and setting.host.states:
         ways = _ways_to_host(added, sums, forward, backward, setting, host)
         to_forward, to_backward = ways[0], to_backward + ways[1]
         reduce = reduce + ways[2]
@@ -208,22 +208,22 @@ def _ways_to_host(
     a step, below ZeRO-3, beside ZeRO's gathers and the reduction of gradients."""
     to_forward = added(forward, host.weights_s, True)
     to_backward = added(backward, host.weights_s, True)
-    comm = sums.gather_s if setting.zero else np.zeros(())
+    comm = sums.gather_s if setting.sharing.zero else np.zeros(())
     once = added(forward, comm + host.fetched_s, True) - added(forward, comm, True)
     once = once + added(forward, host.kept_s, True)
-    comm = sums.scatter_s if setting.zero else sums.reduce_s
+    comm = sums.scatter_s if setting.sharing.zero else sums.reduce_s
     sent = added(backward, comm + host.returned_s, True) - added(backward, comm, True)
     if sends_each(setting):
-        several = setting.num_microbatches > 1
+        several = setting.batch.microbatches > 1
         return to_forward, to_backward + sent + host.added_s * several, once
-    divided = setting.shards < setting.dp * setting.cp  # among replicas, after all
+    divided = setting.shards < setting.mesh.holders  # among replicas, after all
     return to_forward, to_backward, once + (host.returned_s if divided else sent)
 
 
 def _copy_s(sums: Sums, setting: Setting) -> Floats:
     """Seconds to copy all gathered weights to where they are read."""
     device, weight_bytes = setting.cluster.device, DTYPE_BYTES[setting.precision]
-    in_place = setting.zero < 3 and weight_bytes == 4
+    in_place = setting.sharing.zero < 3 and weight_bytes == 4
     if in_place or not setting.target.copies_weights:
         return np.zeros(())
     moved = 2 * weight_bytes * sums.parameters
@@ -255,7 +255,7 @@ def communicator_bytes(setting: Setting) -> int:
 
 def secondary_bytes(setting: Setting) -> float:
     """Bytes of secondary shards for each parameter, in the precision that is gathered."""
-    return DTYPE_BYTES[setting.precision] / setting.hpz if setting.hpz else 0.0
+    return DTYPE_BYTES[setting.precision] / setting.sharing.hpz if setting.sharing.hpz else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,30 +282,33 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
     states = model_states(
         sums.parameters,
         precision=setting.precision,
-        zero=setting.zero,
+        zero=setting.sharing.zero,
         dp=np.maximum(shards, 1.0),
         optimizer=setting.optimizer,
         target=target,
-        host=setting.host_states,
+        host=setting.host.states,
         sent=sent_gradients(setting),
     )
     kept = sums.parameters * secondary_bytes(setting)
     undone = setting.validated * undo_bytes(
-        sums.parameters, np.maximum(shards, 1.0), zero=setting.zero, optimizer=setting.optimizer
+        sums.parameters,
+        np.maximum(shards, 1.0),
+        zero=setting.sharing.zero,
+        optimizer=setting.optimizer,
     )
     return HeldBytes(
         weights=states.weights + kept - weights_there(sums, setting),
         gradients=states.gradients,
         optimizer=states.optimizer + undone,
         frozen=sums.frozen_bytes,
-        buffers=buffer_bytes(sums.largest_parameters, setting.quantized)
+        buffers=buffer_bytes(sums.largest_parameters, setting.sharing.quantized)
         + blocks_here(sums, setting)
         + working_bytes(
             sums.parameters,
             sums.largest_parameters,
             weight_bytes=DTYPE_BYTES[setting.precision],
-            zero=setting.zero,
-            dp=setting.dp * setting.cp,
+            zero=setting.sharing.zero,
+            dp=setting.mesh.holders,
             target=target,
         ),
         # a block computed again, one operator's gradients
@@ -334,12 +337,14 @@ def stage_costs(
         setting,
         host,
     )
-    again_s = repeated.gather_s if setting.zero == 3 else np.zeros(())  # before it, nothing hides
+    again_s = (
+        repeated.gather_s if setting.sharing.zero == 3 else np.zeros(())
+    )  # before it, nothing hides
     held = held_bytes(sums, setting, repeated)
     states = held.weights + held.gradients + held.optimizer + held.frozen
     kept = sums.saved_bytes + sums.input_bytes - repeated.freed_bytes
     if sent is None:
-        busy = host.fetched_s * (setting.zero == 3)  # the link, in a backward
+        busy = host.fetched_s * (setting.sharing.zero == 3)  # the link, in a backward
         alone = np.maximum(backward + repeated.seconds - busy, 0.0)
         sent = sent_evenly(kept, sums.blocks, forward, alone, setting)
     # as it comes back, what the micro-batch kept on the device of later blocks is let go
@@ -358,9 +363,9 @@ def stage_costs(
         measured_s=sums.measured_s,
         interpolated_s=sums.interpolated_s,
         reduce_s=passes.reduce_s,
-        optimizer_s=(1 - setting.host_states)
+        optimizer_s=(1 - setting.host.states)
         * _copying(setting)
-        * (sums.shard_s if setting.zero else sums.optimizer_s)
+        * (sums.shard_s if setting.sharing.zero else sums.optimizer_s)
         + host.step_s,
         static_bytes=states + held.buffers + passing,
         passing_bytes=passing,

@@ -73,7 +73,7 @@ def instead(
                 if alike in found:
                     found[alike] = replace(found[alike], blocks=found[alike].blocks + 1)
                     continue
-                pricer = coster.pricer(replace(stage_setting(plan, k, coster), zero=0))
+                pricer = coster.pricer(stage_setting(plan, k, coster))
                 ways = _Ways(coster, pricer, block, own, entering)
                 found[alike] = Explained(
                     operator=op.key,
@@ -115,7 +115,7 @@ class _Ways:
     entering: Mapping[str, Placement]
 
     def others(self, op: Op, chosen: Strategy) -> tuple[Way, ...]:
-        options = self.coster.layouts(self.block, self.pricer.setting.tp).options(op)
+        options = self.coster.layouts(self.block, self.pricer.setting.mesh.tp).options(op)
         ways = [self.of(op, option) for option in options if option.name != chosen.name]
         return tuple(sorted(ways, key=lambda way: (way.seconds is None, way.seconds or 0.0)))
 
@@ -126,7 +126,7 @@ class _Ways:
         setting = self.pricer.setting
         program = BlockProgram(
             self.pricer,
-            self.coster.layouts(self.block, setting.tp),
+            self.coster.layouts(self.block, setting.mesh.tp),
             inputs={value: [state] for value, state in self.entering.items()},
             outputs={value: [self.own.states[value]] for value in self.block.outputs},
             allowed=lambda name, state: (
@@ -140,18 +140,20 @@ class _Ways:
         return Way(
             strategy=strategy.name,
             states=states,
-            seconds=float(table.costs[()]) * setting.num_microbatches,
+            seconds=float(table.costs[()]) * setting.batch.microbatches,
             collectives=self._collectives(assignment),
         )
 
     def _collectives(self, assignment: Assignment) -> dict[str, tuple[int, float]]:
         """Re-shards of a step on a rank."""
         calls, sizes = Counter[str](), Counter[str]()
-        steps = self.coster.steps(self.block, assignment, self.entering, self.pricer.setting.tp)
+        steps = self.coster.steps(
+            self.block, assignment, self.entering, self.pricer.setting.mesh.tp
+        )
         for step in steps:
             if not isinstance(step, Move) or step.known:
                 continue
-            times = 1 if step.once else self.pricer.setting.num_microbatches
+            times = 1 if step.once else self.pricer.setting.batch.microbatches
             for kind in transition(step.source, step.target) or ():
                 if kind:
                     calls[kind] += times

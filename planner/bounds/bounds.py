@@ -145,7 +145,7 @@ class Bounds:
         return float(_first(each, 1).sum()) * min(sends, crossing)
 
     def _loads_of(self, setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> Loads:
-        key = setup.chain, setup.zero, policies, single
+        key = setup.chain, setup.sharing, policies, single
         if key not in self._loads:
             self._loads[key] = loads_of(setup, policies, single=single)
         return self._loads[key]

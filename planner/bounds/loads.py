@@ -108,7 +108,7 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
     once, forward_once, backward_once = np.zeros(len(count)), 0.0, 0.0
     if zero == 3:
         forward.beside(sums.zero3_gather_s, setting, hidden=parameters, edge=edge)
-        again = sums.zero3_secondary_s if setting.hpz else sums.zero3_gather_s
+        again = sums.zero3_secondary_s if setting.sharing.hpz else sums.zero3_gather_s
         moved = again + sums.zero3_scatter_s
         backward.beside(moved, setting, hidden=parameters, edge=edge)
         forward.more_s, backward.more_s = forward.more_s + copied, backward.more_s + copied
@@ -129,7 +129,7 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
     once = once + forward_once * forward.seconds + backward_once * backward.seconds
     once = once + (sums.shard_s if zero else sums.optimizer_s)
     passing = backward.again_s * (1 + backward.factor)
-    m, kept = setting.num_microbatches, 1 - setting.host_activations  # on devices
+    m, kept = setting.batch.microbatches, 1 - setting.host.activations  # on devices
     return Loads(
         count=count,
         forward_s=np.maximum(forward.taken_s - more, 0.0),
@@ -187,7 +187,7 @@ def _passes(sums: Sums, setting: Setting, policies: tuple[str, ...]) -> tuple[_P
 def _copied_s(sums: Sums, setting: Setting) -> Floats:
     """Seconds to copy gathered weights, at the rate at which all are copied at once."""
     device, weight_bytes = setting.cluster.device, DTYPE_BYTES[setting.precision]
-    if (setting.zero < 3 and weight_bytes == 4) or not setting.target.copies_weights:
+    if (setting.sharing.zero < 3 and weight_bytes == 4) or not setting.target.copies_weights:
         return np.zeros(len(sums))
     moved = 2 * weight_bytes * sums.parameters
     efficiency = device.memory_efficiency(max(float(moved.sum()), 1.0))
@@ -200,11 +200,11 @@ def _states(sums: Sums, setting: Setting) -> Floats:
     states = model_state_bytes(
         sums.parameters,
         precision=setting.precision,
-        zero=setting.zero,
+        zero=setting.sharing.zero,
         dp=np.maximum(shards, 1.0),
         optimizer=setting.optimizer,
         target=setting.target,
-        host=setting.host_states,
+        host=setting.host.states,
         sent=sent_gradients(setting),
     )
     return states - weights_there(sums, setting)
@@ -220,8 +220,8 @@ def _fixed(chain: Chain, setting: Setting, whole: Sums | None) -> float:
             own.parameters,
             own.largest_parameters,
             weight_bytes=DTYPE_BYTES[setting.precision],
-            zero=setting.zero,
-            dp=setting.dp * setting.cp,
+            zero=setting.sharing.zero,
+            dp=setting.mesh.holders,
             target=setting.target,
         )
         return float(work + own.transient_bytes + own.decided_bytes)

@@ -4,12 +4,11 @@ from meshwright.planner.drafts.candidates import Candidate, PlanDraft, priced_fi
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.drafter import Drafter, Given
 from meshwright.planner.drafts.equal_stages import EqualStages
-from meshwright.planner.drafts.mesh import Mesh
-from meshwright.planner.drafts.space import HostParts, Space, groups_of
+from meshwright.planner.drafts.space import Space, groups_of
 from meshwright.planner.drafts.unequal_stages import UnequalStages
 
 __all__ = [
-    "Candidate", "Combination", "Drafter", "EqualStages", "Given", "HostParts", "Mesh",
+    "Candidate", "Combination", "Drafter", "EqualStages", "Given",
     "MeshChoice", "PlanDraft", "Space", "StageDraft", "StageSetup", "UnequalStages", "groups_of",
     "priced_fits",
 ]  # fmt: skip

@@ -14,10 +14,10 @@ from typing import Any, TypeAlias
 
 from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.graph import Block
+from meshwright.costmodel.operators import Mesh
 from meshwright.costmodel.sharding import Assignment, Entry, Placement
 from meshwright.costmodel.stages import fits, stage_costs
 from meshwright.planner.drafts.combinations import StageDraft
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
 from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_stages
@@ -155,12 +155,12 @@ def _stage_plan(
         dp=mesh.dp,
         tp=mesh.tp,
         cp=mesh.cp,
-        cp_kind=draft.setup.setting.cp_kind,
+        cp_kind=draft.setup.setting.mesh.kind,
         ep=mesh.ep,
         zero=draft.setup.zero,
-        dp_shard=draft.setup.dp_shard or None,
-        hpz=draft.setup.hpz or None,
-        quantized=draft.setup.quantized,
+        dp_shard=draft.setup.sharing.dp_shard or None,
+        hpz=draft.setup.sharing.hpz or None,
+        quantized=draft.setup.sharing.quantized,
         recompute=recompute_of(names, policies),
         segments=draft.segments,
         offload=draft.setup.offload,

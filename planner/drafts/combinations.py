@@ -6,50 +6,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.operators import NOT_AWAY, HostParts, Mesh, Setting, Sharing
 from meshwright.costmodel.stages import StageCosts, combined, stage_costs
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.plan import OFFLOADS
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetup:
-    """Mesh and ZeRO stage of a pipeline stage, the number of ranks that ZeRO divides among (0: all)
-    and that keep a secondary shard (0: none), what it sends in quantised blocks, and the chain that
-    gives its costs; `host_states`, `host_weights`, `host_activations`, `host_files` and
-    `validated` as in `Setting`."""
+    """Mesh of a pipeline stage as it was asked for, how its states are shared out, what lies in
+    host memory, and the chain that gives its costs; `validated` as in `Setting`."""
 
     mesh: Mesh
-    zero: int
-    dp_shard: int
+    sharing: Sharing
     chain: Chain
-    hpz: int = 0
-    quantized: str = "none"
-    host_states: float = 0.0
-    host_activations: float = 0.0
+    host: HostParts = NOT_AWAY
     validated: bool = False
-    host_weights: float = 0.0
-    host_files: float = 0.0
+
+    @property
+    def zero(self) -> int:
+        return self.sharing.zero
 
     @property
     def setting(self) -> Setting:
-        return replace(
-            self.chain.setting,
-            zero=self.zero,
-            hpz=self.hpz,
-            host_states=self.host_states,
-            host_activations=self.host_activations,
-            validated=self.validated,
-            host_weights=self.host_weights if self.zero < 3 else 0.0,
-            host_files=self.host_files if self.zero < 3 else 0.0,
-        )
+        host = self.host if self.zero < 3 else replace(self.host, weights=0.0, files=0.0)
+        own = replace(self.chain.setting, sharing=self.sharing, host=host)
+        return replace(own, validated=self.validated)
 
     @property
     def offload(self) -> dict[str, float]:
         """What lies in host memory, as a plan has it."""
-        own = self.setting
-        parts = own.host_states, own.host_weights, own.host_activations, own.host_files
+        own = self.setting.host
+        parts = own.states, own.weights, own.activations, own.files
         return {name: part for name, part in zip(OFFLOADS, parts, strict=True) if part}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self, TypedDict
 
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.operators import HostParts, Problem
 from meshwright.planner.drafts.candidates import (
     Candidate,
     PipelineSetup,
@@ -19,7 +19,7 @@ from meshwright.planner.drafts.candidates import (
 )
 from meshwright.planner.drafts.combinations import Combination, StageDraft
 from meshwright.planner.drafts.equal_stages import EqualStages
-from meshwright.planner.drafts.space import HostParts, Space
+from meshwright.planner.drafts.space import Space
 from meshwright.planner.drafts.unequal_stages import UnequalStages
 from meshwright.planner.overrides import OverrideError, Overrides, Restrictions, restrict
 from meshwright.planner.plan import resolve_shardings
@@ -83,10 +83,12 @@ class Drafter:
             restrictions=self.restrictions,
             memory_margin=memory_margin,
             segmented=segmented,
-            host_states=self.restrictions.host_states or 0.0,
-            host_weights=self.restrictions.host_weights,
-            host_files=self.restrictions.host_files,
-            host_activations=self.restrictions.host_activations or 0.0,
+            host=HostParts(
+                states=self.restrictions.host_states or 0.0,
+                weights=self.restrictions.host_weights,
+                activations=self.restrictions.host_activations or 0.0,
+                files=self.restrictions.host_files,
+            ),
         )
         at = self.space.cut_at
         if programs is None:
@@ -102,21 +104,20 @@ class Drafter:
         programs = None if "problem" in changes else self.programs
         made = type(self)(**{**self._arguments(), "programs": programs, **changes})
         made.programs.time = self.programs.time
-        if made.restrictions.host_states is None and any(self.space.in_host_memory.values()):
-            made.offload(**self.space.in_host_memory)
+        if made.restrictions.host_states is None and self.space.host:
+            made.offload(self.space.host)
         return made
 
-    def offload(self, **parts: float) -> None:
-        """Draft with these `HostParts`, where the overrides leave them free."""
-        there: dict[str, Any] = HostParts(**parts).in_host_memory
-        self.space = replace(self.space, **there)
+    def offload(self, host: HostParts) -> None:
+        """Draft with these parts in host memory, where the overrides leave them free."""
+        self.space = replace(self.space, host=host)
         self.equal = EqualStages(self.space, self.programs)
         self.unequal = UnequalStages(self.space, self.equal)
 
-    def offloading(self, **parts: float) -> Self:
+    def offloading(self, host: HostParts) -> Self:
         """The same with these parts in host memory."""
         made = self.like()
-        made.offload(**parts)
+        made.offload(host)
         return made
 
     def _arguments(self) -> dict[str, Any]:

@@ -17,16 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.operators import UNSHARED, Batch, Mesh, Setting, Sharing
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape
 from meshwright.costmodel.stages import Sums, of_one, stage_bytes, stage_costs
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.fills import filling_s, held_at_peak
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Space, groups_of
-from meshwright.planner.drafts.transports import Transport, transports
+from meshwright.planner.drafts.transports import transports
 from meshwright.planner.inter_op import cut_evenly, even_out
 from meshwright.planner.stages import MODES, BlockPrograms, Chain, RecomputeLevels, recompute_levels
 
@@ -48,7 +47,7 @@ class EqualStages:
     parameters: int = field(init=False)
     floor: MemoryFloor = field(init=False)
     legal: np.ndarray = field(init=False)
-    _levels: dict[tuple[Chain, int, int, tuple[str, ...]], RecomputeLevels] = field(
+    _levels: dict[tuple[Chain, Sharing, tuple[str, ...]], RecomputeLevels] = field(
         default_factory=dict
     )
     _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
@@ -69,42 +68,34 @@ class EqualStages:
 
     def setups(self, mesh: Mesh, m: int) -> Iterator[StageSetup]:
         """A mesh in every mode that may pay, with every ZeRO stage it may have."""
-        for transport, zeros in transports(self.space, mesh).items():
+        validated = bool(self.space.restrictions.post_validation)
+        for transport, ways in transports(self.space, mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
                 chain = self.chain(mesh, m, transport, mode)
                 if fast is not None and _alike(chain, fast):
                     continue
                 fast = fast or chain
-                shard, _, quantized = transport
-                given: dict[str, Any] = {
-                    "dp_shard": shard,
-                    "quantized": quantized,
-                    "chain": chain,
-                    **self.space.in_host_memory,
-                    "validated": bool(self.space.restrictions.post_validation),
-                }
-                yield from (StageSetup(mesh=mesh, zero=z, hpz=hpz, **given) for z, hpz in zeros)
+                for sharing in ways:
+                    yield StageSetup(
+                        mesh=mesh,
+                        sharing=sharing,
+                        chain=chain,
+                        host=self.space.host,
+                        validated=validated,
+                    )
 
-    def _setting(self, mesh: Mesh, m: int, transport: Transport = (0, 0, "none")) -> Setting:
-        shard, hpz, quantized = transport
-        return self.programs.coster.setting(
-            mesh,
-            microbatches=m,
-            dp_shard=shard,
-            hpz=hpz,
-            quantized=quantized,
-            rows=self.space.global_batch_size / m / mesh.dp,
-            spread=mesh.spread,
-        )
+    def _setting(self, mesh: Mesh, m: int, sharing: Sharing = UNSHARED) -> Setting:
+        rows = self.space.global_batch_size / m / mesh.dp
+        return self.programs.coster.setting(mesh, Batch(rows=rows, microbatches=m), sharing)
 
     def least(self, mesh: Mesh, m: int) -> np.ndarray:
         """(K,): no more than each block's seconds per micro-batch; inf where it can't run."""
         return self.programs.least_of_blocks(self._setting(mesh, m))
 
-    def chain(self, mesh: Mesh, m: int, transport: Transport, mode: str) -> Chain:
+    def chain(self, mesh: Mesh, m: int, sharing: Sharing, mode: str) -> Chain:
         """All stages on a mesh."""
-        setting = self._setting(mesh, m, transport)
+        setting = self._setting(mesh, m, sharing)
         return self.programs.chain(setting, mode, self.space.restrictions.recompute)
 
     # --- combinations ---
@@ -251,7 +242,7 @@ class EqualStages:
     def levels(self, setup: StageSetup, schedule: str) -> RecomputeLevels:
         """Every run of blocks (`Runs`) of a setup, with the policies that a schedule allows."""
         policies = self.space.policies(schedule)
-        key = setup.chain, setup.zero, setup.hpz, policies
+        key = setup.chain, setup.sharing, policies
         if key not in self._levels:
             runs = setup.chain.runs
             self._levels[key] = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
@@ -353,10 +344,10 @@ class EqualStages:
         mask = np.ones((len(self.space.graph.blocks) + 1,) * 2, dtype=bool)
         ranks = mesh.dp * mesh.cp
         chosen = {axis: getattr(mesh, axis) for axis in ("tp", "dp", "cp", "ep")}
-        shards = setup.dp_shard or ranks
-        secondary = (setup.hpz or shards) if setup.zero == 3 else None
+        shards = setup.sharing.dp_shard or ranks
+        secondary = (setup.sharing.hpz or shards) if setup.zero == 3 else None
         chosen |= {"zero": setup.zero, "dp_shard": shards, "hpz": secondary}
-        chosen |= {"quantized": setup.quantized}
+        chosen |= {"quantized": setup.sharing.quantized}
         for name, value in chosen.items():
             if any(own is not None for own in getattr(over, name)):
                 if name in ("zero", "dp_shard", "hpz", "quantized") and ranks == 1:

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
 from meshwright.costmodel.memory import model_state_bytes
-from meshwright.costmodel.operators import DTYPE_BYTES
+from meshwright.costmodel.operators import DTYPE_BYTES, Batch, Mesh, Sharing
 from meshwright.costmodel.stages import Floats, Sums, fits, stage_bytes, stage_costs
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.segments import may_segment
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.stages import BlockPrograms
@@ -35,7 +33,7 @@ class MemoryFloor:
     programs: BlockPrograms
     _trained: int = field(init=False)
     # (cp, ep): blocks of each kind, and the sums of one for each of SMALL_ROWS
-    _small: dict[tuple[int, int], tuple[Floats, tuple[Sums, ...]]] = field(default_factory=dict)
+    _small: dict[Mesh, tuple[Floats, tuple[Sums, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         graph = self.space.graph
@@ -90,25 +88,28 @@ class MemoryFloor:
                 dp=shard or mesh.dp * mesh.cp,
                 optimizer=problem.optimizer,
                 target=problem.target,
-                host=self.space.host_states,
-                sent=self.space.host_states,
+                host=self.space.host.states,
+                sent=self.space.host.states,
             )
             for zero, shard in self.space.zeros(mesh)
         )
-        there = self.space.host_weights * part * DTYPE_BYTES[problem.precision]
+        there = self.space.host.weights * part * DTYPE_BYTES[problem.precision]
         return any(fits(float(needed) - there, self.space.room_bytes) for needed in states)
 
     def _needs(self, mesh: Mesh, m: int, kinds: Sums, policy: str) -> list[tuple[Floats, Floats]]:
         """Under each ZeRO stage the bytes that a block of each kind holds, and needs in passing."""
         rows = self.space.global_batch_size / m / mesh.dp
-        setting = self.programs.coster.setting(mesh, rows=rows, microbatches=m)
+        setting = self.programs.coster.setting(mesh, Batch(rows=rows, microbatches=m))
         among = kinds.shard_parameters * _reference(mesh).devices  # on one rank
         found = []
         for zero, shard in self.space.zeros(mesh):
             kinds.shard_parameters = among / (shard or mesh.dp * mesh.cp)
-            there: dict[str, Any] = self.space.in_host_memory
-            own = replace(setting, zero=zero, dp_shard=shard, **there)
-            own = replace(own, host_weights=own.host_weights * (zero < 3))
+            host = self.space.host
+            own = replace(
+                setting,
+                sharing=Sharing(zero=zero, dp_shard=shard),
+                host=replace(host, weights=host.weights * (zero < 3)),
+            )
             costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
             held = stage_bytes(costs.kept_bytes, costs.activation_bytes, 1.0)
             found.append((held, stage_costs(kinds, own, policy).passing_bytes))
@@ -119,12 +120,13 @@ class MemoryFloor:
         is known: shardings that the user decided may need a tensor axis."""
         if self.programs.entries:
             return np.zeros(0), Sums.zeros(0)
-        key = mesh.cp, mesh.ep
+        key = _reference(mesh)
         if key not in self._small:
             coster, forced = self.programs.coster, self.space.restrictions.recompute
             kinds = [
                 self.programs.chain(
-                    coster.setting(_reference(mesh), rows=small, microbatches=2), forced=forced
+                    coster.setting(_reference(mesh), Batch(rows=small, microbatches=2)),
+                    forced=forced,
                 ).kinds_typical()
                 for small in SMALL_ROWS
             ]
@@ -165,4 +167,4 @@ def overfull(load: float, loads: Floats, passing: Floats, room: float, groups: i
 
 def _reference(mesh: Mesh) -> Mesh:
     """The smallest mesh without a tensor axis that splits sequences and experts alike."""
-    return replace(mesh, dp=mesh.ep // math.gcd(mesh.ep, mesh.cp), tp=1, spread=1)
+    return replace(mesh, dp=mesh.least_dp, tp=1, spread=1)

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.operators import NOT_AWAY, HostParts, Mesh, Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding import ULYSSES, FactorTable
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.segments import with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import divisors, fewest_experts, kept_together, ulysses_degrees
@@ -40,29 +39,16 @@ MAX_CUTS = 160  # of a model with more blocks some cuts are left out
 PIPELINE_INSIDE = "tp,pp,dp"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostParts:
-    """The parts of stages that lie in host memory, as in `Setting`."""
-
-    host_states: float = 0.0
-    host_weights: float = 0.0
-    host_activations: float = 0.0
-    host_files: float = 0.0
-
-    @property
-    def in_host_memory(self) -> dict[str, float]:
-        return {one.name: getattr(self, one.name) for one in fields(HostParts)}
-
-
 @dataclass(frozen=True, kw_only=True)
-class Space(HostParts):
+class Space:
     """The choices for one model, cluster and batch, within the user's restrictions. A
-    `memory_margin` of each device is left free; stages have these parts in host memory."""
+    `memory_margin` of each device is left free; of stages the parts `host` lie in host memory."""
 
     problem: Problem
     global_batch_size: int
     restrictions: Restrictions
     memory_margin: float = 0.0
+    host: HostParts = NOT_AWAY
     segmented: bool = False
     """Whether stages may run again in segments, where single blocks don't free enough."""
 
@@ -316,7 +302,7 @@ class Space(HostParts):
         """(schedule, stages per device group) for equal meshes. On one device group schedules take
         the same time: the one with the fewest micro-batches in flight."""
         over, most = self.restrictions, len(self.cut_at) - 1
-        if self._held_twice and (over.post_validation or any(self.in_host_memory.values())):
+        if self._held_twice and (over.post_validation or self.host):
             return []
         left = {
             name: schedule

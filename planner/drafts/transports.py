@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
-from meshwright.costmodel.quantized import QUANTIZED, quantizes_gradients
-from meshwright.planner.drafts.mesh import Mesh
+from meshwright.costmodel.operators import Batch, Mesh, Setting, Sharing
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.planner.drafts.space import Space
 
-# ranks that ZeRO divides among, those that keep a secondary shard, what is quantised
-Transport: TypeAlias = tuple[int, int, str]
 
-
-def transports(space: Space, mesh: Mesh) -> dict[Transport, list[tuple[int, int]]]:
-    """(ZeRO stage, ranks with a secondary shard) that a mesh may have, by what prices of its data
-    axis depend on. Gathers within a node are priced beside those of all. What comes from the host
-    is neither kept twice nor sent in blocks."""
-    node = _node(space, mesh)
-    found: dict[Transport, list[tuple[int, int]]] = {}
+def transports(space: Space, mesh: Mesh) -> dict[Sharing, list[Sharing]]:
+    """The ways to share states out that a mesh may have, by what prices of its data axis depend on
+    (`Setting.of_step`). Gathers within a node are priced beside those of all. What comes from the
+    host is neither kept twice nor sent in blocks."""
+    found: dict[Sharing, list[Sharing]] = {}
     for zero, shard in space.zeros(mesh):
         for choice in quantizations(space, mesh, zero):
             for hpz in secondaries(space, mesh, zero, shard):
-                own = 0 if hpz == node and not quantizes_gradients(choice) else hpz
-                found.setdefault((shard, own, choice), []).append((zero, hpz))
+                own = Sharing(zero=zero, dp_shard=shard, hpz=hpz, quantized=choice)
+                setting = Setting(
+                    problem=space.problem, mesh=mesh, batch=Batch(rows=0.0), sharing=own
+                )
+                found.setdefault(setting.of_step.sharing, []).append(own)
     return found
 
 
@@ -35,7 +32,7 @@ def secondaries(space: Space, mesh: Mesh, zero: int, shard: int) -> list[int]:
         return [0] if None in over.hpz or ranks == 1 else []
     shards = shard or ranks
     found = {0} if None in over.hpz or shards in asked else set()
-    if mesh.ep == 1 and not space.host_states:
+    if mesh.ep == 1 and not space.host.states:
         found |= {n for n in asked if 1 < n < shards and shards % n == 0}
         node = _node(space, mesh)
         if over.secondary_shards and None in over.hpz and 1 < node < shards:
@@ -50,7 +47,7 @@ def quantizations(space: Space, mesh: Mesh, zero: int) -> list[str]:
     left |= set(over.quantizations) if None in over.quantized else set()
     if ranks == 1:  # nothing is sent
         return ["none"]
-    may = zero == 3 and mesh.ep == 1 and not space.host_states
+    may = zero == 3 and mesh.ep == 1 and not space.host.states
     return [choice for choice in QUANTIZED if choice in left and (may or choice == "none")]
 
 

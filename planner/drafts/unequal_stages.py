@@ -23,11 +23,11 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.costmodel.operators import Mesh
 from meshwright.costmodel.schedules import SCHEDULES, in_flight
 from meshwright.costmodel.sharding import ALL_GATHER
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.inter_op import (
     Constraints,

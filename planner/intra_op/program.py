@@ -91,7 +91,7 @@ class BlockProgram:
         self.allowed = allowed or (lambda name, state: True)
         self.problem = PairwiseProblem()
         self._routes = routes(layouts)
-        several, experts = pricer.setting.ep > 1, layouts.table.has_experts
+        several, experts = pricer.setting.mesh.ep > 1, layouts.table.has_experts
         self._shared_out = [op for op in self.block.ops if several and traits_of(op).experts]
         # parameters whose local size depends on how many ranks share the experts out
         self._varying = [v for v in self.block.parameters if several and experts(v)]
@@ -306,7 +306,7 @@ class BlockProgram:
         }
         for stored in self._stored:
             value = stored.value
-            if value in self._varying and pricer.setting.ep != self.pricer.setting.ep:
+            if value in self._varying and pricer.setting.mesh.ep != self.pricer.setting.mesh.ep:
                 moves = self._handing(value, stored.states, pricer)
                 stored = replace(stored, each=moves[..., 0], once=moves[..., 1])
             cost = {
@@ -346,7 +346,7 @@ class BlockProgram:
         experts; `allowed` restricts how they are stored. Once-per-step work is spread over
         `microbatches`, by default the pricer's. A block too large for `time` gets legal states.
         """
-        m = microbatches or pricer.setting.num_microbatches
+        m = microbatches or pricer.step.batch.microbatches
         factors = self._priced(pricer, allowed, m)
         found = self._elimination.solve(factors, time)
         if found is None:

@@ -89,7 +89,7 @@ def passes_amounts(
     """Communication within the forwards and backwards of stage k in a step, and what its blocks
     run again of it."""
     stage, found = plan.stages[k], dict[AxisAndKind, Amount]()
-    pricer = coster.pricer(replace(stage_setting(plan, k, coster), zero=0))
+    pricer = coster.pricer(stage_setting(plan, k, coster))
     own = [coster.blocks[name] for name in stage.blocks]
     spans = segments_of(own, stage.segments, coster.graph.loss)
     twice = {own[k].name for span in spans for k in span}
@@ -165,7 +165,7 @@ def _inside(pricer: Pricer, step: Run) -> list[list[tuple[AxisAndKind, Amount]]]
         kinds = (("context", "all_gather"), ("context", "reduce_scatter"))
     elif takes_batch_statistics(op):
         kinds = (("data", "all_reduce"),) * 2
-    elif pricer.setting.dp > 1 and pricer.gathers_batch(op):
+    elif pricer.step.mesh.dp > 1 and pricer.gathers_batch(op):
         kinds = (("data", "all_gather"),) * 2
     found = []
     for key, exposed, tokens, alone in zip(
@@ -187,7 +187,7 @@ def data_amounts(
 ) -> Amounts:
     """Collectives of gradients and weights of a stage in a step; `costs` say what is exposed, all
     of it where they are not given. Copies into buckets are in the seconds."""
-    m, found = setting.num_microbatches, dict[AxisAndKind, Amount]()
+    m, found = setting.batch.microbatches, dict[AxisAndKind, Amount]()
     for kind, times, seconds, alone in _collectives(setting, sums, float(repeated.gather_s)):
         if seconds:
             calls = times * alone
@@ -210,33 +210,34 @@ def _collectives(
 ) -> Iterator[tuple[str, int, float, float]]:
     """Kind, times a step, seconds of one time, units that it moves then one after the other;
     `again_s` of what ZeRO-3 gathers for a forward more."""
-    m, several = setting.num_microbatches, setting.dp * setting.cp > 1
+    m, several = setting.batch.microbatches, setting.mesh.holders > 1
     numel, target = float(sums.parameters), setting.target
     gradients, weights = numel * target.gradient_bytes, numel * DTYPE_BYTES[setting.precision]
 
     def units(nbytes: float, kind: str) -> float:
         if kind == "bucket":
             size = target.bucket_bytes or nbytes
-            return math.ceil(nbytes / max(size, target.bucket_bytes_per_rank * setting.dp, 1))
+            return math.ceil(nbytes / max(size, target.bucket_bytes_per_rank * setting.mesh.dp, 1))
         return math.ceil(numel / max(float(sums.largest_parameters), 1.0))
 
     if not several:
         return
-    unit = target.gathered_unit if setting.zero == 3 else target.unit
+    unit = target.gathered_unit if setting.sharing.zero == 3 else target.unit
     reduced, gathered = units(gradients, unit), units(weights, unit)
-    if setting.zero == 0:
+    if setting.sharing.zero == 0:
         yield "all_reduce", 1, float(sums.reduce_s), units(gradients, "bucket")
-    elif setting.zero == 3:
-        second = sums.zero3_secondary_s if setting.hpz else sums.zero3_gather_s
+    elif setting.sharing.zero == 3:
+        second = sums.zero3_secondary_s if setting.sharing.hpz else sums.zero3_gather_s
         yield "all_gather", m, float(sums.zero3_gather_s), gathered
         yield "all_gather", m, float(second), gathered
         if again_s:
             yield "all_gather", m, again_s, gathered * again_s / float(sums.zero3_gather_s)
-        exchanged = quantizes_gradients(setting.quantized)
+        exchanged = quantizes_gradients(setting.sharing.quantized)
         kind = "all_to_all" if exchanged else "reduce_scatter"
         yield kind, m, float(sums.zero3_scatter_s), reduced
         yield "all_reduce", 1, float(sums.zero3_replicate_s), reduced
     else:
-        yield "reduce_scatter", m if setting.zero == 2 else 1, float(sums.scatter_s), reduced
+        times = m if setting.sharing.zero == 2 else 1
+        yield "reduce_scatter", times, float(sums.scatter_s), reduced
         yield "all_gather", 1, float(sums.gather_s), gathered
         yield "all_reduce", 1, float(sums.replicate_s), reduced

@@ -24,7 +24,7 @@ def cheapest_kind(
     distinct = {tuple(graph.values[v].shape for v in op.operands): op for op in found}
 
     def seconds(kind: ContextKind) -> float:
-        own = replace(setting, cp_kind=kind)
+        own = replace(setting, mesh=replace(setting.mesh, cp_kind=kind))
         known = layout_of(own) if layout_of else None
         sizes = LocalSizes(graph=graph, table=table, setting=own, context=known)
         return sum(_attention_seconds(sizes, op) for op in distinct.values())
@@ -33,7 +33,7 @@ def cheapest_kind(
 
 
 def _attention_seconds(sizes: LocalSizes, op: Op) -> float:
-    options = strategies(sizes.graph, sizes.table, op, sizes.setting.tp)
+    options = strategies(sizes.graph, sizes.table, op, sizes.setting.mesh.tp)
     by_heads = next((x for x in options if x.split_factor == "heads"), options[0])
     forward_s, backward_s, _ = attention(sizes, op, by_heads)
     exposed = context_exchange(sizes, op, by_heads, forward_s, backward_s)

@@ -91,7 +91,7 @@ def _stage(
     ranks and parameters of earlier stages, to which this one's are added."""
     stage, problem = plan.stages[k], coster.problem
     setting = stage_setting(plan, k, coster)
-    pricer = coster.pricer(replace(setting, zero=0))
+    pricer = coster.pricer(setting)
     entered, passes, states = list[Entered](), list[PassPrice](), dict[str, Placement]()
     read: set[tuple[str, Placement]] = set()
     shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
@@ -150,7 +150,7 @@ def undone_bytes(
     held: set[tuple[tuple[int, ...], str]] = set()
     for k, stage in enumerate(plan.stages):
         setting = stage_setting(plan, k, coster)
-        pricer = coster.pricer(replace(setting, zero=0))
+        pricer = coster.pricer(setting)
         for block, assignment, _ in coster.entered(stage, assignments[k]):
             for value in block.parameters:
                 new = (stage.ranks, value) not in held
@@ -159,7 +159,7 @@ def undone_bytes(
                     found[stage.ranks] += undo_bytes(
                         pricer.numel(value, state),
                         pricer.parameters.shard_count(value, state),
-                        zero=setting.zero,
+                        zero=setting.sharing.zero,
                         optimizer=setting.optimizer,
                     )
                 held.add((stage.ranks, value))
@@ -220,7 +220,7 @@ def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
     of what a step that is validated afterwards may have to undo."""
     secondary = secondary_bytes(setting) * sum(p.numel for p in trained if p.shards > 1)
     undone = setting.validated * sum(
-        undo_bytes(p.numel, p.shards, zero=setting.zero, optimizer=setting.optimizer)
+        undo_bytes(p.numel, p.shards, zero=setting.sharing.zero, optimizer=setting.optimizer)
         for p in trained
     )
     weight_bytes = DTYPE_BYTES[setting.precision]
@@ -238,7 +238,7 @@ def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
                 p.numel,
                 p.shards,
                 precision=setting.precision,
-                zero=setting.zero,
+                zero=setting.sharing.zero,
                 optimizer=setting.optimizer,
                 host=p.host,
             )
@@ -279,7 +279,7 @@ def _gathered(
     number)."""
     numels, always = [0.0] * blocks, 0.0
     for number, p in enumerate(trained):
-        if setting.zero == 3 and p.shards > 1:
+        if setting.sharing.zero == 3 and p.shards > 1:
             if number in shared:
                 always += p.numel
             else:
@@ -287,7 +287,7 @@ def _gathered(
     before = [0.0, *numels[:-2], numels[-1]] if blocks > 1 else numels
     weight_bytes = DTYPE_BYTES[setting.precision]
     return [
-        weight_bytes * (always + a + b) + buffer_bytes(max(a, b), setting.quantized)
+        weight_bytes * (always + a + b) + buffer_bytes(max(a, b), setting.sharing.quantized)
         for a, b in zip(numels, before, strict=True)
     ]
 
@@ -295,11 +295,11 @@ def _gathered(
 def _reduction(setting: Setting) -> Reduction:
     target = setting.target
     return Reduction(
-        zero=setting.zero,
+        zero=setting.sharing.zero,
         weight_bytes=DTYPE_BYTES[setting.precision],
-        summed=setting.dp * setting.cp > 1,
+        summed=setting.mesh.holders > 1,
         bucket_bytes=target.bucket_bytes,
         alone_bytes=target.alone_bytes,
         received=setting.cluster.device.kind == "cpu",
-        replicated=setting.shards < setting.dp * setting.cp,
+        replicated=setting.shards < setting.mesh.holders,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles
 from meshwright.costmodel.kernels import collective_time, group_for, send_seconds
-from meshwright.costmodel.operators import Problem, Setting
+from meshwright.costmodel.operators import Batch, Mesh, Problem, Setting
 from meshwright.costmodel.schedules import (
     StageTimes,
     Streams,
@@ -290,7 +290,7 @@ def _stage_parts(
     """The same, and what it sends to host memory."""
     stage = plan.stages[k]
     setting = stage_setting(plan, k, coster)
-    pricer = coster.pricer(replace(setting, zero=0))  # what ZeRO saves is taken off the sums
+    pricer = coster.pricer(setting)
     sums, blocks = Sums.zeros(), list[Entered]()
     stored: set[tuple[str, Placement]] = set()
     for block, assignment, inputs in coster.entered(stage, assignments):
@@ -355,8 +355,9 @@ def transfer_seconds(
     busiest rank's share counts. Stages on the same ranks hand over what they hold."""
     ends = [plan.stages[k] for k in edge]
     rows = plan.microbatch_rows * (_busiest(*ends) + _busiest(*reversed(ends))) / 2
-    rank = replace(ends[0], dp=1, tp=1, cp=min(stage.cp for stage in ends), ep=1)
-    setting = coster.setting(rank, rows=rows, microbatches=plan.num_microbatches)
+    cp = min(stage.cp for stage in ends)
+    rank = Mesh(dp=1, tp=1, cp=cp, cp_kind=ends[0].cp_kind if cp > 1 else None)
+    setting = coster.setting(rank, Batch(rows=rows))
     pricer, sizes = coster.pricer(setting), [len(stage.ranks) for stage in ends]
     # what has no rows goes whole to every rank, from as many as there are
     whole = (1 + max(sizes) / min(sizes)) / 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -26,12 +26,18 @@ from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_quantiles
 from meshwright.costmodel.kernels import send_seconds
 from meshwright.costmodel.operators import (
+    NOT_AWAY,
+    UNSHARED,
+    Batch,
     Cost,
     Fusion,
+    HostParts,
+    Mesh,
     ModelFlops,
     Pricer,
     Problem,
     Setting,
+    Sharing,
     fuse,
     model_flops,
 )
@@ -64,46 +70,26 @@ from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
-MeshKey: TypeAlias = tuple[int, int, int, str, int, float, int, int, str, int, int]
-
-
-class Degrees(Protocol):
-    """The parallel degrees of a mesh, such as `StagePlan` or the search's `Mesh`; a `cp_kind` of
-    None is the cheapest one."""
-
-    @property
-    def dp(self) -> int: ...
-    @property
-    def tp(self) -> int: ...
-    @property
-    def cp(self) -> int: ...
-    @property
-    def cp_kind(self) -> ContextKind | None: ...
-    @property
-    def ep(self) -> int: ...
+Decided: TypeAlias = tuple[str, str, States]  # class of a block, its choices, its inputs' states
 
 
 @dataclass(slots=True)
 class _Known:
     """What was priced before, kept as long as the coster."""
 
-    # (tp, cp, ep, spread, rows): prices of operators, the same for all data axes
-    kinds: dict[tuple[int, int, int, float], ContextKind] = field(default_factory=dict)
-    contexts: dict[tuple[int, str], ContextLayout] = field(default_factory=dict)
-    pricers: dict[tuple[int, int, str, int, int, float], Pricer] = field(default_factory=dict)
+    kinds: dict[tuple[Mesh, Batch], ContextKind] = field(default_factory=dict)
+    contexts: dict[tuple[int, ContextKind | None], ContextLayout] = field(default_factory=dict)
+    # prices of operators, by the setting of a pass
+    pricers: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
     parameters: dict[Any, Cost] = field(default_factory=dict)  # of `ParameterPricer`
-    # class of a block, mesh, several micro-batches, choices, states of its inputs: its sums
-    blocks: dict[tuple[str, MeshKey, bool, str, States], Sums] = field(default_factory=dict)
+    blocks: dict[tuple[Mesh, Batch, Sharing, Decided], Sums] = field(default_factory=dict)
     needs: dict[str, PassNeeds] = field(default_factory=dict)  # by class of a block
-    # class of a block, what of the setting a pass depends on, choices, states of its inputs
-    passes: dict[tuple[str, tuple[float, ...], str, States], PassPrice] = field(
-        default_factory=dict
-    )
+    passes: dict[tuple[Mesh, Batch, Decided], PassPrice] = field(default_factory=dict)
     # name of a block, tp: its layouts, its steps by choices and states of its inputs
     layouts: dict[tuple[str, int], BlockLayouts] = field(default_factory=dict)
     steps: dict[tuple[str, int, str, States], KnownSteps] = field(default_factory=dict)
-    # rows, cp, ep: bytes of the activations at each boundary
-    sent_bytes: dict[tuple[float, int, str, int], list[float]] = field(default_factory=dict)
+    # bytes of the activations at each boundary, by the setting of a pass
+    sent_bytes: dict[tuple[Mesh, Batch], list[float]] = field(default_factory=dict)
     # class of a block: positions of the operators that each recompute policy repeats
     repeated: dict[str, Repeated] = field(default_factory=dict)
 
@@ -155,73 +141,55 @@ class StageCoster:
 
     def setting(
         self,
-        mesh: Degrees,
+        mesh: Mesh,
+        batch: Batch,
+        sharing: Sharing = UNSHARED,
+        host: HostParts = NOT_AWAY,
         *,
-        rows: float,
-        microbatches: int,
-        zero: int = 0,
-        dp_shard: int = 0,
-        hpz: int = 0,
-        quantized: str = "none",
-        spread: int = 1,
+        validated: bool = False,
     ) -> Setting:
-        """A mesh on this problem's cluster, in its precision; `rows` per device."""
+        """A stage of this problem; where `cp_kind` is open, it is the cheapest."""
         problem = self.problem
-        setting = Setting(
-            cluster=problem.cluster,
-            dp=mesh.dp,
-            tp=mesh.tp,
-            rows=rows,
-            num_microbatches=microbatches,
-            precision=problem.precision,
-            optimizer=problem.optimizer,
-            zero=zero,
-            cp=mesh.cp,
-            ep=mesh.ep,
-            dp_shard=dp_shard,
-            hpz=hpz,
-            quantized=quantized,
-            spread=spread,
-            target=problem.target,
-            profile=problem.profile,
+        if mesh.cp > 1 and mesh.cp_kind is None:
+            mesh = replace(mesh, cp_kind=self._cheapest_kind(mesh, batch))
+        return Setting(
+            problem=problem, mesh=mesh, batch=batch, sharing=sharing, host=host, validated=validated
         )
-        if mesh.cp == 1:
-            return setting
-        return replace(setting, cp_kind=mesh.cp_kind or self._cheapest_kind(setting))
 
-    def _cheapest_kind(self, setting: Setting) -> ContextKind:
+    def _cheapest_kind(self, mesh: Mesh, batch: Batch) -> ContextKind:
         """The kind of attention over the context axis that takes least."""
-        key = setting.tp, setting.cp, setting.spread, setting.rows
+        own = Setting(problem=self.problem, mesh=replace(mesh, ep=1), batch=batch).of_pass
+        key = own.mesh, own.batch
         if key not in self._known.kinds:
-            by_heads = setting.cp in ulysses_degrees(self.graph, setting.tp)
+            by_heads = mesh.cp in ulysses_degrees(self.graph, mesh.tp)
             kinds = [kind for kind in CONTEXT_KINDS if kind != ULYSSES or by_heads]
             self._known.kinds[key] = cheapest_kind(
-                self.graph, self.problem.factors, setting, kinds, self._context
+                self.graph, self.problem.factors, own, kinds, self._context
             )
         return self._known.kinds[key]
 
     def _context(self, setting: Setting) -> ContextLayout | None:
         """The layout of the context axis, if there is one."""
         table, contexts = self.problem.factors, self._known.contexts
-        if setting.cp == 1 or table.sequence is None:
+        if setting.mesh.cp == 1 or table.sequence is None:
             return None
-        key = setting.cp, setting.cp_kind
+        key = setting.mesh.cp, setting.mesh.cp_kind
         if key not in contexts:
-            contexts[key] = context_layout(self.graph, table, setting.cp, setting.cp_kind)
+            contexts[key] = context_layout(self.graph, table, setting.mesh.cp, setting.mesh.kind)
         return contexts[key]
 
     def pricer(self, setting: Setting) -> Pricer:
         """Prices of operators and re-shards in a setting."""
-        key = (setting.tp, setting.cp, setting.cp_kind, setting.ep, setting.spread, setting.rows)
-        pricers = self._known.pricers
+        own, pricers = setting.of_pass, self._known.pricers
+        key = own.mesh, own.batch
         if key not in pricers:
             pricers[key] = Pricer(
                 graph=self.graph,
                 table=self.problem.factors,
-                setting=setting,
+                setting=own,
                 fusion=self._fusion,
                 known_parameters=self._known.parameters,
-                context=self._context(setting),
+                context=self._context(own),
             )
         return pricers[key].once(setting)
 
@@ -229,13 +197,13 @@ class StageCoster:
         self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
     ) -> Sums:
         """A block's contribution to the sums of its stage."""
-        setting = pricer.setting
-        several, states = setting.num_microbatches > 1, tuple(inputs.values())
-        key = (block.class_id, mesh_key(setting), several, assignment.choices, states)
-        known = self._known.blocks
+        own, known = pricer.step.of_step, self._known.blocks
+        decided = block.class_id, assignment.choices, tuple(inputs.values())
+        key = own.mesh, own.batch, own.sharing, decided
         if key not in known:
-            layouts = self.layouts(block, setting.tp)
-            passes = self._pass(pricer, layouts, assignment, inputs)
+            layouts = self.layouts(block, own.mesh.tp)
+            passes = self._pass(own, layouts, assignment, inputs)
+            pricer = self.pricer(own)
             price = price_block(pricer, layouts, assignment, inputs, passes=passes)
             known[key] = block_sums(price)
         return known[key]
@@ -244,11 +212,11 @@ class StageCoster:
         self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
     ) -> PassPrice:
         """The price of a block per micro-batch."""
-        return self._pass(pricer, self.layouts(block, pricer.setting.tp), assignment, inputs)
+        return self._pass(pricer.step, self.layouts(block, pricer.step.mesh.tp), assignment, inputs)
 
     def _pass(
         self,
-        pricer: Pricer,
+        setting: Setting,
         layouts: BlockLayouts,
         assignment: Assignment,
         inputs: Mapping[str, Placement],
@@ -256,11 +224,10 @@ class StageCoster:
         """The price of a block per micro-batch, the same for all data axes with equal rows per
         device."""
         block, known = layouts.block, self._known
-        if block.class_id not in known.needs:
-            known.needs[block.class_id] = PassNeeds.of(block)
-        where = known.needs[block.class_id].key(pricer.setting)
-        key = (block.class_id, where, assignment.choices, tuple(inputs.values()))
+        own = self.needs(block).narrowed(setting)
+        key = own.mesh, own.batch, (block.class_id, assignment.choices, tuple(inputs.values()))
         if key not in known.passes:
+            pricer = self.pricer(own)
             if block.class_id not in known.repeated:
                 known.repeated[block.class_id] = repeated_by_policy(pricer, block)
             known.passes[key] = price_pass(
@@ -272,6 +239,13 @@ class StageCoster:
                 known=self._steps(layouts, assignment, inputs),
             )
         return known.passes[key]
+
+    def needs(self, block: Block) -> PassNeeds:
+        """What the price of a pass of a block depends on."""
+        known = self._known.needs
+        if block.class_id not in known:
+            known[block.class_id] = PassNeeds.of(block, self.graph, self.problem.factors)
+        return known[block.class_id]
 
     def layouts(self, block: Block, tp: int) -> BlockLayouts:
         """The layouts of a block on a tensor axis."""
@@ -311,11 +285,11 @@ class StageCoster:
         between two stages with this mesh; where some neighbours share a node and others don't, on
         average."""
         pricer, problem = self.pricer(setting), self.problem
-        node, devices = problem.cluster.devices_per_node, setting.dp * setting.cp * setting.tp
+        node, devices = problem.cluster.devices_per_node, setting.mesh.devices
         # of the stages that share a node in pipeline order, one sends to the next node
         share = min(1.0, devices / node) if problem.cluster.num_nodes > 1 else 0.0
-        if setting.spread > 1:  # so many neighbours lie in one node
-            share = 1.0 / setting.spread
+        if setting.mesh.spread > 1:  # so many neighbours lie in one node
+            share = 1.0 / setting.mesh.spread
         inside, border = min(devices, max(1, node // 2)), max(node, devices)
         pairs = (
             (share, range(border - devices, border), range(border, border + devices)),
@@ -329,7 +303,7 @@ class StageCoster:
                     nbytes,
                     source,
                     destination,
-                    tp=setting.tp,
+                    tp=setting.mesh.tp,
                     cluster=problem.cluster,
                     target=problem.target,
                     profile=problem.profile,
@@ -345,7 +319,7 @@ class StageCoster:
     def _sent_bytes(self, pricer: Pricer) -> list[float]:
         """Bytes of the activations at each boundary."""
         setting, known = pricer.setting, self._known.sent_bytes
-        key = setting.rows, setting.cp, setting.cp_kind, setting.ep
+        key = setting.mesh, setting.batch
         if key not in known:
             known[key] = [sum(map(pricer.nbytes, values)) for values in self.activations_at_cuts]
         return known[key]
@@ -354,33 +328,28 @@ class StageCoster:
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
     """The mesh of stage k of a plan, with its rows, ZeRO and micro-batches."""
     stage = plan.stages[k]
-    setting = coster.setting(
-        stage,
-        rows=plan.microbatch_rows / stage.dp,
-        microbatches=passes_of(plan),
-        zero=stage.zero,
-        dp_shard=stage.dp_shard or 0,
-        hpz=stage.hpz or 0,
-        quantized=stage.quantized,
-        spread=spread_of(stage),
-    )
     states, weights, activations, files = (stage.offload.get(name, 0.0) for name in OFFLOADS)
-    setting = replace(setting, validated=plan.post_validation, host_states=states)
-    return replace(setting, host_weights=weights, host_activations=activations, host_files=files)
+    return coster.setting(
+        mesh_of(stage),
+        Batch(rows=plan.microbatch_rows / stage.dp, microbatches=passes_of(plan)),
+        Sharing(
+            zero=stage.zero,
+            dp_shard=stage.dp_shard or 0,
+            hpz=stage.hpz or 0,
+            quantized=stage.quantized,
+        ),
+        HostParts(states=states, weights=weights, activations=activations, files=files),
+        validated=plan.post_validation,
+    )
 
 
-def mesh_key(setting: Setting) -> MeshKey:
-    """What prices of a block depend on, but for the number of micro-batches."""
-    return (
-        setting.dp,
-        setting.tp,
-        setting.cp,
-        setting.cp_kind,
-        setting.ep,
-        setting.rows,
-        setting.dp_shard,
-        setting.secondary,
-        setting.quantized,
-        setting.hops,
-        setting.spread,
+def mesh_of(stage: StagePlan) -> Mesh:
+    """The mesh of a stage."""
+    return Mesh(
+        dp=stage.dp,
+        tp=stage.tp,
+        cp=stage.cp,
+        ep=stage.ep,
+        spread=spread_of(stage),
+        cp_kind=stage.cp_kind if stage.cp > 1 else None,
     )

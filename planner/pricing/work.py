@@ -212,10 +212,10 @@ def _amounts(
 def _link(setting: Setting, axis: Axis) -> str:
     """The slowest link of the groups of an axis."""
     size, stride = {
-        "tensor": (setting.tp, 1),
-        "context": (setting.cp, setting.tp),
-        "experts": (setting.ep, setting.tp),
-        "data": (setting.dp * setting.cp, setting.tp),
+        "tensor": (setting.mesh.tp, 1),
+        "context": (setting.mesh.cp, setting.mesh.tp),
+        "experts": (setting.mesh.ep, setting.mesh.tp),
+        "data": (setting.mesh.holders, setting.mesh.tp),
     }[axis]
     return LINKS[setting.group(size=size, stride=stride).nodes > 1]
 

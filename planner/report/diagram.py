@@ -4,7 +4,7 @@ shardings, and the collectives in between. Blocks that do the same are one diagr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.graph import Block
@@ -50,7 +50,7 @@ def block_diagrams(
 
 def _diagram(plan: Plan, coster: StageCoster, found: _Found) -> Row:
     stage = plan.stages[found.stage]
-    pricer = coster.pricer(replace(stage_setting(plan, found.stage, coster), zero=0))
+    pricer = coster.pricer(stage_setting(plan, found.stage, coster))
     steps = coster.steps(found.block, found.assignment, found.inputs, stage.tp)
     return {
         "blocks": compress_names(found.names),

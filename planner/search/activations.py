@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.costmodel.blocks import parts_of, segment_policy
+from meshwright.costmodel.operators import HostParts
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts import Candidate
 from meshwright.planner.plan import Plan, StagePlan, recompute_of
@@ -31,7 +32,7 @@ LEAST = 1 / 8  # of a stage's blocks: what frees less pays for little
 def may_send(search: Search) -> bool:
     """Whether activations may lie in host memory, and nobody decided that."""
     given = search.restrictions.host_activations
-    return given is None and not search.space.host_activations and held_by_hosts(search) > 0
+    return given is None and not search.space.host.activations and held_by_hosts(search) > 0
 
 
 def with_activations(search: Search) -> SearchResult | None:
@@ -47,8 +48,8 @@ def with_activations(search: Search) -> SearchResult | None:
     for states, weights in ((0.0, 0.0), (held, 0.0), (held, 1.0))[: 2 + (held == 1)]:
         if search.programs.time.over():
             break
-        there = {"host_states": states, "host_weights": weights, "host_activations": 1.0}
-        if found := full.offloading(**there).attempt():
+        there = HostParts(states=states, weights=weights, activations=1.0)
+        if found := full.offloading(there).attempt():
             best = least_sent(search, found.best.plan, found.best) or found.best
             return found.led_by(with_less(search, _faster(search, best) or best), states)
     search.host_said += "; nor does anything with activations there" * bool(search.host_said)
@@ -58,7 +59,7 @@ def with_activations(search: Search) -> SearchResult | None:
 def if_activations_pay(search: Search, found: SearchResult) -> SearchResult:
     """The result, or a faster plan that recomputes less, with activations in host memory."""
     faster = _faster(search, found.best) if may_send(search) else None
-    return found if faster is None else found.led_by(faster, found.host_states)
+    return found if faster is None else found.led_by(faster, found.host.states)
 
 
 def _free(search: Search, *, segmented: bool = False) -> bool:

@@ -20,7 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from meshwright.costmodel.memory import optimizer_bytes
-from meshwright.planner.drafts import Candidate, HostParts, priced_fits
+from meshwright.costmodel.operators import HostParts
+from meshwright.planner.drafts import Candidate, priced_fits
 from meshwright.planner.plan import Plan, sized
 from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.pricing import evaluate
@@ -71,15 +72,15 @@ def with_host(
     """The result of a search with optimizer states in host memory, or what may be found `otherwise`
     there; None where nothing fits so, either: `search.host_said` says what lacks then."""
     part = held_by_hosts(search)
-    if not part or search.space.host_states or search.programs.time.over():
+    if not part or search.space.host.states or search.programs.time.over():
         return None
     best: SearchResult | None = None
     there = search
     for choice in _choices(search, part):
-        enough = best is not None and (not _weights_bind(best) or (choice.host_files and part == 1))
+        enough = best is not None and (not _weights_bind(best) or (choice.files and part == 1))
         if enough or search.programs.time.over():
             break
-        there = search.offloading(**choice.in_host_memory)
+        there = search.offloading(choice)
         found = there.attempt() or (None if best is not None else otherwise(there))
         if found is not None:
             found = _lessened(there, found)
@@ -93,23 +94,23 @@ def with_host(
 
 def _choices(search: Search, part: float) -> Iterator[HostParts]:
     """What is tried in turn where the hosts hold this part of all states, each element once."""
-    yield HostParts(host_states=part)
+    yield HostParts(states=part)
     if part == 1:
-        yield HostParts(host_states=1.0, host_weights=1.0)
+        yield HostParts(states=1.0, weights=1.0)
     if room := min(held_by_flash(search), 1.0):  # as many as there can be: they are lessened
-        yield HostParts(host_states=1.0, host_files=room)
-        yield HostParts(host_states=1.0, host_weights=1.0, host_files=room)
+        yield HostParts(states=1.0, files=room)
+        yield HostParts(states=1.0, weights=1.0, files=room)
 
 
 def _say_what_lacks(search: Search, there: Search) -> None:
     """Note why nothing fits with so much in host memory, as the search `there` found."""
-    cluster, part = search.problem.cluster, there.space.host_states
+    cluster, part = search.problem.cluster, there.space.host.states
     host = cluster.host
     assert host is not None
     search.host_said = (
         f"With {'all' if part == 1 else f'{part:.0%}'} of the optimizer states "
-        f"{'and all weights ' if there.space.host_weights else ''}in host memory"
-        f"{' and files on flash' if there.space.host_files else ''} nothing fits, either"
+        f"{'and all weights ' if there.space.host.weights else ''}in host memory"
+        f"{' and files on flash' if there.space.host.files else ''} nothing fits, either"
     )
     lacks = [draft.evaluation.prediction for draft in there.drafts]
     short = [p.host_shortfall(cluster) for p in lacks if p.host_shortfall(cluster)]
@@ -137,11 +138,11 @@ def if_it_pays(search: Search, found: SearchResult) -> SearchResult:
     part, best = held_by_hosts(search), found.best
     plan, policies = best.plan, {p for stage in best.plan.stages for p in stage.policies}
     alike = {(s.dp, s.tp, s.cp, s.ep) for s in plan.stages}
-    if not part or found.host_states or policies == {"none"} or len(alike) > 1:
+    if not part or found.host.states or policies == {"none"} or len(alike) > 1:
         return found
     if search.programs.time.over() or not _may_pay(search, best):
         return found
-    there = search.offloading(host_states=part)
+    there = search.offloading(HostParts(states=part))
     if (written := there.on_meshes_of(plan)) is None:
         return found
     other = with_less(there, written)
@@ -171,7 +172,7 @@ def _may_pay(search: Search, best: Candidate) -> bool:
 
 
 def _lessened(search: Search, found: SearchResult) -> SearchResult:
-    return found.led_by(with_less(search, found.best), found.host_states)
+    return found.led_by(with_less(search, found.best), found.host.states)
 
 
 def with_less(search: Search, given: Candidate) -> Candidate:

@@ -27,16 +27,14 @@ TRIES = 8  # searches, each without what the ones before refused
 def kind_of(one: Combination) -> Hashable:
     """What combinations of equal stages are refused by."""
     setup, m = one.setup, one.num_microbatches
-    sent = setup.dp_shard, setup.hpz, setup.quantized
-    return setup.mesh, setup.zero, sent, one.groups, one.schedule, m
+    return setup.mesh, setup.sharing, one.groups, one.schedule, m
 
 
 def kind_of_draft(draft: PlanDraft) -> Hashable:
     """The same of a draft, by its first stage."""
     setup, plan = draft.stages[0].setup, draft.plan
     groups, m = len(plan.devices), plan.num_microbatches
-    sent = setup.dp_shard, setup.hpz, setup.quantized
-    return setup.mesh, setup.zero, sent, groups, plan.schedule, m
+    return setup.mesh, setup.sharing, groups, plan.schedule, m
 
 
 def without_refused(search: Search) -> SearchResult:
@@ -76,7 +74,7 @@ def _segmented(search: Search) -> SearchResult | None:
     """What fits in segments; None where they, or whether blocks run again, aren't free."""
     over = search.restrictions
     free = all(own is None for own in over.segments) and "none" not in over.recompute
-    free = free and not search.space.host_weights
+    free = free and not search.space.host.weights
     if search.segmented or not free or search.programs.time.over():
         return None
     return search.like(segmented=True).attempt()

@@ -6,19 +6,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.planner.drafts import Candidate, HostParts, MeshChoice, PlanDraft
+from meshwright.costmodel.operators import NOT_AWAY, HostParts
+from meshwright.planner.drafts import Candidate, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import Certificate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SearchResult(HostParts):
+class SearchResult:
     """The chosen plan first, runners-up after it (some of them drafts); solver certificates of the
     chosen plan's block classes by block name; CPU seconds spent per phase; what was left out and
     why. `meshes` are those whose combinations were offered, `drafts` the plans simulated.
 
     No plan that the search may choose takes less than `bound_s` under the cost model; 0 where
     there was no time to bound them all. `complete` says that no time limit cut the search, or a
-    block's program, short. The parts in host memory are those of the space that the plan was found
+    block's program, short. `host` are the parts in host memory of the space that the plan was found
     in.
     """
 
@@ -30,6 +31,7 @@ class SearchResult(HostParts):
     drafts: tuple[PlanDraft, ...]
     bound_s: float
     complete: bool = True
+    host: HostParts = NOT_AWAY
 
     @property
     def best(self) -> Candidate:
@@ -49,7 +51,10 @@ class SearchResult(HostParts):
             self,
             candidates=(best, *self.candidates[1:]),
             bound_s=min(self.bound_s, best.step_time_s),
-            host_states=host_states,
-            host_weights=max(s.offload.get("weights", 0.0) for s in best.plan.stages),
-            host_activations=max(s.offload.get("activations", 0.0) for s in best.plan.stages),
+            host=replace(
+                self.host,
+                states=host_states,
+                weights=max(s.offload.get("weights", 0.0) for s in best.plan.stages),
+                activations=max(s.offload.get("activations", 0.0) for s in best.plan.stages),
+            ),
         )

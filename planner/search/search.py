@@ -17,14 +17,16 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.operators import Batch, HostParts, Mesh, Problem
 from meshwright.planner.bounds import Bounds
-from meshwright.planner.drafts import Candidate, Drafter, Given, Mesh, MeshChoice, PlanDraft
+from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan, check_plan
+from meshwright.planner.pricing import mesh_of
 from meshwright.planner.search.activations import if_activations_pay
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES
@@ -77,8 +79,8 @@ class Search(Drafter):
         self.drafts = self._explorer.drafts
         self.excess_bytes = math.inf  # of the closest plan that was written out
 
-    def offload(self, **parts: float) -> None:
-        super().offload(**parts)
+    def offload(self, host: HostParts) -> None:
+        super().offload(host)
         self._explorer.equal = self.equal
 
     def again(self, overrides: Overrides) -> SearchResult:
@@ -150,7 +152,7 @@ class Search(Drafter):
             drafts=tuple(self.drafts),
             bound_s=min(equal_s, different_s, self._limit(), best.step_time_s),
             complete=self._effort.complete and not self.programs.unproved,
-            **self.space.in_host_memory,
+            host=self.space.host,
         )
 
     def _unproved(self) -> list[str]:
@@ -355,12 +357,10 @@ class Search(Drafter):
         for stage in best.plan.stages:
             if stage.tp == 1 or limit.over():
                 continue
-            setting = self.programs.coster.setting(
-                stage,
-                rows=best.plan.microbatch_rows / stage.dp,
-                microbatches=best.plan.num_microbatches,
-            )
-            chain = self.programs.chain(setting)
+            plan = best.plan
+            batch = Batch(rows=plan.microbatch_rows / stage.dp, microbatches=plan.num_microbatches)
+            mesh = replace(mesh_of(stage), spread=1)
+            chain = self.programs.chain(self.programs.coster.setting(mesh, batch))
             classes: set[str] = set()
             for block, table in zip(graph.blocks, chain.tables, strict=True):
                 new = block.class_id not in classes and len(found) < MAX_PROOFS

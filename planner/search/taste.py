@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.errors import COMMUNICATION_ERROR, compute_error
+from meshwright.costmodel.operators import Mesh
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.drafts import Candidate, Combination, PlanDraft
 from meshwright.planner.plan import Plan, StagePlan, spread_of
-from meshwright.planner.pricing import Degrees, StageCoster, price_stages
+from meshwright.planner.pricing import StageCoster, price_stages
 from meshwright.profiles.cluster import Cluster
 
 QUANTILE = 0.84  # standard deviations: a normal variable is below with 80 %
@@ -99,7 +100,7 @@ def mesh_of(stage: StagePlan) -> tuple[int, ...]:
     return *degrees, stage.zero, stage.dp_shard or 0, stage.hpz or 0, sent
 
 
-def axes_of(meshes: Sequence[Degrees], groups: int) -> int:
+def axes_of(meshes: Sequence[Mesh] | Sequence[StagePlan], groups: int) -> int:
     """Axes in use besides the data axis, on so many device groups."""
     own = (any(getattr(mesh, axis) > 1 for mesh in meshes) for axis in ("tp", "cp", "ep"))
     return (groups > 1) + sum(own)
@@ -109,8 +110,11 @@ def kind_of_mesh(one: Combination) -> tuple[int, ...]:
     """What sets combinations apart by simplicity."""
     mesh = one.setup.mesh
     axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
-    quantized = one.setup.quantized != "none"
-    parted = (one.setup.dp_shard > 0) + (one.setup.hpz > 0) + quantized, mesh.spread > 1
+    quantized = one.setup.sharing.quantized != "none"
+    parted = (
+        (one.setup.sharing.dp_shard > 0) + (one.setup.sharing.hpz > 0) + quantized,
+        mesh.spread > 1,
+    )
     return *axes, SCHEDULES[one.schedule].standard, *parted
 
 

@@ -16,22 +16,19 @@ from typing import TypeAlias
 import numpy as np
 
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.operators import Pricer, Setting, op_flops
-from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.operators import UNSHARED, Batch, Mesh, Pricer, Setting, Sharing, op_flops
 from meshwright.costmodel.sharding import BlockLayouts, Entry, Placement, R, Strategy, divides
 from meshwright.costmodel.stages import Floats, Sums, parameter_sums
 from meshwright.planner.intra_op import BlockProgram, BlockTable, SolverTime, TimeLimit
-from meshwright.planner.pricing import MeshKey, StageCoster, mesh_key
+from meshwright.planner.pricing import StageCoster
 from meshwright.planner.stages.chain import Chain
 
 MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherever they can be
 
 # class of a block, its shared parameters, entries by position, whether its ends have a choice
 BlockKey: TypeAlias = tuple[str, tuple[str, ...], tuple[tuple[int, str], ...], tuple[bool, bool]]
-# tp, cp, its kind, ep, rows, dp where statistics of a batch are summed over it
-Where: TypeAlias = tuple[int, int, str, int, float, int]
-# setting but ZeRO, micro-batches, mode, policies that the user decided
-ChainKey: TypeAlias = tuple[MeshKey, int, str, tuple[str | None, ...]]
+# parts of a setting, mode, policies that the user decided
+ChainKey: TypeAlias = tuple[Mesh, Batch, Sharing, str, tuple[str | None, ...]]
 Cuts: TypeAlias = Sequence[Sequence[Placement]]
 
 
@@ -46,8 +43,7 @@ class _Solved:
     # tp, policies that the user decided: the kinds of the blocks
     kinds: dict[tuple[int, tuple[str | None, ...]], list[int]] = field(default_factory=dict)
     chains: dict[ChainKey, Chain] = field(default_factory=dict)
-    # program of a block without its key, several micro-batches: least seconds of every block
-    least: dict[tuple[Where, bool], Floats] = field(default_factory=dict)
+    least: dict[tuple[Mesh, Batch], Floats] = field(default_factory=dict)  # seconds of every block
 
 
 @dataclass
@@ -69,7 +65,7 @@ class BlockPrograms:
     _solved: _Solved = field(default_factory=_Solved, init=False)
     # programs by what they depend on, states by value and tp, the solver's time by class: the same
     # under all entries
-    _programs: dict[tuple[BlockKey, Where], BlockProgram] = field(default_factory=dict)
+    _programs: dict[tuple[BlockKey, Mesh, Batch], BlockProgram] = field(default_factory=dict)
     _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
     _times: dict[str, SolverTime] = field(default_factory=dict)
     _same_for_experts: dict[int, bool] = field(default_factory=dict, init=False)
@@ -107,8 +103,9 @@ class BlockPrograms:
         return sorted(range(len(work)), key=lambda k: -work[k])
 
     @cached_property
-    def _sums_statistics(self) -> bool:
-        return any(map(_sums_statistics, self.graph.blocks))
+    def _meets(self) -> bool:
+        """Whether the data axis meets a batch in any block."""
+        return any(self.coster.needs(block).met for block in self.graph.blocks)
 
     # --- boundary states ---
 
@@ -153,17 +150,18 @@ class BlockPrograms:
         """Costs of all stages in one setting; none is legal that has a block without a legal
         assignment. `forced` are recompute policies that the user decided, by block."""
         forced = tuple(forced) or (None,) * len(self.graph.blocks)
-        key = (mesh_key(setting), setting.num_microbatches, mode, forced)
+        own = replace(setting.of_step, batch=setting.batch)
+        key = own.mesh, own.batch, own.sharing, mode, forced
         if key not in self._solved.chains:
-            self._solved.chains[key] = self._chain(replace(setting, zero=0), mode, forced)
+            self._solved.chains[key] = self._chain(own, mode, forced)
             if self.time.over():
                 self._hurried.add(key)
         return self._solved.chains[key]
 
     def _chain(self, setting: Setting, mode: str, forced: tuple[str | None, ...]) -> Chain:
         pricer = self.coster.pricer(setting)
-        alike = replace(setting, dp_shard=0, hpz=0, quantized="none", spread=1)
-        cuts = self._cuts(setting.tp)
+        alike = replace(setting, sharing=UNSHARED, mesh=replace(setting.mesh, spread=1))
+        cuts = self._cuts(setting.mesh.tp)
         stored: dict[str, Placement] = {}
         if alike != setting:  # where the data axis lies changes prices, not what is decided
             base = self.chain(alike, mode, forced)
@@ -171,19 +169,19 @@ class BlockPrograms:
             stored |= base.stored
         else:
             solved = self._tables(setting, mode, cuts, stored)
-            tables = [solved[key] for key in self._keys(setting.tp)]
+            tables = [solved[key] for key in self._keys(setting.mesh.tp)]
         return Chain(
             setting=setting,
             mode=mode,
             blocks=self.graph.blocks,
             forced=forced,
             tables=tables,
-            kinds=self._kinds(setting.tp, forced),
+            kinds=self._kinds(setting.mesh.tp, forced),
             at=self.cut_at or range(len(self.graph.blocks) + 1),
             cuts=cuts,
             stored=stored,
             send_s=self.coster.send_seconds(setting),
-            shared=self._copies(pricer, stored, setting.num_microbatches),
+            shared=self._copies(pricer, stored, setting.batch.microbatches),
             price=partial(self._priced, pricer),
         )
 
@@ -201,7 +199,7 @@ class BlockPrograms:
         blocks are stored as the heaviest of them wants: `stored`, filled here."""
         solved: dict[BlockKey, BlockTable | None] = {}
         for k in self._heaviest_first:
-            key = self._key(k, setting.tp)
+            key = self._key(k, setting.mesh.tp)
             if key not in solved:
                 table = self._solve(k, setting, mode, cuts, stored)
                 solved[key] = table
@@ -239,7 +237,7 @@ class BlockPrograms:
         self, k: int, setting: Setting, mode: str, cuts: Cuts, stored: Mapping[str, Placement]
     ) -> BlockTable | None:
         pricer = self.coster.pricer(setting)
-        program = self._program(k, setting, pricer, cuts)
+        program = self._program(k, setting, cuts)
         if program is None:
             return None
 
@@ -255,24 +253,25 @@ class BlockPrograms:
             self.unproved.add(self.graph.blocks[k].name)
         return table
 
-    def _program(self, k: int, setting: Setting, pricer: Pricer, cuts: Cuts) -> BlockProgram | None:
+    def _program(self, k: int, setting: Setting, cuts: Cuts) -> BlockProgram | None:
         """None where a sharding that the user decided is impossible: `refused` says why."""
         block = self.graph.blocks[k]
-        # statistics of a batch that the data axis splits are summed over it
-        summed = setting.dp if _sums_statistics(block) else 1
-        ep = min(setting.ep, 2) if self._prices_experts(k, setting.tp) else setting.ep
-        where = (setting.tp, setting.cp, setting.cp_kind, ep, setting.rows, summed)
-        key = (self._key(k, setting.tp), where)
+        # its factors are seconds alone, and a loss takes as many on any data axis
+        needs = replace(self.coster.needs(block), loss=False)
+        if self._prices_experts(k, setting.mesh.tp):
+            needs = replace(needs, experts=False)
+        own = needs.narrowed(setting)
+        key = self._key(k, setting.mesh.tp), own.mesh, own.batch
         if key not in self._programs:
-            layouts = self.coster.layouts(block, setting.tp)
+            layouts = self.coster.layouts(block, setting.mesh.tp)
             try:
                 allowed = self._forced(layouts)
             except ValueError as error:
-                self.refused.setdefault(setting.tp, str(error))
+                self.refused.setdefault(setting.mesh.tp, str(error))
                 return None
             leaving = self.coster.activations_at_cuts[k + 1]
             self._programs[key] = BlockProgram(
-                pricer,
+                self.coster.pricer(own),
                 layouts,
                 inputs=dict.fromkeys(block.inputs, cuts[k]),
                 # new values of buffers go nowhere: they are whole
@@ -358,29 +357,25 @@ class BlockPrograms:
         """(K,): no more than each block's seconds of forward and backward per micro-batch, in any
         stage, for any data axis with these rows, under any ZeRO stage: without what is paid once
         per step. Zeros where no time is left to find out."""
-        several = setting.num_microbatches > 1
-        summed = setting.dp if self._sums_statistics else 1
-        where = (setting.tp, setting.cp, setting.cp_kind, setting.ep, setting.rows, summed)
-        if (where, several) not in self._solved.least:
-            pricer, cuts = self.coster.pricer(setting), self._cuts(setting.tp)
+        mesh, batch = setting.mesh, setting.batch
+        mesh = replace(mesh, dp=mesh.dp if self._meets else mesh.least_dp)
+        batch = replace(batch, microbatches=min(batch.microbatches, 2))
+        if (mesh, batch) not in self._solved.least:
+            own = Setting(problem=setting.problem, mesh=mesh, batch=batch)
+            pricer, cuts = self.coster.pricer(own), self._cuts(mesh.tp)
             found: dict[BlockKey, float] = {}
-            keys = self._keys(setting.tp)
+            keys = self._keys(mesh.tp)
             for k, key in enumerate(keys):
                 if self.time.over():
                     return np.zeros(len(keys))
                 if key not in found:
-                    program = self._program(k, setting, pricer, cuts)
+                    program = self._program(k, own, cuts)
                     found[key] = (
                         program.bound_s(pricer, self._solver_time(k)) if program else math.inf
                     )
-            self._solved.least[where, several] = np.array([found[key] for key in keys])
-        return self._solved.least[where, several]
+            self._solved.least[mesh, batch] = np.array([found[key] for key in keys])
+        return self._solved.least[mesh, batch]
 
     def _solver_time(self, k: int) -> SolverTime:
         """What is left of the solver's time for a block's class."""
         return self._times.setdefault(self.graph.blocks[k].class_id, SolverTime(self.time))
-
-
-def _sums_statistics(block: Block) -> bool:
-    """Whether a block takes statistics of a batch, which the data axis splits."""
-    return any(traits_of(op).batch_statistics for op in block.ops)

@@ -124,7 +124,7 @@ def recompute_levels(
     sums: Sums, setting: Setting, policies: Sequence[str], blocks: Floats | NDArray[np.int64]
 ) -> RecomputeLevels:
     """Levels of the stages with these sums, from the policies on the convex hull."""
-    if setting.tp == 1:  # nothing is gathered
+    if setting.mesh.tp == 1:  # nothing is gathered
         policies = [policy for policy in policies if policy not in REGATHERING] or policies
     each = [policy for policy in policies if segment_policy(policy)[1] == 1]
     kept, costs = list[str](), list[StageCosts[Floats]]()

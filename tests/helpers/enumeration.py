@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.costmodel.operators import Batch, Mesh
 from meshwright.costmodel.schedules.schedule import stages_of_devices
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.target import Target
 from meshwright.planner.drafts.candidates import place_stages
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
@@ -221,7 +221,7 @@ class Enumeration:
 
     def _chain(self, dp: int, tp: int, m: int, mode: str) -> Chain | None:
         setting = self._programs.coster.setting(
-            Mesh(dp=dp, tp=tp), rows=self.batch / m / dp, microbatches=m
+            Mesh(dp=dp, tp=tp), Batch(rows=self.batch / m / dp, microbatches=m)
         )
         return self._programs.chain(setting, mode)
 

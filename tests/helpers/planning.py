@@ -18,11 +18,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.price import price_pass
-from meshwright.costmodel.operators.cost import Cost, Setting
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators import Batch, Cost, HostParts, Mesh, Problem, Setting, Sharing
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.sharding.factors import analyse
+from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
+from meshwright.costmodel.sharding.sequence import SequenceFactor
 from meshwright.costmodel.sharding.strategies import Placement, transition
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.costmodel.targets import EAGER
@@ -60,13 +61,39 @@ def problem_of(of: Traced, on: Cluster, precision: str = "bf16", **given: Any) -
 SUMMED = dataclasses.replace(EAGER, gradients_come=False)
 
 
+PARTS: dict[str, type[Any]] = {
+    "mesh": Mesh, "batch": Batch, "sharing": Sharing, "host": HostParts, "problem": Problem,
+}  # fmt: skip
+NOTHING_TRACED = Graph(
+    values={}, ops=(), derived=(), inputs={}, batched=frozenset(), parameters={}, buffers={},
+    constants={}, loss="", batch_size=1,
+)  # fmt: skip
+
+
 def setting_on(on: Cluster, **given: Any) -> Setting:
-    """One rank, one row, one micro-batch in fp32 with AdamW, but for what is given."""
-    fields: dict[str, Any] = {
-        "dp": 1, "tp": 1, "rows": 1, "num_microbatches": 1, "precision": "fp32",
-        "optimizer": "adamw", **given,
-    }  # fmt: skip
-    return Setting(cluster=on, **fields)
+    """One rank, one row, one micro-batch in fp32, but for what is given, as `changed` takes it."""
+    tokens = SequenceFactor(atom=None)
+    table = FactorTable(dims={}, ops={}, letters={}, sizes={}, batch=None, tokens=tokens)
+    problem = Problem(graph=NOTHING_TRACED, factors=table, cluster=on, precision="fp32")
+    plain = Setting(problem=problem, mesh=Mesh(dp=1, tp=1), batch=Batch(rows=1))
+    return changed(plain, **given)
+
+
+def changed(setting: Setting, **given: Any) -> Setting:
+    """A setting with other fields, by their names in its parts."""
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in given.items():
+        owner = next(
+            (part for part in PARTS if name in {f.name for f in dataclasses.fields(PARTS[part])}),
+            "",
+        )
+        parts.setdefault(owner, {})[name] = value
+    own = parts.pop("", {})
+    made = {
+        part: dataclasses.replace(getattr(setting, part), **fields)
+        for part, fields in parts.items()
+    }
+    return dataclasses.replace(setting, **own, **made)
 
 
 def programs_of(

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.operators.cost import Setting
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.measure.imports import CollectiveRow, is_gpu, timings_for, world_of_log
@@ -19,6 +18,7 @@ from meshwright.profiles.profile import INTERPOLATED, MEASURED, Profile, load_pr
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
 from meshwright.shell.profile_command import import_profile
 from tests.helpers import tiny
+from tests.helpers.planning import setting_on
 from tests.meshwright.commands import Captured, failed, printed, timing
 
 MIB = 2**20
@@ -81,8 +81,8 @@ def test_a_log_prices_the_plans_of_a_cluster_that_is_not_here(store: Store, tmp_
     between = profile.collective("all_reduce", 2.5 * MIB, 8, 8)
     assert between == (pytest.approx(70e-6), INTERPOLATED)  # half way
     graph, table = tiny.cut(tiny.net())
-    given = {"rows": 4, "num_microbatches": 1, "precision": "bf16", "optimizer": "adamw"}
-    setting = Setting(cluster=PAIR, dp=2, tp=8, profile=profile, **given)
+    given = {"rows": 4, "microbatches": 1, "precision": "bf16"}
+    setting = setting_on(PAIR, dp=2, tp=8, profile=profile, **given)
     prices = Pricer(graph=graph, table=table, setting=setting)
     assert prices.comm("all_reduce", 2.5 * MIB) == pytest.approx(70e-6)
     # the source is kept

@@ -20,7 +20,7 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from tests.costmodel.blocks.test_block_memory import stack
 from tests.costmodel.operators.test_pricing import busy, hosted, talking
-from tests.helpers.planning import Traced, cut, setting_on
+from tests.helpers.planning import Traced, changed, cut, setting_on
 
 ROWS, WIDTH, WIDE = 4, 8, 32
 UP = 2 * ROWS * WIDTH * WIDE  # FLOPs of either product
@@ -113,16 +113,16 @@ def test_policies(policy: str, seconds: float, freed: float, kernels: int) -> No
 def test_what_a_price_depends_on() -> None:
     """Statistics and losses on the data axis, experts on their own; the rest on neither."""
     setting = setting_on(busy(), rows=ROWS)
-    named = (("dp", 2), ("dp", 4), ("num_microbatches", 2), ("ep", 2), ("ep", 4))
+    named = (("dp", 2), ("dp", 4), ("microbatches", 2), ("ep", 2), ("ep", 4))
     changes: list[dict[str, Any]] = [{}, *({name: count} for name, count in named)]
     for needs, differ in (
-        (PassNeeds(statistics=False, loss=False, experts=False), 2),
-        (PassNeeds(statistics=True, loss=False, experts=False), 5),
-        (PassNeeds(statistics=False, loss=True, experts=False), 4),
-        (PassNeeds(statistics=False, loss=False, experts=True), 3),
+        (PassNeeds(met=False, loss=False, experts=False), 2),
+        (PassNeeds(met=True, loss=False, experts=False), 5),
+        (PassNeeds(met=False, loss=True, experts=False), 4),
+        (PassNeeds(met=False, loss=False, experts=True), 3),
     ):
-        keys = {needs.key(dataclasses.replace(setting, **change)) for change in changes}
-        assert len(keys) == differ, needs
+        narrowed = (needs.narrowed(changed(setting, **change)) for change in changes)
+        assert len({(own.mesh, own.batch) for own in narrowed}) == differ, needs
 
 
 WORDS = 24

@@ -147,7 +147,7 @@ def chosen(
 
 def pricer(of: Setup) -> Pricer:
     dp, tp = of.mesh
-    given = {"dp": dp, "tp": tp, "rows": of.rows, "num_microbatches": of.microbatches}
+    given = {"dp": dp, "tp": tp, "rows": of.rows, "microbatches": of.microbatches}
     setting = setting_on(Cluster.local(dp * tp), **given)
     return Pricer(graph=of.of.graph, table=of.of.table, setting=setting)
 

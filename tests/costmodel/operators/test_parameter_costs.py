@@ -19,7 +19,7 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from tests.costmodel.operators.test_pricing import ENDLESS, costs, moving, net, talking
 from tests.costmodel.operators.test_pricing import pricer as pricer_of
-from tests.helpers.planning import cluster, setting_on
+from tests.helpers.planning import changed, cluster, setting_on
 
 # gradients of two bytes and no buffers; weights of four
 PLAIN = dataclasses.replace(EAGER, gradient_bytes=2, bucket_copies=0)
@@ -109,10 +109,10 @@ def test_prices_known_for_one_data_axis_are_not_another_s() -> None:
     first = pricer(on, dp=8)
     assert costs(first, "linear")
     for change in (
-        {"dp_shard": 4}, {"hpz": 2}, {"quantized": "both"}, {"dp": 4, "num_microbatches": 3},
-        {"num_microbatches": 3}, {"dp": 2, "dp_shard": 1},
+        {"dp_shard": 4}, {"hpz": 2}, {"quantized": "both"}, {"dp": 4, "microbatches": 3},
+        {"microbatches": 3}, {"dp": 2, "dp_shard": 1},
     ):  # fmt: skip
-        again = first.once(dataclasses.replace(first.setting, **change))
+        again = first.once(changed(first.step, **change))
         fresh = pricer(on, **{"dp": 8, **change})
         assert prices(again) == prices(fresh) != prices(first)
         assert costs(again, "linear") == costs(fresh, "linear")
@@ -156,7 +156,7 @@ def test_the_optimizer_and_sums_of_gradients_by_traffic() -> None:
     # read the sum and the new gradient, write the sum; one micro-batch needs none of it
     target, numel = dataclasses.replace(EAGER, gradient_bytes=4), net().graph.num_parameters()
     for count, traffic in ((1, 0), (2, 12 * numel), (5, 12 * numel)):
-        found = pricer(moving(), num_microbatches=count, target=target)
+        found = pricer(moving(), microbatches=count, target=target)
         assert weights(found, "backward_s") == pytest.approx(traffic)
     found = pricer_of(net(frozen=True), talking(), dp=4)
     frozen = next(v for v, fqn in found.graph.parameters.items() if fqn == "down.weight")

@@ -64,7 +64,7 @@ def costs(found: Pricer, short: str, strategy: str = "replicate") -> list[Cost]:
 
 
 def named(found: Pricer, op: Op, name: str) -> Strategy:
-    options = strategies(found.graph, found.table, op, found.setting.tp)
+    options = strategies(found.graph, found.table, op, found.setting.mesh.tp)
     return next(s for s in options if s.name.split(".")[0] == name)
 
 

@@ -14,7 +14,7 @@ from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
-from tests.helpers.planning import setting_on, sums_of
+from tests.helpers.planning import changed, setting_on, sums_of
 
 NUMEL = 1e9
 PER_NODE = 8
@@ -23,8 +23,8 @@ HOST: Any = ON.host
 
 
 def setting(zero: int, part: float, microbatches: int = 1) -> Setting:
-    given = {"num_microbatches": microbatches, "precision": "bf16", "zero": zero}
-    return setting_on(ON, dp=8, host_states=part, **given)
+    given = {"microbatches": microbatches, "precision": "bf16", "zero": zero}
+    return setting_on(ON, dp=8, states=part, **given)
 
 
 def sums(**changes: float) -> Sums:
@@ -45,7 +45,7 @@ def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: flo
 
 @pytest.mark.parametrize(("zero", "numel"), [(0, NUMEL), (1, NUMEL / 8)])
 def test_files_are_read_and_written_once(zero: int, numel: float) -> None:
-    beside, own = setting(zero, 1.0), replace(setting(zero, 1.0), host_files=0.25)
+    beside, own = setting(zero, 1.0), changed(setting(zero, 1.0), files=0.25)
     found, without = host_costs(sums(), own), host_costs(sums(), beside)
     assert found.flash_bytes == pytest.approx(0.25 * numel * (4 + 8))
     assert found.nbytes == pytest.approx(without.nbytes - found.flash_bytes)
@@ -98,9 +98,9 @@ def test_gradients_pass_beside_backwards_once_or_in_each_microbatch() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_on_a_cpu_all_that_passes_is_waited_for(zero: int, microbatches: int) -> None:
     """By way: in each forward, each backward, once a step."""
-    own = replace(setting(zero, 1.0, microbatches), host_weights=0.5 * (zero < 3))
+    own = changed(setting(zero, 1.0, microbatches), weights=0.5 * (zero < 3))
     cpu = replace(own.cluster, device=replace(own.cluster.device, kind="cpu"))
-    own = replace(own, cluster=cpu, target=replace(EAGER, copies_weights=False))
+    own = changed(own, cluster=cpu, target=replace(EAGER, copies_weights=False))
     h, costs = host_costs(sums(), own), stage_costs(sums(), own, "none")
     several = microbatches > 1
     forward, backward, once = {
@@ -117,7 +117,7 @@ def test_on_a_cpu_all_that_passes_is_waited_for(zero: int, microbatches: int) ->
 def test_steps_that_are_validated_copy_what_they_write() -> None:
     """28 bytes a parameter are read and written, and 12 copied; which are held."""
     plain, checked = (
-        stage_costs(sums(optimizer_s=2.0), replace(setting(0, 0.0), validated=flag), "none")
+        stage_costs(sums(optimizer_s=2.0), changed(setting(0, 0.0), validated=flag), "none")
         for flag in (False, True)
     )
     assert float(checked.optimizer_s) == pytest.approx(2 * (1 + 2 * 12 / 28))
@@ -131,11 +131,11 @@ def test_measured_copies_take_the_place_of_the_catalogs() -> None:
             return {"to_device": 1e9, "to_host": 2e9, "from_flash": 3e9, "to_flash": 4e9}.get(kind)
 
     known: Any = Measured()
-    own = replace(setting(0, 1.0), profile=known)
+    own = changed(setting(0, 1.0), profile=known)
     found = host_costs(sums(), own)
     assert found.fetched_s == pytest.approx(NUMEL * 4 / 1e9)
     assert found.returned_s == pytest.approx(NUMEL * 4 / 2e9)
-    filed = host_costs(sums(), replace(own, host_files=1.0))
+    filed = host_costs(sums(), changed(own, files=1.0))
     nodes = own.cluster.devices_per_node  # ranks that share the flash
     of_files = nodes * NUMEL * (16 / 3e9 + 12 / 4e9)
     assert filed.step_s - found.step_s == pytest.approx(of_files)
@@ -143,7 +143,7 @@ def test_measured_copies_take_the_place_of_the_catalogs() -> None:
 
 @pytest.mark.parametrize("zero", [0, 2])
 def test_weights_in_files_are_pinned_on_their_way(zero: int) -> None:
-    own = replace(setting(zero, 1.0), host_files=0.25)
+    own = changed(setting(zero, 1.0), files=0.25)
     found, without = (
         host_costs(sums(largest_parameters=largest), own) for largest in (NUMEL / 100, 0.0)
     )
@@ -154,7 +154,7 @@ def test_weights_in_files_are_pinned_on_their_way(zero: int) -> None:
 
 @pytest.mark.parametrize(("precision", "copied"), [("fp32", 4 * 0.25), ("bf16", 2 * 0.5)])
 def test_weights_in_files_are_read_once_a_step_and_kept(precision: str, copied: float) -> None:
-    own = replace(setting(0, 1.0, 4), precision=precision, host_weights=0.5, host_files=0.25)
+    own = changed(setting(0, 1.0, 4), precision=precision, weights=0.5, files=0.25)
     found = host_costs(sums(), own)
     assert found.flash_bytes == pytest.approx(0.25 * 12 * NUMEL)
     assert found.nbytes == pytest.approx((16 - 0.25 * 12 + copied) * NUMEL)
@@ -163,8 +163,8 @@ def test_weights_in_files_are_read_once_a_step_and_kept(precision: str, copied: 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_weights_pass_in_the_compute_precision(precision: str) -> None:
-    own = replace(setting(0, 1.0, 4), precision=precision, host_weights=0.5)
-    found, alone = host_costs(sums(), own), host_costs(sums(), replace(own, host_weights=0.0))
+    own = changed(setting(0, 1.0, 4), precision=precision, weights=0.5)
+    found, alone = host_costs(sums(), own), host_costs(sums(), changed(own, weights=0.0))
     nbytes = {"fp32": 4, "bf16": 2}[precision] * 0.5 * NUMEL
     copied = nbytes * (precision != "fp32")  # else it is what the optimizer steps
     assert found.weights_s == pytest.approx(nbytes / HOST.link_bandwidth)
@@ -172,7 +172,7 @@ def test_weights_pass_in_the_compute_precision(precision: str) -> None:
     assert found.nbytes - alone.nbytes == pytest.approx(copied)
     held = [
         float(stage_costs(sums(largest_parameters=NUMEL / 50), each, "none").static_bytes)
-        for each in (replace(own, host_weights=0.0), own)
+        for each in (changed(own, weights=0.0), own)
     ]
     assert held[0] - held[1] == pytest.approx(nbytes * (1 - 2 / 50 / 0.5))
 
@@ -181,7 +181,7 @@ def moving(part: float, *, slowdown: float = 0.0, kind: str = "cuda") -> Setting
     """A link of 1 byte a second."""
     device = replace(ON.device, overlap_slowdown=slowdown, kind=kind)
     on = replace(ON, device=device, host=replace(HOST, link_bandwidth=1.0))
-    return setting_on(on, precision="bf16", host_activations=part)
+    return setting_on(on, precision="bf16", activations=part)
 
 
 def four(**changes: float) -> Sums:

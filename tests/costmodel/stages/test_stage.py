@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.blocks.price import BlockPrice
 from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory.states import model_state_bytes
-from meshwright.costmodel.operators.cost import COST_FIELDS, Cost, Setting
+from meshwright.costmodel.operators import COST_FIELDS, Cost, Setting
 from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs
 from meshwright.costmodel.stages.sums import (
     COLUMNS,
@@ -26,7 +26,7 @@ from meshwright.costmodel.stages.sums import (
     block_sums,
 )
 from meshwright.costmodel.target import Target
-from tests.helpers.planning import cluster, setting_on, sums_of
+from tests.helpers.planning import changed, cluster, setting_on, sums_of
 
 SECONDS = st.floats(0, 100)
 PARTS = st.floats(0, 1)
@@ -47,15 +47,13 @@ def stage(
     """A stage of these sums on four data-parallel ranks, others 0."""
     on = cluster(4)
     device = dataclasses.replace(on.device, overlap_slowdown=slowdown, kind=kind)
-    setting = dataclasses.replace(
-        four_ranks(precision=precision, zero=zero, target=target),
-        cluster=dataclasses.replace(on, device=device),
-    )
+    own = four_ranks(precision=precision, zero=zero, target=target)
+    setting = changed(own, cluster=dataclasses.replace(on, device=device))
     return of_one(stage_costs(sums_of(**sums), setting, recompute))
 
 
 def four_ranks(nodes: int = 1, **given: Any) -> Setting:
-    fields: dict[str, Any] = {"dp": 4, "num_microbatches": 3, "target": PLAIN, **given}
+    fields: dict[str, Any] = {"dp": 4, "microbatches": 3, "target": PLAIN, **given}
     return setting_on(cluster(4, nodes=nodes), **fields)
 
 
@@ -101,9 +99,7 @@ def test_secondary_shards_and_segments_gather_once_more() -> None:
     """Beside the shards, 1/2 of the weights in the compute precision."""
     setting = four_ranks(zero=3, precision="bf16")
     sums = sums_of(zero3_gather_s=8, zero3_secondary_s=2, parameters=1000, shard_parameters=250)
-    plain, near = (
-        of_one(stage_costs(sums, s, "none")) for s in (setting, dataclasses.replace(setting, hpz=2))
-    )
+    plain, near = (of_one(stage_costs(sums, s, "none")) for s in (setting, changed(setting, hpz=2)))
     assert (plain.forward_comm_s, plain.backward_comm_s) == (8, 8)
     assert (near.forward_comm_s, near.backward_comm_s) == (8, 2)
     assert near.static_bytes - plain.static_bytes == pytest.approx(1000 * 2 / 2)

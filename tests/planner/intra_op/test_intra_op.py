@@ -19,10 +19,10 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.price import price_block
 from meshwright.costmodel.graph import Block
+from meshwright.costmodel.operators import Batch, Mesh
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.intra_op.program import BlockProgram
 from meshwright.planner.intra_op.table import BlockTable
 from meshwright.planner.pricing.stage_costs import StageCoster
@@ -41,7 +41,7 @@ def tables(
 ) -> tuple[StageCoster, Pricer, list[BlockTable]]:
     """Solved tables of all blocks, one per class."""
     programs = programs_of(of, on, "fp32")
-    setting = programs.coster.setting(Mesh(dp=2, tp=tp), rows=rows, microbatches=m)
+    setting = programs.coster.setting(Mesh(dp=2, tp=tp), Batch(rows=rows, microbatches=m))
     distinct = {id(table): table for table in programs.chain(setting, mode).tables}
     return programs.coster, programs.coster.pricer(setting), list(distinct.values())
 
@@ -117,7 +117,7 @@ def test_another_data_axis_is_as_a_fresh_program(name: str, microbatches: float)
     """Only how parameters are stored is priced again; a first table stays what it was. (Statistics
     of a batch are summed over the data axis: blocks with them have a program for each.)"""
     coster, _, solved = tables(case(name), odd_cluster(7), tp=2, rows=2, m=8)
-    pricer = coster.pricer(coster.setting(Mesh(dp=4, tp=2), rows=2, microbatches=4))
+    pricer = coster.pricer(coster.setting(Mesh(dp=4, tp=2), Batch(rows=2, microbatches=4)))
     for table in solved:
         program, before = table.program, table.costs.copy()
         again = program.solve(pricer, microbatches=microbatches)
@@ -153,7 +153,7 @@ def test_what_is_forbidden_to_store_is_not_stored(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_moves_nothing(name: str) -> None:
     programs = programs_of(case(name), odd_cluster(1), "fp32")
-    setting = programs.coster.setting(Mesh(dp=1, tp=1), rows=4, microbatches=4)
+    setting = programs.coster.setting(Mesh(dp=1, tp=1), Batch(rows=4, microbatches=4))
     chain = programs.chain(setting)
     for j, table in enumerate(chain.tables):
         assert table.costs.shape == ()
@@ -247,7 +247,7 @@ def small_program(name: str, seed: int, m: int) -> tuple[BlockProgram, Pricer]:
     """Of the block of a small model that is entered and left both ways."""
     of = small(name)
     coster = StageCoster(planning.problem_of(of, odd_cluster(seed), "fp32"))
-    pricer = coster.pricer(coster.setting(Mesh(dp=2, tp=2), rows=4, microbatches=m))
+    pricer = coster.pricer(coster.setting(Mesh(dp=2, tp=2), Batch(rows=4, microbatches=m)))
     layouts = BlockLayouts(of.graph, of.table, block_of(of), 2)
     inputs, outputs = (
         dict.fromkeys(v, BOUNDARY) for v in (layouts.block.inputs, layouts.block.outputs)
@@ -321,7 +321,7 @@ def solve(
     of: Traced, on: Cluster = H100, *, tp: int = 8, rows: float = 2, m: int = 8, mode: str = "lean"
 ) -> Solved:
     programs = programs_of(of, on)
-    setting = programs.coster.setting(Mesh(dp=1, tp=tp), rows=rows, microbatches=m)
+    setting = programs.coster.setting(Mesh(dp=1, tp=tp), Batch(rows=rows, microbatches=m))
     chain = programs.chain(setting, mode)
     chosen: dict[str, Strategy] = {}
     moves: dict[str, planning.Recorder] = {}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from meshwright.costmodel.operators import Mesh
 from meshwright.costmodel.targets import EAGER, target_named
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.overrides.of_target import check_plan_for, for_target
 from meshwright.planner.overrides.overrides import Overrides

@@ -31,7 +31,7 @@ from meshwright.profiles import steps
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import no_profile
 from tests.costmodel.operators import test_pricing as operators
-from tests.helpers.planning import cluster
+from tests.helpers.planning import changed, cluster
 from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import cut, host, net, plan_for
 from tests.parity.parity_cells import Cell, plan_of
@@ -182,7 +182,7 @@ def test_the_cheapest_kind_of_context_parallelism_is_taken() -> None:
         for kind in CONTEXT_KINDS
     }
     seconds = {kind: cost.forward_s + cost.backward_s for kind, cost in costs.items()}
-    on_two = replace(operators.pricer(of, on).setting, cp=2)
+    on_two = changed(operators.pricer(of, on).setting, cp=2)
     found = cheapest_kind(of.graph, of.table, on_two, CONTEXT_KINDS)
     assert seconds[found] == min(seconds.values())
 

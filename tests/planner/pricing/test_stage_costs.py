@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.kernels.collectives import p2p_time
+from meshwright.costmodel.operators import Batch, Mesh, Sharing
 from meshwright.costmodel.stages.stage import StageCosts, stage_costs
 from meshwright.costmodel.target import Target
-from meshwright.planner.drafts import Candidate, Mesh, StageDraft, StageSetup
+from meshwright.planner.drafts import Candidate, StageDraft, StageSetup
 from meshwright.planner.drafts.candidates import PipelineSetup, make_candidate, make_draft
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.stage_costs import StageCoster
@@ -45,7 +46,7 @@ def run(
     programs: BlockPrograms, dp: int, tp: int, zero: int, recompute: str, mode: str = "fast"
 ) -> Run:
     chain = chain_of(programs, dp=dp, tp=tp, mode=mode)
-    way = StageSetup(mesh=Mesh(dp=dp, tp=tp), zero=zero, dp_shard=0, chain=chain)
+    way = StageSetup(mesh=Mesh(dp=dp, tp=tp), sharing=Sharing(zero=zero), chain=chain)
     return Run(way=way, recompute=recompute)
 
 
@@ -130,7 +131,7 @@ def test_stages_smaller_than_a_node_cross_nodes_in_proportion() -> None:
     of, on = case("llama"), cluster(4, nodes=2, bandwidth=1e10, node_bandwidth=1e8)
     coster = StageCoster(problem_of(of, on, "fp32"))
     for devices, share in ((1, 0.25), (2, 0.5), (4, 1.0), (8, 1.0)):
-        setting = coster.setting(Mesh(dp=devices, tp=1), rows=1, microbatches=MICROBATCHES)
+        setting = coster.setting(Mesh(dp=devices, tp=1), Batch(rows=1, microbatches=MICROBATCHES))
         far, near = (
             p2p_time(16 * 32 * 4, on, crosses_node=crosses, concurrent=min(devices, 4))
             for crosses in (True, False)

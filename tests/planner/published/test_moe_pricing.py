@@ -21,6 +21,7 @@ from meshwright.cli import main
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.kernels.moe_costs import exchange_seconds
+from meshwright.costmodel.operators import Batch, Mesh
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer
@@ -30,7 +31,6 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, strategies
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate
@@ -190,7 +190,7 @@ def test_programs_are_shared_by_all_degrees_and_solved_for_each(tp: int) -> None
     """Stages with ep=8, found after those with ep=2, cost what they do where nothing was before."""
 
     def costs(programs: BlockPrograms, ep: int) -> np.ndarray:
-        setting = programs.coster.setting(Mesh(dp=8, tp=tp, ep=ep), rows=2.0, microbatches=4)
+        setting = programs.coster.setting(Mesh(dp=8, tp=tp, ep=ep), Batch(rows=2.0, microbatches=4))
         return programs.chain(setting).seconds
 
     used, fresh = (BlockPrograms(StageCoster(problem_on(ideal(2, 8)))) for _ in range(2))

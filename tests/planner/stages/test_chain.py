@@ -10,11 +10,11 @@ import pytest
 
 from meshwright.costmodel.blocks.price import price_block
 from meshwright.costmodel.graph import Op
+from meshwright.costmodel.operators import Batch, Mesh
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry, translate
 from meshwright.costmodel.sharding.strategies import Placement, R, can_hold
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.costmodel.stages.sums import MAXIMA, Sums
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.stages.chain import Chain
 from meshwright.planner.stages.programs import BlockPrograms
 from tests.helpers.planning import Traced, case, large_gpt2, linears, odd_cluster, programs_of
@@ -24,7 +24,9 @@ MICROBATCHES, ROWS = 4, 4
 
 
 def chain_of(programs: BlockPrograms, *, dp: int = 2, tp: int = 2, mode: str = "fast") -> Chain:
-    setting = programs.coster.setting(Mesh(dp=dp, tp=tp), rows=ROWS / dp, microbatches=MICROBATCHES)
+    setting = programs.coster.setting(
+        Mesh(dp=dp, tp=tp), Batch(rows=ROWS / dp, microbatches=MICROBATCHES)
+    )
     return programs.chain(setting, mode)
 
 
@@ -130,7 +132,7 @@ def test_prices_do_not_depend_on_what_was_priced_before(name: str) -> None:
     for dp, microbatches in ((1, 4), (4, 1), (2, 2), (2, 8)):
         one, other = (
             programs.chain(
-                programs.coster.setting(Mesh(dp=dp, tp=2), rows=1, microbatches=microbatches)
+                programs.coster.setting(Mesh(dp=dp, tp=2), Batch(rows=1, microbatches=microbatches))
             )
             for programs in (shared, programs_of(of, on, "fp32"))
         )
@@ -153,7 +155,7 @@ def test_an_assignment_moves_to_a_repeat_by_position() -> None:
     first, second = of.graph.blocks[1:3]
     assert first.class_id == second.class_id
     programs = programs_of(of, odd_cluster(0))
-    setting = programs.coster.setting(Mesh(dp=1, tp=8), rows=2, microbatches=MICROBATCHES)
+    setting = programs.coster.setting(Mesh(dp=1, tp=8), Batch(rows=2, microbatches=MICROBATCHES))
     chain = programs.chain(setting)
     assert chain.tables[1] is chain.tables[2]
     here = chain.tables[1].program.assignment(chain.tables[1], (0, 0))
@@ -213,7 +215,7 @@ SHAPES = {
 
 def repeated(of: Traced, forced: tuple[str | None, ...] = ()) -> Chain:
     programs = programs_of(of, odd_cluster(5))
-    setting = programs.coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2)
+    setting = programs.coster.setting(Mesh(dp=2, tp=2), Batch(rows=2, microbatches=2))
     return programs.chain(setting, "fast", forced)
 
 

@@ -10,9 +10,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
+from meshwright.costmodel.operators import Batch, Mesh, Sharing
 from meshwright.costmodel.stages.stage import StageCosts, of_one, of_policy, stage_costs
 from meshwright.costmodel.stages.sums import Floats
-from meshwright.planner.drafts.mesh import Mesh
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels, recompute_levels
 from tests.helpers.planning import case, odd_cluster, programs_of
 
@@ -117,7 +117,7 @@ def test_the_first_level_recomputes_nothing(own: RecomputeLevels, held: int, roo
 
 def chain_of(name: str) -> Chain:
     programs = programs_of(case(name), odd_cluster(1))
-    return programs.chain(programs.coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2))
+    return programs.chain(programs.coster.setting(Mesh(dp=2, tp=2), Batch(rows=2, microbatches=2)))
 
 
 def test_a_policy_that_frees_nothing_is_no_level() -> None:
@@ -148,7 +148,9 @@ def test_a_block_with_a_policy_costs_what_its_policy_costs(name: str, policy: st
 def test_all_policies_at_once_cost_what_each_costs(zero: int) -> None:
     """And an equal part of a run what a stage of that part costs."""
     programs = programs_of(case("llama"), odd_cluster(5))
-    setting = programs.coster.setting(Mesh(dp=2, tp=2), rows=2, microbatches=2, zero=zero)
+    setting = programs.coster.setting(
+        Mesh(dp=2, tp=2), Batch(rows=2, microbatches=2), Sharing(zero=zero)
+    )
     whole = programs.chain(setting).typical()
     parts = whole.shared_out(np.array([1, 2, 4]))
     together = stage_costs(parts, setting, parts.recompute_by(RECOMPUTE))

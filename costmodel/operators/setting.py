@@ -1,0 +1,219 @@
+"""Where and how a stage runs, in parts that prices are known by: a price is asked for with the
+parts that it depends on, and with no others (`Setting.of_pass`, `Setting.of_step`), so that what is
+remembered under them can depend on nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from meshwright.costmodel.kernels import Group, OpProfile, collective_time, group_for
+from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.quantized import quantizes_gradients
+from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
+from meshwright.costmodel.target import Target
+from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.steps import DATA_AXIS, linked
+
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp8_rowwise": 2}  # of weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Mesh:
+    """Devices of one stage: (dp, cp, tp) with tp innermost. cp splits the sequence of every
+    activation, with attention of the kind `cp_kind`; None where that is open (the cheapest one), or
+    cp is 1. `ep` ranks of that mesh, neighbours, share out the experts, which are whole or
+    replicated on the other axes. Neighbours on the data axis are tp·`spread` ranks apart: 1 where
+    the mesh is contiguous, more where so many stages lie between them."""
+
+    dp: int
+    tp: int
+    cp: int = 1
+    ep: int = 1
+    spread: int = 1
+    cp_kind: ContextKind | None = None
+
+    @property
+    def kind(self) -> ContextKind:
+        """That of attention: all ranks gather its keys and values where nothing is said."""
+        return self.cp_kind or ALL_GATHER
+
+    @property
+    def devices(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    @property
+    def least_dp(self) -> int:
+        """The smallest data axis over which the experts can be shared out."""
+        return self.ep // math.gcd(self.ep, self.cp)
+
+    @property
+    def holders(self) -> int:
+        """Ranks that hold the same parts of weights: those of the data and the context axis."""
+        return self.dp * self.cp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """`rows` of the batch on a device in each of so many `microbatches`."""
+
+    rows: float
+    microbatches: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharing:
+    """How the states of a stage are shared out. The stage `zero` of ZeRO divides them among
+    `dp_shard` neighbours on the data axis and replicates across the others; 0 for all dp·cp. Under
+    ZeRO-3 `hpz` neighbours keep a secondary shard of the weights from the forward to the backward,
+    which gathers from it; 0 for none. `quantized` says what ZeRO-3 sends in blocks
+    (`costmodel/quantized.py`)."""
+
+    zero: int = 0
+    dp_shard: int = 0
+    hpz: int = 0
+    quantized: str = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostParts:
+    """What lies in host memory: the part of the optimizer `states`, that of the `weights`, but
+    while their block runs (0 with ZeRO-3), of the blocks those that send the `activations` there
+    that they save; and the part of the states that lies in `files` on the node's flash, no more
+    than `states`."""
+
+    states: float = 0.0
+    weights: float = 0.0
+    activations: float = 0.0
+    files: float = 0.0
+
+    def __bool__(self) -> bool:
+        return self != NOT_AWAY
+
+
+NOT_AWAY, UNSHARED = HostParts(), Sharing()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A stage's mesh in a problem, its batch, how its states are shared out and what lies in host
+    memory. Steps that are `validated` afterwards keep what they may have to undo."""
+
+    problem: Problem
+    mesh: Mesh
+    batch: Batch
+    sharing: Sharing = UNSHARED
+    host: HostParts = NOT_AWAY
+    validated: bool = False
+
+    @property
+    def cluster(self) -> Cluster:
+        return self.problem.cluster
+
+    @property
+    def precision(self) -> str:
+        return self.problem.precision
+
+    @property
+    def optimizer(self) -> str:
+        return self.problem.optimizer
+
+    @property
+    def target(self) -> Target:
+        return self.problem.target
+
+    @property
+    def profile(self) -> OpProfile | None:
+        return self.problem.profile
+
+    @property
+    def of_pass(self) -> Setting:
+        """With what a pass depends on, batches that meet on the data axis left aside: with the
+        rows, not with the ranks that have others."""
+        mesh = replace(self.mesh, dp=self.mesh.least_dp)
+        batch = Batch(rows=self.batch.rows)
+        return Setting(problem=self.problem, mesh=mesh, batch=batch)
+
+    @property
+    def of_step(self) -> Setting:
+        """With what a block costs in a step, in whichever ZeRO stage, its parts off the device left
+        aside: of micro-batches whether there are several, of a secondary shard who would have
+        one."""
+        plain = replace(self, sharing=replace(self.sharing, zero=0, hpz=0))
+        same = plain.secondary == self.secondary and not self.hops
+        return replace(
+            plain if same else replace(self, sharing=replace(self.sharing, zero=0)),
+            batch=replace(self.batch, microbatches=min(self.batch.microbatches, 2)),
+            host=NOT_AWAY,
+            validated=False,
+        )
+
+    @property
+    def of_parameters(self) -> Setting:
+        """With what a parameter costs in a step."""
+        own = self.of_step
+        mesh, batch = replace(own.mesh, cp_kind=None), replace(own.batch, rows=0.0)
+        return replace(own, mesh=mesh, batch=batch)
+
+    def group(self, *, size: int, stride: int) -> Group:
+        """The costliest of the groups of `size` ranks that lie `stride` apart in the mesh's own
+        order."""
+        tp, spread = self.mesh.tp, self.mesh.spread
+        if spread == 1 or size * stride <= tp:
+            return group_for(self.cluster, size=size, stride=stride)
+        if stride % tp == 0:
+            return group_for(self.cluster, size=size, stride=stride * spread)
+        # several ranks of each tensor group: they are neighbours, wherever the next ones lie
+        near = tp // stride
+        rows = group_for(self.cluster, size=-(-size // near), stride=tp * spread)
+        return Group(
+            size=size,
+            per_node=min(size, near * rows.per_node),
+            concurrent=max(1, rows.concurrent // near),
+        )
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which ZeRO divides."""
+        return self.sharing.dp_shard or self.mesh.holders
+
+    @property
+    def secondary(self) -> int:
+        """Ranks that a secondary shard is divided among, or would be: those of a node. `shards`
+        where that is no part of them."""
+        if self.sharing.hpz:
+            return self.sharing.hpz
+        node = self.cluster.devices_per_node // (self.mesh.tp * self.mesh.spread)
+        parts = 1 < node < self.shards and self.shards % node == 0 and self.mesh.ep == 1
+        return node if parts else self.shards
+
+    @property
+    def hops(self) -> int:
+        """Ranks among which quantised gradients are summed first; 0 where they go in one hop."""
+        return self.sharing.hpz if quantizes_gradients(self.sharing.quantized) else 0
+
+    @property
+    def communicators(self) -> int:
+        """Communicators of one rank: the world's, those of its axes, of ZeRO's part of them and of
+        a secondary shard, and one to each pipeline neighbour."""
+        mesh, sharing = self.mesh, self.sharing
+        parts = bool(sharing.zero) and 0 < sharing.dp_shard < mesh.holders
+        neighbours = min(2, self.cluster.num_devices // mesh.devices - 1)
+        axes = (mesh.holders > 1) + (mesh.tp > 1) + 2 * (mesh.ep > 1)
+        return 1 + axes + 2 * parts + 2 * (sharing.hpz > 0) + neighbours
+
+    def collective_s(self, kind: str, nbytes: float, group: Group, axis: str = DATA_AXIS) -> float:
+        """Seconds of a collective over a tensor of `nbytes` in full: measured, else modelled, and
+        corrected by the steps that ran with collectives of this axis."""
+        component = linked(axis, crosses=group.per_node < group.size)
+        if self.profile and (
+            found := self.profile.collective(kind, nbytes, group.size, group.per_node)
+        ):
+            return found[0] * self.correction(component)
+        seconds = float(collective_time(kind, nbytes, group, self.cluster))
+        return seconds * self.correction(component)
+
+    def correction(self, component: str) -> float:
+        """What the seconds of a component are multiplied by, by the steps that ran."""
+        return self.profile.correction(component) if self.profile else 1.0
