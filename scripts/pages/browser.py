@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
@@ -29,13 +31,15 @@ def started() -> Iterator[WebDriver]:
         options.add_argument(flag)
     logs = {"browser": "ALL", "performance": "ALL"}
     options.set_capability("goog:loggingPrefs", logs)
-    driver = webdriver.Chrome(options=options, service=Service(DRIVER))
-    driver.set_page_load_timeout(TIMEOUT_S)
-    driver.set_script_timeout(TIMEOUT_S)
-    try:
-        yield driver
-    finally:
-        driver.quit()
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the browser leaves files
+        service = Service(DRIVER, env={**os.environ, "TMPDIR": folder})
+        driver = webdriver.Chrome(options=options, service=service)
+        driver.set_page_load_timeout(TIMEOUT_S)
+        driver.set_script_timeout(TIMEOUT_S)
+        try:
+            yield driver
+        finally:
+            driver.quit()
 
 
 def opened(browser: WebDriver, path: Path, *, width: int = 1280, scheme: str = "light") -> None:

@@ -13,9 +13,13 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.operators.fusion import Fusion, fuse, is_free
+from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
+from meshwright.costmodel.sharding.layouts import BlockLayouts
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.tracing.trace import trace
+from meshwright.profiles.cluster import Cluster
+from tests.helpers.planning import setting_on
 
 WIDTH = 8
 
@@ -71,6 +75,18 @@ def test_chains_and_norms_are_one_kernel_each() -> None:
         {("mul", 0), ("layer_norm", 0), ("softmax", 0), ("add#1", 1)},
         {"mul", "layer_norm", "softmax", "add#1"},
     )
+
+
+def test_the_host_issues_a_fused_kernel_once() -> None:
+    graph, table, block = stack()
+    on = Cluster.from_catalog("h100-sxm")
+    device, found = on.device, fuse(graph, table, "pointwise")
+    pricer = Pricer(graph=graph, table=table, setting=setting_on(on, rows=4), fusion=found)
+    layouts = BlockLayouts(graph, table, block, 1)
+    for op in block.ops:
+        issued = 0.0 if op.name in found.joined else 0.5 if is_free(table, op) else 1.0
+        (way,) = layouts.options(op)
+        assert pricer.op_cost(op, way).forward_host_s == issued * device.host_overhead_s
 
 
 STEPS = ("relu", "linear", "norm", "skip")

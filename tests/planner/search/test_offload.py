@@ -4,6 +4,7 @@ without, or where it pays, and no more."""
 from __future__ import annotations
 
 import itertools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.plan.plan import Plan, PlanError
+from meshwright.planner.plan.words import sized
 from meshwright.planner.pricing.evaluate import Evaluator, Prediction
 from meshwright.planner.search.offload import held_by_flash, held_by_hosts
 from meshwright.planner.search.search import Search
@@ -123,7 +125,8 @@ def test_what_lacks_is_named(roomy: ParallelModel) -> None:
     none, every = least(roomy, 0.0), least(roomy, 1.0)
     with pytest.raises(InfeasibleError, match="does not fit"):
         on(gpus((none + every) // 2), forbid=["offload"])
-    with pytest.raises(InfeasibleError, match=r"for all of them a host lacks \S+ [KM]iB") as error:
+    lacking = re.escape(f"for all of them a host lacks {sized(16 * NUMEL - 2**12)}")
+    with pytest.raises(InfeasibleError, match=lacking) as error:
         on(gpus((none + 3 * every) // 4, host_bytes=2**12))
     assert "of the optimizer states in host memory nothing fits, either" in str(error.value)
     with pytest.raises(InfeasibleError, match="With all of the optimizer states"):

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
-from meshwright.planner.drafts.candidates import Candidate
+from meshwright.planner.drafts.candidates import Candidate, PlanDraft
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
@@ -295,6 +295,25 @@ def test_candidates_differ_and_the_best_comes_first() -> None:
         for c in found.candidates
     ]
     assert len(set(map(str, shapes))) == len(shapes) > 1
+
+
+def test_plans_are_written_until_no_draft_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    written, plain = list[Candidate](), Search.written
+
+    def slower_at_first(own: Search, draft: PlanDraft) -> Candidate:
+        found = plain(own, draft)
+        if not written:
+            priced, late_s = found.evaluation, 3 * found.step_time_s
+            late = dataclasses.replace(priced.prediction, step_time_s=late_s)
+            found = dataclasses.replace(
+                found, evaluation=dataclasses.replace(priced, prediction=late)
+            )
+        written.append(found)
+        return found
+
+    monkeypatch.setattr(Search, "written", slower_at_first)
+    best = search(CLUSTERS["two nodes"]).best
+    assert len(written) > 1 and best.step_time_s == min(c.step_time_s for c in written)
 
 
 # --- again, and in time --------------------------------------------------------------------------
