@@ -68,8 +68,9 @@ class Target:
     `alone_bytes` and more travel by themselves (0: none do). `gradients_come`: they exist from when
     a backward makes them until the optimizer has read them, as `train_step`'s do
     (`costmodel/memory/gradients.py`), not always. `master`: fp32 copies of 16-bit weights are kept;
-    `optimizer_passes` is how often the optimizer's traffic passes through memory
-    (1 for one fused kernel; unscaling, norm and clipping add to it).
+    `optimizer_passes` is how often the optimizer's traffic passes through memory (1 for the
+    optimizer alone; unscaling, norm and clipping add to it), `fused_optimizer`: its step is one
+    kernel whatever the user says, as in frameworks that bring theirs.
 
     ZeRO: of what stage 3 could hide behind compute, the part `hidden_zero3` is hidden. What one
     collective moves, a bucket, each parameter by itself, or all parameters of a
@@ -111,6 +112,7 @@ class Target:
     gradient_bytes: int = 4
     master: bool = True
     optimizer_passes: float = 1.0
+    fused_optimizer: bool = True
     bucket_bytes: int = BUCKET_BYTES
     bucket_bytes_per_rank: int = 0
     bucket_copies: int = 2

@@ -55,6 +55,7 @@ EAGER = Target(
     counter_dropout=True,
     repeats_whole=False,
     regathers=True,
+    fused_optimizer=False,
 )
 # what fusion leaves of the host's work is assumed; a compiler keeps what it gathered
 COMPILED = replace(

@@ -45,7 +45,12 @@ def add_model(
 
 def add_prices(parser: argparse.ArgumentParser) -> None:
     """What a plan is priced for, beside the model and the cluster."""
-    parser.add_argument("--optimizer", default="adamw", help="whose states the memory model counts")
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        help="whose states and steps are counted: adamw (the default: torch's, kernel by kernel), "
+        "adamw_fused, adamw8bit, sgd, ...",
+    )
     parser.add_argument(
         "--target",
         choices=tuple(TARGETS),

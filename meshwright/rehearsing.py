@@ -39,7 +39,9 @@ from meshwright.traced import TracedModel
 
 OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType({
     "adamw": torch.optim.AdamW,
+    "adamw_fused": lambda params: torch.optim.AdamW(params, fused=True),
     "adam": torch.optim.Adam,
+    "adam_fused": lambda params: torch.optim.Adam(params, fused=True),
     "adagrad": torch.optim.Adagrad,
     "sgd": lambda params: torch.optim.SGD(params, lr=0.1),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

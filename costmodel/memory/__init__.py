@@ -3,14 +3,21 @@
 from meshwright.costmodel.memory.call import Call
 from meshwright.costmodel.memory.gradients import GradientBytes, Reduction, Trained
 from meshwright.costmodel.memory.kept import keep
+from meshwright.costmodel.memory.optimizers import (
+    FUSED,
+    OPTIMIZERS,
+    Optimizer,
+    fused,
+    optimizer_bytes,
+    optimizer_named,
+    optimizer_step_bytes,
+    optimizer_temporary_bytes,
+)
 from meshwright.costmodel.memory.states import (
     ModelStates,
     fixed_bytes,
     model_state_bytes,
     model_states,
-    optimizer_bytes,
-    optimizer_step_bytes,
-    optimizer_temporary_bytes,
     undo_bytes,
     working_bytes,
 )
@@ -26,8 +33,9 @@ from meshwright.costmodel.memory.storage import (
 )
 
 __all__ = [
-    "Call", "GradientBytes", "Held", "Local", "ModelStates", "Origin", "Reduction", "Storage",
-    "Trained", "compact", "fixed_bytes", "fresh", "keep", "model_state_bytes", "model_states",
-    "optimizer_bytes", "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped",
-    "undo_bytes", "working_bytes",
+    "FUSED", "OPTIMIZERS", "Call", "GradientBytes", "Held", "Local", "ModelStates", "Optimizer",
+    "Origin", "Reduction", "Storage", "Trained", "compact", "fixed_bytes", "fresh", "fused", "keep",
+    "model_state_bytes", "model_states", "optimizer_bytes", "optimizer_named",
+    "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped", "undo_bytes",
+    "working_bytes",
 ]  # fmt: skip

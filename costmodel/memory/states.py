@@ -15,25 +15,17 @@ where they go there as a backward makes them (`sent`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.costmodel.memory.optimizers import optimizer_bytes
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
-from meshwright.profiles.inputs import MeshwrightError, shown
 
 A = TypeVar("A", float, NDArray[np.float64])
-
-# moments kept per parameter, bytes (fp32 unless the name says otherwise)
-OPTIMIZER_BYTES: Mapping[str, int] = MappingProxyType({
-    "adamw": 8, "adam": 8, "adamw_bf16": 4, "adamw8bit": 2, "sgd": 0, "momentum": 4, "lion": 4,
-    "adagrad": 4,
-})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,15 +131,6 @@ def undo_bytes(numel: A, shards: A | int, *, zero: int, optimizer: str) -> A:
     return numel / (shards if zero else 1) * (4 + optimizer_bytes(optimizer))
 
 
-def optimizer_temporary_bytes(numels: Sequence[float], *, optimizer: str, device: str) -> float:
-    """Bytes that torch's optimizer makes beside its states where parameters have these many
-    elements: Adam's on a GPU the roots of all second moments at once (`_multi_tensor_adam`), on a
-    CPU two tensors of the size of one parameter (`_single_tensor_adam`)."""
-    if not optimizer.startswith("adam") or not numels:
-        return 0.0
-    return 4 * sum(numels) if device == "cuda" else 2 * 4 * max(numels)
-
-
 def working_bytes(
     numel: A, largest: A, *, weight_bytes: int, zero: int, dp: int, target: Target = EAGER
 ) -> A:
@@ -165,23 +148,3 @@ def working_bytes(
         )
         return buckets
     return largest * (target.gradient_bytes + (2 * weight_bytes if zero == 3 else 0))
-
-
-def optimizer_bytes(optimizer: str) -> int:
-    """Moment bytes per parameter; ValueError for an optimizer whose states are unknown."""
-    try:
-        return OPTIMIZER_BYTES[optimizer]
-    except (KeyError, TypeError):  # unknown, or no name at all
-        raise MeshwrightError(
-            f"={shown(optimizer)}",
-            place="optimizer",
-            legal=sorted(OPTIMIZER_BYTES),
-            way_out="name the one with as many moments as yours (the model is trained with any "
-            "torch optimizer)",
-        ) from None
-
-
-def optimizer_step_bytes(numel: float, *, optimizer: str) -> float:
-    """Bytes an optimizer step reads and writes for `numel` parameters; all but the moments in
-    fp32."""
-    return numel * (3 * 4 + 2 * optimizer_bytes(optimizer))

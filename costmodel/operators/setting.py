@@ -117,7 +117,7 @@ class Setting:
 
     @property
     def optimizer(self) -> str:
-        return self.problem.optimizer
+        return self.problem.stepped
 
     @property
     def target(self) -> Target:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshwright.costmodel.memory import optimizer_bytes, optimizer_step_bytes
+from meshwright.costmodel.memory import fused, optimizer_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.stages.sums import Floats, Sums
 from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, at_once
@@ -64,7 +64,7 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
         none = np.zeros_like(numel)
         return HostCosts(**dict.fromkeys((each.name for each in fields(HostCosts)), none))
     bandwidth = host_bandwidth(setting, HOST_STEP) / setting.cluster.devices_per_node
-    step_bytes = optimizer_step_bytes(1.0, optimizer=setting.optimizer)
+    step_bytes = optimizer_step_bytes(1.0, optimizer=fused(setting.optimizer))
     to_device, to_host = (host_bandwidth(setting, kind) for kind in COPIES)
     weights = weights_there(sums, setting)
     part = setting.host.weights  # of the weights, of which a step keeps copies

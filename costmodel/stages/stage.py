@@ -34,6 +34,7 @@ import numpy as np
 from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory import (
     model_states,
+    optimizer_named,
     optimizer_step_bytes,
     undo_bytes,
     working_bytes,
@@ -240,6 +241,18 @@ def _copying(setting: Setting) -> float:
     return 1 + copied / optimizer_step_bytes(1.0, optimizer=setting.optimizer)
 
 
+def _temporary_bytes(sums: Sums, setting: Setting) -> Floats:
+    """Bytes that the optimizer makes beside its states on a GPU, where a step is followed so far:
+    others are fitted with what theirs do."""
+    device, target = setting.cluster.device.kind, setting.target
+    if device != "cuda" or not target.gradients_come:
+        return np.zeros_like(sums.parameters)
+    owned = sums.shard_parameters if setting.sharing.zero else sums.parameters
+    own = optimizer_named(setting.optimizer).temporary
+    found: Floats = own * (1 - setting.host.states) * owned
+    return found
+
+
 def of_policy(costs: StageCosts[Floats], k: int) -> StageCosts[Floats]:
     """Of the costs of stages under several policies, (P, ...) where they depend on it, those under
     policy k."""
@@ -350,6 +363,10 @@ def stage_costs(
     # as it comes back, what the micro-batch kept on the device of later blocks is let go
     back = np.maximum(sent.passing_bytes - (kept - sent.nbytes), 0.0)
     passing = held.transient + held.communicators + back
+    static = states + held.buffers + passing
+    # in the optimizer's step nothing is in flight, and what it makes beside the states lies there
+    stepping = states + held.communicators + _temporary_bytes(sums, setting)
+    static = np.maximum(static, stepping - (kept - sent.nbytes))
     return StageCosts(
         forward_s=passes.forward_s + sent.forward_s,
         backward_s=passes.backward_s + again_s + sent.backward_s,
@@ -367,7 +384,7 @@ def stage_costs(
         * _copying(setting)
         * (sums.shard_s if setting.sharing.zero else sums.optimizer_s)
         + host.step_s,
-        static_bytes=states + held.buffers + passing,
+        static_bytes=static,
         passing_bytes=passing,
         activation_bytes=kept - sent.nbytes,
         parameters=sums.parameters,

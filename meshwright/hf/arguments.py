@@ -120,7 +120,7 @@ INSTEAD = {
     "group_by_length": "fit(..., buckets=...) makes batches of similar lengths",
     "dataloader_in_order": "batches are given in their order, so that a run can be resumed",
 }
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd")
+OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused", "sgd": "sgd"}  # planned
 STRATEGIES = ("no", "steps", "epoch")
 SAMPLING = ("random", "sequential")
 PLATEAU = "reduce_lr_on_plateau"
@@ -300,7 +300,10 @@ def optimizer_of(args: Any, decayed: list[Any], others: list[Any]) -> torch.opti
         {"params": decayed, "weight_decay": args.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    if chosen(args, "optim") == "sgd":
+    name = chosen(args, "optim")
+    if name == "sgd":
         return torch.optim.SGD(groups, lr=args.learning_rate)
-    betas = (args.adam_beta1, args.adam_beta2)
-    return torch.optim.AdamW(groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
+    betas, fused = (args.adam_beta1, args.adam_beta2), name == "adamw_torch_fused" or None
+    return torch.optim.AdamW(
+        groups, lr=args.learning_rate, betas=betas, eps=args.adam_epsilon, fused=fused
+    )

@@ -26,6 +26,7 @@ from meshwright.api import auto_parallelize
 from meshwright.data import data_loader
 from meshwright.data.arguments import DataError, collated
 from meshwright.hf.arguments import (
+    OPTIMIZERS,
     check_arguments,
     check_options,
     chosen,
@@ -98,6 +99,8 @@ class Trainer:
             "compile": args.torch_compile_backend or args.torch_compile,
             "tf32": bool(args.tf32),
         }
+        if self.optimizer is None:
+            options["optimizer"] = OPTIMIZERS[str(chosen(args, "optim"))]
         self.result = auto_parallelize(model, cluster, **{**options, **planning})
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainOutput:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from functools import cached_property
@@ -19,13 +20,17 @@ from meshwright.monitor import BatchSize, MetricsLogger, Monitor, Predicted, Tok
 from meshwright.planner.batch import batch_rows
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import is_number
+from meshwright.running.counted import other_than_counted
 from meshwright.running.planned import PlannedModel
+
+log = logging.getLogger(__name__)
 
 
 class Steps(PlannedModel):
     """A planned model that is trained."""
 
     _monitor: Monitor | None = None
+    _stepped: bool = False  # by an optimizer that was given
 
     def train_step(
         self,
@@ -69,7 +74,12 @@ class Steps(PlannedModel):
     def _whole_step(
         self, given: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, *, local: bool
     ) -> torch.Tensor:
-        """A step with the optimizer's."""
+        """A step with the optimizer's; the first one says where another was planned with."""
+        if not self._stepped:
+            self._stepped = True
+            said = other_than_counted(optimizer, self.plan, self._problem)
+            if said and launch.rank() == 0:
+                log.warning("%s", said)
         if not self.plan.post_validation:
             optimizer.zero_grad()
             loss = self.train_step(given, local=local)

@@ -30,6 +30,7 @@ MAX_MESHES = 8  # looked at for the one that lacks least
 WORTH = 0.02  # of what is lacking: who saves less is not named
 LOGITS = 0.3  # of the memory: logits that take more are called by name
 OPTIMIZERS = {
+    "adamw_fused": "AdamW in one kernel (fused=True, planned as optimizer='adamw_fused')",
     "adamw_bf16": "AdamW with states in bf16 (optimizer='adamw_bf16')",
     "adamw8bit": "AdamW with 8-bit states (optimizer='adamw8bit')",
     "sgd": "SGD without momentum (optimizer='sgd')",

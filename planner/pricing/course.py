@@ -89,7 +89,7 @@ def _stage(
 ) -> StageBytes:
     """What stage k holds, block by block; `edges` are what stages send to each other, `held` the
     ranks and parameters of earlier stages, to which this one's are added."""
-    stage, problem = plan.stages[k], coster.problem
+    stage = plan.stages[k]
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(setting)
     entered, passes, states = list[Entered](), list[PassPrice](), dict[str, Placement]()
@@ -130,7 +130,7 @@ def _stage(
     return StageBytes(
         fixed=frozen + _fixed_bytes(trained, setting),
         optimizer=optimizer_temporary_bytes(
-            owned, optimizer=problem.optimizer, device=coster.cluster.device.kind
+            owned, optimizer=setting.optimizer, device=coster.cluster.device.kind
         ),
         blocks=sending(blocks, stage, entered, pricer),
         leaving=sum(pricer.nbytes(v, states[v]) for v in sent - {value for value, _ in read}),

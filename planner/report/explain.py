@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.fp8 import FP8, wide
+from meshwright.costmodel.memory import fused, optimizer_named
 from meshwright.costmodel.operators import Problem, op_flops
 from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import Assignment, data_layout, row_use
@@ -21,7 +22,9 @@ from meshwright.planner.plan import (
     meeting_words,
     mesh_words,
     recompute_words,
+    seconds,
     shared_apart,
+    sized,
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import breakdown
@@ -195,6 +198,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         "catalog's efficiency curves (`meshwright profile` measures)",
         _software(target, hides=problem.cluster.device.kind != "cpu"),
     ]
+    lines += _kernel_by_kernel(evaluation, problem)
     if problem.tf32:
         lines.append(
             "fp32 products, attention's too, are at TF32's rate (tf32=True); what was measured of "
@@ -223,6 +227,37 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "dropout masks come from a counter over global indices: the same under every plan"
         )
     return lines
+
+
+def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:
+    """What the optimizer that is counted takes more than its fused kernel, where torch has one."""
+    stepped, faster = problem.stepped, fused(problem.stepped)
+    if stepped == faster:
+        return []
+    own, other = optimizer_named(stepped), optimizer_named(faster)
+    stages, there = evaluation.plan.stages, problem.cluster.device.kind == "cuda"
+    there &= evaluation.target.gradients_come
+    if there and all(stage.offload.get("optimizer") == 1 for stage in stages):
+        return [
+            f"{stepped} makes {own.temporary} bytes a parameter beside its states in a step, where "
+            f"these lie on a device; more may fit with fused=True (planned as {faster!r})"
+        ]
+    step_s = max(costs.optimizer_s for costs in evaluation.stages)
+    beside = max(
+        own.temporary
+        * costs.parameters
+        / (stage.shards if stage.zero else 1)
+        * (1 - stage.offload.get("optimizer", 0.0))
+        for stage, costs in zip(stages, evaluation.stages, strict=True)
+    )
+    binds = there and any(peak.action is None for peak in evaluation.prediction.course)
+    return [
+        f"{stepped} steps kernel by kernel, torch's default, in {seconds(step_s)}"
+        + f" and {sized(beside)} beside its states" * there
+        + ", where the memory of this plan is highest" * binds
+        + f"; with fused=True (planned as {faster!r}) in "
+        f"{seconds(step_s * other.moved / own.moved)}" + " and nothing" * there
+    ]
 
 
 def _measured_of_host(problem: Problem) -> list[str]:

@@ -6,20 +6,26 @@ fp32 copy and two moments). Rajbhandari et al., "ZeRO", 2020: 4Ψ + KΨ; ZeRO-1 
 """
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from meshwright.costmodel.memory.states import (
-    OPTIMIZER_BYTES,
-    fixed_bytes,
-    model_state_bytes,
-    model_states,
+from meshwright.costmodel.memory.optimizers import (
+    OPTIMIZERS,
     optimizer_bytes,
     optimizer_step_bytes,
     optimizer_temporary_bytes,
+)
+from meshwright.costmodel.memory.states import (
+    fixed_bytes,
+    model_state_bytes,
+    model_states,
     undo_bytes,
     working_bytes,
 )
@@ -111,20 +117,50 @@ def test_what_stays_between_steps(
 def test_a_step_is_undone_from_weights_and_moments_of_its_optimizer() -> None:
     assert undo_bytes(1000, 4, zero=0, optimizer="adamw") == 1000 * 12
     assert undo_bytes(1000, 4, zero=1, optimizer="sgd") == 1000 / 4 * (4 + optimizer_bytes("sgd"))
-    made = [
-        optimizer_temporary_bytes([10, 30], optimizer=optimizer, device=device)
-        for optimizer, device in (("adamw", "cuda"), ("adam", "cpu"), ("sgd", "cuda"))
-    ]
-    assert made == [4 * 40, 2 * 4 * 30, 0]
     # in single precision but where the name says less
-    for optimizer in OPTIMIZER_BYTES:  # a step updates weight and moments, and reads the gradient
-        read, written = (own + optimizer_bytes(optimizer) for own in (2 * 4, 4))
-        assert optimizer_step_bytes(10, optimizer=optimizer) == 10 * (read + written)
     moments = {"adamw": 2, "adam": 2, "momentum": 1, "lion": 1, "adagrad": 1, "sgd": 0}
+    whole = {**moments, "adamw_fused": 2, "adam_fused": 2}
     less = {"adamw_bf16": 2 * 2, "adamw8bit": 2 * 1}
-    assert dict(OPTIMIZER_BYTES) == {name: 4 * count for name, count in moments.items()} | less
+    kept = {name: optimizer_bytes(name) for name in OPTIMIZERS}
+    assert kept == {name: 4 * count for name, count in whole.items()} | less
     with pytest.raises(ValueError, match=r"optimizer='lamb'; legal: adagrad.*moments as yours"):
         optimizer_bytes("lamb")
+
+
+class Traffic(TorchDispatchMode):
+    """Words that operators read and write of tensors of `numel` elements."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.numel, self.words = numel, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for read in ({id(x): x for x in tree_leaves((args, kwargs))}.values(), tree_leaves(out)):
+            tensors = (x for x in read if isinstance(x, torch.Tensor))
+            self.words += sum(x.numel() for x in tensors if x.numel() >= self.numel)
+        return out
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+def test_an_optimizer_moves_what_torch_s_does(name: str) -> None:
+    """Without `fused=True` torch's kernels, one after the other; with it one, which reads weight,
+    gradient and moments once and writes all but the gradient."""
+    weight = torch.randn(100).requires_grad_()
+    weight.grad = torch.randn(100)
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
+    optimizer = kind([weight], foreach=False)
+    optimizer.step()
+    with Traffic(100) as traffic:
+        optimizer.step()
+    assert optimizer_step_bytes(100, optimizer=name) == 4 * traffic.words
+    assert optimizer_step_bytes(100, optimizer=f"{name}_fused") == 100 * 4 * (4 + 3)
+    made = [
+        optimizer_temporary_bytes([10, 30], optimizer=optimizer, device=device)
+        for optimizer in (name, f"{name}_fused")
+        for device in ("cuda", "cpu")
+    ]
+    assert made == [4 * 40, 2 * 4 * 30, 0, 0]
 
 
 @pytest.mark.parametrize(("copies", "gradient", "shard"), [(0, 4, 0), (2, 4, 4), (0, 2, 4)])

@@ -45,7 +45,7 @@ def test_shards_are_scattered_near_and_reduced_far(dp: int, cp: int, shards: int
         shards, nodes=8 // shards, flops=ENDLESS, memory_bandwidth=28.0, bandwidth=1.0,
         node_bandwidth=1e-3,
     )  # fmt: skip
-    found = pricer(on, dp=dp, cp=cp, dp_shard=shards)
+    found = pricer(on, dp=dp, cp=cp, dp_shard=shards, optimizer="adamw_fused")
     numel, replicas = net().graph.num_parameters(), 8 // shards
     inside, outside = (shards - 1) / shards, 2 * (replicas - 1) / replicas
     assert weights(found, "scatter_s") == pytest.approx(2 * numel * inside)
@@ -148,11 +148,16 @@ def test_a_collective_starts_once_per_unit() -> None:
 
 
 def test_the_optimizer_and_sums_of_gradients_by_traffic() -> None:
-    """AdamW reads weight, gradient and two moments and writes all but the gradient: 7 × 4 bytes."""
-    twice = dataclasses.replace(EAGER, optimizer_passes=2.0)
-    found, numel = pricer(moving(), dp=2, cp=2, target=twice), net().graph.num_parameters()
-    assert weights(found, "optimizer_s") == pytest.approx(2 * 28 * numel)
-    assert weights(found, "shard_s") == pytest.approx(2 * 28 * numel / 4)
+    """A fused AdamW reads weight, gradient and two moments and writes all but the gradient: 7 × 4
+    bytes; what others than ours do."""
+    own = dataclasses.replace(EAGER, optimizer_passes=2.0)
+    others, numel = dataclasses.replace(own, fused_optimizer=True), net().graph.num_parameters()
+    for target, optimizer, moved in (
+        (own, "adamw", 80), (own, "adamw_fused", 28), (others, "adamw", 28), (own, "sgd", 12),
+    ):  # fmt: skip
+        found = pricer(moving(), dp=2, cp=2, target=target, optimizer=optimizer)
+        assert weights(found, "optimizer_s") == pytest.approx(2 * moved * numel)
+        assert weights(found, "shard_s") == pytest.approx(2 * moved * numel / 4)
     # read the sum and the new gradient, write the sum; one micro-batch needs none of it
     target, numel = dataclasses.replace(EAGER, gradient_bytes=4), net().graph.num_parameters()
     for count, traffic in ((1, 0), (2, 12 * numel), (5, 12 * numel)):

@@ -24,6 +24,7 @@ HOST: Any = ON.host
 
 def setting(zero: int, part: float, microbatches: int = 1) -> Setting:
     given = {"microbatches": microbatches, "precision": "bf16", "zero": zero}
+    given |= {"optimizer": "adamw_fused"}
     return setting_on(ON, dp=8, states=part, **given)
 
 
@@ -38,7 +39,7 @@ def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: flo
     assert found.fetched_s == pytest.approx(0.5 * numel * 4 / HOST.link_bandwidth)
     bandwidth = HOST.memory_bandwidth / PER_NODE
     assert found.added_s == pytest.approx(0.5 * numel * 3 * 4 / bandwidth)
-    step = optimizer_step_bytes(0.5 * numel, optimizer="adamw")
+    step = optimizer_step_bytes(0.5 * numel, optimizer="adamw_fused")
     assert step == 0.5 * numel * 28
     assert found.step_s == pytest.approx(step / bandwidth)
 

@@ -149,7 +149,7 @@ def test_weights_alone_decay(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) 
     assert {p for group in (decayed, others) for p in group["params"]} == set(names)
     for group, decay in ((decayed, 0.1), (others, 0.0)):
         found = [group[name] for name in ("weight_decay", "lr", "betas", "eps")]
-        assert found == [decay, 1e-2, (0.8, 0.9), 1e-7]
+        assert found == [decay, 1e-2, (0.8, 0.9), 1e-7] and group["fused"]
     monkeypatch.setattr(trainer.args, "optim", "sgd")
     assert type(trainer._optimizer(trainer.result)) is torch.optim.SGD
 
