@@ -56,6 +56,8 @@ from meshwright.executor.files import (
     write_tensors,
 )
 from meshwright.executor.ranks import (
+    BESIDE,
+    OBJECTS,
     Background,
     all_gather_object,
     background,
@@ -97,9 +99,9 @@ class _Targets:
     stored: dict[str, StoredTensor]
 
 
-def group_of(state: RankState) -> dist.ProcessGroup | None:
-    """The gloo group of all ranks; None on one device."""
-    return None if state.place.mesh is None else gloo_group()
+def group_of(state: RankState, name: str = OBJECTS) -> dist.ProcessGroup | None:
+    """The gloo group of all ranks, that of the main thread or `BESIDE` it; None on one device."""
+    return None if state.place.mesh is None else gloo_group(name)
 
 
 # --- save -----------------------------------------------------------------------------------------
@@ -156,17 +158,18 @@ def save(
             # on every rank, since a state may be gathered from all
             given = run_on_all(group, lambda: _states(extra or {}))
             run_on_first(group, lambda: write_notes(saving, runtime, all_notes, given))
-        work = partial(_write, saving=saving, folder=folder, group=group)
+        work = partial(_write, saving=saving, folder=folder)
         if not asynchronous:
-            work(tensors)
+            work(tensors, group=group)
             return Saving(thread=None)
+        beside = group_of(runtime, BESIDE)
         with phase("copying a checkpoint to the host"):
             copied = {
                 kind: {name: chunks.copied() for name, chunks in named.items()}
                 for kind, named in tensors.items()
             }
             synchronize(runtime.place.device)
-    return Saving(thread=Background(f"checkpoint {folder}", partial(work, copied)))
+    return Saving(thread=Background(f"checkpoint {folder}", partial(work, copied, group=beside)))
 
 
 def check_loaded(state: RankState, place: str) -> None:

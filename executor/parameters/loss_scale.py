@@ -26,7 +26,7 @@ from torch.nn.utils import get_total_norm
 
 from meshwright.executor.host_values import read
 from meshwright.executor.parameters.parameters import StageParameter
-from meshwright.executor.ranks import Place, all_gather_object, background, gloo_group
+from meshwright.executor.ranks import Place, all_gather_object, gloo_group
 from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,6 @@ class StepGuard:
         found = (max(self.place.stages), bad[-1]) if bad else (-1, "")
         if self.place.mesh is None:
             return found[1]
-        background.finish_all()  # a save there communicates over the same group
         return max(all_gather_object(gloo_group(), found))[1]
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from meshwright.executor.errors import OptimizerError
 from meshwright.executor.parameters.parameters import StageParameter, load, whole_of
-from meshwright.executor.ranks import Place, all_gather_object, background, gloo_group
+from meshwright.executor.ranks import Place, all_gather_object, gloo_group
 
 Groups = list[dict[str, Any]]
 
@@ -112,7 +112,6 @@ class WholeTensors(torch.optim.Optimizer):
         mine = self.inner.state_dict()
         states = {self.chosen[k].fqn: state for k, state in mine["state"].items()}
         if self.place.mesh is not None:
-            background.finish_all()  # a save there communicates over the same group
             parts = all_gather_object(gloo_group(), states)
             states = {fqn: state for part in parts for fqn, state in part.items()}
         options = [

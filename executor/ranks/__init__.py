@@ -16,6 +16,7 @@ from meshwright.executor.ranks.meshes import (
     stage_meshes,
 )
 from meshwright.executor.ranks.object_collectives import (
+    BESIDE,
     OBJECTS,
     WAITING,
     all_gather_object,
@@ -38,10 +39,10 @@ from meshwright.executor.ranks.together import together
 from meshwright.executor.ranks.watchdog import progress
 
 __all__ = [
-    "BACKWARD", "FORWARD", "OBJECTS", "WAITING", "Background", "BatchCheck", "Edge", "Holders",
-    "Place", "StageMesh", "StopRequests", "all_gather_object", "background", "broadcast_object",
-    "check_equal", "device_here", "device_mesh", "distributed", "gather_object", "gloo_group",
-    "join_groups", "launch", "make_equal", "phase", "progress", "raising_runtime_error",
-    "run_on_all", "run_on_first", "same_random_state", "single_process", "stage_meshes",
-    "together", "world_size",
+    "BACKWARD", "BESIDE", "FORWARD", "OBJECTS", "WAITING", "Background", "BatchCheck", "Edge",
+    "Holders", "Place", "StageMesh", "StopRequests", "all_gather_object", "background",
+    "broadcast_object", "check_equal", "device_here", "device_mesh", "distributed", "gather_object",
+    "gloo_group", "join_groups", "launch", "make_equal", "phase", "progress",
+    "raising_runtime_error", "run_on_all", "run_on_first", "same_random_state", "single_process",
+    "stage_meshes", "together", "world_size",
 ]  # fmt: skip

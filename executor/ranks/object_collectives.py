@@ -1,8 +1,8 @@
 """Collectives on Python objects over gloo, which raise on all ranks what one of them raised.
 
 They have a process group of their own: beside NCCL, whose collectives a GPU would have to run, and
-beside training's gloo groups, whose order of collectives a save in the background would disturb.
-The group is None on one device.
+beside training's gloo groups. What is saved in the background has another one, as its collectives
+come among the main thread's in another order on each rank. The group is None on one device.
 
 A rank that waits in one of them is in the watchdog's phase `WAITING` (`watchdog.py`); its own work
 before and after is a phase apart. So the rank that hangs is blamed, and each phase has the whole
@@ -29,26 +29,26 @@ from meshwright.executor.ranks.watchdog import progress
 from meshwright.profiles.inputs import MeshwrightError
 
 WAITING = "waiting for the other ranks' checkpoint"
-OBJECTS = "objects"  # the description of the group
+OBJECTS, BESIDE = "objects", "objects in the background"  # the descriptions of groups
 T = TypeVar("T")
 
 
 @cache
-def _gloo(world: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The gloo group of all ranks, made once per world."""
+def _gloo(world: dist.ProcessGroup, name: str) -> dist.ProcessGroup:
+    """A gloo group of all ranks, made once per world."""
     timeout = timedelta(seconds=launch.timeout_s())
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=OBJECTS)
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout, group_desc=name)
     return group
 
 
-def gloo_group() -> dist.ProcessGroup | None:
-    """All ranks over the hosts' network; None in a rehearsal, where this process speaks for all of
-    them. The first call is collective."""
+def gloo_group(name: str = OBJECTS) -> dist.ProcessGroup | None:
+    """All ranks over the hosts' network, by default that of the main thread; None in a rehearsal,
+    where this process speaks for all of them. The first call of a name is collective."""
     if launch.rehearsed():
         return None
     world = dist.group.WORLD
     assert world is not None, "no process group"
-    return _gloo(world)
+    return _gloo(world, name)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.costmodel.graph import Graph
 from meshwright.executor.errors import SavedError
 from meshwright.executor.parameters import StageParameter, load, refresh_frozen, whole_of
-from meshwright.executor.ranks import Place, background, broadcast_object, gloo_group
+from meshwright.executor.ranks import Place, broadcast_object, gloo_group
 from meshwright.executor.stages import BuiltStage, HeldBuffer, UserModel
 from meshwright.planner.plan import Plan
 from meshwright.profiles.inputs import shown
@@ -97,7 +97,7 @@ class RankState:
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """All stages' state as whole CPU tensors, on every rank. Collective; for models that fit
-        one host. Waits for a checkpoint that is saved in the background."""
+        one host."""
         return self.merged({name: _whole(x) for name, x in self.state_dict().items()})
 
     def follow_buffers(self) -> None:
@@ -135,7 +135,6 @@ class RankState:
         leaders = [ranks[0] for ranks in self.plan.devices]
         if len(leaders) == 1:
             return tensors
-        background.finish_all()  # a save there communicates over the same group
         group = gloo_group()
         parts = [
             broadcast_object(group, rank, tensors if rank == self.place.rank else {})

@@ -8,6 +8,7 @@ groups are the other way round.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -190,6 +191,23 @@ def saves_beside_training(folder: Path) -> None:
     assert differing(loaded.state(), at_first) == []
     assert loaded.steps(1, 1) == losses
     assert differing(resume(GPT2, "pp2", folder / "second").state(), at_second) == []
+
+
+def saves_beside_another_start(folder: Path) -> None:
+    """The second rank writes when all have begun another run, the first one at once."""
+    run, begun, write = start(GPT2, "dp2"), threading.Event(), checkpoint.write_tensors
+
+    def late(*given: Any) -> Mapping[str, int]:
+        assert launch.rank() == 0 or begun.wait(60)
+        return write(*given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "write_tensors", late)
+        saving, saved = run.save(folder / "one", asynchronous=True), run.state()
+        start(GPT2, "dp2", other=True)
+        begun.set()
+        saving.wait()
+    assert differing(resume(GPT2, "dp2", folder / "one").state(), saved) == []
 
 
 def mistakes(folder: Path, path: Path, of_another: Path) -> dict[str, list[str]]:

@@ -114,6 +114,7 @@ def test_a_checkpoint_is_read_without_meshwright(saved: Any, of: str) -> None:
 
 def test_an_asynchronous_save_holds_the_state_at_its_call(tmp_path: Path) -> None:
     on_ranks(2, runs.saves_beside_training, tmp_path)
+    on_ranks(2, runs.saves_beside_another_start, tmp_path, timeout_s=90)
 
 
 def test_a_mistake_is_told_alike_on_all_ranks(saved: Any, tmp_path: Path) -> None:
