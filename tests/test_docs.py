@@ -1,8 +1,6 @@
 """The documents name files that exist, the README stays a page, and every example runs, as its
 docstring says; the README's ten lines are one of them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -4,8 +4,6 @@ Read from the syntax trees: what is raised by name must be a `MeshwrightError`, 
 with the reason why no user is given it.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,8 +1,6 @@
 """Meshwright takes one name: users may have a `planner` or `profiles` of their own beside it. A
 process loads no search for a plan file, and no planner for the executor."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Cells of the parity matrix as several folders train them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ distinct stage is evaluated once, in the first plan that has it; a plan is then 
 stages. Plans of which a device alone computes longer than the fastest plan takes are not simulated.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -2,8 +2,6 @@
 files. While it lasts, temporary files of the run and of what it starts have a folder of their own.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 import time

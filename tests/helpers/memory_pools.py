@@ -7,8 +7,6 @@ of no tensor it is the device's. An operator on tensors of both is an error, as 
 copies cross. An allocation beyond a budget is an error where it is made.
 """
 
-from __future__ import annotations
-
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator

@@ -1,7 +1,5 @@
 """The packages in the order of imports, which `tests/test_architecture.py` holds them to."""
 
-from __future__ import annotations
-
 from tests.helpers.source_files import PACKAGE
 
 # A package imports packages before it alone, and none of its own line.

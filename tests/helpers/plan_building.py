@@ -5,8 +5,6 @@ left over once every stage has one with parameters. Where they go is the `cut`: 
 ("front"), the last ("back"), or evenly to all.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

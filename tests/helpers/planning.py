@@ -3,8 +3,6 @@
 Everything is traced on meta: sizes cost nothing.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections import Counter

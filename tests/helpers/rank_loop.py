@@ -3,8 +3,6 @@
 rank_loop.py <path of the parent's socket>
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import random

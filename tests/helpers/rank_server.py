@@ -9,8 +9,6 @@ process group of its own and ends as any interpreter does. The server has one th
 group and no device, so that a rank inherits nothing but modules.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import json

@@ -4,8 +4,6 @@
 {'tp': 0} => override tp=0; legal: an integer from 1 to 1000000, or None to leave it free
 """
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Reports that several tests look at."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import torch

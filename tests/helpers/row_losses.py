@@ -1,7 +1,5 @@
 """Losses of y[b, s, w], a mask [b, s] and classes [b, s], by what they make of the rows b."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -13,8 +13,6 @@ lowered for every rank and run there, and what comes back is put together again:
 Partial values are random parts that sum to the whole, so that nothing passes by luck.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Whole tensors to what ranks hold of them, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

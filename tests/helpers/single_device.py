@@ -1,7 +1,5 @@
 """Weights as one device makes them: independent references for deferred initialisation."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

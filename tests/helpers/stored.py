@@ -7,8 +7,6 @@ makes it (`MAKING`, the modules `models` that define what is traced) and of the 
 and transformers: a change of any makes another entry, so that entries live between runs.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Ranks in one process: threads that form a process group, or a loop where nothing is exchanged."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping

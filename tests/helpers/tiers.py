@@ -4,8 +4,6 @@ A test is in the second tier by one marker, which says why and what the change t
 place. Nothing else decides.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model that traces in a moment, plans for it, clusters where splitting pays and where not."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

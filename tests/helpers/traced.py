@@ -1,7 +1,5 @@
 """Small models to trace, and the oracle: a graph run operator by operator against the model."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from typing import Any

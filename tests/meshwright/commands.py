@@ -1,7 +1,5 @@
 """A working folder with models for commands, which are called in this process."""
 
-from __future__ import annotations
-
 import io
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """A working folder for commands."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

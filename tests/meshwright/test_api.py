@@ -1,7 +1,5 @@
 """`auto_parallelize` in one process: planning for many ranks, running on one."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import re

@@ -1,7 +1,5 @@
 """The commands that ask: diff, explain, compare, fit and catalog."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Commands that plan, show, rehearse, report and run, called in this process: what goes to stdout,
 what to stderr, which exit code."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

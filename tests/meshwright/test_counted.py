@@ -1,7 +1,5 @@
 """The optimizer that steps, against the one that was planned with."""
 
-from __future__ import annotations
-
 import logging
 import re
 from functools import partial

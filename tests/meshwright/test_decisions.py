@@ -1,7 +1,5 @@
 """Decisions before a search: products in TF32, precision fp8, the shapes of other batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Outputs, data sets and generated tokens under the training layout, against one device."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache

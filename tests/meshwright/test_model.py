@@ -1,8 +1,6 @@
 """A ParallelModel of one rank: its steps, names and state against the plain model; what can't be
 trained is refused when it is given, not at the first step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Metrics of a run, of one and of four ranks, how far measured is from predicted, and loggers."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

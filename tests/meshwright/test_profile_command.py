@@ -1,7 +1,5 @@
 """`meshwright profile`: what is measured, once, and what the files and the terminal get."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import cache

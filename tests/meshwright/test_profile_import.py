@@ -1,7 +1,5 @@
 """Published collectives: what of a log or a table holds for a cluster, and that plans use it."""
 
-from __future__ import annotations
-
 import json
 import sqlite3
 from contextlib import closing

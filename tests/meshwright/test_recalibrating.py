@@ -1,7 +1,5 @@
 """Steps that ran correct the next prediction: kept, used without being told, and forgotten."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rehearsal in the flow: the report after it, progress meanwhile, what is refused."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

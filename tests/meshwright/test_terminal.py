@@ -1,7 +1,5 @@
 """What commands show on a terminal and elsewhere: the result, tables, progress, bytes moved."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -5,8 +5,6 @@ one position bias for all layers of a tower, a loss term that every layer adds t
 over several cuts, and dims that the batch's factor is folded into.
 """
 
-from __future__ import annotations
-
 import torch
 import transformers
 from torch import nn

@@ -6,8 +6,6 @@ are more popular; `one`, all tokens to the first experts, the others without any
 token's place, all experts with the same number.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

@@ -1,8 +1,6 @@
 """Small models with parts that no tracer follows: loops, branches, routing, kernels, autograd
 Functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

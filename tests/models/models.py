@@ -5,8 +5,6 @@ orders of summation. That rules out kinks where many values pass (SiLU for ReLU,
 pooling): a value that rounding moves across one changes a gradient by 1e-3.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -10,8 +10,6 @@ block, and shardings among those an operator offers; a sharding that `check_plan
 others is left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence

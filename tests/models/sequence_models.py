@@ -1,7 +1,5 @@
 """Models whose tokens meet outside of attention, or in attention of other kinds."""
 
-from __future__ import annotations
-
 import torch
 import transformers
 from torch import nn

@@ -1,7 +1,5 @@
 """Stacks of layers, and short traces of them against full ones."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ Everything random is drawn in one process from the seed and handed to the ranks,
 they can't disagree about it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from random import Random
 from typing import Any

@@ -3,8 +3,6 @@
 All ranks run each; what it returns is rank 0's.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ runs in fp32 only: in half precision, roundings decide between experts. The tabl
 what goes beyond these knobs. `covering` chooses the cells of the change tier.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations

@@ -5,8 +5,6 @@ operator's result, so that a loop of other operators (autocast's) differs by mor
 does: bf16 and fp16 cells have the lowered model on one device, in the same micro-batches.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The cells of the parity matrix compare them with a single device.
 """
 
-from __future__ import annotations
-
 import statistics
 from functools import cache
 

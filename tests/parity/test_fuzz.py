@@ -1,7 +1,5 @@
 """Random plans of random models equal the single device (`scripts/fuzz_parity` runs more)."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """Micro-batches of one row: the same operators, blocks and plan as any other batch size."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

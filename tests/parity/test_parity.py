@@ -1,7 +1,5 @@
 """Every plan equals the single device: losses, gradients, final parameters, to rounding."""
 
-from __future__ import annotations
-
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path

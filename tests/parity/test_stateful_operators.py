@@ -1,8 +1,6 @@
 """Operators that draw random numbers or keep statistics, on one device: evaluated, run again in the
 backward, and cut into micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

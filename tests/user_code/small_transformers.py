@@ -1,7 +1,5 @@
 """GPT-2 and Llama of two layers, with Megatron's shardings of each."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM

@@ -1,8 +1,6 @@
 """What a forward reads and leaves beside tensors, and numbers and attributes that change between
 steps: followed as plain PyTorch runs it, or refused with the line."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable

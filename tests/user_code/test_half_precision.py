@@ -3,8 +3,6 @@
 Gradients in bf16 miss those in fp32 by no more than torch's own autocast does, within a factor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

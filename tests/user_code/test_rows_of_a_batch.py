@@ -1,7 +1,5 @@
 """Losses by what they make of a batch's rows: exact in micro-batches and on ranks, or refused."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Batches of other sequence lengths and of fewer rows than planned."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Mapping

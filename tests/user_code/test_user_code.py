@@ -1,7 +1,5 @@
 """Models as users write them: trained on four ranks as plain PyTorch trains them, or refused."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

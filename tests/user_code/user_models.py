@@ -5,8 +5,6 @@ Sizes divide by 4. Activations are smooth (GELU, tanh), so that rounding can't m
 kink. A batch is made for any number of rows.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Mapping

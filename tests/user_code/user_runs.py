@@ -3,8 +3,6 @@
 The links of the cluster cost nothing, so that everything is sharded that can be.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -26,6 +26,7 @@ from meshwright.costmodel.stages.sums import (
     block_sums,
 )
 from meshwright.costmodel.target import Target
+from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import changed, cluster, setting_on, sums_of
 
 SECONDS = st.floats(0, 100)
@@ -314,3 +315,14 @@ def test_seconds_are_named_as_in_the_cost_and_arrays_priced_one_by_one() -> None
         one = stage_costs(sums[i, j], setting, "full")
         for name, value in dataclasses.asdict(one).items():
             assert np.asarray(getattr(whole, name))[i, j] == pytest.approx(value), name
+
+
+@pytest.mark.parametrize(("kept", "beside"), [(0.0, 4.0), (1.0, 3.0), (9.0, 0.0)])
+def test_an_optimizers_step_holds_what_it_makes(kept: float, beside: float) -> None:
+    """Beside the states, when no micro-batch is in flight; a fused kernel makes nothing."""
+    on = Cluster.from_catalog("h100-sxm")
+    found, fused = (
+        of_one(stage_costs(sums_of(parameters=1e9, saved_bytes=kept * 1e9), own, "none"))
+        for own in (setting_on(on, optimizer=name) for name in ("adamw", "adamw_fused"))
+    )
+    assert found.static_bytes - fused.static_bytes == beside * 1e9

@@ -1,7 +1,5 @@
 """Products in 8 bits against rounding by definition in double precision; scales of parts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -2,8 +2,6 @@
 gathered is gathered again once, as early as it can be. Weight gradients that are put off equal
 autograd's, and I computes none of them."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import weakref

@@ -6,8 +6,6 @@ save, `AFTER` more. A load starts from other weights, an optimizer that has made
 groups are the other way round.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass

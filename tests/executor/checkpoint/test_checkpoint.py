@@ -5,8 +5,6 @@ plan are one device's, bit for bit, initialised or read from files.
 That training under a plan is a plain loop's is the parity matrix's to say.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

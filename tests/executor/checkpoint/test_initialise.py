@@ -1,7 +1,5 @@
 """Deferred initialisation against a single device that initialises the same model in place."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention put together from blocks of keys, against attention with all of them at once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Tokens on the ranks of the context axis: their order, shifts of them, who attends to what."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -4,8 +4,6 @@ Oracles: every expert for every token, masked, by plain PyTorch; torch's norm of
 closed forms for what a rank holds and sends; DCP read without Meshwright.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Oracle: transformers' own loop over experts (`experts_implementation="eager"`) on one device.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from types import SimpleNamespace

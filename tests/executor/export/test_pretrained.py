@@ -1,8 +1,6 @@
 """What is exported under a plan, or converted of a checkpoint, is what transformers and peft load,
 and full disks do no harm."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,8 +1,6 @@
 """Tensors of a checkpoint folder: what a rank holds and writes of each, how boxes are read, and the
 metadata, of which nothing runs, and whose damage is told."""
 
-from __future__ import annotations
-
 import math
 import os
 import pickle

@@ -1,8 +1,6 @@
 """Folders: names of files, which lead nowhere else, manifests, what is said of bytes, and saves: a
 crash between any two operations on files leaves a complete checkpoint, the old or the new."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import sys

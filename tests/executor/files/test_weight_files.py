@@ -1,7 +1,5 @@
 """Files of weights: recognised, named, read in boxes; errors that say what to do."""
 
-from __future__ import annotations
-
 import gc
 import json
 import logging

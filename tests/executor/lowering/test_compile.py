@@ -1,8 +1,6 @@
 """Compiled blocks compute what the single device does, under every kind of plan; what can't be
 compiled is said before training, or with the name of the block."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Blocks that share a lowered module, and those that may not."""
 
-from __future__ import annotations
-
 import torch
 
 from meshwright.costmodel.sharding.data_axis import data_layout

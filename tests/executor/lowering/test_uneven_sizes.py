@@ -6,8 +6,6 @@ ranks go on from what they saved. On two ranks the parts are 66 and 65 (34 and 3
 33 and 32 (17 and 16).
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Mapping

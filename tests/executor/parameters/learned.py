@@ -1,7 +1,5 @@
 """A small GPT that learns sequences in which each token follows from the one before."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

@@ -1,8 +1,6 @@
 """Norms of a model's gradients from shares of ranks that hold parts and copies of them; the loss
 scale against torch's own, and what a step that is not finite does on one device."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ The single device is plain torch: the user's model, its own loop, `torch.nn.util
 same optimizer over the model's parameters.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

@@ -1,7 +1,5 @@
 """Optimizer states in host memory train as on one device, and lie where the plan says."""
 
-from __future__ import annotations
-
 import math
 from unittest import mock
 

@@ -4,8 +4,6 @@ says is hidden: collectives start while there is still compute.
 Collectives are recorded, not done: what counts is when they start, and when somebody waits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any

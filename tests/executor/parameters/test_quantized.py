@@ -3,8 +3,6 @@
 ZeRO++ (arXiv:2306.10209) claims a quarter of ZeRO-3's bytes, and losses as without it.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizer states in files train as on one device, and lie there and not in memory."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from pathlib import Path

@@ -9,8 +9,6 @@ and, started again by torchrun, goes on from there, and fails no more. At the `s
 before there is a process group, or waits in one to be interrupted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ run to save.
 The ranks of `fault_worker` fail on purpose; here it is read how each of them ended.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """The ranks of a stage's axes, what ranks must give alike, and what they tell each other:
 collectives on objects, their errors, and the watchdog's phases meanwhile."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

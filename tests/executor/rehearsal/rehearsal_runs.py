@@ -1,7 +1,5 @@
 """Cells of the parity matrix rehearsed, priced, and run on real ranks under the same recorder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache

@@ -1,8 +1,6 @@
 """Proofs: on logs written by hand, of a pipeline of two stages of two ranks, and on what ranks
 would save; right, and with faults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any

@@ -2,8 +2,6 @@
 that is saved: repetitions of micro-batches are what running them would have recorded, and ranks are
 shared out over processes."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

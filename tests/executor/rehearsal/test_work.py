@@ -2,8 +2,6 @@
 memory by kind and block; and the estimate of a step from them: by hand, and on clusters where one
 thing alone takes time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Re-shards against the states they move between, and the tables against each other."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import product

@@ -1,8 +1,6 @@
 """A measured step reads like the simulated one: the same tracks, the same names in the same order,
 on one clock; and it is a training step as any other."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -2,8 +2,6 @@
 ZeRO, buffers, parameters of two stages, clipped gradients, and in fp16 not finite ones.
 """
 
-from __future__ import annotations
-
 import math
 import shutil
 from dataclasses import replace

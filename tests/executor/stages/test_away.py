@@ -1,8 +1,6 @@
 """Activations in host memory train as on one device, and lie where the plan says. The rows that a
 rank reads, and totals of micro-batches."""
 
-from __future__ import annotations
-
 import gc
 import math
 from dataclasses import replace

@@ -4,8 +4,6 @@ The oracle of the stand-in is the CPU: where a GPU does the same, the two logs a
 answered without torch's dispatcher is what torch answers.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections import defaultdict

@@ -1,8 +1,6 @@
 """What crosses between stages: every destination box once, from ranks that hold it. Memory of what
 was sent: given back where nobody else has it, with the graph behind it whole."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """A dataset of token rows, and plans of a small model that is trained on it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import cache
 from typing import Any

@@ -1,8 +1,6 @@
 """A rank feeds its own rows: the losses are those of one device on the global batches; what a
 loader is given and can't be is refused when it is made."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which rank gets which samples: each once, and after a resume under any number of ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

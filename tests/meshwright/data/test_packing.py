@@ -1,8 +1,6 @@
 """Packed documents: what a batch holds, that a stream loses and repeats nothing, and that models
 train on it as on the documents alone."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator, Mapping

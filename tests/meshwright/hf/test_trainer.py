@@ -1,7 +1,5 @@
 """The Trainer beside transformers' own: the same arguments, the same losses; the rest refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

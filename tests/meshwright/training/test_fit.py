@@ -1,8 +1,6 @@
 """A run that is stopped goes on, under any plan and number of ranks, as if it had not been; what
 `fit` is given and can't be is refused before a step."""
 
-from __future__ import annotations
-
 import os
 import signal
 from itertools import count

@@ -1,8 +1,6 @@
 """What a run keeps: checkpoints, of which the newest sound one is resumed, and plans for as many
 hosts and for others."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

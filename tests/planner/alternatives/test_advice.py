@@ -1,8 +1,6 @@
 """Advice with the numbers that it rests on: other batches, sizes and losses; and what to train
 otherwise where nothing fits, its bytes by the formulas of states and logits."""
 
-from __future__ import annotations
-
 import math
 import re
 from types import SimpleNamespace

@@ -1,8 +1,6 @@
 """Alternatives: what a family is; what it lacks, in bytes, against searches restricted to it; and
 what a report is asked later: the price of overrides, the best of each family, sensitivity."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """What would flip the decision: the factor, against prices just below and above it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Blocks of every kind of model: where they are cut, which are alike, what crosses between."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Bounds on pipelines against simulated steps and against choices enumerated one by one."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

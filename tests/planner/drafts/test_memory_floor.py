@@ -1,7 +1,5 @@
 """No plan is lost with a mesh that is refused before it is priced."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable

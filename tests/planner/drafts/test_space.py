@@ -1,7 +1,5 @@
 """What the search chooses from: nothing that can't be, and nothing left out that may win."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import random

@@ -1,8 +1,6 @@
 """Combinations of one mesh: their bounds, and their cuts, against every cut there is, simulated; of
 different meshes: stages in the inter-op DP's table as the evaluator prices them, and bounds."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from functools import cache

@@ -1,8 +1,6 @@
 """The inter-operator program against enumeration of every partition, its reduced table against the
 whole one, and cuts into equal meshes and into stages that share devices against every cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations, pairwise, repeat

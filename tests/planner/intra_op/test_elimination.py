@@ -1,8 +1,6 @@
 """Elimination and the solver against enumeration of every assignment, where one hands over to the
 other, and the time that the solver has."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

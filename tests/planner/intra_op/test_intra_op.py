@@ -1,8 +1,6 @@
 """The intra-operator program: exact against enumeration, worth what its assignment costs, and
 splitting models as the field does."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

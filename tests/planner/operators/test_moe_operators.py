@@ -1,7 +1,5 @@
 """The operators of mixtures of experts: against every expert for every token, masked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

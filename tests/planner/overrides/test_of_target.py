@@ -1,7 +1,5 @@
 """What a target can't run is not searched for it, and refused where it is asked for."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

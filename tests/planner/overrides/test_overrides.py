@@ -1,8 +1,6 @@
 """Overrides: what each may be, which contradict each other, what they do to the search, what a
 report says of those without an effect; a whole plan as overrides, which leave that plan alone."""
 
-from __future__ import annotations
-
 import dataclasses
 from itertools import product
 from pathlib import Path

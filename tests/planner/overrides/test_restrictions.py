@@ -1,7 +1,5 @@
 """Overrides by block: globs, what is left free or allowed, the stages that may have a value."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The page in a browser, where one is installed (`scripts/setup_browser`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

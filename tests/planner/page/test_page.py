@@ -1,8 +1,6 @@
 """The page of a report as a file, and its rows before they are drawn: its numbers, charts, labels,
 sizes; without a browser."""
 
-from __future__ import annotations
-
 import base64
 import copy
 import csv

@@ -1,7 +1,5 @@
 """A plan against its model: globs over names, and everything that cannot hold."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -1,8 +1,6 @@
 """Plans as files: the round trip, what a person reads, what is wrong with a malformed one; what a
 plan puts into host memory, whole blocks from the last one on."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

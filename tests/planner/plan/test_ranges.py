@@ -1,7 +1,5 @@
 """Names, ranks and globs: what they mean, by definition, and their limits."""
 
-from __future__ import annotations
-
 import functools
 import random
 import time

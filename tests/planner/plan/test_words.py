@@ -1,7 +1,5 @@
 """Numbers and plans in words."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A plan's price from its stages' components: what crosses devices, what adds up on one device, its
 terms and their parts, communication by axis and memory by what holds it."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The net's activations between layers are [rows, 6, 16] in fp32; nothing waits for a latency.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 from typing import Any

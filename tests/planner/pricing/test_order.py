@@ -1,8 +1,6 @@
 """A price after any other one equals the price alone: what is remembered depends on nothing else
 than on what it is remembered by."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

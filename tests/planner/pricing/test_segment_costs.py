@@ -1,7 +1,5 @@
 """Segments of blocks: seconds, kept bytes and those held while they run again."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

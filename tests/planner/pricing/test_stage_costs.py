@@ -1,7 +1,5 @@
 """Costs of stages against the price of the plan made from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

@@ -5,8 +5,6 @@ on hardware, or a similar one, where it must not. Models are deepened from shall
 few micro-batch counts, so that a search takes about a second.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import Counter

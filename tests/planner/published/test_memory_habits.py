@@ -1,7 +1,5 @@
 """What frameworks keep in memory, each habit by the bytes it saves on a small published row."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Published mixtures of experts: their models' sizes, and rows that are read and priced."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

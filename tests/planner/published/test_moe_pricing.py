@@ -4,8 +4,6 @@ what the busiest of the ranks that share experts out computes, sends, keeps.
 Oracles: dense models of the same work, closed forms on ideal links, enumeration.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

@@ -5,8 +5,6 @@ The times are published facts, each with its source. The band is for units and o
 how good the predictions are is `scripts/validate_costmodel`'s to say.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

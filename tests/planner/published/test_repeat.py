@@ -1,7 +1,5 @@
 """A stack deepened from a shallow trace against the same depth traced in full."""
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 

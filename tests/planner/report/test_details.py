@@ -1,7 +1,5 @@
 """What a report has for a closer look, on a plan of every axis."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

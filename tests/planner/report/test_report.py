@@ -1,7 +1,5 @@
 """The report: the first screen, the sums, what is named, what is data."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

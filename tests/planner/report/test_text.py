@@ -1,7 +1,5 @@
 """The short text: what it has, what it leaves to the full one, that it explores nothing; tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """Where nothing fits: what is refused once its steps are followed, and ways out, against searches
 of what is relaxed."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any
 

@@ -1,8 +1,6 @@
 """States, weights and activations go to host memory, or states to files, where nothing fits
 without, or where it pays, and no more."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

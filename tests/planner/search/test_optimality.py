@@ -1,8 +1,6 @@
 """The outer search against every plan there is, enumerated and priced one by one; and against
 itself: more freedom never makes a plan slower."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Planning prints nothing: neither the solver's banner, nor transformers' warnings of our trace."""
 
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys

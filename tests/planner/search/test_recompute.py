@@ -1,8 +1,6 @@
 """What runs again in a backward: block by block, in segments, gathers alone; where memory asks for
 it, and where the user does."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from typing import Any

@@ -4,8 +4,6 @@ A record is made with one seed of Python's hashes and compared under another, on
 is chosen depends on neither, and no search has a time limit.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from pathlib import Path

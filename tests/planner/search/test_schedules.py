@@ -1,8 +1,6 @@
 """Schedules in the search: zero bubbles, two copies of the model, steps validated afterwards, and
 one that is added: its entry in the table and its order are all it takes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache

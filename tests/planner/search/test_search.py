@@ -1,7 +1,5 @@
 """The outer search: memory, overrides, what it finds for known cases, limits of time."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

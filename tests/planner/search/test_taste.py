@@ -1,7 +1,5 @@
 """What is chosen among plans that prices can't tell apart."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import cache

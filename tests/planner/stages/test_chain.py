@@ -1,7 +1,5 @@
 """Block programs, and stages composed from them, against every path through the boundary states."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 

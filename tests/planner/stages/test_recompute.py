@@ -1,7 +1,5 @@
 """Recompute per block against all choices there are, and the bound that the search relies on."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

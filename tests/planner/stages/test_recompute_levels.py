@@ -1,7 +1,5 @@
 """Time against memory: the least recompute that fits, and what is between two levels."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

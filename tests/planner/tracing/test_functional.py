@@ -1,8 +1,6 @@
 """Values of a traced program: writes into memory, assigned buffers and regions as plain values; the
 batch in fake tensors, its numbers and documents; random draws."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import operator

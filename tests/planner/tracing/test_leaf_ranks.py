@@ -1,7 +1,5 @@
 """Leaves on ranks: models with parts that no tracer follows train as on one device."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -2,8 +2,6 @@
 
 Trials of rules: what is known of each forward, which is written for its one fault."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import pickle

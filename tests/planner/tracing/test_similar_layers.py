@@ -1,8 +1,6 @@
 """Short traces of models with repeated layers are the full ones: which layers are built alike,
 which of them compute alike."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Traced graphs against eager runs: the same loss, the same gradients, the shapes they claim."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping
