@@ -241,6 +241,17 @@ def _copying(setting: Setting) -> float:
     return 1 + copied / optimizer_step_bytes(1.0, optimizer=setting.optimizer)
 
 
+def _static_bytes(
+    held: HeldBytes[Floats], passing: Floats, active: Floats, sums: Sums, setting: Setting
+) -> Floats:
+    """Bytes beside the micro-batches in flight, each of which holds so many `active` ones: in a
+    backward, or in the optimizer's step, when none is in flight."""
+    states = held.weights + held.gradients + held.optimizer + held.frozen
+    stepping = states + held.communicators + _temporary_bytes(sums, setting)
+    static: Floats = np.maximum(states + held.buffers + passing, stepping - active)
+    return static
+
+
 def _temporary_bytes(sums: Sums, setting: Setting) -> Floats:
     """Bytes that the optimizer makes beside its states on a GPU, where a step is followed so far:
     others are fitted with what theirs do."""
@@ -354,7 +365,6 @@ def stage_costs(
         repeated.gather_s if setting.sharing.zero == 3 else np.zeros(())
     )  # before it, nothing hides
     held = held_bytes(sums, setting, repeated)
-    states = held.weights + held.gradients + held.optimizer + held.frozen
     kept = sums.saved_bytes + sums.input_bytes - repeated.freed_bytes
     if sent is None:
         busy = host.fetched_s * (setting.sharing.zero == 3)  # the link, in a backward
@@ -363,10 +373,6 @@ def stage_costs(
     # as it comes back, what the micro-batch kept on the device of later blocks is let go
     back = np.maximum(sent.passing_bytes - (kept - sent.nbytes), 0.0)
     passing = held.transient + held.communicators + back
-    static = states + held.buffers + passing
-    # in the optimizer's step nothing is in flight, and what it makes beside the states lies there
-    stepping = states + held.communicators + _temporary_bytes(sums, setting)
-    static = np.maximum(static, stepping - (kept - sent.nbytes))
     return StageCosts(
         forward_s=passes.forward_s + sent.forward_s,
         backward_s=passes.backward_s + again_s + sent.backward_s,
@@ -384,7 +390,7 @@ def stage_costs(
         * _copying(setting)
         * (sums.shard_s if setting.sharing.zero else sums.optimizer_s)
         + host.step_s,
-        static_bytes=static,
+        static_bytes=_static_bytes(held, passing, kept - sent.nbytes, sums, setting),
         passing_bytes=passing,
         activation_bytes=kept - sent.nbytes,
         parameters=sums.parameters,
