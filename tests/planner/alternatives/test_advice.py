@@ -129,7 +129,7 @@ def decoder(words: int = 32000, length: int = 64) -> Traced:
     return llama(512, 1024, 8, 8, words=words, length=length)
 
 
-def message(of: Traced, memory_bytes: float, optimizer: str = "adamw", **given: int) -> str:
+def message(of: Traced, memory_bytes: float, optimizer: str = "adamw_fused", **given: int) -> str:
     problem = problem_of(of, cluster(1, memory_bytes=memory_bytes), optimizer=optimizer)
     search = Search(problem, 2, Overrides(**given, forbid=["offload"]))
     with pytest.raises(InfeasibleError) as caught:

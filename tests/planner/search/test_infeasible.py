@@ -63,11 +63,11 @@ def test_the_search_goes_on_without_what_was_refused() -> None:
 
 
 def test_where_nothing_is_left_the_least_that_lacks_is_said() -> None:
-    memory_bytes = 1.2 * states_bytes()
-    assert following(memory_bytes, SUMMED, devices=1).run().best.fits
+    memory_bytes, forbid = 0.45 * states_bytes(), ("tp", "pp", "offload", "zero-3")
+    assert following(memory_bytes, SUMMED, forbid=forbid).run().best.fits
     with pytest.raises(InfeasibleError, match=r"in the course of its step .* [KM]iB more") as no:
-        following(memory_bytes, devices=1).run()
-    assert 0 < no.value.shortfall_bytes[0] < 0.1 * memory_bytes
+        following(memory_bytes, forbid=forbid).run()
+    assert 0 < no.value.shortfall_bytes[0] < 0.3 * memory_bytes
     assert no.value.relaxations
 
 
