@@ -181,7 +181,8 @@ class PassNeeds:
         mesh = replace(mesh, ep=mesh.ep if self.experts else min(mesh.ep, 2))
         least = max(mesh.least_dp, min(setting.mesh.dp, 2) if self.loss else 1)
         batch = Batch(rows=setting.batch.rows, microbatches=several if self.met or self.loss else 1)
-        mesh = replace(mesh, dp=mesh.dp if self.met else least)
+        if not self.met:
+            mesh = replace(mesh, dp=least, spread=mesh.spread_in_pass)
         return Setting(problem=setting.problem, mesh=mesh, batch=batch)
 
 

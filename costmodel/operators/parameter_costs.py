@@ -19,7 +19,7 @@ ranks than other parameters: as many of these share them as divide both s and th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -57,33 +57,34 @@ class ParameterPricer:
     setting: Setting
     numel: Callable[[str, Placement], float]
     unit_numel: Mapping[str, float]
-    known: dict[Any, Cost] = field(default_factory=dict)
-    _where: Hashable = field(init=False)  # what prices depend on beside the parameter
-    _apart: Hashable = field(init=False)  # and beside the ranks that share experts out
+    known: dict[Any, dict[Any, Cost]] = field(default_factory=dict)
+    _own: dict[Any, Cost] = field(init=False)  # those of this setting
 
     def __post_init__(self) -> None:
         of = self.setting = self.setting.of_parameters
-        self._where = of.mesh, of.sharing, of.batch
-        self._apart = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch
+        self._own = self.known.setdefault((of.mesh, of.sharing, of.batch), {})
 
     def cost(self, value: str, placement: Placement) -> Cost:
         """Gradient reduction, gathering, accumulation over micro-batches and optimizer step of one
         parameter, for ZeRO and for none."""
-        key = value, placement, self._where
-        if key not in self.known:
+        key = value, placement
+        if key not in self._own:
             meta = self.graph.values[value]
             trained = meta.requires_grad and meta.numel > 0
-            self.known[key] = self._alike(value, placement) if trained else NOTHING
-        return self.known[key]
+            self._own[key] = self._alike(value, placement) if trained else NOTHING
+        return self._own[key]
 
     def _alike(self, value: str, placement: Placement) -> Cost:
         """The same for all parameters of one size that travel with as many others."""
         numel, unit = self.graph.values[value].numel, self.unit_numel.get(value, 0.0)
         size = self.numel(value, placement), numel, unit
-        key = size, self._parts(value, placement), self._apart
-        if key not in self.known:
-            self.known[key] = self._cost(value, placement)
-        return self.known[key]
+        # also of settings that differ in who shares experts out
+        of = self.setting
+        where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch
+        known, key = self.known.setdefault(where, {}), (size, self._parts(value, placement))
+        if key not in known:
+            known[key] = self._cost(value, placement)
+        return known[key]
 
     def _cost(self, value: str, placement: Placement) -> Cost:
         setting, target, device = self.setting, self.setting.target, self.setting.cluster.device

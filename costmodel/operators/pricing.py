@@ -57,7 +57,7 @@ class Pricer(ReshardPricer):
     unit_numel: Mapping[str, float] = field(default_factory=dict)
     parameters: ParameterPricer = field(init=False)
     _ops: dict[tuple[str, str], Cost] = field(default_factory=dict)
-    known_parameters: dict[Any, Cost] = field(default_factory=dict)
+    known_parameters: dict[Any, dict[Any, Cost]] = field(default_factory=dict)
     _splits: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

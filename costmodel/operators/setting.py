@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from meshwright.costmodel.kernels import Group, OpProfile, collective_time, group_for
 from meshwright.costmodel.operators.problem import Problem
@@ -47,6 +48,11 @@ class Mesh:
     def least_dp(self) -> int:
         """The smallest data axis over which the experts can be shared out."""
         return self.ep // math.gcd(self.ep, self.cp)
+
+    @property
+    def spread_in_pass(self) -> int:
+        """`spread`, where axes that communicate within a pass lie across the stages between."""
+        return self.spread if self.cp * self.ep > 1 else 1
 
     @property
     def holders(self) -> int:
@@ -95,7 +101,7 @@ class HostParts:
 NOT_AWAY, UNSHARED = HostParts(), Sharing()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setting:
     """A stage's mesh in a problem, its batch, how its states are shared out and what lies in host
     memory. Steps that are `validated` afterwards keep what they may have to undo."""
@@ -127,15 +133,15 @@ class Setting:
     def profile(self) -> OpProfile | None:
         return self.problem.profile
 
-    @property
+    @cached_property
     def of_pass(self) -> Setting:
         """With what a pass depends on, batches that meet on the data axis left aside: with the
         rows, not with the ranks that have others."""
-        mesh = replace(self.mesh, dp=self.mesh.least_dp)
+        mesh = replace(self.mesh, dp=self.mesh.least_dp, spread=self.mesh.spread_in_pass)
         batch = Batch(rows=self.batch.rows)
         return Setting(problem=self.problem, mesh=mesh, batch=batch)
 
-    @property
+    @cached_property
     def of_step(self) -> Setting:
         """With what a block costs in a step, in whichever ZeRO stage, its parts off the device left
         aside: of micro-batches whether there are several, of a secondary shard who would have
@@ -149,7 +155,7 @@ class Setting:
             validated=False,
         )
 
-    @property
+    @cached_property
     def of_parameters(self) -> Setting:
         """With what a parameter costs in a step."""
         own = self.of_step

@@ -81,7 +81,7 @@ class _Known:
     contexts: dict[tuple[int, ContextKind | None], ContextLayout] = field(default_factory=dict)
     # prices of operators, by the setting of a pass
     pricers: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
-    parameters: dict[Any, Cost] = field(default_factory=dict)  # of `ParameterPricer`
+    parameters: dict[Any, dict[Any, Cost]] = field(default_factory=dict)  # of `ParameterPricer`
     blocks: dict[tuple[Mesh, Batch, Sharing, Decided], Sums] = field(default_factory=dict)
     needs: dict[str, PassNeeds] = field(default_factory=dict)  # by class of a block
     passes: dict[tuple[Mesh, Batch, Decided], PassPrice] = field(default_factory=dict)
