@@ -123,7 +123,7 @@ class _Ways:
         """The best block with this strategy."""
         ends = strategy.operands, strategy.results
         states = " -> ".join(", ".join(map(str, end)) for end in ends)
-        setting = self.pricer.setting
+        setting = self.pricer.step
         program = BlockProgram(
             self.pricer,
             self.coster.layouts(self.block, setting.mesh.tp),
@@ -153,7 +153,7 @@ class _Ways:
         for step in steps:
             if not isinstance(step, Move) or step.known:
                 continue
-            times = 1 if step.once else self.pricer.setting.batch.microbatches
+            times = 1 if step.once else self.pricer.step.batch.microbatches
             for kind in transition(step.source, step.target) or ():
                 if kind:
                     calls[kind] += times
