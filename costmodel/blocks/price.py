@@ -179,10 +179,10 @@ class PassNeeds:
         all."""
         mesh, several = setting.mesh, min(setting.batch.microbatches, 2)
         mesh = replace(mesh, ep=mesh.ep if self.experts else min(mesh.ep, 2))
-        least = max(mesh.least_dp, min(setting.mesh.dp, 2) if self.loss else 1)
         batch = Batch(rows=setting.batch.rows, microbatches=several if self.met or self.loss else 1)
         if not self.met:
-            mesh = replace(mesh, dp=least, spread=mesh.spread_in_pass)
+            ranks = min(mesh.dp, 2) if self.loss else 1
+            mesh = replace(mesh.alone, dp=max(mesh.alone.dp, ranks))
         return Setting(problem=setting.problem, mesh=mesh, batch=batch)
 
 

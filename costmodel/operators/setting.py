@@ -45,14 +45,11 @@ class Mesh:
         return self.dp * self.cp * self.tp
 
     @property
-    def least_dp(self) -> int:
-        """The smallest data axis over which the experts can be shared out."""
-        return self.ep // math.gcd(self.ep, self.cp)
-
-    @property
-    def spread_in_pass(self) -> int:
-        """`spread`, where axes that communicate within a pass lie across the stages between."""
-        return self.spread if self.cp * self.ep > 1 else 1
+    def alone(self) -> Mesh:
+        """Without ranks that have other rows alone: the smallest data axis over which the experts
+        can be shared out, spread where axes that communicate within a pass lie across it."""
+        spread = self.spread if self.cp * self.ep > 1 else 1
+        return replace(self, dp=self.ep // math.gcd(self.ep, self.cp), spread=spread)
 
     @property
     def holders(self) -> int:
@@ -137,9 +134,8 @@ class Setting:
     def of_pass(self) -> Setting:
         """With what a pass depends on, batches that meet on the data axis left aside: with the
         rows, not with the ranks that have others."""
-        mesh = replace(self.mesh, dp=self.mesh.least_dp, spread=self.mesh.spread_in_pass)
         batch = Batch(rows=self.batch.rows)
-        return Setting(problem=self.problem, mesh=mesh, batch=batch)
+        return Setting(problem=self.problem, mesh=self.mesh.alone, batch=batch)
 
     @cached_property
     def of_step(self) -> Setting:

@@ -55,10 +55,8 @@ class HostCosts:
 
 def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     """The costs of the part of the states that lies in host memory."""
-    host, numel = (
-        setting.cluster.host,
-        sums.shard_parameters if setting.sharing.zero else sums.parameters,
-    )
+    host = setting.cluster.host
+    numel = sums.shard_parameters if setting.sharing.zero else sums.parameters
     moved = setting.host.states * numel
     if host is None or not setting.host.states:
         none = np.zeros_like(numel)

@@ -77,8 +77,9 @@ class Steps(PlannedModel):
         """A step with the optimizer's; the first one says where another was planned with."""
         if not self._stepped:
             self._stepped = True
-            said = other_than_counted(optimizer, self.plan, self._problem)
-            if said and launch.rank() == 0:
+            if launch.rank() == 0 and (
+                said := other_than_counted(optimizer, self.plan, self._problem)
+            ):
                 log.warning("%s", said)
         if not self.plan.post_validation:
             optimizer.zero_grad()

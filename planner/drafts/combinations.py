@@ -30,8 +30,9 @@ class StageSetup:
     @property
     def setting(self) -> Setting:
         host = self.host if self.zero < 3 else replace(self.host, weights=0.0, files=0.0)
-        own = replace(self.chain.setting, sharing=self.sharing, host=host)
-        return replace(own, validated=self.validated)
+        return replace(
+            self.chain.setting, sharing=self.sharing, host=host, validated=self.validated
+        )
 
     @property
     def offload(self) -> dict[str, float]:

@@ -167,4 +167,4 @@ def overfull(load: float, loads: Floats, passing: Floats, room: float, groups: i
 
 def _reference(mesh: Mesh) -> Mesh:
     """The smallest mesh without a tensor axis that splits sequences and experts alike."""
-    return replace(mesh, dp=mesh.least_dp, tp=1, spread=1)
+    return replace(mesh.alone, tp=1, spread=1)

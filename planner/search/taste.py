@@ -110,11 +110,9 @@ def kind_of_mesh(one: Combination) -> tuple[int, ...]:
     """What sets combinations apart by simplicity."""
     mesh = one.setup.mesh
     axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
-    quantized = one.setup.sharing.quantized != "none"
-    parted = (
-        (one.setup.sharing.dp_shard > 0) + (one.setup.sharing.hpz > 0) + quantized,
-        mesh.spread > 1,
-    )
+    sharing = one.setup.sharing
+    parts = (sharing.dp_shard > 0) + (sharing.hpz > 0) + (sharing.quantized != "none")
+    parted = parts, mesh.spread > 1
     return *axes, SCHEDULES[one.schedule].standard, *parted
 
 

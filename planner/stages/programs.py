@@ -358,8 +358,7 @@ class BlockPrograms:
         stage, for any data axis with these rows, under any ZeRO stage: without what is paid once
         per step. Zeros where no time is left to find out."""
         mesh, batch = setting.mesh, setting.batch
-        if not self._meets:
-            mesh = replace(mesh, dp=mesh.least_dp, spread=mesh.spread_in_pass)
+        mesh = mesh if self._meets else mesh.alone
         batch = replace(batch, microbatches=min(batch.microbatches, 2))
         if (mesh, batch) not in self._solved.least:
             own = Setting(problem=setting.problem, mesh=mesh, batch=batch)
