@@ -31,7 +31,8 @@ def started() -> Iterator[WebDriver]:
         options.add_argument(flag)
     logs = {"browser": "ALL", "performance": "ALL"}
     options.set_capability("goog:loggingPrefs", logs)
-    with TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # the browser leaves files
+    # the browser leaves files; the path of a socket among them must be short
+    with TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
         service = Service(DRIVER, env={**os.environ, "TMPDIR": folder})
         driver = webdriver.Chrome(options=options, service=service)
         driver.set_page_load_timeout(TIMEOUT_S)
