@@ -16,12 +16,13 @@ from meshwright.costmodel.blocks.price import (
     PassPrice,
     price_block,
     price_pass,
+    priced_steps,
     repeated_by_policy,
 )
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 
 __all__ = [
     "RECOMPUTE", "REGATHER", "REGATHERING", "KnownSteps", "Moment", "PassNeeds", "PassPrice",
-    "Repeated", "in_segments", "parts_of", "price_block", "price_pass", "recomputable",
-    "repeated_by_policy", "repeated_ops", "segment_policy",
+    "Repeated", "in_segments", "parts_of", "price_block", "price_pass", "priced_steps",
+    "recomputable", "repeated_by_policy", "repeated_ops", "segment_policy",
 ]  # fmt: skip

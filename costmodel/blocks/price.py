@@ -7,7 +7,7 @@ per step does (`price_block`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.blocks.backward import Moment, backward_course
@@ -31,20 +31,20 @@ from meshwright.costmodel.sharding import (
     Strategy,
     moves,
 )
-from meshwright.profiles.inputs import MeshwrightError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """Seconds of the operators that a recompute policy runs again, on the device (of which
-    communication `comm_s`) and on the host, and the bytes that it frees; of a policy that gathers
-    again the gathers (`moves`)."""
+    """What a recompute policy runs again of a forward (`steps`): seconds on the device (of which
+    communication `comm_s`), without those of gathers that products hide (`hidden_s`), and on the
+    host; and the bytes that it frees."""
 
     seconds: float
     comm_s: float
     host_s: float
     freed_bytes: float
-    moves: tuple[Move, ...] = ()
+    hidden_s: float = 0.0
+    steps: tuple[Run | Move, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def price_pass(
     Raises ValueError where a re-shard does not exist."""
     block, chosen = layouts.block, assignment.strategies
     known = known or KnownSteps(moves(layouts, assignment, inputs))
-    cost = total(_costs(pricer, block, known.steps))
+    cost = total(map(pricer.step_cost, priced_steps(known.steps)))
     memory = known.memory(pricer)
     held = _logits(pricer, block) if pricer.setting.target.loss_in_place else frozenset()
     return PassPrice(
@@ -186,34 +186,9 @@ class PassNeeds:
         return Setting(problem=setting.problem, mesh=mesh, batch=batch)
 
 
-def _costs(pricer: Pricer, block: Block, steps: Sequence[Step]) -> Iterator[Cost]:
-    """Prices of operators, each followed by those of its results' moves; then of the moves of what
-    enters."""
-    moved: dict[str, list[Move]] = {}
-    for step in steps:
-        if isinstance(step, Move):
-            moved.setdefault(step.value, []).append(step)
-    for step in steps:
-        if isinstance(step, Run):
-            yield pricer.op_cost(step.op, step.strategy)
-            for value in step.op.results:
-                yield from (_move_cost(pricer, move) for move in moved.get(value, ()))
-    for value in (*block.inputs, *block.parameters):
-        yield from (_move_cost(pricer, move) for move in moved.get(value, ()))
-
-
-def _move_cost(pricer: Pricer, move: Move) -> Cost:
-    """Price of a re-shard. Raises ValueError where there is none between its states."""
-    price = pricer.reshard_parameter if move.once else pricer.reshard
-    cost = price(move.value, move.source, move.target)
-    if cost is None:
-        raise MeshwrightError(
-            "no re-shard exists between the states the plan gives it",
-            place=f"value {move.value}",
-            legal="states with a re-shard between them",
-            way_out="change one of the two, or leave it to follow",
-        )
-    return cost
+def priced_steps(steps: Sequence[Step]) -> list[Run | Move]:
+    """Those of a block's steps that take time."""
+    return [step for step in steps if isinstance(step, (Run, Move))]
 
 
 def repeated_by_policy(pricer: Pricer, block: Block) -> Repeated:
@@ -237,49 +212,48 @@ def _repeats(
     block: Block,
     steps: Sequence[Step],
     memory: BlockMemory,
-    forward: Cost,
+    cost: Cost,
 ) -> dict[str, Repeats]:
     """What each policy runs again: its operators, by partial ones, and gathers, where it says so;
     by `full` what makes all that the backward needs, with the re-shards between, or the whole
     forward."""
     if not repeated:
         return {}
-    costs = {s.op.name: pricer.op_cost(s.op, s.strategy) for s in steps if isinstance(s, Run)}
+    runs = [step for step in steps if isinstance(step, Run)]
 
-    def again(names: Collection[str], between: Collection[Storage]) -> Cost:
-        moved = (memory.moved[storage][0] for storage in between)
-        return total(
-            [
-                *(costs[op.name] for op in block.ops if op.name in names),
-                *(_move_cost(pricer, move) for move in moved),
-            ]
-        )
+    def again(
+        names: Collection[str], between: Collection[Storage], freed: float, hidden_s: float = 0.0
+    ) -> Repeats:
+        own: list[Run | Move] = [run for run in runs if run.op.name in names]
+        own += (memory.moved[storage][0] for storage in between)
+        forward = total(map(pricer.step_cost, own))
+        return _of_forward(forward, freed, hidden_s, tuple(own))
 
     found = {}
     for policy, positions in {"none": frozenset[int](), **repeated}.items():
         names = {block.ops[k].name for k in positions}
         freed = memory.saved_bytes - memory.saved_bytes_repeating(names) if names else 0.0
-        found[policy] = own = _of_forward(again(memory.needed(names)[0], ()), max(0.0, freed))
+        found[policy] = own = again(memory.needed(names)[0], (), max(0.0, freed))
         if regathering(policy) not in RECOMPUTE:
             continue
         if memory.gathered:
             needed, between = memory.needed(names, regather=True)
             freed = memory.saved_bytes - memory.saved_bytes_repeating(names, regather=True)
-            hidden_s = _hidden_s(pricer, steps, memory, costs, between, names)
-            moves = tuple(memory.moved[storage][0] for storage in between)
-            own = _of_forward(again(needed, between), max(0.0, freed), hidden_s, moves)
+            hidden_s = _hidden_s(pricer, steps, memory, between, names)
+            own = again(needed, between, max(0.0, freed), hidden_s)
         found[regathering(policy)] = own
     del found["none"]
-    if not pricer.setting.target.repeats_whole:
-        forward = again(*memory.needed())
-    return {**found, "full": _of_forward(forward, memory.saved_bytes)}
+    if pricer.setting.target.repeats_whole:
+        whole = _of_forward(cost, memory.saved_bytes, 0.0, tuple(priced_steps(steps)))
+    else:
+        whole = again(*memory.needed(), memory.saved_bytes)
+    return {**found, "full": whole}
 
 
 def _hidden_s(
     pricer: Pricer,
     steps: Sequence[Step],
     memory: BlockMemory,
-    costs: Mapping[str, Cost],
     between: Collection[Storage],
     repeated: Collection[str],
 ) -> float:
@@ -295,21 +269,22 @@ def _hidden_s(
         if isinstance(step, Run):
             if early.intersection(memory.keeps[step.op.name]):
                 break
-            window += costs[step.op.name].weight_s
-    gathers = sum(_move_cost(pricer, memory.moved[s][0]).forward_comm_s for s in early)
+            window += pricer.step_cost(step).weight_s
+    gathers = sum(pricer.step_cost(memory.moved[s][0]).forward_comm_s for s in early)
     slowed = device.overlap_slowdown * min(window, gathers)
     return gathers - (max(window + slowed, gathers) - window)
 
 
 def _of_forward(
-    cost: Cost, freed_bytes: float, hidden_s: float = 0.0, moves: tuple[Move, ...] = ()
+    cost: Cost, freed_bytes: float, hidden_s: float, steps: tuple[Run | Move, ...]
 ) -> Repeats:
     return Repeats(
         seconds=cost.forward_s - hidden_s,
         comm_s=cost.forward_comm_s - hidden_s,
         host_s=cost.forward_host_s,
         freed_bytes=freed_bytes,
-        moves=moves,
+        hidden_s=hidden_s,
+        steps=steps,
     )
 
 

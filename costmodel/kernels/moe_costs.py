@@ -15,13 +15,31 @@ travel, (p-1)/p of them to others of the node. Both legs run at once.
 
 from __future__ import annotations
 
-from meshwright.costmodel.kernels.collectives import Group, collective_time
+from meshwright.costmodel.kernels.collectives import Group, bytes_sent, collective_time
 from meshwright.profiles.cluster import Cluster
 
 
 def reached_part(places: int, copies: int) -> float:
     """The part of `places` that at least one of a token's `copies` goes to, in the mean."""
     return 1.0 - (1.0 - 1.0 / places) ** copies
+
+
+def exchanged_bytes(nbytes: float, copies: int, group: Group, *, once_per_node: bool) -> float:
+    """Bytes that a rank gives to links to exchange `nbytes` of copies, `copies` of each token."""
+    if not once_per_node:
+        return float(bytes_sent("all_to_all", nbytes * group.size, group.size))
+    inside, between = _parts_sent(copies, group)
+    return nbytes * float(
+        bytes_sent("all_to_all", inside, group.per_node)
+        + bytes_sent("all_to_all", between, group.nodes)
+    )
+
+
+def _parts_sent(copies: int, group: Group) -> tuple[float, float]:
+    """The all-to-alls in full inside a node, and between nodes, that exchange one byte of copies:
+    one of M in full sends M/n² to each rank."""
+    travelling = group.size * reached_part(group.size, copies) / copies
+    return group.per_node * travelling, group.nodes**2 * reached_part(group.nodes, copies) / copies
 
 
 def exchange_seconds(
@@ -39,16 +57,14 @@ def exchange_seconds(
     if not once_per_node:
         return float(collective_time("all_to_all", nbytes * group.size, group, cluster))
     nodes, per_node = group.nodes, group.per_node
-    travelling = group.size * reached_part(group.size, copies) / copies
+    near, far = _parts_sent(copies, group)
     inside = Group(size=per_node, per_node=per_node)
-    # an all-to-all of M in full sends M/n² to each rank
-    inside_s = float(collective_time("all_to_all", per_node * travelling * nbytes, inside, cluster))
+    inside_s = float(collective_time("all_to_all", near * nbytes, inside, cluster))
     if nodes == 1:
         return inside_s
-    wanted = reached_part(nodes, copies)
     between = Group(size=nodes, per_node=1, concurrent=per_node * group.concurrent)
     return max(
-        float(collective_time("all_to_all", nodes**2 * wanted * nbytes / copies, between, cluster)),
+        float(collective_time("all_to_all", far * nbytes, between, cluster)),
         inside_s,
-        tokens * (nodes - 1) * wanted * message_s,
+        tokens * (nodes - 1) * reached_part(nodes, copies) * message_s,
     )

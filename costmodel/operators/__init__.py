@@ -1,8 +1,17 @@
 """The price of an operator on one rank: forward, backward, host, communication."""
 
 from meshwright.costmodel.operators.communication import splits_batch
-from meshwright.costmodel.operators.context import attention_kind, context_exchange, moved_tokens
-from meshwright.costmodel.operators.cost import COST_FIELDS, NOTHING, Cost, total
+from meshwright.costmodel.operators.context import context_exchange
+from meshwright.costmodel.operators.cost import (
+    BACKWARD_S,
+    COST_FIELDS,
+    FORWARD_S,
+    Axis,
+    Cost,
+    Entry,
+    Priced,
+    total,
+)
 from meshwright.costmodel.operators.flops import ModelFlops, is_per_row, model_flops, op_flops
 from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.local_call import signature
@@ -22,8 +31,8 @@ from meshwright.costmodel.operators.setting import (
 from meshwright.costmodel.operators.sizes import LocalSizes
 
 __all__ = [
-    "COST_FIELDS", "DTYPE_BYTES", "NOTHING", "NOT_AWAY", "UNSHARED", "Batch", "Cost", "Fusion",
-    "HostParts", "LocalSizes", "Mesh", "ModelFlops", "Pricer", "Problem", "Setting", "Sharing",
-    "attention", "attention_kind", "context_exchange", "fuse", "is_per_row", "model_flops",
-    "moved_tokens", "op_flops", "signature", "splits_batch", "total",
+    "BACKWARD_S", "COST_FIELDS", "DTYPE_BYTES", "FORWARD_S", "NOT_AWAY", "UNSHARED", "Axis",
+    "Batch", "Cost", "Entry", "Fusion", "HostParts", "LocalSizes", "Mesh", "ModelFlops", "Priced",
+    "Pricer", "Problem", "Setting", "Sharing", "attention", "context_exchange", "fuse",
+    "is_per_row", "model_flops", "op_flops", "signature", "splits_batch", "total",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Seconds that an operator communicates inside: batch statistics, gathered batches, copies of
+"""What an operator communicates inside: batch statistics, gathered batches, copies of
 tokens between experts. What the context axis takes is in `context.py`.
 
 An operator that can't split the batch gets the whole micro-batch on every data-parallel rank,
@@ -9,29 +9,31 @@ gathered again in the backward.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.kernels import exchange_seconds, stream_seconds
-from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.kernels import exchange_seconds, exchanged_bytes, stream_seconds
+from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import TOKEN_FACTORS, traits_of
 from meshwright.costmodel.sharding import FactorTable, Strategy, strategies
 
+PASSES = 4  # over a tensor, of operators that make batch statistics of it, beyond one kernel's
 
-def batch_statistics(sizes: LocalSizes, op: Op, setting: Setting) -> Cost:
+
+def batch_statistics(sizes: LocalSizes, op: Op, setting: Setting) -> list[Entry]:
     """Statistics of a batch split over the data axis: sums and squares are added up in both
     directions, by operators that pass over the tensor some four times more than one kernel."""
     channels = sizes.graph.values[op.operands[-1]].numel
     group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
-    each = setting.collective_s("all_reduce", 4.0 * channels, group)
-    passes = stream_seconds(setting.cluster.device, 4 * sizes.nbytes(op.operands[0]))
-    return Cost(
-        forward_s=2 * each + passes,
-        backward_s=2 * each + passes,
-        forward_comm_s=2 * each,
-        backward_comm_s=2 * each,
-    )
+    nbytes = PASSES * sizes.nbytes(op.operands[0])
+    seconds, found = stream_seconds(setting.cluster.device, nbytes), list[Entry]()
+    for column in (FORWARD_S, BACKWARD_S):
+        found.append(setting.collective(column, "all_reduce", 4.0 * channels, group, calls=2))
+        found.append(Entry(column=column, kind="stream", seconds=seconds, moved_bytes=nbytes))
+    return found
 
 
 def splits_batch(graph: Graph, table: FactorTable, op: Op) -> bool:
@@ -41,42 +43,70 @@ def splits_batch(graph: Graph, table: FactorTable, op: Op) -> bool:
     return len(strategies(graph, table, op, table.sizes[table.batch], only=table.batch)) > 1
 
 
-def gathered_batch(sizes: LocalSizes, op: Op, once: Cost, setting: Setting) -> Cost:
-    """The cost of an operator on all rows beyond `once`, its cost on this rank's rows."""
+def gathered_batch(
+    sizes: LocalSizes, op: Op, once: Sequence[Entry], setting: Setting
+) -> list[Entry]:
+    """What an operator takes on all rows beyond `once`, on this rank's rows."""
     taken, given = (
         sum(sizes.nbytes(v) for v in values if sizes.table.has_batch(v))
         for values in (op.operands, op.results)
     )
     group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
-    gather_s, scatter_s = (
-        setting.collective_s("all_gather", setting.mesh.dp * nbytes, group) if nbytes else 0.0
-        for nbytes in (taken, given)
-    )
-    backward_s = (setting.mesh.dp - 1) * once.backward_s + scatter_s * bool(once.backward_s)
-    return Cost(
-        forward_s=(setting.mesh.dp - 1) * once.forward_s + gather_s,
-        backward_s=backward_s,
-        forward_comm_s=gather_s,
-        backward_comm_s=scatter_s * bool(once.backward_s),
-    )
+    found = computed_again(once, setting.mesh.dp - 1)
+    columns = {FORWARD_S: taken, BACKWARD_S: given if runs_backward(once) else 0.0}
+    for column, nbytes in columns.items():
+        if nbytes:
+            whole = setting.mesh.dp * nbytes
+            found.append(setting.collective(column, "all_gather", whole, group))
+    return found
 
 
-def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
-    """Seconds of bringing each token's copies to their experts, or back; 0 for other operators."""
+def computed_again(once: Sequence[Entry], times: float) -> list[Entry]:
+    """What a device computes of an operator, so many times, by kernels of that size."""
+    return [
+        replace(entry.times(times), weight_s=0.0, host_s=0.0)
+        for entry in once
+        if entry.axis is None and entry.seconds
+    ]
+
+
+def runs_backward(entries: Sequence[Entry]) -> bool:
+    """Whether something takes seconds in the backward."""
+    return any(entry.seconds for entry in entries if entry.column == BACKWARD_S)
+
+
+def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
+    """Bringing each token's copies to their experts, or back, in both passes; nothing for other
+    operators."""
     setting, role = sizes.setting, traits_of(op).experts
     if setting.mesh.ep == 1 or role not in ("dispatch", "combine"):
-        return 0.0
+        return []
     sends = role == "dispatch"
     wide = (op.results if sends else op.operands)[0]
     placed = (strategy.results if sends else strategy.operands)[0]
     folded = strategy.split_factor in TOKEN_FACTORS  # the tensor axis has tokens of its own
     shape = sizes.graph.values[wide].shape
-    return exchange_seconds(
-        sizes.nbytes(wide, placed),
+    group = setting.group(size=setting.mesh.ep, stride=1 if folded else setting.mesh.tp)
+    nbytes, once_per_node = sizes.nbytes(wide, placed), setting.target.dispatch == "per_node"
+    seconds = exchange_seconds(
+        nbytes,
         shape[2],
-        setting.group(size=setting.mesh.ep, stride=1 if folded else setting.mesh.tp),
+        group,
         setting.cluster,
-        once_per_node=setting.target.dispatch == "per_node",
+        once_per_node=once_per_node,
         message_s=setting.target.message_s,
         tokens=sizes.numel(wide, placed) / math.prod(shape[2:]),
     )
+    return [
+        Entry(
+            column=column,
+            kind="collective",
+            seconds=seconds,
+            axis="experts",
+            collective="all_to_all",
+            calls=1,
+            sent_bytes=exchanged_bytes(nbytes, shape[2], group, once_per_node=once_per_node),
+            crosses=group.nodes > 1,
+        )
+        for column in (FORWARD_S, BACKWARD_S)
+    ]

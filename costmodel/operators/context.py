@@ -1,4 +1,4 @@
-"""Seconds that context parallelism takes, by the kind of attention over n ranks.
+"""What context parallelism takes, by the kind of attention over n ranks.
 
 Let c be the seconds of a collective, e of one send to the next rank, of the keys and values of a
 rank, f and b those of the rank's part of the scores, forward and backward.
@@ -22,9 +22,12 @@ which each rank goes on with its tokens, are gathered in the backward.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.kernels import Group, p2p_time, stream_seconds
-from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.kernels import p2p_time, stream_seconds
+from meshwright.costmodel.operators.communication import computed_again, runs_backward
+from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import is_causal
@@ -69,77 +72,98 @@ def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
     return (n, 1 / n, late) if kind == RING else (min(n, PIECES), 1 / 2, late)
 
 
-def merge_seconds(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
-    """Seconds to put the output together from its pieces."""
+def merges(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
+    """Putting the output together from its pieces."""
     count, _, _ = pieces(sizes, op)
     each = MERGED * WIDE * sizes.numel(op.results[0], strategy.results[0])
-    return (count - 1) * stream_seconds(sizes.setting.cluster.device, each)
+    seconds = stream_seconds(sizes.setting.cluster.device, each)
+    merge = Entry(column=FORWARD_S, kind="merge", seconds=seconds, moved_bytes=each)
+    return [merge.times(count - 1)] if count > 1 else []
 
 
 def context_exchange(
     sizes: LocalSizes, op: Op, strategy: Strategy, forward_s: float, backward_s: float
-) -> tuple[float, float]:
-    """Exposed seconds over the context axis inside attention, or a shift of tokens, forward and
-    backward, beside so many of computing."""
-    setting = sizes.setting
-    group, n = setting.group(size=setting.mesh.cp, stride=setting.mesh.tp), setting.mesh.cp
+) -> list[Entry]:
+    """What is said over the context axis inside attention, or a shift of tokens, in both passes,
+    beside so many seconds of computing."""
+    setting, n = sizes.setting, sizes.setting.mesh.cp
     if shifts_tokens(sizes, op):
         passed = n * _token_bytes(sizes, op.operands[0], strategy.operands[0])
-        each = setting.collective_s("all_gather", passed, group)
-        return each, each
+        return [_said(setting, each, "all_gather", passed) for each in (FORWARD_S, BACKWARD_S)]
     kind = attention_kind(sizes, op)
     if kind is None:
-        return 0.0, 0.0
+        return []
     placed = list(zip(op.operands, strategy.operands, strict=True))
     if kind == ULYSSES:
         moved = [*placed[:3], (op.results[0], strategy.results[0])]
-        each = sum(
-            setting.collective_s("all_to_all", n * sizes.nbytes(v, p), group) for v, p in moved
-        )
-        return each, each
+        return [
+            _said(setting, column, "all_to_all", n * sizes.nbytes(v, p))
+            for column in (FORWARD_S, BACKWARD_S)
+            for v, p in moved
+        ]
     shared = sum(sizes.nbytes(v, p) for v, p in placed[1:3])
     if kind == ALL_GATHER:
-        each = setting.collective_s("all_gather", n * shared, group)
-        return each, 2 * each
-    one = _send_seconds(shared, setting, group)
-    hiding = (n - 1) / n if setting.cluster.device.kind != "cpu" else 0.0
-    forward = max(0.0, (n - 1) * one - hiding * forward_s)
-    return forward, max(0.0, (2 * n - 1) * one - hiding * backward_s)
+        ways = (FORWARD_S, "all_gather"), (BACKWARD_S, "all_gather"), (BACKWARD_S, "reduce_scatter")
+        return [_said(setting, *way, n * shared) for way in ways]
+    forward = _sent_on(FORWARD_S, n - 1, shared, forward_s, setting)
+    return [forward, _sent_on(BACKWARD_S, 2 * n - 1, shared, backward_s, setting)]
 
 
-def gathered_tokens(sizes: LocalSizes, op: Op, once: Cost) -> Cost:
-    """The cost of an operator on whole sequences beyond `once`, which has this rank's bytes of what
-    is split."""
-    setting = sizes.setting
+def _said(setting: Setting, column: str, kind: str, nbytes: float) -> Entry:
+    """A collective over the context axis."""
     group = setting.group(size=setting.mesh.cp, stride=setting.mesh.tp)
-    given = sum(sizes.nbytes(v) for v in op.results if sizes.splits_context(v))
-    gather_s = setting.collective_s("all_gather", setting.mesh.cp * given, group) if given else 0.0
-    gather_s *= bool(once.backward_s)
-    more = 0 if sizes.table.ops[op.name].matmul else setting.mesh.cp - 1  # of products all is in it
-    return Cost(
-        forward_s=more * once.forward_s,
-        backward_s=more * once.backward_s + gather_s,
-        backward_comm_s=gather_s,
+    return setting.collective(column, kind, nbytes, group, "context")
+
+
+def _sent_on(column: str, calls: int, nbytes: float, beside_s: float, setting: Setting) -> Entry:
+    """Sends to the next rank of the axis, of which all but the last hide behind the scores."""
+    n, group = setting.mesh.cp, setting.group(size=setting.mesh.cp, stride=setting.mesh.tp)
+    crosses = group.per_node < group.size
+    each = p2p_time(nbytes, setting.cluster, crosses_node=crosses, concurrent=group.concurrent)
+    hiding = (n - 1) / n if setting.cluster.device.kind != "cpu" else 0.0
+    whole = calls * float(each)
+    exposed = max(0.0, whole - hiding * beside_s)
+    return Entry(
+        column=column,
+        kind="collective",
+        seconds=exposed,
+        hidden_s=whole - exposed,
+        axis="context",
+        collective="send",
+        calls=calls,
+        sent_bytes=calls * nbytes,
+        crosses=crosses,
     )
 
 
-def moved_tokens(sizes: LocalSizes, op: Op) -> tuple[float, float]:
-    """Seconds in which what an operator takes is moved on the context axis, in the forward, and its
-    gradients in the backward; attention by heads, which counts that itself, aside."""
+def gathered_tokens(sizes: LocalSizes, op: Op, once: Sequence[Entry]) -> list[Entry]:
+    """What an operator takes on whole sequences beyond `once`, which has this rank's bytes of what
+    is split."""
+    n = sizes.setting.mesh.cp
+    given = sum(sizes.nbytes(v) for v in op.results if sizes.splits_context(v))
+    more = 0 if sizes.table.ops[op.name].matmul else n - 1  # of products all is in it
+    found = computed_again(once, more) if more else []
+    if given and runs_backward(once):
+        found.append(_said(sizes.setting, BACKWARD_S, "all_gather", n * given))
+    return found
+
+
+def moved_tokens(sizes: LocalSizes, op: Op) -> list[Entry]:
+    """How what an operator takes is moved on the context axis, in the forward, and its gradients in
+    the backward; attention by heads, which counts that itself, aside."""
     context, setting = sizes.context, sizes.setting
     if context is None or attention_kind(sizes, op) == ULYSSES:
-        return 0.0, 0.0
-    group = setting.group(size=setting.mesh.cp, stride=setting.mesh.tp)
-    seconds = [0.0, 0.0]
+        return []
+    found: list[Entry] = []
     for value, target in zip(op.operands, context.strategies[op.name].operands, strict=True):
         source, meta = context.states[value], sizes.graph.values[value]
         if value in sizes.graph.parameters or source == target:
             continue
         nbytes = sizes.nbytes(value) * (setting.mesh.cp if source.sharded else 1)
         kinds = transition(source, target) or ("", "")
-        for way, kind in enumerate(kinds[: 1 + meta.requires_grad]):
-            seconds[way] += setting.collective_s(kind, nbytes, group) if kind else 0.0
-    return seconds[0], seconds[1]
+        ways = zip((FORWARD_S, BACKWARD_S), kinds[: 1 + meta.requires_grad], strict=False)
+        found += [_said(setting, column, kind, nbytes) for column, kind in ways if kind]
+    return found
 
 
 def shifts_tokens(sizes: LocalSizes, op: Op) -> bool:
@@ -153,10 +177,3 @@ def _token_bytes(sizes: LocalSizes, value: str, placement: Placement) -> float:
     assert sizes.context is not None and sizes.table.sequence is not None
     kept = sizes.table.sizes[sizes.table.sequence] / sizes.setting.mesh.cp
     return (1 + sizes.context.zigzag) * sizes.nbytes(value, placement) / kept
-
-
-def _send_seconds(nbytes: float, setting: Setting, group: Group) -> float:
-    """Seconds of sending so much to the next rank of the axis."""
-    crosses = group.per_node < group.size
-    each = p2p_time(nbytes, setting.cluster, crosses_node=crosses, concurrent=group.concurrent)
-    return float(each)

@@ -1,16 +1,62 @@
-"""Cost of a block: seconds by kind."""
+"""The ledger of a price: entries, each something that a rank does; and their sums by columns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from operator import attrgetter
+from typing import Literal, TypeAlias
+
+Axis = Literal["tensor", "context", "experts", "data", "pipeline", "host"]
+FORWARD_S, BACKWARD_S = "forward_s", "backward_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """Something that a rank does in a pass of one micro-batch, or once in a step.
+
+    `column` is the field of `Cost` that its `seconds` add to; `hidden_s` pass beside others and add
+    nothing. `kind` is what it is: "product", "attention", "stream" (an operator that moves memory),
+    "leaf", "cast", "merge", "copy", "accumulation", "optimizer", "collective", or "issue" where
+    only the host works, its `host_s`. Of the seconds, `weight_s` are gradients of weights. `flops`
+    of products and attention; `moved_bytes` of the device's memory; `sent_bytes` to links, by
+    `calls` of a `collective` on an `axis`, of a group that `crosses` nodes or not. `source`: the
+    seconds are "measured", "interpolated" between measurements, or "modelled".
+    """
+
+    column: str
+    kind: str
+    seconds: float = 0.0
+    hidden_s: float = 0.0
+    weight_s: float = 0.0
+    host_s: float = 0.0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    axis: Axis | None = None
+    collective: str = ""
+    calls: float = 0.0
+    sent_bytes: float = 0.0
+    crosses: bool = False
+    source: str = "modelled"
+
+    def times(self, factor: float) -> Entry:
+        """The same so many times, issued once."""
+        return replace(
+            self,
+            seconds=factor * self.seconds,
+            hidden_s=factor * self.hidden_s,
+            weight_s=factor * self.weight_s,
+            flops=factor * self.flops,
+            moved_bytes=factor * self.moved_bytes,
+            calls=factor * self.calls,
+            sent_bytes=factor * self.sent_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Seconds of one block or stage on one rank.
+    """Seconds of one block or stage on one rank: sums over entries.
 
     Per micro-batch on the device, forward and backward: `*_comm_s` is the part of each that is
     communication, `*_exchange_s` the part of that which moves tokens between experts; `weight_s`
@@ -45,6 +91,16 @@ class Cost:
     optimizer_s: float = 0.0
     shard_s: float = 0.0
 
+    @staticmethod
+    def of(entries: Iterable[Entry]) -> Cost:
+        """The sums over entries."""
+        found: dict[str, float] = {}
+        for entry in entries:
+            for column, value in _columns(entry):
+                if value:
+                    found[column] = found.get(column, 0.0) + value
+        return Cost(**found) if found else NOTHING
+
     def __add__(self, other: Cost) -> Cost:
         return total((self, other))
 
@@ -54,9 +110,31 @@ class Cost:
         return self.forward_s + self.backward_s + once
 
 
+def _columns(entry: Entry) -> list[tuple[str, float]]:
+    """The fields of a cost that an entry adds to."""
+    found = [(entry.column, entry.seconds)]
+    if entry.column in (FORWARD_S, BACKWARD_S):
+        way = entry.column.removesuffix("_s")
+        found += [(f"{way}_host_s", entry.host_s), ("weight_s", entry.weight_s)]
+        if entry.axis:
+            found.append((f"{way}_comm_s", entry.seconds))
+            if entry.axis == "experts":
+                found.append((f"{way}_exchange_s", entry.seconds))
+        elif entry.source != "modelled":
+            found.append((f"{entry.source}_s", entry.seconds))
+    return found
+
+
+Priced: TypeAlias = tuple[tuple[Entry, ...], Cost]
 COST_FIELDS = tuple(each.name for each in dataclass_fields(Cost))
 NOTHING = Cost()
 _values = attrgetter(*COST_FIELDS)
+
+
+def priced(entries: Iterable[Entry]) -> Priced:
+    """Entries and their sums."""
+    found = tuple(entries)
+    return found, Cost.of(found)
 
 
 def total(costs: Iterable[Cost]) -> Cost:

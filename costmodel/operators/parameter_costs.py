@@ -1,4 +1,4 @@
-"""Seconds of parameters per step: gradient reduction, all-gather of weights, optimizer.
+"""The price of parameters per step: gradient reduction, all-gather of weights, optimizer.
 
 n ranks hold the same part of a parameter. ZeRO divides it among s of them, neighbours on the data
 axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of weights
@@ -19,14 +19,14 @@ ranks than other parameters: as many of these share them as divide both s and th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, stream_seconds
 from meshwright.costmodel.memory import optimizer_step_bytes
-from meshwright.costmodel.operators.cost import NOTHING, Cost
+from meshwright.costmodel.operators.cost import BACKWARD_S, NOTHING, Entry, Priced, priced
 from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import (
     CAST_BYTES,
@@ -42,8 +42,8 @@ from meshwright.costmodel.quantized import (
 from meshwright.costmodel.sharding import FactorTable, Placement
 from meshwright.profiles.steps import BACKWARD
 
-# seconds of a collective of ZeRO-3: kind, bytes in full, group
-Zero3: TypeAlias = Callable[[str, float, Group], float]
+# a collective of ZeRO-3: column, kind, bytes in full, group
+Zero3: TypeAlias = Callable[[str, str, float, Group], Entry]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,24 +57,24 @@ class ParameterPricer:
     setting: Setting
     numel: Callable[[str, Placement], float]
     unit_numel: Mapping[str, float]
-    known: dict[Any, dict[Any, Cost]] = field(default_factory=dict)
-    _own: dict[Any, Cost] = field(init=False)  # those of this setting
+    known: dict[Any, dict[Any, Priced]] = field(default_factory=dict)
+    _own: dict[Any, Priced] = field(init=False)  # those of this setting
 
     def __post_init__(self) -> None:
         of = self.setting = self.setting.of_parameters
         self._own = self.known.setdefault((of.mesh, of.sharing, of.batch), {})
 
-    def cost(self, value: str, placement: Placement) -> Cost:
+    def priced(self, value: str, placement: Placement) -> Priced:
         """Gradient reduction, gathering, accumulation over micro-batches and optimizer step of one
-        parameter, for ZeRO and for none."""
+        parameter, for each ZeRO stage and for none."""
         key = value, placement
         if key not in self._own:
             meta = self.graph.values[value]
             trained = meta.requires_grad and meta.numel > 0
-            self._own[key] = self._alike(value, placement) if trained else NOTHING
+            self._own[key] = self._alike(value, placement) if trained else ((), NOTHING)
         return self._own[key]
 
-    def _alike(self, value: str, placement: Placement) -> Cost:
+    def _alike(self, value: str, placement: Placement) -> Priced:
         """The same for all parameters of one size that travel with as many others."""
         numel, unit = self.graph.values[value].numel, self.unit_numel.get(value, 0.0)
         size = self.numel(value, placement), numel, unit
@@ -83,76 +83,85 @@ class ParameterPricer:
         where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch
         known, key = self.known.setdefault(where, {}), (size, self._parts(value, placement))
         if key not in known:
-            known[key] = self._cost(value, placement)
+            known[key] = priced(self._entries(value, placement))
         return known[key]
 
-    def _cost(self, value: str, placement: Placement) -> Cost:
+    def _entries(self, value: str, placement: Placement) -> Iterator[Entry]:
         setting, target, device = self.setting, self.setting.target, self.setting.cluster.device
         numel = self.numel(value, placement)
         reduced, weights = numel * target.gradient_bytes, numel * DTYPE_BYTES[setting.precision]
-        moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
-        optimizer_s = stream_seconds(device, moved)
         holders, shards = self.replicas(value, placement), self.shards(value, placement)
         again = self._group(value, placement, holders.size // shards.size, shards.size)
-        buffered = target.bucket_copies > 0 and holders.size > 1
-        copied = stream_seconds(device, 2 * reduced) * buffered
-        adds = setting.batch.microbatches > 1 and not target.fused_accumulation
 
-        def share(kind: str, nbytes: float, unit: str, group: Group, part: int = 1) -> float:
-            """Its share of the seconds of a collective over 1/part of a whole unit."""
+        def streamed(column: str, kind: str, nbytes: float, correction: float = 1.0) -> Entry:
+            seconds = correction * stream_seconds(device, nbytes)
+            return Entry(column=column, kind=kind, seconds=seconds, moved_bytes=nbytes)
+
+        def shared(
+            column: str, kind: str, nbytes: float, unit: str, group: Group, part: int = 1
+        ) -> Entry:
+            """Its share of a collective over 1/part of a whole unit."""
             whole = self._unit_bytes(value, nbytes, unit, holders.size)
-            return setting.collective_s(kind, whole / part, group) * nbytes / whole
+            return setting.collective(column, kind, whole / part, group, calls=nbytes / whole)
 
-        def zero3(kind: str, nbytes: float, group: Group) -> float:
-            return share(kind, nbytes / target.zero_bandwidth, target.gathered_unit, group)
+        def zero3(column: str, kind: str, nbytes: float, group: Group) -> Entry:
+            slower = target.zero_bandwidth
+            own = shared(column, kind, nbytes / slower, target.gathered_unit, group)
+            return replace(own, calls=own.calls * slower, sent_bytes=own.sent_bytes * slower)
 
+        if setting.batch.microbatches > 1 and not target.fused_accumulation:
+            added = setting.correction(BACKWARD)
+            yield streamed(BACKWARD_S, "accumulation", 2 * reduced + weights, added)
+        if target.bucket_copies > 0 and holders.size > 1:
+            for column in ("reduce_s", "scatter_s", "zero3_scatter_s"):
+                yield streamed(column, "copy", 2 * reduced)
+        yield shared("reduce_s", "all_reduce", reduced, "bucket", holders)
+        yield shared("scatter_s", "reduce_scatter", reduced, target.unit, shards)
+        yield shared("gather_s", "all_gather", weights, target.unit, shards)
         near = self._group(value, placement, math.gcd(setting.secondary, shards.size), 1)
         part = math.gcd(setting.hops, shards.size) if setting.hops else 1
         far = self._group(value, placement, shards.size // part, part)
-        hops = (shards,) if part == 1 else (near, far)
-        return Cost(
-            backward_s=setting.correction(BACKWARD)
-            * stream_seconds(device, 2 * reduced + weights)
-            * adds,
-            reduce_s=copied + share("all_reduce", reduced, "bucket", holders),
-            scatter_s=copied + share("reduce_scatter", reduced, target.unit, shards),
-            gather_s=share("all_gather", weights, target.unit, shards),
-            replicate_s=share("all_reduce", reduced, target.unit, again, shards.size),
-            zero3_scatter_s=copied + self._scatter_s(numel, hops, zero3),
-            zero3_gather_s=self._gather_s(numel, shards, zero3),
-            zero3_secondary_s=zero3("all_gather", weights, near),
-            zero3_replicate_s=share(
-                "all_reduce", reduced, target.gathered_unit, again, shards.size
-            ),
-            optimizer_s=optimizer_s,
-            shard_s=optimizer_s / shards.size,
-        )
+        yield from self._gathered(numel, shards, zero3)
+        yield from self._scattered(numel, (shards,) if part == 1 else (near, far), zero3)
+        yield zero3("zero3_secondary_s", "all_gather", weights, near)
+        for column, unit in (
+            ("replicate_s", target.unit),
+            ("zero3_replicate_s", target.gathered_unit),
+        ):
+            yield shared(column, "all_reduce", reduced, unit, again, shards.size)
+        moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
+        stepped = streamed("optimizer_s", "optimizer", moved)
+        yield stepped
+        yield replace(stepped.times(1 / shards.size), column="shard_s")
 
-    def _gather_s(self, numel: float, group: Group, zero3: Zero3) -> float:
-        """Seconds of ZeRO-3's all-gather of weights, with the codec where they are quantised."""
-        setting, device = self.setting, self.setting.cluster.device
+    def _gathered(self, numel: float, group: Group, zero3: Zero3) -> Iterator[Entry]:
+        """ZeRO-3's all-gather of weights, with the codec where they are quantised."""
+        setting, column = self.setting, "zero3_gather_s"
         itemsize = DTYPE_BYTES[setting.precision]
         if not quantizes_weights(setting.sharing.quantized) or group.size == 1:
-            return zero3("all_gather", numel * itemsize, group)
+            yield zero3(column, "all_gather", numel * itemsize, group)
+            return
         cast = CAST_BYTES if itemsize < SCALE_BYTES else 0.0
         own = numel / group.size * (QUANTIZE_BYTES[WEIGHT_BITS] + cast)
-        codec = own + numel * DEQUANTIZE_BYTES[WEIGHT_BITS]
-        sent = zero3("all_gather", wire_bytes(numel, WEIGHT_BITS), group)
-        return sent + stream_seconds(device, codec)
+        yield zero3(column, "all_gather", wire_bytes(numel, WEIGHT_BITS), group)
+        yield self._codec(column, own + numel * DEQUANTIZE_BYTES[WEIGHT_BITS])
 
-    def _scatter_s(self, numel: float, hops: Sequence[Group], zero3: Zero3) -> float:
-        """Seconds of ZeRO-3's sum of gradients, with the codec where they are quantised."""
-        setting, device = self.setting, self.setting.cluster.device
+    def _scattered(self, numel: float, hops: Sequence[Group], zero3: Zero3) -> Iterator[Entry]:
+        """ZeRO-3's sum of gradients, with the codec where they are quantised."""
+        setting, column = self.setting, "zero3_scatter_s"
         if not quantizes_gradients(setting.sharing.quantized) or hops[0].size == 1:
-            return zero3("reduce_scatter", numel * setting.target.gradient_bytes, hops[0])
-        codec = QUANTIZE_BYTES[GRADIENT_BITS] + DEQUANTIZE_BYTES[GRADIENT_BITS]
-        seconds, left = 0.0, numel
+            yield zero3(column, "reduce_scatter", numel * setting.target.gradient_bytes, hops[0])
+            return
+        codec, left = QUANTIZE_BYTES[GRADIENT_BITS] + DEQUANTIZE_BYTES[GRADIENT_BITS], numel
         for group in hops:
             # each rank has all of what is exchanged, and keeps its part of the sum
-            sent = wire_bytes(left, GRADIENT_BITS) * group.size
-            seconds += zero3("all_to_all", sent, group) + stream_seconds(device, left * codec)
+            yield zero3(column, "all_to_all", wire_bytes(left, GRADIENT_BITS) * group.size, group)
+            yield self._codec(column, left * codec)
             left /= group.size
-        return seconds
+
+    def _codec(self, column: str, nbytes: float) -> Entry:
+        seconds = stream_seconds(self.setting.cluster.device, nbytes)
+        return Entry(column=column, kind="cast", seconds=seconds, moved_bytes=nbytes)
 
     def replicas(self, value: str, placement: Placement) -> Group:
         """The ranks that hold the same part of a parameter; of a weight, context-parallel ones

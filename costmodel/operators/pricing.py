@@ -1,4 +1,4 @@
-"""Seconds of one operator under one strategy, and of one re-shard, on one mesh.
+"""The price of one operator under one strategy, and of one re-shard, on one mesh.
 
     products, attention    `products.py`
     all other kernels      `streams.py`
@@ -31,7 +31,7 @@ from meshwright.costmodel.operators.context import (
     moved_tokens,
     shifts_tokens,
 )
-from meshwright.costmodel.operators.cost import NOTHING, Cost
+from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Cost, Entry, Priced, priced
 from meshwright.costmodel.operators.fusion import Fusion, is_free
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
@@ -40,9 +40,11 @@ from meshwright.costmodel.operators.resharding import ReshardPricer
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.streams import leaf, stream
 from meshwright.costmodel.rules import IMPLEMENTATIONS, leaf_of, takes_batch_statistics, traits_of
-from meshwright.costmodel.sharding import Placement, Strategy
+from meshwright.costmodel.sharding import Move, Placement, Run, Strategy
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.steps import BACKWARD, FORWARD, HOST
 
+PASSES = FORWARD_S, BACKWARD_S
 VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
 
 
@@ -56,8 +58,8 @@ class Pricer(ReshardPricer):
     fusion: Fusion = field(default_factory=Fusion)
     unit_numel: Mapping[str, float] = field(default_factory=dict)
     parameters: ParameterPricer = field(init=False)
-    _ops: dict[tuple[str, str], Cost] = field(default_factory=dict)
-    known_parameters: dict[Any, dict[Any, Cost]] = field(default_factory=dict)
+    _ops: dict[tuple[str, str], Priced] = field(default_factory=dict)
+    known_parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)
     _splits: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -82,23 +84,58 @@ class Pricer(ReshardPricer):
 
     def op_cost(self, op: Op, strategy: Strategy) -> Cost:
         """Compute and inner communication of one operator call."""
+        cost = self._known(op, strategy)[1]
+        return cost + Cost.of(more) if (more := self._met(op, strategy)) else cost
+
+    def op_entries(self, op: Op, strategy: Strategy) -> tuple[Entry, ...]:
+        """What it is the sum of."""
+        return (*self._known(op, strategy)[0], *self._met(op, strategy))
+
+    def _known(self, op: Op, strategy: Strategy) -> Priced:
         key = (op.name, strategy.name)
         if key not in self._ops:
-            self._ops[key] = self._op_cost(op, strategy)
-            self._ops[key] += _of_moves(moved_tokens(self, op))
+            found = [*self._op_entries(op, strategy), *moved_tokens(self, op)]
             if self.context is not None and op.key in self.context.gathered:
-                self._ops[key] += gathered_tokens(self, op, self._ops[key])
-        cost = self._ops[key]
+                found += gathered_tokens(self, op, found)
+            self._ops[key] = priced(found)
+        return self._ops[key]
+
+    def _met(self, op: Op, strategy: Strategy) -> list[Entry]:
+        """What an operator does with the batches of other ranks on the data axis."""
         if self.step.mesh.dp > 1 and takes_batch_statistics(op):
-            return cost + batch_statistics(self, op, self.step)
+            return batch_statistics(self, op, self.step)
         if self.step.mesh.dp > 1 and self.gathers_batch(op):
-            return cost + gathered_batch(self, op, cost, self.step)
-        return cost
+            return gathered_batch(self, op, self._known(op, strategy)[0], self.step)
+        return []
+
+    def step_entries(self, step: Run | Move) -> tuple[Entry, ...]:
+        """What a step of a block is the sum of. Raises ValueError for a re-shard that does not
+        exist."""
+        if isinstance(step, Run):
+            return self.op_entries(step.op, step.strategy)
+        return self._move(step)[0]
+
+    def step_cost(self, step: Run | Move) -> Cost:
+        """Price of a step of a block; raises the same."""
+        if isinstance(step, Run):
+            return self.op_cost(step.op, step.strategy)
+        return self._move(step)[1]
+
+    def _move(self, move: Move) -> Priced:
+        found = self.moved(move.value, move.source, move.target, once=move.once)
+        if found is None:
+            raise MeshwrightError(
+                "no re-shard exists between the states the plan gives it",
+                place=f"value {move.value}",
+                legal="states with a re-shard between them",
+                way_out="change one of the two, or leave it to follow",
+            )
+        return found
 
     def parameter_cost(self, value: str, placement: Placement) -> Cost:
         """Gradient reduction over the data axis, gathering, accumulation over micro-batches and the
         optimizer step of one parameter."""
-        return self.parameters.cost(value, placement)
+        return self.parameters.priced(value, placement)[1]
 
     def gathers_batch(self, op: Op) -> bool:
         """Whether the data axis gathers the batch for an operator."""
@@ -106,41 +143,45 @@ class Pricer(ReshardPricer):
             self._splits[op.name] = splits_batch(self.graph, self.table, op)
         return not self._splits[op.name]
 
-    def _op_cost(self, op: Op, strategy: Strategy) -> Cost:
+    def _op_entries(self, op: Op, strategy: Strategy) -> list[Entry]:
         target, traits = self.setting.target, traits_of(op)
         differentiable = any(self.graph.values[r].requires_grad for r in op.results)
-        host = self._host_seconds(op)
-        if is_free(self.table, op) and not shifts_tokens(self, op):
-            return Cost(forward_host_s=host, backward_host_s=host * differentiable)
-        forward, backward, weight = self._modelled(op, strategy)
-        label = ""
+        host, kernels = self._host_seconds(op), 1.0
+        found, waiting = list[Entry](), 0.0
+        if not is_free(self.table, op) or shifts_tokens(self, op):
+            found = self._computed(op, strategy, differentiable)
+            seconds = [sum(e.seconds for e in found if e.column == c) for c in PASSES]
+            exchanged = expert_exchange(self, op, strategy)
+            found += self._implementation(op, strategy)
+            found += [*context_exchange(self, op, strategy, *seconds), *exchanged]
+            # a library that posts token by token has the host wait for the counts of all
+            if target.message_s and traits.experts == "dispatch" and exchanged:
+                waiting = exchanged[0].seconds
+            kernels = 2.0 if self.table.ops[op.name].matmul or traits.leaf else 1.0
+        issued = host + waiting, host * kernels * differentiable
+        return found + [
+            Entry(column=column, kind="issue", host_s=host_s)
+            for column, host_s in zip(PASSES, issued, strict=True)
+            if host_s
+        ]
+
+    def _computed(self, op: Op, strategy: Strategy, differentiable: bool) -> list[Entry]:
+        """What the device computes, as it was timed, else modelled, and corrected by the steps that
+        ran."""
+        setting, found = self.setting, self._modelled(op, strategy)
         if measured := self._measured(op, strategy):
-            weight *= measured[1] / backward if backward else 0.0
-            forward, backward, label = measured
-        forward *= self.setting.correction(FORWARD)
-        corrected = self.setting.correction(BACKWARD) * differentiable
-        backward *= corrected
-        weight *= corrected * target.defers_weights
-        inner = self._implementation_seconds(op, strategy)
-        context = context_exchange(self, op, strategy, forward, backward)
-        tokens = expert_exchange(self, op, strategy)
-        exchange = tuple(seconds + tokens for seconds in context)
-        # a library that posts token by token has the host wait for the counts of all
-        waiting = tokens if target.message_s and traits.experts == "dispatch" else 0.0
-        kernels = 2.0 if self.table.ops[op.name].matmul or traits.leaf else 1.0
-        return Cost(
-            forward_s=forward + inner + exchange[0],
-            backward_s=backward + exchange[1],
-            forward_comm_s=inner + exchange[0],
-            backward_comm_s=exchange[1],
-            forward_exchange_s=tokens,
-            backward_exchange_s=tokens,
-            weight_s=weight,
-            forward_host_s=host + waiting,
-            backward_host_s=host * kernels * differentiable,
-            measured_s=(forward + backward) * (label == "measured"),
-            interpolated_s=(forward + backward) * (label == "interpolated"),
-        )
+            *seconds, source = measured
+            found = [_timed(*each, source) for each in zip(found, seconds, strict=True)]
+        forward = setting.correction(FORWARD)
+        backward = setting.correction(BACKWARD) * differentiable
+        return [
+            replace(
+                entry,
+                seconds=entry.seconds * (forward if entry.column == FORWARD_S else backward),
+                weight_s=entry.weight_s * backward * setting.target.defers_weights,
+            )
+            for entry in found
+        ]
 
     def _host_seconds(self, op: Op) -> float:
         """Seconds in which the host issues an operator's forward."""
@@ -172,9 +213,8 @@ class Pricer(ReshardPricer):
         )
         return setting.profile.op(str(found)) if found else None
 
-    def _modelled(self, op: Op, strategy: Strategy) -> tuple[float, float, float]:
-        """Device seconds of the forward, of the backward, and of the backward's weight
-        gradients."""
+    def _modelled(self, op: Op, strategy: Strategy) -> list[Entry]:
+        """What the device does, in the forward first, then in the backward."""
         traits = traits_of(op)
         if traits.leaf:
             return leaf(self, op, strategy)
@@ -182,17 +222,15 @@ class Pricer(ReshardPricer):
             return stream(self, self.fusion, op, strategy)
         return (attention if traits.kernel == "attention" else product)(self, op, strategy)
 
-    def _implementation_seconds(self, op: Op, strategy: Strategy) -> float:
-        """Seconds that an implementation exchanges by itself."""
+    def _implementation(self, op: Op, strategy: Strategy) -> list[Entry]:
+        """What an implementation exchanges by itself."""
         numbers = IMPLEMENTATIONS[strategy.implementation].per_row
-        return numbers and numbers * self.comm("all_reduce", self.numel(op.operands[1]) * 4)
+        if not numbers or self.setting.mesh.tp == 1:
+            return []
+        return [self.comm(FORWARD_S, "all_reduce", self.numel(op.operands[1]) * 4).times(numbers)]
 
 
-def _of_moves(seconds: tuple[float, float]) -> Cost:
-    """The cost of communication, forward and backward."""
-    forward, backward = seconds
-    if not (forward or backward):
-        return NOTHING
-    return Cost(
-        forward_s=forward, backward_s=backward, forward_comm_s=forward, backward_comm_s=backward
-    )
+def _timed(entry: Entry, seconds: float, source: str) -> Entry:
+    """An entry as it was timed."""
+    weight_s = entry.weight_s * seconds / entry.seconds if entry.seconds else 0.0
+    return replace(entry, seconds=seconds, weight_s=weight_s, source=source)

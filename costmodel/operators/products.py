@@ -1,4 +1,4 @@
-"""Seconds of matrix products and of fused attention.
+"""Matrix products and fused attention: seconds, FLOPs, bytes moved.
 
 matrix product   forward Y = XW, backward dX = dY·Wᵀ and dW = Xᵀ·dY where a gradient is wanted;
                  in 8 bits with what casts its operands move (`costmodel/fp8.py`)
@@ -10,15 +10,19 @@ from __future__ import annotations
 from meshwright.costmodel.fp8 import casts_of
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import attention_seconds, matmul_seconds, stream_seconds
-from meshwright.costmodel.operators.context import merge_seconds, pieces
+from meshwright.costmodel.operators.context import merges, pieces
+from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
 from meshwright.costmodel.operators.setting import DTYPE_BYTES
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, is_causal, traits_of
 from meshwright.costmodel.sharding import Strategy, largest_part, replicated
 
+OF_BACKWARD = 2.5  # FLOPs of attention's backward over its forward's
 
-def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float, float]:
-    """Seconds of Y = XW, of dX and dW where they are wanted, and of dW alone where it can wait."""
+
+def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
+    """Y = XW, then dX and dW where they are wanted, of which dW can wait; and what casts their
+    operands."""
     device, dtype = sizes.setting.cluster.device, sizes.dtype(op)
     m, n, k, batch, scale = _extents(sizes, op, strategy)
     if traits_of(op).experts == "product":
@@ -36,23 +40,49 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float
         return scale * busy_s + device.launch_overhead_s
 
     left, right = (sizes.graph.values[v].requires_grad for v, _ in (pair[0], pair[-1]))
-    second = seconds(k, n, m) * right
-    casts = (0.0, 0.0, 0.0) if dtype != "fp8" else _casts(sizes, m, n, k)
-    second += casts[2] * right
     # a product of two activations has no gradient that could wait
-    weight = 0.0 if sizes.table.has_batch(pair[-1][0]) else second
-    return casts[0] + seconds(m, n, k), (casts[1] + seconds(m, k, n)) * left + second, weight
+    waits = right and not sizes.table.has_batch(pair[-1][0])
+    of_weight, flops = seconds(k, n, m) * right, 2 * m * n * k * batch * scale
+    found = [
+        Entry(
+            column=FORWARD_S,
+            kind="product",
+            seconds=seconds(m, n, k),
+            flops=flops,
+            moved_bytes=moved,
+        ),
+        Entry(
+            column=BACKWARD_S,
+            kind="product",
+            seconds=seconds(m, k, n) * left + of_weight,
+            weight_s=of_weight * waits,
+            flops=flops * (left + right),
+            moved_bytes=moved * (left + right),
+        ),
+    ]
+    return found if dtype != "fp8" else found + _casts(sizes, m, n, k, (left, right, waits))
 
 
-def _casts(sizes: LocalSizes, m: float, n: float, k: float) -> tuple[float, float, float]:
-    """Seconds to round a product's operands to 8 bits: of the forward, and for each gradient."""
-    setting = sizes.setting
-    device = setting.cluster.device
-    forward, of_input, of_weight = (
-        stream_seconds(device, cast.nbytes) + cast.calls * device.launch_overhead_s
-        for cast in casts_of(setting.precision, setting.target, m * k, n * k, m * n)
-    )
-    return forward, of_input, of_weight
+def _casts(
+    sizes: LocalSizes, m: float, n: float, k: float, wanted: tuple[bool, bool, bool]
+) -> list[Entry]:
+    """Rounding a product's operands to 8 bits: in the forward, and for each gradient that is
+    `wanted`: of the input, and of the weight, which may wait."""
+    setting, device = sizes.setting, sizes.setting.cluster.device
+    casts = casts_of(setting.precision, setting.target, m * k, n * k, m * n)
+    found = []
+    for of, cast, runs in zip(("y", "x", "w"), casts, (True, *wanted[:2]), strict=True):
+        seconds = stream_seconds(device, cast.nbytes) + cast.calls * device.launch_overhead_s
+        found.append(
+            Entry(
+                column=FORWARD_S if of == "y" else BACKWARD_S,
+                kind="cast",
+                seconds=seconds * runs,
+                weight_s=seconds * wanted[2] * (of == "w"),
+                moved_bytes=cast.nbytes * runs,
+            )
+        )
+    return found
 
 
 def split_product_seconds(sizes: LocalSizes, op: Op) -> float:
@@ -65,8 +95,8 @@ def split_product_seconds(sizes: LocalSizes, op: Op) -> float:
     return scale * matmul_seconds(device, sizes.dtype(op), m, n, k, batch, moved)
 
 
-def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float, float]:
-    """Seconds of fused attention, forward and backward; it has no weights."""
+def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
+    """Fused attention, forward and backward; it has no weights."""
     device, made = sizes.setting.cluster.device, sizes.table.ops[op.name]
     m, n, k, batch, scale = _extents(sizes, op, strategy)
     flops = 2 * m * n * k * batch * scale
@@ -76,12 +106,23 @@ def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, flo
     keys = of_keys * next((made.sizes[f] for f in made.flop_factors if f == "t"), 1)
     moved = sizes.moved_bytes(op, strategy)
     dtype = sizes.dtype(op)
-    flops *= late / sizes.setting.target.attention_scale
-    launch, tuned = device.launch_overhead_s, sizes.setting.target.tuned_attention
-    forward = attention_seconds(device, dtype, flops, keys, moved, tuned=tuned)
-    backward = attention_seconds(device, dtype, 2.5 * flops, keys, 2 * moved, tuned=tuned)
-    merged = merge_seconds(sizes, op, strategy)
-    return forward + merged + count * launch, backward + 2 * count * launch, 0.0
+    target, launch = sizes.setting.target, count * device.launch_overhead_s
+    found = []
+    for column, times, passes in ((FORWARD_S, 1.0, 1), (BACKWARD_S, OF_BACKWARD, 2)):
+        slowest = times * flops * late / target.attention_scale
+        seconds = attention_seconds(
+            device, dtype, slowest, keys, passes * moved, tuned=target.tuned_attention
+        )
+        found.append(
+            Entry(
+                column=column,
+                kind="attention",
+                seconds=seconds + passes * launch,
+                flops=times * flops * late,
+                moved_bytes=passes * moved,
+            )
+        )
+    return found + merges(sizes, op, strategy)
 
 
 def _extents(

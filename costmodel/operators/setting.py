@@ -9,13 +9,14 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.costmodel.kernels import Group, OpProfile, collective_time, group_for
+from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
+from meshwright.costmodel.operators.cost import Axis, Entry
 from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.quantized import quantizes_gradients
 from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
 from meshwright.costmodel.target import Target
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.steps import DATA_AXIS, linked
+from meshwright.profiles.steps import DATA_AXIS, TENSOR_AXIS, linked
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp8_rowwise": 2}  # of weights
 
@@ -205,16 +206,36 @@ class Setting:
         axes = (mesh.holders > 1) + (mesh.tp > 1) + 2 * (mesh.ep > 1)
         return 1 + axes + 2 * parts + 2 * (sharing.hpz > 0) + neighbours
 
-    def collective_s(self, kind: str, nbytes: float, group: Group, axis: str = DATA_AXIS) -> float:
-        """Seconds of a collective over a tensor of `nbytes` in full: measured, else modelled, and
-        corrected by the steps that ran with collectives of this axis."""
-        component = linked(axis, crosses=group.per_node < group.size)
-        if self.profile and (
-            found := self.profile.collective(kind, nbytes, group.size, group.per_node)
-        ):
-            return found[0] * self.correction(component)
-        seconds = float(collective_time(kind, nbytes, group, self.cluster))
-        return seconds * self.correction(component)
+    def collective(
+        self,
+        column: str,
+        kind: str,
+        nbytes: float,
+        group: Group,
+        axis: Axis = "data",
+        calls: float = 1.0,
+    ) -> Entry:
+        """A collective over a tensor of `nbytes` in full: measured, else modelled, and corrected by
+        the steps that ran with collectives of its component: the tensor axis' or others."""
+        crosses = group.per_node < group.size
+        profile, source = self.profile, "modelled"
+        found = profile.collective(kind, nbytes, group.size, group.per_node) if profile else None
+        if found:
+            seconds, source = found
+        else:
+            seconds = float(collective_time(kind, nbytes, group, self.cluster))
+        corrected = linked(TENSOR_AXIS if axis == "tensor" else DATA_AXIS, crosses=crosses)
+        return Entry(
+            column=column,
+            kind="collective",
+            seconds=calls * seconds * self.correction(corrected),
+            axis=axis,
+            collective=kind,
+            calls=calls,
+            sent_bytes=calls * bytes_sent(kind, nbytes, group.size),
+            crosses=crosses,
+            source=source,
+        )
 
     def correction(self, component: str) -> float:
         """What the seconds of a component are multiplied by, by the steps that ran."""

@@ -1,4 +1,4 @@
-"""Seconds of operators that move memory, and of leaves.
+"""Operators that move memory, and leaves: seconds, FLOPs, bytes moved.
 
     stream    forward reads operands and writes results; backward reads the results' gradients and
               what was saved, writes the operands' gradients
@@ -14,9 +14,11 @@ each.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import stream_seconds
+from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
 from meshwright.costmodel.operators.fusion import Fusion
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import Work, leaf_of, traits_of
@@ -26,12 +28,33 @@ from meshwright.profiles.cluster import Device
 BACKWARD = 2.0  # gradients of what a leaf takes and of its weights
 
 
-def stream(
-    sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy
-) -> tuple[float, float, float]:
-    """Seconds of the forward, of the backward, and of weight gradients: none."""
-    device, traits = sizes.setting.cluster.device, traits_of(op)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pass:
+    """Bytes of each kernel of a pass, one after the other, and how many are launched."""
+
+    moved: Sequence[float]
+    launches: int
+
+
+def stream(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> list[Entry]:
+    """The forward and the backward of an operator that moves memory."""
+    device = sizes.setting.cluster.device
     launch = 0.0 if op.name in fusion.joined else device.launch_overhead_s
+    passes = zip((FORWARD_S, BACKWARD_S), _passes(sizes, fusion, op, strategy), strict=True)
+    return [
+        Entry(
+            column=column,
+            kind="stream",
+            seconds=sum(stream_seconds(device, nbytes) for nbytes in own.moved)
+            + own.launches * launch,
+            moved_bytes=sum(own.moved),
+        )
+        for column, own in passes
+    ]
+
+
+def _passes(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> tuple[_Pass, _Pass]:
+    traits = traits_of(op)
     placed = list(zip(op.operands, strategy.operands, strict=True))
     read = [each for i, each in enumerate(placed) if (op.name, i) not in fusion.free_reads]
     written = [
@@ -42,50 +65,46 @@ def stream(
     out = sum(sizes.nbytes(v, p) for v, p in written)
     wanted = sum(sizes.nbytes(v, p) for v, p in read if sizes.graph.values[v].requires_grad)
     if traits.kernel == "lookup":  # the gradient of the rows' table is dense
-        return (
-            stream_seconds(device, 2 * out) + launch,
-            stream_seconds(device, 2 * out + wanted) + launch,
-            0.0,
-        )
-    forward = stream_seconds(device, sum(sizes.nbytes(v, p) for v, p in read) + out)
+        forward = _Pass(moved=[2 * out], launches=1)
+        return forward, _Pass(moved=[2 * out + wanted], launches=1)
+    taken = sum(sizes.nbytes(v, p) for v, p in read) + out
     if traits.experts:  # copies are sorted by expert on arrival, or back
-        sorting = stream_seconds(device, 2 * max(out, *(sizes.nbytes(v, p) for v, p in read)))
-        moving = forward + sorting + 2 * launch
-        return moving, moving, 0.0
-    saves = sizes.table.ops[op.name].saves
+        sorting = 2 * max(out, *(sizes.nbytes(v, p) for v, p in read))
+        both = _Pass(moved=[taken, sorting], launches=2)
+        return both, both
+    forward, saves = _Pass(moved=[taken], launches=1), sizes.table.ops[op.name].saves
     if not saves and traits.kernel == "sum":
         # gradients pass through; where a value has several readers they are summed
-        return forward + launch, stream_seconds(device, wanted), 0.0
+        return forward, _Pass(moved=[wanted], launches=0)
     saved = sum(
         sizes.nbytes(*(placed[i] if i >= 0 else (op.results[-1 - i], strategy.results[-1 - i])))
         for i in saves
         if i < 0 or (op.name, i) not in fusion.free_reads
     )
-    backward = stream_seconds(device, out + saved + wanted)
-    return forward + launch, backward + launch, 0.0
+    return forward, _Pass(moved=[out + saved + wanted], launches=1)
 
 
-def leaf(sizes: LocalSizes, op: Op, strategy: Strategy) -> tuple[float, float, float]:
-    """Seconds of a leaf's forward and of its backward, in which none of it can wait."""
+def leaf(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
+    """A leaf's forward, and its backward, in which none of it can wait."""
     work = leaf_of(op).work
     share = sizes.numel(op.results[0], strategy.results[0]) / work.numel
     taken = [
         sizes.numel(value, placement) / max(1, sizes.graph.values[value].numel)
         for value, placement in zip(op.operands, strategy.operands, strict=True)
     ]
-    device = sizes.setting.cluster.device
-    return *leaf_seconds(device, sizes.dtype(op), work, share, taken), 0.0
-
-
-def leaf_seconds(
-    device: Device, dtype: str, work: Work, share: float, taken: Sequence[float]
-) -> tuple[float, float]:
-    """Device seconds of the forward and of the backward of a `share` of a leaf, and of shares of
-    the tensors `taken`."""
-    flops = share * work.flops / work.kernels
     passed = share * work.nbytes
     passed += sum(part * nbytes for part, nbytes in zip(taken, work.taken, strict=True))
-    nbytes = passed / work.kernels
+    device = sizes.setting.cluster.device
+    seconds = leaf_seconds(device, sizes.dtype(op), work, share, passed)
+    forward = Entry(
+        column=FORWARD_S, kind="leaf", seconds=seconds, flops=share * work.flops, moved_bytes=passed
+    )
+    return [forward, replace(forward.times(BACKWARD), column=BACKWARD_S)]
+
+
+def leaf_seconds(device: Device, dtype: str, work: Work, share: float, passed: float) -> float:
+    """Device seconds of the forward of a `share` of a leaf, that moves the bytes `passed`."""
+    flops, nbytes = share * work.flops / work.kernels, passed / work.kernels
     busy_s = flops / (device.flops(dtype) * device.matmul_efficiency(flops)) if flops else 0.0
     each_s = busy_s + stream_seconds(device, nbytes) + device.launch_overhead_s
-    return work.kernels * each_s, BACKWARD * work.kernels * each_s
+    return work.kernels * each_s

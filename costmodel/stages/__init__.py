@@ -2,7 +2,7 @@
 
 from meshwright.costmodel.stages.away import Sent, sent_by_block
 from meshwright.costmodel.stages.course import BlockBytes, Peak, StageBytes, course_peaks
-from meshwright.costmodel.stages.offload import sent_gradients, weights_there
+from meshwright.costmodel.stages.offload import host_bandwidth, sent_gradients, weights_there
 from meshwright.costmodel.stages.peak import (
     fits,
     peak_bytes,
@@ -11,7 +11,9 @@ from meshwright.costmodel.stages.peak import (
     stage_bytes,
 )
 from meshwright.costmodel.stages.stage import (
+    Beside,
     HeldBytes,
+    Passes,
     StageCosts,
     combined,
     communicator_bytes,
@@ -20,6 +22,7 @@ from meshwright.costmodel.stages.stage import (
     of_policy,
     secondary_bytes,
     stage_costs,
+    stage_passes,
 )
 from meshwright.costmodel.stages.sums import (
     NO_RECOMPUTE,
@@ -31,9 +34,10 @@ from meshwright.costmodel.stages.sums import (
 )
 
 __all__ = [
-    "NO_RECOMPUTE", "BlockBytes", "Floats", "HeldBytes", "Peak", "Recompute", "Sent", "StageBytes",
-    "StageCosts", "Sums", "block_sums", "combined", "communicator_bytes", "course_peaks", "fits",
-    "held_bytes", "of_one", "of_policy", "parameter_sums", "peak_bytes", "room_bytes",
-    "secondary_bytes", "sent_by_block", "sent_gradients", "shortfall_bytes", "stage_bytes",
-    "stage_costs", "weights_there",
+    "NO_RECOMPUTE", "Beside", "BlockBytes", "Floats", "HeldBytes", "Passes", "Peak", "Recompute",
+    "Sent", "StageBytes", "StageCosts", "Sums", "block_sums", "combined", "communicator_bytes",
+    "course_peaks", "fits", "held_bytes", "host_bandwidth", "of_one", "of_policy",
+    "parameter_sums", "peak_bytes", "room_bytes", "secondary_bytes", "sent_by_block",
+    "sent_gradients", "shortfall_bytes", "stage_bytes", "stage_costs", "stage_passes",
+    "weights_there",
 ]  # fmt: skip

@@ -25,9 +25,9 @@ there see `away.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -45,6 +45,7 @@ from meshwright.costmodel.stages.away import Sent, sent_evenly
 from meshwright.costmodel.stages.offload import (
     HostCosts,
     blocks_here,
+    host_bandwidth,
     host_costs,
     sends_each,
     sent_gradients,
@@ -55,6 +56,7 @@ from meshwright.costmodel.target import Target
 
 A = TypeVar("A", float, Floats)
 
+Where: TypeAlias = Literal["forward", "backward", "step"]
 RESERVED_COMMUNICATORS = 2  # whose buffers are in `Device.reserved_bytes`
 
 
@@ -112,15 +114,19 @@ def of_one(costs: StageCosts[Floats], stage: int | tuple[()] = ()) -> StageCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Passes:
-    """Seconds of both passes with the data axis' communication, that part by itself, and what is
-    not hidden of the reductions and gathers that come once per step."""
+class Beside:
+    """What goes beside a pass, or a step's first or last one: the `parts` of it, seconds by column
+    of the ledger, and the seconds that it adds (`added_s`): to each forward, to each backward, or
+    once (`where`)."""
 
-    forward_s: Floats
-    backward_s: Floats
-    forward_comm_s: Floats
-    backward_comm_s: Floats
-    reduce_s: Floats
+    where: Where
+    parts: Mapping[str, Floats]
+    added_s: Floats
+
+
+def _added(besides: Sequence[Beside], where: str) -> Floats:
+    found: Floats = sum((each.added_s for each in besides if each.where == where), np.zeros(()))
+    return found
 
 
 def _issued(device: Floats, host: Floats) -> Floats:
@@ -129,23 +135,24 @@ def _issued(device: Floats, host: Floats) -> Floats:
     return seconds
 
 
-def _hidden(whole: Floats, exchange: Floats, target: Target) -> Floats:
-    """Seconds of the exchange between experts that pass behind another micro-batch's compute."""
-    hidden: Floats = np.minimum(target.overlap_experts * exchange, whole - exchange)
-    return hidden
+def _hidden(sums: Sums, target: Target) -> tuple[Floats, Floats]:
+    """Seconds of the exchange between experts that pass behind another micro-batch's compute, in
+    both passes."""
+    part = target.overlap_experts
+    forward, backward = sums.forward_exchange_s, sums.backward_exchange_s
+    return (
+        np.minimum(part * forward, sums.forward_s - forward),
+        np.minimum(part * backward, sums.backward_s - backward),
+    )
 
 
-def _with_data_axis(
-    sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: HostCosts
-) -> _Passes:
-    """The two passes beside ZeRO's gathers and scatters, the reduction of gradients, and what goes
-    to the host and comes from it."""
+def _hiding(sums: Sums, setting: Setting) -> Callable[[Floats, Floats, bool], Floats]:
+    """The seconds that a communication adds to compute, where it is `overlapped`."""
     target, device = setting.target, setting.cluster.device
     # the part of a communication that no compute can hide: its first or last block
     edge = sums.largest_parameters / np.maximum(sums.parameters, 1.0)
 
     def added(compute: Floats, comm: Floats, overlapped: bool) -> Floats:
-        """Seconds that a communication adds to compute."""
         if not overlapped or device.kind == "cpu":
             return comm
         body = comm * (1 - edge) * (target.hidden_zero3 if setting.sharing.zero == 3 else 1.0)
@@ -153,72 +160,82 @@ def _with_data_axis(
         more: Floats = beside + (comm - body) - compute
         return more
 
-    def replicated(compute: Floats, scatter: Floats, replicate: Floats, hidden: bool) -> Floats:
-        """Seconds that the reduction among replicas adds to a backward that scatters."""
-        if setting.sharing.zero not in target.overlap_replicas:
-            return replicate
-        more: Floats = added(compute, scatter + replicate, hidden) - added(compute, scatter, hidden)
-        return more
+    return added
 
+
+def _data_axis(
+    sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: HostCosts
+) -> Iterator[Beside]:
+    """ZeRO's gathers and scatters, and the reduction of gradients."""
+    target, zero = setting.target, setting.sharing.zero
+    added, copied = _hiding(sums, setting), _copy_s(sums, setting)
     gradients, parameters = target.overlap_gradients, target.overlap_parameters
-    scatter, gather, replicate = sums.scatter_s, sums.gather_s, sums.replicate_s
-    to_forward: Floats = np.zeros(())
-    to_backward: Floats = np.zeros(())
-    if setting.sharing.zero == 3:
-        gather, replicate = sums.zero3_gather_s, sums.zero3_replicate_s
-        gather = gather + host.fetched_s
-        again = sums.zero3_secondary_s if setting.sharing.hpz else gather
-        moved, copied = again + sums.zero3_scatter_s, _copy_s(sums, setting)
+
+    def replicated(scatter: Floats, column: str, hidden: bool) -> Beside:
+        """The reduction among replicas, which joins a backward that scatters or follows it."""
+        replicate: Floats = getattr(sums, column)
+        more = replicate
+        if zero in target.overlap_replicas:
+            more = added(backward, scatter + replicate, hidden) - added(backward, scatter, hidden)
+        return Beside(where="step", parts={column: replicate}, added_s=more)
+
+    def beside(where: Where, parts: Mapping[str, Floats], compute: Floats, hidden: bool) -> Beside:
+        together = sum(parts.values(), np.zeros(()))
+        return Beside(where=where, parts=parts, added_s=added(compute, together, hidden))
+
+    if zero == 0:
+        yield beside("step", {"reduce_s": sums.reduce_s}, backward, gradients)
+    elif zero == 3:
         several = setting.batch.microbatches > 1
-        moved = moved + host.returned_s * (not several)
-        waited = (host.returned_s + host.added_s) * several
-        to_forward = added(forward, gather, parameters) + copied
-        to_backward = added(backward, moved, parameters) + copied + waited
-        reduce = replicated(backward, moved, replicate, parameters)
-    elif setting.sharing.zero:
-        reduce = replicated(backward, scatter, replicate, gradients)
-        reduce = reduce + added(forward, gather, parameters) + _copy_s(sums, setting)
-        if setting.sharing.zero == 2:
-            to_backward = added(backward, scatter, gradients)
-        else:
-            reduce = reduce + added(backward, scatter, gradients)
+        gathered = {"zero3_gather_s": sums.zero3_gather_s, "fetched_s": host.fetched_s}
+        again = {"zero3_secondary_s": sums.zero3_secondary_s} if setting.sharing.hpz else gathered
+        scattered = {"zero3_scatter_s": sums.zero3_scatter_s}
+        returned = {"returned_s": host.returned_s}
+        moved = again | scattered | ({} if several else returned)
+        yield beside("forward", gathered, forward, parameters)
+        yield beside("backward", moved, backward, parameters)
+        if several:
+            yield beside("backward", returned | {"added_s": host.added_s}, backward, False)
+        for where in ("forward", "backward"):
+            yield Beside(where=where, parts={"copied_s": copied}, added_s=copied)
+        yield replicated(sum(moved.values(), np.zeros(())), "zero3_replicate_s", parameters)
     else:
-        reduce = added(backward, sums.reduce_s, gradients)
-    if setting.sharing.zero < 3 and setting.host.states:
-        ways = _ways_to_host(added, sums, forward, backward, setting, host)
-        to_forward, to_backward = ways[0], to_backward + ways[1]
-        reduce = reduce + ways[2]
-    return _Passes(
-        forward_s=forward + to_forward,
-        backward_s=backward + to_backward,
-        forward_comm_s=to_forward,
-        backward_comm_s=to_backward,
-        reduce_s=reduce,
-    )
+        scatter = {"scatter_s": sums.scatter_s}
+        yield replicated(sums.scatter_s, "replicate_s", gradients)
+        yield beside("step", {"gather_s": sums.gather_s}, forward, parameters)
+        yield beside("backward" if zero == 2 else "step", scatter, backward, gradients)
+        yield Beside(where="step", parts={"copied_s": copied}, added_s=copied)
 
 
-def _ways_to_host(
-    added: Callable[[Floats, Floats, bool], Floats],
-    sums: Sums,
-    forward: Floats,
-    backward: Floats,
-    setting: Setting,
-    host: HostCosts,
-) -> tuple[Floats, Floats, Floats]:
-    """Seconds that what goes to the host and comes from it adds to each forward, each backward and
-    a step, below ZeRO-3, beside ZeRO's gathers and the reduction of gradients."""
-    to_forward = added(forward, host.weights_s, True)
-    to_backward = added(backward, host.weights_s, True)
-    comm = sums.gather_s if setting.sharing.zero else np.zeros(())
-    once = added(forward, comm + host.fetched_s, True) - added(forward, comm, True)
-    once = once + added(forward, host.kept_s, True)
-    comm = sums.scatter_s if setting.sharing.zero else sums.reduce_s
-    sent = added(backward, comm + host.returned_s, True) - added(backward, comm, True)
+def _host_link(
+    sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: HostCosts
+) -> Iterator[Beside]:
+    """What goes to the host and comes from it below ZeRO-3, beside ZeRO's gathers and the reduction
+    of gradients."""
+    added, none = _hiding(sums, setting), np.zeros(())
+
+    def more(where: Where, column: str, compute: Floats, comm: Floats = none) -> Beside:
+        """Of what the host adds to `comm` on its way beside the same."""
+        own: Floats = getattr(host, column)
+        without = added(compute, comm, True) if comm is not none else none
+        return Beside(
+            where=where, parts={column: own}, added_s=added(compute, comm + own, True) - without
+        )
+
+    zero = setting.sharing.zero
+    yield more("forward", "weights_s", forward)
+    yield more("backward", "weights_s", backward)
+    yield more("step", "fetched_s", forward, sums.gather_s if zero else none)
+    yield more("step", "kept_s", forward)
+    returned = more("step", "returned_s", backward, sums.scatter_s if zero else sums.reduce_s)
     if sends_each(setting):
-        several = setting.batch.microbatches > 1
-        return to_forward, to_backward + sent + host.added_s * several, once
-    divided = setting.shards < setting.mesh.holders  # among replicas, after all
-    return to_forward, to_backward, once + (host.returned_s if divided else sent)
+        yield replace(returned, where="backward")
+        if setting.batch.microbatches > 1:
+            yield Beside(where="backward", parts={"added_s": host.added_s}, added_s=host.added_s)
+    elif setting.shards < setting.mesh.holders:  # among replicas, after all
+        yield replace(returned, added_s=host.returned_s)
+    else:
+        yield returned
 
 
 def _copy_s(sums: Sums, setting: Setting) -> Floats:
@@ -341,55 +358,109 @@ def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[F
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """Seconds that the device works in both passes (`forward_s`, `backward_s`), of which `*_comm_s`
+    communicates within them; what of the exchange between experts is `hidden_s` in each; all that
+    goes `beside`, or is added for what the host issues and for the slowest node (`issue_s`); the
+    optimizer's step on the device (`optimizer_s`); what the host does and what is `sent` there."""
+
+    forward_s: Floats
+    backward_s: Floats
+    forward_comm_s: Floats
+    backward_comm_s: Floats
+    hidden_s: tuple[Floats, Floats]
+    beside: Sequence[Beside]
+    optimizer_s: Floats
+    host: HostCosts
+    sent: Sent
+
+
+def stage_passes(
+    sums: Sums, setting: Setting, repeated: Recompute, sent: Sent | None = None
+) -> Passes:
+    """The passes of stages from the sums of their blocks, and what they run again; what these send
+    to host memory, where that is not known by block, is sent evenly."""
+    hidden, host = _hidden(sums, setting.target), host_costs(sums, setting)
+    device = sums.forward_s - hidden[0], sums.backward_s - hidden[1] + repeated.seconds
+    issued = sums.forward_host_s, sums.backward_host_s + repeated.host_s
+    both = _issued if setting.cluster.device.kind == "cuda" else np.add
+    slowest = slowest_of(setting.cluster.num_nodes)
+    forward, backward = (slowest * both(*each) for each in zip(device, issued, strict=True))
+    beside = [
+        Beside(
+            where="forward", parts={"issue_s": forward - device[0]}, added_s=forward - device[0]
+        ),
+        Beside(
+            where="backward", parts={"issue_s": backward - device[1]}, added_s=backward - device[1]
+        ),
+        *_data_axis(sums, forward, backward, setting, host),
+    ]
+    if setting.sharing.zero < 3 and setting.host.states:
+        beside += _host_link(sums, forward, backward, setting, host)
+    if setting.sharing.zero == 3:  # before it, nothing hides
+        again = repeated.gather_s
+        beside.append(Beside(where="backward", parts={"zero3_gather_s": again}, added_s=again))
+    if sent is None:
+        busy = host.fetched_s * (setting.sharing.zero == 3)  # the link, in a backward
+        alone = np.maximum(device[1] - busy, 0.0)
+        sent = sent_evenly(kept_bytes(sums, repeated), sums.blocks, device[0], alone, setting)
+    beside += _away(sent, setting)
+    stepped = sums.shard_s if setting.sharing.zero else sums.optimizer_s
+    return Passes(
+        forward_s=device[0],
+        backward_s=device[1],
+        forward_comm_s=sums.forward_comm_s - hidden[0],
+        backward_comm_s=sums.backward_comm_s - hidden[1] + repeated.comm_s,
+        hidden_s=hidden,
+        beside=beside,
+        optimizer_s=(1 - setting.host.states) * _copying(setting) * stepped,
+        host=host,
+        sent=sent,
+    )
+
+
+def kept_bytes(sums: Sums, repeated: Recompute) -> Floats:
+    """Bytes of activations that a micro-batch keeps from its forward to its backward."""
+    found: Floats = sums.saved_bytes + sums.input_bytes - repeated.freed_bytes
+    return found
+
+
+def _away(sent: Sent, setting: Setting) -> Iterator[Beside]:
+    """Activations on their way to the host and back."""
+    if setting.cluster.host is None or not setting.host.activations:
+        return
+    waits = ("forward", sent.forward_s, "to_host"), ("backward", sent.backward_s, "to_device")
+    for where, seconds, kind in waits:
+        whole = sent.nbytes / host_bandwidth(setting, kind)
+        yield Beside(where=where, parts={f"away_{kind}_s": whole}, added_s=seconds)
+
+
 def stage_costs(
     sums: Sums, setting: Setting, recompute: str | Recompute, sent: Sent | None = None
 ) -> StageCosts[Floats]:
     """Costs of stages from the sums of their blocks. `recompute` is one policy for all blocks, or
     what they run again: by several, or with a leading axis of alternatives. `sent` is what goes to
     host memory, where it is known by block."""
-    target = setting.target
     repeated = sums.recompute(recompute) if isinstance(recompute, str) else recompute
-    forward = sums.forward_s - _hidden(sums.forward_s, sums.forward_exchange_s, target)
-    backward = sums.backward_s - _hidden(sums.backward_s, sums.backward_exchange_s, target)
-    both = _issued if setting.cluster.device.kind == "cuda" else np.add
-    slowest = slowest_of(setting.cluster.num_nodes)
-    host = host_costs(sums, setting)
-    passes = _with_data_axis(
-        sums,
-        slowest * both(forward, sums.forward_host_s),
-        slowest * both(backward + repeated.seconds, sums.backward_host_s + repeated.host_s),
-        setting,
-        host,
-    )
-    again_s = (
-        repeated.gather_s if setting.sharing.zero == 3 else np.zeros(())
-    )  # before it, nothing hides
+    kept, passes = kept_bytes(sums, repeated), stage_passes(sums, setting, repeated, sent)
+    host, sent = passes.host, passes.sent
+    forward, backward, once = (_added(passes.beside, w) for w in ("forward", "backward", "step"))
     held = held_bytes(sums, setting, repeated)
-    kept = sums.saved_bytes + sums.input_bytes - repeated.freed_bytes
-    if sent is None:
-        busy = host.fetched_s * (setting.sharing.zero == 3)  # the link, in a backward
-        alone = np.maximum(backward + repeated.seconds - busy, 0.0)
-        sent = sent_evenly(kept, sums.blocks, forward, alone, setting)
     # as it comes back, what the micro-batch kept on the device of later blocks is let go
     back = np.maximum(sent.passing_bytes - (kept - sent.nbytes), 0.0)
     passing = held.transient + held.communicators + back
+    issue = [each.added_s for each in passes.beside if "issue_s" in each.parts]
     return StageCosts(
-        forward_s=passes.forward_s + sent.forward_s,
-        backward_s=passes.backward_s + again_s + sent.backward_s,
-        weight_s=np.minimum(sums.weight_s, passes.backward_s),
-        forward_comm_s=sums.forward_comm_s + passes.forward_comm_s + sent.forward_s,
-        backward_comm_s=sums.backward_comm_s
-        + repeated.comm_s
-        + passes.backward_comm_s
-        + again_s
-        + sent.backward_s,
+        forward_s=passes.forward_s + forward,
+        backward_s=passes.backward_s + backward,
+        weight_s=np.minimum(sums.weight_s, passes.backward_s + backward),
+        forward_comm_s=passes.forward_comm_s + forward - issue[0],
+        backward_comm_s=passes.backward_comm_s + backward - issue[1],
         measured_s=sums.measured_s,
         interpolated_s=sums.interpolated_s,
-        reduce_s=passes.reduce_s,
-        optimizer_s=(1 - setting.host.states)
-        * _copying(setting)
-        * (sums.shard_s if setting.sharing.zero else sums.optimizer_s)
-        + host.step_s,
+        reduce_s=once,
+        optimizer_s=passes.optimizer_s + host.step_s,
         static_bytes=_static_bytes(held, passing, kept - sent.nbytes, sums, setting),
         passing_bytes=passing,
         activation_bytes=kept - sent.nbytes,

@@ -6,7 +6,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.operators import LocalSizes, Setting, attention, context_exchange
+from meshwright.costmodel.operators import (
+    BACKWARD_S,
+    FORWARD_S,
+    LocalSizes,
+    Setting,
+    attention,
+    context_exchange,
+)
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import ContextKind, ContextLayout, FactorTable, strategies
 
@@ -35,6 +42,7 @@ def cheapest_kind(
 def _attention_seconds(sizes: LocalSizes, op: Op) -> float:
     options = strategies(sizes.graph, sizes.table, op, sizes.setting.mesh.tp)
     by_heads = next((x for x in options if x.split_factor == "heads"), options[0])
-    forward_s, backward_s, _ = attention(sizes, op, by_heads)
-    exposed = context_exchange(sizes, op, by_heads, forward_s, backward_s)
-    return forward_s + backward_s + sum(exposed)
+    found = attention(sizes, op, by_heads)
+    computed = [sum(e.seconds for e in found if e.column == c) for c in (FORWARD_S, BACKWARD_S)]
+    exchanged = context_exchange(sizes, op, by_heads, *computed)
+    return sum(computed) + sum(entry.seconds for entry in exchanged)

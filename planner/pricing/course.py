@@ -19,7 +19,7 @@ from meshwright.costmodel.memory import (
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
 from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.costmodel.sharding import Assignment, Placement
+from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import (
     BlockBytes,
     Peak,
@@ -39,20 +39,18 @@ from meshwright.planner.plan import (
     offloaded_weights,
 )
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.segments import Entered, in_segments
+from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
+from meshwright.planner.pricing.segments import in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 
-def plan_peaks(
-    plan: Plan, coster: StageCoster, assignments: Sequence[Mapping[str, Assignment]]
-) -> list[Peak]:
-    """The highest point of a step on a device of each device group, reserved bytes included;
-    `assignments` are those of the plan's stages."""
+def plan_peaks(plan: Plan, coster: StageCoster, priced: Sequence[PricedStage]) -> list[Peak]:
+    """The highest point of a step on a device of each device group, reserved bytes included."""
     edges = crossings(plan, coster.graph)
     ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
     sent = {edge: values for edge, values in edges.items() if ranks[edge[0]] != ranks[edge[1]]}
     held: set[tuple[tuple[int, ...], str]] = set()
-    stages = [_stage(plan, k, coster, assignments[k], sent, held) for k in range(len(plan.stages))]
+    stages = [_stage(plan, k, own, sent, held) for k, own in enumerate(priced)]
     peaks = course_peaks(
         stages,
         schedule=plan.schedule,
@@ -61,7 +59,7 @@ def plan_peaks(
         edges=frozenset(edges),
     )
     device = coster.cluster.device
-    more = max(communicator_bytes(stage_setting(plan, k, coster)) for k in range(len(plan.stages)))
+    more = max(communicator_bytes(each.setting) for each in priced)
     beside = device.reserved_bytes + more + _batch_bytes(plan, coster)
     return [replace(peak, nbytes=math.ceil(peak.nbytes + beside)) for peak in peaks]
 
@@ -82,33 +80,28 @@ def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
 def _stage(
     plan: Plan,
     k: int,
-    coster: StageCoster,
-    assignments: Mapping[str, Assignment],
+    priced: PricedStage,
     edges: Mapping[tuple[int, int], Sequence[str]],
     held: set[tuple[tuple[int, ...], str]],
 ) -> StageBytes:
     """What stage k holds, block by block; `edges` are what stages send to each other, `held` the
     ranks and parameters of earlier stages, to which this one's are added."""
-    stage = plan.stages[k]
-    setting = stage_setting(plan, k, coster)
-    pricer = coster.pricer(setting)
-    entered, passes, states = list[Entered](), list[PassPrice](), dict[str, Placement]()
+    stage, setting, pricer = priced.stage, priced.setting, priced.pricer
+    entered, states = priced.blocks, dict[str, Placement]()
     read: set[tuple[str, Placement]] = set()
     shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
     # of each parameter the last block that reads it, and its number there
     readers: dict[tuple[str, Placement], tuple[int, int]] = {}
-    for at, (block, assignment, inputs) in enumerate(coster.entered(stage, assignments)):
-        entered.append(Entered.of(coster, pricer, block, assignment, inputs))
-        passes.append(coster.passes(pricer, block, assignment, inputs))
-        read |= inputs.items()
-        for number, value in enumerate(block.parameters):
-            if (parameter := (value, assignment.states[value])) in readers:
+    for at, each in enumerate(entered):
+        read |= each.inputs.items()
+        for number, parameter in enumerate(each.parameters):
+            if parameter in readers:
                 shared.add(parameter)
-            if (stage.ranks, value) not in held:
+            if (stage.ranks, parameter[0]) not in held:
                 readers[parameter] = at, number
-        states |= {value: assignment.states[value] for value in block.outputs}
+        states |= {value: each.assignment.states[value] for value in each.block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
-    sent, there = {*chain(*targets.values())}, offloaded_parameters(stage, coster.graph)
+    sent, there = {*chain(*targets.values())}, offloaded_parameters(stage, pricer.graph)
     trained, numbers, frozen = _parameters(readers, pricer, stage, there)
     held |= {(stage.ranks, value) for value, _ in readers}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
@@ -116,12 +109,12 @@ def _stage(
     gathered = _gathered(trained, among, len(entered), setting)
     entering = entering_bytes(entered, pricer)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
-    for at, (each, made, policy) in enumerate(zip(entered, passes, stage.policies, strict=True)):
+    for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
         course = [
             (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
-            for moment in made.course
+            for moment in each.passes.course
         ]
-        again, late = each.sums.recompute(policy), split and _reads_late(made)
+        again, late = each.sums.recompute(policy), split and _reads_late(each.passes)
         found = _block(again, each.sums, entering[at], gathered[at], course)
         if parts_of(policy)[1]:
             found = _gathering(found, again, alone=policy == REGATHER, late=late)
@@ -130,7 +123,7 @@ def _stage(
     return StageBytes(
         fixed=frozen + _fixed_bytes(trained, setting),
         optimizer=optimizer_temporary_bytes(
-            owned, optimizer=setting.optimizer, device=coster.cluster.device.kind
+            owned, optimizer=setting.optimizer, device=setting.cluster.device.kind
         ),
         blocks=sending(blocks, stage, entered, pricer),
         leaving=sum(pricer.nbytes(v, states[v]) for v in sent - {value for value, _ in read}),
@@ -141,28 +134,22 @@ def _stage(
     )
 
 
-def undone_bytes(
-    plan: Plan, coster: StageCoster, assignments: Sequence[Mapping[str, Assignment]]
-) -> list[float]:
+def undone_bytes(plan: Plan, priced: Sequence[PricedStage]) -> list[float]:
     """Bytes of a device of each device group that a step which is validated afterwards keeps to be
     undone."""
     found = dict.fromkeys(plan.devices, 0.0)
     held: set[tuple[tuple[int, ...], str]] = set()
-    for k, stage in enumerate(plan.stages):
-        setting = stage_setting(plan, k, coster)
-        pricer = coster.pricer(setting)
-        for block, assignment, _ in coster.entered(stage, assignments[k]):
-            for value in block.parameters:
-                new = (stage.ranks, value) not in held
-                if setting.validated and new and coster.graph.values[value].requires_grad:
-                    state = assignment.states[value]
-                    found[stage.ranks] += undo_bytes(
-                        pricer.numel(value, state),
-                        pricer.parameters.shard_count(value, state),
-                        zero=setting.sharing.zero,
-                        optimizer=setting.optimizer,
-                    )
-                held.add((stage.ranks, value))
+    for own in priced:
+        ranks, pricer = own.stage.ranks, own.pricer
+        for value, state in (each for block in own.blocks for each in block.parameters):
+            if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
+                found[ranks] += own.setting.validated * undo_bytes(
+                    pricer.numel(value, state),
+                    pricer.parameters.shard_count(value, state),
+                    zero=own.setting.sharing.zero,
+                    optimizer=own.setting.optimizer,
+                )
+            held.add((ranks, value))
     return list(found.values())
 
 
@@ -174,7 +161,8 @@ def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:
     undone = [0.0] * len(plan.devices)
     if plan.post_validation:
         assignments = check_plan(plan, coster.graph, coster.problem.factors)
-        undone = undone_bytes(plan, coster, assignments)
+        priced = [priced_stage(plan, k, coster, own) for k, own in enumerate(assignments)]
+        undone = undone_bytes(plan, priced)
     for ranks, kept in zip(plan.devices, undone, strict=True):
         stage = next(stage for stage in plan.stages if stage.ranks == ranks)
         setting = stage_setting(plan, plan.stages.index(stage), coster)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles
-from meshwright.costmodel.kernels import collective_time, group_for, send_seconds
-from meshwright.costmodel.operators import Batch, Mesh, Problem, Setting
+from meshwright.costmodel.kernels import collective_time, crosses_node, group_for, send_seconds
+from meshwright.costmodel.operators import Batch, Entry, Mesh, Problem
 from meshwright.costmodel.schedules import (
     StageTimes,
     Streams,
@@ -20,27 +20,15 @@ from meshwright.costmodel.schedules import (
     in_flight,
     simulate,
 )
-from meshwright.costmodel.sharding import Assignment, Placement
-from meshwright.costmodel.stages import (
-    Peak,
-    Recompute,
-    Sent,
-    StageCosts,
-    Sums,
-    of_one,
-    parameter_sums,
-    peak_bytes,
-    shortfall_bytes,
-    stage_costs,
-)
+from meshwright.costmodel.sharding import Assignment
+from meshwright.costmodel.stages import Peak, StageCosts, peak_bytes, shortfall_bytes
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, shared_apart
-from meshwright.planner.pricing.away import sent_of
 from meshwright.planner.pricing.copies import with_exchange
 from meshwright.planner.pricing.course import plan_peaks
 from meshwright.planner.pricing.hosts import by_node, check_host
-from meshwright.planner.pricing.segments import Entered, stage_recompute
-from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
+from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
+from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
 
 
@@ -139,8 +127,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """A priced plan: prediction, costs and micro-batches in flight per stage, the simulated
-    step."""
+    """A priced plan: prediction, costs and micro-batches in flight per stage, the simulated step,
+    the messages of a micro-batch between stages; and the stages as they were walked, where their
+    shardings were asked."""
 
     plan: Plan
     prediction: Prediction
@@ -148,6 +137,8 @@ class Evaluation:
     in_flight: tuple[int, ...]
     timeline: Timeline
     target: Target
+    transfers: Mapping[tuple[int, int], Entry]
+    priced: tuple[PricedStage, ...] = field(default=(), repr=False)
 
     def rests_on(self) -> dict[str, float]:
         """Fractions of the operators' seconds that were measured on the device, interpolated
@@ -206,15 +197,16 @@ def evaluate(
     problem's graph may have any batch size."""
     check_host(plan, problem.cluster)
     coster = coster or StageCoster(replace(problem, precision=plan.precision))
-    stages = tuple(_stage(plan, k, coster, assignments[k]) for k in range(len(plan.stages)))
-    priced = price_stages(plan, coster, stages)
+    stages = tuple(priced_stage(plan, k, coster, own) for k, own in enumerate(assignments))
+    found = price_stages(plan, coster, [each.costs for each in stages])
+    found = replace(found, priced=stages)
     if not problem.target.gradients_come:
-        return priced
-    course = plan_peaks(plan, coster, assignments)
-    sums = priced.prediction.peak_memory_bytes
+        return found
+    course = plan_peaks(plan, coster, stages)
+    sums = found.prediction.peak_memory_bytes
     peaks = [max(own, math.ceil(peak.nbytes)) for own, peak in zip(sums, course, strict=True)]
-    prediction = replace(priced.prediction, course=tuple(course), peak_memory_bytes=peaks)
-    return replace(priced, prediction=prediction)
+    prediction = replace(found.prediction, course=tuple(course), peak_memory_bytes=peaks)
+    return replace(found, prediction=prediction)
 
 
 def price_stages(
@@ -231,7 +223,12 @@ def price_stages(
     cluster = coster.cluster
     stages = stages if exchanged else with_exchange(plan, coster, stages)
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
-    timeline, streams = _simulate(plan, coster, stages, send_scale)
+    transfers = {
+        edge: transfer(plan, coster, edge, values)
+        for edge, values in crossings(plan, coster.graph).items()
+    }
+    sends = {edge: send_scale * entry.seconds for edge, entry in transfers.items()}
+    timeline, streams = _simulate(plan, coster.problem.target, stages, sends)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
     if plan.post_validation and not shared_apart(plan, coster.graph):
         everyone = group_for(cluster, size=plan.num_ranks, stride=1)
@@ -265,54 +262,18 @@ def price_stages(
         in_flight=active,
         timeline=timeline,
         target=coster.problem.target,
+        transfers=transfers,
     )
 
 
-def _stage(
-    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
-) -> StageCosts[float]:
-    """Costs of stage k."""
-    setting, sums, repeated, sent = _stage_parts(plan, k, coster, assignments)
-    return of_one(stage_costs(sums, setting, repeated, sent))
-
-
-def stage_sums(
-    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
-) -> tuple[Setting, Sums, Recompute]:
-    """What the costs of stage k are made of: a parameter that several blocks read alike is held
-    once, and every block repeats what its own policy says."""
-    return _stage_parts(plan, k, coster, assignments)[:3]
-
-
-def _stage_parts(
-    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
-) -> tuple[Setting, Sums, Recompute, Sent | None]:
-    """The same, and what it sends to host memory."""
-    stage = plan.stages[k]
-    setting = stage_setting(plan, k, coster)
-    pricer = coster.pricer(setting)
-    sums, blocks = Sums.zeros(), list[Entered]()
-    stored: set[tuple[str, Placement]] = set()
-    for block, assignment, inputs in coster.entered(stage, assignments):
-        blocks.append(Entered.of(coster, pricer, block, assignment, inputs))
-        sums = sums.then(blocks[-1].sums)
-        parameters = [(value, assignment.states[value]) for value in block.parameters]
-        for value, state in stored.intersection(parameters):
-            sums = sums - parameter_sums(pricer, value, state)
-        stored.update(parameters)
-    sent = sent_of(stage, blocks, pricer, setting)
-    return setting, sums, stage_recompute(stage, blocks, pricer), sent
-
-
 def _simulate(
-    plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]], send_scale: float
+    plan: Plan,
+    target: Target,
+    stages: Sequence[StageCosts[float]],
+    transfer: dict[tuple[int, int], float],
 ) -> tuple[Timeline, Streams]:
-    edges = crossings(plan, coster.graph)
-    transfer = {
-        edge: send_scale * transfer_seconds(plan, coster, edge, v) for edge, v in edges.items()
-    }
+    edges = frozenset(transfer)
     blocked = [0.0] * len(stages), [0.0] * len(stages)
-    target = coster.problem.target
     # of a forward and a backward together, one computes while the other exchanges tokens
     paired = [target.overlap_passes and stage.ep > 1 for stage in plan.stages]
     if not target.overlap_sends:
@@ -335,7 +296,7 @@ def _simulate(
         plan.schedule,
         num_stages=len(stages),
         num_microbatches=plan.num_microbatches,
-        edges=frozenset(edges),
+        edges=edges,
         num_devices=len(plan.devices),
         paired=target.overlap_passes,
     )
@@ -348,11 +309,11 @@ def _busiest(source: StagePlan, target: StagePlan) -> float:
     return max(1 / target.dp, target.tp / (source.dp * source.tp))
 
 
-def transfer_seconds(
+def transfer(
     plan: Plan, coster: StageCoster, edge: tuple[int, int], values: Sequence[str]
-) -> float:
-    """Seconds to move `values` of one micro-batch between two stages, the mean of both ways; the
-    busiest rank's share counts. Stages on the same ranks hand over what they hold."""
+) -> Entry:
+    """Moving `values` of one micro-batch between two stages, the mean of both ways; the busiest
+    rank's share counts. Stages on the same ranks hand over what they hold."""
     ends = [plan.stages[k] for k in edge]
     rows = plan.microbatch_rows * (_busiest(*ends) + _busiest(*reversed(ends))) / 2
     cp = min(stage.cp for stage in ends)
@@ -361,12 +322,23 @@ def transfer_seconds(
     pricer, sizes = coster.pricer(setting), [len(stage.ranks) for stage in ends]
     # what has no rows goes whole to every rank, from as many as there are
     whole = (1 + max(sizes) / min(sizes)) / 2
-    problem = coster.problem
-    return send_seconds(
-        sum(pricer.nbytes(v) * (1 if problem.factors.has_batch(v) else whole) for v in values),
-        *(stage.ranks for stage in ends),
+    problem, ranks = coster.problem, [stage.ranks for stage in ends]
+    nbytes = sum(pricer.nbytes(v) * (1 if problem.factors.has_batch(v) else whole) for v in values)
+    seconds = send_seconds(
+        nbytes,
+        *ranks,
         tp=min(stage.tp for stage in ends),
         cluster=problem.cluster,
         target=problem.target,
         profile=problem.profile,
+    )
+    return Entry(
+        column="send_s",
+        kind="collective",
+        seconds=seconds,
+        axis="pipeline",
+        collective="send",
+        calls=1,
+        sent_bytes=nbytes if seconds else 0.0,
+        crosses=crosses_node(*ranks, problem.cluster.devices_per_node),
     )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from meshwright.costmodel.schedules import peak_activation, stages_of_devices
-from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.stages import HeldBytes, held_bytes
-from meshwright.planner.pricing.evaluate import Evaluation, stage_sums
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.evaluate import Evaluation
+from meshwright.planner.pricing.priced_stage import PricedStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +36,11 @@ class MemoryParts:
         return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
-def memory_parts(
-    evaluation: Evaluation, coster: StageCoster, assignments: Sequence[Mapping[str, Assignment]]
-) -> list[MemoryParts]:
-    """Of each device group; `assignments` are those of the plan's stages."""
+def memory_parts(evaluation: Evaluation) -> list[MemoryParts]:
+    """Of each device group of a plan whose stages were walked."""
     plan = evaluation.plan
-    held = [_held(evaluation, k, coster, own) for k, own in enumerate(assignments)]
+    held = [_held(own) for own in evaluation.priced]
+    device = evaluation.priced[0].setting.cluster.device
     counts = {"num_devices": len(plan.devices)}
     active = peak_activation(
         plan.schedule,
@@ -53,7 +50,7 @@ def memory_parts(
     )
     placed = stages_of_devices(plan.schedule, num_stages=len(plan.stages), **counts)
     found = []
-    for device, members in enumerate(placed):
+    for number, members in enumerate(placed):
         own = [held[k] for k in members]
         # one stage is in a backward: the one that holds most in it
         passing = max(own, key=lambda h: h.transient + h.communicators)
@@ -61,19 +58,16 @@ def memory_parts(
             weights=sum(h.weights + h.frozen for h in own),
             gradients=sum(h.gradients for h in own),
             optimizer=sum(h.optimizer for h in own),
-            activations=float(active[device]),
+            activations=float(active[number]),
             buffers=sum(h.buffers for h in own),
             transient=passing.transient,
-            reserved=passing.communicators + coster.cluster.device.reserved_bytes,
+            reserved=passing.communicators + device.reserved_bytes,
         )
-        beyond = evaluation.prediction.peak_memory_bytes[device] - parts.total
+        beyond = evaluation.prediction.peak_memory_bytes[number] - parts.total
         found.append(replace(parts, transient=parts.transient + max(0.0, beyond)))
     return found
 
 
-def _held(
-    evaluation: Evaluation, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
-) -> HeldBytes[float]:
-    setting, sums, repeated = stage_sums(evaluation.plan, k, coster, assignments)
-    found = held_bytes(sums, setting, repeated)
+def _held(own: PricedStage) -> HeldBytes[float]:
+    found = held_bytes(own.sums, own.setting, own.repeated)
     return HeldBytes(**{each.name: float(getattr(found, each.name)) for each in fields(found)})

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from meshwright.costmodel.blocks import PassPrice
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import Pricer
-from meshwright.costmodel.sharding import Assignment, Placement
+from meshwright.costmodel.sharding import Assignment, Placement, Step
 from meshwright.costmodel.stages import NO_RECOMPUTE, BlockBytes, Recompute, Sums
 from meshwright.planner.plan import StagePlan, segments_of
 from meshwright.planner.pricing.segment_costs import SegmentBlock, segment_recompute
@@ -16,11 +17,14 @@ from meshwright.planner.pricing.stage_costs import StageCoster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """A block of a stage, its sums, and what it reads in which states."""
+    """A block of a stage, what it reads in which states, its steps, its price per micro-batch and
+    its sums."""
 
     block: Block
     assignment: Assignment
     inputs: Mapping[str, Placement]
+    steps: Sequence[Step]
+    passes: PassPrice
     sums: Sums
 
     @staticmethod
@@ -31,8 +35,19 @@ class Entered:
         assignment: Assignment,
         inputs: Mapping[str, Placement],
     ) -> Entered:
-        own = coster.block_sums(pricer, block, assignment, inputs)
-        return Entered(block=block, assignment=assignment, inputs=inputs, sums=own)
+        return Entered(
+            block=block,
+            assignment=assignment,
+            inputs=inputs,
+            steps=coster.steps(block, assignment, inputs, pricer.setting.mesh.tp),
+            passes=coster.passes(pricer, block, assignment, inputs),
+            sums=coster.block_sums(pricer, block, assignment, inputs),
+        )
+
+    @property
+    def parameters(self) -> list[tuple[str, Placement]]:
+        """Its parameters, each in the state in which it is stored."""
+        return [(value, self.assignment.states[value]) for value in self.block.parameters]
 
     def segment_block(self, pricer: Pricer, made: set[str], policy: str) -> SegmentBlock:
         """It as part of a segment whose blocks before it made these values."""

@@ -6,7 +6,7 @@ programs (`programs.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -29,11 +29,11 @@ from meshwright.costmodel.operators import (
     NOT_AWAY,
     UNSHARED,
     Batch,
-    Cost,
     Fusion,
     HostParts,
     Mesh,
     ModelFlops,
+    Priced,
     Pricer,
     Problem,
     Setting,
@@ -81,7 +81,7 @@ class _Known:
     contexts: dict[tuple[int, ContextKind | None], ContextLayout] = field(default_factory=dict)
     # prices of operators, by the setting of a pass
     pricers: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
-    parameters: dict[Any, dict[Any, Cost]] = field(default_factory=dict)  # of `ParameterPricer`
+    parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)  # of `ParameterPricer`
     blocks: dict[tuple[Mesh, Batch, Sharing, Decided], Sums] = field(default_factory=dict)
     needs: dict[str, PassNeeds] = field(default_factory=dict)  # by class of a block
     passes: dict[tuple[Mesh, Batch, Decided], PassPrice] = field(default_factory=dict)
@@ -267,9 +267,9 @@ class StageCoster:
 
     def steps(
         self, block: Block, assignment: Assignment, inputs: Mapping[str, Placement], tp: int
-    ) -> tuple[Step, ...]:
+    ) -> Sequence[Step]:
         """What a rank does in a block, one after the other."""
-        return tuple(self._steps(self.layouts(block, tp), assignment, inputs).steps)
+        return self._steps(self.layouts(block, tp), assignment, inputs).steps
 
     def _steps(
         self, layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement]

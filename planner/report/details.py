@@ -15,14 +15,7 @@ from meshwright.costmodel.intervals import LEVEL
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment
 from meshwright.planner.plan import compress_ranks, folds
-from meshwright.planner.pricing import (
-    Evaluation,
-    StageCoster,
-    Work,
-    memory_parts,
-    priced_work,
-    traffic,
-)
+from meshwright.planner.pricing import Evaluation, Ledger, StageCoster, Work, memory_parts
 from meshwright.planner.report.components import of_group
 from meshwright.planner.report.diagram import block_diagrams
 from meshwright.planner.report.timeline import timeline_data
@@ -50,7 +43,7 @@ class Details:
         peaks, course = evaluation.prediction.peak_memory_bytes, evaluation.prediction.course
         quantiles = evaluation.prediction.memory_error
         rows: list[Row] = []
-        parts = memory_parts(evaluation, self._coster, self.assignments)
+        parts = memory_parts(evaluation)
         for k, (ranks, own) in enumerate(zip(plan.devices, parts, strict=True)):
             row: dict[str, Any] = {
                 "ranks": compress_ranks(ranks),
@@ -76,23 +69,26 @@ class Details:
         return StageCoster(replace(self.problem, precision=self.evaluation.plan.precision))
 
     @cached_property
+    def _ledger(self) -> Ledger:
+        return Ledger.of(self.evaluation)
+
+    @cached_property
     def _works(self) -> list[Work]:
-        return priced_work(self.evaluation.plan, self.problem, self.assignments)
+        return self._ledger.work()
 
     @cached_property
     def communication(self) -> list[Row]:
         """Per stage, axis, collective and link: a rank's calls, bytes that it sends, seconds by
         themselves and exposed."""
-        rows = traffic(self.evaluation, self.problem, self.assignments)
-        return [asdict(row) for row in rows]
+        return [asdict(row) for row in self._ledger.traffic(self._coster)]
 
     @cached_property
     def device_groups(self) -> list[Row]:
         """Of each device group: its ranks, laid out (dp, cp, tp) with tp innermost, its stages and
         degrees, and its seconds by what it does (`components_s`), which add up to the step. The
         `ep` neighbours that share experts out are `ep_stride` ranks apart in that order. What a
-        rank computes and gives to links in a step, as the price counts it: `flops`,
-        `repeated_flops` of which are recompute, and `sent_bytes` by kind."""
+        rank does in a step, as the price counts it: `flops`, `repeated_flops` of which are
+        recompute, `moved_bytes` of its memory, and `sent_bytes` by kind."""
         plan, rows = self.evaluation.plan, list[Row]()
         for ranks, work in zip(plan.devices, self._works, strict=True):
             numbers = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
@@ -108,6 +104,7 @@ class Details:
                     "components_s": of_group(self.evaluation, ranks).as_dict(),
                     "flops": work.flops,
                     "repeated_flops": work.repeated_flops,
+                    "moved_bytes": work.moved_bytes,
                     "sent_bytes": dict(work.sent_bytes),
                 }
             )

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.operators import Pricer
+from meshwright.costmodel.operators import BACKWARD_S, FORWARD_S, Entry, Pricer
 from meshwright.costmodel.sharding import Assignment, Enter, Leave, Move, Placement, Run, Step
 from meshwright.planner.plan import Plan, compress_names
-from meshwright.planner.pricing import Amount, AxisAndKind, StageCoster, stage_setting, step_amounts
+from meshwright.planner.pricing import StageCoster, stage_setting
 
 Row = Mapping[str, Any]
-Counted = Sequence[tuple[AxisAndKind, Amount]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,8 +86,10 @@ def _rows(pricer: Pricer, step: Step) -> Iterator[dict[str, Any]]:
             yield {"kind": "move"} | _value(pricer, value) | {
                 "from": str(source), "to": str(target),
             }  # fmt: skip
-    for direction, amounts in zip(("forward", "backward"), step_amounts(pricer, step), strict=True):
-        yield from _collectives(direction, amounts)
+    if isinstance(step, (Run, Move)):
+        entries = pricer.step_entries(step)
+        for column in (FORWARD_S, BACKWARD_S):
+            yield from _collectives(column, [each for each in entries if each.column == column])
 
 
 def _value(pricer: Pricer, value: str) -> dict[str, Any]:
@@ -97,13 +98,14 @@ def _value(pricer: Pricer, value: str) -> dict[str, Any]:
     return {"value": names.get(value, value), "shape": list(meta.shape)}
 
 
-def _collectives(direction: str, amounts: Counted) -> Iterator[dict[str, Any]]:
-    for (axis, collective), amount in amounts:
-        yield {
-            "kind": "collective",
-            "pass": direction,
-            "axis": axis,
-            "collective": collective,
-            "seconds": amount.seconds,
-            "exposed_s": amount.exposed_s,
-        }
+def _collectives(column: str, entries: Sequence[Entry]) -> Iterator[dict[str, Any]]:
+    for entry in entries:
+        if entry.axis and entry.seconds + entry.hidden_s:
+            yield {
+                "kind": "collective",
+                "pass": column.removesuffix("_s"),
+                "axis": entry.axis,
+                "collective": entry.collective,
+                "seconds": entry.seconds + entry.hidden_s,
+                "exposed_s": entry.seconds,
+            }

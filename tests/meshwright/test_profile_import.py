@@ -82,7 +82,7 @@ def test_a_log_prices_the_plans_of_a_cluster_that_is_not_here(store: Store, tmp_
     given = {"rows": 4, "microbatches": 1, "precision": "bf16"}
     setting = setting_on(PAIR, dp=2, tp=8, profile=profile, **given)
     prices = Pricer(graph=graph, table=table, setting=setting)
-    assert prices.comm("all_reduce", 2.5 * MIB) == pytest.approx(70e-6)
+    assert prices.comm("forward_s", "all_reduce", 2.5 * MIB).seconds == pytest.approx(70e-6)
     # the source is kept
     assert {c.source for c in profile.measurements.collectives} == {str(tmp_path / "run.log")}
     export_json(profile.measurements, tmp_path / "p.json")

@@ -14,7 +14,7 @@ from meshwright.executor.lowering.lower import Lowered
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.flow import crossings
 from meshwright.planner.plan.plan import PlanError
-from meshwright.planner.pricing.evaluate import transfer_seconds
+from meshwright.planner.pricing.evaluate import transfer
 from meshwright.planner.pricing.stage_costs import StageCoster
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cluster, problem_of
@@ -214,7 +214,7 @@ def test_unequal_stages_send_what_the_other_side_needs(cell: Cell) -> None:
             way = f"{source}->{target}"
             sent = max(channels.get(way, 0) for channels in found["channels"])
             both.append(max(sent, wanted[way] / len(plan.stages[target].ranks)))
-        seconds = transfer_seconds(plan, coster, edge, values)
+        seconds = transfer(plan, coster, edge, values).seconds
         assert seconds == pytest.approx(sum(both) / 2, rel=1e-6)
 
 

@@ -197,7 +197,7 @@ def test_measurements_come_before_models() -> None:
         assert getattr(cost, field) == cost.measured_s + cost.interpolated_s == 3
         assert cost.weight_s == pytest.approx(1)  # half of the backward, as modelled
     split = pricer(net(), busy(), tp=2, profile=Measured("measured"))
-    assert split.comm("all_reduce", 8.0) == 5
+    assert split.comm("forward_s", "all_reduce", 8.0).seconds == 5
     # signatures hold whole sequences
     up, *_ = costs(pricer(net(), busy(), cp=2, profile=Measured("measured")), "linear")
     assert up.forward_s == pytest.approx(UP / 2)

@@ -17,11 +17,11 @@ from meshwright.executor.rehearsal.result import STATES, WEIGHTS
 from meshwright.executor.rehearsal.work import link_bytes
 from meshwright.planner.pricing import (
     KINDS_OF_BYTES,
+    Ledger,
     StageCoster,
     Work,
     bytes_beside_tensors,
     evaluate,
-    priced_work,
 )
 from meshwright.profiles.cluster import Cluster
 from tests.executor.rehearsal.rehearsal_runs import Checked, checked, checked_experts
@@ -72,7 +72,7 @@ MORE = "the change tier has every axis, ZeRO of each kind, recompute, and half p
 
 def of_plan(of: Checked) -> tuple[Rehearsal, list[Work]]:
     """A plan rehearsed, and the work of each device group at its price."""
-    return of.rehearse(), priced_work(*of.priced_on(host(of.plan.num_ranks)))
+    return of.rehearse(), Ledger.of(evaluate(*of.priced_on(host(of.plan.num_ranks)))).work()
 
 
 def sent(log: RankLog) -> tuple[float, float]:

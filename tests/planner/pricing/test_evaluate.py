@@ -20,11 +20,17 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
-from meshwright.planner.pricing import Evaluator, memory_parts, priced_terms, terms_of
+from meshwright.planner.pricing import (
+    Evaluator,
+    Ledger,
+    Traffic,
+    memory_parts,
+    priced_terms,
+    terms_of,
+)
 from meshwright.planner.pricing.context_kinds import cheapest_kind
-from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages, transfer_seconds
+from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages, transfer
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.pricing.work import priced_work, traffic
 from meshwright.profiles import steps
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import no_profile
@@ -76,7 +82,7 @@ def test_stages_of_one_device_send_nothing() -> None:
 def sends(plan: Plan, on: Cluster) -> dict[tuple[int, int], float]:
     coster = StageCoster(problem(on, plan.precision))
     return {
-        edge: transfer_seconds(plan, coster, edge, values)
+        edge: transfer(plan, coster, edge, values).seconds
         for edge, values in crossings(plan, model()[0]).items()
     }
 
@@ -302,11 +308,16 @@ def audit(line: str, name: str) -> Audited:
     return evaluate(plan, problem, assignments), problem, assignments
 
 
+def traffic(audited: Audited) -> list[Traffic]:
+    evaluation, problem, _ = audited
+    return Ledger.of(evaluation).traffic(StageCoster(problem))
+
+
 def test_zero_2_scatters_after_each_micro_batch_and_zero_1_once() -> None:
     once, each = (
         sum(
             row.sent_bytes
-            for row in traffic(*audit(f"gpt2_untied dp4 1f1b m4 zero{zero}", "dgx-a100"))
+            for row in traffic(audit(f"gpt2_untied dp4 1f1b m4 zero{zero}", "dgx-a100"))
             if row.collective == "reduce_scatter"
         )
         for zero in (1, 2)
@@ -322,15 +333,16 @@ def audited(request: pytest.FixtureRequest) -> Audited:
 
 
 def test_rows_add_up_to_what_is_priced(audited: Audited) -> None:
-    evaluation, problem, assignments = audited
-    plan, rows = evaluation.plan, traffic(*audited)
+    evaluation, *_ = audited
+    plan, ledger, rows = evaluation.plan, Ledger.of(evaluation), traffic(audited)
     for k, costs in enumerate(evaluation.stages):
         own = [row for row in rows if row.stage == k and row.axis != "pipeline"]
         inside = plan.num_microbatches * (costs.forward_comm_s + costs.backward_comm_s)
-        exposed, whole = inside + costs.reduce_s, sum(row.seconds for row in own)
-        # copies of weights are in the price, too, and no communication
-        assert sum(row.exposed_s for row in own) == pytest.approx(min(exposed, whole), rel=1e-6)
-    for ranks, work in zip(plan.devices, priced_work(plan, problem, assignments), strict=True):
+        # copies of weights and into buckets are in the price, too, and no communication
+        copies = sum(line.exposed_s for line in ledger.stages[k] if line.entry.kind == "copy")
+        exposed = sum(row.exposed_s for row in own) + copies
+        assert exposed == pytest.approx(inside + costs.reduce_s, rel=1e-6)
+    for ranks, work in zip(plan.devices, Ledger.of(evaluation).work(), strict=True):
         of_group = [row for row in rows if plan.stages[row.stage].ranks == ranks]
         sent = sum(row.sent_bytes for row in of_group)
         assert sent == pytest.approx(sum(work.sent_bytes.values()), rel=1e-6)
@@ -342,8 +354,8 @@ def test_rows_add_up_to_what_is_priced(audited: Audited) -> None:
 
 
 def test_parts_of_memory_add_up_to_the_peak(audited: Audited) -> None:
-    evaluation, problem, assignments = audited
-    found = memory_parts(evaluation, StageCoster(problem), assignments)
+    evaluation, *_ = audited
+    found = memory_parts(evaluation)
     peaks = evaluation.prediction.peak_memory_bytes
     assert [sum(parts.as_dict().values()) for parts in found] == pytest.approx(peaks, abs=1)
     assert all(min(parts.as_dict().values()) >= 0 for parts in found)

@@ -21,7 +21,7 @@ from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.pricing import Evaluation, Evaluator, Prediction
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.copies import with_exchange
-from meshwright.planner.pricing.evaluate import RehearsedMemory, evaluate, transfer_seconds
+from meshwright.planner.pricing.evaluate import RehearsedMemory, evaluate, transfer
 from meshwright.planner.pricing.held import memory_parts
 from meshwright.planner.pricing.hosts import by_node, check_host
 from meshwright.planner.pricing.segments import Entered
@@ -70,7 +70,7 @@ def test_a_send_takes_what_the_busiest_rank_moves(source: Any, target: Any, rows
     for k, ((dp, tp), ranks) in enumerate(meshes):
         plan = with_stage(plan, k, dp=dp, tp=tp, ranks=tuple(ranks))
     ((edge, values),) = crossings(plan, graph).items()
-    found = transfer_seconds(plan, StageCoster(problem()), edge, values)
+    found = transfer(plan, StageCoster(problem()), edge, values).seconds
     assert found == pytest.approx(rows * ROW_BYTES / BANDWIDTH)
 
 
@@ -83,7 +83,7 @@ def test_what_has_no_rows_goes_whole_to_every_rank() -> None:
     for k, (dp, ranks) in enumerate(((4, (0, 1, 2, 3)), (2, (4, 5)))):
         plan = with_stage(plan, k, dp=dp, tp=1, ranks=ranks)
     on = Problem(graph=of.graph, factors=of.table, cluster=ON, precision="fp32")
-    found = transfer_seconds(plan, StageCoster(on), (0, 1), (bias,))
+    found = transfer(plan, StageCoster(on), (0, 1), (bias,)).seconds
     nbytes = of.graph.values[bias].numel * 4
     assert found == pytest.approx(nbytes * (1 + 4 / 2) / 2 / BANDWIDTH)
 
@@ -247,7 +247,7 @@ def test_memory_by_what_holds_it(zero: int) -> None:
     of = problem(frozen=True)
     assignments = check_plan(plan, of.graph, of.factors)
     found = evaluate(plan, of, assignments)
-    (parts,) = memory_parts(found, StageCoster(of), assignments)
+    (parts,) = memory_parts(found)
     numel = {v: of.graph.values[v].numel for v in of.graph.parameters}
     trained = sum(n for v, n in numel.items() if of.graph.values[v].requires_grad)
     frozen = sum(numel.values()) - trained

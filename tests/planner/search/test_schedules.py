@@ -19,10 +19,9 @@ from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.flow import crossings, shared_apart
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.words import describe
+from meshwright.planner.pricing import Evaluator, Ledger
 from meshwright.planner.pricing.copies import with_exchange
-from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.pricing.work import priced_work
 from meshwright.planner.report.explain import explain_plan
 from tests.helpers.enumeration import limited
 from tests.helpers.planning import cluster, linears, problem_of
@@ -91,7 +90,8 @@ def test_weights_states_and_the_sum_of_gradients_are_priced_twice() -> None:
     assert with_exchange(one.plan, coster, one.evaluation.stages) == one.evaluation.stages
     held = [sum(s.kept_bytes for s in x.evaluation.stages) for x in (one, two)]
     assert held[1] == pytest.approx(2 * held[0], rel=0.1)
-    work = [sum(w.flops for w in priced_work(x.plan, problem, x.assignments)) for x in (one, two)]
+    priced = [Evaluator(problem).price(each.plan) for each in (one, two)]
+    work = [sum(own.flops for own in Ledger.of(each).work()) for each in priced]
     assert work[1] == pytest.approx(work[0])
 
 

@@ -1,0 +1,287 @@
+"""The ledger of a priced plan: all that a rank of each stage does in a step, line by line.
+
+The lines of a stage add up to its costs: those of the forwards to `forward_s` of each micro-batch,
+and so on. What goes beside a pass (`costmodel/stages/stage.py`) adds fewer seconds than it takes;
+each part of it bears its share of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.costmodel.blocks import priced_steps
+from meshwright.costmodel.operators import BACKWARD_S, FORWARD_S, Axis, Entry
+from meshwright.costmodel.sharding import Placement
+from meshwright.costmodel.stages import Beside, Passes, host_bandwidth, stage_passes
+from meshwright.planner.plan import passes_of
+from meshwright.planner.pricing.evaluate import Evaluation, price_stages
+from meshwright.planner.pricing.priced_stage import PricedStage
+from meshwright.planner.pricing.segments import Entered, spans_of
+from meshwright.planner.pricing.stage_costs import StageCoster
+
+KINDS_OF_BYTES = ("in passes", "gradients and weights", "between stages")
+LINKS = ("in a node", "between nodes")
+HOST_LINK = "to the host"
+PASSES, OPTIMIZER = (FORWARD_S, BACKWARD_S), "optimizer"
+# what a stage does beside its blocks' entries: kind, and on the host's link which way
+_OF_STAGE: Mapping[str, tuple[str, str]] = {
+    "issue_s": ("issue", ""),
+    "copied_s": ("copy", ""),
+    "added_s": ("accumulation", ""),
+    "step_s": ("optimizer", ""),
+    "fetched_s": ("copy", "to_device"),
+    "weights_s": ("copy", "to_device"),
+    "returned_s": ("copy", "to_host"),
+    "kept_s": ("copy", "to_host"),
+    "away_to_host_s": ("copy", "to_host"),
+    "away_to_device_s": ("copy", "to_device"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """An entry of a stage that is done so many `times` in a step, which takes `exposed_s` longer
+    for all of them; in the pass or the step (`where`) and the block that it belongs to (None: to
+    all). `again`: because of recompute."""
+
+    entry: Entry
+    where: str
+    times: float
+    exposed_s: float
+    block: str | None = None
+    again: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all of them by themselves."""
+        return self.times * (self.entry.seconds + self.entry.hidden_s)
+
+
+def stage_lines(own: PricedStage) -> list[Line]:
+    """The ledger of a stage."""
+    passes = stage_passes(own.sums, own.setting, own.repeated, own.sent)
+    entries = [*_entries(own)]
+    return [*_within(own, passes, entries), *_beside(own, passes, entries)]
+
+
+def _entries(own: PricedStage) -> Iterator[tuple[Entered, Entry]]:
+    """All that blocks do, and parameters: those that several blocks read alike are held once."""
+    stored: set[tuple[str, Placement]] = set()
+    for each in own.blocks:
+        for step in priced_steps(each.steps):
+            yield from ((each, entry) for entry in own.pricer.step_entries(step))
+        for value, state in each.parameters:
+            if (value, state) not in stored:
+                priced = own.pricer.parameters.priced(value, state)
+                yield from ((each, entry) for entry in priced[0])
+        stored.update(each.parameters)
+
+
+def _within(
+    own: PricedStage, passes: Passes, entries: Sequence[tuple[Entered, Entry]]
+) -> Iterator[Line]:
+    """The passes of all micro-batches, and what is run again in their backwards."""
+    spans = spans_of(own.stage, own.blocks, own.pricer)
+    twice = {own.blocks[k].block.name for span in spans for k in span}
+    left = dict[str, float]()  # of the exchange between experts nothing hides this part
+    exchanges = own.sums.forward_exchange_s, own.sums.backward_exchange_s
+    for column, hidden, whole in zip(PASSES, passes.hidden_s, exchanges, strict=True):
+        left[column] = 1.0 - float(hidden) / float(whole) if whole else 1.0
+    for each, entry in entries:
+        if entry.column in PASSES:
+            share = left[entry.column] if entry.axis == "experts" else 1.0
+            yield _line(own, each, entry, share, again=False)
+        if entry.column == FORWARD_S and each.block.name in twice:
+            yield _line(own, each, entry, 1.0, again=True)
+    for each, policy in zip(own.blocks, own.stage.policies, strict=True):
+        yield from _again(own, each, policy)
+
+
+def _again(own: PricedStage, each: Entered, policy: str) -> Iterator[Line]:
+    """What a block's policy runs again; gathers bear what products hide of them."""
+    found = each.passes.repeats.get(policy)
+    if found is None:
+        return
+    entries = [entry for step in found.steps for entry in own.pricer.step_entries(step)]
+    forward = [entry for entry in entries if entry.column == FORWARD_S]
+    gathers = sum(entry.seconds for entry in forward if entry.axis == "tensor")
+    share = 1.0 - found.hidden_s / gathers if gathers else 1.0
+    for entry in forward:
+        yield _line(own, each, entry, share if entry.axis == "tensor" else 1.0, again=True)
+
+
+def _line(own: PricedStage, each: Entered, entry: Entry, share: float, *, again: bool) -> Line:
+    m = own.setting.batch.microbatches
+    return Line(
+        entry=entry,
+        where="backward" if again else entry.column.removesuffix("_s"),
+        times=m,
+        exposed_s=m * share * entry.seconds,
+        block=each.block.name,
+        again=again,
+    )
+
+
+def _beside(
+    own: PricedStage, passes: Passes, entries: Sequence[tuple[Entered, Entry]]
+) -> Iterator[Line]:
+    """What goes beside the passes, and the optimizer's step."""
+    columns: dict[str, list[tuple[Entered, Entry]]] = {}
+    for each, entry in entries:
+        columns.setdefault(entry.column, []).append((each, entry))
+    stepped = "shard_s" if own.setting.sharing.zero else "optimizer_s"
+    optimizer = Beside(
+        where="step",
+        parts={stepped: passes.optimizer_s, "step_s": passes.host.step_s},
+        added_s=passes.optimizer_s + passes.host.step_s,
+    )
+    for beside in (*passes.beside, optimizer):
+        where = OPTIMIZER if beside is optimizer else beside.where
+        times = 1.0 if beside.where == "step" else own.setting.batch.microbatches
+        parts = {column: float(part) for column, part in beside.parts.items() if part}
+        share = float(beside.added_s) / sum(parts.values()) if parts else 0.0
+        for column, part in parts.items():
+            if column in _OF_STAGE:
+                entry = _of_stage(own, column, part)
+                yield Line(entry=entry, where=where, times=times, exposed_s=times * share * part)
+                continue
+            done = times * part / sum(entry.seconds for _, entry in columns[column])
+            for each, entry in columns[column]:
+                yield Line(
+                    entry=entry,
+                    where=where,
+                    times=done,
+                    exposed_s=done * share * entry.seconds,
+                    block=each.block.name,
+                )
+
+
+def _of_stage(own: PricedStage, column: str, seconds: float) -> Entry:
+    """Something that a stage does as a whole."""
+    kind, way = _OF_STAGE[column]
+    return Entry(
+        column=column,
+        kind=kind,
+        seconds=seconds,
+        axis="host" if way else None,
+        collective=way.replace("_", " "),
+        calls=1.0 if way else 0.0,
+        sent_bytes=seconds * host_bandwidth(own.setting, way) if way else 0.0,
+    )
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a rank does in a step: `flops` of products and attention, `repeated_flops` of which are
+    recompute, `moved_bytes` of the device's memory, and bytes that it gives to links to others by
+    kind (`KINDS_OF_BYTES`): collectives within forwards and backwards, of gradients and weights,
+    and messages to other stages."""
+
+    flops: float
+    repeated_flops: float
+    moved_bytes: float
+    sent_bytes: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What a rank of a stage says to others in a step on one axis by one collective: calls, bytes
+    that it gives to links, seconds by themselves, and those that nothing hides; `link` is the
+    slowest that its group has. Copies to and from the host are on an axis of their own. Messages
+    between stages are counted by the stage that sends them: to the next activations, to the one
+    before gradients."""
+
+    stage: int
+    axis: Axis
+    collective: str
+    link: str
+    calls: int
+    sent_bytes: float
+    seconds: float
+    exposed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """All lines of a priced plan, by stage."""
+
+    evaluation: Evaluation
+    stages: Sequence[Sequence[Line]]
+
+    @staticmethod
+    def of(evaluation: Evaluation) -> Ledger:
+        """That of a plan whose stages were walked."""
+        return Ledger(evaluation, [stage_lines(own) for own in evaluation.priced])
+
+    def work(self) -> list[Work]:
+        """The work of a rank of each device group."""
+        plan = self.evaluation.plan
+        found = []
+        for ranks in plan.devices:
+            members = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
+            lines = [line for k in members for line in self.stages[k]]
+            messages = sum(
+                passes_of(plan) * entry.sent_bytes
+                for edge, entry in self.evaluation.transfers.items()
+                for end in edge
+                if end in members
+            )
+            found.append(_work(lines, messages))
+        return found
+
+    def traffic(self, coster: StageCoster) -> list[Traffic]:
+        """The communication of each stage; messages between stages are exposed by what the step
+        would take without them."""
+        said = [(k, line) for k, lines in enumerate(self.stages) for line in lines]
+        found: dict[tuple[int, Axis, str, str], list[Line]] = {}
+        for stage, line in (*said, *self._messages(coster)):
+            if (axis := line.entry.axis) and line.seconds:
+                link = HOST_LINK if axis == "host" else LINKS[line.entry.crosses]
+                found.setdefault((stage, axis, line.entry.collective, link), []).append(line)
+        rows = [
+            Traffic(
+                stage=stage,
+                axis=axis,
+                collective=collective,
+                link=link,
+                calls=max(1, round(sum(line.times * line.entry.calls for line in lines))),
+                sent_bytes=sum(line.times * line.entry.sent_bytes for line in lines),
+                seconds=sum(line.seconds for line in lines),
+                exposed_s=sum(line.exposed_s for line in lines),
+            )
+            for (stage, axis, collective, link), lines in found.items()
+        ]
+        return sorted(rows, key=lambda row: row.stage)
+
+    def _messages(self, coster: StageCoster) -> Iterator[tuple[int, Line]]:
+        evaluation, m = self.evaluation, passes_of(self.evaluation.plan)
+        sent = {edge: entry for edge, entry in evaluation.transfers.items() if entry.seconds}
+        if not sent:
+            return
+        without = price_stages(
+            evaluation.plan, coster, evaluation.stages, send_scale=0.0, exchanged=True
+        )
+        more_s = evaluation.prediction.step_time_s - without.prediction.step_time_s
+        share = max(0.0, more_s) / sum(entry.seconds for entry in sent.values()) / 2
+        for edge, entry in sent.items():
+            for stage in edge:
+                exposed_s = min(m * entry.seconds, share * entry.seconds)
+                yield stage, Line(entry=entry, where="step", times=m, exposed_s=exposed_s)
+
+
+def _work(lines: Iterable[Line], messages: float) -> Work:
+    flops = again = moved = 0.0
+    sent = dict.fromkeys(KINDS_OF_BYTES, 0.0) | {KINDS_OF_BYTES[2]: messages}
+    for line in lines:
+        entry = line.entry
+        flops += line.times * entry.flops
+        again += line.times * entry.flops * line.again
+        moved += line.times * entry.moved_bytes
+        if entry.axis not in (None, "host"):
+            within = entry.column in PASSES
+            sent[KINDS_OF_BYTES[not within]] += line.times * entry.sent_bytes
+    return Work(flops=flops, repeated_flops=again, moved_bytes=moved, sent_bytes=sent)
