@@ -1,33 +1,54 @@
-"""How far prices are off: quantiles of measured over predicted, of published rows that nothing was
-fitted on.
+"""How far prices are off: measured over predicted, of a model that was not measured.
 
-`residuals.json` is written by `python -m scripts.fits.fit_intervals`. Its quantiles are conformal,
-by model: each model's rows weigh 1 together, and one more model counts as beyond all of them (Vovk,
-Gammerman, Shafer: Algorithmic Learning in a Random World, 2005, for exchangeable ones).
+Step times: published rows that nothing was fitted on, pooled by `python -m
+scripts.fits.fit_intervals` (`scripts/experts/residuals.py`), whose result is `residuals.json`: an
+interval for each GPU, framework and kind of model, which evidence of these narrows, and which is
+widest where there is none.
+
+Memory: of targets that this project's executor runs, what rehearsals and prices differ by
+(`docs/measurements.md`), and an allowance for what rehearsals don't have: fragments of an allocator
+and kernels' workspaces, nothing to `ALLOWANCE` of the tensors, evenly (assumed). Of other software,
+what its allocator was published to have reached.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 LEVEL = 0.8  # the part of rows that lies within
+SURE = 0.9  # probability from which on something fits, or doesn't
+OTHER = "other"  # GPU or target of which nothing was measured
+REHEARSED = 0.01  # by which rehearsals and prices differ, one deviation
+ALLOWANCE = 0.05  # for fragments and workspaces at most; `memory_margin` leaves as much
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Measured over predicted, at the lower and the upper end of the interval; of so many rows and
-    models; `of` says of which."""
+    """Measured over predicted: the `middle`, and the lower and the upper end of the interval; of so
+    many rows and models; `of` says of which."""
 
     low: float
+    middle: float
     high: float
     rows: int
     models: int
     of: str
+
+    def below(self, ratio: float) -> float:
+        """The probability that measured over predicted is below a ratio: logarithms are normal, to
+        either side of the middle with a deviation of its own."""
+        if ratio <= 0:
+            return 0.0
+        end = self.low if ratio < self.middle else self.high
+        deviation = abs(math.log(end / self.middle)) / NormalDist().inv_cdf((1 + LEVEL) / 2)
+        return NormalDist().cdf(math.log(ratio / self.middle) / deviation)
 
 
 @cache
@@ -38,23 +59,46 @@ def _residuals() -> Mapping[str, Any]:
 
 
 def step_quantiles(device: str, target: str, *, experts: bool) -> Quantiles:
-    """Of step times, on a device of the catalog under a target, for models with experts or without:
-    the most particular group that has rows enough."""
-    return _quantiles("step", device, target, experts=experts)
+    """Of step times, on a device of the catalog under a target, for models with experts or
+    without."""
+    table, gpu = _residuals()["step"], family_of(device)
+    kind, intervals = "experts" if experts else "dense", table["intervals"]
+    # what was not measured counts as any other; a framework that was, on any GPU
+    places = [(g, t) for g in (gpu, OTHER) for t in (target, OTHER)]
+    at = next(place for place in places if f"{place[0]}, {kind}, {place[1]}" in intervals)
+    rows, here = table["rows"][kind], table["rows"][kind].get(gpu, 0)
+    return Quantiles(
+        **intervals[f"{at[0]}, {kind}, {at[1]}"],
+        rows=sum(rows.values()),
+        models=table["models"],
+        of=f"{kind}, {here or 'none'} on {gpu}",
+    )
 
 
-def memory_quantiles(device: str, target: str, *, experts: bool) -> Quantiles:
-    """Of peak memory, likewise."""
-    return _quantiles("memory", device, target, experts=experts)
+def memory_quantiles(target: str, *, executed: bool) -> Quantiles:
+    """Of peak memory under a target, which this project's executor runs or other software."""
+    if executed:
+        deviation = math.hypot(REHEARSED, ALLOWANCE / math.sqrt(12))
+        reach, middle = NormalDist(0, deviation).inv_cdf((1 + LEVEL) / 2), 1 + ALLOWANCE / 2
+        return Quantiles(
+            low=middle * math.exp(-reach),
+            middle=middle,
+            high=middle * math.exp(reach),
+            rows=0,
+            models=0,
+            of=f"rehearsals, and 0 to {ALLOWANCE:.0%} for the allocator and workspaces",
+        )
+    table = _residuals()["memory"]
+    return Quantiles(**table.get(target, table["all"]))
 
 
-def groups_of(device: str, target: str, *, experts: bool) -> tuple[str, ...]:
-    """The groups that a prediction belongs to, the most particular first."""
-    gpu, kind = device.split("-")[0], "experts" if experts else "dense"
-    return f"{gpu}, {kind}, {target}", f"{gpu}, {kind}", kind, "all"
+def family_of(device: str) -> str:
+    """The GPU of a device of the catalog, whatever its memory and its form."""
+    return device.split("-")[0]
 
 
-def _quantiles(what: str, device: str, target: str, *, experts: bool) -> Quantiles:
-    table = _residuals()[what]
-    group = next(g for g in groups_of(device, target, experts=experts) if g in table)
-    return Quantiles(of=group, **table[group])
+def verdict(probability: float) -> str:
+    """A probability that memory is enough, in a word."""
+    if probability >= SURE:
+        return "fits"
+    return "tight" if probability > 1 - SURE else "does not fit"

@@ -136,7 +136,6 @@ class ParallelModel(Steps, Evaluation, State):
             prediction=self.prediction,
             compiled=bool(self._request.compile),
         )
-        margin = self._request.memory_margin
-        self._decision = with_rehearsal(self._decision, found, self._problem, margin)
+        self._decision = with_rehearsal(self._decision, found, self._problem)
         self.report, self.prediction = self._decision.report, self._decision.prediction
         return found

@@ -118,16 +118,13 @@ def _priced_step(plan: Plan, problem: Problem) -> Estimate:
     return Estimate(step_s=priced.prediction.step_time_s, seconds=busiest)
 
 
-def with_rehearsal(
-    decision: Decision, found: Rehearsal, problem: Problem, margin: float
-) -> Decision:
+def with_rehearsal(decision: Decision, found: Rehearsal, problem: Problem) -> Decision:
     """The decision with what a rehearsal of its plan found: the verdict on memory rests on that,
-    with what a device reserves beside tensors and a `margin` of its memory."""
+    with what a device reserves beside tensors."""
     assert found.plan == decision.plan
     memory = RehearsedMemory(
         tensor_bytes=found.peak_bytes,
         beside_bytes=bytes_beside_tensors(found.plan, StageCoster(problem)),
-        margin=margin,
     )
     prediction = replace(decision.prediction, rehearsed=memory)
     report = replace(

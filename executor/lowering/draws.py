@@ -18,6 +18,8 @@ from meshwright.executor.resharding import Axis, into_zigzag, local_part
 from meshwright.planner.plan import PlanError
 
 _LOW = 0xFFFFFFFF
+WORK = 40  # bytes of an element while its draw is made: five integers
+LEAST_PART, PARTS = 2**20, 32  # elements of a mask that are drawn at once, parts of a large one
 _SECOND = 0x5851F42D  # tells the second stream of a pair from the first
 
 
@@ -51,15 +53,38 @@ class IndexGrid(nn.Module):
         super().__init__()
         self.shape, self.cuts, self.per_row = shape, cuts, per_row
 
-    def forward(self, first_row: torch.Tensor, dims: int | None = None) -> torch.Tensor:
-        """The numbers; with `dims` those of the first elements along all later dims."""
-        total = first_row * self.per_row
-        stride = math.prod(self.shape[dims:]) if dims is not None else 1
-        for d in reversed(range(len(self.shape[:dims]))):
+    def forward(self, first_row: torch.Tensor) -> torch.Tensor:
+        """The numbers."""
+        total, stride = first_row * self.per_row, 1
+        for d in reversed(range(len(self.shape))):
             index = self.along(d, first_row.device)
             total = total + (index * stride).view([-1] + [1] * (len(self.shape) - 1 - d))
             stride *= self.shape[d]
         return total
+
+    def kept(
+        self, rng: torch.Tensor, salt: int, p: float, dtype: torch.dtype, dims: int | None = None
+    ) -> torch.Tensor:
+        """1 with probability 1-p, else 0; with `dims` the same for all elements along later ones.
+        In parts, since an element takes its number and what is mixed of it: WORK bytes."""
+        shape, stride = self.shape[:dims], math.prod(self.shape[dims or len(self.shape) :])
+        vectors = []
+        for d in reversed(range(len(shape))):
+            vectors.append(self.along(d, rng.device) * stride)
+            stride *= shape[d]
+        last = vectors[0] if vectors else rng.new_zeros(1)
+        rows = rng[1:] * self.per_row
+        for vector in reversed(vectors[1:]):
+            rows = (rows.unsqueeze(-1) + vector).flatten()
+        whole = rows.numel() * last.numel()
+        part = whole if torch.compiler.is_compiling() else max(LEAST_PART, -(-whole // PARTS))
+        count = max(1, part // last.numel())
+        found = torch.empty(rows.numel(), last.numel(), dtype=dtype, device=rng.device)
+        for k in range(0, rows.numel(), count):
+            numbers = rows[k : k + count].unsqueeze(-1) + last
+            found[k : k + count] = keep_mask(numbers, rng[0], salt, p)
+        sizes = [vector.numel() for vector in reversed(vectors)]
+        return found.view(sizes + [1] * (len(self.shape) - len(shape)))
 
     def along(self, d: int, device: torch.device) -> torch.Tensor:
         """The global numbers of this rank's elements along a dim."""
@@ -109,16 +134,20 @@ class CounterDropout(nn.Module):
     def forward(self, rng: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if not self.training:
             return x
-        index = self.grid(rng[1], 2 if self.features else None)
-        return _dropped(x, index, rng[0], self.salt, self.p)
+        return _dropped(x, self.grid, rng, self.salt, self.p, 2 if self.features else None)
 
 
 def _dropped(
-    x: torch.Tensor, index: torch.Tensor, seed: torch.Tensor, salt: int, p: float
+    x: torch.Tensor,
+    grid: IndexGrid,
+    rng: torch.Tensor,
+    salt: int,
+    p: float,
+    dims: int | None = None,
 ) -> torch.Tensor:
     if p == 1.0:
         return x * 0
-    return x * keep_mask(index, seed, salt, p).to(x.dtype) * (1.0 / (1.0 - p))
+    return x * grid.kept(rng, salt, p, x.dtype, dims) * (1.0 / (1.0 - p))
 
 
 class CounterDraw(nn.Module):
@@ -238,5 +267,5 @@ class DropoutAttention(nn.Module):
             )
         weights = scores.softmax(-1)
         if self.training:
-            weights = _dropped(weights, self.grid(rng[1]), rng[0], self.salt, p)
+            weights = _dropped(weights, self.grid, rng, self.salt, p)
         return weights @ v

@@ -24,12 +24,13 @@ FINER = (1.5, 1.25, 1.75)  # times the largest power of two that fits
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The verdict, with the fullest device's bytes, the 80 % interval and what there is of memory;
-    without a plan None. `batch_at_once` is the largest batch that fits as one micro-batch,
-    `sequence` the longest; 0 where none does, None where there is nothing to vary. `why` nothing
-    fits, in whole; `helps` is what would."""
+    """The verdict and its probability, with the fullest device's bytes, the 80 % interval and what
+    there is of memory; without a plan None. `batch_at_once` is the largest batch that fits as one
+    micro-batch, `sequence` the longest; 0 where none does, None where there is nothing to vary.
+    `why` nothing fits, in whole; `helps` is what would."""
 
     verdict: str
+    probability: float
     plan: str | None
     peak_bytes: float | None
     interval_bytes: tuple[float, float] | None
@@ -62,8 +63,8 @@ class Fit:
             return [f"{self.verdict}: {self.why.partition(' Way out: ')[0]}"]
         low, high = map(sized, self.interval_bytes)
         return [
-            f"{self.verdict}: {sized(self.peak_bytes)} of {sized(self.memory_bytes)} on the "
-            f"fullest device, with 80 % {low} to {high}",
+            f"{self.verdict}: {self.probability:.0%}; {sized(self.peak_bytes)} of "
+            f"{sized(self.memory_bytes)} on the fullest device, with 80 % {low} to {high}",
             f"  plan: {self.plan}",
         ]
 
@@ -97,6 +98,7 @@ def fit(search: Search) -> Fit:
         helps = [*map(str, refused.relaxations), *filter(None, [lighter(search)])]
         return Fit(
             verdict=NOT,
+            probability=0.0,
             plan=None,
             peak_bytes=None,
             interval_bytes=None,
@@ -109,6 +111,7 @@ def fit(search: Search) -> Fit:
     verdict = prediction.memory_verdict(problem.cluster)
     return Fit(
         verdict=verdict,
+        probability=prediction.memory_probability(problem.cluster),
         plan=describe(found.plan),
         peak_bytes=max(prediction.peak_memory_bytes),
         interval_bytes=prediction.memory_interval_bytes,

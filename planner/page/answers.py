@@ -35,15 +35,15 @@ def answers(data: Row) -> dict[str, str]:
 
 
 def _chosen(summary: Row) -> str:
-    text = f"Memory: {summary['memory_verdict']}, by the {summary['memory_verdict_by']}."
+    likely = share(summary["memory_probability"]).text
+    text = f"Memory: {summary['memory_verdict']} ({likely}), by the {summary['memory_verdict_by']}."
     if summary["memory_verdict_by"] == "price":
         interval = between(gib, summary["memory_interval_bytes"])
         text += f" The peak is {interval} with 80 % (the thin line)."
     else:
         text += (
             f" Rehearsed are {gib(summary['rehearsed_tensor_bytes']).text} of tensors, "
-            f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them, and "
-            f"{share(summary['memory_margin']).text} of a device is to stay free for fragments."
+            f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them."
         )
     return text
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.fp8 import wide
-from meshwright.costmodel.intervals import Quantiles
+from meshwright.costmodel.intervals import Quantiles, verdict
 from meshwright.costmodel.kernels import collective_time, crosses_node, group_for, send_seconds
 from meshwright.costmodel.operators import Batch, Entry, Mesh, Problem
 from meshwright.costmodel.schedules import (
@@ -36,24 +36,21 @@ from meshwright.profiles.cluster import Cluster
 class RehearsedMemory:
     """Bytes of a device of each device group, from a rehearsal of the plan in place of its price:
     of tensors at their peak, and `beside_bytes`, which no rehearsal has (the driver's context and
-    buffers of communicators). `margin` is the part of a device's memory that is left for what an
-    allocator loses to fragments and kernels take beside their results."""
+    buffers of communicators)."""
 
     tensor_bytes: Sequence[int]
     beside_bytes: Sequence[int]
-    margin: float
 
     @property
     def peak_bytes(self) -> list[int]:
         """Both together."""
         return [t + b for t, b in zip(self.tensor_bytes, self.beside_bytes, strict=True)]
 
-    def verdict(self, cluster: Cluster) -> str:
-        """Whether the plan "fits", is "tight" (the margin is not left) or "does not fit"."""
-        peak, memory = max(self.peak_bytes), cluster.device.memory_bytes
-        if peak > memory:
-            return "does not fit"
-        return "fits" if peak <= memory * (1 - self.margin) else "tight"
+    def probability(self, cluster: Cluster, error: Quantiles) -> float:
+        """That the memory of the fullest device is enough."""
+        room = [cluster.device.memory_bytes - beside for beside in self.beside_bytes]
+        ratios = [own / max(1, t) for own, t in zip(room, self.tensor_bytes, strict=True)]
+        return error.below(min(ratios))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,16 +106,18 @@ class Prediction:
         peak = max(self.peak_memory_bytes)
         return self.memory_error.low * peak, self.memory_error.high * peak
 
-    def memory_verdict(self, cluster: Cluster) -> str:
-        """Whether the plan "fits", is "tight" (the upper end of the interval does not) or "does not
-        fit"; by the rehearsal where there was one."""
+    def memory_probability(self, cluster: Cluster) -> float:
+        """That memory is enough: a device's, by the rehearsal where there was one, the hosts' and
+        their flash, which hold what is said."""
         if self.host_shortfall(cluster) or self.flash_shortfall(cluster):
-            return "does not fit"
+            return 0.0
         if self.rehearsed is not None:
-            return self.rehearsed.verdict(cluster)
-        if any(self.shortfall_bytes(cluster)):
-            return "does not fit"
-        return "fits" if self.memory_interval_bytes[1] <= cluster.device.memory_bytes else "tight"
+            return self.rehearsed.probability(cluster, self.memory_error)
+        return self.memory_error.below(cluster.device.memory_bytes / max(self.peak_memory_bytes))
+
+    def memory_verdict(self, cluster: Cluster) -> str:
+        """Whether the plan "fits", is "tight" or "does not fit", by that probability."""
+        return verdict(self.memory_probability(cluster))
 
     def shortfall_bytes(self, cluster: Cluster) -> list[int]:
         """Bytes by which each stage exceeds its devices' memory; 0 where it fits."""

@@ -121,9 +121,11 @@ class StageCoster:
     @cached_property
     def errors(self) -> tuple[Quantiles, Quantiles]:
         """How far step times and peak memory are off, of such models on such devices."""
-        of = self.cluster.device.name, self.problem.target.name
-        experts = bool(expert_weights(self.graph))
-        return step_quantiles(*of, experts=experts), memory_quantiles(*of, experts=experts)
+        target, experts = self.problem.target, bool(expert_weights(self.graph))
+        return (
+            step_quantiles(self.cluster.device.name, target.name, experts=experts),
+            memory_quantiles(target.name, executed=target.gradients_come),
+        )
 
     @cached_property
     def fingerprint(self) -> str:

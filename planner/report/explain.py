@@ -130,6 +130,7 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
         "memory_interval_bytes": prediction.memory_interval_bytes,
         "memory_bytes": cluster.device.memory_bytes,
         "memory_verdict": prediction.memory_verdict(cluster),
+        "memory_probability": prediction.memory_probability(cluster),
         "memory_verdict_by": "price",
     }
     if prediction.host_memory_bytes and cluster.host is not None:
@@ -150,7 +151,6 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
         "rehearsed_memory_bytes": found.peak_bytes,
         "rehearsed_tensor_bytes": found.tensor_bytes[fullest],
         "bytes_beside_tensors": found.beside_bytes[fullest],
-        "memory_margin": found.margin,
     }
 
 

@@ -198,5 +198,4 @@ class Report:
             return " to ".join(map(sized, s["memory_interval_bytes"]))
         tensors, beside = s["rehearsed_tensor_bytes"], s["bytes_beside_tensors"]
         around = f" and {sized(beside)} of context and communicators" if beside else ""
-        memory = f"of {sized(s['memory_bytes'])}, {s['memory_margin']:.0%} left for fragments"
-        return f"rehearsed {sized(tensors)} of tensors{around} {memory}"
+        return f"rehearsed {sized(tensors)} of tensors{around} of {sized(s['memory_bytes'])}"

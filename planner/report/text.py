@@ -96,16 +96,16 @@ def _intervals(report: Report) -> str:
     """What other models' measurements make of the step and the memory, and how many they are."""
     s, error = report.summary, report.details.uncertainty if report.details else {}
     step = " to ".join(map(seconds, s["step_interval_s"]))
-    of_step, of_memory = (
-        f" (by {error[what]['rows']} measured: {error[what]['of']})" if error else ""
-        for what in ("step", "memory")
-    )
+    of_step, of_memory = (_rests_on(error[what]) if error else "" for what in ("step", "memory"))
+    said = f"{s['memory_verdict']}: {s['memory_probability']:.0%}"
     if s["memory_verdict_by"] == "price":
-        return (
-            f"  with 80 %: {step}{of_step}; "
-            f"memory {report.memory}{of_memory}: {s['memory_verdict']}"
-        )
-    return f"  with 80 %: {step}{of_step}; {report.memory}: {s['memory_verdict']}"
+        return f"  with 80 %: {step}{of_step}; memory {report.memory}{of_memory}; {said}"
+    return f"  with 80 %: {step}{of_step}; {report.memory}; {said}"
+
+
+def _rests_on(error: Row) -> str:
+    rows = f"{error['rows']} measured: " if error["rows"] else ""
+    return f" (by {rows}{error['of']})"
 
 
 def _bounds(report: Report, proof: Row) -> list[str]:

@@ -195,7 +195,8 @@ def test_fit_finds_the_largest_batch(capsys: Captured) -> None:
     data = json.loads(printed(capsys, "fit", *MODEL, "--cluster", "dgx-a100", "--json"))
     assert data["verdict"] == "fits" and data["sequence"] is None
     low, high = data["interval_bytes"]
-    assert low < data["peak_bytes"] <= data["memory_bytes"] and high > low
+    assert data["peak_bytes"] < high <= data["memory_bytes"] and low < high
+    assert data["probability"] > 0.9
     assert data["batch_at_once"] > 16 and data["batch_at_once"] % 16 == 0
 
 

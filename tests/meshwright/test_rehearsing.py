@@ -47,7 +47,7 @@ def test_the_report_has_the_rehearsal_and_rests_on_it() -> None:
     assert summary["memory_verdict_by"] == "rehearsal"
     assert summary["memory_verdict"] == result.prediction.memory_verdict(host(4)) == "fits"
     assert summary["rehearsed_tensor_bytes"] == max(found.peak_bytes)
-    assert "left for fragments: fits" in text
+    assert "of context and communicators of 8 GiB; fits: 100%" in text
     data = result.report.to_dict()["rehearsal"]
     peaks = [rank["peak_bytes"] for rank in data["ranks"].values()]
     assert data["mismatches"] == [] and max(peaks) == max(found.peak_bytes)
@@ -77,10 +77,10 @@ def test_a_plan_that_was_not_rehearsed_rests_on_its_price() -> None:
     assert other.prediction.rehearsed is None
 
 
-def test_the_verdict_is_of_tensors_context_and_margin() -> None:
+def test_the_verdict_is_of_tensors_and_context() -> None:
     on = host(4)
     tensors, beside = int(0.87 * on.device.memory_bytes), on.device.memory_bytes // 10
-    found = RehearsedMemory(tensor_bytes=[tensors, 0], beside_bytes=[beside, 0], margin=0.05)
+    found = RehearsedMemory(tensor_bytes=[tensors, 0], beside_bytes=[beside, 0])
     prediction = replace(four_ranks().prediction, rehearsed=found)
     assert prediction.memory_verdict(on) == "tight"
     said = memory_summary(prediction, on)

@@ -1,6 +1,7 @@
 """Figures of published runs: regret of choices by price, intervals of measured over predicted, the
 plot of both."""
 
+import math
 import random
 import statistics
 from collections import defaultdict
@@ -9,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from scripts.experts import sweeps
-from scripts.experts.residuals import Residual, coverage, quantiles, table
+from scripts.experts.residuals import NO_LESS, Effects, Residual, coverage, ends, interval
 from scripts.experts.rows import published_rows
 from scripts.experts.scatter import Point, scatter
 from scripts.experts.sweeps import PLAN, PLANS, SWEEP, Priced, Row, Sweep
@@ -84,35 +85,62 @@ def _key(row: Row) -> tuple[str, ...]:
     return tuple(row[c] for c in SWEEP)
 
 
-def drawn(seed: int, models: int, rows: int = 8) -> list[Residual]:
-    """Rows of models that have an error of their own each."""
+VARIANCES = {"gpu": 0.1**2, "target": 0.05**2, "model": 0.15**2, "row": 0.05**2}
+
+
+def drawn(seed: int, models: int, rows: int = 4) -> list[Residual]:
+    """Rows of models that have an error of their own each, on three GPUs with theirs."""
     rng = random.Random(seed)
-    own = {f"model {k}": rng.lognormvariate(0.1, 0.15) for k in range(models)}
-    return [
-        Residual(m, x * rng.lognormvariate(0, 0.05)) for m, x in own.items() for _ in range(rows)
-    ]
+    gpus = {f"gpu {k}": rng.gauss(0, 0.1) for k in range(3)}
+    found = []
+    for k in range(models):
+        gpu, own = rng.choice([*gpus]), rng.gauss(0.05, 0.15)
+        logs = [gpus[gpu] + own + rng.gauss(0, 0.05) for _ in range(rows)]
+        found += [Residual(model=f"model {k}", ratio=math.exp(x), gpu=gpu) for x in logs]
+    return found
 
 
-@pytest.mark.parametrize(("models", "most"), [(12, 0.97), (30, 0.9), (100, 0.89)])
+@pytest.mark.parametrize(("models", "most"), [(12, 0.97), (40, 0.9)])
 def test_rows_of_a_new_model_lie_within_as_often_as_is_said(models: int, most: float) -> None:
     within = []
-    for seed in range(200):
-        known, new = drawn(seed, models), drawn(1000 + seed, 1)
-        low, high = quantiles(known)
-        within += [low <= r.ratio <= high for r in new]
-    assert 0.78 < statistics.mean(within) < most
+    for seed in range(60):
+        rows = drawn(seed, models + 5)
+        effects = Effects(rows[: 4 * models], VARIANCES)
+        reach = ends(effects.left_out())
+        for new in rows[4 * models :]:
+            found = interval(effects, new, reach)
+            within.append(found["low"] <= new.ratio <= found["high"])
+    assert 0.76 < statistics.mean(within) < most
 
 
-def test_coverage_and_quantiles_count_models() -> None:
-    assert 0.7 < coverage(drawn(1, 40)) < 0.95
-    alike = [Residual(f"model {k}", 1.0) for k in range(6)]
-    assert coverage([*alike, Residual("other", 2.0)]) == pytest.approx(6 / 7)
-    few = [Residual(f"model {k}", 1.0 + k / 100) for k in range(20)]
-    assert quantiles([*few, *[Residual("model 19", 1.19)] * 500]) == quantiles(few)
-    assert quantiles([Residual("a", 0.9), Residual("b", 1.0), Residual("c", 1.3)]) == (0.9, 1.3)
-    found = table({"all": drawn(0, 3, rows=2), "few": drawn(1, 3), "many": drawn(2, 6)})
-    assert found.keys() == {"all", "many"}
-    assert (found["many"]["rows"], found["many"]["models"]) == (48, 6)
+def test_more_rows_never_widen_and_an_unknown_gpu_does() -> None:
+    rows = drawn(3, 20)
+    known, unknown = rows[0], Residual(model="", ratio=1.0, gpu="another")
+    before = math.inf
+    for count in (8, 24, 80):
+        effects = Effects(rows[:count], VARIANCES)
+        (_, here), (_, elsewhere) = effects.predicted(known), effects.predicted(unknown)
+        assert here < before and here < elsewhere
+        before = here
+    mean, _ = Effects(rows, VARIANCES).predicted(unknown)
+    assert mean == pytest.approx(0.05, abs=0.15)
+
+
+def test_the_likeliest_variances_are_about_those_drawn() -> None:
+    found = Effects(drawn(2, 30)).fitted().variances
+    for name, wanted in (("model", 0.15), ("row", 0.05)):
+        assert wanted / 1.5 < math.sqrt(found[name]) < wanted * 1.5
+    assert found["gpu"] >= NO_LESS["gpu"] and found["target"] >= NO_LESS["target"]
+    more = Effects(drawn(2, 30)).fitted({**NO_LESS, "row": 1.0}).variances
+    assert more["row"] == 1.0
+
+
+def test_coverage_and_ends_count_models() -> None:
+    alike = [(f"model {k}", 0.0) for k in range(6)]
+    assert coverage([*alike, ("other", 2.0)]) == pytest.approx(6 / 7)
+    few = [(f"model {k}", k / 100) for k in range(20)]
+    assert ends([*few, *[("model 19", 0.19)] * 500]) == ends(few)
+    assert ends([("a", -0.1), ("b", 0.0), ("c", 0.3)]) == (-0.1, 0.3)
 
 
 POINTS = [
