@@ -35,7 +35,7 @@ from meshwright.profiles.hardware.device import DTYPES, Device, Link, Rates, che
 from meshwright.profiles.hardware.host import Host, host_of, is_of_host
 from meshwright.profiles.inputs import MeshwrightError, read_toml, shown
 from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_TEXT
-from meshwright.profiles.measure_cpu import measure_cpu, total_memory_bytes
+from meshwright.profiles.measure_cpu import local_rates, total_memory_bytes
 
 __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Host", "Link", "Rates", "catalog_names"]
 
@@ -130,8 +130,9 @@ class Cluster:
     def local(cls, n: int, device: str | None = None, *, measure: bool = True) -> Cluster:
         """`n` ranks on this machine: its GPUs if it has that many, else CPU processes over gloo.
 
-        `device` "cuda" or "cpu" forces the choice. A CPU is profiled (under a second, once per
-        process) unless `measure` is False, which takes the catalog's figures, the same everywhere.
+        `device` "cuda" or "cpu" forces the choice. A CPU's rates are measured (a few seconds) the
+        first time and kept in the cache of measurements, unless `measure` is False, which takes the
+        catalog's figures, the same everywhere.
         """
         check_whole("Cluster.local: n", n, most=MAX_DEVICES)
         if device not in (None, "cuda", "cpu"):
@@ -276,7 +277,7 @@ def _naming(entry: Entry) -> Iterator[None]:
 def _profiled(cluster: Cluster, n: int) -> Cluster:
     """`cluster` with its CPU device's rates measured, divided among `n` ranks where these are more
     than cores."""
-    rates, cores = measure_cpu(), os.cpu_count() or 1
+    rates, cores = local_rates(n), os.cpu_count() or 1
     share = min(1.0, cores / n)
     device = dataclasses.replace(
         cluster.device,
@@ -288,7 +289,12 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         launch_overhead_s=rates.launch_overhead_s / share,
         host_overhead_s=rates.launch_overhead_s / share,
     )
-    notes = [f"local: each of {n} ranks has 1/{n} of this machine's memory"]
+    notes = [
+        f"local: rates of a core measured here on {rates.date}"
+        + ", while it was busy with something else" * rates.busy
+        + f"; `meshwright profile ... --cluster local:{n} --again` takes them again",
+        f"local: each of {n} ranks has 1/{n} of this machine's memory",
+    ]
     if share < 1:
         notes.append(
             f"local: {n} ranks share {cores} cores, so FLOP/s and bandwidth are {share:.3g} of one "

@@ -1,36 +1,42 @@
-"""The cache of measured times: one SQLite file, exchanged as JSON.
+"""The cache of measured times: a folder with a JSON file for each device, exchanged as such.
 
 A measurement belongs to a device (its name, its driver, the torch that drove it) and is found by
-its dtype and signature, or by its collective, backend, group and bytes. A file that is corrupt
-(`cache_file.py`), or that holds a number no clock can have read, is moved aside with a warning and
-a new one begun: what was measured can be measured again, what is wrong must not be used.
+its signature, or by its collective, backend, group and bytes. A file is read within the limits of
+all files of users, and replaced whole under a lock beside it, with what it had. One that is
+malformed, or that holds a number no clock can have read, is moved aside with a warning and a new
+one begun: what was measured can be measured again, what is wrong must not be used.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import logging
 import os
 import platform
-import sqlite3
+import re
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
+from filelock import FileLock
 
 from meshwright.profiles.hardware.device import check_number, check_whole
-from meshwright.profiles.inputs import MeshwrightError, parse_json, read_json, write_text
-from meshwright.profiles.inputs.cache_file import CacheFile, rows_of
+from meshwright.profiles.inputs import MeshwrightError, irregular, read_json, write_text
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.steps import COMPONENTS, TERMS, StepTiming
-from meshwright.profiles.timings import CollectiveTiming, Timing
+from meshwright.profiles.timings import CollectiveTiming, CpuRates, Timing
 
-T = TypeVar("T", Timing, CollectiveTiming, StepTiming)
-Record: TypeAlias = Timing | CollectiveTiming | StepTiming
+T = TypeVar("T", Timing, CollectiveTiming, StepTiming, CpuRates)
+Record: TypeAlias = Timing | CollectiveTiming | StepTiming | CpuRates
+
+log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the JSON
 KIND = "meshwright profile"
@@ -59,146 +65,159 @@ class DeviceId:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurements:
-    """The measurements of one device: operators by signature text, collectives, and steps of plans
-    that ran on it."""
+    """The measurements of one device: operators by signature text, collectives, steps of plans that
+    ran on it, and of a CPU its rates."""
 
     device: DeviceId
     operators: Mapping[str, Timing] = field(default_factory=dict)
     collectives: tuple[CollectiveTiming, ...] = ()
     steps: tuple[StepTiming, ...] = ()
+    rates: CpuRates | None = None
+
+    @property
+    def count(self) -> int:
+        """Operators, collectives and steps."""
+        return len(self.operators) + len(self.collectives) + len(self.steps)
+
+    def updated(self, newer: Measurements) -> Measurements:
+        """With newer ones of the device, which replace those of the same signature, message or
+        step."""
+        collectives = {_place_of(c): c for c in (*self.collectives, *newer.collectives)}
+        steps = {step.key: step for step in (*self.steps, *newer.steps)}
+        return Measurements(
+            device=self.device,
+            operators={**self.operators, **newer.operators},
+            collectives=tuple(collectives.values()),
+            steps=tuple(steps[key] for key in sorted(steps)),
+            rates=newer.rates or self.rates,
+        )
+
+
+def _place_of(c: CollectiveTiming) -> tuple[Any, ...]:
+    return c.backend, c.kind, c.ranks, c.size, c.per_node, c.nbytes
 
 
 def default_path() -> Path:
-    """`profile.sqlite` in $MESHWRIGHT_CACHE, or in this platform's cache folder of the user."""
+    """$MESHWRIGHT_CACHE, or `meshwright` in this platform's cache folder of the user."""
     given = os.environ.get("MESHWRIGHT_CACHE")
     if given:
-        return Path(given) / "profile.sqlite"
+        return Path(given)
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     elif sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA", Path.home() / "AppData" / "Local"))
     else:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "meshwright" / "profile.sqlite"
+    return base / "meshwright"
 
 
 class Store:
-    """The cache at `path`, which processes may share. Every call raises OSError where the file
-    can't be had: locked for longer than the timeout, another user's, on a full disk."""
+    """The cache in the folder `path`, which processes may share. Every call raises OSError where a
+    file can't be had: locked for longer than the timeout, another user's, on a full disk."""
 
     def __init__(
         self, path: str | Path | None = None, *, lock_timeout_s: float = LOCK_TIMEOUT_S
     ) -> None:
         self.path = Path(path) if path is not None else default_path()
-        self._file = CacheFile(self.path, lock_timeout_s=lock_timeout_s)
+        self.lock_timeout_s = lock_timeout_s
+
+    def file_of(self, device: DeviceId) -> Path:
+        """Where the measurements of a device are: its name for people, a hash for whose."""
+        name = re.sub("[^a-z0-9]+", "-", device.name.lower()).strip("-")[:40]
+        parts = json.dumps([device.name, device.driver, device.torch])
+        return self.path / f"profile-{name}-{hashlib.sha256(parts.encode()).hexdigest()[:10]}.json"
 
     def read(self, device: DeviceId) -> Measurements:
         """The measurements of a device; empty where there are none."""
-        nothing = Measurements(device=device, operators={}, collectives=())
-        return self._file.read(lambda connection: _read(connection, device), nothing)
+        with self._errors():
+            found = self._found(self.file_of(device))
+        return found if found and found.device == device else Measurements(device=device)
 
     def devices(self) -> list[DeviceId]:
         """The devices that have measurements, sorted."""
-        nothing: set[DeviceId] = set()
-        return sorted(self._file.read(_devices, nothing))
+        with self._errors():
+            found = [self._found(path) for path in sorted(self.path.glob("profile-*.json"))]
+        return sorted(own.device for own in found if own is not None)
 
     def add(self, measurements: Measurements) -> None:
         """Store measurements, replacing those of the same signature or message. Raises ValueError
         for numbers that no measurement can have given."""
         _check(measurements, "measured")
-        key = (measurements.device.name, measurements.device.driver, measurements.device.torch)
-        operators = [
-            (*key, OpSignature.parse(text).dtype, text, *_values(t))
-            for text, t in measurements.operators.items()
-        ]
-        collectives = [(*key, *_values(c)) for c in measurements.collectives]
-        steps = [(*key, *_values(step)) for step in measurements.steps]
-
-        def write(connection: sqlite3.Connection) -> None:
-            tables = ("operators", operators), ("collectives", collectives), ("steps", steps)
-            for table, rows in tables:
-                if rows:
-                    marks = ", ".join("?" * len(rows[0]))
-                    connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
-
-        self._file.write(write)
+        self._change(measurements.device, lambda known: known.updated(measurements))
 
     def forget_steps(self, of: Callable[[str], bool]) -> int:
         """Delete the measured steps of all devices of such names; how many plans those were of."""
-        forgotten = [device for device in self.devices() if of(device.name)]
-        plans = {(device, *s.key[:-1]) for device in forgotten for s in self.read(device).steps}
+        plans = 0
+        for device in self.devices():
+            steps = self.read(device).steps if of(device.name) else ()
+            if steps:
+                plans += len({step.key[:-1] for step in steps})
+                self._change(device, lambda known: replace(known, steps=()))
+        return plans
 
-        def delete(connection: sqlite3.Connection) -> None:
-            names = [(device.name, device.driver, device.torch) for device in forgotten]
-            connection.executemany(f"DELETE FROM steps {_MINE}", names)
+    def _change(self, device: DeviceId, change: Callable[[Measurements], Measurements]) -> None:
+        path = self.file_of(device)
+        text = _text(change(Measurements(device=device)))  # what is wrong is not the file's fault
+        if len(text) > MAX_MEASURED_BYTES:
+            raise _wrong(f"profile of {device.name:.40}", f"it has {len(text):,} bytes")
+        with self._errors(), self._alone(path):
+            known = self._found(path, alone=True)
+            changed = change(known or Measurements(device=device))
+            begun = path.with_suffix(".new")
+            begun.write_text(_text(changed), encoding="utf-8")
+            os.replace(begun, os.path.realpath(path))  # a link to it stays
 
-        if plans:
-            self._file.write(delete)
-        return len(plans)
+    def _found(self, path: Path, *, alone: bool = False) -> Measurements | None:
+        """What a file has; None where there is none, or none that can be used, which is moved
+        aside."""
+        if not path.exists():
+            return None
+        if kind := irregular(path):
+            raise OSError(f"{path.name} is {kind}")
+        with path.open("rb"):  # or whoever may not read it is told so
+            pass
+        try:
+            return _measurements(read_json(path, most=MAX_MEASURED_BYTES), f"cached {path.name}")
+        except MeshwrightError as error:
+            if alone:
+                self._move_aside(path, error)
+                return None
+        with self._alone(path):  # another process may have put a new one in its place
+            return self._found(path, alone=True)
 
+    def _move_aside(self, path: Path, error: Exception) -> None:
+        """Rename a file that can't be used. To be called alone."""
+        aside = path.with_name(f"{path.name}.unusable-{time.time_ns()}")
+        os.replace(os.path.realpath(path), aside)
+        log.warning(
+            "the profile cache %s can't be used (%s); it is kept as %s and a new one is begun: "
+            "run `meshwright profile` again",
+            path,
+            error,
+            aside.name,
+        )
 
-_MINE = "WHERE device = ? AND driver = ? AND torch = ?"
+    @contextlib.contextmanager
+    def _alone(self, path: Path) -> Iterator[None]:
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(f"{path}.lock", timeout=self.lock_timeout_s):
+                yield
+        except NotImplementedError as error:  # the file system has no locks
+            raise OSError(str(error)) from error
 
-
-def _devices(connection: sqlite3.Connection) -> set[DeviceId]:
-    found = set()
-    for table in ("operators", "collectives", "steps"):
-        for names in rows_of(connection, f"SELECT DISTINCT device, driver, torch FROM {table}"):
-            if not all(isinstance(name, str) for name in names):
-                raise _wrong(f"cached device {names!r:.80}", "its names must be texts")
-            found.add(DeviceId(name=names[0], driver=names[1], torch=names[2]))
-    return found
-
-
-def _read(connection: sqlite3.Connection, device: DeviceId) -> Measurements:
-    key = (device.name, device.driver, device.torch)
-    operators = rows_of(
-        connection, f"SELECT signature, {_columns(Timing)} FROM operators {_MINE}", key
-    )
-    collectives, steps = (
-        rows_of(connection, f"SELECT {_columns(kind)} FROM {table} {_MINE}", key)
-        for table, kind in (("collectives", CollectiveTiming), ("steps", StepTiming))
-    )
-    measurements = Measurements(
-        device=device,
-        operators={text: _record(Timing, values) for text, *values in operators},
-        collectives=tuple(_record(CollectiveTiming, values) for values in collectives),
-        steps=tuple(_record(StepTiming, values) for values in steps),
-    )
-    _check(measurements, "cached")
-    measurements = replace(
-        measurements, steps=tuple(sorted(measurements.steps, key=lambda step: step.key))
-    )
-    found = measurements.collectives
-    if len({(c.backend, c.kind, c.ranks, c.size, c.per_node, c.nbytes) for c in found}) < len(
-        found
-    ):
-        raise _wrong("cached collectives", "one of them is there twice")
-    if len({step.key for step in measurements.steps}) < len(measurements.steps):
-        raise _wrong("cached steps", "one of them is there twice")
-    return measurements
-
-
-def _field_names(kind: type[Record]) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
-def _columns(kind: type[Record]) -> str:
-    return ", ".join(_field_names(kind))
-
-
-def _values(record: Record) -> tuple[Any, ...]:
-    """A record's fields as the cache has them: what a step is made of is a JSON text."""
-    found = (getattr(record, name) for name in _field_names(type(record)))
-    return tuple(json.dumps(x) if isinstance(x, Mapping) else x for x in found)
-
-
-def _record(kind: type[T], values: Iterable[Any]) -> T:
-    """A record from its fields' values, in order."""
-    given = dict(zip(_field_names(kind), values, strict=True))
-    if isinstance(parts := given.get("parts"), str):
-        given["parts"] = parse_json(parts, place="parts of a step")
-    return kind(**given)
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        """Whatever keeps a file from being had as an OSError that names the cache."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, MeshwrightError):
+                raise
+            raise OSError(
+                f"profile cache {self.path}: {error}; wait for the process that has it, or name "
+                "another folder in MESHWRIGHT_CACHE"
+            ) from error
 
 
 def _wrong(place: str, what: str) -> MeshwrightError:
@@ -226,6 +245,11 @@ def _check(measurements: Measurements, place: str) -> None:
         check_number(f"{where}: seconds", c.seconds)
         check_number(f"{where}: spread", c.spread, zero=True)
     _check_steps(measurements.steps, place)
+    if rates := measurements.rates:
+        for name in ("fp32_flops", "bf16_flops", "copy_bandwidth", "launch_overhead_s"):
+            check_number(f"{place} rates: {name}", getattr(rates, name))
+        if not isinstance(rates.date, str) or not isinstance(rates.busy, bool):
+            raise _wrong(f"{place} rates", "date must be a text, busy true or false")
 
 
 def _check_steps(steps: Iterable[StepTiming], place: str) -> None:
@@ -252,11 +276,16 @@ def _check_steps(steps: Iterable[StepTiming], place: str) -> None:
 
 def export_json(measurements: Measurements, path: str | Path) -> None:
     """Write measurements as sorted JSON, for another machine or a repository."""
+    write_text(path, _text(measurements), "export of measurements")
+
+
+def _text(measurements: Measurements) -> str:
+    """Measurements as sorted JSON."""
     operators = [
         {"signature": json.loads(text), **asdict(timing)}
         for text, timing in sorted(measurements.operators.items())
     ]
-    collectives = [asdict(c) for c in sorted(measurements.collectives, key=_values)]
+    collectives = [asdict(c) for c in sorted(measurements.collectives, key=_place_of)]
     steps = [asdict(step) for step in sorted(measurements.steps, key=lambda step: step.key)]
     lines = [
         f'  "format": {FORMAT},',
@@ -264,9 +293,11 @@ def export_json(measurements: Measurements, path: str | Path) -> None:
         f'  "device": {json.dumps(asdict(measurements.device))},',
         '  "operators": ' + _listed(operators) + ",",
         '  "collectives": ' + _listed(collectives) + ",",
-        '  "steps": ' + _listed(steps),
+        '  "steps": ' + _listed(steps) + "," * bool(measurements.rates),
     ]
-    write_text(path, "{\n" + "\n".join(lines) + "\n}\n", "export of measurements")
+    if measurements.rates:
+        lines.append(f'  "rates": {json.dumps(asdict(measurements.rates))}')
+    return "{\n" + "\n".join(lines) + "\n}\n"
 
 
 def _listed(items: Iterable[Mapping[str, Any]]) -> str:
@@ -282,7 +313,19 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
     for a profile of another device.
     """
     place = f"profile {path}"
-    data = read_json(path, most=MAX_MEASURED_BYTES)
+    measurements = _measurements(read_json(path, most=MAX_MEASURED_BYTES), place)
+    if not accepts(measurements.device.name):
+        raise MeshwrightError(
+            f" is of device {measurements.device.name!r}, but the cluster's device is {expected!r}",
+            place=place,
+            legal=f"a profile of {expected}",
+            way_out="profile that device, or name the cluster the profile is of",
+        )
+    return measurements
+
+
+def _measurements(data: Any, place: str) -> Measurements:
+    """What the data of a file say. Raises `MeshwrightError` for what `_text` can't have written."""
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("format") != FORMAT:
         raise MeshwrightError(
             " is none",
@@ -291,32 +334,27 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
             way_out="`meshwright profile --export` writes one",
         )
     with _naming(place):
-        device = DeviceId(**{key: str(data["device"][key]) for key in ("name", "driver", "torch")})
+        rates = data.get("rates")
         measurements = Measurements(
-            device=device,
+            device=DeviceId(
+                **{key: str(data["device"][key]) for key in ("name", "driver", "torch")}
+            ),
             operators={
                 OpSignature.parse(json.dumps(row["signature"])).text: _from_row(Timing, row)
                 for row in data["operators"]
             },
             collectives=tuple(_from_row(CollectiveTiming, row) for row in data["collectives"]),
             steps=tuple(_from_row(StepTiming, row) for row in data.get("steps", ())),
+            rates=None if rates is None else _from_row(CpuRates, rates),
         )
-        _check(measurements, "imported")
-    if not accepts(device.name):
-        raise MeshwrightError(
-            f" is of device {device.name!r}, but the cluster's device is {expected!r}",
-            place=place,
-            legal=f"a profile of {expected}",
-            way_out="profile that device, or name the cluster the profile is of",
-        )
+        _check(measurements, "read")
     return measurements
 
 
 def _from_row(kind: type[T], row: Mapping[str, Any]) -> T:
     """A record from an object of the JSON, with other keys ignored."""
-    known = fields(kind)
-    values = (row[f.name] if f.default is MISSING else row.get(f.name, f.default) for f in known)
-    return _record(kind, values)
+    given = {f.name: row[f.name] for f in fields(kind) if f.default is MISSING or f.name in row}
+    return kind(**given)
 
 
 @contextlib.contextmanager

@@ -55,3 +55,16 @@ class Timing:
     backward_s: float
     repetitions: int
     spread: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CpuRates:
+    """What one thread of a CPU achieved on a `date`: FLOP/s of a matmul, bytes/s read plus written,
+    seconds to issue an operator of a step; whether the machine was `busy` with something else."""
+
+    fp32_flops: float
+    bf16_flops: float
+    copy_bandwidth: float
+    launch_overhead_s: float
+    date: str
+    busy: bool = False

@@ -43,6 +43,7 @@ from meshwright.profiles.measure import (
     timings_for,
     world_of_log,
 )
+from meshwright.profiles.measure_cpu import local_rates
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.profile import cores_busy, device_name, is_device_of, published_id
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
@@ -164,7 +165,12 @@ def profile_model(
                 skipped[result.reason] += 1
             else:
                 timed[result[0].text] = result[1]
-    store.add(Measurements(device=here, operators=timed, collectives=(*curves, *of_host)))
+    rates = None
+    if effort.again and device.type == "cpu":
+        rates = local_rates(cluster.devices_per_node, again=True)
+    store.add(
+        Measurements(device=here, operators=timed, collectives=(*curves, *of_host), rates=rates)
+    )
     return Summary(
         device=here,
         cache=str(store.path),
@@ -181,17 +187,18 @@ def profile_model(
 def export_profile(cluster: Cluster, path: str | Path, store: Store | None = None) -> int:
     """Write what the cache knows of the cluster's device; how many measurements those are."""
     store = store or Store()
-    devices = [d for d in store.devices() if is_device_of(cluster, d.name)]
-    if not devices:
+    known = [store.read(d) for d in store.devices() if is_device_of(cluster, d.name)]
+    known = [own for own in known if own.count]
+    if not known:
         raise MeshwrightError(
             f"nothing to export of {device_name(cluster)!r}",
             place=f"cache {store.path}",
             legal="a device that was measured",
             way_out="run `meshwright profile` there first",
         )
-    found = store.read(max(devices, key=lambda d: (d.torch, d.driver)))
+    found = max(known, key=lambda own: (own.device.torch, own.device.driver))
     export_json(found, path)
-    return len(found.operators) + len(found.collectives) + len(found.steps)
+    return found.count
 
 
 def import_profile(
@@ -223,8 +230,7 @@ def import_profile(
             place, accepts=lambda name: is_device_of(cluster, name), expected=device_name(cluster)
         )
         store.add(found)
-        taken = len(found.operators) + len(found.collectives) + len(found.steps)
-        return Imported(path=str(place), taken=taken, skipped={}, sources=())
+        return Imported(path=str(place), taken=found.count, skipped={}, sources=())
     if cluster.backend != "nccl":
         raise MeshwrightError(
             f" is of collectives of nccl, but cluster {cluster.name!r} runs {cluster.backend}",

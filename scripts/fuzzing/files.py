@@ -86,7 +86,7 @@ def imported(rng: Random, folder: Path) -> Case:
         text = ground.LOG if kind == "log" else ground.TABLE
         path.write_bytes(spoilt(_other_cells(text, rng), rng) if rng.random() < 0.5 else
                          _other_cells(text, rng).encode(errors="replace"))  # fmt: skip
-    store = Store(folder / "cache.sqlite")
+    store = Store(folder / "cache")
     if kind == "json":
         said = f"json {_start_of(path)}"
         return said, lambda: store.add(import_json(path, accepts=lambda _: True, expected="any"))

@@ -6,9 +6,8 @@ import io
 import json
 import os
 import pickle
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -72,12 +71,12 @@ def saved() -> dict[str, bytes]:
 
 @cache
 def cached() -> bytes:
-    """A cache with measurements in it."""
+    """A file of the cache with measurements in it."""
     with TemporaryDirectory() as folder:
-        export, path = Path(folder) / "p.json", Path(folder) / "c.sqlite"
+        export, store = Path(folder) / "p.json", Store(Path(folder) / "cache")
         export.write_text(json.dumps(ground.PROFILE))
-        Store(path).add(import_json(export, accepts=lambda name: True, expected="cpu"))
-        return path.read_bytes()
+        store.add(import_json(export, accepts=lambda name: True, expected="cpu"))
+        return store.file_of(DEVICE).read_bytes()
 
 
 def damaged(data: bytes, rng: Random) -> bytes:
@@ -204,43 +203,23 @@ def weights(rng: Random, folder: Path) -> Case:
     return kind, run
 
 
-STATEMENTS = (
-    "DROP TABLE operators", "DROP TABLE collectives", "PRAGMA user_version = 99",
-    "CREATE TABLE other (x)", "ALTER TABLE operators RENAME TO x",
-    "CREATE TRIGGER t AFTER INSERT ON operators BEGIN DELETE FROM collectives; END",
-    "PRAGMA journal_mode = WAL", "DELETE FROM operators", "PRAGMA application_id = 7",
-    "ALTER TABLE operators RENAME TO o; CREATE VIEW operators AS WITH RECURSIVE c(x) AS "
-    "(SELECT 1 UNION ALL SELECT x + 1 FROM c) SELECT x AS device FROM c",
-)  # fmt: skip
-
-
 def cache_file(rng: Random, folder: Path) -> Case:
-    """The cache's file with something wrong in it, read and written."""
-    path = folder / "c.sqlite"
+    """A file of the cache with something wrong in it, read and written."""
+    store = Store(folder, lock_timeout_s=0.2)
+    path = store.file_of(DEVICE)
     path.write_bytes(cached())
-    how = rng.choice(("bytes", "cell", "cell", "statement", "beside", "folder", "loop"))
-    said = how
-    if how == "bytes":
+    said = rng.choice(("bytes", "value", "beside", "folder", "loop"))
+    if said == "bytes":
         path.write_bytes(damaged(cached(), rng))
-    elif how in ("folder", "loop"):
-        path.unlink()
-        path.mkdir() if how == "folder" else path.symlink_to(path)
-    elif how == "beside":
-        end = rng.choice(("-wal", "-journal", "-shm", ".lock"))
-        Path(f"{path}{end}").write_bytes(rng.randbytes(rng.choice((0, 32, 5000))))
+    elif said == "value":
+        path.write_bytes(json_case(json.loads(cached()), rng))
+    elif said == "beside":
+        Path(f"{path}.lock").write_bytes(rng.randbytes(rng.choice((0, 32, 5000))))
     else:
-        said = rng.choice(STATEMENTS) if how == "statement" else _cell(rng)
-        with closing(sqlite3.connect(path)) as connection, suppress(sqlite3.Error, OverflowError):
-            found = value(rng)
-            plain = isinstance(found, int | float | str | None) and not isinstance(found, bool)
-            if how == "cell":
-                connection.execute(said, (found if plain else b"\xff",))
-            else:
-                connection.executescript(said)
-            connection.commit()
+        path.unlink()
+        path.mkdir() if said == "folder" else path.symlink_to(path)
 
     def run() -> None:
-        store = Store(path, lock_timeout_s=0.2)
         with suppress(OSError):  # what it says where the file can't be had
             read = store.read(DEVICE)
             store.devices()
@@ -248,15 +227,6 @@ def cache_file(rng: Random, folder: Path) -> Case:
             store.read(DEVICE)
 
     return said, run
-
-
-def _cell(rng: Random) -> str:
-    table = rng.choice(("operators", "collectives"))
-    columns = ["device", "driver", "torch", "repetitions", "spread"]
-    columns += ["signature", "forward_s", "backward_s"] if table == "operators" else [
-        "kind", "ranks", "size", "nbytes", "seconds"
-    ]  # fmt: skip
-    return f"UPDATE {table} SET {rng.choice(columns)} = ?"
 
 
 NUMBERS = ("0", "1", "2", "-1", "", "x", "1.5", "9" * 30, "9" * 5000, " 1", "٣", "0x1", "70000")

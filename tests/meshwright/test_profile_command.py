@@ -26,7 +26,7 @@ from tests.meshwright.commands import Captured, failed, printed, terminal, timin
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "profile.sqlite")
+    return Store(tmp_path)
 
 
 @pytest.fixture(autouse=True)
@@ -176,7 +176,8 @@ COMMAND = ["profile", *OF, "--budget", "600"]
 def test_a_profile_travels_as_a_file(in_a_folder: Path, capsys: Captured) -> None:
     first = json.loads(printed(capsys, *COMMAND, "--json", "--export", "p.json"))
     assert first["timed"] == first["calls"]
-    (in_a_folder / "cache" / "profile.sqlite").unlink()
+    for file in (in_a_folder / "cache").glob("profile-*.json"):
+        file.unlink()
     second = json.loads(printed(capsys, *COMMAND, "--json", "--import", "p.json"))
     assert (second["known"], second["timed"]) == (first["calls"], 0)
 

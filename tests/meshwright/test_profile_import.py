@@ -1,8 +1,6 @@
 """Published collectives: what of a log or a table holds for a cluster, and that plans use it."""
 
 import json
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -56,12 +54,12 @@ def row(**changes: object) -> CollectiveRow:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "cache" / "profile.sqlite")
+    return Store(tmp_path / "cache")
 
 
 def taken(store: Store, *logs: str) -> Profile:
     for text in logs:
-        path = store.path.parent.parent / "run.log"
+        path = store.path.parent / "run.log"
         path.write_text(text)
         import_profile(PAIR, path, store)
     return loaded(store)
@@ -283,18 +281,3 @@ def test_what_cannot_be_imported_is_an_error(in_a_folder: Path, capsys: Captured
         (COMMAND, "a model and --batch are missing; legal: MODEL --batch N, or --import FILE"),
     ):
         assert says in failed(capsys, arguments)
-
-
-@pytest.mark.parametrize("schema", [1, 2])
-def test_a_cache_of_an_older_schema_is_kept(store: Store, schema: int) -> None:
-    device = DeviceId(name="a chip", driver="1", torch="2")
-    found = Measurements(device=device, operators={}, collectives=(timing(nbytes=8),))
-    store.add(found)
-    with closing(sqlite3.connect(store.path)) as connection:
-        connection.execute("DROP TABLE steps")
-        if schema == 1:
-            connection.execute("ALTER TABLE collectives DROP COLUMN source")
-        connection.execute(f"PRAGMA user_version={schema}")
-        connection.commit()
-    assert store.read(device) == found
-    assert list(store.path.parent.glob("*unusable*")) == []

@@ -13,7 +13,9 @@ from meshwright.profiles import cluster as cluster_module
 from meshwright.profiles import measure_cpu as measure_cpu_module
 from meshwright.profiles.cluster import Cluster, Device, Host, Link
 from meshwright.profiles.hardware.curve import Curve
-from meshwright.profiles.measure_cpu import CpuRates, measure_cpu
+from meshwright.profiles.measure_cpu import measure_cpu
+from meshwright.profiles.store import Store
+from meshwright.profiles.timings import CpuRates
 
 
 def _device(**changes: Any) -> Device:
@@ -155,6 +157,10 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
 
 
+def _refused(*_: object) -> None:
+    raise PermissionError(13, "Permission denied")
+
+
 class TestLocal:
     @pytest.mark.usefixtures("no_gpu")
     def test_without_measuring_it_is_the_catalog(self) -> None:
@@ -170,9 +176,10 @@ class TestLocal:
         self, monkeypatch: pytest.MonkeyPatch, n: int, share: float
     ) -> None:
         rates = CpuRates(
-            fp32_flops=8e10, bf16_flops=4e10, copy_bandwidth=1e10, launch_overhead_s=2e-6
-        )
-        monkeypatch.setattr(cluster_module, "measure_cpu", lambda: rates)
+            fp32_flops=8e10, bf16_flops=4e10, copy_bandwidth=1e10, launch_overhead_s=2e-6,
+            date="2026-11-26", busy=n == 4,
+        )  # fmt: skip
+        monkeypatch.setattr(cluster_module, "local_rates", lambda ranks: rates)
         monkeypatch.setattr(cluster_module, "total_memory_bytes", lambda: 64 * 2**30)
         monkeypatch.setattr(os, "cpu_count", lambda: 4)
         cluster = Cluster.local(n)
@@ -182,18 +189,45 @@ class TestLocal:
         assert device.memory_bandwidth == 1e10 * share
         assert device.matmul_efficiency == device.memory_efficiency == Curve.constant(1.0)
         assert any("share 4 cores" in note for note in cluster.assumptions) == (share < 1)
+        said = next(note for note in cluster.assumptions if "measured here on 2026-11-26" in note)
+        assert ("busy with something else" in said) == (n == 4)
+        assert f"--cluster local:{n} --again" in said
 
     def test_measuring_gives_plausible_rates(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measure_cpu_module, "_BUDGET_S", 0.001)
         monkeypatch.setattr(measure_cpu_module, "_COPY_BYTES", 2**20)
         monkeypatch.setattr(measure_cpu_module, "_MATMUL_SIZE", 128)
         threads = torch.get_num_threads()
-        rates = measure_cpu.__wrapped__()
+        monkeypatch.setattr(measure_cpu_module, "_APART_S", 0.0)
+        rates = measure_cpu()
         assert 1e8 < rates.fp32_flops < 1e13
         assert 1e7 < rates.bf16_flops < 1e14
         assert 1e8 < rates.copy_bandwidth < 1e13
         assert 1e-8 < rates.launch_overhead_s < 1e-3
         assert torch.get_num_threads() == threads
+
+    def test_rates_are_kept_and_those_of_a_busy_machine_taken_again(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+        first = CpuRates(
+            fp32_flops=4.0, bf16_flops=2.0, copy_bandwidth=9.0, launch_overhead_s=3.0,
+            date="2026-11-25", busy=True,
+        )  # fmt: skip
+        second = dataclasses.replace(
+            first, fp32_flops=5.0, copy_bandwidth=8.0, date="2026-11-26", busy=False
+        )
+        found = iter((first, second))
+        monkeypatch.setattr(measure_cpu_module, "measure_cpu", lambda: next(found))
+        rates = measure_cpu_module.local_rates.__wrapped__
+        assert rates(2) == first
+        better = dataclasses.replace(second, copy_bandwidth=9.0)
+        assert rates(2) == better == rates(2)  # and nothing is measured a third time
+        monkeypatch.setattr(measure_cpu_module, "measure_cpu", lambda: first)
+        assert rates(2, again=True) == first
+        assert rates(1) == first  # one core by itself is another device
+        monkeypatch.setattr(Store, "add", _refused)
+        assert rates(3, again=True) == first and "this process alone" in caplog.text
 
     @pytest.mark.usefixtures("eight_gpus")
     def test_gpus_are_looked_up_by_driver_name(self, monkeypatch: pytest.MonkeyPatch) -> None:

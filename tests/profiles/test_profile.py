@@ -131,7 +131,7 @@ def test_other_groups_backends_and_worlds_are_not_known() -> None:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "profile.sqlite")
+    return Store(tmp_path)
 
 
 def host(ranks: int) -> Cluster:
@@ -144,7 +144,7 @@ def measured(device: DeviceId, seconds: float) -> Measurements:
 
 def test_a_cpus_profile_is_this_machines_own(store: Store) -> None:
     assert load_profile(host(2), store) is None
-    assert not store.path.exists()
+    assert not [*store.path.iterdir()]
     here = DeviceId.here("cpu")
     store.add(measured(dataclasses.replace(here, name="another"), 9.0))
     store.add(measured(dataclasses.replace(here, torch="1.0"), 9.0))
@@ -157,7 +157,7 @@ def test_a_cpus_profile_is_this_machines_own(store: Store) -> None:
 def test_a_cache_that_cannot_be_replaced_is_left_alone(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.path.write_bytes(b"not a database, and in a folder of somebody else's")
+    store.file_of(DeviceId.here("cpu")).write_bytes(b"no measurements, and somebody else's folder")
 
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied")

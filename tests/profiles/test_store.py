@@ -2,9 +2,8 @@
 
 import json
 import logging
-import sqlite3
 from collections.abc import Callable
-from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,12 @@ from meshwright.profiles.store import (
     export_json,
     import_json,
 )
-from meshwright.profiles.timings import CollectiveTiming, Timing
+from meshwright.profiles.timings import CollectiveTiming, CpuRates, Timing
 
 HERE = DeviceId(name="a chip", driver="1.0", torch="2.13.0")
+RATES = CpuRates(
+    fp32_flops=1e11, bf16_flops=5e10, copy_bandwidth=1e10, launch_overhead_s=5e-6, date="2026-11-26"
+)
 OTHER = DeviceId(name="another chip", driver="1.0", torch="2.13.0")
 
 
@@ -67,12 +69,11 @@ def some(device: DeviceId = HERE) -> Measurements:
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    return Store(tmp_path / "deep" / "profile.sqlite", lock_timeout_s=0.05)
+    return Store(tmp_path / "deep", lock_timeout_s=0.05)
 
 
 def aside(store: Store) -> list[Path]:
-    found = store.path.parent.glob("*.unusable-*")
-    return sorted(path for path in found if not path.name.endswith(("-wal", "-shm")))
+    return sorted(store.path.glob("*.unusable-*"))
 
 
 @pytest.mark.parametrize("field", ["name", "driver", "torch"])
@@ -105,18 +106,16 @@ def test_a_corrupt_file_is_moved_aside_with_a_warning(
 ) -> None:
     operators = {call(n): timing() for n in range(1, 400)}
     store.add(Measurements(device=HERE, operators=operators, collectives=()))
-    whole = store.path.read_bytes()
-    wrong = (
-        b"not a database" * 100,
-        b"SQLite format 3\0" + b"\xff" * 5000,
-        whole[: len(whole) // 2],
-    )
-    for k, content in enumerate(wrong):
+    file = store.file_of(HERE)
+    whole = file.read_bytes()
+    for k, content in enumerate(
+        (b"no measurements" * 100, b"\xff" * 5000, whole[: len(whole) // 2])
+    ):
         caplog.clear()
-        store.path.write_bytes(content)
+        file.write_bytes(content)
         with caplog.at_level(logging.WARNING):
             assert store.read(HERE).operators == {}
-        assert str(store.path) in caplog.text
+        assert str(file) in caplog.text
         found = [path.read_bytes() for path in aside(store)]
         assert content in found and len(found) == k + 1
         store.add(some())
@@ -125,12 +124,13 @@ def test_a_corrupt_file_is_moved_aside_with_a_warning(
 
 WRONG = {
     ("operators", "forward_s"): (-1.0, 0.0, "fast", None),
-    ("operators", "backward_s"): (-1.0, float("inf")),
+    ("operators", "backward_s"): (-1.0,),
     ("operators", "repetitions"): (0,), ("operators", "spread"): (-0.5,),
     ("operators", "signature"): ("relu",),
-    ("collectives", "seconds"): (0.0, float("inf")), ("collectives", "nbytes"): (0,),
+    ("collectives", "seconds"): (0.0,), ("collectives", "nbytes"): (0,),
     ("collectives", "size"): ("two",), ("collectives", "ranks"): (-1,),
-    ("steps", "parts"): ("not JSON", "[]", '{"nonsense": 1}', '{"host": 1e999}'),
+    ("steps", "parts"): ("not JSON", [], {"nonsense": 1}), ("rates", "fp32_flops"): (0.0, "fast"),
+    ("rates", "busy"): ("no",),
 }  # fmt: skip
 
 
@@ -141,11 +141,11 @@ def test_a_number_that_no_clock_read_condemns_the_file(
     store: Store, at: tuple[str, str], value: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     table, column = at
-    store.add(some())
-    with closing(sqlite3.connect(store.path)) as connection, connection:
-        connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = 1", (value,))
-    found = store.read(HERE)
-    assert (found.operators, found.collectives, found.steps) == ({}, (), ())
+    store.add(replace(some(), rates=RATES))
+    data = json.loads(store.file_of(HERE).read_text())
+    (data[table] if table == "rates" else data[table][0])[column] = value
+    store.file_of(HERE).write_text(json.dumps(data))
+    assert store.read(HERE) == Measurements(device=HERE)
     assert len(aside(store)) == 1 and "can't be used" in caplog.text
 
 
@@ -154,17 +154,26 @@ def test_what_was_not_measured_or_is_of_another_format_is_not_taken(store: Store
     with pytest.raises(ValueError, match=r"forward_s is 0\.0; legal: above 0"):
         store.add(wrong)
     store.add(some())
-    with closing(sqlite3.connect(store.path)) as connection:
-        connection.execute("PRAGMA user_version=99")
+    text = store.file_of(HERE).read_text()
+    store.file_of(HERE).write_text(text.replace('"format": 1', '"format": 99'))
     assert store.read(HERE).operators == {}
 
 
 def test_the_cache_folder_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
-    assert Store().path == default_path() == tmp_path / "profile.sqlite"
+    assert Store().path == default_path() == tmp_path
 
 
 seconds = st.floats(min_value=1e-9, max_value=1e3)
+
+
+def test_rates_of_a_cpu_stay_until_newer_ones_come(store: Store) -> None:
+    store.add(Measurements(device=HERE, rates=RATES))
+    store.add(some())
+    assert store.read(HERE) == replace(some(), rates=RATES)
+    newer = replace(RATES, busy=True)
+    store.add(Measurements(device=HERE, rates=newer))
+    assert store.read(HERE).rates == newer
 
 
 @given(st.dictionaries(st.integers(1, 999), st.tuples(seconds, seconds), max_size=5))
@@ -258,4 +267,4 @@ def test_steps_of_a_plan_replace_those_before_and_can_be_forgotten(store: Store)
 def test_steps_that_nobody_measured_are_refused(store: Store, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
         store.add(Measurements(device=HERE, steps=(step(**wrong),)))
-    assert not store.path.exists()
+    assert not store.file_of(HERE).exists()
