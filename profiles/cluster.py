@@ -40,6 +40,7 @@ from meshwright.profiles.measure_cpu import local_rates, total_memory_bytes
 __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Host", "Link", "Rates", "catalog_names"]
 
 LOCAL_NODE = "local-host"
+MEASURED_HERE = "local: rates of a core measured here"
 _TABLES = ("device", "intra_link", "inter_link", "host")
 
 
@@ -82,6 +83,11 @@ class Cluster:
             raise MeshwrightError(
                 f" is {shown(self.backend)}", place=f"{what}: backend", legal="nccl, gloo"
             )
+
+    @property
+    def measured(self) -> bool:
+        """Whether its devices' rates were measured here (`Cluster.local`)."""
+        return any(note.startswith(MEASURED_HERE) for note in self.assumptions)
 
     @property
     def num_devices(self) -> int:
@@ -290,7 +296,7 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         host_overhead_s=rates.launch_overhead_s / share,
     )
     notes = [
-        f"local: rates of a core measured here on {rates.date}"
+        f"{MEASURED_HERE} on {rates.date}"
         + ", while it was busy with something else" * rates.busy
         + f"; `meshwright profile ... --cluster local:{n} --again` takes them again",
         f"local: each of {n} ranks has 1/{n} of this machine's memory",

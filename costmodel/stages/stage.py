@@ -430,7 +430,10 @@ def _away(sent: Sent, setting: Setting) -> Iterator[Beside]:
     """Activations on their way to the host and back."""
     if setting.cluster.host is None or not setting.host.activations:
         return
-    waits = ("forward", sent.forward_s, "to_host"), ("backward", sent.backward_s, "to_device")
+    waits: Sequence[tuple[Where, Floats, str]] = (
+        ("forward", sent.forward_s, "to_host"),
+        ("backward", sent.backward_s, "to_device"),
+    )
     for where, seconds, kind in waits:
         whole = sent.nbytes / host_bandwidth(setting, kind)
         yield Beside(where=where, parts={f"away_{kind}_s": whole}, added_s=seconds)

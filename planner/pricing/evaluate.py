@@ -321,11 +321,12 @@ def transfer(
     pricer, sizes = coster.pricer(setting), [len(stage.ranks) for stage in ends]
     # what has no rows goes whole to every rank, from as many as there are
     whole = (1 + max(sizes) / min(sizes)) / 2
-    problem, ranks = coster.problem, [stage.ranks for stage in ends]
+    problem, (source, destination) = coster.problem, (stage.ranks for stage in ends)
     nbytes = sum(pricer.nbytes(v) * (1 if problem.factors.has_batch(v) else whole) for v in values)
     seconds = send_seconds(
         nbytes,
-        *ranks,
+        source,
+        destination,
         tp=min(stage.tp for stage in ends),
         cluster=problem.cluster,
         target=problem.target,
@@ -339,5 +340,5 @@ def transfer(
         collective="send",
         calls=1,
         sent_bytes=nbytes if seconds else 0.0,
-        crosses=crosses_node(*ranks, problem.cluster.devices_per_node),
+        crosses=crosses_node(source, destination, problem.cluster.devices_per_node),
     )

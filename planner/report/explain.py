@@ -192,10 +192,11 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
     """Where the prices come from, and what they take for granted of the software."""
     shares, target = evaluation.rests_on(), evaluation.target
+    of = "this machine's rates" if problem.cluster.measured else "the catalog's efficiency curves"
     lines = [
         f"of the operators' seconds {shares['measured']:.0%} were measured on this device, "
-        f"{shares['interpolated']:.0%} interpolated, {shares['modelled']:.0%} modelled from the "
-        "catalog's efficiency curves (`meshwright profile` measures)",
+        f"{shares['interpolated']:.0%} interpolated, {shares['modelled']:.0%} modelled from {of} "
+        "(`meshwright profile` measures)",
         _software(target, hides=problem.cluster.device.kind != "cpu"),
     ]
     lines += _kernel_by_kernel(evaluation, problem)
