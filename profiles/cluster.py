@@ -289,7 +289,7 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         cluster.device,
         memory_bytes=total_memory_bytes() // n,
         peak_flops={"fp32": rates.fp32_flops * share, "bf16": rates.bf16_flops * share},
-        memory_bandwidth=rates.copy_bandwidth * share,
+        memory_bandwidth=rates.stream_bandwidth * share,
         matmul_efficiency=FULL,
         memory_efficiency=FULL,
         launch_overhead_s=rates.launch_overhead_s / share,

@@ -1,8 +1,9 @@
 """What one CPU core achieves: FLOP/s, memory bandwidth, and seconds to issue an operator.
 
 A rank on a CPU runs one thread, so that is what is timed: a square matmul in fp32 and bf16, a copy
-too large for the caches, and a chain of operators so small that only their calls cost, forward and
-backward, as a lowered block runs them. The best of several trials is kept, some time apart: noise
+too large for the caches, operators of a Transformer's block that pass over memory, forward and
+backward (on a CPU they take several times a copy's seconds), and a chain of operators so small that
+only their calls cost, as a lowered block runs them. The best of several trials is kept, some time apart: noise
 only ever adds time. The rates are achieved ones, so a device built from them has efficiency 1.
 
 Rates are kept in the cache of measurements (`store.py`) for the processor, as many of its cores as
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
@@ -22,17 +24,19 @@ from functools import cache
 
 import torch
 from torch import fx, nn
+from torch.nn import functional as F
 
 from meshwright.profiles.store import DeviceId, Measurements, Store
 from meshwright.profiles.timings import CpuRates
 
 log = logging.getLogger(__name__)
 
-_BUDGET_S = 0.06  # of each timing of a trial
+_BUDGET_S = 0.05  # of each timing of a trial
 _TRIALS, _APART_S = 3, 0.2
 _BUSY = 0.9  # part of a core that a thread gets at least where nothing else runs
 _MATMUL_SIZE = 512
 _COPY_BYTES = 64 * 2**20
+_ROWS = (512, 768)  # tokens of a small block, features of each
 _TINY_CALLS = 100
 
 
@@ -84,6 +88,7 @@ def _better(one: CpuRates, other: CpuRates) -> CpuRates:
         fp32_flops=max(one.fp32_flops, other.fp32_flops),
         bf16_flops=max(one.bf16_flops, other.bf16_flops),
         copy_bandwidth=max(one.copy_bandwidth, other.copy_bandwidth),
+        stream_bandwidth=max(one.stream_bandwidth, other.stream_bandwidth),
         launch_overhead_s=min(one.launch_overhead_s, other.launch_overhead_s),
     )
 
@@ -96,6 +101,7 @@ def _trial() -> CpuRates:
         fp32_flops=fp32,
         bf16_flops=bf16,
         copy_bandwidth=copied,
+        stream_bandwidth=_stream_bandwidth(),
         launch_overhead_s=_issue_s(),
         date=datetime.date.today().isoformat(),
     )
@@ -127,6 +133,21 @@ def _copy_bandwidth() -> float:
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / _best_time_s(lambda: target.copy_(source))
+
+
+def _stream_bandwidth() -> float:
+    """Of an addition, a norm, a softmax and an activation, which each pass over as many bytes: what
+    their prices count, forward and backward."""
+    x = torch.linspace(-3.0, 3.0, math.prod(_ROWS)).view(_ROWS).requires_grad_()
+    given = torch.ones_like(x)
+    runs = {  # tensors that are read and written
+        lambda: (x + given).backward(given): 3 + 1,
+        lambda: F.layer_norm(x, _ROWS[-1:]).backward(given): 2 + 3,
+        lambda: F.softmax(x, -1).backward(given): 2 + 3,
+        lambda: F.gelu(x, approximate="tanh").backward(given): 2 + 3,
+    }
+    seconds = [_best_time_s(run) / tensors for run, tensors in runs.items()]
+    return 4 * x.numel() * len(seconds) / sum(seconds)
 
 
 class _Chain(nn.Module):

@@ -246,7 +246,7 @@ def _check(measurements: Measurements, place: str) -> None:
         check_number(f"{where}: spread", c.spread, zero=True)
     _check_steps(measurements.steps, place)
     if rates := measurements.rates:
-        for name in ("fp32_flops", "bf16_flops", "copy_bandwidth", "launch_overhead_s"):
+        for name in (f.name for f in fields(CpuRates) if f.name not in ("date", "busy")):
             check_number(f"{place} rates: {name}", getattr(rates, name))
         if not isinstance(rates.date, str) or not isinstance(rates.busy, bool):
             raise _wrong(f"{place} rates", "date must be a text, busy true or false")

@@ -59,12 +59,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuRates:
-    """What one thread of a CPU achieved on a `date`: FLOP/s of a matmul, bytes/s read plus written,
-    seconds to issue an operator of a step; whether the machine was `busy` with something else."""
+    """What one thread of a CPU achieved on a `date`: FLOP/s of a matmul, bytes/s read plus written
+    of a copy and of the other operators of a Transformer's block, seconds to issue an operator;
+    whether the machine was `busy` with something else."""
 
     fp32_flops: float
     bf16_flops: float
     copy_bandwidth: float
+    stream_bandwidth: float
     launch_overhead_s: float
     date: str
     busy: bool = False

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import exchange_seconds, exchanged_bytes, stream_seconds
@@ -64,7 +63,7 @@ def gathered_batch(
 def computed_again(once: Sequence[Entry], times: float) -> list[Entry]:
     """What a device computes of an operator, so many times, by kernels of that size."""
     return [
-        replace(entry.times(times), weight_s=0.0, host_s=0.0)
+        entry.times(times)._replace(weight_s=0.0, host_s=0.0)
         for entry in once
         if entry.axis is None and entry.seconds
     ]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
 from operator import attrgetter
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Axis = Literal["tensor", "context", "experts", "data", "pipeline", "host"]
 FORWARD_S, BACKWARD_S = "forward_s", "backward_s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """Something that a rank does in a pass of one micro-batch, or once in a step.
+class Entry(NamedTuple):
+    """Something that a rank does in a pass of one micro-batch, or once in a step; a tuple, since a
+    search makes very many.
 
     `column` is the field of `Cost` that its `seconds` add to; `hidden_s` pass beside others and add
     nothing. `kind` is what it is: "product", "attention", "stream" (an operator that moves memory),
@@ -42,8 +42,7 @@ class Entry:
 
     def times(self, factor: float) -> Entry:
         """The same so many times, issued once."""
-        return replace(
-            self,
+        return self._replace(
             seconds=factor * self.seconds,
             hidden_s=factor * self.hidden_s,
             weight_s=factor * self.weight_s,
@@ -96,9 +95,10 @@ class Cost:
         """The sums over entries."""
         found: dict[str, float] = {}
         for entry in entries:
-            for column, value in _columns(entry):
-                if value:
-                    found[column] = found.get(column, 0.0) + value
+            column, seconds = entry.column, entry.seconds
+            found[column] = found.get(column, 0.0) + seconds
+            if column in _WITHIN:
+                _add_within(found, entry)
         return Cost(**found) if found else NOTHING
 
     def __add__(self, other: Cost) -> Cost:
@@ -110,19 +110,27 @@ class Cost:
         return self.forward_s + self.backward_s + once
 
 
-def _columns(entry: Entry) -> list[tuple[str, float]]:
-    """The fields of a cost that an entry adds to."""
-    found = [(entry.column, entry.seconds)]
-    if entry.column in (FORWARD_S, BACKWARD_S):
-        way = entry.column.removesuffix("_s")
-        found += [(f"{way}_host_s", entry.host_s), ("weight_s", entry.weight_s)]
-        if entry.axis:
-            found.append((f"{way}_comm_s", entry.seconds))
-            if entry.axis == "experts":
-                found.append((f"{way}_exchange_s", entry.seconds))
-        elif entry.source != "modelled":
-            found.append((f"{entry.source}_s", entry.seconds))
-    return found
+# columns of a pass: those of its host's seconds, of communication, of exchanges
+_WITHIN = {
+    column: tuple(f"{column.removesuffix('_s')}_{part}_s" for part in ("host", "comm", "exchange"))
+    for column in (FORWARD_S, BACKWARD_S)
+}
+
+
+def _add_within(found: dict[str, float], entry: Entry) -> None:
+    """Add what an entry of a pass is a part of beside its column."""
+    host, comm, exchange = _WITHIN[entry.column]
+    if entry.host_s:
+        found[host] = found.get(host, 0.0) + entry.host_s
+    if entry.weight_s:
+        found["weight_s"] = found.get("weight_s", 0.0) + entry.weight_s
+    if entry.axis is not None:
+        found[comm] = found.get(comm, 0.0) + entry.seconds
+        if entry.axis == "experts":
+            found[exchange] = found.get(exchange, 0.0) + entry.seconds
+    elif entry.source != "modelled":
+        rests = f"{entry.source}_s"
+        found[rests] = found.get(rests, 0.0) + entry.seconds
 
 
 Priced: TypeAlias = tuple[tuple[Entry, ...], Cost]

@@ -107,7 +107,7 @@ class ParameterPricer:
         def zero3(column: str, kind: str, nbytes: float, group: Group) -> Entry:
             slower = target.zero_bandwidth
             own = shared(column, kind, nbytes / slower, target.gathered_unit, group)
-            return replace(own, calls=own.calls * slower, sent_bytes=own.sent_bytes * slower)
+            return own._replace(calls=own.calls * slower, sent_bytes=own.sent_bytes * slower)
 
         if setting.batch.microbatches > 1 and not target.fused_accumulation:
             added = setting.correction(BACKWARD)
@@ -132,7 +132,7 @@ class ParameterPricer:
         moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
         stepped = streamed("optimizer_s", "optimizer", moved)
         yield stepped
-        yield replace(stepped.times(1 / shards.size), column="shard_s")
+        yield stepped.times(1 / shards.size)._replace(column="shard_s")
 
     def _gathered(self, numel: float, group: Group, zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's all-gather of weights, with the codec where they are quantised."""

@@ -60,6 +60,7 @@ class Pricer(ReshardPricer):
     parameters: ParameterPricer = field(init=False)
     _ops: dict[tuple[str, str], Priced] = field(default_factory=dict)
     known_parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)
+    _issues: dict[tuple[str, float], Entry] = field(default_factory=dict)
     _splits: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -160,10 +161,17 @@ class Pricer(ReshardPricer):
             kernels = 2.0 if self.table.ops[op.name].matmul or traits.leaf else 1.0
         issued = host + waiting, host * kernels * differentiable
         return found + [
-            Entry(column=column, kind="issue", host_s=host_s)
+            self._issued(column, host_s)
             for column, host_s in zip(PASSES, issued, strict=True)
             if host_s
         ]
+
+    def _issued(self, column: str, host_s: float) -> Entry:
+        """What the host does for an operator, the same for many."""
+        key = column, host_s
+        if key not in self._issues:
+            self._issues[key] = Entry(column=column, kind="issue", host_s=host_s)
+        return self._issues[key]
 
     def _computed(self, op: Op, strategy: Strategy, differentiable: bool) -> list[Entry]:
         """What the device computes, as it was timed, else modelled, and corrected by the steps that
@@ -174,9 +182,10 @@ class Pricer(ReshardPricer):
             found = [_timed(*each, source) for each in zip(found, seconds, strict=True)]
         forward = setting.correction(FORWARD)
         backward = setting.correction(BACKWARD) * differentiable
+        if forward == backward == 1.0 and setting.target.defers_weights:
+            return found
         return [
-            replace(
-                entry,
+            entry._replace(
                 seconds=entry.seconds * (forward if entry.column == FORWARD_S else backward),
                 weight_s=entry.weight_s * backward * setting.target.defers_weights,
             )
@@ -233,4 +242,4 @@ class Pricer(ReshardPricer):
 def _timed(entry: Entry, seconds: float, source: str) -> Entry:
     """An entry as it was timed."""
     weight_s = entry.weight_s * seconds / entry.seconds if entry.seconds else 0.0
-    return replace(entry, seconds=seconds, weight_s=weight_s, source=source)
+    return entry._replace(seconds=seconds, weight_s=weight_s, source=source)

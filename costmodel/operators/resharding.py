@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import Group
@@ -28,8 +28,9 @@ class ReshardPricer(LocalSizes):
     (`strategies.TRANSITIONS`)."""
 
     tensor_group: Group = field(init=False)
-    _comm: dict[tuple[str, str, float], Entry] = field(default_factory=dict)
+    _comm: dict[tuple[str, str, float, float], Entry] = field(default_factory=dict)
     _moves: dict[tuple[str, str, str], Priced] = field(default_factory=dict)
+    _alike: dict[tuple[str, str, float], Priced] = field(default_factory=dict)
     _beside: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -38,11 +39,13 @@ class ReshardPricer(LocalSizes):
             self._beside = products_beside(self.graph, self.table)
         self.tensor_group = self.setting.group(size=self.setting.mesh.tp, stride=1)
 
-    def comm(self, column: str, kind: str, nbytes: float) -> Entry:
-        """A collective over the tensor axis; `nbytes` is the full tensor's."""
-        key = (column, kind, nbytes)
+    def comm(self, column: str, kind: str, nbytes: float, host_s: float = 0.0) -> Entry:
+        """A collective over the tensor axis, issued by the host in so many seconds; `nbytes` is the
+        full tensor's."""
+        key = (column, kind, nbytes, host_s)
         if key not in self._comm:
-            self._comm[key] = self.setting.collective(*key, self.tensor_group, "tensor")
+            found = self.setting.collective(column, kind, nbytes, self.tensor_group, "tensor")
+            self._comm[key] = found._replace(host_s=host_s)
         return self._comm[key]
 
     def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
@@ -76,21 +79,24 @@ class ReshardPricer(LocalSizes):
         return self._moves[key]
 
     def _priced(self, value: str, forward: str, backward: str) -> Priced:
-        kinds = [(FORWARD_S, forward)]
-        if self.graph.values[value].requires_grad:
-            kinds.append((BACKWARD_S, backward))
+        if not self.graph.values[value].requires_grad:
+            backward = ""
+        nbytes = self.nbytes(value)
+        key = forward, backward, nbytes
+        if key in self._alike:
+            return self._alike[key]
         host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
         host *= self.setting.correction(HOST)
-        return priced(
-            replace(self._exposed(value, column, kind), host_s=host)
-            for column, kind in kinds
-            if kind
-        )
+        ways = ((FORWARD_S, forward), (BACKWARD_S, backward))
+        entries = [self.comm(column, kind, nbytes, host) for column, kind in ways if kind]
+        if products := self._beside.get(value):
+            return priced(self._exposed(entry, products) for entry in entries)
+        self._alike[key] = found = priced(entries)
+        return found
 
-    def _exposed(self, value: str, column: str, kind: str) -> Entry:
-        """A value's collective with the seconds that no product beside it hides."""
-        entry, products = self.comm(column, kind, self.nbytes(value)), self._beside.get(value, ())
-        if not entry.seconds or not products or kind not in self.setting.target.overlap_tensor:
+    def _exposed(self, entry: Entry, products: tuple[Op, ...]) -> Entry:
+        """A collective with the seconds that no product beside it hides."""
+        if not entry.seconds or entry.collective not in self.setting.target.overlap_tensor:
             return entry
         exposed = exposed_seconds(self, entry.seconds, products)
-        return replace(entry, seconds=exposed, hidden_s=entry.seconds - exposed)
+        return entry._replace(seconds=exposed, hidden_s=entry.seconds - exposed)

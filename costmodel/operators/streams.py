@@ -14,7 +14,7 @@ each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import stream_seconds
@@ -99,7 +99,7 @@ def leaf(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     forward = Entry(
         column=FORWARD_S, kind="leaf", seconds=seconds, flops=share * work.flops, moved_bytes=passed
     )
-    return [forward, replace(forward.times(BACKWARD), column=BACKWARD_S)]
+    return [forward, forward.times(BACKWARD)._replace(column=BACKWARD_S)]
 
 
 def leaf_seconds(device: Device, dtype: str, work: Work, share: float, passed: float) -> float:

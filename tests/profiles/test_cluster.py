@@ -176,8 +176,8 @@ class TestLocal:
         self, monkeypatch: pytest.MonkeyPatch, n: int, share: float
     ) -> None:
         rates = CpuRates(
-            fp32_flops=8e10, bf16_flops=4e10, copy_bandwidth=1e10, launch_overhead_s=2e-6,
-            date="2026-11-26", busy=n == 4,
+            fp32_flops=8e10, bf16_flops=4e10, copy_bandwidth=1e10, stream_bandwidth=5e9,
+            launch_overhead_s=2e-6, date="2026-11-26", busy=n == 4,
         )  # fmt: skip
         monkeypatch.setattr(cluster_module, "local_rates", lambda ranks: rates)
         monkeypatch.setattr(cluster_module, "total_memory_bytes", lambda: 64 * 2**30)
@@ -186,7 +186,8 @@ class TestLocal:
         device = cluster.device
         assert device.memory_bytes == 64 * 2**30 // n
         assert dict(device.peak_flops) == {"fp32": 8e10 * share, "bf16": 4e10 * share}
-        assert device.memory_bandwidth == 1e10 * share
+        assert device.memory_bandwidth == 5e9 * share
+        assert cluster.host is not None and cluster.host.link_bandwidth == 1e10 * share / 2
         assert device.matmul_efficiency == device.memory_efficiency == Curve.constant(1.0)
         assert any("share 4 cores" in note for note in cluster.assumptions) == (share < 1)
         said = next(note for note in cluster.assumptions if "measured here on 2026-11-26" in note)
@@ -211,8 +212,8 @@ class TestLocal:
     ) -> None:
         monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
         first = CpuRates(
-            fp32_flops=4.0, bf16_flops=2.0, copy_bandwidth=9.0, launch_overhead_s=3.0,
-            date="2026-11-25", busy=True,
+            fp32_flops=4.0, bf16_flops=2.0, copy_bandwidth=9.0, stream_bandwidth=7.0,
+            launch_overhead_s=3.0, date="2026-11-25", busy=True,
         )  # fmt: skip
         second = dataclasses.replace(
             first, fp32_flops=5.0, copy_bandwidth=8.0, date="2026-11-26", busy=False

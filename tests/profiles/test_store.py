@@ -25,7 +25,12 @@ from meshwright.profiles.timings import CollectiveTiming, CpuRates, Timing
 
 HERE = DeviceId(name="a chip", driver="1.0", torch="2.13.0")
 RATES = CpuRates(
-    fp32_flops=1e11, bf16_flops=5e10, copy_bandwidth=1e10, launch_overhead_s=5e-6, date="2026-11-26"
+    fp32_flops=1e11,
+    bf16_flops=5e10,
+    copy_bandwidth=1e10,
+    stream_bandwidth=5e9,
+    launch_overhead_s=5e-6,
+    date="2026-11-26",
 )
 OTHER = DeviceId(name="another chip", driver="1.0", torch="2.13.0")
 
