@@ -3,8 +3,9 @@
 A rank on a CPU runs one thread, so that is what is timed: a square matmul in fp32 and bf16, a copy
 too large for the caches, operators of a Transformer's block that pass over memory, forward and
 backward (on a CPU they take several times a copy's seconds), and a chain of operators so small that
-only their calls cost, as a lowered block runs them. The best of several trials is kept, some time apart: noise
-only ever adds time. The rates are achieved ones, so a device built from them has efficiency 1.
+only their calls cost, as a lowered block runs them. The best of several trials is kept, some time
+apart: noise only ever adds time. The rates are achieved ones, so a device built from them has
+efficiency 1.
 
 Rates are kept in the cache of measurements (`store.py`) for the processor, as many of its cores as
 are busy with ranks, and torch's version, so that the same command says the same tomorrow; those
