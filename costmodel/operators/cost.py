@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from dataclasses import fields as dataclass_fields
-from operator import attrgetter
 from typing import Literal, NamedTuple, TypeAlias
 
 Axis = Literal["tensor", "context", "experts", "data", "pipeline", "host"]
@@ -53,8 +50,7 @@ class Entry(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class Cost(NamedTuple):
     """Seconds of one block or stage on one rank: sums over entries.
 
     Per micro-batch on the device, forward and backward: `*_comm_s` is the part of each that is
@@ -101,7 +97,8 @@ class Cost:
                 _add_within(found, entry)
         return Cost(**found) if found else NOTHING
 
-    def __add__(self, other: Cost) -> Cost:
+    def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
+        """The sum of two, not one tuple after the other."""
         return total((self, other))
 
     def seconds(self, num_microbatches: float) -> float:
@@ -134,9 +131,7 @@ def _add_within(found: dict[str, float], entry: Entry) -> None:
 
 
 Priced: TypeAlias = tuple[tuple[Entry, ...], Cost]
-COST_FIELDS = tuple(each.name for each in dataclass_fields(Cost))
 NOTHING = Cost()
-_values = attrgetter(*COST_FIELDS)
 
 
 def priced(entries: Iterable[Entry]) -> Priced:
@@ -147,5 +142,5 @@ def priced(entries: Iterable[Entry]) -> Priced:
 
 def total(costs: Iterable[Cost]) -> Cost:
     """The sum of any number of costs."""
-    columns = zip(*(_values(cost) for cost in costs if cost is not NOTHING), strict=True)
-    return Cost(**dict(zip(COST_FIELDS, map(sum, columns), strict=False)))
+    columns = zip(*(cost for cost in costs if cost is not NOTHING), strict=True)
+    return Cost(*map(sum, columns))

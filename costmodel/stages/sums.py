@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from operator import attrgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE, segment_policy
 from meshwright.costmodel.blocks.price import BlockPrice
-from meshwright.costmodel.operators import COST_FIELDS, Cost, Pricer
+from meshwright.costmodel.operators import Cost, Pricer
 from meshwright.costmodel.sharding import Placement
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -266,13 +265,12 @@ _DATA_AXIS = (
 )  # fmt: skip
 MAXIMA = 3 + len(_POLICIES)
 COLUMNS = Sums.__dict__["decided_bytes"].at + 1 + len(_POLICIES)
-_COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(COST_FIELDS))
-_seconds = attrgetter(*COST_FIELDS)
+_COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(Cost._fields))
 
 
 def _sums_of(cost: Cost) -> Sums:
     sums = Sums.zeros()
-    sums.array[_COST] = _seconds(cost)
+    sums.array[_COST] = cost
     return sums
 
 

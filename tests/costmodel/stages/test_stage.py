@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.blocks.price import BlockPrice
 from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory.states import model_state_bytes
-from meshwright.costmodel.operators import COST_FIELDS, Cost, Setting
+from meshwright.costmodel.operators import Cost, Setting
 from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs
 from meshwright.costmodel.stages.sums import (
     COLUMNS,
@@ -302,11 +302,11 @@ def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
 
 
 def test_seconds_are_named_as_in_the_cost_and_arrays_priced_one_by_one() -> None:
-    numbers = {name: float(k) for k, name in enumerate(COST_FIELDS, 1)}
+    numbers = {name: float(k) for k, name in enumerate(Cost._fields, 1)}
     rest = "parameters shard_parameters frozen_bytes saved_bytes input_bytes"
     price = BlockPrice(cost=Cost(**numbers), **dict.fromkeys(rest.split(), 0.0))
     found = block_sums(price)
-    assert {name: float(getattr(found, name)) for name in COST_FIELDS} == numbers
+    assert {name: float(getattr(found, name)) for name in Cost._fields} == numbers
     rng = np.random.default_rng(0)
     sums = Sums(rng.random((3, 4, COLUMNS)))
     setting = four_ranks(precision="bf16", zero=2, target=HIDING)
