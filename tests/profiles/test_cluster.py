@@ -14,7 +14,6 @@ from meshwright.profiles import measure_cpu as measure_cpu_module
 from meshwright.profiles.cluster import Cluster, Device, Host, Link
 from meshwright.profiles.hardware.curve import Curve
 from meshwright.profiles.measure_cpu import measure_cpu
-from meshwright.profiles.store import Store
 from meshwright.profiles.timings import CpuRates
 
 
@@ -157,10 +156,6 @@ def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
 
 
-def _refused(*_: object) -> None:
-    raise PermissionError(13, "Permission denied")
-
-
 class TestLocal:
     @pytest.mark.usefixtures("no_gpu")
     def test_without_measuring_it_is_the_catalog(self) -> None:
@@ -227,7 +222,7 @@ class TestLocal:
         monkeypatch.setattr(measure_cpu_module, "measure_cpu", lambda: first)
         assert rates(2, again=True) == first
         assert rates(1) == first  # one core by itself is another device
-        monkeypatch.setattr(Store, "add", _refused)
+        monkeypatch.setenv("MESHWRIGHT_CACHE", __file__)
         assert rates(3, again=True) == first and "this process alone" in caplog.text
 
     @pytest.mark.usefixtures("eight_gpus")

@@ -1,7 +1,6 @@
 """The cache of measurements: what goes in comes out, and a bad file is never believed."""
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,27 +103,6 @@ def test_what_is_added_is_read_and_replaces_the_old(store: Store) -> None:
     found = store.read(HERE)
     assert found.operators == {call(4): timing(5e-3), call(8): timing(2e-3)}
     assert {c.nbytes: c.seconds for c in found.collectives} == {1024: 3e-4, 4096: 1e-4}
-
-
-def test_a_corrupt_file_is_moved_aside_with_a_warning(
-    store: Store, caplog: pytest.LogCaptureFixture
-) -> None:
-    operators = {call(n): timing() for n in range(1, 400)}
-    store.add(Measurements(device=HERE, operators=operators, collectives=()))
-    file = store.file_of(HERE)
-    whole = file.read_bytes()
-    for k, content in enumerate(
-        (b"no measurements" * 100, b"\xff" * 5000, whole[: len(whole) // 2])
-    ):
-        caplog.clear()
-        file.write_bytes(content)
-        with caplog.at_level(logging.WARNING):
-            assert store.read(HERE).operators == {}
-        assert str(file) in caplog.text
-        found = [path.read_bytes() for path in aside(store)]
-        assert content in found and len(found) == k + 1
-        store.add(some())
-        assert store.read(HERE) == some()
 
 
 WRONG = {

@@ -313,18 +313,6 @@ def traffic(audited: Audited) -> list[Traffic]:
     return Ledger.of(evaluation).traffic(StageCoster(problem))
 
 
-def test_zero_2_scatters_after_each_micro_batch_and_zero_1_once() -> None:
-    once, each = (
-        sum(
-            row.sent_bytes
-            for row in traffic(audit(f"gpt2_untied dp4 1f1b m4 zero{zero}", "dgx-a100"))
-            if row.collective == "reduce_scatter"
-        )
-        for zero in (1, 2)
-    )
-    assert each == pytest.approx(4 * once) and once > 0
-
-
 @pytest.fixture(
     scope="module", params=[(c, n) for c in CELLS.strip().splitlines() for n in CLUSTERS], ids=str
 )
@@ -335,14 +323,7 @@ def audited(request: pytest.FixtureRequest) -> Audited:
 def test_rows_add_up_to_what_is_priced(audited: Audited) -> None:
     evaluation, *_ = audited
     plan, ledger, rows = evaluation.plan, Ledger.of(evaluation), traffic(audited)
-    for k, costs in enumerate(evaluation.stages):
-        own = [row for row in rows if row.stage == k and row.axis != "pipeline"]
-        inside = plan.num_microbatches * (costs.forward_comm_s + costs.backward_comm_s)
-        # copies of weights and into buckets are in the price, too, and no communication
-        copies = sum(line.exposed_s for line in ledger.stages[k] if line.entry.kind == "copy")
-        exposed = sum(row.exposed_s for row in own) + copies
-        assert exposed == pytest.approx(inside + costs.reduce_s, rel=1e-6)
-    for ranks, work in zip(plan.devices, Ledger.of(evaluation).work(), strict=True):
+    for ranks, work in zip(plan.devices, ledger.work(), strict=True):
         of_group = [row for row in rows if plan.stages[row.stage].ranks == ranks]
         sent = sum(row.sent_bytes for row in of_group)
         assert sent == pytest.approx(sum(work.sent_bytes.values()), rel=1e-6)

@@ -28,18 +28,20 @@ def priced(cell: Cell, on: Cluster) -> Evaluation:
 @pytest.mark.parametrize("number", range(len(CLUSTERS)))
 def test_lines_add_up_to_costs(number: int) -> None:
     for cell in ALL[number :: len(CLUSTERS)]:
-        found = priced(cell, CLUSTERS[number])
-        for own, lines in zip(found.priced, Ledger.of(found).stages, strict=True):
+        evaluation = priced(cell, CLUSTERS[number])
+        for own, lines in zip(evaluation.priced, Ledger.of(evaluation).stages, strict=True):
             m, costs = own.setting.batch.microbatches, own.costs
-            seconds: dict[str, float] = defaultdict(float)
-            said: dict[str, float] = defaultdict(float)
+            found_s, said_s = defaultdict[str, float](float), defaultdict[str, float](float)
             for line in lines:
-                seconds[line.where] += line.exposed_s
+                found_s[line.where] += line.exposed_s
                 beside = line.entry.column not in ("forward_s", "backward_s", "issue_s")
-                said[line.where] += line.exposed_s * bool(line.entry.axis or beside)
-            assert seconds["forward"] == pytest.approx(m * costs.forward_s, rel=1e-9), cell.name
-            assert seconds["backward"] == pytest.approx(m * costs.backward_s, rel=1e-9), cell.name
-            assert seconds["step"] == pytest.approx(costs.reduce_s, rel=1e-9, abs=1e-15), cell.name
-            assert seconds["optimizer"] == pytest.approx(costs.optimizer_s, rel=1e-9), cell.name
-            assert said["forward"] == pytest.approx(m * costs.forward_comm_s, rel=1e-9, abs=1e-15)
-            assert said["backward"] == pytest.approx(m * costs.backward_comm_s, rel=1e-9, abs=1e-15)
+                said_s[line.where] += line.exposed_s * bool(line.entry.axis or beside)
+            for found, wanted in (
+                (found_s["forward"], m * costs.forward_s),
+                (found_s["backward"], m * costs.backward_s),
+                (found_s["step"], costs.reduce_s),
+                (found_s["optimizer"], costs.optimizer_s),
+                (said_s["forward"], m * costs.forward_comm_s),
+                (said_s["backward"], m * costs.backward_comm_s),
+            ):
+                assert found == pytest.approx(wanted, rel=1e-9, abs=1e-15), cell.name
