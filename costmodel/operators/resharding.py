@@ -81,15 +81,15 @@ class ReshardPricer(LocalSizes):
     def _priced(self, value: str, forward: str, backward: str) -> Priced:
         if not self.graph.values[value].requires_grad:
             backward = ""
-        nbytes = self.nbytes(value)
+        nbytes, products = self.nbytes(value), self._beside.get(value)
         key = forward, backward, nbytes
-        if key in self._alike:
+        if not products and key in self._alike:
             return self._alike[key]
         host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
         host *= self.setting.correction(HOST)
         ways = ((FORWARD_S, forward), (BACKWARD_S, backward))
         entries = [self.comm(column, kind, nbytes, host) for column, kind in ways if kind]
-        if products := self._beside.get(value):
+        if products:
             return priced(self._exposed(entry, products) for entry in entries)
         self._alike[key] = found = priced(entries)
         return found
