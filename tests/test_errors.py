@@ -26,12 +26,11 @@ SIGNALS = {
     "NotSteadyError": "the rehearsal runs every micro-batch",
     "TooLarge": "the operator is skipped, and said to be",
     "UnpicklingError": "the reader names the file",
-    "Unusable": "the cache warns, and is left alone or moved aside",
 }
 # file and class -> why no user is given it
 INSIDE = {
     ("profiles/op_signature.py", "ValueError"): "parse, which alone calls it, names the signature",
-    ("profiles/inputs/cache_file.py", "OSError"): "the cache warns, and is left alone",
+    ("profiles/store.py", "OSError"): "the cache warns, and is left alone",
     ("planner/tracing/leaves/trial.py", "ValueError"): CAUGHT,
     ("planner/intra_op/solvers.py", "TimeoutError"): CAUGHT,
     ("planner/intra_op/elimination.py", "KeyError"): PROTOCOL,
