@@ -80,7 +80,7 @@ def step_quantiles(device: str, target: str, *, experts: bool) -> Quantiles:
         **intervals[f"{at[0]}, {kind}, {at[1]}"],
         rows=sum(rows.values()),
         models=table["models"],
-        of=f"{kind}, {here or 'none'} on {gpu}",
+        of=f"{kind}, {here} on {gpu}" if here else f"{kind}, none on {device}",
     )
 
 
