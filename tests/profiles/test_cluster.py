@@ -221,7 +221,6 @@ class TestLocal:
         assert rates(2) == better == rates(2)  # and nothing is measured a third time
         monkeypatch.setattr(measure_cpu_module, "measure_cpu", lambda: first)
         assert rates(2, again=True) == first
-        assert rates(1) == first  # one core by itself is another device
         monkeypatch.setenv("MESHWRIGHT_CACHE", __file__)
         assert rates(3, again=True) == first and "this process alone" in caplog.text
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from scripts.experts import sweeps
-from scripts.experts.residuals import NO_LESS, Effects, Residual, coverage, ends, interval
+from scripts.experts.residuals import Effects, Residual, coverage, ends, interval
 from scripts.experts.rows import published_rows
 from scripts.experts.scatter import Point, scatter
 from scripts.experts.sweeps import PLAN, PLANS, SWEEP, Priced, Row, Sweep
@@ -122,17 +122,12 @@ def test_more_rows_never_widen_and_an_unknown_gpu_does() -> None:
         (_, here), (_, elsewhere) = effects.predicted(known), effects.predicted(unknown)
         assert here < before and here < elsewhere
         before = here
-    mean, _ = Effects(rows, VARIANCES).predicted(unknown)
-    assert mean == pytest.approx(0.05, abs=0.15)
 
 
 def test_the_likeliest_variances_are_about_those_drawn() -> None:
     found = Effects(drawn(2, 30)).fitted().variances
     for name, wanted in (("model", 0.15), ("row", 0.05)):
         assert wanted / 1.5 < math.sqrt(found[name]) < wanted * 1.5
-    assert found["gpu"] >= NO_LESS["gpu"] and found["target"] >= NO_LESS["target"]
-    more = Effects(drawn(2, 30)).fitted({**NO_LESS, "row": 1.0}).variances
-    assert more["row"] == 1.0
 
 
 def test_coverage_and_ends_count_models() -> None:

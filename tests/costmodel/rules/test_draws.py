@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Op, Ref
+from meshwright.executor.lowering import draws
 from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn
 from meshwright.planner.plan.plan import PlanError
 from tests.costmodel.rules.rule_cases import CaseModule, case, total, x
@@ -64,6 +65,14 @@ def test_neighbours_are_not_correlated_and_channels_dropped_whole() -> None:
     assert torch.equal(y, y[..., :1].expand(SHAPE))
     assert set(y.unique().tolist()) == {0.0, float(torch.tensor(1 / 0.75))}
     assert abs(float((y == 0).double().mean()) - 0.25) < 5 * (0.19 / (64 * 50)) ** 0.5
+
+
+def test_a_row_draws_the_same_wherever_it_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draws, "LEAST_PART", 1)  # masks are drawn in parts
+    for op in (OPERATORS["uniform"][0], call("aten.dropout.default", Ref("x"), 0.5, True)):
+        module = drawn(op, torch.float32, IndexGrid(SHAPE, [], NUMBER // 64), 5)
+        first, later = (module(torch.tensor([77, row]), torch.ones(SHAPE)) for row in (0, 3))
+        assert torch.equal(first[3:], later[:-3]) and not torch.equal(first[1:], first[:-1])
 
 
 @pytest.mark.parametrize(("low", "high"), [(0, 2**33), (-(2**40), 2**40), (5, 2**63 - 1)])
