@@ -53,9 +53,7 @@ class Quantiles:
 
 # `scripts/quickstart` on 1, 2 and 4 ranks of a machine with 2 cores (docs/measurements.md)
 CPU = "local-cpu"
-OF_CPU = Quantiles(
-    low=0.9, middle=1.3, high=1.7, rows=3, models=1, of="one model on 1, 2 and 4 ranks of a CPU"
-)
+OF_CPU = Quantiles(low=0.9, middle=1.3, high=1.7, rows=3, models=1, of="ranks on a CPU")
 
 
 @cache
@@ -95,7 +93,7 @@ def memory_quantiles(target: str, *, executed: bool) -> Quantiles:
             high=middle * math.exp(reach),
             rows=0,
             models=0,
-            of=f"rehearsals, and 0 to {ALLOWANCE:.0%} for the allocator and workspaces",
+            of=f"rehearsals, 0 to {ALLOWANCE:.0%} for the allocator",
         )
     table = _residuals()["memory"]
     return Quantiles(**table.get(target, table["all"]))

@@ -90,8 +90,6 @@ def test_memory_of_what_is_executed_is_off_by_less() -> None:
     own, other = (memory_quantiles("eager", executed=run) for run in (True, False))
     assert width(own) < 1.06 < width(other)
     assert own.below(1 / 0.95) > 0.9 > own.below(1.03) > 0.4  # a plan that leaves its margin fits
-    assert own.below(1.0) < 0.1
-    assert own.below(0.0) == 0
     assert other.below(other.low) == pytest.approx(0.1) != other.below(other.middle)
     assert other.below(other.high) == pytest.approx(0.9)
 

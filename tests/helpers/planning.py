@@ -21,6 +21,7 @@ from meshwright.costmodel.operators import Batch, Cost, HostParts, Mesh, Problem
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
+from meshwright.costmodel.sharding.moves import Move, Run
 from meshwright.costmodel.sharding.sequence import SequenceFactor
 from meshwright.costmodel.sharding.strategies import Placement, transition
 from meshwright.costmodel.stages.sums import Sums
@@ -277,14 +278,15 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.pricer, name)
 
-    def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
-        kinds = transition(source, target)
-        assert kinds is not None
-        self.forward[kinds[0]] += 1
-        self.backward[kinds[1]] += self.pricer.graph.values[value].requires_grad
-        if any(kinds):
-            self.moved.append((value, source, target))
-        return self.pricer.reshard(value, source, target)
+    def step_cost(self, step: Run | Move) -> Cost:
+        if isinstance(step, Move) and not step.once:
+            kinds = transition(step.source, step.target)
+            assert kinds is not None
+            self.forward[kinds[0]] += 1
+            self.backward[kinds[1]] += self.pricer.graph.values[step.value].requires_grad
+            if any(kinds):
+                self.moved.append((step.value, step.source, step.target))
+        return self.pricer.step_cost(step)
 
     def all_reduces(self) -> tuple[float, float]:
         """All-reduces forward and backward; a reduce-scatter or an all-gather is half of one."""

@@ -299,7 +299,7 @@ def test_a_plan_that_does_not_fit_when_rehearsed_exits_with_2(
     monkeypatch.setattr(Rehearsal, "peak_bytes", [2**40])
     assert main([*FOUR, "--tp", "8", "--rehearse"]) == 2
     out, err = capsys.readouterr()
-    assert "rehearsed 1,024 GiB of tensors" in out and ": does not fit" in out
+    assert "rehearsed 1,024 GiB of tensors" in out and "; does not fit: 0%" in out
     assert "infeasible: the plan was rehearsed, and does not fit" in err
 
 

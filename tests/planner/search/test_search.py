@@ -143,7 +143,7 @@ def test_states_are_sharded_or_split_where_one_device_is_too_small() -> None:
     plan = search(tight, of, batch=8).best.plan
     assert all(s.tp > 1 or s.zero or len(s.blocks) < len(of.graph.blocks) for s in plan.stages)
     data_parallel = search(limited(tight, states * 0.9), of, batch=8, forbid=["tp", "pp"]).best
-    assert [(s.dp, s.zero) for s in data_parallel.plan.stages] == [(4, 1)]
+    assert [(s.dp, s.zero in (1, 2)) for s in data_parallel.plan.stages] == [(4, True)]
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would() -> None:
