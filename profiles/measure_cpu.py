@@ -46,7 +46,7 @@ def local_rates(ranks: int, *, again: bool = False) -> CpuRates:
     """The rates of a core while so many ranks run: those of the cache, else measured now, and kept.
     Once per process, so that two clusters made here agree; `again` measures anew."""
     here = DeviceId.here("cpu", min(ranks, os.cpu_count() or 1))
-    store = Store()
+    store, found = Store(), None
     try:
         known = store.read(here).rates
         if known and not (again or known.busy):
@@ -57,8 +57,7 @@ def local_rates(ranks: int, *, again: bool = False) -> CpuRates:
         store.add(Measurements(device=here, rates=found))
     except OSError as error:
         log.warning("this machine's rates hold in this process alone: %s", error)
-        found = measure_cpu()
-    return found
+    return found or measure_cpu()
 
 
 def measure_cpu() -> CpuRates:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import exchange_seconds, exchanged_bytes, stream_seconds
-from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
+from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, PASS_COLUMNS, Entry
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import TOKEN_FACTORS, traits_of
@@ -29,7 +29,7 @@ def batch_statistics(sizes: LocalSizes, op: Op, setting: Setting) -> list[Entry]
     group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
     nbytes = PASSES * sizes.nbytes(op.operands[0])
     seconds, found = stream_seconds(setting.cluster.device, nbytes), list[Entry]()
-    for column in (FORWARD_S, BACKWARD_S):
+    for column in PASS_COLUMNS:
         found.append(setting.collective(column, "all_reduce", 4.0 * channels, group, calls=2))
         found.append(Entry(column=column, kind="stream", seconds=seconds, moved_bytes=nbytes))
     return found
@@ -107,5 +107,5 @@ def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry
             sent_bytes=exchanged_bytes(nbytes, shape[2], group, once_per_node=once_per_node),
             crosses=group.nodes > 1,
         )
-        for column in (FORWARD_S, BACKWARD_S)
+        for column in PASS_COLUMNS
     ]

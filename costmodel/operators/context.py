@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import p2p_time, stream_seconds
 from meshwright.costmodel.operators.communication import computed_again, runs_backward
-from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
+from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, PASS_COLUMNS, Entry
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import is_causal
@@ -89,7 +89,7 @@ def context_exchange(
     setting, n = sizes.setting, sizes.setting.mesh.cp
     if shifts_tokens(sizes, op):
         passed = n * _token_bytes(sizes, op.operands[0], strategy.operands[0])
-        return [_said(setting, each, "all_gather", passed) for each in (FORWARD_S, BACKWARD_S)]
+        return [_said(setting, each, "all_gather", passed) for each in PASS_COLUMNS]
     kind = attention_kind(sizes, op)
     if kind is None:
         return []
@@ -98,7 +98,7 @@ def context_exchange(
         moved = [*placed[:3], (op.results[0], strategy.results[0])]
         return [
             _said(setting, column, "all_to_all", n * sizes.nbytes(v, p))
-            for column in (FORWARD_S, BACKWARD_S)
+            for column in PASS_COLUMNS
             for v, p in moved
         ]
     shared = sum(sizes.nbytes(v, p) for v, p in placed[1:3])
@@ -161,7 +161,7 @@ def moved_tokens(sizes: LocalSizes, op: Op) -> list[Entry]:
             continue
         nbytes = sizes.nbytes(value) * (setting.mesh.cp if source.sharded else 1)
         kinds = transition(source, target) or ("", "")
-        ways = zip((FORWARD_S, BACKWARD_S), kinds[: 1 + meta.requires_grad], strict=False)
+        ways = zip(PASS_COLUMNS, kinds[: 1 + meta.requires_grad], strict=False)
         found += [_said(setting, column, kind, nbytes) for column, kind in ways if kind]
     return found
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
 Axis = Literal["tensor", "context", "experts", "data", "pipeline", "host"]
-FORWARD_S, BACKWARD_S = "forward_s", "backward_s"
+FORWARD_S, BACKWARD_S = PASS_COLUMNS = "forward_s", "backward_s"
 
 
 class Entry(NamedTuple):
@@ -110,7 +110,7 @@ class Cost(NamedTuple):
 # columns of a pass: those of its host's seconds, of communication, of exchanges
 _WITHIN = {
     column: tuple(f"{column.removesuffix('_s')}_{part}_s" for part in ("host", "comm", "exchange"))
-    for column in (FORWARD_S, BACKWARD_S)
+    for column in PASS_COLUMNS
 }
 
 

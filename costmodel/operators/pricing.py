@@ -31,7 +31,7 @@ from meshwright.costmodel.operators.context import (
     moved_tokens,
     shifts_tokens,
 )
-from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Cost, Entry, Priced, priced
+from meshwright.costmodel.operators.cost import FORWARD_S, PASS_COLUMNS, Cost, Entry, Priced, priced
 from meshwright.costmodel.operators.fusion import Fusion, is_free
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
@@ -44,7 +44,6 @@ from meshwright.costmodel.sharding import Move, Placement, Run, Strategy
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.steps import BACKWARD, FORWARD, HOST
 
-PASSES = FORWARD_S, BACKWARD_S
 VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
 
 
@@ -151,7 +150,7 @@ class Pricer(ReshardPricer):
         found, waiting = list[Entry](), 0.0
         if not is_free(self.table, op) or shifts_tokens(self, op):
             found = self._computed(op, strategy, differentiable)
-            seconds = [sum(e.seconds for e in found if e.column == c) for c in PASSES]
+            seconds = [sum(e.seconds for e in found if e.column == c) for c in PASS_COLUMNS]
             exchanged = expert_exchange(self, op, strategy)
             found += self._implementation(op, strategy)
             found += [*context_exchange(self, op, strategy, *seconds), *exchanged]
@@ -162,7 +161,7 @@ class Pricer(ReshardPricer):
         issued = host + waiting, host * kernels * differentiable
         return found + [
             self._issued(column, host_s)
-            for column, host_s in zip(PASSES, issued, strict=True)
+            for column, host_s in zip(PASS_COLUMNS, issued, strict=True)
             if host_s
         ]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import stream_seconds
-from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
+from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, PASS_COLUMNS, Entry
 from meshwright.costmodel.operators.fusion import Fusion
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import Work, leaf_of, traits_of
@@ -40,7 +40,7 @@ def stream(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> lis
     """The forward and the backward of an operator that moves memory."""
     device = sizes.setting.cluster.device
     launch = 0.0 if op.name in fusion.joined else device.launch_overhead_s
-    passes = zip((FORWARD_S, BACKWARD_S), _passes(sizes, fusion, op, strategy), strict=True)
+    passes = zip(PASS_COLUMNS, _passes(sizes, fusion, op, strategy), strict=True)
     return [
         Entry(
             column=column,

@@ -18,7 +18,6 @@ from meshwright.executor.resharding import Axis, into_zigzag, local_part
 from meshwright.planner.plan import PlanError
 
 _LOW = 0xFFFFFFFF
-WORK = 40  # bytes of an element while its draw is made: five integers
 LEAST_PART, PARTS = 2**20, 32  # elements of a mask that are drawn at once, parts of a large one
 _SECOND = 0x5851F42D  # tells the second stream of a pair from the first
 
@@ -66,7 +65,7 @@ class IndexGrid(nn.Module):
         self, rng: torch.Tensor, salt: int, p: float, dtype: torch.dtype, dims: int | None = None
     ) -> torch.Tensor:
         """1 with probability 1-p, else 0; with `dims` the same for all elements along later ones.
-        In parts, since an element takes its number and what is mixed of it: WORK bytes."""
+        In parts, since an element takes its number and what is mixed of it: 40 bytes."""
         shape, stride = self.shape[:dims], math.prod(self.shape[dims or len(self.shape) :])
         vectors = []
         for d in reversed(range(len(shape))):

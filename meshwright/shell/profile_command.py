@@ -165,12 +165,9 @@ def profile_model(
                 skipped[result.reason] += 1
             else:
                 timed[result[0].text] = result[1]
-    rates = None
+    store.add(Measurements(device=here, operators=timed, collectives=(*curves, *of_host)))
     if effort.again and device.type == "cpu":
-        rates = local_rates(cluster.devices_per_node, again=True)
-    store.add(
-        Measurements(device=here, operators=timed, collectives=(*curves, *of_host), rates=rates)
-    )
+        local_rates(cluster.devices_per_node, again=True)
     return Summary(
         device=here,
         cache=str(store.path),

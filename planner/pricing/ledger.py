@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.blocks import priced_steps
-from meshwright.costmodel.operators import BACKWARD_S, FORWARD_S, Axis, Entry
+from meshwright.costmodel.operators import FORWARD_S, PASS_COLUMNS, Axis, Entry
 from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import Beside, Passes, host_bandwidth, stage_passes
 from meshwright.planner.plan import passes_of
@@ -23,7 +23,7 @@ from meshwright.planner.pricing.stage_costs import StageCoster
 KINDS_OF_BYTES = ("in passes", "gradients and weights", "between stages")
 LINKS = ("in a node", "between nodes")
 HOST_LINK = "to the host"
-PASSES, OPTIMIZER = (FORWARD_S, BACKWARD_S), "optimizer"
+OPTIMIZER = "optimizer"
 # what a stage does beside its blocks' entries: kind, and on the host's link which way
 _OF_STAGE: Mapping[str, tuple[str, str]] = {
     "issue_s": ("issue", ""),
@@ -86,10 +86,10 @@ def _within(
     twice = {own.blocks[k].block.name for span in spans for k in span}
     left = dict[str, float]()  # of the exchange between experts nothing hides this part
     exchanges = own.sums.forward_exchange_s, own.sums.backward_exchange_s
-    for column, hidden, whole in zip(PASSES, passes.hidden_s, exchanges, strict=True):
+    for column, hidden, whole in zip(PASS_COLUMNS, passes.hidden_s, exchanges, strict=True):
         left[column] = 1.0 - float(hidden) / float(whole) if whole else 1.0
     for each, entry in entries:
-        if entry.column in PASSES:
+        if entry.column in PASS_COLUMNS:
             share = left[entry.column] if entry.axis == "experts" else 1.0
             yield _line(own, each, entry, share, again=False)
         if entry.column == FORWARD_S and each.block.name in twice:
@@ -282,6 +282,6 @@ def _work(lines: Iterable[Line], messages: float) -> Work:
         again += line.times * entry.flops * line.again
         moved += line.times * entry.moved_bytes
         if entry.axis not in (None, "host"):
-            within = entry.column in PASSES
+            within = entry.column in PASS_COLUMNS
             sent[KINDS_OF_BYTES[not within]] += line.times * entry.sent_bytes
     return Work(flops=flops, repeated_flops=again, moved_bytes=moved, sent_bytes=sent)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.operators import BACKWARD_S, FORWARD_S, Entry, Pricer
+from meshwright.costmodel.operators import PASS_COLUMNS, Entry, Pricer
 from meshwright.costmodel.sharding import Assignment, Enter, Leave, Move, Placement, Run, Step
 from meshwright.planner.plan import Plan, compress_names
 from meshwright.planner.pricing import StageCoster, stage_setting
@@ -88,7 +88,7 @@ def _rows(pricer: Pricer, step: Step) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
     if isinstance(step, (Run, Move)):
         entries = pricer.step_entries(step)
-        for column in (FORWARD_S, BACKWARD_S):
+        for column in PASS_COLUMNS:
             yield from _collectives(column, [each for each in entries if each.column == column])
 
 
