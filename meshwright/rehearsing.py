@@ -78,7 +78,7 @@ def rehearse_plan(
             legal=f"{sorted(OPTIMIZERS)}, or give yours: rehearse(optimizer=lambda params: ...)",
         )
     beside = bytes_beside_tensors(checked.plan, StageCoster(problem))
-    peaks = prediction.course_bytes or prediction.peak_memory_bytes
+    peaks = prediction.peak_memory_bytes
     with Progress() as said:
         found = rehearse(
             checked,

@@ -1,6 +1,7 @@
 """The price of a block: seconds, saved bytes, what recompute repeats."""
 
 from meshwright.costmodel.blocks.backward import Moment
+from meshwright.costmodel.blocks.excess import Excess
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.policies import (
     RECOMPUTE,
@@ -22,7 +23,7 @@ from meshwright.costmodel.blocks.price import (
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 
 __all__ = [
-    "RECOMPUTE", "REGATHER", "REGATHERING", "KnownSteps", "Moment", "PassNeeds", "PassPrice",
-    "Repeated", "in_segments", "parts_of", "price_block", "price_pass", "priced_steps",
+    "RECOMPUTE", "REGATHER", "REGATHERING", "Excess", "KnownSteps", "Moment", "PassNeeds",
+    "PassPrice", "Repeated", "in_segments", "parts_of", "price_block", "price_pass", "priced_steps",
     "recomputable", "repeated_by_policy", "repeated_ops", "segment_policy",
 ]  # fmt: skip

@@ -11,13 +11,22 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.blocks.backward import Moment, backward_course
+from meshwright.costmodel.blocks.excess import Excess, excesses
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import BlockMemory
 from meshwright.costmodel.blocks.policies import RECOMPUTE, recomputable, regathering
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memory import Storage
-from meshwright.costmodel.operators import Batch, Cost, Pricer, Setting, splits_batch, total
+from meshwright.costmodel.operators import (
+    DTYPE_BYTES,
+    Batch,
+    Cost,
+    Pricer,
+    Setting,
+    splits_batch,
+    total,
+)
 from meshwright.costmodel.rules import takes_batch_statistics, traits_of
 from meshwright.costmodel.sharding import (
     Assignment,
@@ -54,7 +63,9 @@ class PassPrice:
     cost: Cost
     saved_bytes: float
     input_bytes: float
-    transient_bytes: float
+    put_off_bytes: tuple[float, float]
+    segmented: bool
+    excess: Mapping[str, Excess]
     repeats: Mapping[str, Repeats]
     course: tuple[Moment, ...] = ()
 
@@ -64,11 +75,12 @@ class BlockPrice:
     """Cost and memory of a block on one rank under an assignment.
 
     `cost` in seconds (see `Cost`); `parameters` local element count of trained parameters, of which
-    `shard_parameters` where ZeRO divides them, and `unit_parameters` are moved at once;
-    `frozen_bytes` of the rest; `saved_bytes` kept for
-    the backward per micro-batch without its inputs; `input_bytes` its inputs; `transient_bytes` the
-    most that one operator's backward holds besides; `repeats` by recompute policy, none of a block
-    that can't run twice.
+    `shard_parameters` where ZeRO divides them, `unit_parameters` are moved at once and the largest
+    has `largest_numel`; `frozen_bytes` of the rest; `saved_bytes` kept for
+    the backward per micro-batch without its inputs; `input_bytes` its inputs; `put_off_bytes` what
+    is held of it where weights' gradients are put off, and how much less where what is gathered is
+    gathered again; whether it may be in a segment (`segmented`); by recompute policy the `excess`
+    of its backward, and `repeats`, none of a block that can't run twice.
     """
 
     cost: Cost
@@ -77,8 +89,11 @@ class BlockPrice:
     frozen_bytes: float
     saved_bytes: float
     input_bytes: float
-    transient_bytes: float = 0.0
+    excess: Mapping[str, Excess]
+    put_off_bytes: tuple[float, float] = (0.0, 0.0)
+    segmented: bool = True
     unit_parameters: float = 0.0
+    largest_numel: float = 0.0
     repeats: Mapping[str, Repeats] = field(default_factory=dict)
 
 
@@ -108,10 +123,13 @@ def price_block(
         ),
         saved_bytes=passes.saved_bytes,
         input_bytes=passes.input_bytes,
-        transient_bytes=passes.transient_bytes,
+        excess=passes.excess,
+        segmented=passes.segmented,
+        put_off_bytes=passes.put_off_bytes,
         unit_parameters=(
             max(numels, default=0.0) if pricer.setting.target.unit == "parameter" else sum(numels)
         ),
+        largest_numel=max(numels, default=0.0),
         repeats=passes.repeats,
     )
 
@@ -128,28 +146,62 @@ def price_pass(
     """Cost and memory of a block per micro-batch, with the re-shards of its parameters. `repeated`
     is its `repeated_by_policy`, `known` its steps under the assignment, where they are known.
     Raises ValueError where a re-shard does not exist."""
-    block, chosen = layouts.block, assignment.strategies
+    block = layouts.block
     known = known or KnownSteps(moves(layouts, assignment, inputs))
     cost = total(map(pricer.step_cost, priced_steps(known.steps)))
     memory = known.memory(pricer)
-    held = _logits(pricer, block) if pricer.setting.target.loss_in_place else frozenset()
+    repeats = _repeats(
+        repeated_by_policy(pricer, block) if repeated is None else repeated,
+        pricer,
+        block,
+        known.steps,
+        memory,
+        cost,
+    )
+    course = backward_course(pricer, known.steps, memory, block.parameters)
+    segmented = bool(repeats) and pricer.graph.loss not in block.outputs
     return PassPrice(
         cost=cost,
         saved_bytes=memory.saved_bytes,
         input_bytes=sum(pricer.nbytes(v, inputs.get(v, R)) for v in block.inputs),
-        transient_bytes=max(
-            (_gradient_bytes(pricer, op, chosen[op.name], held) for op in block.ops), default=0.0
+        put_off_bytes=(
+            sum(m.put_off for m in course),
+            sum(m.regathered for m in course) if repeats else 0.0,
         ),
-        course=backward_course(pricer, known.steps, memory, block.parameters),
-        repeats=_repeats(
-            repeated_by_policy(pricer, block) if repeated is None else repeated,
-            pricer,
-            block,
-            known.steps,
-            memory,
-            cost,
-        ),
+        segmented=segmented,
+        excess=_excess(pricer, block, assignment, course, repeats, segmented=segmented),
+        course=course,
+        repeats=repeats,
     )
+
+
+def _excess(
+    pricer: Pricer,
+    block: Block,
+    assignment: Assignment,
+    course: Sequence[Moment],
+    repeats: Mapping[str, Repeats],
+    *,
+    segmented: bool,
+) -> dict[str, Excess]:
+    """By policy; where the target's step is not followed, of each kind the most at once."""
+    target = pricer.setting.target
+    freed = {policy: own.freed_bytes for policy, own in repeats.items()}
+    if target.gradients_come:
+        return excesses(
+            course,
+            [pricer.numel(value, assignment.states[value]) for value in block.parameters],
+            freed,
+            weight_bytes=DTYPE_BYTES[pricer.setting.precision],
+            alone_bytes=target.alone_bytes,
+            segmented=segmented,
+        )
+    chosen, held = assignment.strategies, frozenset[str]()
+    if target.loss_in_place:
+        held = _logits(pricer, block)
+    most = max((_gradient_bytes(pricer, op, chosen[op.name], held) for op in block.ops), default=0)
+    found = {policy: most + freed.get(policy, 0.0) for policy in RECOMPUTE}
+    return {policy: Excess(later=own, inner=own * segmented) for policy, own in found.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,7 +53,7 @@ def model_states(
     moments = optimizer_bytes(optimizer)
     mixed = precision != "fp32"
     weight = 2 if mixed else 4
-    gradient = target.gradient_bytes if mixed else 4
+    gradient = target.gradient_bytes if mixed and not target.gradients_come else 4
     master = 4 if mixed and target.master else 0
     if zero == 0:
         return ModelStates(
@@ -63,7 +63,8 @@ def model_states(
         )
     if zero == 1:
         # the fp32 shard the optimizer reads is a part of the gradients where they lie in buckets
-        shard = 0 if target.bucket_copies == 0 and gradient == 4 else 4
+        in_buckets = target.bucket_copies == 0 and gradient == 4
+        shard = 0 if in_buckets or target.gradients_come else 4
         return ModelStates(
             weights=numel * weight,
             gradients=numel * (gradient * (1 - sent)),
@@ -71,6 +72,7 @@ def model_states(
         )
     parts = numel / dp
     if zero == 2:
+        master = 4 if target.gradients_come else master
         return ModelStates(
             weights=numel * weight,
             gradients=parts * (gradient * (1 - sent)),
@@ -110,19 +112,21 @@ def model_state_bytes(
 
 def fixed_bytes(
     numel: float, shards: float, *, precision: str, zero: int, optimizer: str, host: bool = False
-) -> float:
-    """Bytes of weights and optimizer states of a trained parameter between the steps of
-    `train_step`: fp32 ones that the optimizer reads, ZeRO's shard of them; but for ZeRO-3 whole
-    ones in the precision that is computed in, where those are others. With `host`, what the
-    optimizer reads is not on the device."""
+) -> tuple[float, float]:
+    """Bytes of weights and of optimizer states of a trained parameter between the steps of
+    `train_step`: fp32 ones that the optimizer reads, ZeRO's shard of them, which are ZeRO-3's
+    weights; else whole ones in the precision that is computed in. With `host`, what the optimizer
+    reads is not on the device."""
     moments, mixed = optimizer_bytes(optimizer), precision != "fp32"
     divided = bool(zero) and shards > 1
+    whole = numel * (2 if mixed else 4)
+    if divided and zero == 3:
+        return (0.0, 0.0) if host else (4 * numel / shards, moments * numel / shards)
     if host:
-        return 0.0 if divided and zero == 3 else numel * (2 if mixed else 4)
+        return whole, 0.0
     if divided:
-        whole = 0 if zero == 3 else 2 if mixed else 4
-        return numel * (whole + (4 + moments) / shards)
-    return numel * ((6 if mixed else 4) + moments)
+        return whole, numel * (4 + moments) / shards
+    return whole, numel * ((4 if mixed else 0) + moments)
 
 
 def undo_bytes(numel: A, shards: A | int, *, zero: int, optimizer: str) -> A:

@@ -2,6 +2,7 @@
 
 from meshwright.costmodel.schedules.early import Early, early_parts
 from meshwright.costmodel.schedules.fills import PipelineShape
+from meshwright.costmodel.schedules.held import Message, Moment, least_in_flight, moments
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import (
     Instruction,
@@ -9,8 +10,6 @@ from meshwright.costmodel.schedules.schedule import (
     backward_follows_forward,
     build_schedule,
     in_flight,
-    least_in_flight,
-    peak_activation,
 )
 from meshwright.costmodel.schedules.simulate import (
     Event,
@@ -23,8 +22,9 @@ from meshwright.costmodel.schedules.simulate import (
 from meshwright.costmodel.schedules.table import SCHEDULES, Schedule, stages_of_devices
 
 __all__ = [
-    "SCHEDULES", "Action", "Early", "Event", "Instruction", "PipelineShape", "Schedule",
+    "SCHEDULES", "Action", "Early", "Event", "Instruction", "Message", "Moment", "PipelineShape",
+    "Schedule",
     "StageTimes", "Streams", "Timeline",
     "backward_follows_forward", "build_schedule", "chrome_trace", "early_parts", "event_of",
-    "in_flight", "least_in_flight", "peak_activation", "simulate", "stages_of_devices",
+    "in_flight", "least_in_flight", "moments", "simulate", "stages_of_devices",
 ]  # fmt: skip

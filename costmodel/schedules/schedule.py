@@ -23,7 +23,6 @@ from itertools import pairwise
 from typing import overload
 
 from meshwright.costmodel.schedules.errors import ScheduleError
-from meshwright.costmodel.schedules.fills import PipelineShape
 from meshwright.costmodel.schedules.orders import Action, Compute
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
@@ -42,7 +41,6 @@ __all__ = [
     "backward_follows_forward",
     "build_schedule",
     "in_flight",
-    "peak_activation",
     "stages_of_devices",
 ]
 
@@ -254,54 +252,6 @@ def in_flight(
     )
     (device,) = (d for d, stages in enumerate(placed) if stage in stages)
     return max(counts[placed[device].index(stage)] for counts in held[device])
-
-
-def peak_activation(
-    name: str,
-    *,
-    num_microbatches: int,
-    bytes_per_stage: Sequence[float],
-    num_devices: int | None = None,
-) -> tuple[float, ...]:
-    """Peak bytes of activations on each device, whose stages need not peak at the same time.
-
-    `bytes_per_stage` is what one micro-batch on each stage holds from its F to the end of its
-    backward.
-    """
-    num_stages = len(bytes_per_stage)
-    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
-    check_count("num_microbatches", num_microbatches)
-    if len(placed) == num_stages:
-        counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-        return tuple(
-            nbytes * in_flight(name, stage=stage, num_devices=num_stages, **counts)
-            for stage, nbytes in enumerate(bytes_per_stage)
-        )
-    count, together = len(placed), SCHEDULES[name].in_flight_together
-    if together is not None and num_microbatches % count == 0 and len(set(bytes_per_stage)) == 1:
-        shape = PipelineShape(num_microbatches, count, num_stages // count)
-        return tuple(bytes_per_stage[0] * together(d, shape) for d in range(count))
-    held = _held_at_peaks(name, num_stages, _enough(num_stages, num_microbatches, count), count)
-    return tuple(
-        max(
-            sum(n * bytes_per_stage[stage] for n, stage in zip(counts, stages, strict=True))
-            for counts in held[device]
-        )
-        for device, stages in enumerate(placed)
-    )
-
-
-def least_in_flight(
-    name: str, *, num_stages: int, num_microbatches: int, num_devices: int
-) -> tuple[int, ...]:
-    """Per device, micro-batches in flight at its peak of whichever of its stages has fewest: what
-    each of its stages holds has so many copies at least. Raises ValueError as `build_schedule`."""
-    if num_devices == num_stages:
-        counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-        return tuple(in_flight(name, stage=k, **counts) for k in range(num_stages))
-    enough = _enough(num_stages, num_microbatches, num_devices)
-    held = _held_at_peaks(name, num_stages, enough, num_devices)
-    return tuple(max(map(min, peaks)) for peaks in held)
 
 
 def _enough(num_stages: int, num_microbatches: int, num_devices: int) -> int:

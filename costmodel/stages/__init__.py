@@ -1,30 +1,31 @@
 """The price of a stage: the sums of its blocks, its memory, whether it fits."""
 
 from meshwright.costmodel.stages.away import Sent, sent_by_block
-from meshwright.costmodel.stages.course import BlockBytes, Peak, StageBytes, course_peaks
-from meshwright.costmodel.stages.offload import host_bandwidth, sent_gradients, weights_there
+from meshwright.costmodel.stages.course import BlockBytes, StageBytes, Walked, walked
+from meshwright.costmodel.stages.memory import communicator_bytes, secondary_bytes
+from meshwright.costmodel.stages.offload import blocks_here, host_bandwidth
 from meshwright.costmodel.stages.peak import (
+    InFlight,
+    Peak,
+    device_peaks,
     fits,
-    peak_bytes,
     room_bytes,
     shortfall_bytes,
     stage_bytes,
+    used_bytes,
 )
 from meshwright.costmodel.stages.stage import (
     Beside,
-    HeldBytes,
     Passes,
     StageCosts,
     combined,
-    communicator_bytes,
-    held_bytes,
     of_one,
     of_policy,
-    secondary_bytes,
     stage_costs,
     stage_passes,
 )
 from meshwright.costmodel.stages.sums import (
+    LATER,
     NO_RECOMPUTE,
     Floats,
     Recompute,
@@ -34,10 +35,10 @@ from meshwright.costmodel.stages.sums import (
 )
 
 __all__ = [
-    "NO_RECOMPUTE", "Beside", "BlockBytes", "Floats", "HeldBytes", "Passes", "Peak", "Recompute",
-    "Sent", "StageBytes", "StageCosts", "Sums", "block_sums", "combined", "communicator_bytes",
-    "course_peaks", "fits", "held_bytes", "host_bandwidth", "of_one", "of_policy",
-    "parameter_sums", "peak_bytes", "room_bytes", "secondary_bytes", "sent_by_block",
-    "sent_gradients", "shortfall_bytes", "stage_bytes", "stage_costs", "stage_passes",
-    "weights_there",
+    "LATER", "NO_RECOMPUTE", "Beside", "BlockBytes", "Floats", "InFlight", "Passes", "Peak",
+    "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "block_sums", "blocks_here",
+    "combined",
+    "communicator_bytes", "device_peaks", "fits", "host_bandwidth", "of_one", "of_policy",
+    "parameter_sums", "room_bytes", "secondary_bytes", "sent_by_block", "shortfall_bytes",
+    "stage_bytes", "stage_costs", "stage_passes", "used_bytes", "walked",
 ]  # fmt: skip

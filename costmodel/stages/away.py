@@ -34,19 +34,28 @@ class Sent:
 
 
 def sent_evenly(
-    kept: Floats, blocks: Floats, forward: Floats, backward: Floats, setting: Setting
+    kept: Floats,
+    blocks: Floats,
+    forward: Floats,
+    backward: Floats,
+    setting: Setting,
+    alone: tuple[Floats, Floats] = (np.zeros(()), np.zeros(())),
 ) -> Sent:
-    """Of stages with so many blocks that are all alike, and keep `kept` bytes together."""
+    """Of stages with so many blocks that are all alike, and keep `kept` bytes together, but for
+    so many blocks and bytes of the last ones (`alone`)."""
     part = setting.host.activations
     if not part or setting.cluster.host is None:
         none = np.zeros(np.shape(kept))
         return Sent(nbytes=none, passing_bytes=none, forward_s=none, backward_s=none)
     blocks = np.maximum(blocks, 1.0)
     beside = np.minimum(part, 1 - 1 / blocks)
-    nbytes = part * kept
+    like = np.maximum(blocks - alone[0], 1.0)
+    each = np.maximum(kept - alone[1], 0.0) / like
+    nbytes = np.minimum(part * blocks, like) * each
+    nbytes = np.where(part * blocks > like, np.maximum(nbytes, part * kept), nbytes)
     return Sent(
         nbytes=nbytes,
-        passing_bytes=np.minimum(2 * kept / blocks, nbytes),
+        passing_bytes=np.minimum(2 * each, nbytes),
         forward_s=_added(beside * forward, nbytes, "to_host", setting),
         backward_s=_added(beside * backward, nbytes, "to_device", setting),
     )

@@ -1,38 +1,30 @@
-"""A step's memory in the course of time: the instruction streams of a plan run in mind.
+"""A stage's memory in the course of a backward, block by block, from what a plan says of each.
 
-`peak.py` adds up the most of everything, which never comes together: gradients grow as a backward
-lets go of what the forward kept. Here a device group's stream is followed, in `train_step`'s terms:
+Gradients grow as a backward lets go of what the forward kept, in `train_step`'s terms:
 
-    F       a micro-batch's kept activations are added; what it made for other stages alone is let
-            go when it was sent
     B, I    block by block from the last: what the blocks up to this one keep, what this one makes
             again and the gradients it works on (`passing`), the gradients of parameters made so far
     B, W    what the micro-batch kept is let go
     step    weights, states and gradients, and what the optimizer makes beside them
 
-The peak is the highest of these sums. Fragmentation is none of it.
+Backwards of a step differ in the gradients that are there: the first one, those behind it, the last
+one, which reduces. What a device holds beside is put together in `peak.py`. Fragmentation is none
+of it.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from meshwright.costmodel.blocks.backward import Moment
 from meshwright.costmodel.memory import GradientBytes, Reduction, Trained
-from meshwright.costmodel.schedules import (
-    SCHEDULES,
-    Action,
-    Instruction,
-    build_schedule,
-    stages_of_devices,
-)
-from meshwright.costmodel.target import POSTED_AHEAD
+from meshwright.costmodel.schedules import Action
 
-RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
 ALIKE = 4  # backwards of a step that differ: the first ones, one of those between, the last
+Pass: TypeAlias = Literal["first", "later", "half", "second"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,201 +43,141 @@ class BlockBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """What a stage holds: `fixed` always, `optimizer` beside the gradients in the optimizer's step;
-    its blocks and parameters in the order of the forward; of a micro-batch what it alone makes for
-    other stages (`leaving`), and by stage what is `sent` there and `received`."""
+    """What a stage holds: `fixed` always, of which the `weights` that are computed with;
+    `optimizer` beside the gradients in the optimizer's step; its blocks and parameters in the order
+    of the forward; gradients that it receives of a micro-batch (`seeds`)."""
 
     fixed: float
+    weights: float
     optimizer: float
     blocks: Sequence[BlockBytes]
-    leaving: float
-    sent: Mapping[int, float]
-    received: Mapping[int, float]
+    seeds: float
     trained: Sequence[Trained]
     reduction: Reduction
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Peak:
-    """The most bytes at once, and when: in the instruction (`action`) of a `stage`, in the backward
-    of its block of that number; or in the optimizer's step, no action."""
+@dataclass(slots=True)
+class _Most:
+    """The most at once so far, in which block, and the gradients of parameters then."""
 
-    nbytes: float
-    action: Action | None = None
-    stage: int = 0
+    nbytes: float = 0.0
     block: int | None = None
+    gradients: float = 0.0
+
+    def beside(self, gradients: float) -> _Most:
+        """The same beside gradients that were there before."""
+        return _Most(self.nbytes - gradients, self.block, self.gradients - gradients)
+
+    def reach(self, block: int | None, gradients: float, others: float) -> None:
+        """There is so much now."""
+        if gradients + others > self.nbytes:
+            self.nbytes, self.block, self.gradients = gradients + others, block, gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Backward:
-    """The most at once in a backward of a stage, with its own micro-batch's activations, that of
-    which `block`, and the gradients that are left; what is `put_off` to a second half, and the most
-    at once in that."""
+class Walked:
+    """A stage's memory as `StageMemory` has it (`memory`: its fields); and by `Pass` the block in
+    which the most is held, and the gradients of parameters then, in the second half all, else
+    beside those of earlier backwards."""
 
-    highest: float
-    block: int
-    left: float
-    put_off: float = 0.0
-    second: float = 0.0
+    memory: Mapping[str, float]
+    where: Mapping[Pass, tuple[int | None, float]]
 
-
-class _Stage:
-    """A stage on its way through a step."""
-
-    def __init__(self, own: StageBytes, num_microbatches: int, *, split: bool) -> None:
-        self.own = own
-        self.kept = math.fsum(block.kept for block in own.blocks)
-        seeds = sum(own.sent.values())
-        self.fixed, self.optimizer = own.fixed, own.optimizer
-        self.count, self.done = num_microbatches, 0
-        gradients = GradientBytes(own.trained, own.reduction)
-        self.passes: list[_Backward] = []
-        for k in range(min(num_microbatches, ALIKE)):
-            gradients.begin(last=k + 1 == min(num_microbatches, ALIKE))
-            if split:
-                found = _halves(own.blocks, gradients, seeds)
-            else:
-                highest, block = _highest(own.blocks, gradients, seeds)
-                found = _Backward(highest=highest, block=block, left=gradients.live)
-            self.passes.append(found)
-        self.delivered = gradients.finish()
-        self.live = 0.0  # gradients
-        self.halves: deque[_Backward] = deque()
-
-    def backward(self) -> _Backward:
-        """The next one."""
-        self.done += 1
-        if self.done == self.count:
-            return self.passes[-1]
-        return self.passes[min(self.done, max(1, len(self.passes) - 1)) - 1]
+    def at(self, action: Action | None, *, first: bool) -> tuple[int | None, float]:
+        """The block of an instruction's peak, and the gradients then."""
+        kinds: dict[Action | None, Pass] = {
+            Action.BACKWARD: "first" if first else "later",
+            Action.BACKWARD_INPUT: "half",
+            Action.BACKWARD_WEIGHT: "second",
+        }
+        return self.where[kinds[action]] if action in kinds else (None, 0.0)
 
 
-def _highest(
-    blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
-) -> tuple[float, int]:
-    """The most bytes at once in a backward of blocks that keep all of one micro-batch at first, and
-    the number of the block. Gradients that were received (`seeds`) are held to its end; the last
-    block's moments have them."""
-    held, highest, place = math.fsum(block.kept for block in blocks), 0.0, len(blocks) - 1
+def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
+    """The memory of a stage of so many micro-batches, whose backwards may be `split`."""
+    kept = math.fsum(block.kept for block in own.blocks)
+    gradients = GradientBytes(own.trained, own.reduction)
+    firsts, seconds = list[_Most](), [_Most()]  # beside the gradients that are there before
+    left, put_off, count = 0.0, 0.0, min(num_microbatches, ALIKE)
+    for k in range(count):
+        gradients.begin(last=k + 1 == count)
+        before = gradients.live
+        if split:
+            found, second, put_off = _halves(own.blocks, gradients, own.seeds)
+            seconds.append(second)
+        else:
+            found = _highest(own.blocks, gradients, own.seeds)
+        firsts.append(found.beside(before))
+        left = gradients.live if k + 1 < count or count == 1 else left
+    most: dict[Pass, _Most] = {
+        "first": firsts[0],
+        "later": max(firsts[1:], key=_nbytes, default=firsts[0]),
+        "half": max(firsts, key=_nbytes),
+        "second": max(seconds, key=_nbytes),
+    }
+    read = gradients.finish()
+    return Walked(
+        memory={
+            "weight_bytes": own.weights,
+            "fixed_bytes": own.fixed,
+            "gradient_bytes": left,
+            "first_bytes": most["first"].nbytes - kept,
+            "later_bytes": most["later"].nbytes - kept,
+            "half_bytes": most["half"].nbytes - kept,
+            "second_bytes": most["second"].nbytes - put_off,
+            "step_bytes": read + own.optimizer,
+            "put_off_bytes": put_off,
+            "activation_bytes": kept,
+        },
+        where={kind: (one.block, one.gradients) for kind, one in most.items()},
+    )
+
+
+def _nbytes(most: _Most) -> float:
+    return most.nbytes
+
+
+def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float) -> _Most:
+    """The most bytes at once in a backward of blocks that keep all of one micro-batch at first.
+    Gradients that were received (`seeds`) are held to its end; the last block's moments have
+    them."""
+    held, found = math.fsum(block.kept for block in blocks), _Most()
     for number, block in reversed([*enumerate(blocks)]):
-        whole, before = held + block.passing, highest
+        whole = held + block.passing
         for moment, parameters in block.course:
             at = whole - moment.released * block.releases
             given = sum(map(gradients.given, parameters))
-            highest = max(highest, at + moment.during + given + gradients.live)
+            found.reach(number, given + gradients.live, at + moment.during)
             for k in parameters:
                 given -= gradients.given(k)
-                now = at + moment.after + given
-                highest = max(highest, now + gradients.take(k))
-        place = number if highest > before else place
+                found.reach(number, gradients.take(k) + given, at + moment.after)
         held -= block.kept
         if block is blocks[-1]:
             held += seeds
-    return highest, place
+    return found
 
 
-def course_peaks(
-    stages: Sequence[StageBytes],
-    *,
-    schedule: str,
-    num_microbatches: int,
-    num_devices: int,
-    edges: frozenset[tuple[int, int]],
-) -> list[Peak]:
-    """The most bytes at once on a device of each device group, and when."""
-    counts = {"num_stages": len(stages), "num_devices": num_devices}
-    streams = build_schedule(
-        schedule, num_microbatches=num_microbatches, edges=edges, paired=False, **counts
-    )
-    placed = stages_of_devices(schedule, **counts)
-    each = num_microbatches // SCHEDULES[schedule].copies
-    split = any(i.action is Action.BACKWARD_INPUT for stream in streams for i in stream)
-    return [
-        _peak({k: _Stage(stages[k], each, split=split) for k in members}, stream)
-        for members, stream in zip(placed, streams, strict=True)
-    ]
-
-
-def _halves(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float) -> _Backward:
-    """A backward that puts products' weight gradients off to its second half."""
-    held, highest, put_off = math.fsum(block.kept for block in blocks), 0.0, 0.0
-    place = len(blocks) - 1
+def _halves(
+    blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
+) -> tuple[_Most, _Most, float]:
+    """A backward that puts products' weight gradients off to its second half: the most in both,
+    and what it puts off."""
+    held, put_off = math.fsum(block.kept for block in blocks), 0.0
+    first, second = _Most(), _Most()
     for number, block in reversed([*enumerate(blocks)]):
-        before = highest
         for moment, parameters in block.course:
             at = held + block.passing - moment.released * block.releases + put_off
-            highest = max(highest, at + moment.during + gradients.live)
+            first.reach(number, gradients.live, at + moment.during)
             put_off += moment.put_off
-            if not moment.put_off:
-                for k in parameters:
-                    highest = max(highest, at + moment.after + gradients.take(k))
-        place = number if highest > before else place
+            for k in () if moment.put_off else parameters:
+                first.reach(number, gradients.take(k), at + moment.after)
         held -= block.kept
         if block is blocks[-1]:
             held += seeds
-    second = 0.0
+    left = put_off
     for block in reversed(blocks):
         for moment, parameters in block.course:
             for k in parameters if moment.put_off else ():
-                second = max(second, gradients.take(k) + put_off + block.late)
-            put_off -= moment.put_off
-    everything = sum(moment.put_off for block in blocks for moment, _ in block.course)
-    return _Backward(
-        highest=highest, block=place, left=gradients.live, put_off=everything, second=second
-    )
-
-
-def _peak(stages: dict[int, _Stage], stream: Sequence[Instruction]) -> Peak:
-    fixed = sum(own.fixed for own in stages.values())
-    receives = [i for i in stream if i.action in RECEIVES]
-    sizes = [_message(stages, i) for i in receives]
-    held = sending = posted = 0.0  # of activations, of messages
-    highest, taken = Peak(nbytes=0.0), 0
-
-    def reaches(nbytes: float, block: int | None = None) -> None:
-        nonlocal highest
-        if nbytes > highest.nbytes:
-            highest = Peak(nbytes=nbytes, action=action, stage=instruction.stage, block=block)
-
-    for instruction in stream:
-        action, own = instruction.action, stages[instruction.stage]
-        beside = sending + posted + sum(each.live for each in stages.values())
-        if action in RECEIVES:
-            taken += 1
-            posted = sum(sizes[taken : taken + POSTED_AHEAD])
-        elif action is Action.SEND_GRADIENT:
-            sending = _message(stages, instruction)
-        elif action is Action.SEND_ACTIVATION:
-            sending = own.own.leaving  # the rest the micro-batch keeps
-        elif action is Action.FORWARD:
-            held += own.kept
-            reaches(held + beside + own.own.leaving)
-        elif action in (Action.BACKWARD, Action.BACKWARD_INPUT):
-            found = own.backward()
-            held -= own.kept
-            others = held + beside - own.live
-            reaches(others + found.highest, found.block)
-            if action is Action.BACKWARD_INPUT:
-                held += found.put_off
-                own.halves.append(found)
-            else:
-                reaches(others + found.second)
-                own.live = found.left
-        elif action is Action.BACKWARD_WEIGHT:
-            found = own.halves.popleft()
-            held -= found.put_off
-            reaches(held + beside - own.live + found.second)
-            own.live = found.left
-    delivered = sum(own.delivered + own.optimizer for own in stages.values())
-    if delivered > highest.nbytes:
-        highest = Peak(nbytes=delivered, stage=min(stages))
-    return replace(highest, nbytes=fixed + highest.nbytes)
-
-
-def _message(stages: Mapping[int, _Stage], instruction: Instruction) -> float:
-    """Bytes of what an instruction sends or receives."""
-    own, peer = stages[instruction.stage].own, instruction.peer
-    assert peer is not None
-    activation = instruction.action in (Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
-    sends = instruction.action in (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
-    return (own.sent if activation is sends else own.received)[peer]
+                second.reach(None, gradients.take(k), left + block.late)
+            left -= moment.put_off
+    return first, second, put_off

@@ -1,21 +1,22 @@
-"""Bytes that stages hold at their peak, and whether they fit: the one place that says so.
+"""Bytes that a device holds at its peak, and whether they fit: the one place that says so.
 
-A stage holds its states, buffers and what one backward needs (`static_bytes`), and the activations
-of its micro-batches in flight (`activation_bytes` each). Stages that take turns on a device group
-hold their states together, but only one of them is in a backward, and their activations need not
-peak at the same time.
+At each moment of a step that can be its peak (`costmodel/schedules/held.py`) a device holds the
+states of all its stages and the gradients that they have, what micro-batches in flight keep and
+put off, messages, and what one of its stages holds besides in a pass (`StageMemory`); in the
+optimizer's step, when none is in flight, gradients and what the optimizer makes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.schedules import peak_activation, stages_of_devices
+from meshwright.costmodel.schedules import Action, Message, Moment, moments, stages_of_devices
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.stages.sums import Floats
 from meshwright.profiles.cluster import Cluster
@@ -26,17 +27,47 @@ def room_bytes(cluster: Cluster, stages: int = 1) -> float:
     return cluster.device.usable_bytes / stages
 
 
+class InFlight(NamedTuple):
+    """Micro-batches of a stage at its device's peak, numbers or arrays of the stages' shape:
+    `active` from their forward on, in a backward behind others of the step, and those of which a
+    part is `put_off` then, if backwards are `split`; those in flight in its `first` backward."""
+
+    active: float | Floats
+    put_off: float | Floats = 0.0
+    first: float | Floats = 0.0
+    split: bool | NDArray[np.bool_] = False
+
+
 @overload
-def stage_bytes(static_bytes: float, activation_bytes: float, in_flight: float) -> float: ...
+def stage_bytes(kept_bytes: float, activation_bytes: float, in_flight: float) -> float: ...
 @overload
 def stage_bytes(
-    static_bytes: Floats, activation_bytes: Floats, in_flight: float | Floats
+    kept_bytes: Floats, activation_bytes: Floats, in_flight: float | Floats
 ) -> Floats: ...
 def stage_bytes(
-    static_bytes: float | Floats, activation_bytes: float | Floats, in_flight: float | Floats
+    kept_bytes: float | Floats, activation_bytes: float | Floats, in_flight: float | Floats
 ) -> float | Floats:
     """Bytes that stages hold with so many micro-batches in flight."""
-    return static_bytes + in_flight * activation_bytes
+    return kept_bytes + in_flight * activation_bytes
+
+
+def used_bytes(
+    costs: StageCosts[Floats],
+    in_flight: InFlight,
+    alike: float | NDArray[Any] = 1,
+    passing: StageCosts[Floats] | None = None,
+) -> Floats:
+    """Bytes of a device with so many stages that are alike, of which one is in a backward, that of
+    `passing` if it is given."""
+    own, (active, put_off, first, split) = passing or costs, in_flight
+    held = costs.kept_bytes + active * costs.activation_bytes + put_off * costs.put_off_bytes
+    begun = costs.fixed_bytes + first * costs.activation_bytes
+    in_half = own.half_bytes + own.communicator_bytes
+    in_first = own.first_bytes + own.communicator_bytes
+    found: Floats = np.maximum(
+        alike * held + np.where(split, in_half, own.passing_bytes), alike * begun + in_first
+    )
+    return np.maximum(found, alike * costs.stepping_bytes)
 
 
 @overload
@@ -48,29 +79,104 @@ def fits(used_bytes: float | Floats, room: float) -> bool | NDArray[np.bool_]:
     return used_bytes <= room
 
 
-def peak_bytes(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """The most bytes at once, and when: in the instruction (`action`) of a `stage`, the `first` of
+    its kind or a later one, in the backward of its `block` of that number, where that is known; or
+    in the optimizer's step, no action. `parts` of them are weights, states of the optimizer,
+    activations that are kept, gradients, buffers of messages and what is reserved; the rest is
+    there in passing."""
+
+    nbytes: float
+    action: Action | None
+    stage: int
+    first: bool
+    parts: Mapping[str, float]
+    block: int | None = None
+
+
+def device_peaks(
     stages: Sequence[StageCosts[float]],
-    cluster: Cluster,
     *,
     schedule: str,
     num_microbatches: int,
     num_devices: int,
-) -> list[int]:
-    """Bytes of a device of each device group at its peak, reserved ones included: the states of all
-    its stages, the most that is in flight, and the most that one backward holds besides."""
-    active = peak_activation(
-        schedule,
-        num_microbatches=num_microbatches,
-        bytes_per_stage=[own.activation_bytes for own in stages],
-        num_devices=num_devices,
-    )
+    messages: Mapping[tuple[int, int], tuple[float, float]] | None = None,
+    reserved: float = 0.0,
+) -> list[Peak]:
+    """The peak of a device of each device group, where all reserve so many bytes. `messages` are
+    the bytes of a micro-batch from one stage to another, where it is sent and where it arrives."""
+    counts = {"num_stages": len(stages), "num_devices": num_devices}
+    edges = None if messages is None else frozenset(messages)
+    found = moments(schedule, num_microbatches=num_microbatches, edges=edges, **counts)
+    placed = stages_of_devices(schedule, **counts)
     peaks = []
-    placed = stages_of_devices(schedule, num_stages=len(stages), num_devices=num_devices)
-    for device, members in enumerate(placed):
-        states = sum(stages[k].kept_bytes for k in members)
-        passing = max(stages[k].passing_bytes for k in members)
-        peaks.append(math.ceil(states + passing + active[device] + cluster.device.reserved_bytes))
+    for members, own in zip(placed, found, strict=True):
+        here = [stages[k] for k in members]
+        held = [_at(moment, members, here, messages or {}) for moment in own]
+        peak = max(*held, _stepping(members, here), key=lambda each: each.nbytes)
+        peaks.append(_with_states(peak, here, reserved))
     return peaks
+
+
+def _at(
+    moment: Moment,
+    members: Sequence[int],
+    stages: Sequence[StageCosts[float]],
+    sizes: Mapping[tuple[int, int], tuple[float, float]],
+) -> Peak:
+    """What is held in a moment beside the states."""
+    own = members.index(moment.stage)
+    costs, later = stages[own], moment.later[own]
+    activations = math.fsum(
+        n * each.activation_bytes + late * each.put_off_bytes
+        for each, n, late in zip(stages, moment.active, moment.put_off, strict=True)
+    )
+    gradients = math.fsum(
+        each.gradient_bytes for each, done in zip(stages, moment.later, strict=True) if done
+    )
+    passing = 0.0
+    match moment.action:
+        case Action.BACKWARD:
+            passing = costs.later_bytes if later else costs.first_bytes
+        case Action.BACKWARD_INPUT:
+            passing = costs.half_bytes
+        case Action.BACKWARD_WEIGHT:
+            passing = costs.second_bytes - costs.gradient_bytes * later
+    sent = math.fsum(message_bytes(each, sizes) for each in moment.messages)
+    return Peak(
+        nbytes=activations + gradients + passing + sent,
+        action=moment.action,
+        stage=moment.stage,
+        first=not later,
+        parts={"activations": activations, "gradients": gradients, "buffers": sent},
+    )
+
+
+def message_bytes(message: Message, sizes: Mapping[tuple[int, int], tuple[float, float]]) -> float:
+    """Bytes of what an instruction sends or receives: gradients go the other way."""
+    stage, action, peer = message
+    forward = action in (Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
+    sends = action in (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
+    edge = (stage, peer) if forward is sends else (peer, stage)
+    return sizes[edge][edge[0] != stage]
+
+
+def _stepping(members: Sequence[int], stages: Sequence[StageCosts[float]]) -> Peak:
+    """What is held in the optimizer's step beside the states."""
+    nbytes = math.fsum(each.step_bytes for each in stages)
+    read = math.fsum(min(each.gradient_bytes, each.step_bytes) for each in stages)
+    return Peak(
+        nbytes=nbytes, action=None, stage=min(members), first=False, parts={"gradients": read}
+    )
+
+
+def _with_states(peak: Peak, stages: Sequence[StageCosts[float]], reserved: float) -> Peak:
+    fixed = math.fsum(each.fixed_bytes for each in stages)
+    weights = math.fsum(each.weight_bytes for each in stages)
+    reserved += max(each.communicator_bytes for each in stages)
+    states = {"weights": weights, "optimizer": fixed - weights, "reserved": reserved}
+    return replace(peak, nbytes=peak.nbytes + fixed + reserved, parts={**peak.parts, **states})
 
 
 def shortfall_bytes(peaks: Sequence[int], cluster: Cluster) -> list[int]:

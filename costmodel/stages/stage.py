@@ -32,32 +32,17 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 import numpy as np
 
 from meshwright.costmodel.errors import slowest_of
-from meshwright.costmodel.memory import (
-    model_states,
-    optimizer_named,
-    optimizer_step_bytes,
-    undo_bytes,
-    working_bytes,
-)
+from meshwright.costmodel.memory import optimizer_step_bytes, undo_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.stages.away import Sent, sent_evenly
-from meshwright.costmodel.stages.offload import (
-    HostCosts,
-    blocks_here,
-    host_bandwidth,
-    host_costs,
-    sends_each,
-    sent_gradients,
-    weights_there,
-)
+from meshwright.costmodel.stages.memory import StageMemory, communicator_bytes, stage_memory
+from meshwright.costmodel.stages.offload import HostCosts, host_bandwidth, host_costs, sends_each
 from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
 
 A = TypeVar("A", float, Floats)
 
 Where: TypeAlias = Literal["forward", "backward", "step"]
-RESERVED_COMMUNICATORS = 2  # whose buffers are in `Device.reserved_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +50,11 @@ class StageCosts(Generic[A]):
     """Costs of a stage on one rank: floats, or of several stages arrays of one shape.
 
     Seconds per micro-batch (`*_s`; `weight_s` is part of `backward_s`), once per step (`reduce_s`,
-    the part that is not hidden; `optimizer_s`); bytes in all (`static_bytes`, of which
-    `passing_bytes` only during a backward, or for all stages of a device together) and per
-    micro-batch in flight (`activation_bytes`), and of the host's memory (`host_bytes`, and
-    `away_bytes` per micro-batch in flight) and of files on its flash (`flash_bytes`).
+    the part that is not hidden; `optimizer_s`); bytes as in `StageMemory`, those of a micro-batch
+    in flight (`activation_bytes`), and of communicators, which all stages of a device have in
+    common; of the host's memory (`host_bytes`, and `away_bytes` per micro-batch in flight) and of
+    files on its flash (`flash_bytes`). `several` is 1 where a step has several micro-batches,
+    else 0.
     """
 
     forward_s: A
@@ -80,9 +66,18 @@ class StageCosts(Generic[A]):
     interpolated_s: A
     reduce_s: A
     optimizer_s: A
-    static_bytes: A
-    passing_bytes: A
+    weight_bytes: A
+    fixed_bytes: A
+    gradient_bytes: A
+    first_bytes: A
+    later_bytes: A
+    half_bytes: A
+    second_bytes: A
+    step_bytes: A
+    communicator_bytes: A
+    several: A
     activation_bytes: A
+    put_off_bytes: A
     parameters: A
     host_bytes: A
     away_bytes: A
@@ -90,9 +85,27 @@ class StageCosts(Generic[A]):
 
     @property
     def kept_bytes(self) -> A:
-        """Bytes that the stage holds while another one of its device is in a backward, activations
-        apart."""
-        return self.static_bytes - self.passing_bytes
+        """Bytes that the stage holds while another one of its device is in a backward behind others
+        of the step, or in the only one, activations apart."""
+        return self.fixed_bytes + self.several * self.gradient_bytes
+
+    @property
+    def passing_bytes(self) -> A:
+        """Bytes that the highest one of its own takes besides."""
+        own = self.several * self.later_bytes + (1 - self.several) * self.first_bytes
+        return own + self.communicator_bytes
+
+    @property
+    def stepping_bytes(self) -> A:
+        """Bytes that the stage holds in the optimizer's step."""
+        return self.fixed_bytes + self.step_bytes + self.communicator_bytes
+
+    @property
+    def static_bytes(self) -> A:
+        """Bytes beside micro-batches in flight, of which there is one at least."""
+        passing = self.kept_bytes + self.passing_bytes
+        highest: A = np.maximum(passing, self.stepping_bytes - self.activation_bytes)
+        return highest
 
     def amortised_s(self, num_microbatches: int) -> A:
         """Seconds per micro-batch with the once-per-step work spread over them."""
@@ -258,104 +271,11 @@ def _copying(setting: Setting) -> float:
     return 1 + copied / optimizer_step_bytes(1.0, optimizer=setting.optimizer)
 
 
-def _static_bytes(
-    held: HeldBytes[Floats], passing: Floats, active: Floats, sums: Sums, setting: Setting
-) -> Floats:
-    """Bytes beside the micro-batches in flight, each of which holds so many `active` ones: in a
-    backward, or in the optimizer's step, when none is in flight."""
-    states = held.weights + held.gradients + held.optimizer + held.frozen
-    stepping = states + held.communicators + _temporary_bytes(sums, setting)
-    static: Floats = np.maximum(states + held.buffers + passing, stepping - active)
-    return static
-
-
-def _temporary_bytes(sums: Sums, setting: Setting) -> Floats:
-    """Bytes that the optimizer makes beside its states on a GPU, where a step is followed so far:
-    others are fitted with what theirs do."""
-    device, target = setting.cluster.device.kind, setting.target
-    if device != "cuda" or not target.gradients_come:
-        return np.zeros_like(sums.parameters)
-    owned = sums.shard_parameters if setting.sharing.zero else sums.parameters
-    own = optimizer_named(setting.optimizer).temporary
-    found: Floats = own * (1 - setting.host.states) * owned
-    return found
-
-
 def of_policy(costs: StageCosts[Floats], k: int) -> StageCosts[Floats]:
     """Of the costs of stages under several policies, (P, ...) where they depend on it, those under
     policy k."""
     single = costs.parameters.ndim
     return combined([costs], lambda own: own[0][k] if own[0].ndim > single else own[0])
-
-
-def communicator_bytes(setting: Setting) -> int:
-    """Bytes of a rank's communicators beyond those in the device's `reserved_bytes`."""
-    more = max(0, setting.communicators - RESERVED_COMMUNICATORS)
-    return more * setting.cluster.device.communicator_bytes
-
-
-def secondary_bytes(setting: Setting) -> float:
-    """Bytes of secondary shards for each parameter, in the precision that is gathered."""
-    return DTYPE_BYTES[setting.precision] / setting.sharing.hpz if setting.sharing.hpz else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldBytes(Generic[A]):
-    """Bytes that a stage holds on one rank, by what they are: states of the model (`frozen`:
-    parameters that are not trained), `buffers` of gradients and gathered weights; only during a
-    backward what is made again and the gradients of activations (`transient`); `communicators`,
-    which the stages of a device have in common."""
-
-    weights: A
-    gradients: A
-    optimizer: A
-    frozen: A
-    buffers: A
-    transient: A
-    communicators: A
-
-
-def held_bytes(sums: Sums, setting: Setting, repeated: Recompute) -> HeldBytes[Floats]:
-    """What a stage holds, activations apart, from the sums of its blocks."""
-    target = setting.target
-    # ranks that a parameter is divided among, on average: experts among fewer than the rest
-    shards = sums.parameters / np.maximum(sums.shard_parameters, 1e-9)
-    states = model_states(
-        sums.parameters,
-        precision=setting.precision,
-        zero=setting.sharing.zero,
-        dp=np.maximum(shards, 1.0),
-        optimizer=setting.optimizer,
-        target=target,
-        host=setting.host.states,
-        sent=sent_gradients(setting),
-    )
-    kept = sums.parameters * secondary_bytes(setting)
-    undone = setting.validated * undo_bytes(
-        sums.parameters,
-        np.maximum(shards, 1.0),
-        zero=setting.sharing.zero,
-        optimizer=setting.optimizer,
-    )
-    return HeldBytes(
-        weights=states.weights + kept - weights_there(sums, setting),
-        gradients=states.gradients,
-        optimizer=states.optimizer + undone,
-        frozen=sums.frozen_bytes,
-        buffers=buffer_bytes(sums.largest_parameters, setting.sharing.quantized)
-        + blocks_here(sums, setting)
-        + working_bytes(
-            sums.parameters,
-            sums.largest_parameters,
-            weight_bytes=DTYPE_BYTES[setting.precision],
-            zero=setting.sharing.zero,
-            dp=setting.mesh.holders,
-            target=target,
-        ),
-        # a block computed again, one operator's gradients
-        transient=sums.transient_bytes + np.maximum(repeated.largest_bytes, sums.decided_bytes),
-        communicators=np.full_like(sums.parameters, communicator_bytes(setting)),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -404,7 +324,8 @@ def stage_passes(
     if sent is None:
         busy = host.fetched_s * (setting.sharing.zero == 3)  # the link, in a backward
         alone = np.maximum(device[1] - busy, 0.0)
-        sent = sent_evenly(kept_bytes(sums, repeated), sums.blocks, device[0], alone, setting)
+        kept, last = kept_bytes(sums, repeated), (sums.alone_blocks, sums.alone_bytes)
+        sent = sent_evenly(kept, sums.blocks, device[0], alone, setting, last)
     beside += _away(sent, setting)
     stepped = sums.shard_s if setting.sharing.zero else sums.optimizer_s
     return Passes(
@@ -449,10 +370,8 @@ def stage_costs(
     kept, passes = kept_bytes(sums, repeated), stage_passes(sums, setting, repeated, sent)
     host, sent = passes.host, passes.sent
     forward, backward, once = (_added(passes.beside, w) for w in ("forward", "backward", "step"))
-    held = held_bytes(sums, setting, repeated)
-    # as it comes back, what the micro-batch kept on the device of later blocks is let go
-    back = np.maximum(sent.passing_bytes - (kept - sent.nbytes), 0.0)
-    passing = held.transient + held.communicators + back
+    active = kept - sent.nbytes
+    memory = stage_memory(sums, setting, repeated, active, sent)
     issue = [each.added_s for each in passes.beside if "issue_s" in each.parts]
     return StageCosts(
         forward_s=passes.forward_s + forward,
@@ -464,9 +383,10 @@ def stage_costs(
         interpolated_s=sums.interpolated_s,
         reduce_s=once,
         optimizer_s=passes.optimizer_s + host.step_s,
-        static_bytes=_static_bytes(held, passing, kept - sent.nbytes, sums, setting),
-        passing_bytes=passing,
-        activation_bytes=kept - sent.nbytes,
+        **{each.name: getattr(memory, each.name) for each in fields(StageMemory)},
+        communicator_bytes=np.full_like(sums.parameters, communicator_bytes(setting)),
+        several=np.full_like(sums.parameters, setting.batch.microbatches > 1),
+        activation_bytes=active,
         parameters=sums.parameters,
         host_bytes=host.nbytes,
         flash_bytes=host.flash_bytes,

@@ -1,4 +1,15 @@
-"""Sums over runs of blocks: the columns that `stage.py` makes the costs of a stage of."""
+"""Sums over runs of blocks: the columns that `stage.py` makes the costs of a stage of.
+
+What a backward holds beyond the kept bytes of its run (`costmodel/blocks/excess.py`) is no sum. As
+its way leads from the last block to the first, and each block's kept bytes k are let go behind it,
+of a run A that B follows
+
+    excess(AB) = max(excess(B), excess(A) - k(B))
+
+where from k is taken away what a block leaves behind: the gradients of its parameters, or what it
+puts off. Under ZeRO-3 the gradients of B's first block are still scattered while A's last block,
+at its `edge`, is in its backward.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +21,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE, segment_policy
+from meshwright.costmodel.blocks.excess import FP32, Excess
+from meshwright.costmodel.blocks.policies import RECOMPUTE, parts_of, segment_policy
 from meshwright.costmodel.blocks.price import BlockPrice
 from meshwright.costmodel.operators import Cost, Pricer
 from meshwright.costmodel.sharding import Placement
@@ -23,15 +35,17 @@ class Recompute:
     """Operators that blocks run again in their backward; arrays of one shape, 0-d of one run.
 
     Seconds per micro-batch (`seconds`, of which communication `comm_s`; the host's `host_s`), bytes
-    per micro-batch that are no longer kept (`freed_bytes`), and the most that a block holds once
-    all of it was run again (`largest_bytes`); `gather_s` of ZeRO-3's gathers for a forward more.
+    per micro-batch that are no longer kept (`freed_bytes`), and the `excess` of the backward then,
+    (kinds of it, ...), with what it puts off where it is split (`put_off_bytes`); `gather_s` of
+    ZeRO-3's gathers for a forward more.
     """
 
     seconds: Floats
     comm_s: Floats
     host_s: Floats
     freed_bytes: Floats
-    largest_bytes: Floats
+    excess: Floats
+    put_off_bytes: Floats = field(default_factory=lambda: np.zeros(()))
     gather_s: Floats = field(default_factory=lambda: np.zeros(()))
 
     def __add__(self, other: Recompute) -> Recompute:
@@ -40,21 +54,29 @@ class Recompute:
             comm_s=self.comm_s + other.comm_s,
             host_s=self.host_s + other.host_s,
             freed_bytes=self.freed_bytes + other.freed_bytes,
-            largest_bytes=np.maximum(self.largest_bytes, other.largest_bytes),
+            excess=np.maximum(self.excess, other.excess),
+            put_off_bytes=self.put_off_bytes + other.put_off_bytes,
             gather_s=self.gather_s + other.gather_s,
         )
 
 
 _ZERO: Floats = np.zeros(())
 NO_RECOMPUTE = Recompute(
-    seconds=_ZERO, comm_s=_ZERO, host_s=_ZERO, freed_bytes=_ZERO, largest_bytes=_ZERO
+    seconds=_ZERO,
+    comm_s=_ZERO,
+    host_s=_ZERO,
+    freed_bytes=_ZERO,
+    excess=np.zeros(len(Excess._fields)),
 )
 
 # the first columns of Sums: of each policy seconds, comm_s, host_s and freed_bytes; the last ones:
-# of each policy the most that it frees of one block
+# each kind of excess under each policy, "none" first
 _POLICIES = RECOMPUTE[1:]
 _RECOMPUTE = {policy: slice(4 * k, 4 * k + 4) for k, policy in enumerate(_POLICIES)}
-_LARGEST = {policy: k - len(_POLICIES) for k, policy in enumerate(_POLICIES)}
+_FREED = slice(3, 4 * len(_POLICIES), 4)
+_EXCESS = (len(Excess._fields), len(RECOMPUTE))
+_GATHERS = np.array([parts_of(policy)[1] for policy in RECOMPUTE], dtype=float)
+LATER, GROWN, FIRST, SECOND, INSIDE, EDGE, INNER = range(len(Excess._fields))
 
 
 class _Column:
@@ -78,10 +100,10 @@ class Sums:
     leading axes; each named column has their shape.
 
     First what each recompute policy would run again, then seconds as in `Cost`, parameters and
-    bytes as in `BlockPrice`. The last columns (`MAXIMA`) are no sums but the most of any block:
-    the parameters that ZeRO moves at once, the gradients of one of its operators
-    (`transient_bytes`), what is made again of it where its policy is no longer open
-    (`decided_bytes`), and what each policy would.
+    bytes as in `BlockPrice`; of blocks that can't be in a segment the number and what they keep.
+    The last columns (`MAXIMA`) are no sums: of all blocks the most
+    parameters that ZeRO moves at once and elements of one of them, the parameters of the first
+    block, and the excess of a backward.
     """
 
     __slots__ = ("array",)
@@ -114,12 +136,16 @@ class Sums:
     frozen_bytes = _Column()
     saved_bytes = _Column()
     input_bytes = _Column()
+    put_off_bytes = _Column()
+    regathered_bytes = _Column()
     blocks = _Column()
+    alone_blocks = _Column()
+    alone_bytes = _Column()
 
     # --- maxima ---
     largest_parameters = _Column()
-    transient_bytes = _Column()
-    decided_bytes = _Column()
+    largest_numel = _Column()
+    first_parameters = _Column()
 
     def __init__(self, array: Floats) -> None:
         self.array = array
@@ -141,19 +167,67 @@ class Sums:
         less[..., :-MAXIMA] -= shared.array[..., :-MAXIMA]
         return Sums(less)
 
+    @property
+    def excess(self) -> Floats:
+        """(..., kinds, policies): each kind of excess under each policy."""
+        found: Floats = self.array[..., COLUMNS - _EXCESS[0] * _EXCESS[1] :]
+        return found.reshape(*found.shape[:-1], *_EXCESS)
+
+    @excess.setter
+    def excess(self, value: Floats) -> None:
+        flat = value.reshape(*value.shape[:-2], -1)
+        self.array[..., COLUMNS - flat.shape[-1] :] = flat
+
+    def _let_go(self) -> Floats:
+        """(..., kinds, policies): by how much less is held before a backward of these blocks than
+        behind it, for each kind of excess."""
+        freed = self.array[..., _FREED]
+        whole = (self.saved_bytes + self.input_bytes)[..., None]
+        kept = np.concatenate([whole, whole - freed], axis=-1)
+        found = np.repeat(kept[..., None, :], _EXCESS[0], axis=-2)
+        found[..., GROWN, :] -= FP32 * self.parameters[..., None]
+        put_off = self.put_off_bytes[..., None] - _GATHERS * self.regathered_bytes[..., None]
+        found[..., FIRST, :] -= put_off
+        found[..., SECOND, :] = 0.0
+        return found
+
+    def _followed(self, first_parameters: Floats) -> Floats:
+        """The excess before blocks of which the first one has so many parameters."""
+        found: Floats = self.excess.copy()
+        edge = found[..., EDGE, :] + FP32 * first_parameters[..., None]
+        found[..., INSIDE, :] = np.maximum(found[..., INSIDE, :], edge)
+        return found
+
     def then(self, following: Sums) -> Sums:
         """Sums of runs that are each followed by another."""
-        together = self.array + following.array
-        together[..., -MAXIMA:] = np.maximum(
-            self.array[..., -MAXIMA:], following.array[..., -MAXIMA:]
+        together = Sums(self.array + following.array)
+        together.array[..., _LARGEST] = np.maximum(
+            self.array[..., _LARGEST], following.array[..., _LARGEST]
         )
-        return Sums(together)
+        some = self.blocks > 0
+        first = np.where(some, self.first_parameters, following.first_parameters)
+        together.first_parameters = first
+        before = self._followed(following.first_parameters) - following._let_go()
+        excess = np.maximum(before, following.excess)
+        last = (following.blocks > 0)[..., None]
+        excess[..., EDGE, :] = np.where(
+            last, following.excess[..., EDGE, :], self.excess[..., EDGE, :]
+        )
+        together.excess = excess
+        return together
 
     def times(self, factor: float) -> Sums:
-        """Sums of so many equal runs one after the other, or of a fraction of one; maxima stay."""
-        scaled = self.array.copy()
-        scaled[..., :-MAXIMA] *= factor
-        return Sums(scaled)
+        """Sums of so many equal runs one after the other; or of a fraction of one, whose maxima
+        stay."""
+        scaled = Sums(self.array.copy())
+        scaled.array[..., :-MAXIMA] *= factor
+        if factor > 1:
+            let_go = self._let_go()
+            before = self._followed(self.first_parameters) - let_go
+            excess = np.maximum(self.excess, before - (factor - 2) * np.minimum(let_go, 0.0))
+            excess[..., EDGE, :] = self.excess[..., EDGE, :]
+            scaled.excess = excess
+        return scaled
 
     def without_maxima(self) -> Sums:
         """The sums alone, maxima 0."""
@@ -164,11 +238,25 @@ class Sums:
     def spans(self, starts: NDArray[np.int64], stops: NDArray[np.int64]) -> Sums:
         """Sums of the runs start..stop-1, (N,), of these blocks one after the other, (K,)."""
         added = np.concatenate([self.array[:1] * 0.0, self.array.cumsum(axis=0)])
-        sums = added[stops] - added[starts]
+        sums = Sums(added[stops] - added[starts])
         ends = np.column_stack([starts, stops]).ravel()  # of every other span the maximum is asked
-        padded = np.concatenate([self.array[:, -MAXIMA:], np.zeros((1, MAXIMA))])
-        sums[:, -MAXIMA:] = np.maximum.reduceat(padded, ends)[::2]
-        return Sums(sums)
+
+        def most(of_blocks: Floats) -> Floats:
+            padded = np.concatenate([of_blocks, np.zeros((1, *of_blocks.shape[1:]))])
+            found: Floats = np.maximum.reduceat(padded, ends)[::2]
+            return found
+
+        sums.array[..., _LARGEST] = most(self.array[..., _LARGEST])
+        sums.first_parameters = self.first_parameters[starts]
+        let_go = np.concatenate([np.zeros((1, *_EXCESS)), self._let_go().cumsum(axis=0)])
+        followed = self._followed(np.append(self.first_parameters[1:], 0.0)) + let_go[1:]
+        excess, last = self.excess[stops - 1], stops - starts > 1
+        ends = np.column_stack([starts, stops - 1]).ravel()
+        before = most(followed) - let_go[stops]
+        excess = np.where(last[:, None, None], np.maximum(excess, before), excess)
+        excess[:, EDGE] = self.excess[stops - 1, EDGE]
+        sums.excess = excess
+        return sums
 
     def shared_out(self, numbers: NDArray[np.int64]) -> Sums:
         """Sums of an equal part of one run, for each number of parts: (N,); maxima stay."""
@@ -195,29 +283,30 @@ class Sums:
         """What the blocks run again where all of them follow one policy, or `in_segments`."""
         if "/" in policy:
             return self._in_segments(policy)
-        if policy == "none":
-            return NO_RECOMPUTE
-        columns = self.array[..., _RECOMPUTE[policy]]
+        found = self.recompute_by([policy])
+        names = [each.name for each in fields(Recompute)]
         return Recompute(
-            seconds=columns[..., 0],
-            comm_s=columns[..., 1],
-            host_s=columns[..., 2],
-            freed_bytes=columns[..., 3],
-            largest_bytes=self.array[..., _LARGEST[policy]],
+            **{n: getattr(found, n)[:, 0] if n == "excess" else getattr(found, n)[0] for n in names}
         )
 
     def _in_segments(self, policy: str) -> Recompute:
         """The same in segments, as if all blocks were alike (`planner/pricing/segments.py`)."""
         base, size = segment_policy(policy)
-        own, blocks = self.recompute(base), np.maximum(self.blocks, 1.0)
+        own, blocks = self.recompute(base), np.maximum(self.blocks - self.alone_blocks, 1.0)
         size_of = np.minimum(size, blocks)
-        held = (self.saved_bytes - own.freed_bytes + self.input_bytes) * size_of / blocks
+        kept = self.saved_bytes - own.freed_bytes
+        alone = np.minimum(self.alone_bytes, kept)
+        held = (kept + self.input_bytes - alone) * size_of / blocks
+        inside = held + own.excess[INNER] + np.maximum(own.excess - own.excess[LATER], 0.0)
+        freed = self.saved_bytes + self.input_bytes * (1 - 1 / size_of) - alone
+        some = size_of > 1  # one block by itself is no segment
         return Recompute(
-            seconds=self.forward_s + own.seconds,
-            comm_s=self.forward_comm_s + own.comm_s,
-            host_s=self.forward_host_s + own.host_s,
-            freed_bytes=self.saved_bytes + self.input_bytes * (1 - 1 / size_of),
-            largest_bytes=held + own.largest_bytes,
+            seconds=self.forward_s * some + own.seconds,
+            comm_s=self.forward_comm_s * some + own.comm_s,
+            host_s=self.forward_host_s * some + own.host_s,
+            freed_bytes=np.where(some, freed, own.freed_bytes),
+            excess=np.where(some, np.maximum(own.excess, inside), own.excess),
+            put_off_bytes=own.put_off_bytes,
             gather_s=self.zero3_gather_s * (1 - 1 / size_of),
         )
 
@@ -226,14 +315,27 @@ class Sums:
         shape, names = self.array.shape[:-1], [each.name for each in fields(Recompute)]
         if any("/" in policy for policy in policies):
             found = [self.recompute(policy) for policy in policies]
-            values = {n: [np.broadcast_to(getattr(r, n), shape) for r in found] for n in names}
-            return Recompute(**{name: np.stack(own) for name, own in values.items()})
-        columns = np.zeros((len(RECOMPUTE), 6, *shape))  # nothing under the first, "none"
+            values = {
+                n: [np.broadcast_to(getattr(r, n), shape) for r in found]
+                for n in names
+                if n != "excess"
+            }
+            return Recompute(
+                **{name: np.stack(own) for name, own in values.items()},
+                excess=np.stack([each.excess for each in found], axis=1),
+            )
+        columns = np.zeros((len(RECOMPUTE), 4, *shape))  # nothing under the first, "none"
         own = self.array[..., : _COST.start].reshape(*shape, len(_POLICIES), 4)
-        columns[1:, :4] = np.moveaxis(own, (-2, -1), (0, 1))
-        columns[1:, 4] = np.moveaxis(self.array[..., -len(_POLICIES) :], -1, 0)
-        chosen = columns[[RECOMPUTE.index(policy) for policy in policies]]
-        return Recompute(**{name: chosen[:, k] for k, name in enumerate(names)})
+        columns[1:] = np.moveaxis(own, (-2, -1), (0, 1))
+        chosen = [RECOMPUTE.index(policy) for policy in policies]
+        excess = np.moveaxis(self.excess[..., chosen], (-2, -1), (0, 1))
+        gathers = _GATHERS[chosen].reshape(-1, *(1 for _ in shape))
+        return Recompute(
+            **{name: columns[chosen, k] for k, name in enumerate(names[:4])},
+            excess=excess,
+            put_off_bytes=self.put_off_bytes - gathers * self.regathered_bytes,
+            gather_s=np.zeros((len(policies), *shape)),
+        )
 
     def with_policy(self, policy: str) -> Sums:
         """The sums of one block with its recompute policy decided: no policy changes them."""
@@ -243,18 +345,17 @@ class Sums:
         decided.backward_comm_s = self.backward_comm_s + repeated.comm_s
         decided.backward_host_s = self.backward_host_s + repeated.host_s
         decided.saved_bytes = self.saved_bytes - repeated.freed_bytes
-        decided.decided_bytes = repeated.largest_bytes
+        decided.put_off_bytes, decided.regathered_bytes = repeated.put_off_bytes, 0.0
         decided.array[..., : _COST.start] = 0.0
-        decided.array[..., -len(_POLICIES) :] = 0.0
+        same = np.moveaxis(repeated.excess, 0, -1)[..., None]
+        decided.excess = np.broadcast_to(same, (*same.shape[:-1], len(RECOMPUTE)))
         return decided
 
     def set_recompute(
         self, policy: str, seconds: float, comm_s: float, host_s: float, freed_bytes: float
     ) -> None:
-        """What one block runs again under a policy: it holds what it frees while its backward
-        lasts."""
+        """What one block runs again under a policy."""
         self.array[..., _RECOMPUTE[policy]] = seconds, comm_s, host_s, freed_bytes
-        self.array[..., _LARGEST[policy]] = freed_bytes
 
 
 _COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "optimizer_s", "shard_s")
@@ -263,8 +364,9 @@ _DATA_AXIS = (
     "reduce_s", "scatter_s", "gather_s", "replicate_s", "zero3_scatter_s", "zero3_gather_s",
     "zero3_secondary_s", "zero3_replicate_s",
 )  # fmt: skip
-MAXIMA = 3 + len(_POLICIES)
-COLUMNS = Sums.__dict__["decided_bytes"].at + 1 + len(_POLICIES)
+MAXIMA = 3 + _EXCESS[0] * _EXCESS[1]
+COLUMNS = Sums.__dict__["first_parameters"].at + 1 + _EXCESS[0] * _EXCESS[1]
+_LARGEST = slice(COLUMNS - MAXIMA, COLUMNS - MAXIMA + 2)
 _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(Cost._fields))
 
 
@@ -278,13 +380,17 @@ def block_sums(price: BlockPrice) -> Sums:
     """A block's contribution to the sums of its stage."""
     sums = _sums_of(price.cost)
     sums.parameters = price.parameters
-    sums.largest_parameters = price.unit_parameters
+    sums.largest_parameters, sums.largest_numel = price.unit_parameters, price.largest_numel
     sums.shard_parameters = price.shard_parameters
     sums.frozen_bytes = price.frozen_bytes
     sums.saved_bytes = price.saved_bytes
     sums.input_bytes = price.input_bytes
+    sums.put_off_bytes, sums.regathered_bytes = price.put_off_bytes
     sums.blocks = 1.0
-    sums.transient_bytes = price.transient_bytes
+    if not price.segmented:
+        sums.alone_blocks, sums.alone_bytes = 1.0, price.saved_bytes
+    sums.first_parameters = price.parameters
+    sums.excess = np.array([price.excess[policy] for policy in RECOMPUTE]).T
     for policy, own in price.repeats.items():
         sums.set_recompute(policy, own.seconds, own.comm_s, own.host_s, own.freed_bytes)
     return sums

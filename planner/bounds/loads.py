@@ -14,19 +14,14 @@ communication that nothing can hide, and what a recomputed block holds while its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.memory import model_state_bytes, working_bytes
+from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.stages import (
-    Floats,
-    Sums,
-    communicator_bytes,
-    sent_gradients,
-    weights_there,
-)
+from meshwright.costmodel.stages import Floats, Sums, blocks_here, communicator_bytes, stage_costs
 from meshwright.planner.drafts import StageSetup
 from meshwright.planner.stages import Chain
 
@@ -139,9 +134,11 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
         again_s=passing,
         again_step_s=m * passing + backward_once * backward.again_s,
         freed_bytes=kept * sums.recompute_by(policies).freed_bytes.T,
-        static_bytes=_states(sums, setting) + sums.frozen_bytes,
+        static_bytes=_states(sums, setting),
         active_bytes=kept * (sums.saved_bytes + sums.input_bytes),
-        fixed_bytes=_fixed(chain, setting, total if single else None),
+        fixed_bytes=_fixed(
+            setting, [total] if single else [kind.sums for kind in chain.kinds_typical()], policies
+        ),
     )
 
 
@@ -196,34 +193,18 @@ def _copied_s(sums: Sums, setting: Setting) -> Floats:
 
 
 def _states(sums: Sums, setting: Setting) -> Floats:
-    shards = sums.parameters / np.maximum(sums.shard_parameters, 1e-9)
-    states = model_state_bytes(
-        sums.parameters,
-        precision=setting.precision,
-        zero=setting.sharing.zero,
-        dp=np.maximum(shards, 1.0),
-        optimizer=setting.optimizer,
-        target=setting.target,
-        host=setting.host.states,
-        sent=sent_gradients(setting),
+    """Bytes that a device has in every backward that follows others of a step, or in all."""
+    costs = stage_costs(sums, setting, "none")
+    return costs.kept_bytes - blocks_here(sums, setting)
+
+
+def _fixed(setting: Setting, held: Sequence[Sums], policies: Sequence[str]) -> float:
+    """Bytes of what some block's backward holds besides on any device that has a stage: no less
+    than that of a last one."""
+    if any(segment_policy(policy)[1] > 1 for policy in policies):
+        return float(communicator_bytes(setting))
+    costs = [stage_costs(own, setting, own.recompute_by(policies)) for own in held]
+    return min(
+        float(np.minimum(own.passing_bytes, own.half_bytes + own.communicator_bytes).min())
+        for own in costs
     )
-    return states - weights_there(sums, setting)
-
-
-def _fixed(chain: Chain, setting: Setting, whole: Sums | None) -> float:
-    """Bytes of buffers and of one operator's gradients on any device that has a stage: no less
-    than those of some block."""
-    held = [whole] if whole is not None else [kind.sums for kind in chain.kinds_typical()]
-
-    def bytes_of(own: Sums) -> float:
-        work = working_bytes(
-            own.parameters,
-            own.largest_parameters,
-            weight_bytes=DTYPE_BYTES[setting.precision],
-            zero=setting.sharing.zero,
-            dp=setting.mesh.holders,
-            target=setting.target,
-        )
-        return float(work + own.transient_bytes + own.decided_bytes)
-
-    return float(communicator_bytes(setting)) + min(map(bytes_of, held))

@@ -8,6 +8,7 @@ priced again from the plan alone, as a plan from a file would be.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import Mesh
 from meshwright.costmodel.sharding import Assignment, Entry, Placement
-from meshwright.costmodel.stages import fits, stage_costs
+from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.combinations import StageDraft
 from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
@@ -48,9 +49,11 @@ class Priced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDraft(Priced):
-    """A plan priced from its stages' sums; it has no shardings yet."""
+    """A plan priced from its stages' sums; it has no shardings yet. Its fullest device lacks so
+    many bytes, if they are more than 0 (`lacks_bytes`)."""
 
     stages: tuple[StageDraft, ...]
+    lacks_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +87,8 @@ def make_draft(
         plan = dataclasses.replace(plan, post_validation=True)
     priced = price_stages(plan, coster, costs)
     fits = priced_fits(priced, coster.cluster, memory_bytes)
-    return PlanDraft(stages=tuple(stages), evaluation=priced, fits=fits)
+    lacks = max(priced.prediction.peak_memory_bytes) - memory_bytes
+    return PlanDraft(stages=tuple(stages), evaluation=priced, fits=fits, lacks_bytes=lacks)
 
 
 def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -> Candidate:
@@ -92,9 +96,14 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
     fit as parts of them did, more are recomputed."""
     assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
     plan = _with_shardings(coster, draft, assignments)
-    rooms = [memory_bytes - coster.cluster.device.reserved_bytes] * len(draft.plan.devices)
+    room = memory_bytes - coster.cluster.device.reserved_bytes
+    groups = [
+        [k for k, stage in enumerate(draft.plan.stages) if stage.ranks == ranks]
+        for ranks in draft.plan.devices
+    ]
+    keep = [_room_to_keep([draft.stages[k] for k in here], room) for here in groups]
     for tried in range(MOST_TRIES):
-        policies = _policies(coster, draft, rooms, tried)
+        policies = _policies(coster, draft, groups, keep, tried)
         stages = [
             dataclasses.replace(stage, recompute=recompute_of(stage.blocks, own), segments=size)
             for stage, (own, size) in zip(plan.stages, policies, strict=True)
@@ -105,10 +114,11 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
         candidate = Candidate(evaluation=priced, assignments=assignments, fits=fits)
         if candidate.fits:
             break
-        peaks = candidate.evaluation.prediction.peak_memory_bytes
-        rooms = [
-            room - max(0.0, peak - memory_bytes) for room, peak in zip(rooms, peaks, strict=True)
-        ]
+        for g, peak in enumerate(priced.prediction.peak_memory_bytes):
+            own = [(draft.stages[k], policies[k][0]) for k in groups[g]]
+            if peak > memory_bytes:
+                less = (peak - memory_bytes) / max(_in_flight([d for d, _ in own]), 1.0)
+                keep[g] = min(keep[g], sum(_kept_bytes(*each) for each in own)) - less
     return candidate
 
 
@@ -171,15 +181,18 @@ def _stage_plan(
 
 
 def _policies(
-    coster: StageCoster, draft: PlanDraft, rooms: Sequence[float], tried: int
+    coster: StageCoster,
+    draft: PlanDraft,
+    groups: Sequence[Sequence[int]],
+    keep: Sequence[float],
+    tried: int,
 ) -> list[tuple[tuple[str, ...], int]]:
     """The policy of each block of each stage, and the blocks in its segments: the least recompute
-    with which the stages of a device group fit its room together; a draft without any keeps to that
-    unless it was `tried`, one in segments goes on to its next ones then; one that can't fit at all
-    keeps what it has at first, then as little as there is."""
+    with which the stages of a device group `keep` no more of a micro-batch together; a draft
+    without any keeps to that unless it was `tried`, one in segments goes on to its next ones then;
+    one that can't fit at all keeps what it has at first, then as little as there is."""
     found = [(d.policies, d.segments) for d in draft.stages]
-    for ranks, room in zip(draft.plan.devices, rooms, strict=True):
-        here = [k for k, stage in enumerate(draft.plan.stages) if stage.ranks == ranks]
+    for here, kept in zip(groups, keep, strict=True):
         stages = [draft.stages[k] for k in here]
         if any(d.segments > 1 for d in stages):
             for k, d in zip(here, stages, strict=True):
@@ -187,17 +200,12 @@ def _policies(
             continue
         if not tried and all(set(d.policies) == {"none"} for d in stages):
             continue
-        costs = [
-            stage_costs(d.setup.chain.runs.sums[d.run], d.setup.setting, "none") for d in stages
-        ]
-        kept = sum(float(own.kept_bytes) for own in costs)
         blocks = [d.setup.chain.block_sums(d.start, d.stop) for d in stages]
         legal = [p for p in stages[0].levels.policies if segment_policy(p)[1] == 1]
         chosen = choose_policies(
             [own for of_stage in blocks for own in of_stage],
             legal,
-            in_flight=sum(d.in_flight for d in stages) / len(stages),
-            room_bytes=room - kept - max(float(own.passing_bytes) for own in costs),
+            room_bytes=kept,
             device=coster.cluster.device.kind,
         )
         if chosen is None and tried:  # what holds least is closest
@@ -207,6 +215,43 @@ def _policies(
             for k, d in zip(here, stages, strict=True):
                 found[k] = d.overridden([next(names) for _ in range(d.stop - d.start)]), d.segments
     return found
+
+
+def _room_to_keep(stages: Sequence[StageDraft], room: float) -> float:
+    """Bytes that the stages of a device group may keep of one micro-batch each, together: what
+    their backwards hold besides is that of the levels which they were drafted on."""
+    costs = [d.levels.at(d.run, d.chosen) for d in stages]
+    flights = [d.in_flight for d in stages]
+    split = any(own.split for own in flights)
+    passing = max(
+        own.half_bytes + own.communicator_bytes if split else own.passing_bytes for own in costs
+    )
+    put_off = sum(
+        float(own.put_off) * each.put_off_bytes for own, each in zip(flights, costs, strict=True)
+    )
+    begun = max(own.first_bytes + own.communicator_bytes for own in costs)
+    left = (
+        (room - passing - put_off - sum(own.kept_bytes for own in costs), "active"),
+        (room - begun - sum(own.fixed_bytes for own in costs), "first"),
+    )
+    counts = {name: sum(float(getattr(own, name)) for own in flights) for _, name in left}
+    found = [nbytes * len(stages) / counts[name] for nbytes, name in left if counts[name]]
+    return min(found, default=math.inf)
+
+
+def _in_flight(stages: Sequence[StageDraft]) -> float:
+    """Micro-batches in flight of a stage of a device group, on average."""
+    most = [max(float(d.in_flight.active), float(d.in_flight.first)) for d in stages]
+    return sum(most) / len(most)
+
+
+def _kept_bytes(draft: StageDraft, policies: Sequence[str]) -> float:
+    """Bytes that a stage keeps of a micro-batch under policies of its blocks."""
+    blocks = draft.setup.chain.block_sums(draft.start, draft.stop)
+    return sum(
+        float(own.saved_bytes + own.input_bytes - own.recompute(policy).freed_bytes)
+        for own, policy in zip(blocks, policies, strict=True)
+    )
 
 
 # --- shardings -----------------------------------------------------------------------------------

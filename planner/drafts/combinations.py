@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import NOT_AWAY, HostParts, Mesh, Setting, Sharing
-from meshwright.costmodel.stages import StageCosts, combined, stage_costs
+from meshwright.costmodel.stages import InFlight, StageCosts, combined, stage_costs
 from meshwright.planner.plan import OFFLOADS
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 
@@ -83,7 +83,7 @@ class StageDraft:
     setup: StageSetup
     levels: RecomputeLevels
     chosen: ChosenLevel
-    in_flight: float
+    in_flight: InFlight
     given: int | None = None
 
     @property

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import UNSHARED, Batch, Mesh, Setting, Sharing
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape
-from meshwright.costmodel.stages import Sums, of_one, stage_bytes, stage_costs
+from meshwright.costmodel.stages import InFlight, Sums, of_one, stage_costs, used_bytes
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.fills import filling_s, held_at_peak
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
@@ -158,10 +158,10 @@ class EqualStages:
         whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
         levels = self._even_levels(whole, setup.setting, policies, groups * own_each)
         held = [held_at_peak(name, groups * v, m, groups) for name, v in offered]
-        average = np.array([sum(own) / len(own) for own in held])
+        average = InFlight(*np.array([np.array(own).mean(axis=0) for own in held]).T)
         chosen = levels.choose(average, self.room, per_device=each)
         most = levels.costs[-1]
-        in_flight = np.array(list(map(min, held)))
+        in_flight = np.array([min(h.active if m > 1 else h.first for h in own) for own in held])
         parts = whole.without_maxima().shared_out(
             groups * own_each
         )  # of buffers not all have the most
@@ -171,13 +171,12 @@ class EqualStages:
             split = self.parameters / (choice.mesh.tp * choice.mesh.ep * groups * own_each)
             states = states * np.minimum(1.0, split / np.maximum(least.parameters, 1.0))
             sure = SPLIT_MORE
-        load = groups * each * stage_bytes(states, least.activation_bytes, in_flight)
+        load = groups * each * (states + in_flight * least.activation_bytes)
         kinds = stage_costs(self._kinds(setup, groups), setup.setting, levels.policies[-1])
         single = segment_policy(levels.policies[-1])[1] == 1  # else passing is the most, not least
-        passing = kinds.passing_bytes
         for k in range(len(offered)):
-            loads = stage_bytes(kinds.kept_bytes, kinds.activation_bytes, float(in_flight[k]))
-            if single and overfull(float(load[k]), loads, passing, self.room / sure, groups):
+            passing = kinds.half_bytes if held[k][0].split else kinds.passing_bytes
+            if single and overfull(float(load[k]), passing, self.room / sure, groups):
                 continue
             schedule = SCHEDULES[offered[k][0]]
             tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
@@ -253,14 +252,20 @@ class EqualStages:
         self._levels.clear()
 
     def solve(
-        self, combination: Combination, cutoff_s: float, *, alike: bool = False
+        self,
+        combination: Combination,
+        cutoff_s: float,
+        *,
+        alike: bool = False,
+        less_bytes: float = 0.0,
     ) -> tuple[float, list[StageDraft]] | None:
         """The objective and the stages of a combination's best cut below a cutoff; None where there
         is none. The objective, m turns of the slowest stage and what all but one device add to fill
         the pipeline, is the step of equal stages.
 
         Of several stages on a device each may take what typical ones leave of its memory; with
-        `alike` no more than an equal share, so that any of them fit together.
+        `alike` no more than an equal share, so that any of them fit together. `less_bytes` of each
+        device are for what the levels don't know, messages first of all.
         """
         m, setup = combination.num_microbatches, combination.setup
         groups, each = combination.groups, combination.stages_per_group
@@ -268,9 +273,10 @@ class EqualStages:
         stages = combination.num_stages // schedule.copies  # copies are cut alike
         held = held_at_peak(combination.schedule, combination.num_stages, m, groups)[:stages]
         counts = sorted(set(held))
+        room = self.room - less_bytes
         mates = [0.0 if alike else self._mates_bytes(combination, h) for h in counts]
         chosen_levels = [
-            levels.choose(h, self.room, per_device=each, others_bytes=mate)
+            levels.choose(h, room, per_device=each, others_bytes=mate)
             for h, mate in zip(counts, mates, strict=True)
         ]
         runs = setup.chain.runs
@@ -284,7 +290,7 @@ class EqualStages:
             turn, fill = turn[runs.index], (fill[runs.index] + sent) * others
             times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
-            kept.append(stage_bytes(costs.static_bytes, costs.activation_bytes, h)[runs.index])
+            kept.append(used_bytes(costs, h)[runs.index])
         level = [counts.index(count) for count in held]
         time_s, fill_s, levels_of = np.stack(times), np.stack(fills), np.array(level)
         # a device's stages make up for each other, which the even cut doesn't know
@@ -296,7 +302,7 @@ class EqualStages:
         cuts, objective_s = found.cuts, found.objective_s
         if each > schedule.copies:
             devices = np.array(groups_of(combination.schedule, groups, each))
-            cuts, busiest_s = even_out(cuts, time_s, np.stack(kept), levels_of, devices, self.room)
+            cuts, busiest_s = even_out(cuts, time_s, np.stack(kept), levels_of, devices, room)
             places = levels_of, np.array(cuts[:-1]), np.array(cuts[1:])
             objective_s = float(fill_s[places].sum()) + m * busiest_s
         return objective_s, [
@@ -323,7 +329,7 @@ class EqualStages:
         each, groups = combination.stages_per_group, combination.groups
         return 0.0 if groups == 1 else (turns * each + groups - 1) * sent
 
-    def _mates_bytes(self, combination: Combination, in_flight: float) -> float:
+    def _mates_bytes(self, combination: Combination, in_flight: InFlight) -> float:
         """Bytes that the other stages of a device hold where all of them are typical; 0 for stages
         that are alone, or don't fit so."""
         setup, each = combination.setup, combination.stages_per_group
@@ -335,8 +341,9 @@ class EqualStages:
         levels = self._even_levels(whole, setup.setting, policies, stages)
         chosen = levels.choose(in_flight, self.room, per_device=each)
         costs = levels.at(0, chosen)
-        kept = stage_bytes(costs.kept_bytes, costs.activation_bytes, in_flight)
-        return (each - 1) * kept if chosen.fits[0] else 0.0
+        kept = costs.kept_bytes + in_flight.active * costs.activation_bytes
+        kept += in_flight.put_off * costs.put_off_bytes
+        return float((each - 1) * kept) if chosen.fits[0] else 0.0
 
     def allowed(self, setup: StageSetup) -> np.ndarray:
         """(C, C): stages whose blocks' overrides allow the setup."""

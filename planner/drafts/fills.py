@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from meshwright.costmodel.schedules import PipelineShape, Schedule, peak_activation
-from meshwright.costmodel.stages import Floats, StageCosts
+from meshwright.costmodel.schedules import (
+    SCHEDULES,
+    Action,
+    Moment,
+    PipelineShape,
+    Schedule,
+    in_flight,
+    moments,
+)
+from meshwright.costmodel.stages import Floats, InFlight, StageCosts
 from meshwright.planner.drafts.space import groups_of
 
 
@@ -23,10 +32,28 @@ def filling_s(
 
 
 @lru_cache(maxsize=1024)
-def held_at_peak(schedule: str, stages: int, m: int, groups: int) -> tuple[float, ...]:
+def held_at_peak(schedule: str, stages: int, m: int, groups: int) -> tuple[InFlight, ...]:
     """Per stage, the micro-batches in flight on its device at its peak, shared out evenly among the
     device's stages."""
-    peaks = peak_activation(
-        schedule, num_microbatches=m, bytes_per_stage=[1.0] * stages, num_devices=groups
-    )
-    return tuple(peaks[g] * groups / stages for g in groups_of(schedule, groups, stages // groups))
+    if stages == groups and not SCHEDULES[schedule].splits_backward:
+        alone = [
+            in_flight(schedule, stage=k, num_stages=stages, num_microbatches=m)
+            for k in range(stages)
+        ]
+        return tuple(InFlight(active=min(n, m - 1), first=n) for n in alone)
+    found = moments(schedule, num_stages=stages, num_microbatches=m, num_devices=groups)
+    each = [_at_peak(own, stages // groups) for own in found]
+    return tuple(each[g] for g in groups_of(schedule, groups, stages // groups))
+
+
+def _at_peak(found: Sequence[Moment], stages: int) -> InFlight:
+    """At the peak of a device with so many stages, of each."""
+    split = any(one.action is Action.BACKWARD_INPUT for one in found)
+    if split:
+        halves = [one for one in found if one.action is Action.BACKWARD_INPUT]
+        most = max(halves, key=lambda one: sum(one.active) + sum(one.put_off))
+        return InFlight(sum(most.active) / stages, sum(most.put_off) / stages, split=True)
+    backwards = [one for one in found if one.action is Action.BACKWARD]
+    later = [sum(one.active) for one in backwards if any(one.later)]
+    first = [sum(one.active) for one in backwards if not any(one.later)]
+    return InFlight(max(later, default=0) / stages, first=max(first, default=0) / stages)

@@ -16,7 +16,7 @@ import numpy as np
 
 from meshwright.costmodel.memory import model_state_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Batch, Mesh, Sharing
-from meshwright.costmodel.stages import Floats, Sums, fits, stage_bytes, stage_costs
+from meshwright.costmodel.stages import Floats, Sums, fits, stage_costs
 from meshwright.planner.drafts.segments import may_segment
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.stages import BlockPrograms
@@ -52,7 +52,7 @@ class MemoryFloor:
         if not len(counts):
             return True
         return any(
-            not overfull(float(held @ counts), held * counts, passing, self._room, groups)
+            not overfull(float(held @ counts), passing, self._room, groups)
             for held, passing in self._needs(mesh, m, kinds, self.space.restrictions.policies[-1])
         )
 
@@ -111,7 +111,7 @@ class MemoryFloor:
                 host=replace(host, weights=host.weights * (zero < 3)),
             )
             costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
-            held = stage_bytes(costs.kept_bytes, costs.activation_bytes, 1.0)
+            held = costs.kept_bytes + costs.activation_bytes
             found.append((held, stage_costs(kinds, own, policy).passing_bytes))
         return found
 
@@ -143,26 +143,10 @@ class MemoryFloor:
         return counts, Sums(array / mesh.tp)
 
 
-def overfull(load: float, loads: Floats, passing: Floats, room: float, groups: int) -> bool:
-    """Whether so many device groups can't hold `load` bytes, wherever the blocks lie. Blocks of
-    each kind weigh `loads` together, and need `passing` while they are computed.
-
-    A group with a block that passes x or more, of which there is one, holds no more than `room` - x
-    besides; those without hold no more than all lighter kinds weigh, W. Of G groups, n < G of them
-    without, for every x
-
-        load  <=  max over n of (G - n) (room - x) + min(W, n room),    at most next to n = W / room
-    """
-    for least in passing:
-        light = float(loads[passing < least].sum())
-        below = min(groups - 1, int(light / room))
-        most = max(
-            (groups - n) * max(room - least, 0.0) + min(light, n * room)
-            for n in (below, min(groups - 1, below + 1))
-        )
-        if load > most:
-            return True
-    return False
+def overfull(load: float, passing: Floats, room: float, groups: int) -> bool:
+    """Whether so many device groups can't hold `load` bytes, wherever the blocks lie: each group's
+    last block needs what some kind is `passing`, with all of the group's load beside it."""
+    return load > groups * max(room - float(passing.min()), 0.0)
 
 
 def _reference(mesh: Mesh) -> Mesh:

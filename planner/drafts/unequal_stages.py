@@ -28,6 +28,7 @@ from meshwright.costmodel.schedules import SCHEDULES, in_flight
 from meshwright.costmodel.sharding import ALL_GATHER
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages
+from meshwright.planner.drafts.fills import held_at_peak
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.inter_op import (
     Constraints,
@@ -186,7 +187,7 @@ class UnequalStages:
         found, count = [], len(solution.stages)
         for k, choice in enumerate(solution.stages):
             setup = options[choice.variant].setup
-            held = in_flight(schedule, stage=k, num_stages=count, num_microbatches=m)
+            held = held_at_peak(schedule, count, m, count)[k]
             steps = self.equal.levels(setup, schedule)
             start, stop = (int(self.equal.cuts[at]) for at in (choice.start, choice.stop))
             draft = StageDraft(

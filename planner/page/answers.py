@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -70,17 +69,9 @@ def _memory(data: Row) -> str:
         f"A device of {stage_words(fullest['stages'])} takes most, "
         f"{gib(fullest['priced_bytes']).text} of {of}; {part} {gib(nbytes).text} of it."
     )
-    followed = [row for row in data["memory"] if "course_bytes" in row]
-    if followed:
-        fullest = max(followed, key=lambda row: row["course_bytes"])
+    if "moment" in fullest:
         where = f" of {fullest['block']}" if fullest["block"] else ""
-        when = f"in the {fullest['moment'].replace('_', ' ')}{where}"
-        if math.ceil(fullest["course_bytes"]) >= fullest["priced_bytes"]:
-            return f"{text} The peak comes {when}."
-        text += (
-            f" In the course of a step the most is {gib(fullest['course_bytes']).text}, on "
-            f"{stage_words(fullest['stages'])} in the {fullest['moment'].replace('_', ' ')}{where}."
-        )
+        text += f" The peak comes in the {fullest['moment'].replace('_', ' ')}{where}."
     if rehearsed_bytes := data["summary"].get("rehearsed_memory_bytes"):
         text += f" Rehearsed were {gib(max(rehearsed_bytes)).text}."
     return text

@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.planner.plan import GIB, seconds, sized
 
 Row = Mapping[str, Any]
-COURSE, REHEARSED = "in the course of a step", "rehearsed"  # peaks beside the sum of all kinds
+REHEARSED = "rehearsed"  # peak beside the predicted one
 SI = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -97,7 +97,6 @@ def peaks_of(summary: Row) -> dict[str, float]:
     course of a step, and rehearsed."""
     found = {
         "predicted peak": summary["peak_memory_bytes"],
-        COURSE: summary.get("course_bytes"),
         REHEARSED: summary.get("rehearsed_memory_bytes"),
     }
     return {name: max(nbytes) for name, nbytes in found.items() if nbytes}

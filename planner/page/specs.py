@@ -15,7 +15,7 @@ from typing import Any
 import altair as alt
 
 from meshwright.planner.page.block_charts import block_charts
-from meshwright.planner.page.cells import COURSE, REHEARSED, peaks_of, stage_words
+from meshwright.planner.page.cells import REHEARSED, peaks_of, stage_words
 from meshwright.planner.page.drawing import (
     BAR,
     GREY,
@@ -147,16 +147,12 @@ def memory(data: Row) -> Spec:
     bars = stacked(rows, "GiB of a device", order, unit="GiB")
     rehearsed = data["summary"].get("rehearsed_memory_bytes", [])
     peaks = [
-        {"name": stage_words(row["stages"]), "peak": name, "value": nbytes / GIB}
-        for name, found in (
-            (COURSE, [row["course_bytes"] for row in data["memory"] if "course_bytes" in row]),
-            (REHEARSED, rehearsed),
-        )
-        for row, nbytes in zip(data["memory"], found, strict=False)
+        {"name": stage_words(row["stages"]), "peak": REHEARSED, "value": nbytes / GIB}
+        for row, nbytes in zip(data["memory"], rehearsed, strict=False)
     ]
     layers = [bars, capacity_line(data["summary"]["memory_bytes"])]
     if peaks:
-        layers.append(peak_marks(peaks, {COURSE: "diamond", REHEARSED: "circle"}))
+        layers.append(peak_marks(peaks, {REHEARSED: "circle"}))
     label = "Memory of a device of each group by what holds it; the dashed line is what it has"
     chart = alt.layer(*layers).resolve_scale(color="independent", shape="independent")
     return specified(chart, label, height=BAR * (len(data["memory"]) + 1))

@@ -143,8 +143,8 @@ def stages(data: Row) -> Table:
 
 def memory(data: Row) -> Table:
     parts = list(data["memory"][0]["parts"])
-    followed = "course_bytes" in data["memory"][0]
-    more = ("in the course of a step", "comes in") if followed else ()
+    followed = "moment" in data["memory"][0]
+    more = ("comes in",) if followed else ()
     rehearsed = data["summary"].get("rehearsed_memory_bytes", ())
     rows = []
     for place, row in enumerate(data["memory"]):
@@ -153,7 +153,7 @@ def memory(data: Row) -> Table:
         cells += [gib(row["priced_bytes"]), *map(gib, row["interval_bytes"])]
         if followed:
             block = f" of {row['block']}" if row["block"] else ""
-            cells += [gib(row["course_bytes"]), words(row["moment"].replace("_", " ") + block)]
+            cells.append(words(row["moment"].replace("_", " ") + block))
         cells += [gib(nbytes) for nbytes in rehearsed[place : place + 1]]
         rows.append(cells)
     heads = ["device group", "ranks", *parts, "predicted peak", "from, 80 %", "to, 80 %", *more]

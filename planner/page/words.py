@@ -42,14 +42,10 @@ WORDS: Mapping[str, str] = MappingProxyType({
     "gradient reduction": "seconds of summing gradients over the data axis that nothing hides",
     "bubble": "seconds in which a device of a pipeline waits for its turn",
     "activations": "what forwards keep for backwards, of all micro-batches in flight",
-    "buffers": "gradients that are being reduced, and weights that were gathered",
-    "transient": "what a backward makes again, and the gradients of activations",
+    "buffers": "messages between stages",
+    "transient": "what a backward makes again, gathers, or works on, at the fullest moment",
     "reserved": "the device's context and the communicators' buffers",
-    "predicted peak": (
-        "what plans are chosen by: the most that each kind of memory takes, as if all came at one "
-        "moment, or what is held at once in the course of a step, where that is more"
-    ),
-    "in the course of a step": "what is held at its fullest moment, followed action by action",
+    "predicted peak": "what is held at the fullest moment of a step; plans are chosen by it",
     "rehearsed": (
         "of the plan's own steps, run on tensors without values; what a device reserves is added"
     ),

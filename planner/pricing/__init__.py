@@ -9,7 +9,7 @@ from meshwright.planner.pricing.evaluate import (
     evaluate,
     price_stages,
 )
-from meshwright.planner.pricing.held import MemoryParts, memory_parts
+from meshwright.planner.pricing.held import MemoryParts
 from meshwright.planner.pricing.ledger import KINDS_OF_BYTES, Ledger, Line, Traffic, Work
 from meshwright.planner.pricing.stage_costs import StageCoster, mesh_of, stage_setting
 from meshwright.planner.pricing.terms import PricedTerm, priced_terms, terms_of
@@ -17,6 +17,6 @@ from meshwright.planner.pricing.terms import PricedTerm, priced_terms, terms_of
 __all__ = [
     "KINDS_OF_BYTES", "Evaluation", "Evaluator", "Ledger", "Line", "MemoryParts", "Prediction",
     "PricedTerm", "RehearsedMemory", "StageCoster", "Traffic", "Work", "bytes_beside_tensors",
-    "evaluate", "memory_parts", "mesh_of", "price_stages", "priced_terms", "stage_setting",
+    "evaluate", "mesh_of", "price_stages", "priced_terms", "stage_setting",
     "terms_of",
 ]  # fmt: skip

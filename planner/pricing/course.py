@@ -1,4 +1,4 @@
-"""Peak memory of a plan in the course of a step, from the prices of its blocks."""
+"""What the stages of a plan hold in the course of a step, from the prices of its blocks."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, pairwise
+from itertools import pairwise
 
-from meshwright.costmodel.blocks import REGATHER, Moment, PassPrice, parts_of
+from meshwright.costmodel.blocks import REGATHER, PassPrice, parts_of
 from meshwright.costmodel.memory import (
     Reduction,
     Trained,
@@ -18,17 +18,16 @@ from meshwright.costmodel.memory import (
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
 from meshwright.costmodel.quantized import buffer_bytes
-from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES, Action
 from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import (
     BlockBytes,
     Peak,
-    Recompute,
     StageBytes,
-    Sums,
+    Walked,
     communicator_bytes,
-    course_peaks,
     secondary_bytes,
+    walked,
 )
 from meshwright.planner.plan import (
     Plan,
@@ -37,6 +36,7 @@ from meshwright.planner.plan import (
     crossings,
     offloaded_parameters,
     offloaded_weights,
+    passes_of,
 )
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
@@ -44,37 +44,27 @@ from meshwright.planner.pricing.segments import in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 
-def plan_peaks(plan: Plan, coster: StageCoster, priced: Sequence[PricedStage]) -> list[Peak]:
-    """The highest point of a step on a device of each device group, reserved bytes included."""
+def walked_stages(plan: Plan, coster: StageCoster, priced: Sequence[PricedStage]) -> list[Walked]:
+    """The memory of each stage, from its blocks."""
     edges = crossings(plan, coster.graph)
     ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
     sent = {edge: values for edge, values in edges.items() if ranks[edge[0]] != ranks[edge[1]]}
     held: set[tuple[tuple[int, ...], str]] = set()
-    stages = [_stage(plan, k, own, sent, held) for k, own in enumerate(priced)]
-    peaks = course_peaks(
-        stages,
-        schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches,
-        num_devices=len(plan.devices),
-        edges=frozenset(edges),
-    )
-    device = coster.cluster.device
-    more = max(communicator_bytes(each.setting) for each in priced)
-    beside = device.reserved_bytes + more + _batch_bytes(plan, coster)
-    return [replace(peak, nbytes=math.ceil(peak.nbytes + beside)) for peak in peaks]
+    each, split = passes_of(plan), SCHEDULES[plan.schedule].splits_backward
+    return [
+        walked(_stage(plan, k, own, sent, held), each, split=split) for k, own in enumerate(priced)
+    ]
 
 
-def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
-    """Bytes of the global batch that the caller holds: on a CPU they lie where the tensors do."""
-    graph = coster.graph
-    if coster.cluster.device.kind != "cpu":
-        return 0.0
-    total, factors = 0.0, coster.problem.factors
-    for value in graph.inputs:
-        meta = graph.values[value]
-        rows = plan.global_batch_size / graph.batch_size if factors.has_batch(value) else 1.0
-        total += rows * math.prod(meta.shape) * meta.dtype.itemsize
-    return total
+def placed(peak: Peak, walk: Walked) -> Peak:
+    """A peak with the block of its stage in which it comes, and the gradients that there are."""
+    if peak.action is None:
+        return peak
+    block, gradients = walk.at(peak.action, first=peak.first)
+    if peak.action is Action.BACKWARD_WEIGHT and not peak.first:
+        gradients -= walk.memory["gradient_bytes"]
+    parts = {**peak.parts, "gradients": peak.parts["gradients"] + gradients}
+    return replace(peak, block=block, parts=parts)
 
 
 def _stage(
@@ -87,21 +77,19 @@ def _stage(
     """What stage k holds, block by block; `edges` are what stages send to each other, `held` the
     ranks and parameters of earlier stages, to which this one's are added."""
     stage, setting, pricer = priced.stage, priced.setting, priced.pricer
-    entered, states = priced.blocks, dict[str, Placement]()
-    read: set[tuple[str, Placement]] = set()
+    entered, made = priced.blocks, dict[str, Placement]()
     shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
     # of each parameter the last block that reads it, and its number there
     readers: dict[tuple[str, Placement], tuple[int, int]] = {}
     for at, each in enumerate(entered):
-        read |= each.inputs.items()
         for number, parameter in enumerate(each.parameters):
             if parameter in readers:
                 shared.add(parameter)
             if (stage.ranks, parameter[0]) not in held:
                 readers[parameter] = at, number
-        states |= {value: each.assignment.states[value] for value in each.block.outputs}
+        made |= {value: each.assignment.states[value] for value in each.block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
-    sent, there = {*chain(*targets.values())}, offloaded_parameters(stage, pricer.graph)
+    there = offloaded_parameters(stage, pricer.graph)
     trained, numbers, frozen = _parameters(readers, pricer, stage, there)
     held |= {(stage.ranks, value) for value, _ in readers}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
@@ -114,21 +102,26 @@ def _stage(
             (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
             for moment in each.passes.course
         ]
-        again, late = each.sums.recompute(policy), split and _reads_late(each.passes)
-        found = _block(again, each.sums, entering[at], gathered[at], course)
+        again, late = each.repeats(policy), split and _reads_late(each.passes)
+        found = BlockBytes(
+            kept=each.passes.saved_bytes - again + entering[at],
+            passing=again + gathered[at],
+            releases=not again,
+            course=course,
+        )
         if parts_of(policy)[1]:
             found = _gathering(found, again, alone=policy == REGATHER, late=late)
         blocks.append(found)
     blocks = in_segments(blocks, entering, stage, entered, pricer)
+    weights, states = _fixed_bytes(trained, setting)
     return StageBytes(
-        fixed=frozen + _fixed_bytes(trained, setting),
+        fixed=frozen + weights + states,
+        weights=frozen + weights,
         optimizer=optimizer_temporary_bytes(
             owned, optimizer=setting.optimizer, device=setting.cluster.device.kind
         ),
         blocks=sending(blocks, stage, entered, pricer),
-        leaving=sum(pricer.nbytes(v, states[v]) for v in sent - {value for value, _ in read}),
-        sent={j: sum(pricer.nbytes(v, states[v]) for v in to) for j, to in targets.items()},
-        received={j: sum(map(pricer.nbytes, values)) for (j, i), values in edges.items() if i == k},
+        seeds=sum(pricer.nbytes(v, made[v]) for to in targets.values() for v in to),
         trained=trained,
         reduction=_reduction(setting),
     )
@@ -176,63 +169,41 @@ def _reads_late(of: PassPrice) -> bool:
     return any(moment.regathered for moment in of.course)
 
 
-def _gathering(block: BlockBytes, again: Recompute, *, alone: bool, late: bool) -> BlockBytes:
-    """A block that gathers again. Where that is `alone` what it makes `again`, it lets go of the
-    rest on the way, and makes it in the second half of its backward if it is read `late`."""
+def _gathering(block: BlockBytes, again: float, *, alone: bool, late: bool) -> BlockBytes:
+    """A block that gathers again. Where that is `alone` what it makes `again`, so many bytes, it
+    lets go of the rest on the way, and makes it in the second half of its backward if it is read
+    `late`."""
     block = replace(block, course=[(moment.with_parts(), own) for moment, own in block.course])
     if alone and late:
-        whole = float(again.largest_bytes)
-        return replace(block, passing=block.passing - whole, late=whole, releases=True)
+        return replace(block, passing=block.passing - again, late=again, releases=True)
     return replace(block, releases=block.releases or alone)
 
 
-def _block(
-    repeated: Recompute,
-    own: Sums,
-    entering: float,
-    gathered: float,
-    course: Sequence[tuple[Moment, tuple[int, ...]]],
-) -> BlockBytes:
-    """A block: what it keeps of what enters and what it makes, and in its backward besides."""
-    again = float(repeated.largest_bytes)
-    return BlockBytes(
-        kept=float(own.saved_bytes - repeated.freed_bytes) + entering,
-        passing=again + gathered,
-        releases=not again,
-        course=course,
-    )
-
-
-def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> float:
-    """Bytes of weights, optimizer states, of the secondary shards that a backward begins with, and
-    of what a step that is validated afterwards may have to undo."""
-    secondary = secondary_bytes(setting) * sum(p.numel for p in trained if p.shards > 1)
-    undone = setting.validated * sum(
-        undo_bytes(p.numel, p.shards, zero=setting.sharing.zero, optimizer=setting.optimizer)
-        for p in trained
-    )
-    weight_bytes = DTYPE_BYTES[setting.precision]
+def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> tuple[float, float]:
+    """Bytes of weights, with the secondary shards that a backward begins with; and of optimizer
+    states, with what a step that is validated afterwards may have to undo."""
     away: dict[int, float] = defaultdict(float)  # elements by block
     for p in trained:
         away[p.block] += p.numel * p.away
     there = sorted(away)  # of these blocks one and the next have weights
     here = max((away[a] + away[b] for a, b in pairwise([*there, -1])), default=0.0)
-    return (
-        secondary
-        + undone
-        + weight_bytes * (here - sum(away.values()))
-        + sum(
-            fixed_bytes(
-                p.numel,
-                p.shards,
-                precision=setting.precision,
-                zero=setting.sharing.zero,
-                optimizer=setting.optimizer,
-                host=p.host,
-            )
-            for p in trained
-        )
+    weights = DTYPE_BYTES[setting.precision] * (here - sum(away.values()))
+    weights += secondary_bytes(setting) * sum(p.numel for p in trained if p.shards > 1)
+    zero, optimizer = setting.sharing.zero, setting.optimizer
+    states = setting.validated * sum(
+        undo_bytes(p.numel, p.shards, zero=zero, optimizer=optimizer) for p in trained
     )
+    for p in trained:
+        own, kept = fixed_bytes(
+            p.numel,
+            p.shards,
+            precision=setting.precision,
+            zero=zero,
+            optimizer=optimizer,
+            host=p.host,
+        )
+        weights, states = weights + own, states + kept
+    return weights, states
 
 
 def _parameters(

@@ -21,14 +21,14 @@ from meshwright.costmodel.schedules import (
     simulate,
 )
 from meshwright.costmodel.sharding import Assignment
-from meshwright.costmodel.stages import Peak, StageCosts, peak_bytes, shortfall_bytes
+from meshwright.costmodel.stages import Peak, StageCosts, device_peaks, shortfall_bytes
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, shared_apart
 from meshwright.planner.pricing.copies import with_exchange
-from meshwright.planner.pricing.course import plan_peaks
+from meshwright.planner.pricing.course import placed, walked_stages
 from meshwright.planner.pricing.hosts import by_node, check_host
 from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 
 
@@ -59,9 +59,7 @@ class Prediction:
     each device group, where a schedule runs several stages on one), share of the pipeline's time
     that devices wait, model FLOPs utilisation of the whole cluster; how far step times and memory
     were off for models like it; `assumptions` say what was taken for granted of a configuration
-    that leaves something open. `peak_memory_bytes` is the most of each kind of memory together,
-    which need not come at once; `course` has the peaks as they come in the course of a step, and
-    when, where the target's are followed, and the peak is no less than that. Where the plan was
+    that leaves something open. `peaks` say when the most is held, and of what. Where the plan was
     `rehearsed`, the verdict on memory rests on that; the other numbers are prices still.
     `host_memory_bytes` is what lies in the host's memory of each node, where anything does,
     `flash_bytes` in files on its flash."""
@@ -73,7 +71,7 @@ class Prediction:
     step_error: Quantiles
     memory_error: Quantiles
     assumptions: tuple[str, ...] = ()
-    course: tuple[Peak, ...] = ()
+    peaks: tuple[Peak, ...] = ()
     rehearsed: RehearsedMemory | None = None
     host_memory_bytes: tuple[int, ...] = ()
     flash_bytes: tuple[int, ...] = ()
@@ -89,11 +87,6 @@ class Prediction:
         """Bytes that the fullest flash of a node lacks; 0 where all fit."""
         room = cluster.host.nvme_bytes if cluster.host is not None else 0
         return max(0, max(self.flash_bytes, default=0) - room)
-
-    @property
-    def course_bytes(self) -> list[int]:
-        """Bytes of the peaks in the course of a step."""
-        return [math.ceil(peak.nbytes) for peak in self.course]
 
     @property
     def step_interval_s(self) -> tuple[float, float]:
@@ -197,15 +190,14 @@ def evaluate(
     check_host(plan, problem.cluster)
     coster = coster or StageCoster(replace(problem, precision=plan.precision))
     stages = tuple(priced_stage(plan, k, coster, own) for k, own in enumerate(assignments))
-    found = price_stages(plan, coster, [each.costs for each in stages])
-    found = replace(found, priced=stages)
     if not problem.target.gradients_come:
-        return found
-    course = plan_peaks(plan, coster, stages)
-    sums = found.prediction.peak_memory_bytes
-    peaks = [max(own, math.ceil(peak.nbytes)) for own, peak in zip(sums, course, strict=True)]
-    prediction = replace(found.prediction, course=tuple(course), peak_memory_bytes=peaks)
-    return replace(found, prediction=prediction)
+        found = price_stages(plan, coster, [each.costs for each in stages])
+        return replace(found, priced=stages)
+    walks = walked_stages(plan, coster, stages)
+    costs = [replace(s.costs, **walk.memory) for s, walk in zip(stages, walks, strict=True)]
+    found = price_stages(plan, coster, costs, walked=True)
+    peaks = tuple(placed(peak, walks[peak.stage]) for peak in found.prediction.peaks)
+    return replace(found, priced=stages, prediction=replace(found.prediction, peaks=peaks))
 
 
 def price_stages(
@@ -215,17 +207,17 @@ def price_stages(
     send_scale: float = 1.0,
     *,
     exchanged: bool = False,
+    walked: bool = False,
 ) -> Evaluation:
     """Price a plan whose stages' costs are known; its shardings are not asked. `send_scale`
     multiplies the seconds of sends. The sum of gradients over copies of the model is added to the
-    costs, unless it is in them (`exchanged`)."""
+    costs, unless it is in them (`exchanged`), and what stages receive of a backward to its bytes,
+    unless it was `walked`."""
     cluster = coster.cluster
     stages = stages if exchanged else with_exchange(plan, coster, stages)
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
-    transfers = {
-        edge: transfer(plan, coster, edge, values)
-        for edge, values in crossings(plan, coster.graph).items()
-    }
+    crossed = crossings(plan, coster.graph)
+    transfers = {edge: transfer(plan, coster, edge, values) for edge, values in crossed.items()}
     sends = {edge: send_scale * entry.seconds for edge, entry in transfers.items()}
     timeline, streams = _simulate(plan, coster.problem.target, stages, sends)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
@@ -242,11 +234,20 @@ def price_stages(
         for k in range(p)
     )
     in_memory = [s.host_bytes + n * s.away_bytes for s, n in zip(stages, active, strict=True)]
+    followed = coster.problem.target.gradients_come
+    sizes = message_bytes(plan, coster, crossed) if followed else None
+    peaks = device_peaks(
+        stages if walked or sizes is None else _receiving(stages, sizes),
+        schedule=plan.schedule,
+        num_microbatches=m,
+        num_devices=devices,
+        messages=sizes,
+        reserved=cluster.device.reserved_bytes + batch_bytes(plan, coster),
+    )
     prediction = Prediction(
         step_time_s=step_s,
-        peak_memory_bytes=peak_bytes(
-            stages, cluster, schedule=plan.schedule, num_microbatches=m, num_devices=devices
-        ),
+        peak_memory_bytes=[math.ceil(peak.nbytes) for peak in peaks],
+        peaks=tuple(peaks),
         bubble_fraction=bubble,
         mfu=flops / (step_s * peak),
         step_error=coster.errors[0],
@@ -263,6 +264,46 @@ def price_stages(
         target=coster.problem.target,
         transfers=transfers,
     )
+
+
+def message_bytes(
+    plan: Plan, coster: StageCoster, crossed: Mapping[tuple[int, int], Sequence[str]]
+) -> dict[tuple[int, int], tuple[float, float]]:
+    """Bytes of a micro-batch from one stage to another, on a rank of each."""
+    stages = {k for edge in crossed for k in edge}
+    pricers = {k: coster.pricer(stage_setting(plan, k, coster)) for k in stages}
+    return {
+        edge: (sum(map(pricers[edge[0]].nbytes, own)), sum(map(pricers[edge[1]].nbytes, own)))
+        for edge, own in crossed.items()
+    }
+
+
+def _receiving(
+    stages: Sequence[StageCosts[float]], sizes: Mapping[tuple[int, int], tuple[float, float]]
+) -> list[StageCosts[float]]:
+    """Stages that hold the gradients that they receive to the end of a backward."""
+    found = [*stages]
+    for (k, _), (nbytes, _) in sizes.items():
+        found[k] = replace(
+            found[k],
+            first_bytes=found[k].first_bytes + nbytes,
+            later_bytes=found[k].later_bytes + nbytes,
+            half_bytes=found[k].half_bytes + nbytes,
+        )
+    return found
+
+
+def batch_bytes(plan: Plan, coster: StageCoster) -> float:
+    """Bytes of the global batch that the caller holds: on a CPU they lie where the tensors do."""
+    graph = coster.graph
+    if coster.cluster.device.kind != "cpu":
+        return 0.0
+    total, factors = 0.0, coster.problem.factors
+    for value in graph.inputs:
+        meta = graph.values[value]
+        rows = plan.global_batch_size / graph.batch_size if factors.has_batch(value) else 1.0
+        total += rows * math.prod(meta.shape) * meta.dtype.itemsize
+    return total
 
 
 def _simulate(

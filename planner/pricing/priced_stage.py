@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators import Pricer, Setting
 from meshwright.costmodel.sharding import Assignment, Placement
@@ -45,17 +45,21 @@ def priced_stage(
     stage = plan.stages[k]
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(setting)
-    sums, blocks = Sums.zeros(), list[Entered]()
+    sums, decided, blocks = Sums.zeros(), Sums.zeros(), list[Entered]()
     stored: set[tuple[str, Placement]] = set()
-    for block, assignment, inputs in coster.entered(stage, assignments):
+    entered = coster.entered(stage, assignments)
+    for (block, assignment, inputs), policy in zip(entered, stage.policies, strict=True):
         own = Entered.of(coster, pricer, block, assignment, inputs)
         blocks.append(own)
         sums = sums.then(own.sums)
+        decided = decided.then(own.sums.with_policy(policy))
         for value, state in stored.intersection(own.parameters):
             sums = sums - parameter_sums(pricer, value, state)
         stored.update(own.parameters)
     sent = sent_of(stage, blocks, pricer, setting)
     repeated = stage_recompute(stage, blocks, pricer)
+    if stage.segments == 1:
+        repeated = replace(repeated, excess=decided.recompute("none").excess)
     return PricedStage(
         stage=stage,
         setting=setting,

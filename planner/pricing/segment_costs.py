@@ -37,7 +37,7 @@ def segment_recompute(blocks: Sequence[SegmentBlock]) -> Recompute:
     inside = sum(block.inside for block in blocks)
     saved = sum(block.sums.saved_bytes for block in blocks)
     freed = sum(each.freed_bytes for each in own)
-    held = saved - freed + max(each.largest_bytes for each in own)
+    held = saved - freed + inside + blocks[-1].leaving
 
     def added(column: str, recompute: str) -> np.ndarray:
         forwards = sum(getattr(block.sums, column) for block in blocks)
@@ -48,6 +48,7 @@ def segment_recompute(blocks: Sequence[SegmentBlock]) -> Recompute:
         comm_s=added("forward_comm_s", "comm_s"),
         host_s=added("forward_host_s", "host_s"),
         freed_bytes=np.asarray(saved + inside),
-        largest_bytes=np.asarray(held + inside + blocks[-1].leaving),
+        excess=held + np.max([each.excess for each in own], axis=0),
+        put_off_bytes=np.asarray(sum(each.put_off_bytes for each in own)),
         gather_s=np.asarray(sum(block.sums.zero3_gather_s for block in blocks[:-1])),
     )

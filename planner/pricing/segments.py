@@ -44,6 +44,11 @@ class Entered:
             sums=coster.block_sums(pricer, block, assignment, inputs),
         )
 
+    def repeats(self, policy: str) -> float:
+        """Bytes that it makes again under a policy."""
+        own = self.passes.repeats.get(policy)
+        return own.freed_bytes if own else 0.0
+
     @property
     def parameters(self) -> list[tuple[str, Placement]]:
         """Its parameters, each in the state in which it is stored."""

@@ -5,6 +5,7 @@ until it is asked for."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ from meshwright.costmodel.intervals import LEVEL
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment
 from meshwright.planner.plan import compress_ranks, folds
-from meshwright.planner.pricing import Evaluation, Ledger, StageCoster, Work, memory_parts
+from meshwright.planner.pricing import Evaluation, Ledger, MemoryParts, StageCoster, Work
 from meshwright.planner.report.components import of_group
 from meshwright.planner.report.diagram import block_diagrams
 from meshwright.planner.report.timeline import timeline_data
@@ -36,32 +37,26 @@ class Details:
 
     @cached_property
     def memory(self) -> list[Row]:
-        """Of each device group: bytes by what holds them (`parts`, which add up to
-        `priced_bytes`), and the peak in the course of a step, with the moment and the block it
-        comes in (none where the target's course is not followed)."""
-        evaluation, plan = self.evaluation, self.evaluation.plan
-        peaks, course = evaluation.prediction.peak_memory_bytes, evaluation.prediction.course
-        quantiles = evaluation.prediction.memory_error
+        """Of each device group: the peak (`priced_bytes`) and what holds it (`parts`, which add up
+        to it), with the moment, the stage and the block it comes in (None where no backward is
+        followed block by block)."""
+        plan, prediction = self.evaluation.plan, self.evaluation.prediction
+        quantiles = prediction.memory_error
         rows: list[Row] = []
-        parts = memory_parts(evaluation)
-        for k, (ranks, own) in enumerate(zip(plan.devices, parts, strict=True)):
-            row: dict[str, Any] = {
-                "ranks": compress_ranks(ranks),
-                "stages": [n for n, stage in enumerate(plan.stages) if stage.ranks == ranks],
-                "parts": own.as_dict(),
-                "priced_bytes": peaks[k],
-                "interval_bytes": [quantiles.low * peaks[k], quantiles.high * peaks[k]],
-            }
-            if course:
-                peak = course[k]
-                blocks = plan.stages[peak.stage].blocks
-                row |= {
-                    "course_bytes": peak.nbytes,
+        for ranks, peak in zip(plan.devices, prediction.peaks, strict=True):
+            blocks, priced = plan.stages[peak.stage].blocks, math.ceil(peak.nbytes)
+            rows.append(
+                {
+                    "ranks": compress_ranks(ranks),
+                    "stages": [n for n, stage in enumerate(plan.stages) if stage.ranks == ranks],
+                    "parts": MemoryParts.at(peak).as_dict(),
+                    "priced_bytes": priced,
+                    "interval_bytes": [quantiles.low * priced, quantiles.high * priced],
                     "moment": peak.action.name.lower() if peak.action else "optimizer",
                     "stage": peak.stage,
                     "block": None if peak.block is None else blocks[peak.block],
                 }
-            rows.append(row)
+            )
         return rows
 
     @cached_property

@@ -126,7 +126,6 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
     """What the summary says of memory: bytes, and whether the plan fits, and by what."""
     summary = {
         "peak_memory_bytes": prediction.peak_memory_bytes,
-        "course_bytes": list(prediction.course_bytes),
         "memory_interval_bytes": prediction.memory_interval_bytes,
         "memory_bytes": cluster.device.memory_bytes,
         "memory_verdict": prediction.memory_verdict(cluster),
@@ -251,7 +250,7 @@ def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:
         * (1 - stage.offload.get("optimizer", 0.0))
         for stage, costs in zip(stages, evaluation.stages, strict=True)
     )
-    binds = there and any(peak.action is None for peak in evaluation.prediction.course)
+    binds = there and any(peak.action is None for peak in evaluation.prediction.peaks)
     return [
         f"{stepped} steps kernel by kernel, torch's default, in {seconds(step_s)}"
         + f" and {sized(beside)} beside its states" * there

@@ -3,7 +3,6 @@ with the answers that take more planning."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -196,17 +195,9 @@ def _memory_parts(report: Report) -> list[Part]:
 
 
 def _at_once(row: Row) -> list[str]:
-    """When the fullest device group's memory is highest, where the target's step is followed."""
-    if "course_bytes" not in row:
-        return []
+    """When the fullest device group's memory is highest."""
     block = f" of {row['block']}" if row["block"] else ""
-    when = f"in the {row['moment'].replace('_', ' ')}{block}"
-    if math.ceil(row["course_bytes"]) >= row["priced_bytes"]:
-        return [f"  (the peak comes {when})"]
-    return [
-        "  (the most of each kind, which need not come together: followed through a step, at most "
-        f"{sized(row['course_bytes'])} at once, {when})"
-    ]
+    return [f"  (the peak comes in the {row['moment'].replace('_', ' ')}{block})"]
 
 
 def _parts_of(row: Row) -> str:

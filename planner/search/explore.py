@@ -145,23 +145,27 @@ class Explorer:
                 queue.add(max(one.estimate_s * self.trust, one.bound_s), one)
 
     def cut(
-        self, combination: Combination, limit_s: float, *, alike: bool = False
+        self, combination: Combination, limit_s: float, **given: Any
     ) -> tuple[float, list[StageDraft]] | None:
         """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
-        the simulation may hide all of what it sends."""
+        the simulation may hide all of what it sends. `given` as to `EqualStages.solve`."""
         sent_s = self.equal.sends_s(combination)
         cutoff_s = limit_s * OVERSHOOT + sent_s
         found = self.effort.timed(
-            "cut stages", lambda: self.equal.solve(combination, cutoff_s, alike=alike)
+            "cut stages", lambda: self.equal.solve(combination, cutoff_s, **given)
         )
         return None if found is None else ((found[0] - sent_s) / OVERSHOOT, found[1])
 
     def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
-        """Draft a cut; where several stages of a device don't fit together, one of equal shares."""
+        """Draft a cut; where it does not fit, one with as much less room as it lacks; of several
+        stages of a device one of equal shares."""
         draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
         self.drafts.append(draft)
-        if not draft.fits and combination.stages_per_group > 1:
-            found = self.cut(combination, self.limit_s(), alike=True)
+        for alike in (False, True) if combination.stages_per_group > 1 else (False,):
+            if draft.fits or draft.lacks_bytes <= 0:
+                break
+            less = 0.0 if alike else draft.lacks_bytes
+            found = self.cut(combination, self.limit_s(), alike=alike, less_bytes=less)
             if found is not None:
-                more = self.effort.timed("simulate", self.drafter.draft, combination, found[1])
-                self.drafts.append(more)
+                draft = self.effort.timed("simulate", self.drafter.draft, combination, found[1])
+                self.drafts.append(draft)

@@ -115,6 +115,8 @@ def _closest(
         peaks = draft.evaluation.prediction.peak_memory_bytes
         lacking = [max(0.0, peak - drafter.space.memory_bytes) for peak in peaks]
         found.append((max(lacking), lacking, describe(draft.evaluation.plan)))
+    if any(draft.lacks_bytes > 0 for draft in drafts):  # what the table says fits was tried
+        found = [one for one in found if one[0] > 0]
     closest = min(found, key=lambda item: item[0], default=None)
     if closest is not None and closest[0] <= 0:  # but not under the schedules that are left
         need = least_memory(drafter.equal, least_memory_choices(drafter.space))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.stages import of_one, peak_bytes
+from meshwright.costmodel.stages import device_peaks, of_one
 from meshwright.planner.drafts import EqualStages, MeshChoice, Space, StageSetup, UnequalStages
 from meshwright.planner.stages import recompute_levels
 
@@ -73,14 +73,14 @@ def memory_needs(
                 part = setup.chain.typical().times(1 / stages)
                 levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
                 costs = of_one(levels.costs[-1])
-                used = peak_bytes(
+                peaks = device_peaks(
                     [costs] * stages,
-                    equal.space.cluster,
                     schedule=name,
                     num_microbatches=m,
                     num_devices=groups,
+                    reserved=equal.space.cluster.device.reserved_bytes,
                 )
-                needs.append(float(max(used)))
+                needs.append(max(peak.nbytes for peak in peaks))
         if needs:
             yield MemoryNeed(
                 choice=choice, setup=setup, excess_bytes=min(needs) - equal.space.memory_bytes

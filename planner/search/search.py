@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
@@ -32,7 +32,7 @@ from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.offload import if_it_pays
-from meshwright.planner.search.refused import kind_of, kind_of_draft, without_refused
+from meshwright.planner.search.relieved import relieved
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, order, shape
 from meshwright.planner.search.validated import if_validated_pays
@@ -69,15 +69,8 @@ class Search(Drafter):
         self.objective = objective
         self.time_limit_s = time_limit_s
         self._effort = Effort(self.programs.time)
-        self.refused: frozenset[Hashable] = frozenset()  # kinds of combinations to leave out
-        self._explorer = Explorer(
-            drafter=self,
-            equal=self.equal,
-            effort=self._effort,
-            accept=lambda one: kind_of(one) not in self.refused,
-        )
+        self._explorer = Explorer(drafter=self, equal=self.equal, effort=self._effort)
         self.drafts = self._explorer.drafts
-        self.excess_bytes = math.inf  # of the closest plan that was written out
 
     def offload(self, host: HostParts) -> None:
         super().offload(host)
@@ -104,7 +97,7 @@ class Search(Drafter):
         with self.programs.time.until(self.programs.time.after(self.time_limit_s)):
             found = self.attempt()
             if found is None:
-                return without_refused(self)
+                return relieved(self)
             found = if_it_pays(self, if_activations_pay(self, found))
             return if_validated_pays(self, found)
 
@@ -299,8 +292,7 @@ class Search(Drafter):
             stages = (
                 self.unequal.stage_drafts(solution, options, m, schedule) if each == 1 else None
             )
-            found = [] if stages is None else [self.simulated(stages, m, schedule)]
-            self.drafts += [d for d in found if kind_of_draft(d) not in self.refused]
+            self.drafts += [] if stages is None else [self.simulated(stages, m, schedule)]
 
     # --- the answer ---
 
@@ -316,19 +308,10 @@ class Search(Drafter):
         written: list[Candidate] = []
         # written out, a plan may take a little longer than its draft: whole blocks are recomputed
         while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
-            candidate = self._tried(waiting.pop(0))
+            candidate = self.written(waiting.pop(0))
             written = sorted([*written, *[candidate] * candidate.fits], key=order)
         others: list[Candidate | PlanDraft] = [*written, *waiting]
         return others[:MAX_KEPT] if written else []
-
-    def _tried(self, draft: PlanDraft) -> Candidate:
-        """A draft, written out; by how much it doesn't fit is kept."""
-        candidate = self.written(draft)
-        peak = max(candidate.evaluation.prediction.peak_memory_bytes)
-        self.excess_bytes = min(self.excess_bytes, peak - self.space.memory_bytes)
-        if not candidate.fits:
-            self.refused |= {kind_of_draft(draft)}
-        return candidate
 
     def _written_by_taste(self, drafts: Sequence[PlanDraft]) -> list[Candidate | PlanDraft]:
         """The first draft by taste that fits when it is written out, then the fastest others."""
@@ -336,7 +319,7 @@ class Search(Drafter):
         near = [d for d in drafts if d.step_time_s <= least_s * (1 + 2 * TIE)]
         refused: list[PlanDraft] = []
         for judged in by_taste(near, self.programs.coster):
-            candidate = self._tried(judged.draft)
+            candidate = self.written(judged.draft)
             if candidate.fits and candidate.step_time_s <= judged.draft.step_time_s * (1 + TIE):
                 others = [d for d in drafts if all(d is not x for x in (judged.draft, *refused))]
                 return [candidate, *others[: MAX_KEPT - 1]]

@@ -2,14 +2,12 @@
 
 Of block b under policy p are known the device's and the host's seconds per micro-batch to run it
 again, s and h, and the bytes per micro-batch that it no longer keeps, r. With D and H the seconds
-of the stage's backward without recompute, f micro-batches in flight, k the bytes that the stage
-keeps of one and `room` what is left for them:
+of the stage's backward without recompute, k the bytes that the stage keeps of a micro-batch and
+`room` what there is for one:
 
     minimise    max(D + Σ s[b, p(b)],  H + Σ h[b, p(b)])           (their sum where one follows
-    subject to  f (k - Σ r[b, p(b)]) + largest <= room              the other: on a CPU)
+    subject to  k - Σ r[b, p(b)] <= room                            the other: on a CPU)
 
-`largest` is the most that a block holds once it was run again: the maximum of r. It takes few
-values; each is tried as a ceiling for the policies that blocks may have, which leaves a knapsack.
 Equal blocks are interchangeable, so that the unknowns are counts per class.
 
 The knapsack is solved class by class over the splits of the class's blocks among policies: all of
@@ -79,23 +77,14 @@ class _Steps:
 
 
 def choose_policies(
-    blocks: Sequence[Sums],
-    legal: Sequence[str],
-    *,
-    in_flight: float,
-    room_bytes: float,
-    device: str = "cuda",
+    blocks: Sequence[Sums], legal: Sequence[str], *, room_bytes: float, device: str = "cuda"
 ) -> tuple[str, ...] | None:
     """The policy of each block that adds the least seconds to a backward, None if none fits.
 
-    `blocks` are the sums of each block, `legal` the policies to choose from; `room_bytes` is what
-    states, buffers and one operator's gradients leave for `in_flight` micro-batches and for a block
-    that is run again. On a `device` of kind "cuda" the host issues operators beside it.
+    `blocks` are the sums of each block, `legal` the policies to choose from; they may keep
+    `room_bytes` of a micro-batch. On a `device` of kind "cuda" the host issues operators beside it.
     """
     table = np.array([_options(own, legal, device) for own in blocks])
-    largest = np.array(
-        [[float(own.recompute(policy).largest_bytes) for policy in legal] for own in blocks]
-    )
     kept = sum(float(own.saved_bytes + own.input_bytes) for own in blocks)
     base = np.array(
         [
@@ -104,14 +93,8 @@ def choose_policies(
         ]
     )
     base = base if device == "cuda" else np.array([base.sum(), -np.inf])
-    best: tuple[float, tuple[str, ...]] | None = None
-    for ceiling in sorted({0.0, *largest.flat}, reverse=True):
-        classes = _classes(table, largest, legal, ceiling)
-        needed = kept - (room_bytes - ceiling) / in_flight
-        cutoff = best[0] if best else np.inf
-        if classes is not None and (found := _Knapsack(classes, base, needed).solve(cutoff)):
-            best = found
-    return best[1] if best else None
+    found = _Knapsack(_classes(table, legal), base, kept - room_bytes).solve()
+    return found[1] if found else None
 
 
 def _options(block: Sums, legal: Sequence[str], device: str) -> Floats:
@@ -125,36 +108,30 @@ def _options(block: Sums, legal: Sequence[str], device: str) -> Floats:
     return np.array([values(block.recompute(policy)) for policy in legal])
 
 
-def _classes(
-    table: Floats, largest: Floats, legal: Sequence[str], ceiling: float
-) -> list[_Class] | None:
-    """Blocks by what their policies cost and free, most blocks first; None where one has no
-    policy under the ceiling."""
-    alike: dict[tuple[bytes, bytes], list[int]] = {}
+def _classes(table: Floats, legal: Sequence[str]) -> list[_Class]:
+    """Blocks by what their policies cost and free, most blocks first."""
+    alike: dict[bytes, list[int]] = {}
     for b, own in enumerate(table):
-        alike.setdefault((own.tobytes(), largest[b].tobytes()), []).append(b)
+        alike.setdefault(own.tobytes(), []).append(b)
     found = []
     for members in alike.values():
-        first = members[0]
-        allowed = [k for k in range(len(legal)) if largest[first, k] <= ceiling]
-        kept = _undominated(table[first], allowed)
-        if not kept:
-            return None
+        options = table[members[0]]
+        kept = _undominated(options)
         found.append(
             _Class(
                 members=tuple(members),
                 policies=tuple(legal[k] for k in kept),
-                options=table[first][kept],
+                options=options[kept],
             )
         )
     return sorted(found, key=lambda each: -len(each.members))
 
 
-def _undominated(options: Floats, allowed: Sequence[int]) -> list[int]:
+def _undominated(options: Floats) -> list[int]:
     """Options that no other is at least as good as in all; of equal ones the first."""
     as_costs = options * (1.0, 1.0, -1.0)
     kept: list[int] = []
-    for k in sorted(allowed, key=lambda k: (*as_costs[k], k)):
+    for k in sorted(range(len(options)), key=lambda k: (*as_costs[k], k)):
         if not any((as_costs[j] <= as_costs[k]).all() for j in kept):
             kept.append(k)
     return kept
@@ -198,8 +175,8 @@ class _Knapsack:
             [self._relaxed(classes[k:], mix) for mix in self.mixes] for k in range(len(classes) + 1)
         ]
 
-    def solve(self, cutoff: float) -> tuple[float, tuple[str, ...]] | None:
-        """(seconds, policies), where they are no more than `cutoff`."""
+    def solve(self) -> tuple[float, tuple[str, ...]] | None:
+        """(seconds, policies), where there are any."""
         states = np.zeros((1, 3))
         trail: list[tuple[Ints, Ints]] = []
         for k, own in enumerate(self.classes):
@@ -207,7 +184,7 @@ class _Knapsack:
             merged = (states[:, None] + (splits @ own.options)[None]).reshape(-1, 3)
             bound = self._bound(merged, k + 1)
             known = self._rounded(merged[_least(bound, FEW)], k + 1)
-            kept = np.flatnonzero(np.isfinite(bound) & (bound <= min(cutoff, known)))
+            kept = np.flatnonzero(np.isfinite(bound) & (bound <= known))
             kept = kept[_front(merged[kept], bound[kept])]
             kept = kept[_least(bound[kept], BEAM)]
             states = merged[kept]

@@ -27,13 +27,14 @@ from meshwright.costmodel.blocks import REGATHERING, segment_policy
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.stages import (
     Floats,
+    InFlight,
     StageCosts,
     Sums,
     combined,
     fits,
     of_policy,
-    stage_bytes,
     stage_costs,
+    used_bytes,
 )
 
 
@@ -62,7 +63,7 @@ class RecomputeLevels:
 
     def choose(
         self,
-        in_flight: float | Floats,
+        in_flight: InFlight,
         room_bytes: float,
         *,
         per_device: int | NDArray[np.int64] = 1,
@@ -74,17 +75,16 @@ class RecomputeLevels:
         and which of the device's blocks recompute is decided for all of them together."""
         alike = 1 if others_bytes else per_device
 
-        def used(costs: StageCosts[Floats], passing_bytes: Floats) -> Floats:
-            held = stage_bytes(costs.kept_bytes, costs.activation_bytes, in_flight)
-            return alike * held + passing_bytes + others_bytes
+        def used(costs: StageCosts[Floats], passing: StageCosts[Floats]) -> Floats:
+            return used_bytes(costs, in_flight, alike, passing) + others_bytes
 
         first = self.costs[0]
-        done = np.asarray(fits(used(first, first.passing_bytes), room_bytes))
+        done = np.asarray(fits(used(first, first), room_bytes))
         level, fraction = np.zeros(done.shape, dtype=np.int64), np.zeros(done.shape)
         for k in range(1, len(self.costs)):
             low, high = self.costs[k - 1], self.costs[k]
-            above = used(high, high.passing_bytes)
-            below = used(low, high.passing_bytes)
+            above = used(high, high)
+            below = used(low, high)
             here = ~done & np.asarray(fits(above, room_bytes))
             part = (below - room_bytes) / np.maximum(below - above, 1.0)
             blocks = self.blocks * per_device

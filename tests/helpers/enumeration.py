@@ -281,7 +281,7 @@ class Enumeration:
         costs, groups = self._costs_of(stages, m, schedule, each), len(stages) // each
         placed = stages_of_devices(schedule, num_stages=len(stages), num_devices=groups)
         busy = [m * sum(costs[k].forward_s + costs[k].backward_s for k in own) for own in placed]
-        used = [sum(costs[k].static_bytes - costs[k].passing_bytes for k in own) for own in placed]
+        used = [sum(costs[k].fixed_bytes for k in own) for own in placed]
         return Bounded(
             stages=stages,
             num_microbatches=m,

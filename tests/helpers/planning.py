@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.costmodel.blocks import RECOMPUTE, Excess
 from meshwright.costmodel.blocks.price import price_pass
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Batch, Cost, HostParts, Mesh, Problem, Setting, Sharing
@@ -103,13 +105,17 @@ def programs_of(
 
 def sums_of(**columns: float | tuple[float, float, float, float]) -> Sums:
     """Sums of one block: named columns, others 0; by name of a policy what it runs again: seconds,
-    of which communication, the host's seconds, bytes freed."""
-    sums = Sums.zeros()
+    of which communication, the host's seconds, bytes freed, which its backward holds; `passing`
+    bytes of that whatever the policy."""
+    sums, again = Sums.zeros(), dict.fromkeys(RECOMPUTE, columns.pop("passing", 0.0))
+    sums.blocks = 1.0
     for name, value in columns.items():
         if isinstance(value, tuple):
             sums.set_recompute(name, *value)
+            again[name] += value[3]
         else:
             setattr(sums, name, value)
+    sums.excess = np.tile([*again.values()], (len(Excess._fields), 1))
     return sums
 
 

@@ -155,7 +155,8 @@ def test_frozen_static_bytes_are_those_of_inference(kind: str) -> None:
     sizes = [graph.values[v] for v in graph.parameters]
     count, trained = (sum(m.numel for m in sizes if m.requires_grad >= least) for least in (0, 1))
     stage = priced.stages[0]
-    assert stage.static_bytes - stage.passing_bytes == 2 * count + TRAINED_BYTES * trained
+    held = stage.fixed_bytes + stage.gradient_bytes
+    assert held == 2 * count + TRAINED_BYTES * trained
 
 
 # --- written buffers and stages -------------------------------------------------------------------

@@ -2,7 +2,7 @@
 their table names them, and estimates rest on its records."""
 
 import ast
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules import fills
+from meshwright.costmodel.schedules import Moment, fills, least_in_flight, moments
 from meshwright.costmodel.schedules.fills import PipelineShape
 from meshwright.costmodel.schedules.schedule import (
     SCHEDULES,
@@ -20,8 +20,6 @@ from meshwright.costmodel.schedules.schedule import (
     backward_follows_forward,
     build_schedule,
     in_flight,
-    least_in_flight,
-    peak_activation,
     stages_of_devices,
 )
 from tests.costmodel.schedules.pipelines import Shape, edges_of, run, shapes, times
@@ -202,11 +200,21 @@ def test_a_schedule_that_cannot_be_says_why(change: dict[str, Any], message: str
         build_schedule(**(arguments | change))
 
 
-def held(stream: Iterable[Instruction], sizes: Mapping[int, int]) -> int:
-    """Peak of what stages of these sizes hold, from a stream alone."""
-    changes = ((e.action is F) - (e.action in (B, W)) for e in stream)
-    own = (change * sizes.get(e.stage, 0) for change, e in zip(changes, stream, strict=True))
-    return max(accumulate(own))
+def held(stream: Iterable[Instruction], kept: Mapping[int, int], late: Mapping[int, int]) -> int:
+    """Peak of what stages hold that keep and put off so much, from a stream alone."""
+    changes = (
+        ((e.action is F) - (e.action in (B, I))) * kept.get(e.stage, 0)
+        + ((e.action is I) - (e.action is W)) * late.get(e.stage, 0)
+        for e in stream
+    )
+    return max(accumulate(changes))
+
+
+def at(one: Moment, stages: Sequence[int], kept: Mapping[int, int], late: Mapping[int, int]) -> int:
+    return sum(
+        n * kept[k] + off * late[k]
+        for k, n, off in zip(stages, one.active, one.put_off, strict=True)
+    )
 
 
 @given(data=st.data(), shape=shapes())
@@ -216,10 +224,13 @@ def test_peaks_are_those_of_walking_the_stream(data: st.DataObject, shape: Shape
     given_ = {"num_microbatches": shape.m, "num_devices": shape.p}
     for stage in range(n):
         found = in_flight(shape.name, stage=stage, num_stages=n, **given_)
-        assert found == max(held(stream, {stage: 1}) for stream in streams)
-    sizes = data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n) | st.just([2] * n))
-    peaks = peak_activation(shape.name, bytes_per_stage=sizes, **given_)
-    assert peaks == tuple(held(stream, dict(enumerate(sizes))) for stream in streams)
+        assert found == max(held(stream, {stage: 1}, {stage: 1}) for stream in streams)
+    draw = st.lists(st.integers(0, 9), min_size=n, max_size=n) | st.just([2] * n)
+    kept, late = (dict(enumerate(data.draw(draw))) for _ in range(2))
+    found = moments(shape.name, num_stages=n, **given_)
+    placed = stages_of_devices(shape.name, num_stages=n, num_devices=shape.p)
+    for own, stages, stream in zip(found, placed, streams, strict=True):
+        assert max(at(one, stages, kept, late) for one in own) == held(stream, kept, late)
 
 
 PUBLISHED = {  # (p, v, device) -> stages' micro-batches held once there are enough of them
@@ -237,9 +248,13 @@ PUBLISHED = {  # (p, v, device) -> stages' micro-batches held once there are eno
 
 @given(shape=shapes(names=tuple(PUBLISHED), m=st.integers(1, 24)))
 def test_memory_is_what_was_published_and_never_more(shape: Shape) -> None:
-    p, v, m, ones = shape.p, shape.v, shape.m, [1] * shape.num_stages
+    p, v, m = shape.p, shape.v, shape.m
     bounds = tuple(PUBLISHED[shape.name](p, v, d) for d in range(p))
-    most = peak_activation(shape.name, num_microbatches=m, bytes_per_stage=ones, num_devices=p)
+    counts = {"num_stages": shape.num_stages, "num_microbatches": m, "num_devices": p}
+    most = tuple(
+        max(sum((*one.active, *one.put_off)) for one in own)
+        for own in moments(shape.name, **counts)
+    )
     assert all(n <= bound for n, bound in zip(most, bounds, strict=True))
     if m > 2 * p:
         assert most == bounds
@@ -369,7 +384,7 @@ def test_the_least_that_is_in_flight_on_any_stage_of_a_device() -> None:
     """Of a V the last stage has fewer than the first on device 0, and as many at its turn."""
     for name, stages, m, expected in (
         ("1f1b", 3, 8, (3, 2, 1)),
-        ("1f1b", 3, 2, (2, 2, 1)),
+        ("1f1b", 3, 2, (1, 1, 1)),  # behind a first backward
         ("interleaved_1f1b", 4, 4, (2, 1)),
         ("zb_v", 4, 8, (1, 2)),
     ):

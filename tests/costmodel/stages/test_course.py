@@ -10,15 +10,17 @@ import pytest
 from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
 from meshwright.costmodel.schedules import Action
-from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, course_peaks
+from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, device_peaks, walked
 from meshwright.costmodel.stages.peak import (
+    InFlight,
     fits,
-    peak_bytes,
     room_bytes,
     shortfall_bytes,
     stage_bytes,
+    used_bytes,
 )
 from meshwright.costmodel.stages.stage import StageCosts
+from meshwright.planner.pricing.course import placed
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
 
@@ -39,23 +41,32 @@ def block(
 def stage(blocks: Sequence[BlockBytes], numels: Sequence[float] = (), **given: Any) -> StageBytes:
     trained = [Trained(numel=n, shards=1, block=k) for k, n in enumerate(numels)]
     own = StageBytes(
-        fixed=1000.0, optimizer=0.0, blocks=blocks, leaving=0.0, sent={}, received={},
-        trained=trained, reduction=ALONE,
+        fixed=1000.0, weights=600.0, optimizer=0.0, blocks=blocks, seeds=0.0, trained=trained,
+        reduction=ALONE,
     )  # fmt: skip
     return replace(own, **given)
 
 
+def peaks_of(
+    stages: Sequence[StageBytes], schedule: str, m: int, devices: int, sizes: Any = None
+) -> list[Peak]:
+    split = schedule.startswith("zb")
+    walks = [walked(own, m, split=split) for own in stages]
+    none = {each.name: 0.0 for each in fields(StageCosts)}
+    found = device_peaks(
+        [StageCosts(**none | walk.memory) for walk in walks],
+        schedule=schedule, num_microbatches=m, num_devices=devices, messages=sizes,
+    )  # fmt: skip
+    return [placed(each, walks[each.stage]) for each in found]
+
+
 def highest(own: StageBytes, m: int) -> Peak:
-    (found,) = course_peaks(
-        [own], schedule="1f1b", num_microbatches=m, num_devices=1, edges=frozenset()
-    )
-    return found
+    return peaks_of([own], "1f1b", m, 1)[0]
 
 
 def split_peaks(own: StageBytes) -> list[float]:
     """Of two such stages under ZB-H1, and one micro-batch."""
-    on = {"schedule": "zb_h1", "num_microbatches": 1, "num_devices": 2}
-    return [each.nbytes for each in course_peaks([own, own], **on, edges=frozenset({(0, 1)}))]
+    return [each.nbytes for each in peaks_of([own, own], "zb_h1", 1, 2, {(0, 1): (0.0, 0.0)})]
 
 
 def test_gradients_come_as_activations_go_and_the_highest_point_is_named() -> None:
@@ -65,14 +76,15 @@ def test_gradients_come_as_activations_go_and_the_highest_point_is_named() -> No
     # from the second micro-batch on all gradients are there
     assert highest(own, 2).nbytes == 1000 + max(300 + 20 + 80 + 480, 100 + 10 + 400 + 480)
     own = stage([block(100, 10, 0)], [100], optimizer=5000.0)
-    assert highest(own, 1) == Peak(nbytes=1000 + 400 + 5000)
-    own = stage([block(100, 10)], leaving=5000.0)
-    assert highest(own, 1) == Peak(nbytes=1000 + 100 + 5000, action=Action.FORWARD)
+    found = highest(own, 1)
+    assert (found.nbytes, found.action, found.block) == (1000 + 400 + 5000, None, None)
     # the first block's backward is the highest of the second micro-batch's: all gradients
     own = stage([block(100, 500, 0), block(200, 20, 1)], [100, 20])
     found = highest(own, 2)
     assert (found.action, found.stage, found.block) == (Action.BACKWARD, 0, 0)
     assert found.nbytes == 1000 + 100 + 500 + 400 + 480
+    parts = {"weights": 600, "optimizer": 400, "activations": 300, "gradients": 880}
+    assert found.parts == parts | {"buffers": 0, "reserved": 0}
 
 
 @pytest.mark.parametrize(("microbatches", "in_flight"), [(1, 1), (2, 2), (8, 2)])
@@ -80,10 +92,9 @@ def test_messages_and_what_leaves_a_stage(microbatches: int, in_flight: int) -> 
     """The first of two stages under 1F1B: the last message, an output or a gradient, is held beside
     what is kept, the gradient that was received by the last block's moments (here 7, of which it is
     a part), and two receives more are posted."""
-    first = stage([block(100, 7)], leaving=5.0, sent={1: 5.0})
-    second = stage([block(60, 9)], received={0: 5.0})
-    on = {"schedule": "1f1b", "num_microbatches": microbatches, "num_devices": 2}
-    found = course_peaks([first, second], **on, edges=frozenset({(0, 1)}))
+    found = peaks_of(
+        [stage([block(100, 7)]), stage([block(60, 9)])], "1f1b", microbatches, 2, {(0, 1): (5, 5)}
+    )
     posted = 5 * max(0, min(microbatches - 1, 2))
     assert found[0].nbytes == 1000 + in_flight * 100 + 5 + 7 + posted
     left = 5 if microbatches == 8 else 0  # the gradient before is on its way
@@ -93,7 +104,7 @@ def test_messages_and_what_leaves_a_stage(microbatches: int, in_flight: int) -> 
 def test_a_split_backward_keeps_what_its_second_half_needs() -> None:
     """After the first half 30 of 100 are left, and a gradient of 40; or 300 are put off, beside
     what is made again for the second half."""
-    own = stage([block(100, 20, 0, put_off=30)], [10], sent={1: 0.0}, received={0: 0.0})
+    own = stage([block(100, 20, 0, put_off=30)], [10])
     assert split_peaks(own) == [1000 + 120, 1000 + 120]
     late = block(10, 0, 0, put_off=300)
     assert split_peaks(replace(own, blocks=[late])) == [1000 + 300 + 40] * 2
@@ -112,19 +123,12 @@ def test_gradients_are_whole_until_the_last_backward() -> None:
     """Of virtual stages: those of one are there while another's backwards run, though ZeRO-1 leaves
     a shard of them in the end. So the peak is that of ranks that scatter nothing."""
     scattered = replace(ALONE, zero=1, summed=True)
-    edges = frozenset((k, k + 1) for k in range(7))
+    edges = {(k, k + 1): (0.0, 0.0) for k in range(7)}
 
     def peaks(shards: int) -> list[float]:
         trained = [Trained(numel=100, shards=shards, block=0)]
-        own = [
-            stage(
-                [block(100, 10, 0)], sent={k + 1: 0.0}, received={k - 1: 0.0}, trained=trained,
-                reduction=scattered,
-            )
-            for k in range(8)
-        ]  # fmt: skip
-        on = {"schedule": "interleaved_1f1b", "num_microbatches": 16, "num_devices": 4}
-        return [x.nbytes for x in course_peaks(own, **on, edges=edges)]
+        own = [stage([block(100, 10, 0)], trained=trained, reduction=scattered) for _ in range(8)]
+        return [x.nbytes for x in peaks_of(own, "interleaved_1f1b", 16, 4, edges)]
 
     assert peaks(shards=4) == peaks(shards=1)
 
@@ -134,10 +138,11 @@ def reserving(reserved_bytes: int, memory_bytes: float) -> Cluster:
     return replace(on, device=replace(on.device, reserved_bytes=reserved_bytes))
 
 
-def costs(static_bytes: float, passing_bytes: float, activation_bytes: float) -> StageCosts[float]:
-    none = {each.name: 0.0 for each in fields(StageCosts)}
-    held = {"static_bytes": static_bytes, "passing_bytes": passing_bytes}
-    return StageCosts(**none | held | {"activation_bytes": activation_bytes})
+def costs(fixed_bytes: float, passing_bytes: float, activation_bytes: float) -> StageCosts[float]:
+    none = {each.name: 0.0 for each in fields(StageCosts)} | {"several": 1.0}
+    passing = dict.fromkeys(("first_bytes", "later_bytes", "half_bytes"), passing_bytes)
+    held = {"fixed_bytes": fixed_bytes, "activation_bytes": activation_bytes}
+    return StageCosts(**none | passing | held)
 
 
 def test_what_fits() -> None:
@@ -147,15 +152,20 @@ def test_what_fits() -> None:
     assert room_bytes(reserving(100, 1000)) == 900
     assert room_bytes(reserving(100, 1000), stages=2) == 450
     # 1F1B: the first of two stages has two micro-batches in flight, the last one
-    on = reserving(100, 1000)
-    stages = [costs(700.0, 50.0, 150.0), costs(700.0, 50.0, 150.5)]
-    peaks = peak_bytes(stages, on, schedule="1f1b", num_microbatches=4, num_devices=2)
-    assert peaks == [700 + 2 * 150 + 100, 951]
-    assert shortfall_bytes(peaks, on) == [100, 0]
+    stages = [costs(650.0, 50.0, 150.0), costs(650.0, 50.0, 150.5)]
+    on = {"schedule": "1f1b", "num_microbatches": 4, "num_devices": 2, "reserved": 100.0}
+    peaks = [each.nbytes for each in device_peaks(stages, **on)]
+    assert peaks == [700 + 2 * 150 + 100, 950.5]
+    assert shortfall_bytes([1100, 951], reserving(100, 1000)) == [100, 0]
+    assert used_bytes(stages[0], InFlight(2)) == 1000
+    assert used_bytes(stages[0], InFlight(2), 2) == 2 * (650 + 300) + 50
+    with_gradients = replace(stages[0], gradient_bytes=40.0)
+    assert used_bytes(with_gradients, InFlight(active=1, first=2)) == 650 + 50 + 300
+    halves = replace(stages[0], half_bytes=70.0, put_off_bytes=30.0)
+    assert used_bytes(halves, InFlight(1, 2, split=True)) == 650 + 150 + 60 + 70
 
 
 def test_stages_of_one_device_are_never_in_a_backward_together() -> None:
-    on = reserving(0, 1000)
-    stages = [costs(100.0, passing, 0.0) for passing in (10.0, 40.0, 30.0, 20.0)]
-    peaks = peak_bytes(stages, on, schedule="zb_v", num_microbatches=4, num_devices=2)
-    assert peaks == [90 + 80 + 20, 60 + 70 + 40]
+    stages = [costs(80.0, passing, 0.0) for passing in (10.0, 40.0, 30.0, 20.0)]
+    peaks = device_peaks(stages, schedule="zb_v", num_microbatches=4, num_devices=2)
+    assert [each.nbytes for each in peaks] == [160 + 20, 160 + 40]

@@ -68,9 +68,10 @@ def test_devices_let_go_of_what_lies_in_host_memory(zero: int, microbatches: int
     )
     assert stage_costs(sums(), setting(zero, 0.0), "none").host_bytes == 0
     sent = microbatches == 1 or zero >= 2
-    gradients = {0: 4, 1: 4 * 8 + 4, 2: 4, 3: 4}[zero] * sent  # of a rank's shards
+    gradients = 4 * sent  # of a rank's shards
     freed = NUMEL / (8 if zero else 1) * (4 + 8 + gradients)
-    assert (none - all_, none - some) == pytest.approx((freed, freed / 4))
+    # those of two buckets on their way are there all the time
+    assert (none - all_, none - some) == pytest.approx((freed, freed / 4), rel=0.02)
     states = {"precision": "bf16", "zero": zero, "dp": 8, "optimizer": "adamw"}
     assert all_ >= model_state_bytes(NUMEL, **states, host=1.0, sent=1.0)
 

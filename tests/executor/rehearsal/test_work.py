@@ -315,7 +315,7 @@ def test_the_price_is_near_the_rehearsed_peak(line: str) -> None:
     of = checked(line)
     found = of.rehearse()
     plan, problem, assignments = of.priced_on(host(4))
-    prices = evaluate(plan, problem, assignments).prediction.course_bytes
+    prices = evaluate(plan, problem, assignments).prediction.peak_memory_bytes
     beside = bytes_beside_tensors(plan, StageCoster(problem))
     for priced, less, peak in zip(prices, beside, found.peak_bytes, strict=True):
         assert priced - less == pytest.approx(peak, rel=0.02)

@@ -71,16 +71,15 @@ def test_what_is_refused_has_no_plan_that_fits(
 def test_devices_are_overfull_only_where_no_placement_fits(
     blocks: list[tuple[int, int]], groups: int, room: int
 ) -> None:
-    """Against every placement of blocks that each hold and pass some bytes."""
+    """Against every cut of blocks that hold some bytes each, and pass some as the last one."""
     loads, passing = (np.array(own, dtype=float) for own in zip(*blocks, strict=True))
     fits = any(
         all(
-            sum(load for load, _ in own) + max(more for _, more in own) <= room
-            for g in range(groups)
-            if (own := [b for b, at in zip(blocks, places, strict=True) if at == g])
+            sum(load for load, _ in own) + own[-1][1] <= room
+            for a, b in itertools.pairwise((0, *ends, len(blocks)))
+            if (own := blocks[a:b])
         )
-        for places in itertools.product(range(groups), repeat=len(blocks))
+        for ends in itertools.combinations_with_replacement(range(len(blocks) + 1), groups - 1)
     )
-    refused = overfull(float(loads.sum()), loads, passing, float(room), groups)
-    assert not (fits and refused)
-    assert groups > 1 or fits != refused
+    assert not (fits and overfull(float(loads.sum()), passing, float(room), groups))
+    assert overfull(float(loads.sum()), passing, float(loads.sum() / groups - 1), groups)

@@ -23,8 +23,8 @@ from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing import (
     Evaluator,
     Ledger,
+    MemoryParts,
     Traffic,
-    memory_parts,
     priced_terms,
     terms_of,
 )
@@ -336,7 +336,7 @@ def test_rows_add_up_to_what_is_priced(audited: Audited) -> None:
 
 def test_parts_of_memory_add_up_to_the_peak(audited: Audited) -> None:
     evaluation, *_ = audited
-    found = memory_parts(evaluation)
+    found = [*map(MemoryParts.at, evaluation.prediction.peaks)]
     peaks = evaluation.prediction.peak_memory_bytes
     assert [sum(parts.as_dict().values()) for parts in found] == pytest.approx(peaks, abs=1)
     assert all(min(parts.as_dict().values()) >= 0 for parts in found)

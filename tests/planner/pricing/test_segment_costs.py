@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from meshwright.costmodel.stages.sums import Sums
+from meshwright.costmodel.stages.sums import LATER, Sums
 from meshwright.planner.plan.segments import segments_of
 from meshwright.planner.pricing.segment_costs import SegmentBlock, segment_recompute
 from tests.helpers.planning import sums_of
@@ -33,7 +33,7 @@ def test_inputs_of_blocks_inside_are_held_while_they_run_again(size: int) -> Non
     found = segment_recompute(segment("full", size))
     assert found.seconds == pytest.approx(size * (FORWARD + 0.9))
     assert found.freed_bytes == size * SAVED - INPUT
-    assert found.largest_bytes == (size - 1) * INPUT + (SAVED - INPUT) + INPUT
+    assert found.excess[LATER] == (size - 1) * INPUT + (SAVED - INPUT) + INPUT
     assert found.gather_s == (size - 1) * 0.5  # the last one's are there
 
 
@@ -41,7 +41,7 @@ def test_blocks_inside_may_keep_all() -> None:
     full, none = (segment_recompute(segment(policy, 4)) for policy in ("full", "none"))
     assert none.seconds == 4 * FORWARD < full.seconds
     assert none.freed_bytes == full.freed_bytes
-    assert none.largest_bytes == 4 * SAVED > full.largest_bytes
+    assert none.excess[LATER] == 4 * SAVED > full.excess[LATER]
 
 
 def test_equal_blocks_are_estimated_from_their_sums() -> None:
@@ -53,7 +53,7 @@ def test_equal_blocks_are_estimated_from_their_sums() -> None:
         exact = segment_recompute(segment(policy, size))
         assert estimate.seconds == pytest.approx(count / size * exact.seconds)
         assert estimate.freed_bytes == pytest.approx(count / size * exact.freed_bytes)
-        assert estimate.largest_bytes == pytest.approx(exact.largest_bytes, abs=INPUT)
+        assert estimate.excess[LATER] == pytest.approx(exact.excess[LATER], abs=INPUT)
         assert estimate.gather_s == pytest.approx(count / size * exact.gather_s)
 
 

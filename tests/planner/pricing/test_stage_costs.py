@@ -8,6 +8,8 @@ import pytest
 
 from meshwright.costmodel.kernels.collectives import p2p_time
 from meshwright.costmodel.operators import Batch, Mesh, Sharing
+from meshwright.costmodel.stages import InFlight
+from meshwright.costmodel.stages.memory import StageMemory
 from meshwright.costmodel.stages.stage import StageCosts, stage_costs
 from meshwright.costmodel.target import Target
 from meshwright.planner.drafts import Candidate, StageDraft, StageSetup
@@ -36,8 +38,9 @@ class Run:
         none = np.zeros(len(runs.sums), dtype=np.int64)
         chosen = ChosenLevel(level=none, fraction=none * 0.0, fits=none == 0)
         return StageDraft(
-            start=start, stop=stop, setup=self.way, levels=levels, chosen=chosen, in_flight=1
-        )
+            start=start, stop=stop, setup=self.way, levels=levels, chosen=chosen,
+            in_flight=InFlight(active=1, first=1),
+        )  # fmt: skip
 
 
 def run(
@@ -67,6 +70,10 @@ def candidate(
     ]
 
 
+# what a written plan's blocks say more exactly
+WALKED = {each.name for each in dataclasses.fields(StageMemory)} | {"activation_bytes"}
+
+
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", tiered([1, 24], (24).__eq__, "another draw of plans"))
 def test_the_plan_of_a_stage_is_priced_as_the_table_says(name: str, seed: int) -> None:
@@ -81,7 +88,8 @@ def test_the_plan_of_a_stage_is_priced_as_the_table_says(name: str, seed: int) -
         made, expected = candidate(programs, [0, *ends, count], runs)
         for stage, wanted in zip(made.evaluation.stages, expected, strict=True):
             for field, value in dataclasses.asdict(wanted).items():
-                assert getattr(stage, field) == pytest.approx(value, rel=1e-9, abs=1e-15), field
+                if field not in WALKED:
+                    assert getattr(stage, field) == pytest.approx(value, rel=1e-9, abs=1e-15), field
         factors = programs.coster.problem.factors
         assert check_plan(made.plan, programs.graph, factors) == made.assignments
 
@@ -94,7 +102,7 @@ def test_states_are_those_of_all_parameters_once() -> None:
     made, _ = candidate(programs, [0, count], [alone])
     total, (stage,) = of.graph.num_parameters(), made.evaluation.stages
     assert stage.parameters == total
-    assert stage.static_bytes == 16 * total + stage.passing_bytes
+    assert stage.fixed_bytes + stage.gradient_bytes == 16 * total
     split, _ = candidate(programs, [0, 2, count], [alone, alone])
     tied = next(v for v, fqn in of.graph.parameters.items() if "wte" in fqn)
     held = sum(stage.parameters for stage in split.evaluation.stages)

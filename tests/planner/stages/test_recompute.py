@@ -49,34 +49,32 @@ def freed(blocks: Sequence[Sums], policies: Sequence[str]) -> float:
     return sum(float(own.recompute(p).freed_bytes) for own, p in pairs)
 
 
-def used(blocks: Sequence[Sums], policies: Sequence[str], in_flight: int) -> float:
+def used(blocks: Sequence[Sums], policies: Sequence[str]) -> float:
     kept = sum(float(own.saved_bytes + own.input_bytes) for own in blocks)
-    again = [float(own.recompute(p).largest_bytes) for own, p in zip(blocks, policies, strict=True)]
-    return in_flight * (kept - freed(blocks, policies)) + max(again, default=0.0)
+    return kept - freed(blocks, policies)
 
 
 @given(
     chains(),
-    st.integers(1, 4),
     st.floats(0, 1.1),
     st.sampled_from(["cuda", "cpu"]),
     st.sampled_from([LEGAL, ("none", "full"), ("full",), ("selective", "full"), ("none",)]),
 )
 def test_no_choice_that_fits_is_faster(
-    blocks: list[Sums], in_flight: int, part: float, device: str, legal: tuple[str, ...]
+    blocks: list[Sums], part: float, device: str, legal: tuple[str, ...]
 ) -> None:
-    room = float(round(part * used(blocks, ["none"] * len(blocks), in_flight)))
+    room = float(round(part * used(blocks, ["none"] * len(blocks))))
     fitting = [
         seconds(blocks, policies, device)
         for policies in itertools.product(legal, repeat=len(blocks))
-        if used(blocks, policies, in_flight) <= room
+        if used(blocks, policies) <= room
     ]
-    found = choose_policies(blocks, legal, in_flight=in_flight, room_bytes=room, device=device)
+    found = choose_policies(blocks, legal, room_bytes=room, device=device)
     if found is None:
         assert not fitting
         return
     assert set(found) <= set(legal)
-    assert used(blocks, found, in_flight) <= room
+    assert used(blocks, found) <= room
     assert seconds(blocks, found, device) == min(fitting)
 
 
@@ -101,7 +99,7 @@ def test_deep_stages_of_one_class_reach_their_bound() -> None:
     """120 layers: where the bytes come out even, the bound is the answer."""
     layer = sums_of(backward_s=20, saved_bytes=100, full=(10, 0, 0, 100), selective=(1, 0, 0, 40))
     blocks = [layer] * 120
-    found = choose_policies(blocks, LEGAL, in_flight=2, room_bytes=2 * (12_000 - 40 * 75) + 40)
+    found = choose_policies(blocks, LEGAL, room_bytes=12_000 - 40 * 75)
     assert found is not None and found.count("selective") == 75 and found.count("none") == 45
     assert divided_s(blocks, 3000.0) == pytest.approx(75)
 
@@ -120,14 +118,10 @@ def test_many_classes_come_within_a_block_of_the_bound(part: float) -> None:
         for s in sizes
     ]
     blocks = [classes[k % 5] for k in range(50)]
-    room = part * used(blocks, ["none"] * 50, 1)
-    found = choose_policies(blocks, LEGAL, in_flight=1, room_bytes=room)
-    assert found is not None and used(blocks, found, 1) <= room
-    # one of them is held beside the rest
-    needed = used(blocks, ["none"] * 50, 1) - room
-    needed += max(
-        float(own.recompute(p).largest_bytes) for own, p in zip(blocks, found, strict=True)
-    )
+    room = part * used(blocks, ["none"] * 50)
+    found = choose_policies(blocks, LEGAL, room_bytes=room)
+    assert found is not None and used(blocks, found) <= room
+    needed = used(blocks, ["none"] * 50) - room
     bound = divided_s(blocks, needed)
     added = seconds(blocks, found) - seconds(blocks, ["none"] * 50)
     assert bound - 1e-9 <= added <= bound + sizes.min() ** 1.1

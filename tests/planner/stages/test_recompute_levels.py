@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.operators import Batch, Mesh, Sharing
+from meshwright.costmodel.stages import InFlight
 from meshwright.costmodel.stages.stage import StageCosts, of_one, of_policy, stage_costs
 from meshwright.costmodel.stages.sums import Floats
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels, recompute_levels
@@ -20,9 +21,8 @@ SIZES = st.integers(0, 1000)
 
 
 def level(static: int, passing: int, activation: int, seconds: float) -> StageCosts[Floats]:
-    given = dict.fromkeys(NAMES, seconds)
-    given |= {"static_bytes": static + passing, "passing_bytes": passing}
-    given |= {"activation_bytes": activation}
+    given = {name: 0.0 if name.endswith("bytes") else seconds for name in NAMES} | {"several": 1.0}
+    given |= {"fixed_bytes": static, "later_bytes": passing, "activation_bytes": activation}
     return StageCosts(**{name: np.array([float(value)]) for name, value in given.items()})
 
 
@@ -73,7 +73,7 @@ def place(own: RecomputeLevels, chosen: ChosenLevel) -> float:
 def test_no_block_is_recomputed_that_need_not_be(
     own: RecomputeLevels, held: int, room: int
 ) -> None:
-    chosen = own.choose(held, float(room))
+    chosen = own.choose(InFlight(held), float(room))
     expected = least(own, held, room)
     # a level as a whole may fit where none of its mixtures with the one below does
     assert bool(chosen.fits[0]) == (expected is not None)
@@ -88,14 +88,14 @@ def test_no_block_is_recomputed_that_need_not_be(
 def test_more_room_never_takes_more(
     own: RecomputeLevels, held: int, room: int, extra: int, more: int
 ) -> None:
-    here = place(own, own.choose(held, float(room)))
-    assert place(own, own.choose(held, float(room + extra))) <= here
-    assert place(own, own.choose(held + more, float(room))) >= here
+    here = place(own, own.choose(InFlight(held), float(room)))
+    assert place(own, own.choose(InFlight(held), float(room + extra))) <= here
+    assert place(own, own.choose(InFlight(held + more), float(room))) >= here
 
 
 @given(levels(), st.integers(1, 8), st.integers(0, 4000))
 def test_levels_are_blended(own: RecomputeLevels, held: int, room: int) -> None:
-    chosen = own.choose(held, float(room))
+    chosen = own.choose(InFlight(held), float(room))
     assume(chosen.fits[0])
     k, part = int(chosen.level[0]), float(chosen.fraction[0])
     low, high = own.costs[k], own.costs[min(k + 1, len(own.costs) - 1)]
@@ -108,7 +108,7 @@ def test_levels_are_blended(own: RecomputeLevels, held: int, room: int) -> None:
 
 @given(levels(), st.integers(1, 8), st.integers(0, 4000))
 def test_the_first_level_recomputes_nothing(own: RecomputeLevels, held: int, room: int) -> None:
-    assert own.at(0, own.choose(held, float(room)).lowest()) == StageCosts(
+    assert own.at(0, own.choose(InFlight(held), float(room)).lowest()) == StageCosts(
         **{name: float(getattr(own.costs[0], name)[0]) for name in NAMES}
     )
 

@@ -1,0 +1,162 @@
+"""What a device holds of micro-batches at the moments of a step that can be its peak.
+
+A stream (`schedule.py`) is followed: a forward adds a micro-batch, its backward lets it go. Where
+a backward is split, its first half leaves what the second one needs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from meshwright.costmodel.schedules.orders import Action, Compute
+from meshwright.costmodel.schedules.schedule import Instruction, build_schedule
+from meshwright.costmodel.schedules.table import SCHEDULES, compute_orders, stages_of_devices
+from meshwright.costmodel.target import POSTED_AHEAD
+
+_RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
+_SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
+_FIRST = (Action.BACKWARD, Action.BACKWARD_INPUT)
+
+
+class Message(NamedTuple):
+    """What a stage sends or receives: `action`, and the stage at the other end."""
+
+    stage: int
+    action: Action
+    peer: int
+
+
+class Moment(NamedTuple):
+    """A device in an instruction of a stage: of each of its stages in their order the micro-batches
+    that are `active`, from their forward to the end of the backward that is not put off, this one
+    included, those that are `put_off` then, and whether a backward of it was done (`later`); and
+    the messages that are posted, or on their way."""
+
+    action: Action
+    stage: int
+    active: tuple[int, ...]
+    put_off: tuple[int, ...]
+    later: tuple[bool, ...]
+    messages: tuple[Message, ...]
+
+
+def moments(
+    name: str,
+    *,
+    num_stages: int,
+    num_microbatches: int,
+    num_devices: int,
+    edges: frozenset[tuple[int, int]] | None = None,
+) -> tuple[tuple[Moment, ...], ...]:
+    """Per device the moments at which it may hold most, whatever its stages hold; without messages
+    where no `edges` are given. Raises ValueError as `build_schedule`."""
+    alone = SCHEDULES[name].in_flight if num_devices == num_stages else None
+    # the schedules repeat themselves, in rounds of as many as there are devices
+    warm = 2 * num_stages + num_devices
+    if alone is not None:
+        warm = max(alone(k, num_stages, num_microbatches) for k in (0, num_stages - 1)) + 2
+    if num_microbatches > warm:
+        num_microbatches = warm + (num_microbatches - warm) % num_devices
+    return _moments(name, num_stages, num_microbatches, num_devices, edges)
+
+
+def least_in_flight(
+    name: str, *, num_stages: int, num_microbatches: int, num_devices: int
+) -> tuple[int, ...]:
+    """Per device, micro-batches of whichever of its stages has fewest, at its peak in a backward
+    behind others of the step, if there are any: what each of its stages keeps has so many copies
+    at least. Raises ValueError as `build_schedule`."""
+    found = moments(
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
+    )
+    least = []
+    for own in found:
+        behind = [one for one in own if all(one.later)] or own
+        least.append(max(min(one.active) for one in behind))
+    return tuple(least)
+
+
+@lru_cache(maxsize=256)
+def _moments(
+    name: str,
+    num_stages: int,
+    num_microbatches: int,
+    num_devices: int,
+    edges: frozenset[tuple[int, int]] | None,
+) -> tuple[tuple[Moment, ...], ...]:
+    counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
+    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
+    streams: list[Sequence[Compute | Instruction]] = []
+    if edges is None:
+        streams += compute_orders(name, num_devices=num_devices, **counts)
+    else:
+        streams += build_schedule(
+            name, edges=edges, num_devices=num_devices, paired=False, **counts
+        )
+    return tuple(
+        tuple(_highest(_followed(stages, stream)))
+        for stages, stream in zip(placed, streams, strict=True)
+    )
+
+
+def _followed(stages: Sequence[int], stream: Sequence[Compute | Instruction]) -> Iterator[Moment]:
+    active, put_off = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
+    done = dict.fromkeys(stages, False)
+    receives = [_message(i) for i in stream if i.action in _RECEIVES]
+    taken, posted, sending = 0, list[Message](), list[Message]()
+    for instruction in stream:
+        action, stage = instruction.action, instruction.stage
+        if action in _RECEIVES:
+            taken += 1
+            posted = receives[taken : taken + POSTED_AHEAD]
+            continue
+        if action in _SENDS:
+            sending = [_message(instruction)]
+            continue
+        if action is Action.FORWARD:
+            active[stage] += 1
+        elif action not in (*_FIRST, Action.BACKWARD_WEIGHT):
+            continue
+        yield Moment(
+            action=action,
+            stage=stage,
+            active=tuple(active.values()),
+            put_off=tuple(put_off.values()),
+            later=tuple(done.values()),
+            messages=tuple(sorted(posted + sending)),
+        )
+        if action in _FIRST:
+            active[stage] -= 1
+        if action is Action.BACKWARD_INPUT:
+            put_off[stage] += 1
+        if action is Action.BACKWARD_WEIGHT:
+            put_off[stage] -= 1
+        if action in (Action.BACKWARD, Action.BACKWARD_WEIGHT):
+            done[stage] = True
+
+
+def _message(instruction: Compute | Instruction) -> Message:
+    assert isinstance(instruction, Instruction) and instruction.peer is not None
+    return Message(instruction.stage, instruction.action, instruction.peer)
+
+
+def _highest(found: Iterable[Moment]) -> list[Moment]:
+    """Without those that others of their kind exceed everywhere."""
+    kinds: dict[tuple[Action, int, tuple[bool, ...]], list[Moment]] = {}
+    for one in dict.fromkeys(found):
+        own = kinds.setdefault((one.action, one.stage, one.later), [])
+        if not any(_exceeds(other, one) for other in own):
+            own[:] = [other for other in own if not _exceeds(one, other)]
+            own.append(one)
+    return [one for own in kinds.values() for one in own]
+
+
+def _exceeds(one: Moment, other: Moment) -> bool:
+    """Whether it holds no less of anything."""
+    counts = zip((*one.active, *one.put_off), (*other.active, *other.put_off), strict=True)
+    if any(a < b for a, b in counts):
+        return False
+    return not Counter(other.messages) - Counter(one.messages)

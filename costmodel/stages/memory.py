@@ -1,0 +1,219 @@
+"""What a stage holds at each kind of moment that can be a peak, from the sums over its blocks.
+
+Between passes a stage holds its states (`fixed_bytes`) and the gradients that earlier backwards of
+the step left (`gradient_bytes`), and of each micro-batch in flight what its forward kept. A
+backward holds more (`sums.py`), and how gradients grow in it depends on what reduces them. With N
+bytes of them in fp32, S of ZeRO's shards, T made up to the peak, and B in buckets on their way:
+
+    ZeRO-0, 1   the first backward makes T, later ones add to all N; ZeRO-1's last one scatters
+    ZeRO-2      every one scatters: no more than T or B, and the shards
+    ZeRO-3      those of a block, and of the block behind it, which are being scattered; the shards
+
+Of a target whose step is not followed, it is the most of each kind at once. What is exact for the
+blocks of a plan (`course.py`) is an estimate of a few buckets here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.costmodel.blocks.excess import FP32
+from meshwright.costmodel.memory import (
+    ModelStates,
+    model_states,
+    optimizer_named,
+    undo_bytes,
+    working_bytes,
+)
+from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.quantized import buffer_bytes
+from meshwright.costmodel.stages.away import Sent
+from meshwright.costmodel.stages.offload import blocks_here, sent_gradients, weights_there
+from meshwright.costmodel.stages.sums import (
+    EDGE,
+    FIRST,
+    GROWN,
+    INSIDE,
+    LATER,
+    SECOND,
+    Floats,
+    Recompute,
+    Sums,
+)
+from meshwright.costmodel.target import SCATTERED_AT_ONCE, SENT_AT_ONCE
+
+RESERVED_COMMUNICATORS = 2  # whose buffers are in `Device.reserved_bytes`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageMemory:
+    """Bytes of a stage: of `fixed_bytes` the weights that are computed with are `weight_bytes`;
+    beyond those and what micro-batches keep, in the first backward of a step (`first_bytes`, with
+    its gradients) and in a later one (`later_bytes`, beside `gradient_bytes`), in the first half of
+    one that is split (`half_bytes`, with what it puts off) and in the second
+    (`second_bytes`, with all gradients), in the optimizer's step (`step_bytes`, with those); the
+    `put_off_bytes` of a micro-batch between both halves."""
+
+    weight_bytes: Floats
+    fixed_bytes: Floats
+    gradient_bytes: Floats
+    first_bytes: Floats
+    later_bytes: Floats
+    half_bytes: Floats
+    second_bytes: Floats
+    step_bytes: Floats
+    put_off_bytes: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gradients:
+    """Bytes of gradients that a backward leaves, that are there in the first one's peak and in a
+    later one's with the activations (`first`, `later`), and that the optimizer reads."""
+
+    left: Floats
+    first: Floats
+    later: Floats
+    read: Floats
+
+
+def communicator_bytes(setting: Setting) -> int:
+    """Bytes of a rank's communicators beyond those in the device's `reserved_bytes`."""
+    more = max(0, setting.communicators - RESERVED_COMMUNICATORS)
+    return more * setting.cluster.device.communicator_bytes
+
+
+def secondary_bytes(setting: Setting) -> float:
+    """Bytes of secondary shards for each parameter, in the precision that is gathered."""
+    return DTYPE_BYTES[setting.precision] / setting.sharing.hpz if setting.sharing.hpz else 0.0
+
+
+def stage_memory(
+    sums: Sums, setting: Setting, repeated: Recompute, kept: Floats, sent: Sent
+) -> StageMemory:
+    """The memory of stages whose micro-batches keep so much on the device, beside what they have
+    `sent` to the host's memory."""
+    # ranks that a parameter is divided among, on average: experts among fewer than the rest
+    shards = np.maximum(sums.parameters / np.maximum(sums.shard_parameters, 1e-9), 1.0)
+    states = model_states(
+        sums.parameters,
+        precision=setting.precision,
+        zero=setting.sharing.zero,
+        dp=shards,
+        optimizer=setting.optimizer,
+        target=setting.target,
+        host=setting.host.states,
+        sent=sent_gradients(setting),
+    )
+    undone = setting.validated * undo_bytes(
+        sums.parameters, shards, zero=setting.sharing.zero, optimizer=setting.optimizer
+    )
+    weights = states.weights + sums.frozen_bytes - weights_there(sums, setting)
+    weights = weights + blocks_here(sums, setting) + sums.parameters * secondary_bytes(setting)
+    followed = setting.target.gradients_come
+    found = (_followed if followed else _added_up)(sums, setting, repeated, states)
+    undivided = _undivided(sums, setting) if followed else 0.0
+    # as it comes back, what the micro-batch kept on the device of later blocks is let go
+    back = np.maximum(sent.passing_bytes - kept, 0.0)
+    half, put_off = repeated.excess[FIRST], repeated.put_off_bytes
+    second = FP32 * sums.parameters + repeated.excess[SECOND]
+    if not followed:
+        half, put_off, second = found.later, kept, found.first
+    return StageMemory(
+        weight_bytes=weights,
+        fixed_bytes=weights + states.optimizer + undone + undivided,
+        gradient_bytes=found.left,
+        first_bytes=found.first + back,
+        later_bytes=found.later + back,
+        half_bytes=half + back,
+        second_bytes=second,
+        step_bytes=found.read + _temporary_bytes(sums, setting),
+        put_off_bytes=put_off,
+    )
+
+
+def _undivided(sums: Sums, setting: Setting) -> Floats:
+    """Bytes of the weights that are computed with of experts that ZeRO-3 divides among nobody."""
+    holders, nbytes = setting.shards, DTYPE_BYTES[setting.precision]
+    if setting.sharing.zero < 3 or setting.mesh.ep < setting.mesh.holders or nbytes == FP32:
+        return np.zeros_like(sums.parameters)
+    whole = (sums.shard_parameters - sums.parameters / holders) / max(1 - 1 / holders, 1e-9)
+    found: Floats = nbytes * np.maximum(whole, 0.0)
+    return found
+
+
+def _temporary_bytes(sums: Sums, setting: Setting) -> Floats:
+    """Bytes that the optimizer makes beside its states on a GPU, where a step is followed so far:
+    others are fitted with what theirs do."""
+    if setting.cluster.device.kind != "cuda" or not setting.target.gradients_come:
+        return np.zeros_like(sums.parameters)
+    owned = sums.shard_parameters if setting.sharing.zero else sums.parameters
+    own = optimizer_named(setting.optimizer).temporary
+    found: Floats = own * (1 - setting.host.states) * owned
+    return found
+
+
+def _added_up(
+    sums: Sums, setting: Setting, repeated: Recompute, states: ModelStates[Floats]
+) -> _Gradients:
+    """Where no step is followed: gradients and buffers all the time."""
+    buffers = buffer_bytes(sums.largest_parameters, setting.sharing.quantized) + working_bytes(
+        sums.parameters,
+        sums.largest_parameters,
+        weight_bytes=DTYPE_BYTES[setting.precision],
+        zero=setting.sharing.zero,
+        dp=setting.mesh.holders,
+        target=setting.target,
+    )
+    left, later = states.gradients + buffers, repeated.excess[LATER]
+    return _Gradients(left=left, first=left + later, later=later, read=states.gradients)
+
+
+def _followed(
+    sums: Sums, setting: Setting, repeated: Recompute, states: ModelStates[Floats]
+) -> _Gradients:
+    """As `train_step` makes and reduces gradients."""
+    zero, several = setting.sharing.zero, setting.batch.microbatches > 1
+    later, grown = repeated.excess[LATER], repeated.excess[GROWN]
+    whole, shard = FP32 * sums.parameters, FP32 * sums.shard_parameters
+    here = 1.0 - setting.host.states
+    summed = setting.mesh.holders > 1
+    bucket = np.minimum(setting.target.bucket_bytes, whole) * summed
+    largest = FP32 * sums.largest_numel
+    sending = np.minimum(SENT_AT_ONCE * largest, whole) * sent_gradients(setting)
+    if not zero or not summed:
+        first = np.minimum(states.gradients + later, grown + bucket)
+        read = here * whole
+        return _Gradients(
+            left=states.gradients, first=first + sending, later=later + sending, read=read
+        )
+    if zero == 3:
+        inside = repeated.excess[INSIDE] + buffer_bytes(
+            sums.largest_parameters, setting.sharing.quantized
+        )
+        left = here * shard
+        made = np.minimum(np.maximum(grown - later, 0.0) * (shard / np.maximum(whole, 1.0)), left)
+        # a later one begins while the first block's gradients are still scattered
+        begun = repeated.excess[EDGE] + here * FP32 * sums.first_parameters
+        return _Gradients(
+            left=left, first=inside + made, later=np.maximum(inside, begun), read=left
+        )
+    received = setting.cluster.device.kind == "cpu"
+    made = np.maximum(grown - later, 0.0) + bucket
+    under_way = np.minimum(SCATTERED_AT_ONCE * np.maximum(largest, bucket), whole)
+    twice = received * np.minimum(made, under_way)
+    part = shard / np.maximum(whole, 1.0)
+    scattering = np.minimum(grown + bucket + twice, later + (1 + received) * under_way)
+    if zero == 1 and several:
+        first = np.minimum(whole + later, grown + bucket)
+        last = later + under_way * (part + received)  # all whole still, as it begins to scatter
+        return _Gradients(left=whole, first=first, later=last, read=here * shard)
+    scattering = np.minimum(scattering, whole + later + twice)
+    first = scattering + np.minimum(made * part, shard)
+    left = shard * (1.0 - sent_gradients(setting))
+    # a later one begins while the first block's buckets of the one before are on their way
+    ahead = FP32 * sums.first_parameters
+    ahead = np.where(ahead <= largest, ahead, SCATTERED_AT_ONCE * bucket)
+    begun = np.maximum(scattering, later + (1 + received) * ahead)
+    return _Gradients(left=left, first=first, later=begun, read=here * shard)
