@@ -2,14 +2,13 @@
 
 from meshwright.costmodel.schedules.early import Early, early_parts
 from meshwright.costmodel.schedules.fills import PipelineShape
-from meshwright.costmodel.schedules.held import Message, Moment, least_in_flight, moments
+from meshwright.costmodel.schedules.held import Message, Moment, in_flight, least_in_flight, moments
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import (
     Instruction,
     Streams,
     backward_follows_forward,
     build_schedule,
-    in_flight,
 )
 from meshwright.costmodel.schedules.simulate import (
     Event,

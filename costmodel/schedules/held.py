@@ -11,9 +11,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from meshwright.costmodel.schedules.errors import ScheduleError
 from meshwright.costmodel.schedules.orders import Action, Compute
 from meshwright.costmodel.schedules.schedule import Instruction, build_schedule
-from meshwright.costmodel.schedules.table import SCHEDULES, compute_orders, stages_of_devices
+from meshwright.costmodel.schedules.table import (
+    SCHEDULES,
+    check_count,
+    compute_orders,
+    stages_of_devices,
+)
 from meshwright.costmodel.target import POSTED_AHEAD
 
 _RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
@@ -55,12 +61,33 @@ def moments(
     where no `edges` are given. Raises ValueError as `build_schedule`."""
     alone = SCHEDULES[name].in_flight if num_devices == num_stages else None
     # the schedules repeat themselves, in rounds of as many as there are devices
-    warm = 2 * num_stages + num_devices
+    warm = 5 * num_devices
     if alone is not None:
         warm = max(alone(k, num_stages, num_microbatches) for k in (0, num_stages - 1)) + 2
     if num_microbatches > warm:
         num_microbatches = warm + (num_microbatches - warm) % num_devices
     return _moments(name, num_stages, num_microbatches, num_devices, edges)
+
+
+def in_flight(
+    name: str, *, stage: int, num_stages: int, num_microbatches: int, num_devices: int | None = None
+) -> int:
+    """Peak number of micro-batches in flight on `stage`: from their F to the end of their backward,
+    which is W where the backward is split. Raises ValueError as `build_schedule`, and for a stage
+    that is not in the pipeline."""
+    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
+    check_count("num_microbatches", num_microbatches)
+    if not 0 <= stage < num_stages:
+        raise ScheduleError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
+    most = SCHEDULES[name].in_flight
+    if most is not None and len(placed) == num_stages:
+        return min(most(stage, num_stages, num_microbatches), num_microbatches)
+    (device,) = (d for d, stages in enumerate(placed) if stage in stages)
+    found = moments(
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=len(placed)
+    )
+    at = placed[device].index(stage)
+    return max(one.active[at] + one.put_off[at] for one in found[device])
 
 
 def least_in_flight(
@@ -116,9 +143,9 @@ def _followed(stages: Sequence[int], stream: Sequence[Compute | Instruction]) ->
         if action in _SENDS:
             sending = [_message(instruction)]
             continue
-        if action is Action.FORWARD:
+        if action is Action.FORWARD:  # what follows holds as much
             active[stage] += 1
-        elif action not in (*_FIRST, Action.BACKWARD_WEIGHT):
+        if action not in (*_FIRST, Action.BACKWARD_WEIGHT):
             continue
         yield Moment(
             action=action,

@@ -27,7 +27,6 @@ from meshwright.costmodel.schedules.orders import Action, Compute
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
     Schedule,
-    check_count,
     compute_orders,
     stages_of_devices,
 )
@@ -40,7 +39,6 @@ __all__ = [
     "Streams",
     "backward_follows_forward",
     "build_schedule",
-    "in_flight",
     "stages_of_devices",
 ]
 
@@ -57,7 +55,6 @@ _SYMBOLS = {
 }
 _SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 _RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
-_RELEASES = (Action.BACKWARD, Action.BACKWARD_WEIGHT)  # what a forward saved is free after these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,60 +226,3 @@ def backward_follows_forward(
         for compute, after in pairwise(order)
         if compute.stage == stage and compute.action is Action.FORWARD
     )
-
-
-# --- memory ---
-
-
-def in_flight(
-    name: str, *, stage: int, num_stages: int, num_microbatches: int, num_devices: int | None = None
-) -> int:
-    """Peak number of micro-batches in flight on `stage`: from their F to the end of their backward,
-    which is W where the backward is split. Raises ValueError as `build_schedule`, and for a stage
-    that is not in the pipeline."""
-    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
-    check_count("num_microbatches", num_microbatches)
-    if not 0 <= stage < num_stages:
-        raise ScheduleError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
-    most = SCHEDULES[name].in_flight
-    if most is not None and len(placed) == num_stages:
-        return min(most(stage, num_stages, num_microbatches), num_microbatches)
-    held = _held_at_peaks(
-        name, num_stages, _enough(num_stages, num_microbatches, len(placed)), len(placed)
-    )
-    (device,) = (d for d, stages in enumerate(placed) if stage in stages)
-    return max(counts[placed[device].index(stage)] for counts in held[device])
-
-
-def _enough(num_stages: int, num_microbatches: int, num_devices: int) -> int:
-    """As many micro-batches as it takes to see all that a long step ever holds: the schedules
-    repeat themselves, in rounds of as many as there are devices."""
-    warm = 2 * num_stages + num_devices
-    if num_microbatches <= warm:
-        return num_microbatches
-    return warm + (num_microbatches - warm) % num_devices
-
-
-@lru_cache(maxsize=256)
-def _held_at_peaks(
-    name: str, num_stages: int, num_microbatches: int, num_devices: int
-) -> tuple[frozenset[tuple[int, ...]], ...]:
-    """Per device, the micro-batches held of each of its stages after the last forward of each row.
-    At all other times the device holds no more of any stage."""
-    orders = compute_orders(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
-    )
-    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
-    peaks = []
-    for stages, order in zip(placed, orders, strict=True):
-        held = dict.fromkeys(stages, 0)
-        found = set()
-        for compute, following in pairwise(order):
-            if compute.action is Action.FORWARD:
-                held[compute.stage] += 1
-                if following.action is not Action.FORWARD:
-                    found.add(tuple(held.values()))
-            elif compute.action in _RELEASES:
-                held[compute.stage] -= 1
-        peaks.append(frozenset(found))
-    return tuple(peaks)

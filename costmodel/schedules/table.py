@@ -61,10 +61,7 @@ class Schedule:
     in_flight: Callable[[int, int, int], int] | None
     """(stage, p, m): micro-batches in flight on a stage at most, before the minimum with m, for one
     stage per device; None where they are counted in the order, which must then repeat itself every
-    p micro-batches from 2 · stages + p on."""
-    in_flight_together: Callable[[int, PipelineShape], int] | None
-    """(device, shape): micro-batches in flight of all stages of a device together at most, for m a
-    multiple of p; None where they are counted in the order."""
+    p micro-batches from 5 p on."""
     fill_s: Callable[[Floats, Floats, Floats, PipelineShape], Floats]
     """(F, B, W seconds of a stage, shape): seconds that filling and draining adds for each device
     but one, were all stages alike. Of a split backward W is a part of B."""
@@ -128,12 +125,6 @@ def _v_shaped(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
     return tuple((d, num_stages - 1 - d) for d in range(num_devices))
 
 
-def _together_interleaved(device: int, shape: PipelineShape) -> int:
-    """The forwards of the warm-up and the next one."""
-    m, p, v = shape
-    return min(m * v, 2 * (p - 1 - device) + (v - 1) * p + 1)
-
-
 _TABLE: dict[str, Schedule] = {
     "gpipe": Schedule(
         order=orders.gpipe,
@@ -142,7 +133,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=False,
         in_flight=lambda stage, p, m: m,
-        in_flight_together=None,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -157,7 +147,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=False,
         in_flight=lambda stage, p, m: p - stage,
-        in_flight_together=None,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
@@ -172,7 +161,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=False,
         in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
-        in_flight_together=None,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=False,
@@ -187,7 +175,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=False,
         in_flight=None,
-        in_flight_together=_together_interleaved,
         fill_s=fills.fill_interleaved,
         bound_s=fills.bound_of_slowest,
         standard=True,
@@ -202,7 +189,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=False,
         in_flight=lambda stage, p, m: p,
-        in_flight_together=None,
         fill_s=fills.fill_less_weights,
         bound_s=fills.bound_of_slowest,
         standard=False,
@@ -217,7 +203,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=False,
         in_flight=lambda stage, p, m: 2 * p - 1,
-        in_flight_together=None,
         fill_s=fills.fill_less_weights_twice,
         bound_s=fills.bound_of_slowest,
         standard=False,
@@ -232,7 +217,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=False,
         in_flight=None,
-        in_flight_together=None,
         fill_s=fills.fill_v_shaped,
         bound_s=fills.bound_of_slowest,
         standard=False,
@@ -247,7 +231,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=True,  # gains on zb_v only where communication hides in another's computation
         in_flight=None,
-        in_flight_together=None,
         fill_s=fills.fill_less_weights,
         bound_s=fills.bound_of_slowest,
         standard=False,
@@ -262,7 +245,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=False,
         on_request=True,  # holds weights, gradients and states twice
         in_flight=None,
-        in_flight_together=None,
         fill_s=fills.fill_chimera,
         bound_s=fills.bound_of_slowest,
         standard=False,
@@ -277,7 +259,6 @@ _TABLE: dict[str, Schedule] = {
         splits_backward=True,
         on_request=True,  # holds weights, gradients and states twice
         in_flight=None,
-        in_flight_together=None,
         fill_s=fills.fill_dualpipe,
         bound_s=fills.bound_of_slowest,
         standard=False,

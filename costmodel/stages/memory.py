@@ -195,7 +195,7 @@ def _followed(
         left = here * shard
         made = np.minimum(np.maximum(grown - later, 0.0) * (shard / np.maximum(whole, 1.0)), left)
         # a later one begins while the first block's gradients are still scattered
-        begun = repeated.excess[EDGE] + here * FP32 * sums.first_parameters
+        begun = repeated.excess[EDGE] + FP32 * sums.first_parameters
         return _Gradients(
             left=left, first=inside + made, later=np.maximum(inside, begun), read=left
         )
@@ -210,10 +210,10 @@ def _followed(
         last = later + under_way * (part + received)  # all whole still, as it begins to scatter
         return _Gradients(left=whole, first=first, later=last, read=here * shard)
     scattering = np.minimum(scattering, whole + later + twice)
-    first = scattering + np.minimum(made * part, shard)
-    left = shard * (1.0 - sent_gradients(setting))
+    stays = 1.0 - sent_gradients(setting)
+    first, left = scattering + stays * np.minimum(made * part, shard), stays * shard
     # a later one begins while the first block's buckets of the one before are on their way
     ahead = FP32 * sums.first_parameters
     ahead = np.where(ahead <= largest, ahead, SCATTERED_AT_ONCE * bucket)
-    begun = np.maximum(scattering, later + (1 + received) * ahead)
+    begun = np.maximum(scattering, later + (1 + received) * ahead + bucket)
     return _Gradients(left=left, first=first, later=begun, read=here * shard)

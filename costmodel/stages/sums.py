@@ -296,6 +296,8 @@ class Sums:
         size_of = np.minimum(size, blocks)
         kept = self.saved_bytes - own.freed_bytes
         alone = np.minimum(self.alone_bytes, kept)
+        # a last block by itself is in no segment
+        alone = alone + (np.mod(blocks, size) == 1) * (kept - alone) / blocks
         held = (kept + self.input_bytes - alone) * size_of / blocks
         inside = held + own.excess[INNER] + np.maximum(own.excess - own.excess[LATER], 0.0)
         freed = self.saved_bytes + self.input_bytes * (1 - 1 / size_of) - alone

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules import Moment, fills, least_in_flight, moments
+from meshwright.costmodel.schedules import Moment, fills, in_flight, least_in_flight, moments
 from meshwright.costmodel.schedules.fills import PipelineShape
 from meshwright.costmodel.schedules.schedule import (
     SCHEDULES,
@@ -19,7 +19,6 @@ from meshwright.costmodel.schedules.schedule import (
     Instruction,
     backward_follows_forward,
     build_schedule,
-    in_flight,
     stages_of_devices,
 )
 from tests.costmodel.schedules.pipelines import Shape, edges_of, run, shapes, times

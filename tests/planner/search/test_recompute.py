@@ -51,7 +51,8 @@ def test_recompute_by_block_is_in_the_plan_and_priced(name: str, recompute: dict
         assert made.step_time_s == pytest.approx(draft.step_time_s, rel=1e-9)
         ours, written = (c.evaluation.prediction for c in (draft, made))
         for own, other in zip(ours.peak_memory_bytes, written.peak_memory_bytes, strict=True):
-            assert 0.99 * other <= own <= 1.25 * other  # a message is much of so small a model
+            # a message, or a bucket, is much of so small a model
+            assert 0.85 * other <= own <= 1.25 * other
 
 
 def test_recompute_by_block_is_no_slower_than_one_policy() -> None:

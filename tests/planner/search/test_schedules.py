@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.schedules import table
+from meshwright.costmodel.schedules import SCHEDULES, Action, build_schedule, in_flight, table
 from meshwright.costmodel.schedules.orders import DeviceOrder
-from meshwright.costmodel.schedules.schedule import SCHEDULES, Action, build_schedule, in_flight
 from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.overrides.pinned import plan_overrides
