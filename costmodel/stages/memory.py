@@ -214,6 +214,7 @@ def _followed(
     first, left = scattering + stays * np.minimum(made * part, shard), stays * shard
     # a later one begins while the first block's buckets of the one before are on their way
     ahead = FP32 * sums.first_parameters
-    ahead = np.where(ahead <= largest, ahead, SCATTERED_AT_ONCE * bucket)
-    begun = np.maximum(scattering, later + (1 + received) * ahead + bucket)
+    ahead = np.where(ahead <= largest + bucket, ahead, SCATTERED_AT_ONCE * bucket)
+    begun = later + (1 + received) * (ahead + np.minimum(made, np.maximum(largest, bucket)))
+    begun = np.maximum(scattering, begun)
     return _Gradients(left=left, first=first, later=begun, read=here * shard)

@@ -162,10 +162,13 @@ class Sums:
         return Sums(self.array[index])
 
     def __sub__(self, shared: Sums) -> Sums:
-        """Sums without what several blocks of a run share, counted too often; maxima stay."""
-        less = self.array.copy()
-        less[..., :-MAXIMA] -= shared.array[..., :-MAXIMA]
-        return Sums(less)
+        """Sums without what several blocks of a run share, counted too often; maxima stay, but the
+        last one that reads it has its gradient, not the first."""
+        less = Sums(self.array.copy())
+        less.array[..., :-MAXIMA] -= shared.array[..., :-MAXIMA]
+        first = self.first_parameters - shared.first_parameters
+        less.first_parameters = np.maximum(first, 0.0)
+        return less
 
     @property
     def excess(self) -> Floats:
@@ -405,6 +408,7 @@ def parameter_sums(pricer: Pricer, value: str, state: Placement) -> Sums:
         numel = pricer.numel(value, state)
         sums.parameters = numel
         sums.shard_parameters = numel / pricer.parameters.shard_count(value, state)
+        sums.first_parameters = numel
     else:
         sums.frozen_bytes = pricer.nbytes(value, state)
     return sums
