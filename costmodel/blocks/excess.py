@@ -52,42 +52,53 @@ def excesses(
     the elements of its parameters by their number, `freed` the bytes that policies make again;
     gradients of `alone_bytes` and more are no copies where autograd makes them in fp32; it may be
     `segmented`."""
-    found: dict[tuple[float, bool, bool], Excess] = {}
-    by_policy = {}
+    plain = _excess(course, numels, weight_bytes, alone_bytes, releases=True)
+    held = _excess(course, numels, weight_bytes, alone_bytes, releases=False)
+    parts = [moment.with_parts() for moment in course]
+    gathers = {
+        releases: _excess(parts, numels, weight_bytes, alone_bytes, releases=releases)
+        for releases in (True, False)
+    }
+    # what is gathered again alone is made again by the second half where that reads it
+    late = any(moment.regathered for moment in course)
+    found = {}
     for policy in RECOMPUTE:
-        again, (_, gathers) = freed.get(policy, 0.0), parts_of(policy)
-        gathers = gathers and policy in freed
-        key = again, gathers, gathers and policy == REGATHER
-        if key not in found:
-            own = _excess(course, numels, key, weight_bytes, alone_bytes)
-            found[key] = own._replace(inner=own.later * segmented)
-        by_policy[policy] = found[key]
-    return by_policy
+        again, (_, gathering) = freed.get(policy, 0.0), parts_of(policy)
+        own, alone = plain if not again else held, policy == REGATHER
+        if gathering and policy in freed:
+            own = gathers[alone or not again]
+        later = again * (not (alone and late))
+        found[policy] = Excess(
+            later=own.later + again,
+            grown=own.grown + again,
+            first=own.first + later,
+            second=own.second + again - later,
+            inside=own.inside + again,
+            edge=own.edge + again,
+            inner=(own.later + again) * segmented,
+        )
+    return found
 
 
 def _excess(
     course: Sequence[Moment],
     numels: Sequence[float],
-    repeated: tuple[float, bool, bool],
     weight_bytes: int,
     alone_bytes: int,
+    *,
+    releases: bool,
 ) -> Excess:
-    again, gathers, alone = repeated
-    course = [moment.with_parts() for moment in course] if gathers else course
-    # what is gathered again alone is made again by the second half where that reads it
-    late = again if alone and any(moment.regathered for moment in course) else 0.0
-    releases = not again or alone
-    later = grown = first = inside = end = again
-    second = late
+    """Beside what is made again; `releases`: what is kept is let go on the way."""
+    later = grown = first = second = inside = end = 0.0
     made = taken = put_off = 0.0  # gradients as autograd makes them, in fp32; what is put off
     for moment in course:
-        held = again - moment.released * releases
+        held = -moment.released * releases
         given = [weight_bytes * numels[k] for k in moment.parameters]
-        during, left = held + moment.during + sum(given), sum(given)
+        left = sum(given)
+        during = held + moment.during + left
         later, grown = max(later, during), max(grown, during + taken)
         inside = max(inside, during + made)
-        kept = held if late == 0.0 else -moment.released
-        first = max(first, kept + moment.during + put_off)
+        first = max(first, held + moment.during + put_off)
         put_off += moment.put_off
         end = held + moment.after
         for own in given:
@@ -98,16 +109,15 @@ def _excess(
             grown = max(grown, end + left + taken + (0.0 if in_place else own))
             inside = max(inside, end + left + made)
             if moment.put_off:
-                second = max(second, own + late)
+                second = max(second, own)
             else:
-                first = max(first, kept + moment.after + put_off + own)
-    numel = sum(numels[k] for moment in course for k in moment.parameters)
-    gathered = 2 * weight_bytes * numel
+                first = max(first, end + put_off + own)
+    gathered = 2 * made  # this block's weights, and the next one's
     return Excess(
         later=later,
         grown=grown,
         first=first,
         second=second,
-        inside=gathered + max(inside, end + made + FP32 * numel),
+        inside=gathered + max(inside, end + made + taken),
         edge=gathered + inside,
     )

@@ -39,6 +39,9 @@ class Rates(Mapping[str, float]):
     def __len__(self) -> int:
         return len(self._pairs)
 
+    def __eq__(self, other: object) -> bool:
+        return self._pairs == other._pairs if isinstance(other, Rates) else super().__eq__(other)
+
     def __hash__(self) -> int:
         return hash(self._pairs)
 
