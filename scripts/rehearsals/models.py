@@ -1,9 +1,10 @@
-"""Models of six families on meta, of sizes at which weights and activations both matter."""
+"""Models of seven families on meta, of sizes at which weights and activations both matter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -37,10 +38,10 @@ def _tokens(length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _gpt() -> nn.Module:
+def _gpt(**dropout: float) -> nn.Module:
     config = transformers.GPT2Config(
         n_layer=6, n_embd=768, n_head=12, n_positions=512, vocab_size=VOCABULARY,
-        use_cache=False, **WITHOUT_DROPOUT,
+        use_cache=False, **dropout,
     )  # fmt: skip
     return transformers.GPT2LMHeadModel(config)
 
@@ -95,7 +96,8 @@ def _images() -> dict[str, torch.Tensor]:
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType({
-    "gpt": Family(model=_on_meta(_gpt), batch=lambda: _tokens(256)),
+    "gpt": Family(model=_on_meta(partial(_gpt, **WITHOUT_DROPOUT)), batch=lambda: _tokens(256)),
+    "dropout": Family(model=_on_meta(_gpt), batch=lambda: _tokens(256)),  # of a tenth
     "llama": Family(model=_on_meta(_llama), batch=lambda: _tokens(256)),
     "bert": Family(model=_on_meta(_bert), batch=lambda: _tokens(256)),
     "t5": Family(model=_on_meta(_t5), batch=lambda: _tokens(256)),

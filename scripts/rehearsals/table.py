@@ -1,8 +1,8 @@
-"""Peak memory as it is priced and as it is rehearsed, of some sixty small plans.
+"""Peak memory as it is priced and as it is rehearsed, of 126 small plans.
 
     python -m scripts.rehearsals.table [--only TEXT ...] [--limit 300] [--json FILE]
 
-Models of six families on meta (`scripts/rehearsals/models.py`) are planned with every decision
+Models of seven families on meta (`scripts/rehearsals/models.py`) are planned with every decision
 given (`scripts/rehearsals/plans.py`) for CPU ranks, then rehearsed, each plan in a process of its
 own, one after the other, for at most `--limit` seconds. Shown are MiB of each device group: the
 price without what the catalog reserves for a process, which a rehearsal doesn't have, the rehearsed
