@@ -27,7 +27,14 @@ from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Space, groups_of
 from meshwright.planner.drafts.transports import transports
 from meshwright.planner.inter_op import cut_evenly, even_out
-from meshwright.planner.stages import MODES, BlockPrograms, Chain, RecomputeLevels, recompute_levels
+from meshwright.planner.stages import (
+    MODES,
+    BlockPrograms,
+    Chain,
+    ChosenLevel,
+    RecomputeLevels,
+    recompute_levels,
+)
 
 SHARED_SLACK = 1.3  # by which a cut into even stages may exceed one into even devices
 ROUNDING = 1e-9  # of sums that may fill a device to the last byte
@@ -305,18 +312,31 @@ class EqualStages:
             cuts, busiest_s = even_out(cuts, time_s, np.stack(kept), levels_of, devices, room)
             places = levels_of, np.array(cuts[:-1]), np.array(cuts[1:])
             objective_s = float(fill_s[places].sum()) + m * busiest_s
-        return objective_s, [
-            StageDraft(
-                start=int(self.cuts[cuts[k]]),
-                stop=int(self.cuts[cuts[k + 1]]),
-                setup=setup,
-                levels=levels,
-                chosen=chosen_levels[level[k]],
-                given=self.given(int(self.cuts[cuts[k]]), int(self.cuts[cuts[k + 1]])),
-                in_flight=held[k],
-            )
-            for k in list(range(stages)) * schedule.copies
+        drafts = [
+            self._stage(setup, levels, chosen_levels[level[k]], cuts[k : k + 2], held[k])
+            for k in range(stages)
         ]
+        return objective_s, drafts * schedule.copies
+
+    def _stage(
+        self,
+        setup: StageSetup,
+        levels: RecomputeLevels,
+        chosen: ChosenLevel,
+        ends: Sequence[int],
+        in_flight: InFlight,
+    ) -> StageDraft:
+        """The stage between two of the cuts."""
+        start, stop = (int(self.cuts[at]) for at in ends)
+        return StageDraft(
+            start=start,
+            stop=stop,
+            setup=setup,
+            levels=levels,
+            chosen=chosen,
+            given=self.given(start, stop),
+            in_flight=in_flight,
+        )
 
     def given(self, start: int, stop: int) -> int | None:
         """Blocks in a segment of a stage, where the user decided it."""

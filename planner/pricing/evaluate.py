@@ -234,16 +234,7 @@ def price_stages(
         for k in range(p)
     )
     in_memory = [s.host_bytes + n * s.away_bytes for s, n in zip(stages, active, strict=True)]
-    followed = coster.problem.target.gradients_come
-    sizes = message_bytes(plan, coster, crossed) if followed else None
-    peaks = device_peaks(
-        stages if walked or sizes is None else _receiving(stages, sizes),
-        schedule=plan.schedule,
-        num_microbatches=m,
-        num_devices=devices,
-        messages=sizes,
-        reserved=cluster.device.reserved_bytes + batch_bytes(plan, coster),
-    )
+    peaks = _peaks(plan, coster, stages, crossed, walked=walked)
     prediction = Prediction(
         step_time_s=step_s,
         peak_memory_bytes=[math.ceil(peak.nbytes) for peak in peaks],
@@ -263,6 +254,27 @@ def price_stages(
         timeline=timeline,
         target=coster.problem.target,
         transfers=transfers,
+    )
+
+
+def _peaks(
+    plan: Plan,
+    coster: StageCoster,
+    stages: Sequence[StageCosts[float]],
+    crossed: Mapping[tuple[int, int], Sequence[str]],
+    *,
+    walked: bool,
+) -> list[Peak]:
+    """The peak of a device of each device group."""
+    followed = coster.problem.target.gradients_come
+    sizes = message_bytes(plan, coster, crossed) if followed else None
+    return device_peaks(
+        stages if walked or sizes is None else _receiving(stages, sizes),
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        num_devices=len(plan.devices),
+        messages=sizes,
+        reserved=coster.cluster.device.reserved_bytes + batch_bytes(plan, coster),
     )
 
 

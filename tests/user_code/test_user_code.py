@@ -86,7 +86,7 @@ def _wide(kind: str) -> nn.Module:
 
 
 # beside a bf16 weight, in fp32: gradient, master, Adam's two moments, a bucket of gradients
-TRAINED_BYTES = 4 + 4 + 4 + 4 + 4
+TRAINED_BYTES = 4 + 4 + 4 + 4
 KINDS = ("whole", "upper half", "head", "adapters", "adapters and weights")
 
 

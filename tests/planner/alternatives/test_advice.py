@@ -102,7 +102,7 @@ class Classifier(nn.Module):
         return self.head(F.relu(self.body(x)))
 
 
-@pytest.mark.parametrize(("classes", "named"), [(4096, True), (64, False)])
+@pytest.mark.parametrize(("classes", "named"), [(4096, True), (16, False)])
 def test_logits_that_fill_the_memory_are_named(classes: int, named: bool) -> None:
     """They are kept in bf16 and as probabilities, and their gradients are held: 4 bytes at least
     and no more than 12 an element, but for what else passes at the peak."""
@@ -159,7 +159,7 @@ def test_states_and_adapters_save_what_their_formulas_say() -> None:
         assert saved(text, f"optimizer='{optimizer}'") == pytest.approx(less, rel=0.01)
     problem = problem_of(of, cluster(1))
     less = (16 * numel - 18 * adapter_numel(problem)) / GIB
-    assert saved(text, "LoRA") == pytest.approx(less, rel=0.02)
+    assert saved(text, "LoRA") == pytest.approx(less, rel=0.05)
     wide, ffn = 512, 1024
     each = 4 * 2 * wide + 3 * (wide + ffn)
     assert adapter_numel(problem) == RANK * (2 * each + wide + 32000)
