@@ -281,7 +281,7 @@ class EqualStages:
         held = held_at_peak(combination.schedule, combination.num_stages, m, groups)[:stages]
         counts = sorted(set(held))
         room = self.room - less_bytes
-        mates = [0.0 if alike else self._mates_bytes(combination, h) for h in counts]
+        mates = [0.0] * len(counts) if alike else self._mates_bytes(combination, counts)
         chosen_levels = [
             levels.choose(h, room, per_device=each, others_bytes=mate)
             for h, mate in zip(counts, mates, strict=True)
@@ -297,7 +297,8 @@ class EqualStages:
             turn, fill = turn[runs.index], (fill[runs.index] + sent) * others
             times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
-            kept.append(used_bytes(costs, h)[runs.index])
+            if each > schedule.copies:
+                kept.append(used_bytes(costs, h)[runs.index])
         level = [counts.index(count) for count in held]
         time_s, fill_s, levels_of = np.stack(times), np.stack(fills), np.array(level)
         # a device's stages make up for each other, which the even cut doesn't know
@@ -349,21 +350,24 @@ class EqualStages:
         each, groups = combination.stages_per_group, combination.groups
         return 0.0 if groups == 1 else (turns * each + groups - 1) * sent
 
-    def _mates_bytes(self, combination: Combination, in_flight: InFlight) -> float:
-        """Bytes that the other stages of a device hold where all of them are typical; 0 for stages
-        that are alone, or don't fit so."""
+    def _mates_bytes(self, combination: Combination, in_flight: Sequence[InFlight]) -> list[float]:
+        """Bytes that the other stages of a device hold where all of them are typical, with so many
+        micro-batches in flight; 0 for stages that are alone, or don't fit so."""
         setup, each = combination.setup, combination.stages_per_group
         if each == 1:
-            return 0.0
+            return [0.0] * len(in_flight)
         policies = self.space.policies(combination.schedule)
         copies = SCHEDULES[combination.schedule].copies
         whole, stages = setup.chain.typical(), np.array([combination.num_stages // copies])
         levels = self._even_levels(whole, setup.setting, policies, stages)
-        chosen = levels.choose(in_flight, self.room, per_device=each)
-        costs = levels.at(0, chosen)
-        kept = costs.kept_bytes + in_flight.active * costs.activation_bytes
-        kept += in_flight.put_off * costs.put_off_bytes
-        return float((each - 1) * kept) if chosen.fits[0] else 0.0
+        found = []
+        for own in in_flight:
+            chosen = levels.choose(own, self.room, per_device=each)
+            costs = levels.at(0, chosen)
+            kept = costs.kept_bytes + own.active * costs.activation_bytes
+            kept += own.put_off * costs.put_off_bytes
+            found.append(float((each - 1) * kept) if chosen.fits[0] else 0.0)
+        return found
 
     def allowed(self, setup: StageSetup) -> np.ndarray:
         """(C, C): stages whose blocks' overrides allow the setup."""

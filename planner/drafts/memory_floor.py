@@ -145,8 +145,10 @@ class MemoryFloor:
 
 def overfull(load: float, passing: Floats, room: float, groups: int) -> bool:
     """Whether so many device groups can't hold `load` bytes, wherever the blocks lie: each group's
-    last block needs what some kind is `passing`, with all of the group's load beside it."""
-    return load > groups * max(room - float(passing.min()), 0.0)
+    last block needs what some kind is `passing`, that of the last group what the last kind is, with
+    all of the group's load beside it."""
+    most = (groups - 1) * max(room - float(passing.min()), 0.0)
+    return load > most + max(room - float(passing[-1]), 0.0)
 
 
 def _reference(mesh: Mesh) -> Mesh:

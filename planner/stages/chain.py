@@ -157,12 +157,12 @@ class Chain:
         return self._kinds[number]
 
     def kinds_typical(self) -> list[Kind]:
-        """The kinds of blocks, each between the boundary states that are cheapest where blocks of
-        its kind follow each other; none where nothing is legal."""
+        """The kinds of blocks, that of the last block last, each between the boundary states that
+        are cheapest where blocks of its kind follow each other; none where nothing is legal."""
         legal = (
             k for k in Counter(self.kinds) if np.isfinite(self.costs[self.kinds.index(k)]).any()
         )
-        return [self._typical_of(number) for number in legal]
+        return [self._typical_of(k) for k in sorted(legal, key=lambda k: k == self.kinds[-1])]
 
     def typical_runs(self, ends: Sequence[int]) -> Runs:
         """Roughly all stages that start and end at these boundaries, each a run of its own, from

@@ -97,13 +97,16 @@ class RecomputeLevels:
     def everywhere(self, chosen: ChosenLevel) -> StageCosts[Floats]:
         """The costs of all stages on their chosen levels."""
 
+        weights = [
+            (chosen.level == k) * (1 - chosen.fraction) + (chosen.level == k - 1) * chosen.fraction
+            for k in range(len(self.costs))
+        ]
+        if not chosen.level.any() and not chosen.fraction.any():
+            return self.costs[0]
+
         def blended(values: Sequence[Floats]) -> Floats:
-            out: Floats = np.array(values[0], dtype=np.float64)
-            for k in range(len(values) - 1):
-                here = (chosen.level == k) & (chosen.fraction > 0)
-                mixed = values[k] + chosen.fraction * (values[k + 1] - values[k])
-                out = np.where(here, mixed, out)
-            return out
+            found: Floats = np.einsum("k...,k...->...", np.stack(weights), np.stack(values))
+            return found
 
         return combined(self.costs, blended)
 

@@ -82,4 +82,5 @@ def test_devices_are_overfull_only_where_no_placement_fits(
         for ends in itertools.combinations_with_replacement(range(len(blocks) + 1), groups - 1)
     )
     assert not (fits and overfull(float(loads.sum()), passing, float(room), groups))
-    assert overfull(float(loads.sum()), passing, float(loads.sum() / groups - 1), groups)
+    least = (loads.sum() + (groups - 1) * passing.min() + passing[-1]) / groups
+    assert overfull(float(loads.sum()), passing, float(least) - 1, groups)
