@@ -22,7 +22,7 @@ from meshwright.planner.drafts.combinations import StageDraft
 from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
 from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_stages
-from meshwright.planner.stages import choose_policies
+from meshwright.planner.stages import choose_policies, freed_bytes
 from meshwright.profiles.cluster import Cluster
 
 MOST_TRIES = 3  # to fit what is written out
@@ -93,7 +93,7 @@ def make_draft(
 
 def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -> Candidate:
     """The plan of a draft, written out and priced from what is written. Where whole blocks don't
-    fit as parts of them did, more are recomputed."""
+    fit as parts of them did, more are recomputed; where they leave room, fewer, once."""
     assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
     plan = _with_shardings(coster, draft, assignments)
     room = memory_bytes - coster.cluster.device.reserved_bytes
@@ -102,8 +102,12 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
         for ranks in draft.plan.devices
     ]
     keep = [_room_to_keep([draft.stages[k] for k in here], room) for here in groups]
+    found: list[Candidate] = []
+    policies = None
     for tried in range(MOST_TRIES):
-        policies = _policies(coster, draft, groups, keep, tried)
+        last, policies = policies, _policies(coster, draft, groups, keep, tried)
+        if found and policies == last:
+            break
         stages = [
             dataclasses.replace(stage, recompute=recompute_of(stage.blocks, own), segments=size)
             for stage, (own, size) in zip(plan.stages, policies, strict=True)
@@ -112,14 +116,17 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
         priced = evaluate(written, coster.problem, assignments, coster)
         fits = priced_fits(priced, coster.cluster, memory_bytes)
         candidate = Candidate(evaluation=priced, assignments=assignments, fits=fits)
-        if candidate.fits:
+        if found or (fits and all(set(own) == {"none"} for own, _ in policies)):
+            found.append(candidate)
             break
+        found += [candidate] * fits
         for g, peak in enumerate(priced.prediction.peak_memory_bytes):
             own = [(draft.stages[k], policies[k][0]) for k in groups[g]]
-            if peak > memory_bytes:
-                less = (peak - memory_bytes) / max(_in_flight([d for d, _ in own]), 1.0)
-                keep[g] = min(keep[g], sum(_kept_bytes(*each) for each in own)) - less
-    return candidate
+            spare = (memory_bytes - peak) / max(_in_flight([d for d, _ in own]), 1.0)
+            kept = sum(_kept_bytes(*each) for each in own)
+            keep[g] = (kept if fits else min(keep[g], kept)) + spare
+    fitting = [each for each in found if each.fits] or [candidate]
+    return min(fitting, key=lambda each: each.step_time_s)
 
 
 def _with_shardings(
@@ -207,6 +214,7 @@ def _policies(
             legal,
             room_bytes=kept,
             device=coster.cluster.device.kind,
+            last=[sum(map(len, blocks[: k + 1])) - 1 for k in range(len(blocks))],
         )
         if chosen is None and tried:  # what holds least is closest
             chosen = (legal[-1],) * sum(map(len, blocks))
@@ -246,11 +254,12 @@ def _in_flight(stages: Sequence[StageDraft]) -> float:
 
 
 def _kept_bytes(draft: StageDraft, policies: Sequence[str]) -> float:
-    """Bytes that a stage keeps of a micro-batch under policies of its blocks."""
-    blocks = draft.setup.chain.block_sums(draft.start, draft.stop)
+    """Bytes that a stage keeps of a micro-batch under policies of its blocks, with what the last
+    one makes again."""
+    blocks, end = draft.setup.chain.block_sums(draft.start, draft.stop), len(policies) - 1
     return sum(
-        float(own.saved_bytes + own.input_bytes - own.recompute(policy).freed_bytes)
-        for own, policy in zip(blocks, policies, strict=True)
+        float(own.saved_bytes + own.input_bytes) - freed_bytes(own, policy, last=k == end)
+        for k, (own, policy) in enumerate(zip(blocks, policies, strict=True))
     )
 
 

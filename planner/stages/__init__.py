@@ -2,7 +2,7 @@
 
 from meshwright.planner.stages.chain import Chain, Kind, Runs, boundary_index
 from meshwright.planner.stages.programs import MODES, BlockPrograms
-from meshwright.planner.stages.recompute import choose_policies
+from meshwright.planner.stages.recompute import choose_policies, freed_bytes
 from meshwright.planner.stages.recompute_levels import (
     ChosenLevel,
     RecomputeLevels,
@@ -11,5 +11,5 @@ from meshwright.planner.stages.recompute_levels import (
 
 __all__ = [
     "MODES", "BlockPrograms", "Chain", "ChosenLevel", "Kind", "RecomputeLevels", "Runs",
-    "boundary_index", "choose_policies", "recompute_levels",
+    "boundary_index", "choose_policies", "freed_bytes", "recompute_levels",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -34,7 +34,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.stages import Floats, Recompute, Sums
+from meshwright.costmodel.stages import LATER, Floats, Recompute, Sums
 from meshwright.planner.stages.recompute_levels import lower_hull
 
 Ints: TypeAlias = NDArray[np.int64]
@@ -77,14 +77,22 @@ class _Steps:
 
 
 def choose_policies(
-    blocks: Sequence[Sums], legal: Sequence[str], *, room_bytes: float, device: str = "cuda"
+    blocks: Sequence[Sums],
+    legal: Sequence[str],
+    *,
+    room_bytes: float,
+    device: str = "cuda",
+    last: Collection[int] = (),
 ) -> tuple[str, ...] | None:
     """The policy of each block that adds the least seconds to a backward, None if none fits.
 
     `blocks` are the sums of each block, `legal` the policies to choose from; they may keep
     `room_bytes` of a micro-batch. On a `device` of kind "cuda" the host issues operators beside it.
+    Blocks that are the `last` of their stage, by number, make again beside what all others keep.
     """
     table = np.array([_options(own, legal, device) for own in blocks])
+    for b in last:
+        table[b, :, 2] = [freed_bytes(blocks[b], policy, last=True) for policy in legal]
     kept = sum(float(own.saved_bytes + own.input_bytes) for own in blocks)
     base = np.array(
         [
@@ -95,6 +103,14 @@ def choose_policies(
     base = base if device == "cuda" else np.array([base.sum(), -np.inf])
     found = _Knapsack(_classes(table, legal), base, kept - room_bytes).solve()
     return found[1] if found else None
+
+
+def freed_bytes(block: Sums, policy: str, *, last: bool) -> float:
+    """By how much less is held at the highest point of a backward with a block under a policy: if
+    it is the `last` of its stage, without what it makes again."""
+    own, none = block.recompute(policy), block.recompute("none")
+    more = np.maximum(own.excess[LATER] - none.excess[LATER], 0.0) * last
+    return max(0.0, float(own.freed_bytes - more))
 
 
 def _options(block: Sums, legal: Sequence[str], device: str) -> Floats:
