@@ -92,8 +92,22 @@ def make_draft(
 
 
 def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -> Candidate:
-    """The plan of a draft, written out and priced from what is written. Where whole blocks don't
-    fit as parts of them did, more are recomputed; where they leave room, fewer, once."""
+    """The plan of a draft, written out and priced from what is written. Where some blocks are
+    recomputed, it is the faster one of two: a stage's highest point may be in its last block's
+    backward or not."""
+    found = _candidate(coster, draft, memory_bytes, ends=True)
+    if all(set(stage.policies) == {"none"} for stage in found.plan.stages):
+        return found
+    other = _candidate(coster, draft, memory_bytes, ends=False)
+    return min(found, other, key=lambda each: (not each.fits, each.step_time_s))
+
+
+def _candidate(
+    coster: StageCoster, draft: PlanDraft, memory_bytes: float, *, ends: bool
+) -> Candidate:
+    """With the recompute that fits if each stage `ends` with its highest point, or not. Where whole
+    blocks don't fit as parts of them did, more are recomputed; where they leave room, fewer,
+    once."""
     assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
     plan = _with_shardings(coster, draft, assignments)
     room = memory_bytes - coster.cluster.device.reserved_bytes
@@ -105,7 +119,7 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
     found: list[Candidate] = []
     policies = None
     for tried in range(MOST_TRIES):
-        last, policies = policies, _policies(coster, draft, groups, keep, tried)
+        last, policies = policies, _policies(coster, draft, groups, keep, tried, ends=ends)
         if found and policies == last:
             break
         stages = [
@@ -123,7 +137,7 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
         for g, peak in enumerate(priced.prediction.peak_memory_bytes):
             own = [(draft.stages[k], policies[k][0]) for k in groups[g]]
             spare = (memory_bytes - peak) / max(_in_flight([d for d, _ in own]), 1.0)
-            kept = sum(_kept_bytes(*each) for each in own)
+            kept = sum(_kept_bytes(*each, ends=ends) for each in own)
             keep[g] = (kept if fits else min(keep[g], kept)) + spare
     fitting = [each for each in found if each.fits] or [candidate]
     return min(fitting, key=lambda each: each.step_time_s)
@@ -193,6 +207,8 @@ def _policies(
     groups: Sequence[Sequence[int]],
     keep: Sequence[float],
     tried: int,
+    *,
+    ends: bool,
 ) -> list[tuple[tuple[str, ...], int]]:
     """The policy of each block of each stage, and the blocks in its segments: the least recompute
     with which the stages of a device group `keep` no more of a micro-batch together; a draft
@@ -214,7 +230,7 @@ def _policies(
             legal,
             room_bytes=kept,
             device=coster.cluster.device.kind,
-            last=[sum(map(len, blocks[: k + 1])) - 1 for k in range(len(blocks))],
+            last=[sum(map(len, blocks[: k + 1])) - 1 for k in range(len(blocks)) if ends],
         )
         if chosen is None and tried:  # what holds least is closest
             chosen = (legal[-1],) * sum(map(len, blocks))
@@ -253,10 +269,11 @@ def _in_flight(stages: Sequence[StageDraft]) -> float:
     return sum(most) / len(most)
 
 
-def _kept_bytes(draft: StageDraft, policies: Sequence[str]) -> float:
+def _kept_bytes(draft: StageDraft, policies: Sequence[str], *, ends: bool) -> float:
     """Bytes that a stage keeps of a micro-batch under policies of its blocks, with what the last
-    one makes again."""
-    blocks, end = draft.setup.chain.block_sums(draft.start, draft.stop), len(policies) - 1
+    one makes again, if it `ends` with its highest point."""
+    blocks = draft.setup.chain.block_sums(draft.start, draft.stop)
+    end = len(policies) - 1 if ends else -1
     return sum(
         float(own.saved_bytes + own.input_bytes) - freed_bytes(own, policy, last=k == end)
         for k, (own, policy) in enumerate(zip(blocks, policies, strict=True))
