@@ -54,11 +54,12 @@ def excesses(
     `segmented`."""
     plain = _excess(course, numels, weight_bytes, alone_bytes, releases=True)
     held = _excess(course, numels, weight_bytes, alone_bytes, releases=False)
-    parts = [moment.with_parts() for moment in course]
-    gathers = {
-        releases: _excess(parts, numels, weight_bytes, alone_bytes, releases=releases)
-        for releases in (True, False)
-    }
+    gathers, parts = {True: plain, False: held}, [moment.with_parts() for moment in course]
+    if parts != [*course]:
+        gathers = {
+            releases: _excess(parts, numels, weight_bytes, alone_bytes, releases=releases)
+            for releases in (True, False)
+        }
     # what is gathered again alone is made again by the second half where that reads it
     late = any(moment.regathered for moment in course)
     found = {}
