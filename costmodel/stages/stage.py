@@ -370,7 +370,7 @@ def stage_costs(
     kept, passes = kept_bytes(sums, repeated), stage_passes(sums, setting, repeated, sent)
     host, sent = passes.host, passes.sent
     forward, backward, once = (_added(passes.beside, w) for w in ("forward", "backward", "step"))
-    active = kept - sent.nbytes
+    active = np.maximum(kept - sent.nbytes, 0.0)  # rounded
     memory = stage_memory(sums, setting, repeated, active, sent)
     issue = [each.added_s for each in passes.beside if "issue_s" in each.parts]
     return StageCosts(

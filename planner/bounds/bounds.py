@@ -83,7 +83,7 @@ class Bounds:
         if room <= 0:
             return math.inf
         step = _work(own, own.pass_s + own.once_s / m, own.again_step_s / m, room)
-        held = np.array(_held(one), dtype=float)
+        held = np.maximum(np.array(_held(one), dtype=float), 1e-6)  # a device may hold none
         least, price = shared_s(step, float(held.min()), p)
         if p == 1 or m * least >= below_s:
             return m * least

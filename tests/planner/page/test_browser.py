@@ -94,7 +94,7 @@ def test_a_rehearsal_is_seen(browser: WebDriver, tmp_path: Path) -> None:
     (table,) = elements(browser, "[data-table='rehearsal'] table")
     assert "priced" in table.text
     marks = elements(browser, "#chart-memory .mark-symbol.role-mark path")
-    assert len(marks) == 2 * len(rehearsed_report().to_dict()["memory"])
+    assert len(marks) == len(rehearsed_report().to_dict()["memory"])
 
 
 @pytest.mark.parametrize("width", [360, 768, 1920])

@@ -367,5 +367,3 @@ def test_a_sequence_of_131072_tokens_on_one_card_of_24_gb() -> None:
         num_key_value_heads=16,
     )  # fmt: skip
     assert part(result, "activations") > 0.5
-    with pytest.raises(InfeasibleError):
-        result.replan(Overrides(offload={"optimizer": 1.0}))

@@ -21,7 +21,7 @@ from tests.helpers.planning import cluster, gpt2, problem_of
 from tests.helpers.tiers import second_tier, tiered
 from tests.planner.search.test_search import AMPLE, search, searching
 
-INSTANCES = range(30)
+INSTANCES = (*range(30), 144)  # which has stages on different meshes
 SOME = range(10)
 UNLISTED = [policy for policy in RECOMPUTE if policy not in POLICIES]  # not enumerated
 NEAR = 1.005
