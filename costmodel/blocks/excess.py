@@ -2,7 +2,7 @@
 
 The moments of a backward (`backward.py`) are made into a few numbers for each recompute policy,
 relative to the kept bytes of the block, of which those of runs of blocks can be composed
-(`costmodel/stages/excess.py`). How the gradients of parameters grow meanwhile depends on what
+(`costmodel/stages/sums.py`). How the gradients of parameters grow meanwhile depends on what
 reduces them, so that there is a number for each way.
 """
 
@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from meshwright.costmodel.blocks.backward import Moment
 from meshwright.costmodel.blocks.policies import RECOMPUTE, REGATHER, parts_of
-
-FP32 = 4
+from meshwright.costmodel.memory import FP32
 
 
 class Excess(NamedTuple):

@@ -4,6 +4,7 @@ from meshwright.costmodel.memory.call import Call
 from meshwright.costmodel.memory.gradients import GradientBytes, Reduction, Trained
 from meshwright.costmodel.memory.kept import keep
 from meshwright.costmodel.memory.optimizers import (
+    FP32,
     FUSED,
     OPTIMIZERS,
     Optimizer,
@@ -33,9 +34,9 @@ from meshwright.costmodel.memory.storage import (
 )
 
 __all__ = [
-    "FUSED", "OPTIMIZERS", "Call", "GradientBytes", "Held", "Local", "ModelStates", "Optimizer",
-    "Origin", "Reduction", "Storage", "Trained", "compact", "fixed_bytes", "fresh", "fused", "keep",
-    "model_state_bytes", "model_states", "optimizer_bytes", "optimizer_named",
+    "FP32", "FUSED", "OPTIMIZERS", "Call", "GradientBytes", "Held", "Local", "ModelStates",
+    "Optimizer", "Origin", "Reduction", "Storage", "Trained", "compact", "fixed_bytes", "fresh",
+    "fused", "keep", "model_state_bytes", "model_states", "optimizer_bytes", "optimizer_named",
     "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped", "undo_bytes",
     "working_bytes",
 ]  # fmt: skip

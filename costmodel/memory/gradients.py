@@ -16,9 +16,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from meshwright.costmodel.memory.optimizers import FP32
 from meshwright.costmodel.target import SCATTERED_AT_ONCE, SENT_AT_ONCE
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

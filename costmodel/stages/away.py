@@ -52,6 +52,7 @@ def sent_evenly(
     like = np.maximum(blocks - alone[0], 1.0)
     each = np.maximum(kept - alone[1], 0.0) / like
     nbytes = np.minimum(part * blocks, like) * each
+    # parts that reach the last ones send of them, too
     nbytes = np.where(part * blocks > like, np.maximum(nbytes, part * kept), nbytes)
     return Sent(
         nbytes=nbytes,

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks.excess import FP32
 from meshwright.costmodel.memory import (
+    FP32,
     ModelStates,
     model_states,
     optimizer_named,

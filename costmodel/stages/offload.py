@@ -27,12 +27,10 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from meshwright.costmodel.memory import fused, optimizer_bytes, optimizer_step_bytes
+from meshwright.costmodel.memory import FP32, fused, optimizer_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.stages.sums import Floats, Sums
 from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, at_once
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,7 @@ def _at(
             passing = costs.half_bytes
         case Action.BACKWARD_WEIGHT:
             passing = costs.second_bytes - costs.gradient_bytes * later
-    sent = math.fsum(message_bytes(each, sizes) for each in moment.messages)
+    sent = math.fsum(_message_bytes(each, sizes) for each in moment.messages)
     return Peak(
         nbytes=activations + gradients + passing + sent,
         action=moment.action,
@@ -153,7 +153,7 @@ def _at(
     )
 
 
-def message_bytes(message: Message, sizes: Mapping[tuple[int, int], tuple[float, float]]) -> float:
+def _message_bytes(message: Message, sizes: Mapping[tuple[int, int], tuple[float, float]]) -> float:
     """Bytes of what an instruction sends or receives: gradients go the other way."""
     stage, action, peer = message
     forward = action in (Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)

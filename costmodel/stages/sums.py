@@ -21,9 +21,10 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks.excess import FP32, Excess
+from meshwright.costmodel.blocks.excess import Excess
 from meshwright.costmodel.blocks.policies import RECOMPUTE, parts_of, segment_policy
 from meshwright.costmodel.blocks.price import BlockPrice
+from meshwright.costmodel.memory import FP32
 from meshwright.costmodel.operators import Cost, Pricer
 from meshwright.costmodel.sharding import Placement
 

@@ -95,21 +95,27 @@ def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -
     """The plan of a draft, written out and priced from what is written. Where some blocks are
     recomputed, it is the faster one of two: a stage's highest point may be in its last block's
     backward or not."""
-    found = _candidate(coster, draft, memory_bytes, ends=True)
+    assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
+    plan = _with_shardings(coster, draft, assignments)
+    found = _candidate(coster, draft, plan, assignments, memory_bytes, ends=True)
     if all(set(stage.policies) == {"none"} for stage in found.plan.stages):
         return found
-    other = _candidate(coster, draft, memory_bytes, ends=False)
+    other = _candidate(coster, draft, plan, assignments, memory_bytes, ends=False)
     return min(found, other, key=lambda each: (not each.fits, each.step_time_s))
 
 
 def _candidate(
-    coster: StageCoster, draft: PlanDraft, memory_bytes: float, *, ends: bool
+    coster: StageCoster,
+    draft: PlanDraft,
+    plan: Plan,
+    assignments: list[dict[str, Assignment]],
+    memory_bytes: float,
+    *,
+    ends: bool,
 ) -> Candidate:
-    """With the recompute that fits if each stage `ends` with its highest point, or not. Where whole
-    blocks don't fit as parts of them did, more are recomputed; where they leave room, fewer,
-    once."""
-    assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
-    plan = _with_shardings(coster, draft, assignments)
+    """The plan of a draft, whose shardings are written, with the recompute that fits if each stage
+    `ends` with its highest point, or not. Where whole blocks don't fit as parts of them did, more
+    are recomputed; where they leave room, fewer, once."""
     room = memory_bytes - coster.cluster.device.reserved_bytes
     groups = [
         [k for k, stage in enumerate(draft.plan.stages) if stage.ranks == ranks]
@@ -130,17 +136,15 @@ def _candidate(
         priced = evaluate(written, coster.problem, assignments, coster)
         fits = priced_fits(priced, coster.cluster, memory_bytes)
         candidate = Candidate(evaluation=priced, assignments=assignments, fits=fits)
-        if found or (fits and all(set(own) == {"none"} for own, _ in policies)):
-            found.append(candidate)
+        again, found = bool(found), [*found, *[candidate] * fits]
+        if again or (fits and all(set(own) == {"none"} for own, _ in policies)):
             break
-        found += [candidate] * fits
         for g, peak in enumerate(priced.prediction.peak_memory_bytes):
             own = [(draft.stages[k], policies[k][0]) for k in groups[g]]
             spare = (memory_bytes - peak) / max(_in_flight([d for d, _ in own]), 1.0)
             kept = sum(_kept_bytes(*each, ends=ends) for each in own)
             keep[g] = (kept if fits else min(keep[g], kept)) + spare
-    fitting = [each for each in found if each.fits] or [candidate]
-    return min(fitting, key=lambda each: each.step_time_s)
+    return min(found or [candidate], key=lambda each: each.step_time_s)
 
 
 def _with_shardings(

@@ -69,9 +69,8 @@ def _memory(data: Row) -> str:
         f"A device of {stage_words(fullest['stages'])} takes most, "
         f"{gib(fullest['priced_bytes']).text} of {of}; {part} {gib(nbytes).text} of it."
     )
-    if "moment" in fullest:
-        where = f" of {fullest['block']}" if fullest["block"] else ""
-        text += f" The peak comes in the {fullest['moment'].replace('_', ' ')}{where}."
+    where = f" of {fullest['block']}" if fullest["block"] else ""
+    text += f" The peak comes in the {fullest['moment'].replace('_', ' ')}{where}."
     if rehearsed_bytes := data["summary"].get("rehearsed_memory_bytes"):
         text += f" Rehearsed were {gib(max(rehearsed_bytes)).text}."
     return text

@@ -93,8 +93,7 @@ def many(count: int, thing: str) -> str:
 
 
 def peaks_of(summary: Row) -> dict[str, float]:
-    """Bytes at the peak of the fullest device: predicted, and where they are known in the
-    course of a step, and rehearsed."""
+    """Bytes at the peak of the fullest device: predicted, and where it was, rehearsed."""
     found = {
         "predicted peak": summary["peak_memory_bytes"],
         REHEARSED: summary.get("rehearsed_memory_bytes"),

@@ -143,20 +143,25 @@ def stages(data: Row) -> Table:
 
 def memory(data: Row) -> Table:
     parts = list(data["memory"][0]["parts"])
-    followed = "moment" in data["memory"][0]
-    more = ("comes in",) if followed else ()
     rehearsed = data["summary"].get("rehearsed_memory_bytes", ())
     rows = []
     for place, row in enumerate(data["memory"]):
         cells = [words(stage_words(row["stages"])), words(row["ranks"])]
         cells += [gib(row["parts"][part]) for part in parts]
         cells += [gib(row["priced_bytes"]), *map(gib, row["interval_bytes"])]
-        if followed:
-            block = f" of {row['block']}" if row["block"] else ""
-            cells.append(words(row["moment"].replace("_", " ") + block))
+        block = f" of {row['block']}" if row["block"] else ""
+        cells.append(words(row["moment"].replace("_", " ") + block))
         cells += [gib(nbytes) for nbytes in rehearsed[place : place + 1]]
         rows.append(cells)
-    heads = ["device group", "ranks", *parts, "predicted peak", "from, 80 %", "to, 80 %", *more]
+    heads = [
+        "device group",
+        "ranks",
+        *parts,
+        "predicted peak",
+        "from, 80 %",
+        "to, 80 %",
+        "comes in",
+    ]
     heads += [REHEARSED] * bool(rehearsed)
     return Table(caption="Peak memory of a device of each group", heads=heads, rows=rows)
 

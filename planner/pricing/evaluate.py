@@ -267,18 +267,18 @@ def _peaks(
 ) -> list[Peak]:
     """The peak of a device of each device group."""
     followed = coster.problem.target.gradients_come
-    sizes = message_bytes(plan, coster, crossed) if followed else None
+    sizes = _message_bytes(plan, coster, crossed) if followed else None
     return device_peaks(
         stages if walked or sizes is None else _receiving(stages, sizes),
         schedule=plan.schedule,
         num_microbatches=plan.num_microbatches,
         num_devices=len(plan.devices),
         messages=sizes,
-        reserved=coster.cluster.device.reserved_bytes + batch_bytes(plan, coster),
+        reserved=coster.cluster.device.reserved_bytes + _batch_bytes(plan, coster),
     )
 
 
-def message_bytes(
+def _message_bytes(
     plan: Plan, coster: StageCoster, crossed: Mapping[tuple[int, int], Sequence[str]]
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """Bytes of a micro-batch from one stage to another, on a rank of each."""
@@ -305,7 +305,7 @@ def _receiving(
     return found
 
 
-def batch_bytes(plan: Plan, coster: StageCoster) -> float:
+def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
     """Bytes of the global batch that the caller holds: on a CPU they lie where the tensors do."""
     graph = coster.graph
     if coster.cluster.device.kind != "cpu":

@@ -286,7 +286,7 @@ class StageCoster:
         """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,
         between two stages with this mesh; where some neighbours share a node and others don't, on
         average."""
-        problem = self.problem
+        pricer, problem = self.pricer(setting), self.problem
         node, devices = problem.cluster.devices_per_node, setting.mesh.devices
         # of the stages that share a node in pipeline order, one sends to the next node
         share = min(1.0, devices / node) if problem.cluster.num_nodes > 1 else 0.0
@@ -314,14 +314,14 @@ class StageCoster:
                 if part
             )
 
-        sent = self.sent_bytes(setting)
+        sent = self._sent_bytes(pricer)
         known = {nbytes: seconds(nbytes) for nbytes in set(sent)}
         return np.array([known[nbytes] for nbytes in sent])
 
-    def sent_bytes(self, setting: Setting) -> list[float]:
-        """Bytes of a micro-batch's activations at each boundary, on a rank."""
-        pricer, known = self.pricer(setting), self._known.sent_bytes
-        key = pricer.setting.mesh, pricer.setting.batch
+    def _sent_bytes(self, pricer: Pricer) -> list[float]:
+        """Bytes of the activations at each boundary."""
+        setting, known = pricer.setting, self._known.sent_bytes
+        key = setting.mesh, setting.batch
         if key not in known:
             known[key] = [sum(map(pricer.nbytes, values)) for values in self.activations_at_cuts]
         return known[key]

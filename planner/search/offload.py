@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from meshwright.costmodel.memory import optimizer_bytes
+from meshwright.costmodel.memory import FP32, optimizer_bytes
 from meshwright.costmodel.operators import HostParts
 from meshwright.planner.drafts import Candidate, priced_fits
 from meshwright.planner.plan import Plan, sized
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from meshwright.planner.search.result import SearchResult
     from meshwright.planner.search.search import Search
 
-FP32 = 4
 TIE = 1.01  # of steps, below which the plan with less off its devices is taken
 PAYS = 0.95  # of the step without: no host link was measured, and the simpler plan wins
 
