@@ -9,7 +9,7 @@ from meshwright.planner.page.cells import between, gib, many, sent, share, stage
 from meshwright.planner.page.plans import compared
 from meshwright.planner.page.rehearsal import rehearsed
 from meshwright.planner.page.tables import busiest_stage
-from meshwright.planner.plan import slower
+from meshwright.planner.plan import peak_words, slower
 
 Row = Mapping[str, Any]
 
@@ -69,8 +69,7 @@ def _memory(data: Row) -> str:
         f"A device of {stage_words(fullest['stages'])} takes most, "
         f"{gib(fullest['priced_bytes']).text} of {of}; {part} {gib(nbytes).text} of it."
     )
-    where = f" of {fullest['block']}" if fullest["block"] else ""
-    text += f" The peak comes in the {fullest['moment'].replace('_', ' ')}{where}."
+    text += f" The peak comes in the {peak_words(fullest['moment'], fullest['block'])}."
     if rehearsed_bytes := data["summary"].get("rehearsed_memory_bytes"):
         text += f" Rehearsed were {gib(max(rehearsed_bytes)).text}."
     return text

@@ -22,6 +22,7 @@ from meshwright.planner.page.cells import (
     time,
     words,
 )
+from meshwright.planner.plan import peak_words
 
 Row = Mapping[str, Any]
 
@@ -149,8 +150,7 @@ def memory(data: Row) -> Table:
         cells = [words(stage_words(row["stages"])), words(row["ranks"])]
         cells += [gib(row["parts"][part]) for part in parts]
         cells += [gib(row["priced_bytes"]), *map(gib, row["interval_bytes"])]
-        block = f" of {row['block']}" if row["block"] else ""
-        cells.append(words(row["moment"].replace("_", " ") + block))
+        cells.append(words(peak_words(row["moment"], row["block"])))
         cells += [gib(nbytes) for nbytes in rehearsed[place : place + 1]]
         rows.append(cells)
     heads = [

@@ -38,6 +38,11 @@ def sized(nbytes: float) -> str:
     return f"{nbytes / 2**10:.3g} KiB"
 
 
+def peak_words(moment: str, block: str | None) -> str:
+    """`backward of h.11`, `optimizer`: when a device's memory is highest, as a report has it."""
+    return moment.replace("_", " ") + (f" of {block}" if block else "")
+
+
 def slower(part: float) -> str:
     """+12.3%, -4.5%: what one takes more than another; 2.5 times, from twice as much on."""
     return f"{part:+.1%}" if part <= 1 else f"{_digits(1 + part)} times"

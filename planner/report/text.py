@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from meshwright.planner.plan import counted, seconds, sized, slower
+from meshwright.planner.plan import counted, peak_words, seconds, sized, slower
 from meshwright.planner.report.document import Document, Part, Table
 
 if TYPE_CHECKING:
@@ -196,8 +196,7 @@ def _memory_parts(report: Report) -> list[Part]:
 
 def _at_once(row: Row) -> list[str]:
     """When the fullest device group's memory is highest."""
-    block = f" of {row['block']}" if row["block"] else ""
-    return [f"  (the peak comes in the {row['moment'].replace('_', ' ')}{block})"]
+    return [f"  (the peak comes in the {peak_words(row['moment'], row['block'])})"]
 
 
 def _parts_of(row: Row) -> str:
