@@ -18,9 +18,10 @@ from meshwright.costmodel.stages.stage import (
     Beside,
     Passes,
     StageCosts,
-    combined,
+    as_rows,
+    mixed,
     of_one,
-    of_policy,
+    of_rows,
     stage_costs,
     stage_passes,
 )
@@ -36,9 +37,8 @@ from meshwright.costmodel.stages.sums import (
 
 __all__ = [
     "LATER", "NO_RECOMPUTE", "Beside", "BlockBytes", "Floats", "InFlight", "Passes", "Peak",
-    "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "block_sums", "blocks_here",
-    "combined",
-    "communicator_bytes", "device_peaks", "fits", "host_bandwidth", "of_one", "of_policy",
-    "parameter_sums", "room_bytes", "secondary_bytes", "sent_by_block", "shortfall_bytes",
-    "stage_bytes", "stage_costs", "stage_passes", "used_bytes", "walked",
+    "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "as_rows", "block_sums",
+    "blocks_here", "communicator_bytes", "device_peaks", "fits", "host_bandwidth", "mixed",
+    "of_one", "of_rows", "parameter_sums", "room_bytes", "secondary_bytes", "sent_by_block",
+    "shortfall_bytes", "stage_bytes", "stage_costs", "stage_passes", "used_bytes", "walked",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ there see `away.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Generic, Literal, TypeAlias, TypeVar
 
@@ -113,17 +113,28 @@ class StageCosts(Generic[A]):
         return self.forward_s + self.backward_s + once
 
 
-def combined(
-    costs: Sequence[StageCosts[Floats]], combine: Callable[[Sequence[Floats]], A]
-) -> StageCosts[A]:
-    """Every cost of one `StageCosts` made of those of several."""
-    names = [each.name for each in fields(StageCosts)]
-    return StageCosts(**{name: combine([getattr(own, name) for own in costs]) for name in names})
+COSTS = tuple(each.name for each in fields(StageCosts))
+
+
+def as_rows(costs: StageCosts[Floats]) -> Floats:
+    """(COSTS, ...): the costs as rows of one array."""
+    return np.stack(np.broadcast_arrays(*(getattr(costs, name) for name in COSTS)))
+
+
+def of_rows(rows: Iterable[A]) -> StageCosts[A]:
+    """The costs that `as_rows` has put together."""
+    return StageCosts(**dict(zip(COSTS, rows, strict=True)))
 
 
 def of_one(costs: StageCosts[Floats], stage: int | tuple[()] = ()) -> StageCosts[float]:
     """Costs of one of several stages as floats; by default of the only one, 0-d."""
-    return combined([costs], lambda values: float(values[0][stage]))
+    return of_rows(float(getattr(costs, name)[stage]) for name in COSTS)
+
+
+def mixed(low: StageCosts[float], high: StageCosts[float], part: float) -> StageCosts[float]:
+    """Costs of a stage of which such a part of the blocks is on the higher level."""
+    pairs = ((getattr(low, name), getattr(high, name)) for name in COSTS)
+    return of_rows((1 - part) * one + part * other for one, other in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,13 +280,6 @@ def _copying(setting: Setting) -> float:
         return 1.0
     copied = 2 * undo_bytes(1.0, 1, zero=0, optimizer=setting.optimizer)  # read and written
     return 1 + copied / optimizer_step_bytes(1.0, optimizer=setting.optimizer)
-
-
-def of_policy(costs: StageCosts[Floats], k: int) -> StageCosts[Floats]:
-    """Of the costs of stages under several policies, (P, ...) where they depend on it, those under
-    policy k."""
-    single = costs.parameters.ndim
-    return combined([costs], lambda own: own[0][k] if own[0].ndim > single else own[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import NOT_AWAY, HostParts, Mesh, Setting, Sharing
-from meshwright.costmodel.stages import InFlight, StageCosts, combined, stage_costs
+from meshwright.costmodel.stages import InFlight, StageCosts, mixed, of_one, stage_costs
 from meshwright.planner.plan import OFFLOADS
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 
@@ -132,11 +132,11 @@ class StageDraft:
             compute=compute, communication=communication, data_axis=data_axis
         )
         level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
-        costs = [
-            stage_costs(sums, self.setup.setting, policy)
+        low, *high = [
+            of_one(stage_costs(sums, self.setup.setting, policy))
             for policy in self.levels.policies[level : level + 1 + (part > 0)]
         ]
-        return combined(costs, lambda values: float((1 - part) * values[0] + part * values[-1]))
+        return mixed(low, high[0], part) if high else low
 
     def overridden(self, free: Sequence[str]) -> tuple[str, ...]:
         """The policy of each block: the user's, or else that of `free`."""

@@ -23,6 +23,7 @@ from typing import Any, Unpack
 from meshwright.costmodel.operators import Batch, HostParts, Mesh, Problem
 from meshwright.planner.bounds import Bounds
 from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft
+from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan, check_plan
@@ -91,6 +92,7 @@ class Search(Drafter):
 
     # --- the search ---
 
+    @seldom_collected()
     def run(self) -> SearchResult:
         """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds. After
         the time limit a first plan is still looked for where it is likely."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,11 @@ from meshwright.costmodel.stages import (
     InFlight,
     StageCosts,
     Sums,
-    combined,
+    as_rows,
     fits,
-    of_policy,
+    mixed,
+    of_one,
+    of_rows,
     stage_costs,
     used_bytes,
 )
@@ -52,7 +55,7 @@ class ChosenLevel:
         return ChosenLevel(level=self.level * 0, fraction=self.fraction * 0.0, fits=self.fits)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RecomputeLevels:
     """Costs of stages with all blocks on a level, per level, and the policy of each; `blocks` is
     the number in each stage, an array of the stages' shape."""
@@ -96,31 +99,24 @@ class RecomputeLevels:
 
     def everywhere(self, chosen: ChosenLevel) -> StageCosts[Floats]:
         """The costs of all stages on their chosen levels."""
-
+        if not chosen.level.any() and not chosen.fraction.any():
+            return self.costs[0]
         weights = [
             (chosen.level == k) * (1 - chosen.fraction) + (chosen.level == k - 1) * chosen.fraction
             for k in range(len(self.costs))
         ]
-        if not chosen.level.any() and not chosen.fraction.any():
-            return self.costs[0]
-
-        def blended(values: Sequence[Floats]) -> Floats:
-            found: Floats = np.einsum("k...,k...->...", np.stack(weights), np.stack(values))
-            return found
-
-        return combined(self.costs, blended)
+        return of_rows(np.einsum("k...,kc...->c...", np.stack(weights), self._rows))
 
     def at(self, stage: Any, chosen: ChosenLevel) -> StageCosts[float]:
         """The costs of one stage on its chosen level; `stage` indexes the arrays."""
         k, part = int(chosen.level[stage]), float(chosen.fraction[stage])
+        found = of_one(self.costs[k], stage)
+        return found if not part else mixed(found, of_one(self.costs[k + 1], stage), part)
 
-        def of(values: Sequence[Floats]) -> float:
-            low = np.asarray(values[0])[stage]
-            if not part:
-                return float(low)
-            return float((1 - part) * low + part * np.asarray(values[1])[stage])
-
-        return combined(self.costs[k : k + 2], of)
+    @cached_property
+    def _rows(self) -> Floats:
+        """(levels, costs, ...)."""
+        return np.stack([as_rows(own) for own in self.costs])
 
 
 def recompute_levels(
@@ -138,7 +134,8 @@ def recompute_levels(
             for values in (found.backward_s, found.activation_bytes)
         )
         hull = lower_hull(np.column_stack([seconds, -saved]))
-        kept, costs = [each[k] for k in hull], [of_policy(found, k) for k in hull]
+        rows = as_rows(found)
+        kept, costs = [each[k] for k in hull], [of_rows(rows[:, k]) for k in hull]
     segments = [policy for policy in policies if policy not in each]
     return RecomputeLevels(
         policies=(*kept, *segments),

@@ -30,6 +30,7 @@ from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph
 from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
+from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing.batch import FakeBatch, check_call
 from meshwright.planner.tracing.caches import emptied_caches
 from meshwright.planner.tracing.context import (
@@ -73,6 +74,7 @@ DTYPES = {
 SYMBOLIC = "traced by torch.fx.symbolic_trace, not torch.export alone"
 
 
+@seldom_collected()
 def trace(
     model: nn.Module,
     example_inputs: Any,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.operators import Batch, Mesh, Sharing
 from meshwright.costmodel.stages import InFlight
-from meshwright.costmodel.stages.stage import StageCosts, of_one, of_policy, stage_costs
+from meshwright.costmodel.stages.stage import StageCosts, as_rows, of_one, of_rows, stage_costs
 from meshwright.costmodel.stages.sums import Floats
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels, recompute_levels
 from tests.helpers.planning import case, odd_cluster, programs_of
@@ -155,4 +155,4 @@ def test_all_policies_at_once_cost_what_each_costs(zero: int) -> None:
     for k, policy in enumerate(RECOMPUTE):
         for j, number in enumerate((1, 2, 4)):
             alone = stage_costs(whole.times(1 / number), setting, policy)
-            assert of_one(of_policy(together, k), j) == of_one(alone), (policy, number)
+            assert of_one(of_rows(as_rows(together)[:, k]), j) == of_one(alone), (policy, number)

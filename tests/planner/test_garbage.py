@@ -1,0 +1,22 @@
+"""How often garbage is collected while a plan is searched."""
+
+import gc
+
+import pytest
+
+from meshwright.planner.garbage import SELDOM, seldom_collected
+
+
+@pytest.mark.parametrize("threshold", [(700, 10, 10), (0, 10, 10)])
+def test_collections_are_rare_inside_and_as_before_afterwards(
+    threshold: tuple[int, int, int],
+) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(*threshold)
+    try:
+        with pytest.raises(ValueError, match="ends"), seldom_collected():
+            assert gc.get_threshold() == (SELDOM if threshold[0] else threshold)
+            raise ValueError("ends")
+        assert gc.get_threshold() == threshold
+    finally:
+        gc.set_threshold(*before)
