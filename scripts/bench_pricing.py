@@ -18,7 +18,7 @@ from meshwright.planner.published import make_plan, read_row, traced
 MODEL = {
     "model": "GPT-3", "layers": "96", "hidden": "12288", "heads": "96", "vocab": "51200",
     "seq_len": "2048", "gpu": "A100-80GB-SXM", "num_gpus": "128", "precision": "bf16",
-    "framework": "Megatron-Core", "global_batch": "512",
+    "framework": "Megatron-Core", "global_batch": "512", "vp": "1",
 }  # fmt: skip
 
 

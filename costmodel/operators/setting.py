@@ -131,6 +131,11 @@ class Setting:
     def profile(self) -> OpProfile | None:
         return self.problem.profile
 
+    @property
+    def parts(self) -> tuple[Mesh, Batch, Sharing, HostParts, bool]:
+        """All but the problem."""
+        return self.mesh, self.batch, self.sharing, self.host, self.validated
+
     @cached_property
     def of_pass(self) -> Setting:
         """With what a pass depends on, batches that meet on the data axis left aside: with the

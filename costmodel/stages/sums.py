@@ -60,6 +60,18 @@ class Recompute:
             gather_s=self.gather_s + other.gather_s,
         )
 
+    def together(self) -> Recompute:
+        """That of all blocks of the last axis."""
+        return Recompute(
+            seconds=self.seconds.sum(axis=-1),
+            comm_s=self.comm_s.sum(axis=-1),
+            host_s=self.host_s.sum(axis=-1),
+            freed_bytes=self.freed_bytes.sum(axis=-1),
+            excess=self.excess.max(axis=-1),
+            put_off_bytes=self.put_off_bytes.sum(axis=-1),
+            gather_s=self.gather_s.sum(axis=-1),
+        )
+
 
 _ZERO: Floats = np.zeros(())
 NO_RECOMPUTE = Recompute(
@@ -262,6 +274,20 @@ class Sums:
         sums.excess = excess
         return sums
 
+    def joined(self) -> Sums:
+        """Sums of all of these blocks one after the other, (K,): of one run, 0-d."""
+        found = Sums(self.array.sum(axis=0))
+        found.array[_LARGEST] = self.array[:, _LARGEST].max(axis=0)
+        found.first_parameters = self.first_parameters[0]
+        following = np.append(self.first_parameters[1:], 0.0)
+        behind = self._let_go()[::-1].cumsum(axis=0)[::-1]  # of a block and those behind it
+        before = self._followed(following)[:-1] - behind[1:]
+        last = self.excess[-1]
+        excess = np.concatenate([before, last[None]]).max(axis=0)
+        excess[EDGE] = last[EDGE]
+        found.excess = excess
+        return found
+
     def shared_out(self, numbers: NDArray[np.int64]) -> Sums:
         """Sums of an equal part of one run, for each number of parts: (N,); maxima stay."""
         return Sums(np.stack([self.times(1 / number).array for number in numbers]))
@@ -287,10 +313,16 @@ class Sums:
         """What the blocks run again where all of them follow one policy, or `in_segments`."""
         if "/" in policy:
             return self._in_segments(policy)
-        found = self.recompute_by([policy])
-        names = [each.name for each in fields(Recompute)]
+        k = RECOMPUTE.index(policy)
+        again = self.array[..., _RECOMPUTE[policy]] if k else np.zeros((*self.array.shape[:-1], 4))
         return Recompute(
-            **{n: getattr(found, n)[:, 0] if n == "excess" else getattr(found, n)[0] for n in names}
+            seconds=again[..., 0],
+            comm_s=again[..., 1],
+            host_s=again[..., 2],
+            freed_bytes=again[..., 3],
+            excess=np.moveaxis(self.excess[..., k], -1, 0),
+            put_off_bytes=self.put_off_bytes - _GATHERS[k] * self.regathered_bytes,
+            gather_s=np.zeros(self.array.shape[:-1]),
         )
 
     def _in_segments(self, policy: str) -> Recompute:
@@ -343,8 +375,16 @@ class Sums:
             gather_s=np.zeros((len(policies), *shape)),
         )
 
+    def with_policies(self, policies: Sequence[str]) -> Sums:
+        """The sums of blocks, (K,), each with its recompute policy decided."""
+        found = Sums(self.array.copy())
+        for policy in dict.fromkeys(policies):
+            own = [k for k, each in enumerate(policies) if each == policy]
+            found.array[own] = self[own].with_policy(policy).array
+        return found
+
     def with_policy(self, policy: str) -> Sums:
-        """The sums of one block with its recompute policy decided: no policy changes them."""
+        """The sums of blocks with their recompute policy decided: no policy changes them."""
         decided = Sums(self.array.copy())
         repeated = self.recompute(policy)
         decided.backward_s = self.backward_s + repeated.seconds

@@ -10,7 +10,8 @@ import numpy as np
 from meshwright.costmodel.operators import Pricer, Setting
 from meshwright.costmodel.stages import BlockBytes, Sent, sent_by_block
 from meshwright.planner.plan import StagePlan, away_blocks
-from meshwright.planner.pricing.segments import Entered, in_segments, spans_of
+from meshwright.planner.pricing.segments import in_segments, spans_of
+from meshwright.planner.pricing.stage_costs import Entered
 
 
 def sent_of(

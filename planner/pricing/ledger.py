@@ -17,8 +17,8 @@ from meshwright.costmodel.stages import Beside, Passes, host_bandwidth, stage_pa
 from meshwright.planner.plan import passes_of
 from meshwright.planner.pricing.evaluate import Evaluation, price_stages
 from meshwright.planner.pricing.priced_stage import PricedStage
-from meshwright.planner.pricing.segments import Entered, spans_of
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.segments import spans_of
+from meshwright.planner.pricing.stage_costs import Entered, StageCoster
 
 KINDS_OF_BYTES = ("in passes", "gradients and weights", "between stages")
 LINKS = ("in a node", "between nodes")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from meshwright.costmodel.operators import Pricer, Setting
 from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.costmodel.stages import (
@@ -18,8 +20,8 @@ from meshwright.costmodel.stages import (
 )
 from meshwright.planner.plan import Plan, StagePlan
 from meshwright.planner.pricing.away import sent_of
-from meshwright.planner.pricing.segments import Entered, stage_recompute
-from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
+from meshwright.planner.pricing.segments import stage_recompute
+from meshwright.planner.pricing.stage_costs import Entered, StageCoster, stage_setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,21 +47,18 @@ def priced_stage(
     stage = plan.stages[k]
     setting = stage_setting(plan, k, coster)
     pricer = coster.pricer(setting)
-    sums, decided, blocks = Sums.zeros(), Sums.zeros(), list[Entered]()
-    stored: set[tuple[str, Placement]] = set()
-    entered = coster.entered(stage, assignments)
-    for (block, assignment, inputs), policy in zip(entered, stage.policies, strict=True):
-        own = Entered.of(coster, pricer, block, assignment, inputs)
-        blocks.append(own)
-        sums = sums.then(own.sums)
-        decided = decided.then(own.sums.with_policy(policy))
-        for value, state in stored.intersection(own.parameters):
+    blocks = [*coster.entered(pricer, stage, assignments)]
+    rows = Sums(np.stack([each.sums.array for each in blocks]))
+    sums, stored = rows.joined(), set[tuple[str, Placement]]()
+    for each in blocks:
+        for value, state in stored.intersection(each.shared):
             sums = sums - parameter_sums(pricer, value, state)
-        stored.update(own.parameters)
+        stored.update(each.shared)
     sent = sent_of(stage, blocks, pricer, setting)
     repeated = stage_recompute(stage, blocks, pricer)
     if stage.segments == 1:
-        repeated = replace(repeated, excess=decided.recompute("none").excess)
+        decided = rows.with_policies(stage.policies).joined()
+        repeated = replace(repeated, excess=decided.excess[:, 0])  # the same under all of them
     return PricedStage(
         stage=stage,
         setting=setting,

@@ -2,67 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-from meshwright.costmodel.blocks import PassPrice
-from meshwright.costmodel.graph import Block
+import numpy as np
+
 from meshwright.costmodel.operators import Pricer
-from meshwright.costmodel.sharding import Assignment, Placement, Step
 from meshwright.costmodel.stages import NO_RECOMPUTE, BlockBytes, Recompute, Sums
 from meshwright.planner.plan import StagePlan, segments_of
 from meshwright.planner.pricing.segment_costs import SegmentBlock, segment_recompute
-from meshwright.planner.pricing.stage_costs import StageCoster
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entered:
-    """A block of a stage, what it reads in which states, its steps, its price per micro-batch and
-    its sums."""
-
-    block: Block
-    assignment: Assignment
-    inputs: Mapping[str, Placement]
-    steps: Sequence[Step]
-    passes: PassPrice
-    sums: Sums
-
-    @staticmethod
-    def of(
-        coster: StageCoster,
-        pricer: Pricer,
-        block: Block,
-        assignment: Assignment,
-        inputs: Mapping[str, Placement],
-    ) -> Entered:
-        return Entered(
-            block=block,
-            assignment=assignment,
-            inputs=inputs,
-            steps=coster.steps(block, assignment, inputs, pricer.setting.mesh.tp),
-            passes=coster.passes(pricer, block, assignment, inputs),
-            sums=coster.block_sums(pricer, block, assignment, inputs),
-        )
-
-    def repeats(self, policy: str) -> float:
-        """Bytes that it makes again under a policy."""
-        own = self.passes.repeats.get(policy)
-        return own.freed_bytes if own else 0.0
-
-    @property
-    def parameters(self) -> list[tuple[str, Placement]]:
-        """Its parameters, each in the state in which it is stored."""
-        return [(value, self.assignment.states[value]) for value in self.block.parameters]
-
-    def segment_block(self, pricer: Pricer, made: set[str], policy: str) -> SegmentBlock:
-        """It as part of a segment whose blocks before it made these values."""
-        states = self.assignment.states
-        return SegmentBlock(
-            sums=self.sums,
-            policy=policy,
-            inside=sum(pricer.nbytes(v, s) for v, s in self.inputs.items() if v in made),
-            leaving=sum(pricer.nbytes(v, states[v]) for v in self.block.outputs),
-        )
+from meshwright.planner.pricing.stage_costs import Entered
 
 
 def spans_of(stage: StagePlan, blocks: Sequence[Entered], pricer: Pricer) -> list[range]:
@@ -75,11 +24,13 @@ def spans_of(stage: StagePlan, blocks: Sequence[Entered], pricer: Pricer) -> lis
 def stage_recompute(stage: StagePlan, blocks: Sequence[Entered], pricer: Pricer) -> Recompute:
     """What a stage's blocks run again, in segments or each by itself."""
     spans, policies = spans_of(stage, blocks, pricer), stage.policies
-    inside = {k for span in spans for k in span}
+    alone = [*range(len(blocks))]
+    for span in spans:
+        alone = [k for k in alone if k not in span]
     found = NO_RECOMPUTE
-    for k, each in enumerate(blocks):
-        if k not in inside:
-            found = found + each.sums.recompute(policies[k])
+    for policy in dict.fromkeys(policies[k] for k in alone):
+        own = [blocks[k].sums.array for k in alone if policies[k] == policy]
+        found = found + Sums(np.stack(own)).recompute(policy).together()
     for span in spans:
         found = found + segment_recompute(_segment(span, blocks, policies, pricer))
     return found
@@ -91,8 +42,16 @@ def _segment(
     made: set[str] = set()
     found = []
     for k in span:
-        found.append(blocks[k].segment_block(pricer, made, policies[k]))
-        made.update(blocks[k].block.outputs)
+        each, states = blocks[k], blocks[k].assignment.states
+        found.append(
+            SegmentBlock(
+                sums=each.sums,
+                policy=policies[k],
+                inside=sum(pricer.nbytes(v, s) for v, s in each.inputs.items() if v in made),
+                leaving=sum(pricer.nbytes(v, states[v]) for v in each.block.outputs),
+            )
+        )
+        made.update(each.block.outputs)
     return found
 
 

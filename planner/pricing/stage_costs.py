@@ -70,7 +70,29 @@ from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
+Parts: TypeAlias = tuple[Mesh, Batch, Sharing, HostParts, bool]
 Decided: TypeAlias = tuple[str, str, States]  # class of a block, its choices, its inputs' states
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """A block of a stage, what it reads in which states, its steps, its price per micro-batch,
+    its sums and its parameters, each in the state in which it is stored, those that may be `shared`
+    with other blocks apart."""
+
+    block: Block
+    assignment: Assignment
+    inputs: Mapping[str, Placement]
+    steps: Sequence[Step]
+    passes: PassPrice
+    sums: Sums
+    parameters: tuple[tuple[str, Placement], ...]
+    shared: tuple[tuple[str, Placement], ...]
+
+    def repeats(self, policy: str) -> float:
+        """Bytes that it makes again under a policy."""
+        own = self.passes.repeats.get(policy)
+        return own.freed_bytes if own else 0.0
 
 
 @dataclass(slots=True)
@@ -79,10 +101,14 @@ class _Known:
 
     kinds: dict[tuple[Mesh, Batch], ContextKind] = field(default_factory=dict)
     contexts: dict[tuple[int, ContextKind | None], ContextLayout] = field(default_factory=dict)
-    # prices of operators, by the setting of a pass
-    pricers: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
+    settings: dict[Parts, Setting] = field(default_factory=dict)
+    # prices of operators, by the setting of a pass, and by that of a step
+    pricers_of_pass: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
+    pricers: dict[Parts, Pricer] = field(default_factory=dict)
     parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)  # of `ParameterPricer`
     blocks: dict[tuple[Mesh, Batch, Sharing, Decided], Sums] = field(default_factory=dict)
+    # by the setting of a step: blocks by name and what was decided of them
+    entered: dict[tuple[Mesh, Batch, Sharing], dict[Decided, Entered]] = field(default_factory=dict)
     needs: dict[str, PassNeeds] = field(default_factory=dict)  # by class of a block
     passes: dict[tuple[Mesh, Batch, Decided], PassPrice] = field(default_factory=dict)
     # name of a block, tp: its layouts, its steps by choices and states of its inputs
@@ -151,12 +177,17 @@ class StageCoster:
         validated: bool = False,
     ) -> Setting:
         """A stage of this problem; where `cp_kind` is open, it is the cheapest."""
-        problem = self.problem
         if mesh.cp > 1 and mesh.cp_kind is None:
             mesh = replace(mesh, cp_kind=self._cheapest_kind(mesh, batch))
-        return Setting(
-            problem=problem, mesh=mesh, batch=batch, sharing=sharing, host=host, validated=validated
+        own = Setting(
+            problem=self.problem,
+            mesh=mesh,
+            batch=batch,
+            sharing=sharing,
+            host=host,
+            validated=validated,
         )
+        return self._known.settings.setdefault(own.parts, own)  # which knows its narrower ones
 
     def _cheapest_kind(self, mesh: Mesh, batch: Batch) -> ContextKind:
         """The kind of attention over the context axis that takes least."""
@@ -182,8 +213,13 @@ class StageCoster:
 
     def pricer(self, setting: Setting) -> Pricer:
         """Prices of operators and re-shards in a setting."""
-        own, pricers = setting.of_pass, self._known.pricers
-        key = own.mesh, own.batch
+        key, pricers = setting.parts, self._known.pricers
+        if key not in pricers:
+            pricers[key] = self._of_pass(setting.of_pass).once(setting)
+        return pricers[key]
+
+    def _of_pass(self, own: Setting) -> Pricer:
+        key, pricers = (own.mesh, own.batch), self._known.pricers_of_pass
         if key not in pricers:
             pricers[key] = Pricer(
                 graph=self.graph,
@@ -193,7 +229,7 @@ class StageCoster:
                 known_parameters=self._known.parameters,
                 context=self._context(own),
             )
-        return pricers[key].once(setting)
+        return pricers[key]
 
     def block_sums(
         self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
@@ -257,14 +293,29 @@ class StageCoster:
         return known[block.name, tp]
 
     def entered(
-        self, stage: StagePlan, assignments: Mapping[str, Assignment]
-    ) -> Iterator[tuple[Block, Assignment, dict[str, Placement]]]:
-        """The blocks of a stage in their order, each with its assignment and the states in which
-        its inputs enter: as a block before it left them, or whole from another stage."""
-        states: dict[str, Placement] = {}
+        self, pricer: Pricer, stage: StagePlan, assignments: Mapping[str, Assignment]
+    ) -> Iterator[Entered]:
+        """The blocks of a stage in their order, whose inputs enter as a block before left them, or
+        whole from another stage."""
+        own, states = pricer.step.of_step, dict[str, Placement]()
+        known = self._known.entered.setdefault((own.mesh, own.batch, own.sharing), {})
         for name in stage.blocks:
             block, assignment = self.blocks[name], assignments[name]
-            yield block, assignment, {value: states.get(value, R) for value in block.inputs}
+            inputs = {value: states.get(value, R) for value in block.inputs}
+            key = name, assignment.choices, tuple(inputs.values())
+            if key not in known:
+                stored = tuple((v, assignment.states[v]) for v in block.parameters)
+                known[key] = Entered(
+                    block=block,
+                    assignment=assignment,
+                    inputs=inputs,
+                    steps=self.steps(block, assignment, inputs, own.mesh.tp),
+                    passes=self.passes(pricer, block, assignment, inputs),
+                    sums=self.block_sums(pricer, block, assignment, inputs),
+                    parameters=stored,
+                    shared=tuple(each for each in stored if each[0] not in self.graph.read_once),
+                )
+            yield known[key]
             states |= {value: assignment.states[value] for value in block.outputs}
 
     def steps(

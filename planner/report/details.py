@@ -108,7 +108,7 @@ class Details:
     @cached_property
     def blocks(self) -> list[Row]:
         """What a rank runs in each distinct block."""
-        return block_diagrams(self.evaluation.plan, self._coster, self.assignments)
+        return block_diagrams(self.evaluation.priced)
 
     @cached_property
     def timeline(self) -> Row:

@@ -135,6 +135,7 @@ def test_spans_are_sums_and_maxima_of_their_blocks() -> None:
         np.testing.assert_allclose(run[:-MAXIMA], own[:, :-MAXIMA].sum(axis=0))
         following = functools.reduce(Sums.then, map(Sums, own))
         np.testing.assert_allclose(following.array, run)
+        np.testing.assert_allclose(blocks[start:stop].joined().array, run)
     times, less = blocks.times(3), blocks - blocks
     np.testing.assert_allclose(times.array[:, :-MAXIMA], 3 * blocks.array[:, :-MAXIMA])
     assert not less.array[:, :-MAXIMA].any()
@@ -145,6 +146,19 @@ def test_spans_are_sums_and_maxima_of_their_blocks() -> None:
         np.testing.assert_allclose(times.array[k], thrice.array)
     part = blocks[0].shared_out(np.array([1, 4]))
     np.testing.assert_allclose(part.array[1, :-MAXIMA], blocks.array[0, :-MAXIMA] / 4)
+
+
+def test_blocks_with_policies_are_each_with_its_own() -> None:
+    blocks = Sums(np.random.default_rng(2).random((4, COLUMNS)))
+    policies = ["full", "none", "full", "pointwise+regather"]
+    found = blocks.with_policies(policies)
+    for own, block, policy in zip(found.array, blocks.array, policies, strict=True):
+        np.testing.assert_array_equal(own, Sums(block).with_policy(policy).array)
+    together = blocks.recompute("full").together()
+    each = [Sums(block).recompute("full") for block in blocks.array]
+    added = functools.reduce(lambda one, other: one + other, each)
+    for name in (field.name for field in dataclasses.fields(added)):
+        np.testing.assert_allclose(getattr(together, name), getattr(added, name))
 
 
 ONCE = {

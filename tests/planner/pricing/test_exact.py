@@ -24,7 +24,6 @@ from meshwright.planner.pricing.copies import with_exchange
 from meshwright.planner.pricing.evaluate import RehearsedMemory, evaluate, transfer
 from meshwright.planner.pricing.held import MemoryParts
 from meshwright.planner.pricing.hosts import by_node, check_host
-from meshwright.planner.pricing.segments import Entered
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
@@ -288,8 +287,7 @@ def test_what_blocks_send_is_there_for_two_backwards() -> None:
     plan = with_stage(plan_for(graph, dp=1, tp=1), 0, ranks=(0,), offload={"activations": 0.4})
     coster, stage = StageCoster(problem()), plan.stages[0]
     pricer = coster.pricer(stage_setting(plan, 0, coster))
-    entered = coster.entered(stage, check_plan(plan, graph, table)[0])
-    blocks = [Entered.of(coster, pricer, *each) for each in entered]
+    blocks = [*coster.entered(pricer, stage, check_plan(plan, graph, table)[0])]
     assert entering_bytes(blocks, pricer) == [0, *[8 * ROW_BYTES] * 4]
     held = [BlockBytes(kept=1e6 + k, passing=10.0, releases=False, course=()) for k in range(5)]
     moved = [1e6, 1e6 + 1, 0, 0, 0]
