@@ -24,7 +24,7 @@ from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.stages import Peak, StageCosts, device_peaks, shortfall_bytes
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, shared_apart
-from meshwright.planner.pricing.copies import with_exchange
+from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.course import placed, walked_stages
 from meshwright.planner.pricing.hosts import by_node, check_host
 from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
@@ -120,7 +120,8 @@ class Prediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """A priced plan: prediction, costs and micro-batches in flight per stage, the simulated step,
-    the messages of a micro-batch between stages; and the stages as they were walked, where their
+    the messages of a micro-batch between stages, and once a step between copies of the model, of
+    which each stage's `reduce_s` has its own; and the stages as they were walked, where their
     shardings were asked."""
 
     plan: Plan
@@ -130,6 +131,7 @@ class Evaluation:
     timeline: Timeline
     target: Target
     transfers: Mapping[tuple[int, int], Entry]
+    exchanges: Mapping[int, Entry]
     priced: tuple[PricedStage, ...] = field(default=(), repr=False)
 
     def rests_on(self) -> dict[str, float]:
@@ -206,27 +208,19 @@ def price_stages(
     stages: Sequence[StageCosts[float]],
     send_scale: float = 1.0,
     *,
-    exchanged: bool = False,
     walked: bool = False,
 ) -> Evaluation:
-    """Price a plan whose stages' costs are known; its shardings are not asked. `send_scale`
-    multiplies the seconds of sends. The sum of gradients over copies of the model is added to the
-    costs, unless it is in them (`exchanged`), and what stages receive of a backward to its bytes,
-    unless it was `walked`."""
+    """Price a plan whose stages' costs are known, without the sum of gradients over copies of the
+    model; its shardings are not asked. `send_scale` multiplies the seconds of sends. What stages
+    receive of a backward is added to its bytes, unless it was `walked`."""
     cluster = coster.cluster
-    stages = stages if exchanged else with_exchange(plan, coster, stages)
+    exchanged = exchanges(plan, coster, stages)
+    stages = with_exchanges(stages, exchanged)
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
     crossed = crossings(plan, coster.graph)
     transfers = {edge: transfer(plan, coster, edge, values) for edge, values in crossed.items()}
     sends = {edge: send_scale * entry.seconds for edge, entry in transfers.items()}
-    timeline, streams = _simulate(plan, coster.problem.target, stages, sends)
-    step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
-    if plan.post_validation and not shared_apart(plan, coster.graph):
-        everyone = group_for(cluster, size=plan.num_ranks, stride=1)
-        verdict_s = collective_time("all_reduce", 24, everyone, cluster)
-        # where it takes too long, no more than a common end does, whose own sums have no price
-        step_s = min(step_s, timeline.validated_s(streams, verdict_s))
-        bubble = min(bubble, timeline.validated_bubble(step_s))
+    timeline, step_s, bubble = simulated(plan, coster, stages, sends)
     peak = cluster.device.flops(wide(plan.precision)) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     active = tuple(
@@ -254,7 +248,27 @@ def price_stages(
         timeline=timeline,
         target=coster.problem.target,
         transfers=transfers,
+        exchanges=exchanged,
     )
+
+
+def simulated(
+    plan: Plan,
+    coster: StageCoster,
+    stages: Sequence[StageCosts[float]],
+    sends: dict[tuple[int, int], float],
+) -> tuple[Timeline, float, float]:
+    """A step of a plan whose `sends` between stages take so many seconds: what happens in it, its
+    seconds, and the share of them that devices wait."""
+    timeline, streams = _simulate(plan, coster.problem.target, stages, sends)
+    step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
+    if plan.post_validation and not shared_apart(plan, coster.graph):
+        everyone = group_for(coster.cluster, size=plan.num_ranks, stride=1)
+        verdict_s = collective_time("all_reduce", 24, everyone, coster.cluster)
+        # where it takes too long, no more than a common end does, whose own sums have no price
+        step_s = min(step_s, timeline.validated_s(streams, verdict_s))
+        bubble = min(bubble, timeline.validated_bubble(step_s))
+    return timeline, step_s, bubble
 
 
 def _peaks(

@@ -15,7 +15,7 @@ from meshwright.costmodel.operators import FORWARD_S, PASS_COLUMNS, Axis, Entry
 from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import Beside, Passes, host_bandwidth, stage_passes
 from meshwright.planner.plan import passes_of
-from meshwright.planner.pricing.evaluate import Evaluation, price_stages
+from meshwright.planner.pricing.evaluate import Evaluation, simulated
 from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.segments import Entered, spans_of
 from meshwright.planner.pricing.stage_costs import StageCoster
@@ -215,7 +215,10 @@ class Ledger:
     @staticmethod
     def of(evaluation: Evaluation) -> Ledger:
         """That of a plan whose stages were walked."""
-        return Ledger(evaluation, [stage_lines(own) for own in evaluation.priced])
+        found = [stage_lines(own) for own in evaluation.priced]
+        for k, entry in evaluation.exchanges.items():
+            found[k].append(Line(entry=entry, where="step", times=1.0, exposed_s=entry.seconds))
+        return Ledger(evaluation, found)
 
     def work(self) -> list[Work]:
         """The work of a rank of each device group."""
@@ -262,10 +265,9 @@ class Ledger:
         sent = {edge: entry for edge, entry in evaluation.transfers.items() if entry.seconds}
         if not sent:
             return
-        without = price_stages(
-            evaluation.plan, coster, evaluation.stages, send_scale=0.0, exchanged=True
-        )
-        more_s = evaluation.prediction.step_time_s - without.prediction.step_time_s
+        nothing = dict.fromkeys(evaluation.transfers, 0.0)
+        _, without_s, _ = simulated(evaluation.plan, coster, evaluation.stages, nothing)
+        more_s = evaluation.prediction.step_time_s - without_s
         share = max(0.0, more_s) / sum(entry.seconds for entry in sent.values()) / 2
         for edge, entry in sent.items():
             for stage in edge:
