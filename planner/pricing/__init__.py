@@ -11,12 +11,14 @@ from meshwright.planner.pricing.evaluate import (
 )
 from meshwright.planner.pricing.held import MemoryParts
 from meshwright.planner.pricing.ledger import KINDS_OF_BYTES, Ledger, Line, Traffic, Work
+from meshwright.planner.pricing.priced_stage import PricedStage
+from meshwright.planner.pricing.segments import Entered
 from meshwright.planner.pricing.stage_costs import StageCoster, mesh_of, stage_setting
 from meshwright.planner.pricing.terms import PricedTerm, priced_terms, terms_of
 
 __all__ = [
-    "KINDS_OF_BYTES", "Evaluation", "Evaluator", "Ledger", "Line", "MemoryParts", "Prediction",
-    "PricedTerm", "RehearsedMemory", "StageCoster", "Traffic", "Work", "bytes_beside_tensors",
-    "evaluate", "mesh_of", "price_stages", "priced_terms", "stage_setting",
+    "KINDS_OF_BYTES", "Entered", "Evaluation", "Evaluator", "Ledger", "Line", "MemoryParts",
+    "Prediction", "PricedStage", "PricedTerm", "RehearsedMemory", "StageCoster", "Traffic", "Work",
+    "bytes_beside_tensors", "evaluate", "mesh_of", "price_stages", "priced_terms", "stage_setting",
     "terms_of",
 ]  # fmt: skip

@@ -57,16 +57,18 @@ class RehearsedMemory:
 class Prediction:
     """What a plan is expected to do: seconds per step, peak bytes of a device of each stage (of
     each device group, where a schedule runs several stages on one), share of the pipeline's time
-    that devices wait, model FLOPs utilisation of the whole cluster; how far step times and memory
-    were off for models like it; `assumptions` say what was taken for granted of a configuration
-    that leaves something open. `peaks` say when the most is held, and of what. Where the plan was
-    `rehearsed`, the verdict on memory rests on that; the other numbers are prices still.
+    that devices wait, model FLOPs of a step and their utilisation of the whole cluster; how far
+    step times and memory were off for models like it; `assumptions` say what was taken for granted
+    of a configuration that leaves something open. `peaks` say when the most is held, and of what.
+    Where the plan was `rehearsed`, the verdict on memory rests on that; the other numbers are
+    prices still.
     `host_memory_bytes` is what lies in the host's memory of each node, where anything does,
     `flash_bytes` in files on its flash."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
     bubble_fraction: float
+    model_flops: float
     mfu: float
     step_error: Quantiles
     memory_error: Quantiles
@@ -91,13 +93,17 @@ class Prediction:
     @property
     def step_interval_s(self) -> tuple[float, float]:
         """The seconds between which a step is with 80 %."""
-        return self.step_error.low * self.step_time_s, self.step_error.high * self.step_time_s
+        return self.step_error.around(self.step_time_s)
+
+    @property
+    def fullest_bytes(self) -> int:
+        """Peak bytes of the fullest device."""
+        return max(self.peak_memory_bytes)
 
     @property
     def memory_interval_bytes(self) -> tuple[float, float]:
         """The bytes between which the fullest device's peak is with 80 %."""
-        peak = max(self.peak_memory_bytes)
-        return self.memory_error.low * peak, self.memory_error.high * peak
+        return self.memory_error.around(self.fullest_bytes)
 
     def memory_probability(self, cluster: Cluster) -> float:
         """That memory is enough: a device's, by the rehearsal where there was one, the hosts' and
@@ -106,7 +112,7 @@ class Prediction:
             return 0.0
         if self.rehearsed is not None:
             return self.rehearsed.probability(cluster, self.memory_error)
-        return self.memory_error.below(cluster.device.memory_bytes / max(self.peak_memory_bytes))
+        return self.memory_error.below(cluster.device.memory_bytes / self.fullest_bytes)
 
     def memory_verdict(self, cluster: Cluster) -> str:
         """Whether the plan "fits", is "tight" or "does not fit", by that probability."""
@@ -220,20 +226,21 @@ def price_stages(
     crossed = crossings(plan, coster.graph)
     transfers = {edge: transfer(plan, coster, edge, values) for edge, values in crossed.items()}
     sends = {edge: send_scale * entry.seconds for edge, entry in transfers.items()}
-    timeline, step_s, bubble = simulated(plan, coster, stages, sends)
+    timeline, step_s, bubble = simulated(plan, coster.problem, stages, sends)
     peak = cluster.device.flops(wide(plan.precision)) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     active = tuple(
         in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
         for k in range(p)
     )
-    in_memory = [s.host_bytes + n * s.away_bytes for s, n in zip(stages, active, strict=True)]
+    in_memory = [s.in_host_bytes(n) for s, n in zip(stages, active, strict=True)]
     peaks = _peaks(plan, coster, stages, crossed, walked=walked)
     prediction = Prediction(
         step_time_s=step_s,
         peak_memory_bytes=[math.ceil(peak.nbytes) for peak in peaks],
         peaks=tuple(peaks),
         bubble_fraction=bubble,
+        model_flops=flops,
         mfu=flops / (step_s * peak),
         step_error=coster.errors[0],
         memory_error=coster.errors[1],
@@ -254,17 +261,17 @@ def price_stages(
 
 def simulated(
     plan: Plan,
-    coster: StageCoster,
+    problem: Problem,
     stages: Sequence[StageCosts[float]],
     sends: dict[tuple[int, int], float],
 ) -> tuple[Timeline, float, float]:
     """A step of a plan whose `sends` between stages take so many seconds: what happens in it, its
     seconds, and the share of them that devices wait."""
-    timeline, streams = _simulate(plan, coster.problem.target, stages, sends)
+    timeline, streams = _simulate(plan, problem.target, stages, sends)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
-    if plan.post_validation and not shared_apart(plan, coster.graph):
-        everyone = group_for(coster.cluster, size=plan.num_ranks, stride=1)
-        verdict_s = collective_time("all_reduce", 24, everyone, coster.cluster)
+    if plan.post_validation and not shared_apart(plan, problem.graph):
+        everyone = group_for(problem.cluster, size=plan.num_ranks, stride=1)
+        verdict_s = collective_time("all_reduce", 24, everyone, problem.cluster)
         # where it takes too long, no more than a common end does, whose own sums have no price
         step_s = min(step_s, timeline.validated_s(streams, verdict_s))
         bubble = min(bubble, timeline.validated_bubble(step_s))

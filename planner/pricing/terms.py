@@ -16,13 +16,12 @@ from meshwright.costmodel.blocks import Repeats, priced_steps
 from meshwright.costmodel.operators import COMPUTING, Cost, Entry, Problem, total
 from meshwright.costmodel.sharding import Move, Placement, Run
 from meshwright.costmodel.stages import StageCosts, of_one, stage_costs
-from meshwright.planner.plan import Plan, check_plan, passes_of
+from meshwright.planner.plan import Plan, passes_of
 from meshwright.planner.pricing.away import sent_of
 from meshwright.planner.pricing.copies import with_exchanges
-from meshwright.planner.pricing.evaluate import Evaluation, evaluate, simulated
+from meshwright.planner.pricing.evaluate import Evaluation, Evaluator, simulated
 from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.segments import Entered, stage_recompute
-from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.profile import Profile
 from meshwright.profiles.steps import COMPONENTS, HOST, NO_CORRECTIONS, STEP
 
@@ -41,13 +40,12 @@ def priced_terms(plan: Plan, problem: Problem, profile: Profile) -> dict[str, Pr
     """The terms of a plan's step on a profile, whose corrections are left out. Raises `PlanError`
     as `check_plan` does."""
     uncorrected = replace(profile, corrections=NO_CORRECTIONS)
-    coster = StageCoster(replace(problem, precision=plan.precision, profile=uncorrected))
-    assignments = check_plan(plan, problem.graph, problem.factors)
-    evaluation = evaluate(plan, coster.problem, assignments, coster)
+    own = replace(problem, profile=uncorrected)
+    evaluation = Evaluator(own).price(plan)
     plain = terms_of(evaluation)
     parts: dict[str, dict[str, float]] = {term: {} for term in plain}
     for name in COMPONENTS:
-        for term, seconds in _terms_with(_Larger(name), evaluation, coster).items():
+        for term, seconds in _terms_with(_Larger(name), evaluation, own).items():
             if abs(seconds - plain[term]) > 1e-12 * plain[term]:
                 parts[term][name] = (seconds - plain[term]) / MORE
     return {term: PricedTerm(seconds=plain[term], parts=parts[term]) for term in plain}
@@ -73,13 +71,13 @@ def _terms(plan: Plan, stages: Sequence[StageCosts[float]], step_s: float) -> di
     }
 
 
-def _terms_with(larger: _Larger, evaluation: Evaluation, coster: StageCoster) -> dict[str, float]:
+def _terms_with(larger: _Larger, evaluation: Evaluation, problem: Problem) -> dict[str, float]:
     """The terms where a component takes more."""
     plan = evaluation.plan
     exchanged = {k: larger.entry(entry) for k, entry in evaluation.exchanges.items()}
     stages = with_exchanges([larger.stage(own) for own in evaluation.priced], exchanged)
     sends = {edge: larger.entry(entry).seconds for edge, entry in evaluation.transfers.items()}
-    return _terms(plan, stages, simulated(plan, coster, stages, sends)[1])
+    return _terms(plan, stages, simulated(plan, problem, stages, sends)[1])
 
 
 @dataclass(frozen=True, slots=True)

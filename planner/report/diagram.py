@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import PASS_COLUMNS, Entry, Pricer
-from meshwright.costmodel.sharding import Assignment, Enter, Leave, Move, Placement, Run, Step
-from meshwright.planner.plan import Plan, compress_names
-from meshwright.planner.pricing import StageCoster, stage_setting
+from meshwright.costmodel.sharding import Enter, Leave, Move, Run, Step
+from meshwright.planner.plan import compress_names
+from meshwright.planner.pricing import Entered, PricedStage
 
 Row = Mapping[str, Any]
 
@@ -20,37 +19,30 @@ Row = Mapping[str, Any]
 class _Found:
     """A distinct block as it is first met, and all that do the same."""
 
-    stage: int
-    block: Block
-    assignment: Assignment
-    inputs: Mapping[str, Placement]
+    priced: PricedStage
+    block: Entered
     names: list[str]
     stages: list[int]
 
 
-def block_diagrams(
-    plan: Plan, coster: StageCoster, assignments: Sequence[Mapping[str, Assignment]]
-) -> list[Row]:
+def block_diagrams(stages: Sequence[PricedStage]) -> list[Row]:
     """A row for each distinct block: the `blocks` and `stages` that it stands for, its degrees and
     its `steps`, in seconds of one micro-batch on a rank."""
     found: dict[Any, _Found] = {}
-    for k, (stage, chosen) in enumerate(zip(plan.stages, assignments, strict=True)):
-        for block, own, inputs in coster.entered(stage, chosen):
+    for k, own in enumerate(stages):
+        stage = own.stage
+        for each in own.blocks:
+            inputs, choices = tuple(each.inputs.values()), each.assignment.choices
             mesh = (stage.dp, stage.cp, stage.ep, stage.tp)
-            key = (block.class_id, mesh, own.choices, tuple(inputs.values()))
-            first = found.setdefault(
-                key,
-                _Found(stage=k, block=block, assignment=own, inputs=inputs, names=[], stages=[]),
-            )
-            first.names.append(block.name)
+            key = (each.block.class_id, mesh, choices, inputs)
+            first = found.setdefault(key, _Found(priced=own, block=each, names=[], stages=[]))
+            first.names.append(each.block.name)
             first.stages += [k] * (k not in first.stages)
-    return [_diagram(plan, coster, each) for each in found.values()]
+    return [_diagram(each) for each in found.values()]
 
 
-def _diagram(plan: Plan, coster: StageCoster, found: _Found) -> Row:
-    stage = plan.stages[found.stage]
-    pricer = coster.pricer(stage_setting(plan, found.stage, coster))
-    steps = coster.steps(found.block, found.assignment, found.inputs, stage.tp)
+def _diagram(found: _Found) -> Row:
+    stage, pricer = found.priced.stage, found.priced.pricer
     return {
         "blocks": compress_names(found.names),
         "stages": found.stages,
@@ -58,7 +50,7 @@ def _diagram(plan: Plan, coster: StageCoster, found: _Found) -> Row:
         "cp": stage.cp,
         "ep": stage.ep,
         "tp": stage.tp,
-        "steps": [row for step in steps for row in _rows(pricer, step)],
+        "steps": [row for step in found.block.steps for row in _rows(pricer, step)],
     }
 
 

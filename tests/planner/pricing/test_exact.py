@@ -171,8 +171,8 @@ def test_what_prices_rest_on_are_parts_of_the_operators_seconds() -> None:
 def prediction(**given: Any) -> Prediction:
     error = Quantiles(low=0.8, middle=1.0, high=1.25, rows=1, models=1, of="")
     base: dict[str, Any] = {
-        "step_time_s": 2.0, "peak_memory_bytes": [40, 80], "bubble_fraction": 0.0, "mfu": 0.5,
-        "step_error": error, "memory_error": error,
+        "step_time_s": 2.0, "peak_memory_bytes": [40, 80], "bubble_fraction": 0.0,
+        "model_flops": 1.0, "mfu": 0.5, "step_error": error, "memory_error": error,
     }  # fmt: skip
     return Prediction(**base | given)
 
