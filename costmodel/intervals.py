@@ -41,6 +41,10 @@ class Quantiles:
     models: int
     of: str
 
+    def around(self, value: float) -> tuple[float, float]:
+        """The interval of what is predicted to be this."""
+        return self.low * value, self.high * value
+
     def below(self, ratio: float) -> float:
         """The probability that measured over predicted is below a ratio: logarithms are normal, to
         either side of the middle with a deviation of its own."""

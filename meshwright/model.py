@@ -133,7 +133,7 @@ class ParallelModel(Steps, Evaluation, State):
             self._traced,
             optimizer=optimizer,
             every=every,
-            prediction=self.prediction,
+            report=self.report,
             compiled=bool(self._request.compile),
         )
         self._decision = with_rehearsal(self._decision, found, self._problem)

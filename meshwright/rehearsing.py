@@ -24,15 +24,8 @@ from meshwright.executor.rehearsal import (
 )
 from meshwright.executor.stages import CheckedPlan
 from meshwright.planner.batch import input_leaves
-from meshwright.planner.plan import Plan, passes_of
-from meshwright.planner.pricing import (
-    Evaluator,
-    Prediction,
-    RehearsedMemory,
-    StageCoster,
-    bytes_beside_tensors,
-)
-from meshwright.planner.report import Rehearsed, Report, memory_summary
+from meshwright.planner.pricing import Evaluation, Evaluator, RehearsedMemory, bytes_beside_tensors
+from meshwright.planner.report import Rehearsed, Report, device_groups, memory_summary
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell import Progress
 from meshwright.traced import TracedModel
@@ -55,10 +48,10 @@ def rehearse_plan(
     *,
     optimizer: MakeOptimizer | None,
     every: bool,
-    prediction: Prediction,
+    report: Report,
     compiled: bool,
 ) -> Rehearsal:
-    """Rehearse a checked plan, for which there is a `prediction`; `compiled` if its blocks are to
+    """Rehearse a checked plan, of which there is a `report`; `compiled` if its blocks are to
     be, which a rehearsal doesn't do. Raises ValueError for a planned
     optimizer that torch doesn't have: give one."""
     if optimizer is not None and not callable(optimizer):
@@ -77,8 +70,10 @@ def rehearse_plan(
             place="rehearse",
             legal=f"{sorted(OPTIMIZERS)}, or give yours: rehearse(optimizer=lambda params: ...)",
         )
-    beside = bytes_beside_tensors(checked.plan, StageCoster(problem))
-    peaks = prediction.peak_memory_bytes
+    details = report.details
+    priced = details.evaluation if details else Evaluator(problem).price(checked.plan)
+    beside = bytes_beside_tensors(priced.plan, priced.priced)
+    peaks = priced.prediction.peak_memory_bytes
     with Progress() as said:
         found = rehearse(
             checked,
@@ -88,7 +83,7 @@ def rehearse_plan(
             every=every,
             priced=Priced(
                 peak_bytes=[peak - less for peak, less in zip(peaks, beside, strict=True)],
-                step=_priced_step(checked.plan, problem),
+                step=_priced_step(priced),
                 prices=Prices(cluster=problem.cluster, host_scale=problem.target.host_scale),
             ),
             said=said,
@@ -100,20 +95,17 @@ def rehearse_plan(
     return found
 
 
-def _priced_step(plan: Plan, problem: Problem) -> Estimate:
-    """The plan's price as an estimate has it, by the busiest device group."""
-    priced, m = Evaluator(problem).price(plan), passes_of(plan)
-    found: list[dict[str, float]] = []
-    for ranks in plan.devices:
-        own = [s for s, x in zip(priced.stages, plan.stages, strict=True) if x.ranks == ranks]
-        found.append({
-            "forward": m * sum(s.forward_s - s.forward_comm_s for s in own),
-            "backward": m * sum(s.backward_s - s.backward_comm_s for s in own),
-            "optimizer": sum(s.optimizer_s for s in own),
-            "communication": sum(
-                m * (s.forward_comm_s + s.backward_comm_s) + s.reduce_s for s in own
-            ),
-        })  # fmt: skip
+def _priced_step(priced: Evaluation) -> Estimate:
+    """A plan's price as an estimate has it, by the busiest device group."""
+    found = [
+        {
+            "forward": own.forward_s - own.forward_comm_s,
+            "backward": own.backward_s - own.backward_comm_s,
+            "optimizer": own.optimizer_s,
+            "communication": own.communication_s + own.gradient_reduction_s,
+        }
+        for own in device_groups(priced)
+    ]
     busiest = max(found, key=lambda parts: sum(parts.values()))
     return Estimate(step_s=priced.prediction.step_time_s, seconds=busiest)
 
@@ -122,9 +114,10 @@ def with_rehearsal(decision: Decision, found: Rehearsal, problem: Problem) -> De
     """The decision with what a rehearsal of its plan found: the verdict on memory rests on that,
     with what a device reserves beside tensors."""
     assert found.plan == decision.plan
+    peaks = decision.prediction.peak_memory_bytes
     memory = RehearsedMemory(
         tensor_bytes=found.peak_bytes,
-        beside_bytes=bytes_beside_tensors(found.plan, StageCoster(problem)),
+        beside_bytes=[peak - own for peak, own in zip(peaks, found.priced_bytes, strict=True)],
     )
     prediction = replace(decision.prediction, rehearsed=memory)
     report = replace(

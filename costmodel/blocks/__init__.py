@@ -15,6 +15,7 @@ from meshwright.costmodel.blocks.policies import (
 from meshwright.costmodel.blocks.price import (
     PassNeeds,
     PassPrice,
+    Repeats,
     price_block,
     price_pass,
     priced_steps,
@@ -24,6 +25,6 @@ from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 
 __all__ = [
     "RECOMPUTE", "REGATHER", "REGATHERING", "Excess", "KnownSteps", "Moment", "PassNeeds",
-    "PassPrice", "Repeated", "in_segments", "parts_of", "price_block", "price_pass", "priced_steps",
-    "recomputable", "repeated_by_policy", "repeated_ops", "segment_policy",
+    "PassPrice", "Repeated", "Repeats", "in_segments", "parts_of", "price_block", "price_pass",
+    "priced_steps", "recomputable", "repeated_by_policy", "repeated_ops", "segment_policy",
 ]  # fmt: skip

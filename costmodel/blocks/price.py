@@ -7,7 +7,7 @@ per step does (`price_block`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.blocks.backward import Moment, backward_course
@@ -43,6 +43,26 @@ from meshwright.costmodel.sharding import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Hiding:
+    """Gathers that a backward begins `early`, beside the gradients of weights of `runs`, which they
+    slow down."""
+
+    early: tuple[Move, ...] = ()
+    runs: tuple[Run, ...] = ()
+    slowdown: float = 0.0
+
+    def seconds(self, cost_of: Callable[[Run | Move], Cost]) -> float:
+        """Those of the gathers that are hidden, by what each step costs."""
+        window = sum(cost_of(run).weight_s for run in self.runs)
+        gathers = sum(cost_of(move).forward_comm_s for move in self.early)
+        slowed = self.slowdown * min(window, gathers)
+        return gathers - (max(window + slowed, gathers) - window)
+
+
+NOTHING_HIDDEN = Hiding()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
     """What a recompute policy runs again of a forward (`steps`): seconds on the device (of which
     communication `comm_s`), without those of gathers that products hide (`hidden_s`), and on the
@@ -51,9 +71,29 @@ class Repeats:
     seconds: float
     comm_s: float
     host_s: float
+    hidden_s: float
     freed_bytes: float
-    hidden_s: float = 0.0
-    steps: tuple[Run | Move, ...] = ()
+    steps: Sequence[Run | Move]
+    hiding: Hiding
+
+    @staticmethod
+    def of(
+        steps: Sequence[Run | Move],
+        cost_of: Callable[[Run | Move], Cost],
+        freed_bytes: float,
+        hiding: Hiding = NOTHING_HIDDEN,
+    ) -> Repeats:
+        """By what each step costs."""
+        forward, hidden_s = total(map(cost_of, steps)), hiding.seconds(cost_of)
+        return Repeats(
+            seconds=forward.forward_s - hidden_s,
+            comm_s=forward.forward_comm_s - hidden_s,
+            host_s=forward.forward_host_s,
+            hidden_s=hidden_s,
+            freed_bytes=freed_bytes,
+            steps=steps,
+            hiding=hiding,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +196,6 @@ def price_pass(
         block,
         known.steps,
         memory,
-        cost,
     )
     course = backward_course(pricer, known.steps, memory, block.parameters)
     segmented = bool(repeats) and pricer.graph.loss not in block.outputs
@@ -259,12 +298,7 @@ def repeated_by_policy(pricer: Pricer, block: Block) -> Repeated:
 
 
 def _repeats(
-    repeated: Repeated,
-    pricer: Pricer,
-    block: Block,
-    steps: Sequence[Step],
-    memory: BlockMemory,
-    cost: Cost,
+    repeated: Repeated, pricer: Pricer, block: Block, steps: Sequence[Step], memory: BlockMemory
 ) -> dict[str, Repeats]:
     """What each policy runs again: its operators, by partial ones, and gathers, where it says so;
     by `full` what makes all that the backward needs, with the re-shards between, or the whole
@@ -273,70 +307,51 @@ def _repeats(
         return {}
     runs = [step for step in steps if isinstance(step, Run)]
 
-    def again(
-        names: Collection[str], between: Collection[Storage], freed: float, hidden_s: float = 0.0
-    ) -> Repeats:
-        own: list[Run | Move] = [run for run in runs if run.op.name in names]
-        own += (memory.moved[storage][0] for storage in between)
-        forward = total(map(pricer.step_cost, own))
-        return _of_forward(forward, freed, hidden_s, tuple(own))
+    cost_of, found = pricer.step_cost, dict[str, Repeats]()
 
-    found = {}
+    def again(names: Collection[str], between: Collection[Storage]) -> list[Run | Move]:
+        own: list[Run | Move] = [run for run in runs if run.op.name in names]
+        return own + [memory.moved[storage][0] for storage in between]
+
     for policy, positions in {"none": frozenset[int](), **repeated}.items():
         names = {block.ops[k].name for k in positions}
         freed = memory.saved_bytes - memory.saved_bytes_repeating(names) if names else 0.0
-        found[policy] = own = again(memory.needed(names)[0], (), max(0.0, freed))
+        own = Repeats.of(again(memory.needed(names)[0], ()), cost_of, max(0.0, freed))
+        found[policy] = own
         if regathering(policy) not in RECOMPUTE:
             continue
         if memory.gathered:
             needed, between = memory.needed(names, regather=True)
             freed = memory.saved_bytes - memory.saved_bytes_repeating(names, regather=True)
-            hidden_s = _hidden_s(pricer, steps, memory, between, names)
-            own = again(needed, between, max(0.0, freed), hidden_s)
+            hiding = _hiding(pricer, runs, memory, between, names)
+            own = Repeats.of(again(needed, between), cost_of, max(0.0, freed), hiding)
         found[regathering(policy)] = own
     del found["none"]
-    if pricer.setting.target.repeats_whole:
-        whole = _of_forward(cost, memory.saved_bytes, 0.0, tuple(priced_steps(steps)))
-    else:
-        whole = again(*memory.needed(), memory.saved_bytes)
-    return {**found, "full": whole}
+    whole = pricer.setting.target.repeats_whole
+    all_of_it = priced_steps(steps) if whole else again(*memory.needed())
+    return {**found, "full": Repeats.of(all_of_it, cost_of, memory.saved_bytes)}
 
 
-def _hidden_s(
+def _hiding(
     pricer: Pricer,
-    steps: Sequence[Step],
+    runs: Sequence[Run],
     memory: BlockMemory,
     between: Collection[Storage],
     repeated: Collection[str],
-) -> float:
-    """Seconds of gathers in a backward that products hide: those of what no operator makes again
-    are begun with the block's backward (`executor/backward/repeated.py`), beside the gradients of
-    the weights behind their last reader; that is the part of it that a split backward has, too."""
+) -> Hiding:
+    """What hides gathers in a backward: those of what no operator makes again are begun with the
+    block's backward (`executor/backward/repeated.py`), beside the gradients of the weights behind
+    their last reader; that is the part of it that a split backward has, too."""
     device = pricer.setting.cluster.device
-    early = {s for s in between if memory.makers.get(memory.moved[s][1]) not in repeated}
-    window = 0.0
+    early = [s for s in between if memory.makers.get(memory.moved[s][1]) not in repeated]
     if device.kind == "cpu" or not early:
-        return window
-    for step in reversed(steps):
-        if isinstance(step, Run):
-            if early.intersection(memory.keeps[step.op.name]):
-                break
-            window += pricer.step_cost(step).weight_s
-    gathers = sum(pricer.step_cost(memory.moved[s][0]).forward_comm_s for s in early)
-    slowed = device.overlap_slowdown * min(window, gathers)
-    return gathers - (max(window + slowed, gathers) - window)
-
-
-def _of_forward(
-    cost: Cost, freed_bytes: float, hidden_s: float, steps: tuple[Run | Move, ...]
-) -> Repeats:
-    return Repeats(
-        seconds=cost.forward_s - hidden_s,
-        comm_s=cost.forward_comm_s - hidden_s,
-        host_s=cost.forward_host_s,
-        freed_bytes=freed_bytes,
-        hidden_s=hidden_s,
-        steps=steps,
+        return NOTHING_HIDDEN
+    read = set(early)
+    readers = (k for k, run in enumerate(runs) if not read.isdisjoint(memory.keeps[run.op.name]))
+    return Hiding(
+        early=tuple(memory.moved[storage][0] for storage in early),
+        runs=tuple(runs[max(readers, default=-1) + 1 :]),
+        slowdown=device.overlap_slowdown,
     )
 
 

@@ -71,17 +71,18 @@ def model_states(
             optimizer=numel * (((1 - host) * (4 + moments) + shard * (1 - sent)) / dp),
         )
     parts = numel / dp
+    held = numel if target.whole_gradients else parts
     if zero == 2:
         master = 4 if target.gradients_come else master
         return ModelStates(
             weights=numel * weight,
-            gradients=parts * (gradient * (1 - sent)),
+            gradients=held * (gradient * (1 - sent)),
             optimizer=parts * ((1 - host) * (master + moments)),
         )
     # one copy of the weights is left, the optimizer's where it has one
     parts = parts * (1 - host)
     return ModelStates(
-        weights=parts * max(weight, master), gradients=parts * gradient, optimizer=parts * moments
+        weights=parts * max(weight, master), gradients=held * gradient, optimizer=parts * moments
     )
 
 
@@ -151,4 +152,5 @@ def working_bytes(
             target.bucket_copies * target.bucket_bytes, numel * target.gradient_bytes
         )
         return buckets
-    return largest * (target.gradient_bytes + (2 * weight_bytes if zero == 3 else 0))
+    scattered = 0 if target.whole_gradients else target.gradient_bytes
+    return largest * (scattered + (2 * weight_bytes if zero == 3 else 0))

@@ -4,6 +4,7 @@ from meshwright.costmodel.operators.communication import splits_batch
 from meshwright.costmodel.operators.context import context_exchange
 from meshwright.costmodel.operators.cost import (
     BACKWARD_S,
+    COMPUTING,
     FORWARD_S,
     PASS_COLUMNS,
     Axis,
@@ -31,8 +32,8 @@ from meshwright.costmodel.operators.setting import (
 from meshwright.costmodel.operators.sizes import LocalSizes
 
 __all__ = [
-    "BACKWARD_S", "DTYPE_BYTES", "FORWARD_S", "NOT_AWAY", "PASS_COLUMNS", "UNSHARED", "Axis",
-    "Batch", "Cost", "Entry", "Fusion", "HostParts", "LocalSizes", "Mesh", "ModelFlops", "Priced",
-    "Pricer", "Problem", "Setting", "Sharing", "attention", "context_exchange", "fuse",
+    "BACKWARD_S", "COMPUTING", "DTYPE_BYTES", "FORWARD_S", "NOT_AWAY", "PASS_COLUMNS", "UNSHARED",
+    "Axis", "Batch", "Cost", "Entry", "Fusion", "HostParts", "LocalSizes", "Mesh", "ModelFlops",
+    "Priced", "Pricer", "Problem", "Setting", "Sharing", "attention", "context_exchange", "fuse",
     "is_per_row", "model_flops", "op_flops", "signature", "splits_batch", "total",
 ]  # fmt: skip

@@ -13,7 +13,13 @@ from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import exchange_seconds, exchanged_bytes, stream_seconds
-from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, PASS_COLUMNS, Entry
+from meshwright.costmodel.operators.cost import (
+    BACKWARD_S,
+    COMPUTING,
+    FORWARD_S,
+    PASS_COLUMNS,
+    Entry,
+)
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import TOKEN_FACTORS, traits_of
@@ -28,8 +34,9 @@ def batch_statistics(sizes: LocalSizes, op: Op, setting: Setting) -> list[Entry]
     channels = sizes.graph.values[op.operands[-1]].numel
     group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
     nbytes = PASSES * sizes.nbytes(op.operands[0])
-    seconds, found = stream_seconds(setting.cluster.device, nbytes), list[Entry]()
+    streamed, found = stream_seconds(setting.cluster.device, nbytes), list[Entry]()
     for column in PASS_COLUMNS:
+        seconds = streamed * setting.correction(COMPUTING[column])
         found.append(setting.collective(column, "all_reduce", 4.0 * channels, group, calls=2))
         found.append(Entry(column=column, kind="stream", seconds=seconds, moved_bytes=nbytes))
     return found

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
+from meshwright.profiles.steps import BACKWARD, DATA_AXIS, FORWARD, MESSAGES, TENSOR_AXIS, linked
+
 Axis = Literal["tensor", "context", "experts", "data", "pipeline", "host"]
 FORWARD_S, BACKWARD_S = PASS_COLUMNS = "forward_s", "backward_s"
+COMPUTING = {FORWARD_S: FORWARD, BACKWARD_S: BACKWARD}
 
 
 class Entry(NamedTuple):
@@ -36,6 +39,17 @@ class Entry(NamedTuple):
     sent_bytes: float = 0.0
     crosses: bool = False
     source: str = "modelled"
+
+    @property
+    def component(self) -> str | None:
+        """Which correction by steps that ran its seconds take, None where nothing corrects them;
+        those of the host are the host's."""
+        if self.axis is None:
+            return COMPUTING.get(self.column)
+        if self.axis in ("experts", "host") or (self.axis, self.collective) == ("context", "send"):
+            return None
+        what = {"tensor": TENSOR_AXIS, "pipeline": MESSAGES}.get(self.axis, DATA_AXIS)
+        return linked(what, crosses=self.crosses)
 
     def times(self, factor: float) -> Entry:
         """The same so many times, issued once."""

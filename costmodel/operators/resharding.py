@@ -90,13 +90,13 @@ class ReshardPricer(LocalSizes):
         ways = ((FORWARD_S, forward), (BACKWARD_S, backward))
         entries = [self.comm(column, kind, nbytes, host) for column, kind in ways if kind]
         if products:
-            return priced(self._exposed(entry, products) for entry in entries)
+            return priced(self.exposed(value, entry) for entry in entries)
         self._alike[key] = found = priced(entries)
         return found
 
-    def _exposed(self, entry: Entry, products: tuple[Op, ...]) -> Entry:
-        """A collective with the seconds that no product beside it hides."""
+    def exposed(self, value: str, entry: Entry) -> Entry:
+        """A collective of a value with the seconds that no product beside it hides."""
         if not entry.seconds or entry.collective not in self.setting.target.overlap_tensor:
             return entry
-        exposed = exposed_seconds(self, entry.seconds, products)
+        exposed = exposed_seconds(self, entry.seconds, self._beside[value])
         return entry._replace(seconds=exposed, hidden_s=entry.seconds - exposed)

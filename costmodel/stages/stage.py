@@ -107,6 +107,10 @@ class StageCosts(Generic[A]):
         highest: A = np.maximum(passing, self.stepping_bytes - self.activation_bytes)
         return highest
 
+    def in_host_bytes(self, in_flight: float) -> A:
+        """Bytes of the host's memory with so many micro-batches in flight."""
+        return self.host_bytes + in_flight * self.away_bytes
+
     def amortised_s(self, num_microbatches: int) -> A:
         """Seconds per micro-batch with the once-per-step work spread over them."""
         once = (self.reduce_s + self.optimizer_s) / num_microbatches

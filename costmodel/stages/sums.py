@@ -14,7 +14,7 @@ at its `edge`, is in its backward.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks.excess import Excess
 from meshwright.costmodel.blocks.policies import RECOMPUTE, parts_of, segment_policy
-from meshwright.costmodel.blocks.price import BlockPrice
+from meshwright.costmodel.blocks.price import BlockPrice, Repeats
 from meshwright.costmodel.memory import FP32
 from meshwright.costmodel.operators import Cost, Pricer
 from meshwright.costmodel.sharding import Placement
@@ -397,6 +397,14 @@ class Sums:
         decided.excess = np.broadcast_to(same, (*same.shape[:-1], len(RECOMPUTE)))
         return decided
 
+    def costing(self, cost: Cost, repeats: Mapping[str, Repeats]) -> Sums:
+        """The sums with these seconds, and these of what policies run again."""
+        found = Sums(self.array.copy())
+        found.array[..., _COST] = cost
+        for policy, own in repeats.items():
+            found.set_recompute(policy, own.seconds, own.comm_s, own.host_s, own.freed_bytes)
+        return found
+
     def set_recompute(
         self, policy: str, seconds: float, comm_s: float, host_s: float, freed_bytes: float
     ) -> None:
@@ -416,15 +424,9 @@ _LARGEST = slice(COLUMNS - MAXIMA, COLUMNS - MAXIMA + 2)
 _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(Cost._fields))
 
 
-def _sums_of(cost: Cost) -> Sums:
-    sums = Sums.zeros()
-    sums.array[_COST] = cost
-    return sums
-
-
 def block_sums(price: BlockPrice) -> Sums:
     """A block's contribution to the sums of its stage."""
-    sums = _sums_of(price.cost)
+    sums = Sums.zeros().costing(price.cost, price.repeats)
     sums.parameters = price.parameters
     sums.largest_parameters, sums.largest_numel = price.unit_parameters, price.largest_numel
     sums.shard_parameters = price.shard_parameters
@@ -437,14 +439,12 @@ def block_sums(price: BlockPrice) -> Sums:
         sums.alone_blocks, sums.alone_bytes = 1.0, price.saved_bytes
     sums.first_parameters = price.parameters
     sums.excess = np.array([price.excess[policy] for policy in RECOMPUTE]).T
-    for policy, own in price.repeats.items():
-        sums.set_recompute(policy, own.seconds, own.comm_s, own.host_s, own.freed_bytes)
     return sums
 
 
 def parameter_sums(pricer: Pricer, value: str, state: Placement) -> Sums:
     """A parameter's contribution to the sums of each block that reads it."""
-    sums = _sums_of(pricer.parameter_cost(value, state))
+    sums = Sums.zeros().costing(pricer.parameter_cost(value, state), {})
     if pricer.graph.values[value].requires_grad:
         numel = pricer.numel(value, state)
         sums.parameters = numel

@@ -66,29 +66,20 @@ class Predicted:
         """Of a rank of the report's plan."""
         plan, s = report.plan, report.summary
         group = next(k for k, ranks in enumerate(plan.devices) if rank in ranks)
-        pairs = zip(report.stages, plan.stages, strict=True)
-        rows = [row for row, stage in pairs if stage.ranks == plan.devices[group]]
-
-        def total(name: str) -> float:
-            return float(sum(row[name] for row in rows))
-
-        step_s, m = s["step_time_s"], plan.num_microbatches
-        train_step_s = max(step_s - total("optimizer_s"), 0.0)
-        forward_s, backward_s = m * total("forward_s"), m * total("backward_s")
-        reduction_s = total("gradient_reduction_s")
+        own = report.device_groups[group]
         low, high = s["step_interval_s"]
         return Predicted(
-            train_step_s=train_step_s,
+            train_step_s=max(s["step_time_s"] - own.optimizer_s, 0.0),
             terms={
-                "forward_s": forward_s,
-                "backward_s": backward_s,
-                "reduction_s": reduction_s,
-                "waiting_s": max(0.0, train_step_s - forward_s - backward_s - reduction_s),
+                "forward_s": own.forward_s,
+                "backward_s": own.backward_s,
+                "reduction_s": own.gradient_reduction_s,
+                "waiting_s": own.waiting_s,
             },
-            step_time_s=step_s,
+            step_time_s=s["step_time_s"],
             interval_s=(low, high),
             rows=plan.global_batch_size,
-            tokens_per_row=s["tokens_per_s"] and round(s["tokens_per_s"] / s["rows_per_s"]),
+            tokens_per_row=s["sequence_length"],
             mfu=s["mfu"],
             peak_memory_bytes=float(s["peak_memory_bytes"][group]),
         )

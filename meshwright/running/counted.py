@@ -41,7 +41,7 @@ def other_than_counted(
     if name == problem.optimizer:
         return None
     planned, here = (
-        max(Evaluator(replace(problem, optimizer=own)).price(plan).prediction.peak_memory_bytes)
+        Evaluator(replace(problem, optimizer=own)).price(plan).prediction.fullest_bytes
         for own in (problem.optimizer, name)
     )
     if abs(here - planned) <= DIFFERS * planned:

@@ -113,7 +113,7 @@ def fit(search: Search) -> Fit:
         verdict=verdict,
         probability=prediction.memory_probability(problem.cluster),
         plan=describe(found.plan),
-        peak_bytes=max(prediction.peak_memory_bytes),
+        peak_bytes=prediction.fullest_bytes,
         interval_bytes=prediction.memory_interval_bytes,
         why="",
         helps=() if verdict == FITS else (SPARE,),

@@ -157,7 +157,7 @@ def _logits(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
     if lighter is None:
         return
     priced = evaluate(best.plan, lighter, best.assignments, StageCoster(lighter))
-    before, after = (max(e.prediction.peak_memory_bytes) for e in (best.evaluation, priced))
+    before, after = (e.prediction.fullest_bytes for e in (best.evaluation, priced))
     taken = (before - after) / (1 - 1 / CHUNKS)
     if taken > LOGITS * before:
         yield {

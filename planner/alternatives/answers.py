@@ -197,7 +197,7 @@ def _said(given: Mapping[str, Any]) -> str:
 
 
 def _rival(found: PlanDraft | Candidate) -> Rival:
-    peak = max(found.evaluation.prediction.peak_memory_bytes)
+    peak = found.evaluation.prediction.fullest_bytes
     return Rival(plan=found.plan, step_time_s=found.step_time_s, peak_bytes=peak)
 
 

@@ -9,14 +9,22 @@ from meshwright.costmodel.operators import Problem
 from meshwright.planner.alternatives.alternatives import Alternative
 from meshwright.planner.plan import Plan, PlanError, check_runs, describe, seconds, sized, slower
 from meshwright.planner.pricing import Evaluation
-from meshwright.planner.report import Components, Report, Searched, breakdown, explain, why_slower
+from meshwright.planner.report import (
+    Components,
+    Report,
+    Searched,
+    busiest,
+    device_groups,
+    explain,
+    why_slower,
+)
 from meshwright.planner.search import TIE, SearchResult, why_simpler
 
 
 def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str, float]) -> Report:
     """The report of a search; its deferred answers are not in it yet."""
     best = result.best.evaluation
-    chosen = breakdown(best)
+    chosen = busiest(device_groups(best))
     runners = [
         {
             "plan": describe(c.plan),
@@ -69,7 +77,7 @@ def _ties(result: SearchResult, memory_bytes: float) -> list[str]:
     fastest = min(result.candidates, key=lambda c: c.step_time_s)
     if fastest.step_time_s >= best.step_time_s:
         return []
-    peaks = [max(c.evaluation.prediction.peak_memory_bytes) for c in (best, fastest)]
+    peaks = [c.evaluation.prediction.fullest_bytes for c in (best, fastest)]
     simpler = why_simpler(best.plan, fastest.plan, peaks, memory_bytes)
     less = fastest.step_time_s / best.step_time_s - 1
     why = (
@@ -95,7 +103,7 @@ def _not_run_yet(plan: Plan) -> list[str]:
 
 def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any]:
     """An alternative as data, against the chosen plan; `components_s` are its seconds less ours."""
-    draft, chosen = alternative.draft, breakdown(best)
+    draft, chosen = alternative.draft, busiest(device_groups(best))
     row: dict[str, Any] = {"family": alternative.family, "plan": None}
     if alternative.excluded:
         row["excluded"] = list(map(str, alternative.excluded))
@@ -126,11 +134,11 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
 def _against(chosen: Components, other: Evaluation) -> dict[str, Any]:
     """What another plan takes on its fullest device, the intervals of that and of its step, and its
     seconds less the chosen one's by component, as data and in words."""
-    parts = breakdown(other)
+    parts = busiest(device_groups(other))
     ours, theirs = chosen.as_dict(), parts.as_dict()
     return {
         "step_interval_s": list(other.prediction.step_interval_s),
-        "peak_memory_bytes": max(other.prediction.peak_memory_bytes),
+        "peak_memory_bytes": other.prediction.fullest_bytes,
         "memory_interval_bytes": list(other.prediction.memory_interval_bytes),
         "components_s": {name: theirs[name] - ours[name] for name in ours},
         "why": why_slower(chosen, parts),

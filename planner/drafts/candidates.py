@@ -87,7 +87,7 @@ def make_draft(
         plan = dataclasses.replace(plan, post_validation=True)
     priced = price_stages(plan, coster, costs)
     fits = priced_fits(priced, coster.cluster, memory_bytes)
-    lacks = max(priced.prediction.peak_memory_bytes) - memory_bytes
+    lacks = priced.prediction.fullest_bytes - memory_bytes
     return PlanDraft(stages=tuple(stages), evaluation=priced, fits=fits, lacks_bytes=lacks)
 
 
@@ -165,7 +165,7 @@ def priced_fits(priced: Evaluation, cluster: Cluster, memory_bytes: float) -> bo
     has, in memory and on flash."""
     found = priced.prediction
     lacks = found.host_shortfall(cluster) or found.flash_shortfall(cluster)
-    return fits(max(found.peak_memory_bytes), memory_bytes) and not lacks
+    return fits(found.fullest_bytes, memory_bytes) and not lacks
 
 
 def _plan(coster: StageCoster, stages: Sequence[StagePlan], pipeline: PipelineSetup) -> Plan:

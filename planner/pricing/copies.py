@@ -13,10 +13,11 @@ which nothing hides.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.costmodel.kernels import send_seconds
+from meshwright.costmodel.kernels import crosses_node, send_seconds
+from meshwright.costmodel.operators import Entry
 from meshwright.costmodel.stages import StageCosts
 from meshwright.planner.plan import Plan, pipelines
 from meshwright.planner.pricing.stage_costs import StageCoster
@@ -24,39 +25,55 @@ from meshwright.planner.pricing.stage_costs import StageCoster
 GRADIENT_BYTES = 4  # of an element, as the reductions leave it
 
 
-def with_exchange(
+def exchanges(
     plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]]
-) -> tuple[StageCosts[float], ...]:
-    """The costs of a plan's stages with the sum over copies; as they are where there is one."""
+) -> dict[int, Entry]:
+    """The sum over copies of the model, by stage; nothing where there is one."""
     first, *others = pipelines(plan)
     if not others:
-        return tuple(stages)
+        return {}
     mates = dict(zip((*first, *others[0]), (*others[0], *first), strict=True))
+    return {k: _exchange(plan, coster, own, k, mates[k]) for k, own in enumerate(stages)}
+
+
+def with_exchanges(
+    stages: Sequence[StageCosts[float]], exchanged: Mapping[int, Entry]
+) -> tuple[StageCosts[float], ...]:
+    """The costs of stages with that sum."""
+    more = {k: entry.seconds for k, entry in exchanged.items()}
     return tuple(
-        replace(own, reduce_s=own.reduce_s + _exchange_s(plan, coster, own, k, mates[k]))
+        replace(own, reduce_s=own.reduce_s + more[k]) if k in more else own
         for k, own in enumerate(stages)
     )
 
 
-def _exchange_s(
-    plan: Plan, coster: StageCoster, own: StageCosts[float], k: int, mate: int
-) -> float:
+def _exchange(plan: Plan, coster: StageCoster, own: StageCosts[float], k: int, mate: int) -> Entry:
     graph, stage = coster.graph, plan.stages[k]
     held = dict.fromkeys(v for name in stage.blocks for v in coster.blocks[name].parameters)
     sizes = {v: math.prod(graph.values[v].shape) for v in held}
     trained = [v for v in held if graph.values[v].requires_grad]
     part = sum(sizes[v] for v in trained) / max(1, sum(sizes.values()))
     elements = own.parameters * part / (stage.shards if stage.zero else 1)
+    ends = stage.ranks, plan.stages[mate].ranks
 
     def seconds(nbytes: float) -> float:
         return send_seconds(
             nbytes,
-            stage.ranks,
-            plan.stages[mate].ranks,
+            *ends,
             tp=1,
             cluster=coster.cluster,
             target=coster.problem.target,
             profile=coster.problem.profile,
         )
 
-    return seconds(elements * GRADIENT_BYTES) + max(0, len(trained) - 1) * seconds(1.0)
+    nbytes, more = elements * GRADIENT_BYTES, max(0, len(trained) - 1)
+    return Entry(
+        column="reduce_s",
+        kind="collective",
+        seconds=seconds(nbytes) + more * seconds(1.0),
+        axis="pipeline",
+        collective="exchange",
+        calls=len(trained),
+        sent_bytes=nbytes,
+        crosses=crosses_node(*ends, coster.cluster.devices_per_node),
+    )

@@ -32,16 +32,15 @@ from meshwright.costmodel.stages import (
 from meshwright.planner.plan import (
     Plan,
     StagePlan,
-    check_plan,
     crossings,
     offloaded_parameters,
     offloaded_weights,
     passes_of,
 )
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
+from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.segments import in_segments
-from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
+from meshwright.planner.pricing.stage_costs import StageCoster
 
 
 def walked_stages(plan: Plan, coster: StageCoster, priced: Sequence[PricedStage]) -> list[Walked]:
@@ -146,21 +145,15 @@ def undone_bytes(plan: Plan, priced: Sequence[PricedStage]) -> list[float]:
     return list(found.values())
 
 
-def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:
+def bytes_beside_tensors(plan: Plan, priced: Sequence[PricedStage]) -> list[int]:
     """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
     has: what the device reserves, buffers of communicators, and what steps that are validated
     afterwards keep from the one before."""
     found = []
-    undone = [0.0] * len(plan.devices)
-    if plan.post_validation:
-        assignments = check_plan(plan, coster.graph, coster.problem.factors)
-        priced = [priced_stage(plan, k, coster, own) for k, own in enumerate(assignments)]
-        undone = undone_bytes(plan, priced)
-    for ranks, kept in zip(plan.devices, undone, strict=True):
-        stage = next(stage for stage in plan.stages if stage.ranks == ranks)
-        setting = stage_setting(plan, plan.stages.index(stage), coster)
+    for ranks, kept in zip(plan.devices, undone_bytes(plan, priced), strict=True):
+        setting = next(own.setting for own in priced if own.stage.ranks == ranks)
         more = communicator_bytes(setting) + math.ceil(kept)
-        found.append(coster.cluster.device.reserved_bytes + more)
+        found.append(setting.cluster.device.reserved_bytes + more)
     return found
 
 

@@ -24,7 +24,7 @@ from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.stages import Peak, StageCosts, device_peaks, shortfall_bytes
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, shared_apart
-from meshwright.planner.pricing.copies import with_exchange
+from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.course import placed, walked_stages
 from meshwright.planner.pricing.hosts import by_node, check_host
 from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
@@ -57,16 +57,18 @@ class RehearsedMemory:
 class Prediction:
     """What a plan is expected to do: seconds per step, peak bytes of a device of each stage (of
     each device group, where a schedule runs several stages on one), share of the pipeline's time
-    that devices wait, model FLOPs utilisation of the whole cluster; how far step times and memory
-    were off for models like it; `assumptions` say what was taken for granted of a configuration
-    that leaves something open. `peaks` say when the most is held, and of what. Where the plan was
-    `rehearsed`, the verdict on memory rests on that; the other numbers are prices still.
+    that devices wait, model FLOPs of a step and their utilisation of the whole cluster; how far
+    step times and memory were off for models like it; `assumptions` say what was taken for granted
+    of a configuration that leaves something open. `peaks` say when the most is held, and of what.
+    Where the plan was `rehearsed`, the verdict on memory rests on that; the other numbers are
+    prices still.
     `host_memory_bytes` is what lies in the host's memory of each node, where anything does,
     `flash_bytes` in files on its flash."""
 
     step_time_s: float
     peak_memory_bytes: list[int]
     bubble_fraction: float
+    model_flops: float
     mfu: float
     step_error: Quantiles
     memory_error: Quantiles
@@ -91,13 +93,17 @@ class Prediction:
     @property
     def step_interval_s(self) -> tuple[float, float]:
         """The seconds between which a step is with 80 %."""
-        return self.step_error.low * self.step_time_s, self.step_error.high * self.step_time_s
+        return self.step_error.around(self.step_time_s)
+
+    @property
+    def fullest_bytes(self) -> int:
+        """Peak bytes of the fullest device."""
+        return max(self.peak_memory_bytes)
 
     @property
     def memory_interval_bytes(self) -> tuple[float, float]:
         """The bytes between which the fullest device's peak is with 80 %."""
-        peak = max(self.peak_memory_bytes)
-        return self.memory_error.low * peak, self.memory_error.high * peak
+        return self.memory_error.around(self.fullest_bytes)
 
     def memory_probability(self, cluster: Cluster) -> float:
         """That memory is enough: a device's, by the rehearsal where there was one, the hosts' and
@@ -106,7 +112,7 @@ class Prediction:
             return 0.0
         if self.rehearsed is not None:
             return self.rehearsed.probability(cluster, self.memory_error)
-        return self.memory_error.below(cluster.device.memory_bytes / max(self.peak_memory_bytes))
+        return self.memory_error.below(cluster.device.memory_bytes / self.fullest_bytes)
 
     def memory_verdict(self, cluster: Cluster) -> str:
         """Whether the plan "fits", is "tight" or "does not fit", by that probability."""
@@ -120,7 +126,8 @@ class Prediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
     """A priced plan: prediction, costs and micro-batches in flight per stage, the simulated step,
-    the messages of a micro-batch between stages; and the stages as they were walked, where their
+    the messages of a micro-batch between stages, and once a step between copies of the model, of
+    which each stage's `reduce_s` has its own; and the stages as they were walked, where their
     shardings were asked."""
 
     plan: Plan
@@ -130,6 +137,7 @@ class Evaluation:
     timeline: Timeline
     target: Target
     transfers: Mapping[tuple[int, int], Entry]
+    exchanges: Mapping[int, Entry]
     priced: tuple[PricedStage, ...] = field(default=(), repr=False)
 
     def rests_on(self) -> dict[str, float]:
@@ -206,40 +214,33 @@ def price_stages(
     stages: Sequence[StageCosts[float]],
     send_scale: float = 1.0,
     *,
-    exchanged: bool = False,
     walked: bool = False,
 ) -> Evaluation:
-    """Price a plan whose stages' costs are known; its shardings are not asked. `send_scale`
-    multiplies the seconds of sends. The sum of gradients over copies of the model is added to the
-    costs, unless it is in them (`exchanged`), and what stages receive of a backward to its bytes,
-    unless it was `walked`."""
+    """Price a plan whose stages' costs are known, without the sum of gradients over copies of the
+    model; its shardings are not asked. `send_scale` multiplies the seconds of sends. What stages
+    receive of a backward is added to its bytes, unless it was `walked`."""
     cluster = coster.cluster
-    stages = stages if exchanged else with_exchange(plan, coster, stages)
+    exchanged = exchanges(plan, coster, stages)
+    stages = with_exchanges(stages, exchanged)
     p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
     crossed = crossings(plan, coster.graph)
     transfers = {edge: transfer(plan, coster, edge, values) for edge, values in crossed.items()}
     sends = {edge: send_scale * entry.seconds for edge, entry in transfers.items()}
-    timeline, streams = _simulate(plan, coster.problem.target, stages, sends)
-    step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
-    if plan.post_validation and not shared_apart(plan, coster.graph):
-        everyone = group_for(cluster, size=plan.num_ranks, stride=1)
-        verdict_s = collective_time("all_reduce", 24, everyone, cluster)
-        # where it takes too long, no more than a common end does, whose own sums have no price
-        step_s = min(step_s, timeline.validated_s(streams, verdict_s))
-        bubble = min(bubble, timeline.validated_bubble(step_s))
+    timeline, step_s, bubble = simulated(plan, coster.problem, stages, sends)
     peak = cluster.device.flops(wide(plan.precision)) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     active = tuple(
         in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
         for k in range(p)
     )
-    in_memory = [s.host_bytes + n * s.away_bytes for s, n in zip(stages, active, strict=True)]
+    in_memory = [s.in_host_bytes(n) for s, n in zip(stages, active, strict=True)]
     peaks = _peaks(plan, coster, stages, crossed, walked=walked)
     prediction = Prediction(
         step_time_s=step_s,
         peak_memory_bytes=[math.ceil(peak.nbytes) for peak in peaks],
         peaks=tuple(peaks),
         bubble_fraction=bubble,
+        model_flops=flops,
         mfu=flops / (step_s * peak),
         step_error=coster.errors[0],
         memory_error=coster.errors[1],
@@ -254,7 +255,27 @@ def price_stages(
         timeline=timeline,
         target=coster.problem.target,
         transfers=transfers,
+        exchanges=exchanged,
     )
+
+
+def simulated(
+    plan: Plan,
+    problem: Problem,
+    stages: Sequence[StageCosts[float]],
+    sends: dict[tuple[int, int], float],
+) -> tuple[Timeline, float, float]:
+    """A step of a plan whose `sends` between stages take so many seconds: what happens in it, its
+    seconds, and the share of them that devices wait."""
+    timeline, streams = _simulate(plan, problem.target, stages, sends)
+    step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
+    if plan.post_validation and not shared_apart(plan, problem.graph):
+        everyone = group_for(problem.cluster, size=plan.num_ranks, stride=1)
+        verdict_s = collective_time("all_reduce", 24, everyone, problem.cluster)
+        # where it takes too long, no more than a common end does, whose own sums have no price
+        step_s = min(step_s, timeline.validated_s(streams, verdict_s))
+        bubble = min(bubble, timeline.validated_bubble(step_s))
+    return timeline, step_s, bubble
 
 
 def _peaks(

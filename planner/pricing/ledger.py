@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.blocks import priced_steps
-from meshwright.costmodel.operators import FORWARD_S, PASS_COLUMNS, Axis, Entry
+from meshwright.costmodel.operators import FORWARD_S, PASS_COLUMNS, Axis, Entry, Problem
 from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import Beside, Passes, host_bandwidth, stage_passes
 from meshwright.planner.plan import passes_of
-from meshwright.planner.pricing.evaluate import Evaluation, price_stages
+from meshwright.planner.pricing.evaluate import Evaluation, simulated
 from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.segments import spans_of
-from meshwright.planner.pricing.stage_costs import Entered, StageCoster
+from meshwright.planner.pricing.stage_costs import Entered
 
 KINDS_OF_BYTES = ("in passes", "gradients and weights", "between stages")
 LINKS = ("in a node", "between nodes")
@@ -215,7 +215,10 @@ class Ledger:
     @staticmethod
     def of(evaluation: Evaluation) -> Ledger:
         """That of a plan whose stages were walked."""
-        return Ledger(evaluation, [stage_lines(own) for own in evaluation.priced])
+        found = [stage_lines(own) for own in evaluation.priced]
+        for k, entry in evaluation.exchanges.items():
+            found[k].append(Line(entry=entry, where="step", times=1.0, exposed_s=entry.seconds))
+        return Ledger(evaluation, found)
 
     def work(self) -> list[Work]:
         """The work of a rank of each device group."""
@@ -233,12 +236,12 @@ class Ledger:
             found.append(_work(lines, messages))
         return found
 
-    def traffic(self, coster: StageCoster) -> list[Traffic]:
+    def traffic(self, problem: Problem) -> list[Traffic]:
         """The communication of each stage; messages between stages are exposed by what the step
         would take without them."""
         said = [(k, line) for k, lines in enumerate(self.stages) for line in lines]
         found: dict[tuple[int, Axis, str, str], list[Line]] = {}
-        for stage, line in (*said, *self._messages(coster)):
+        for stage, line in (*said, *self._messages(problem)):
             if (axis := line.entry.axis) and line.seconds:
                 link = HOST_LINK if axis == "host" else LINKS[line.entry.crosses]
                 found.setdefault((stage, axis, line.entry.collective, link), []).append(line)
@@ -257,15 +260,14 @@ class Ledger:
         ]
         return sorted(rows, key=lambda row: row.stage)
 
-    def _messages(self, coster: StageCoster) -> Iterator[tuple[int, Line]]:
+    def _messages(self, problem: Problem) -> Iterator[tuple[int, Line]]:
         evaluation, m = self.evaluation, passes_of(self.evaluation.plan)
         sent = {edge: entry for edge, entry in evaluation.transfers.items() if entry.seconds}
         if not sent:
             return
-        without = price_stages(
-            evaluation.plan, coster, evaluation.stages, send_scale=0.0, exchanged=True
-        )
-        more_s = evaluation.prediction.step_time_s - without.prediction.step_time_s
+        nothing = dict.fromkeys(evaluation.transfers, 0.0)
+        _, without_s, _ = simulated(evaluation.plan, problem, evaluation.stages, nothing)
+        more_s = evaluation.prediction.step_time_s - without_s
         share = max(0.0, more_s) / sum(entry.seconds for entry in sent.values()) / 2
         for edge, entry in sent.items():
             for stage in edge:

@@ -209,8 +209,13 @@ def _cluster(cells: _Cells, gpus: int) -> Cluster:
         node, num_nodes=nodes, devices_per_node=gpus if nodes == 1 else per_node
     )
     cluster = dataclasses.replace(cluster, inter_link=_network(cells, cluster.inter_link))
-    # published peaks are an allocator's: without the driver's context and NCCL's buffers
-    device = dataclasses.replace(cluster.device, reserved_bytes=0, communicator_bytes=0)
+    # published peaks are an allocator's, to which the driver's context and NCCL's buffers leave less
+    device = dataclasses.replace(
+        cluster.device,
+        memory_bytes=cluster.device.usable_bytes,
+        reserved_bytes=0,
+        communicator_bytes=0,
+    )
     return dataclasses.replace(cluster, device=device)
 
 

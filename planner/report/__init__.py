@@ -1,6 +1,6 @@
 """The report of a plan: what was chosen, what it costs, what was assumed."""
 
-from meshwright.planner.report.components import Components, breakdown, why_slower
+from meshwright.planner.report.components import Components, busiest, device_groups, why_slower
 from meshwright.planner.report.details import sequence_length
 from meshwright.planner.report.document import Document, Part, Table
 from meshwright.planner.report.explain import Searched, explain, explain_plan, memory_summary
@@ -10,6 +10,6 @@ from meshwright.planner.report.text import sensitivity_parts
 
 __all__ = [
     "SCHEMA", "Components", "Document", "Excluded", "Part", "Rehearsed", "Report", "Searched",
-    "Table", "breakdown", "excluded", "explain", "explain_plan", "memory_summary",
+    "Table", "busiest", "device_groups", "excluded", "explain", "explain_plan", "memory_summary",
     "sensitivity_parts", "sequence_length", "why_slower",
 ]  # fmt: skip

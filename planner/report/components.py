@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.stages import StageCosts
@@ -9,61 +10,65 @@ from meshwright.planner.plan import passes_of, seconds
 from meshwright.planner.pricing import Evaluation
 
 SHOWN = 1e-6  # part of a step from which on a difference is one
+OF_PASSES = ("forward_s", "backward_s", "forward_comm_s", "backward_comm_s")
 TOLD = 5e-4  # from which on it is told beside a larger one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """Seconds of the busiest device group by what it does; the sum is the step time."""
+    """Seconds of a step of a device group by what it does; `forward_s` and `backward_s` are those
+    of all micro-batches, of which `communication_s` are exposed; the sum is the step time."""
 
-    compute_s: float
-    communication_s: float
-    bubble_s: float
+    forward_s: float
+    backward_s: float
+    forward_comm_s: float
+    backward_comm_s: float
+    waiting_s: float
     gradient_reduction_s: float
     optimizer_s: float
+
+    @property
+    def communication_s(self) -> float:
+        """Exposed communication of both passes."""
+        return self.forward_comm_s + self.backward_comm_s
+
+    @property
+    def compute_s(self) -> float:
+        """The rest of them."""
+        return self.forward_s + self.backward_s - self.communication_s
 
     def as_dict(self) -> dict[str, float]:
         return {
             "compute": self.compute_s,
             "exposed communication": self.communication_s,
-            "bubble": self.bubble_s,
+            "waiting": self.waiting_s,
             "gradient reduction": self.gradient_reduction_s,
             "optimizer": self.optimizer_s,
         }
 
 
-def breakdown(evaluation: Evaluation) -> Components:
-    """Components of the device group that is busy longest; it may run several stages."""
+def device_groups(evaluation: Evaluation) -> list[Components]:
+    """Components of each device group, which may run several stages; it waits in the rest of the
+    step."""
+    plan, m, found = evaluation.plan, passes_of(evaluation.plan), []
+    for ranks in plan.devices:
+        pairs = zip(evaluation.stages, plan.stages, strict=True)
+        group = [costs for costs, stage in pairs if stage.ranks == ranks]
 
-    def busy(ranks: tuple[int, ...]) -> float:
-        return sum(s.forward_s + s.backward_s for s in _stages(evaluation, ranks))
+        def total(name: str, group: Sequence[StageCosts[float]] = group) -> float:
+            return float(sum(getattr(costs, name) for costs in group))
 
-    return of_group(evaluation, max(evaluation.plan.devices, key=busy))
-
-
-def of_group(evaluation: Evaluation, ranks: tuple[int, ...]) -> Components:
-    """Components of the device group of these ranks; it waits in the rest of the step."""
-    group, m = _stages(evaluation, ranks), passes_of(evaluation.plan)
-
-    def total(*names: str) -> float:
-        return float(sum(getattr(s, name) for s in group for name in names))
-
-    communication = m * total("forward_comm_s", "backward_comm_s")
-    busy = m * total("forward_s", "backward_s")
-    once = total("reduce_s"), total("optimizer_s")
-    bubble = max(0.0, evaluation.prediction.step_time_s - busy - sum(once))
-    return Components(
-        compute_s=busy - communication,
-        communication_s=communication,
-        bubble_s=bubble,
-        gradient_reduction_s=once[0],
-        optimizer_s=once[1],
-    )
+        own = {name: m * total(name) for name in OF_PASSES}
+        once = {"gradient_reduction_s": total("reduce_s"), "optimizer_s": total("optimizer_s")}
+        busy = own["forward_s"] + own["backward_s"] + sum(once.values())
+        waiting = max(0.0, evaluation.prediction.step_time_s - busy)
+        found.append(Components(**own, **once, waiting_s=waiting))
+    return found
 
 
-def _stages(evaluation: Evaluation, ranks: tuple[int, ...]) -> list[StageCosts[float]]:
-    plan = evaluation.plan
-    return [s for s, own in zip(evaluation.stages, plan.stages, strict=True) if own.ranks == ranks]
+def busiest(groups: Sequence[Components]) -> Components:
+    """Those of the device group whose passes take longest."""
+    return max(groups, key=lambda own: own.forward_s + own.backward_s)
 
 
 def why_slower(chosen: Components, other: Components) -> str:

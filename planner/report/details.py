@@ -1,23 +1,21 @@
 """What a look at a plan needs beyond its prices: memory by what holds it and when it is highest,
 communication by axis and link, time by component of each device group, throughput, what runs in
-each distinct block, the simulated step. It takes a second pricing of the plan, so that it waits
-until it is asked for."""
+each distinct block, the simulated step: all read from the priced plan and its ledger, which
+waits until it is asked for."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import LEVEL
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment
 from meshwright.planner.plan import compress_ranks, folds
-from meshwright.planner.pricing import Evaluation, Ledger, MemoryParts, StageCoster, Work
-from meshwright.planner.report.components import of_group
+from meshwright.planner.pricing import Evaluation, Ledger, MemoryParts, Work
+from meshwright.planner.report.components import Components, device_groups
 from meshwright.planner.report.diagram import block_diagrams
 from meshwright.planner.report.timeline import timeline_data
 from meshwright.profiles.cluster import Cluster, catalog_names
@@ -41,17 +39,17 @@ class Details:
         to it), with the moment, the stage and the block it comes in (None where no backward is
         followed block by block)."""
         plan, prediction = self.evaluation.plan, self.evaluation.prediction
-        quantiles = prediction.memory_error
         rows: list[Row] = []
-        for ranks, peak in zip(plan.devices, prediction.peaks, strict=True):
-            blocks, priced = plan.stages[peak.stage].blocks, math.ceil(peak.nbytes)
+        peaks = zip(prediction.peaks, prediction.peak_memory_bytes, strict=True)
+        for ranks, (peak, priced) in zip(plan.devices, peaks, strict=True):
+            blocks = plan.stages[peak.stage].blocks
             rows.append(
                 {
                     "ranks": compress_ranks(ranks),
                     "stages": [n for n, stage in enumerate(plan.stages) if stage.ranks == ranks],
                     "parts": MemoryParts.at(peak).as_dict(),
                     "priced_bytes": priced,
-                    "interval_bytes": [quantiles.low * priced, quantiles.high * priced],
+                    "interval_bytes": list(prediction.memory_error.around(priced)),
                     "moment": peak.action.name.lower() if peak.action else "optimizer",
                     "stage": peak.stage,
                     "block": None if peak.block is None else blocks[peak.block],
@@ -60,8 +58,9 @@ class Details:
         return rows
 
     @cached_property
-    def _coster(self) -> StageCoster:
-        return StageCoster(replace(self.problem, precision=self.evaluation.plan.precision))
+    def components(self) -> list[Components]:
+        """Where the step goes on each device group."""
+        return device_groups(self.evaluation)
 
     @cached_property
     def _ledger(self) -> Ledger:
@@ -75,7 +74,7 @@ class Details:
     def communication(self) -> list[Row]:
         """Per stage, axis, collective and link: a rank's calls, bytes that it sends, seconds by
         themselves and exposed."""
-        return [asdict(row) for row in self._ledger.traffic(self._coster)]
+        return [asdict(row) for row in self._ledger.traffic(self.problem)]
 
     @cached_property
     def device_groups(self) -> list[Row]:
@@ -85,7 +84,8 @@ class Details:
         rank does in a step, as the price counts it: `flops`, `repeated_flops` of which are
         recompute, `moved_bytes` of its memory, and `sent_bytes` by kind."""
         plan, rows = self.evaluation.plan, list[Row]()
-        for ranks, work in zip(plan.devices, self._works, strict=True):
+        both = zip(self._works, self.components, strict=True)
+        for ranks, (work, parts) in zip(plan.devices, both, strict=True):
             numbers = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
             stage = plan.stages[numbers[0]]
             own = {name: a for k in numbers for name, a in self.assignments[k].items()}
@@ -96,7 +96,7 @@ class Details:
                     "stages": numbers,
                     **{axis: getattr(stage, axis) for axis in ("dp", "cp", "ep", "tp")},
                     "ep_stride": 1 if folded else stage.tp,
-                    "components_s": of_group(self.evaluation, ranks).as_dict(),
+                    "components_s": parts.as_dict(),
                     "flops": work.flops,
                     "repeated_flops": work.repeated_flops,
                     "moved_bytes": work.moved_bytes,
@@ -128,34 +128,41 @@ class Details:
         }
 
     @cached_property
+    def rates(self) -> Row:
+        """Rows a second; tokens of a row, where it has any, and a second."""
+        plan, length = self.evaluation.plan, sequence_length(self.problem)
+        rows_per_s = plan.global_batch_size / self.evaluation.prediction.step_time_s
+        return {
+            "rows_per_s": rows_per_s,
+            "sequence_length": length,
+            "tokens_per_s": length and rows_per_s * length,
+        }
+
+    @cached_property
     def throughput(self) -> Row:
-        """Rows and tokens (rows × length of the sequence, where there is one) per second; model
-        FLOPs utilisation and, with recompute, hardware's (Korthikanti et al., 2022); device-hours
-        of a step. Intervals are those of the step."""
+        """`rates`; model FLOPs utilisation and, with recompute, hardware's (Korthikanti et al.,
+        2022); device-hours of a step. Intervals are those of the step."""
         plan, prediction = self.evaluation.plan, self.evaluation.prediction
         step_s, ranks = prediction.step_time_s, plan.num_ranks
         computed, repeated = (
             sum(getattr(w, name) * len(r) for w, r in zip(self._works, plan.devices, strict=True))
             for name in ("flops", "repeated_flops")
         )
-        peak = self.problem.cluster.device.flops(wide(plan.precision))
-        rows_per_s, length = plan.global_batch_size / step_s, sequence_length(self.problem)
+        rows_per_s, tokens_per_s = self.rates["rows_per_s"], self.rates["tokens_per_s"]
         fastest_s, slowest_s = prediction.step_interval_s
 
         def interval(value: float) -> list[float]:
             return [value * step_s / slowest_s, value * step_s / fastest_s]
 
         return {
-            "rows_per_s": rows_per_s,
+            **self.rates,
             "rows_per_s_interval": interval(rows_per_s),
-            "sequence_length": length,
-            "tokens_per_s": length and rows_per_s * length,
-            "tokens_per_s_interval": length and interval(rows_per_s * length),
-            "tokens_per_s_per_device": length and rows_per_s * length / ranks,
+            "tokens_per_s_interval": tokens_per_s and interval(tokens_per_s),
+            "tokens_per_s_per_device": tokens_per_s and tokens_per_s / ranks,
             "mfu": prediction.mfu,
             "mfu_interval": interval(prediction.mfu),
             "hfu": prediction.mfu * (computed / (computed - repeated) if computed else 1.0),
-            "model_flops_per_s_per_device": prediction.mfu * peak,
+            "model_flops_per_s_per_device": prediction.model_flops / step_s / ranks,
             "device_hours_per_step": step_s * ranks / 3600,
             "device_hours_interval": [s * ranks / 3600 for s in (fastest_s, slowest_s)],
         }
@@ -166,7 +173,7 @@ class Details:
         plan = self.evaluation.plan
         return {
             "global_batch_size": plan.global_batch_size,
-            "sequence_length": sequence_length(self.problem),
+            "sequence_length": self.rates["sequence_length"],
             "precision": plan.precision,
             "optimizer": self.problem.optimizer,
         }

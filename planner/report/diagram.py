@@ -19,30 +19,30 @@ Row = Mapping[str, Any]
 class _Found:
     """A distinct block as it is first met, and all that do the same."""
 
-    own: PricedStage
+    priced: PricedStage
     block: Entered
     names: list[str]
     stages: list[int]
 
 
-def block_diagrams(priced: Sequence[PricedStage]) -> list[Row]:
+def block_diagrams(stages: Sequence[PricedStage]) -> list[Row]:
     """A row for each distinct block: the `blocks` and `stages` that it stands for, its degrees and
     its `steps`, in seconds of one micro-batch on a rank."""
     found: dict[Any, _Found] = {}
-    for k, own in enumerate(priced):
+    for k, own in enumerate(stages):
         stage = own.stage
         for each in own.blocks:
+            inputs, choices = tuple(each.inputs.values()), each.assignment.choices
             mesh = (stage.dp, stage.cp, stage.ep, stage.tp)
-            choices = each.assignment.choices, tuple(each.inputs.values())
-            key = (each.block.class_id, mesh, choices)
-            first = found.setdefault(key, _Found(own=own, block=each, names=[], stages=[]))
+            key = (each.block.class_id, mesh, choices, inputs)
+            first = found.setdefault(key, _Found(priced=own, block=each, names=[], stages=[]))
             first.names.append(each.block.name)
             first.stages += [k] * (k not in first.stages)
     return [_diagram(each) for each in found.values()]
 
 
 def _diagram(found: _Found) -> Row:
-    stage = found.own.stage
+    stage, pricer = found.priced.stage, found.priced.pricer
     return {
         "blocks": compress_names(found.names),
         "stages": found.stages,
@@ -50,7 +50,7 @@ def _diagram(found: _Found) -> Row:
         "cp": stage.cp,
         "ep": stage.ep,
         "tp": stage.tp,
-        "steps": [row for step in found.block.steps for row in _rows(found.own.pricer, step)],
+        "steps": [row for step in found.block.steps for row in _rows(pricer, step)],
     }
 
 

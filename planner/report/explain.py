@@ -27,8 +27,8 @@ from meshwright.planner.plan import (
     sized,
 )
 from meshwright.planner.pricing import Evaluation, Prediction
-from meshwright.planner.report.components import breakdown
-from meshwright.planner.report.details import Details, sequence_length
+from meshwright.planner.report.components import busiest, device_groups
+from meshwright.planner.report.details import Details
 from meshwright.planner.report.indivisible import divided, divided_notes, excluded
 from meshwright.planner.report.report import Report, Row
 from meshwright.planner.report.ulysses import ulysses_notes
@@ -80,15 +80,14 @@ def explain(
     shares = divided(plan, graph, factors, assignments)
     refused = excluded(graph, factors, _degrees(plan, cluster))
     degrees = {stage.tp for stage in plan.stages}
-    rows_per_s, length = plan.global_batch_size / prediction.step_time_s, sequence_length(problem)
+    details = Details(evaluation=evaluation, problem=problem, assignments=assignments)
     summary = {
         "parameters": graph.num_parameters(),
         "cluster": cluster.describe(),
         "chosen": describe(plan),
         "step_time_s": prediction.step_time_s,
         "step_interval_s": prediction.step_interval_s,
-        "rows_per_s": rows_per_s,
-        "tokens_per_s": length and rows_per_s * length,
+        **details.rates,
         "mfu": prediction.mfu,
         "bubble_fraction": prediction.bubble_fraction,
         **memory_summary(prediction, cluster),
@@ -102,7 +101,7 @@ def explain(
             row | {"tp_flops": share.flops, "tp_parameters": share.parameters}
             for row, share in zip(_stage_rows(evaluation), shares, strict=True)
         ],
-        components=breakdown(evaluation),
+        device_groups=details.components,
         runners_up=searched.runners_up if searched else [],
         solver=searched.solver if searched else [],
         assumptions=(*cluster.assumptions, *_assumptions(evaluation, problem)),
@@ -118,7 +117,7 @@ def explain(
         aside=[str(each) for each in refused if degrees.isdisjoint(each.degrees)],
         phases_s=phases_s,
         timeline=evaluation.timeline.chrome_trace(),
-        details=Details(evaluation=evaluation, problem=problem, assignments=assignments),
+        details=details,
     )
 
 
@@ -172,7 +171,7 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
             "recompute": recompute_words(stage),
             "segments": stage.segments,
             "offload": dict(stage.offload),
-            "host_bytes": float(costs.host_bytes + in_flight * costs.away_bytes),
+            "host_bytes": float(costs.in_host_bytes(in_flight)),
             "flash_bytes": float(costs.flash_bytes),
             "forward_s": float(costs.forward_s),
             "backward_s": float(costs.backward_s),
@@ -242,7 +241,7 @@ def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:
             f"{stepped} makes {own.temporary} bytes a parameter beside its states in a step, where "
             f"these lie on a device; more may fit with fused=True (planned as {faster!r})"
         ]
-    step_s = max(costs.optimizer_s for costs in evaluation.stages)
+    step_s = busiest(device_groups(evaluation)).optimizer_s
     beside = max(
         own.temporary
         * costs.parameters

@@ -11,13 +11,13 @@ from typing import Any, Protocol
 
 from meshwright.planner.page import framed_page, render_page
 from meshwright.planner.plan import Plan, sized
-from meshwright.planner.report.components import Components
+from meshwright.planner.report.components import Components, busiest
 from meshwright.planner.report.details import Details, cost_of
 from meshwright.planner.report.document import Document
 from meshwright.planner.report.text import full_text, short_text
 from meshwright.profiles.inputs import checked_path, write_text
 
-SCHEMA = 2  # of `Report.to_dict()`: another number where a key changes its meaning or goes
+SCHEMA = 3  # of `Report.to_dict()`: another number where a key changes its meaning or goes
 
 Row = Mapping[str, Any]
 
@@ -62,7 +62,7 @@ class Report:
     plan: Plan
     summary: Row
     stages: Sequence[Row]
-    components: Components
+    device_groups: Sequence[Components]
     runners_up: Sequence[Row]
     solver: Sequence[Row]
     assumptions: Sequence[str]
@@ -74,6 +74,11 @@ class Report:
     rehearsed: Rehearsed | None = None
     details: Details | None = field(default=None, repr=False, compare=False)
     deferred: DeferredAnswers | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def components(self) -> Components:
+        """Where the step goes on the busiest devices."""
+        return busiest(self.device_groups)
 
     @property
     def alternatives(self) -> Sequence[Row]:

@@ -68,7 +68,7 @@ def _smaller_margin(drafter: Drafter, draft: PlanDraft) -> str:
     """The memory margin that leaves room for a draft, with the numbers."""
     memory, peak = (
         drafter.problem.cluster.device.memory_bytes,
-        max(draft.evaluation.prediction.peak_memory_bytes),
+        draft.evaluation.prediction.fullest_bytes,
     )
     margin = margin_beside(peak, memory)
     return (

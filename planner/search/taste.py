@@ -128,7 +128,7 @@ def _parted(stage: StagePlan) -> int:
 def _of_draft(draft: PlanDraft, cluster: Cluster) -> Simplicity:
     """The simplicity of a draft."""
     evaluation = draft.evaluation
-    peak = max(evaluation.prediction.peak_memory_bytes)
+    peak = evaluation.prediction.fullest_bytes
     return simplicity(evaluation.plan, peak, cluster.device.memory_bytes)
 
 

@@ -15,14 +15,7 @@ from meshwright.executor.rehearsal.events import Event, Kind, RankLog
 from meshwright.executor.rehearsal.memory import BUFFERS, SAVED, TRANSIENT, Memory
 from meshwright.executor.rehearsal.result import STATES, WEIGHTS
 from meshwright.executor.rehearsal.work import link_bytes
-from meshwright.planner.pricing import (
-    KINDS_OF_BYTES,
-    Ledger,
-    StageCoster,
-    Work,
-    bytes_beside_tensors,
-    evaluate,
-)
+from meshwright.planner.pricing import KINDS_OF_BYTES, Ledger, Work, bytes_beside_tensors, evaluate
 from meshwright.profiles.cluster import Cluster
 from tests.executor.rehearsal.rehearsal_runs import Checked, checked, checked_experts
 from tests.helpers import planning
@@ -315,8 +308,9 @@ def test_the_price_is_near_the_rehearsed_peak(line: str) -> None:
     of = checked(line)
     found = of.rehearse()
     plan, problem, assignments = of.priced_on(host(4))
-    prices = evaluate(plan, problem, assignments).prediction.peak_memory_bytes
-    beside = bytes_beside_tensors(plan, StageCoster(problem))
+    evaluation = evaluate(plan, problem, assignments)
+    prices = evaluation.prediction.peak_memory_bytes
+    beside = bytes_beside_tensors(plan, evaluation.priced)
     for priced, less, peak in zip(prices, beside, found.peak_bytes, strict=True):
         assert priced - less == pytest.approx(peak, rel=0.02)
     for log in found.logs.values():

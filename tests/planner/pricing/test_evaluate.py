@@ -310,7 +310,7 @@ def audit(line: str, name: str) -> Audited:
 
 def traffic(audited: Audited) -> list[Traffic]:
     evaluation, problem, _ = audited
-    return Ledger.of(evaluation).traffic(StageCoster(problem))
+    return Ledger.of(evaluation).traffic(problem)
 
 
 @pytest.fixture(

@@ -20,7 +20,7 @@ from meshwright.planner.plan.flow import crossings, passes_of
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.pricing import Evaluation, Evaluator, Prediction
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.copies import with_exchange
+from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.evaluate import RehearsedMemory, evaluate, transfer
 from meshwright.planner.pricing.held import MemoryParts
 from meshwright.planner.pricing.hosts import by_node, check_host
@@ -146,7 +146,8 @@ def test_copies_of_the_model_add_their_gradients_up_parameter_by_parameter() -> 
     assignments = check_plan(plan, graph, model()[1])
     plain = evaluate(dataclasses.replace(plan, stages=plan.stages[:2], schedule="1f1b"),
                      problem(), assignments[:2]).stages  # fmt: skip
-    found = with_exchange(plan, coster, (*plain, *plain))
+    summed = exchanges(plan, coster, (*plain, *plain))
+    found = with_exchanges((*plain, *plain), summed)
     counts = [sum(len(b.parameters) for b in graph.blocks if b.name in own)
               for own in (names[:3], names[3:])]  # fmt: skip
     for own, costs, count in zip((*plain, *plain), found, counts * 2, strict=True):
@@ -169,8 +170,8 @@ def test_what_prices_rest_on_are_parts_of_the_operators_seconds() -> None:
 def prediction(**given: Any) -> Prediction:
     error = Quantiles(low=0.8, middle=1.0, high=1.25, rows=1, models=1, of="")
     base: dict[str, Any] = {
-        "step_time_s": 2.0, "peak_memory_bytes": [40, 80], "bubble_fraction": 0.0, "mfu": 0.5,
-        "step_error": error, "memory_error": error,
+        "step_time_s": 2.0, "peak_memory_bytes": [40, 80], "bubble_fraction": 0.0,
+        "model_flops": 1.0, "mfu": 0.5, "step_error": error, "memory_error": error,
     }  # fmt: skip
     return Prediction(**base | given)
 

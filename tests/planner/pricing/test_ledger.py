@@ -29,8 +29,9 @@ def priced(cell: Cell, on: Cluster) -> Evaluation:
 def test_lines_add_up_to_costs(number: int) -> None:
     for cell in ALL[number :: len(CLUSTERS)]:
         evaluation = priced(cell, CLUSTERS[number])
-        for own, lines in zip(evaluation.priced, Ledger.of(evaluation).stages, strict=True):
-            m, costs = own.setting.batch.microbatches, own.costs
+        stages = Ledger.of(evaluation).stages
+        for own, costs, lines in zip(evaluation.priced, evaluation.stages, stages, strict=True):
+            m = own.setting.batch.microbatches
             found_s, said_s = defaultdict[str, float](float), defaultdict[str, float](float)
             for line in lines:
                 found_s[line.where] += line.exposed_s

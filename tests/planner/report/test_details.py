@@ -23,7 +23,7 @@ def report() -> Report:
 
 def test_data_is_plain_and_components_of_each_device_group_are_the_step(report: Report) -> None:
     data: dict[str, Any] = json.loads(json.dumps(report.to_dict()))
-    assert data["schema"] == 2
+    assert data["schema"] == 3
     assert {row["axis"] for row in data["communication"]} >= {"tensor", "pipeline"}
     step, groups = report.summary["step_time_s"], data["device_groups"]
     assert len(groups) == 2

@@ -195,15 +195,15 @@ def test_the_trace_is_the_simulated_step(tmp_path: Path) -> None:
 
 def components(**changes: float) -> Components:
     base = dict.fromkeys(
-        ("compute_s", "communication_s", "bubble_s", "gradient_reduction_s", "optimizer_s"), 1.0
-    )
+        ("forward_s", "forward_comm_s", "waiting_s", "gradient_reduction_s", "optimizer_s"), 1.0
+    ) | {"forward_s": 2.0, "backward_s": 0.0, "backward_comm_s": 0.0}
     return Components(**{**base, **changes})
 
 
 def test_the_reason_names_the_largest_losses_and_a_gain() -> None:
-    worse = components(communication_s=1.5, bubble_s=1.25, optimizer_s=1.01, compute_s=0.5)
+    worse = components(forward_comm_s=1.5, waiting_s=1.25, optimizer_s=1.01)
     assert why_slower(components(), worse) == (
-        "+500 ms exposed communication; +250 ms bubble; -500 ms compute"
+        "+500 ms exposed communication; +250 ms waiting; -500 ms compute"
     )
     assert why_slower(components(), components()) == "equal in every component"
 

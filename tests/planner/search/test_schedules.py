@@ -19,7 +19,7 @@ from meshwright.planner.plan.flow import crossings, shared_apart
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing import Evaluator, Ledger
-from meshwright.planner.pricing.copies import with_exchange
+from meshwright.planner.pricing.copies import exchanges
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.report.explain import explain_plan
 from tests.helpers.enumeration import limited
@@ -81,12 +81,12 @@ def test_weights_states_and_the_sum_of_gradients_are_priced_twice() -> None:
     one, two = (chosen(schedule, 4, 8) for schedule in ("1f1b", "chimera"))
     problem = problem_of(MODEL, WIRES)
     coster, stages = StageCoster(problem), two.evaluation.stages
-    bare = tuple(replace(own, reduce_s=0.0) for own in stages)
-    for alone, own in zip(with_exchange(two.plan, coster, bare), stages, strict=True):
-        assert own.reduce_s == pytest.approx(alone.reduce_s)
+    summed = exchanges(two.plan, coster, stages)
+    for k, own in enumerate(stages):
+        assert own.reduce_s == pytest.approx(summed[k].seconds)
         # fp32 gradients over one wire; what latency adds is less
         assert own.reduce_s >= 4 * own.parameters / WIRES.intra_link.bandwidth
-    assert with_exchange(one.plan, coster, one.evaluation.stages) == one.evaluation.stages
+    assert exchanges(one.plan, coster, one.evaluation.stages) == {}
     held = [sum(s.kept_bytes for s in x.evaluation.stages) for x in (one, two)]
     assert held[1] == pytest.approx(2 * held[0], rel=0.1)
     priced = [Evaluator(problem).price(each.plan) for each in (one, two)]
