@@ -24,9 +24,7 @@ from meshwright.planner.pricing.course import placed
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
 
-ALONE = Reduction(
-    zero=0, weight_bytes=4, summed=False, bucket_bytes=100, alone_bytes=0, received=False
-)
+ALONE = Reduction(zero=0, weight_bytes=4, bucket_bytes=100, alone_bytes=0, received=False)
 
 
 def block(
@@ -39,7 +37,7 @@ def block(
 
 
 def stage(blocks: Sequence[BlockBytes], numels: Sequence[float] = (), **given: Any) -> StageBytes:
-    trained = [Trained(numel=n, shards=1, block=k) for k, n in enumerate(numels)]
+    trained = [Trained(numel=n, holders=1, shards=1, block=k) for k, n in enumerate(numels)]
     own = StageBytes(
         fixed=1000.0, weights=600.0, optimizer=0.0, blocks=blocks, seeds=0.0, trained=trained,
         reduction=ALONE,
@@ -122,11 +120,11 @@ def test_what_is_made_again_is_held_and_what_was_kept_is_let_go(releases: bool, 
 def test_gradients_are_whole_until_the_last_backward() -> None:
     """Of virtual stages: those of one are there while another's backwards run, though ZeRO-1 leaves
     a shard of them in the end. So the peak is that of ranks that scatter nothing."""
-    scattered = replace(ALONE, zero=1, summed=True)
+    scattered = replace(ALONE, zero=1)
     edges = {(k, k + 1): (0.0, 0.0) for k in range(7)}
 
     def peaks(shards: int) -> list[float]:
-        trained = [Trained(numel=100, shards=shards, block=0)]
+        trained = [Trained(numel=100, holders=4, shards=shards, block=0)]
         own = [stage([block(100, 10, 0)], trained=trained, reduction=scattered) for _ in range(8)]
         return [x.nbytes for x in peaks_of(own, "interleaved_1f1b", 16, 4, edges)]
 
