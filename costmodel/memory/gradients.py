@@ -2,13 +2,12 @@
 
 A backward makes gradients in the reverse order of the forward. What no collective sums stays where
 autograd left it; the rest is copied to fp32 buckets, one after the other for the same collectives,
-large ones being buckets of their own, which the backward that fills them last reduces. What is only summed stays in its
-bucket until the optimizer has read it. What ZeRO-1 and 2 scatter leaves a shard: two buckets are
-under way, and on a CPU hold what was received beside what is sent. ZeRO-3's are `fully_shard`'s:
-those of one block, the fp32 copy that is scattered, and that of the block before, if the same
-backward made it. What goes to host
-memory leaves with the backward that makes it whole, two at a time on their way; but where shards
-are replicated it waits for the step's end.
+large ones being buckets of their own, which the backward that fills them last reduces. What is only
+summed stays in its bucket until the optimizer has read it. What ZeRO-1 and 2 scatter leaves a
+shard: two buckets are under way, and on a CPU hold what was received beside what is sent. ZeRO-3's
+are `fully_shard`'s: those of one block, the fp32 copy that is scattered, and that of the block
+before, if the same backward made it. What goes to host memory leaves with the backward that makes
+it whole, two at a time on their way; but where shards are replicated it waits for the step's end.
 """
 
 from __future__ import annotations
