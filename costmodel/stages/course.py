@@ -24,7 +24,7 @@ from meshwright.costmodel.memory import GradientBytes, Reduction, Trained
 from meshwright.costmodel.schedules import Action
 
 ALIKE = 4  # backwards of a step that differ: the first ones, one of those between, the last
-Pass: TypeAlias = Literal["first", "later", "half", "second"]
+Pass: TypeAlias = Literal["first", "later", "half", "second", "last", "end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +83,12 @@ class Walked:
     memory: Mapping[str, float]
     where: Mapping[Pass, tuple[int | None, float]]
 
-    def at(self, action: Action | None, *, first: bool) -> tuple[int | None, float]:
+    def at(self, action: Action | None, *, first: bool, last: bool) -> tuple[int | None, float]:
         """The block of an instruction's peak, and the gradients then."""
         kinds: dict[Action | None, Pass] = {
-            Action.BACKWARD: "first" if first else "later",
-            Action.BACKWARD_INPUT: "half",
-            Action.BACKWARD_WEIGHT: "second",
+            Action.BACKWARD: "first" if first else "last" if last else "later",
+            Action.BACKWARD_INPUT: "last" if last else "half",
+            Action.BACKWARD_WEIGHT: "end" if last else "second",
         }
         return self.where[kinds[action]] if action in kinds else (None, 0.0)
 
@@ -97,24 +97,27 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
     """The memory of a stage of so many micro-batches, whose backwards may be `split`."""
     kept = math.fsum(block.kept for block in own.blocks)
     gradients = GradientBytes(own.trained, own.reduction)
-    firsts, seconds = list[_Most](), [_Most()]  # beside the gradients that are there before
+    firsts, seconds = list[_Most](), list[_Most]()  # beside the gradients that are there before
     left, put_off, count = 0.0, 0.0, min(num_microbatches, ALIKE)
     for k in range(count):
         gradients.begin(last=k + 1 == count)
         before = gradients.live
+        found, second = _Most(), _Most()
         if split:
             found, second, put_off = _halves(own.blocks, gradients, own.seeds)
-            seconds.append(second)
         else:
             found = _highest(own.blocks, gradients, own.seeds)
+        seconds.append(second)
         gradients.end()
         firsts.append(found.beside(before))
         left = gradients.live if k + 1 < count or count == 1 else left
     most: dict[Pass, _Most] = {
         "first": firsts[0],
-        "later": max(firsts[1:], key=_nbytes, default=firsts[0]),
-        "half": max(firsts, key=_nbytes),
-        "second": max(seconds, key=_nbytes),
+        "later": max(firsts[1:-1] or firsts[-1:], key=_nbytes),
+        "half": max(firsts[:-1] or firsts, key=_nbytes),
+        "second": max(seconds[:-1] or seconds, key=_nbytes),
+        "last": firsts[-1],
+        "end": seconds[-1],
     }
     read = gradients.finish()
     return Walked(
@@ -126,6 +129,8 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
             "later_bytes": most["later"].nbytes - kept,
             "half_bytes": most["half"].nbytes - kept,
             "second_bytes": most["second"].nbytes - put_off,
+            "last_bytes": most["last"].nbytes - most["half" if split else "later"].nbytes,
+            "end_bytes": most["end"].nbytes - most["second"].nbytes,
             "step_bytes": read + own.optimizer,
             "put_off_bytes": put_off,
             "activation_bytes": kept,

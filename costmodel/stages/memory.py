@@ -52,8 +52,10 @@ class StageMemory:
     beyond those and what micro-batches keep, in the first backward of a step (`first_bytes`, with
     its gradients) and in a later one (`later_bytes`, beside `gradient_bytes`), in the first half of
     one that is split (`half_bytes`, with what it puts off) and in the second
-    (`second_bytes`, with all gradients), in the optimizer's step (`step_bytes`, with those); the
-    `put_off_bytes` of a micro-batch between both halves."""
+    (`second_bytes`, with all gradients), and how much more in the last one of several, which may
+    reduce (`last_bytes`), and in its second half (`end_bytes`), where that is known; in the
+    optimizer's step (`step_bytes`, with those); the `put_off_bytes` of a micro-batch between both
+    halves."""
 
     weight_bytes: Floats
     fixed_bytes: Floats
@@ -62,6 +64,8 @@ class StageMemory:
     later_bytes: Floats
     half_bytes: Floats
     second_bytes: Floats
+    last_bytes: Floats
+    end_bytes: Floats
     step_bytes: Floats
     put_off_bytes: Floats
 
@@ -127,6 +131,8 @@ def stage_memory(
         later_bytes=found.later + back,
         half_bytes=half + back,
         second_bytes=second,
+        last_bytes=np.zeros_like(second),
+        end_bytes=np.zeros_like(second),
         step_bytes=found.read + _temporary_bytes(sums, setting),
         put_off_bytes=put_off,
     )

@@ -73,6 +73,8 @@ class StageCosts(Generic[A]):
     later_bytes: A
     half_bytes: A
     second_bytes: A
+    last_bytes: A
+    end_bytes: A
     step_bytes: A
     communicator_bytes: A
     several: A

@@ -60,7 +60,7 @@ def placed(peak: Peak, walk: Walked) -> Peak:
     """A peak with the block of its stage in which it comes, and the gradients that there are."""
     if peak.action is None:
         return peak
-    block, gradients = walk.at(peak.action, first=peak.first)
+    block, gradients = walk.at(peak.action, first=peak.first, last=peak.last)
     if peak.action is Action.BACKWARD_WEIGHT and not peak.first:
         gradients -= walk.memory["gradient_bytes"]
     parts = {**peak.parts, "gradients": peak.parts["gradients"] + gradients}
