@@ -51,8 +51,8 @@ class StageMemory:
     """Bytes of a stage: of `fixed_bytes` the weights that are computed with are `weight_bytes`;
     beyond those and what micro-batches keep, in the first backward of a step (`first_bytes`, with
     its gradients) and in a later one (`later_bytes`, beside `gradient_bytes`), in the first half of
-    one that is split (`half_bytes`, with what it puts off) and in the second
-    (`second_bytes`, with all gradients), and how much more in the last one of several, which may
+    one that is split (`half_bytes`, with what it puts off, beside those or the `begun_bytes` that
+    the step's first one left), in the second (`second_bytes`, with all gradients), and how much more in the last one of several, which may
     reduce (`last_bytes`), and in its second half (`end_bytes`), where that is known; in the
     optimizer's step (`step_bytes`, with those); the `put_off_bytes` of a micro-batch between both
     halves."""
@@ -62,6 +62,7 @@ class StageMemory:
     gradient_bytes: Floats
     first_bytes: Floats
     later_bytes: Floats
+    begun_bytes: Floats
     half_bytes: Floats
     second_bytes: Floats
     last_bytes: Floats
@@ -129,6 +130,7 @@ def stage_memory(
         gradient_bytes=found.left,
         first_bytes=found.first + back,
         later_bytes=found.later + back,
+        begun_bytes=np.zeros_like(half),
         half_bytes=half + back,
         second_bytes=second,
         last_bytes=np.zeros_like(second),

@@ -133,17 +133,20 @@ def _at(
         n * each.activation_bytes + late * each.put_off_bytes
         for each, n, late in zip(stages, moment.active, moment.put_off, strict=True)
     )
-    gradients = math.fsum(
-        each.gradient_bytes for each, done in zip(stages, moment.later, strict=True) if done
-    )
+    there = [
+        each.gradient_bytes if done else each.begun_bytes * begun
+        for each, done, begun in zip(stages, moment.later, moment.begun, strict=True)
+    ]
     passing = 0.0
     match moment.action:
         case Action.BACKWARD:
             passing = costs.later_bytes + last * costs.last_bytes if later else costs.first_bytes
         case Action.BACKWARD_INPUT:
-            passing = costs.half_bytes + last * costs.last_bytes
+            later = moment.begun[own]
+            passing = costs.half_bytes + last * costs.last_bytes if later else costs.first_bytes
         case Action.BACKWARD_WEIGHT:
-            passing = costs.second_bytes + last * costs.end_bytes - costs.gradient_bytes * later
+            passing = costs.second_bytes + last * costs.end_bytes - there[own]
+    gradients = math.fsum(there)
     sent = math.fsum(_message_bytes(each, sizes) for each in moment.messages)
     return Peak(
         nbytes=activations + gradients + passing + sent,

@@ -61,8 +61,8 @@ def placed(peak: Peak, walk: Walked) -> Peak:
     if peak.action is None:
         return peak
     block, gradients = walk.at(peak.action, first=peak.first, last=peak.last)
-    if peak.action is Action.BACKWARD_WEIGHT and not peak.first:
-        gradients -= walk.memory["gradient_bytes"]
+    if peak.action is Action.BACKWARD_WEIGHT:
+        gradients -= walk.memory["begun_bytes" if peak.first else "gradient_bytes"]
     parts = {**peak.parts, "gradients": peak.parts["gradients"] + gradients}
     return replace(peak, block=block, parts=parts)
 

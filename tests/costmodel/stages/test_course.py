@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
-from meshwright.costmodel.schedules import Action
+from meshwright.costmodel.schedules import Action, moments
 from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, device_peaks, walked
 from meshwright.costmodel.stages.peak import (
     InFlight,
@@ -108,6 +108,33 @@ def test_a_split_backward_keeps_what_its_second_half_needs() -> None:
     assert split_peaks(replace(own, blocks=[late])) == [1000 + 300 + 40] * 2
     again = replace(own, blocks=[replace(late, late=25)])
     assert split_peaks(again) == [1000 + 300 + 25 + 40] * 2
+
+
+def test_what_a_first_half_leaves_is_there_once() -> None:
+    """Of two weights the second one's gradient is put off: 40 of 120 bytes are left by the first
+    half, which a further one adds to."""
+    own = stage([block(100, 90, 0), block(100, 20, 1, put_off=30)], [10, 20])
+    found = walked(own, 4, split=True).memory
+    assert (found["begun_bytes"], found["gradient_bytes"]) == (40, 120)
+    # the first block's backward is the highest: 100 of 200 are let go, 30 put off
+    assert found["first_bytes"] == found["half_bytes"] == 100 + 30 + 90 - 200
+    *_, of_last = moments("zb_h2", num_stages=4, num_microbatches=8, num_devices=4)
+    waiting = [one for one in of_last if one.begun[0] and not one.later[0]]
+    assert {one.action for one in waiting} == {Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT}
+
+
+def test_the_last_backward_scatters_when_fewer_are_in_flight() -> None:
+    """The first of two stages: gradients of 400 bytes are whole, and another one's beside two
+    micro-batches; what is received, and a shard of 200, beside one."""
+    trained = [Trained(numel=100, holders=2, shards=2, block=0)]
+    scattered = replace(ALONE, zero=1, received=True)
+
+    def peak(kept: float) -> float:
+        own = stage([block(kept, 10, 0)], trained=trained, reduction=scattered)
+        return peaks_of([own, own], "1f1b", 8, 2, {(0, 1): (0.0, 0.0)})[0].nbytes
+
+    assert peak(100) == 1000 + 2 * 100 + 10 + 400 + 400 > 1000 + 400 + 400 + 200
+    assert peak(50) == 1000 + 400 + 400 + 200
 
 
 @pytest.mark.parametrize(("releases", "less"), [(True, 40), (False, 0)])
