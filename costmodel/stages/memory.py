@@ -52,10 +52,10 @@ class StageMemory:
     beyond those and what micro-batches keep, in the first backward of a step (`first_bytes`, with
     its gradients) and in a later one (`later_bytes`, beside `gradient_bytes`), in the first half of
     one that is split (`half_bytes`, with what it puts off, beside those or the `begun_bytes` that
-    the step's first one left), in the second (`second_bytes`, with all gradients), and how much more in the last one of several, which may
-    reduce (`last_bytes`), and in its second half (`end_bytes`), where that is known; in the
-    optimizer's step (`step_bytes`, with those); the `put_off_bytes` of a micro-batch between both
-    halves."""
+    the step's first one left), in the second (`second_bytes`, with all gradients), and how much
+    more in the last of several, which may reduce (`last_bytes`), and in its second half
+    (`end_bytes`), where that is known; in the optimizer's step (`step_bytes`, with gradients); the
+    `put_off_bytes` of a micro-batch between both halves."""
 
     weight_bytes: Floats
     fixed_bytes: Floats

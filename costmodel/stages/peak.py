@@ -82,10 +82,10 @@ def fits(used_bytes: float | Floats, room: float) -> bool | NDArray[np.bool_]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
     """The most bytes at once, and when: in the instruction (`action`) of a `stage`, the `first` of
-    its kind, the `last` one or another, in the backward of its `block` of that number, where that is known; or
-    in the optimizer's step, no action. `parts` of them are weights, states of the optimizer,
-    activations that are kept, gradients, buffers of messages and what is reserved; the rest is
-    there in passing."""
+    its kind, the `last` one or another, in the backward of its `block` of that number, where that
+    is known; or in the optimizer's step, no action. `parts` of them are weights, states of the
+    optimizer, activations that are kept, gradients, buffers of messages and what is reserved; the
+    rest is there in passing."""
 
     nbytes: float
     action: Action | None
