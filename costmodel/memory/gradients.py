@@ -1,13 +1,13 @@
 """Bytes of gradients while backwards make them, as `train_step` holds them (`executor/parameters`).
 
 A backward makes gradients in the reverse order of the forward. What no collective sums stays where
-autograd left it; the rest is copied to fp32 buckets, one after the other, large ones being buckets
-of their own, which the backward that fills them last reduces. What is only summed stays in its
-bucket until the optimizer has read it. What ZeRO-1 and 2 scatter leaves a shard: two buckets are
-under way, and on a CPU hold what was received beside what is sent. ZeRO-3's are `fully_shard`'s:
-those of one block, the fp32 copy that is scattered, and that of the block before. What goes to host
-memory leaves with the backward that makes it whole, two at a time on their way; but where shards
-are replicated it waits for the step's end.
+autograd left it; the rest is copied to fp32 buckets, one after the other for the same collectives,
+large ones being buckets of their own, which the backward that fills them last reduces. What is only
+summed stays in its bucket until the optimizer has read it. What ZeRO-1 and 2 scatter leaves a
+shard: two buckets are under way, and on a CPU hold what was received beside what is sent. ZeRO-3's
+are `fully_shard`'s: those of one block, the fp32 copy that is scattered, and that of the block
+before, if the same backward made it. What goes to host memory leaves with the backward that makes
+it whole, two at a time on their way; but where shards are replicated it waits for the step's end.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from meshwright.costmodel.target import SCATTERED_AT_ONCE, SENT_AT_ONCE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A trained parameter: local elements, the ranks among which ZeRO divides it, the first block
-    (by number in its stage) that reads it, and whether its states lie in host memory, and its
-    weights, too (`away`)."""
+    """A trained parameter: local elements, the ranks that hold them and sum their gradient, those
+    among which ZeRO divides it, the first block (by number in its stage) that reads it, and whether
+    its states lie in host memory, and its weights, too (`away`)."""
 
     numel: float
-    shards: float
+    holders: int
+    shards: int
     block: int
     host: bool = False
     away: bool = False
@@ -36,13 +37,11 @@ class Trained:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
     """How a stage's gradients are reduced: its `zero`, bytes of an element as autograd makes it,
-    whether there are ranks to sum over (`summed`), bytes of a bucket and of what travels alone,
-    whether a scatter receives beside what it sends (`received`: on a CPU), and whether shards are
-    `replicated`."""
+    bytes of a bucket and of what travels alone, whether a scatter receives beside what it sends
+    (`received`: on a CPU), and whether shards are `replicated`."""
 
     zero: int
     weight_bytes: int
-    summed: bool
     bucket_bytes: int
     alone_bytes: int
     received: bool
@@ -97,6 +96,11 @@ class GradientBytes:
         for bucket in self._bucket.values():
             bucket.waiting = len(bucket.members)
 
+    def end(self) -> None:
+        """After a backward: its last scatter by `fully_shard` ends with it."""
+        self.live -= self._scattered
+        self._scattered = 0.0
+
     def given(self, k: int) -> float:
         """Bytes of a parameter's gradient as autograd makes it."""
         return self.reduction.weight_bytes * self.trained[k].numel
@@ -118,7 +122,7 @@ class GradientBytes:
             highest = self.live + given
         bucket.made = True
         bucket.waiting -= 1
-        if bucket.host and not self.reduction.summed:
+        if bucket.host and p.holders == 1:
             bucket.made = False
             self._send(bucket.nbytes)
         elif self._reduces and not bucket.waiting and (bucket.scattered or bucket.host):
@@ -131,8 +135,8 @@ class GradientBytes:
         return highest
 
     def _gathered(self, k: int) -> float:
-        """Those of a block wait for the last of them; then they are copied to what is scattered,
-        and that of the block before is let go."""
+        """Those of a block wait for the last of them; then that of the block before is let go, they
+        are copied to what is scattered, and let go for the shards."""
         p = self.trained[k]
         self._block += self.given(k)
         self._copy += FP32 * p.numel
@@ -142,9 +146,10 @@ class GradientBytes:
         self.live += self.given(k)
         highest = self.live
         if k == 0 or self.trained[k - 1].block != p.block:
-            self.live += self._copy + self._shard - self._scattered
+            self.live += self._copy - self._scattered
             highest = max(highest, self.live)
-            self.live -= self._block
+            self.live += self._shard - self._block
+            highest = max(highest, self.live)
             self._scattered = self._copy
             self._block = self._copy = self._shard = 0.0
         return highest
@@ -174,27 +179,27 @@ class GradientBytes:
         """End what is under way; returns what the optimizer reads."""
         while self._under_way:
             self._finish(self._under_way.popleft())
-        self.live -= self._scattered + sum(self._sent)
+        self.live -= sum(self._sent)
         self._sent.clear()
         return self.live
 
     def _buckets(self) -> Iterator[_Bucket]:
-        """In the order of the backward."""
-        own, filled = self.reduction, 0.0
-        members: list[int] = []
+        """In the order of the backward, by what sums them."""
+        own = self.reduction
+        filling: dict[tuple[int, int, bool], list[int]] = {}
         for k in self._order:
-            nbytes = FP32 * self.trained[k].numel
-            whole = own.zero == 3 and self.trained[k].shards > 1
-            if nbytes >= own.alone_bytes or not own.summed or whole:
+            p = self.trained[k]
+            nbytes, whole = FP32 * p.numel, own.zero == 3 and p.shards > 1
+            if nbytes >= own.alone_bytes or p.holders == 1 or whole:
                 yield self._made([k], alone=True)
                 continue
-            other = members and self.trained[members[-1]].host != self.trained[k].host
-            if members and (filled + nbytes > own.bucket_bytes or other):
+            members = filling.setdefault((p.holders, p.shards, p.host), [])
+            filled = FP32 * sum(self.trained[other].numel for other in members)
+            if members and filled + nbytes > own.bucket_bytes:
                 yield self._made(members, alone=False)
-                members, filled = [], 0.0
+                members.clear()
             members.append(k)
-            filled += nbytes
-        if members:
+        for members in filling.values():
             yield self._made(members, alone=False)
 
     def _made(self, members: Sequence[int], *, alone: bool) -> _Bucket:

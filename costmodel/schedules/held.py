@@ -25,6 +25,7 @@ from meshwright.costmodel.target import POSTED_AHEAD
 _RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
 _SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 _FIRST = (Action.BACKWARD, Action.BACKWARD_INPUT)
+_LAST = (Action.BACKWARD, Action.BACKWARD_WEIGHT)
 
 
 class Message(NamedTuple):
@@ -38,14 +39,17 @@ class Message(NamedTuple):
 class Moment(NamedTuple):
     """A device in an instruction of a stage: of each of its stages in their order the micro-batches
     that are `active`, from their forward to the end of the backward that is not put off, this one
-    included, those that are `put_off` then, and whether a backward of it was done (`later`); and
-    the messages that are posted, or on their way."""
+    included, those that are `put_off` then, and whether a backward of it was done (`later`), or one
+    that is split was `begun`; whether it is (part of) the stage's `last` one; and the messages that
+    are posted, or on their way."""
 
     action: Action
     stage: int
     active: tuple[int, ...]
     put_off: tuple[int, ...]
     later: tuple[bool, ...]
+    begun: tuple[bool, ...]
+    last: bool
     messages: tuple[Message, ...]
 
 
@@ -131,8 +135,9 @@ def _moments(
 
 def _followed(stages: Sequence[int], stream: Sequence[Compute | Instruction]) -> Iterator[Moment]:
     active, put_off = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-    done = dict.fromkeys(stages, False)
+    done, begun = dict.fromkeys(stages, False), dict.fromkeys(stages, False)
     receives = [_message(i) for i in stream if i.action in _RECEIVES]
+    ends = {i.stage: i.microbatch for i in stream if i.action in _LAST}
     taken, posted, sending = 0, list[Message](), list[Message]()
     for instruction in stream:
         action, stage = instruction.action, instruction.stage
@@ -145,7 +150,7 @@ def _followed(stages: Sequence[int], stream: Sequence[Compute | Instruction]) ->
             continue
         if action is Action.FORWARD:  # what follows holds as much
             active[stage] += 1
-        if action not in (*_FIRST, Action.BACKWARD_WEIGHT):
+        if action not in (*_FIRST, *_LAST):
             continue
         yield Moment(
             action=action,
@@ -153,15 +158,18 @@ def _followed(stages: Sequence[int], stream: Sequence[Compute | Instruction]) ->
             active=tuple(active.values()),
             put_off=tuple(put_off.values()),
             later=tuple(done.values()),
+            begun=tuple(begun.values()),
+            last=instruction.microbatch == ends[stage],
             messages=tuple(sorted(posted + sending)),
         )
         if action in _FIRST:
             active[stage] -= 1
+        begun[stage] = True
         if action is Action.BACKWARD_INPUT:
             put_off[stage] += 1
         if action is Action.BACKWARD_WEIGHT:
             put_off[stage] -= 1
-        if action in (Action.BACKWARD, Action.BACKWARD_WEIGHT):
+        if action in _LAST:
             done[stage] = True
 
 
@@ -172,9 +180,10 @@ def _message(instruction: Compute | Instruction) -> Message:
 
 def _highest(found: Iterable[Moment]) -> list[Moment]:
     """Without those that others of their kind exceed everywhere."""
-    kinds: dict[tuple[Action, int, tuple[bool, ...]], list[Moment]] = {}
+    kinds: dict[object, list[Moment]] = {}
     for one in dict.fromkeys(found):
-        own = kinds.setdefault((one.action, one.stage, one.later), [])
+        kind = one.action, one.stage, one.later, one.begun, one.last
+        own = kinds.setdefault(kind, [])
         if not any(_exceeds(other, one) for other in own):
             own[:] = [other for other in own if not _exceeds(one, other)]
             own.append(one)

@@ -24,7 +24,7 @@ from meshwright.costmodel.memory import GradientBytes, Reduction, Trained
 from meshwright.costmodel.schedules import Action
 
 ALIKE = 4  # backwards of a step that differ: the first ones, one of those between, the last
-Pass: TypeAlias = Literal["first", "later", "half", "second"]
+Pass: TypeAlias = Literal["first", "later", "last", "second", "end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,37 +83,37 @@ class Walked:
     memory: Mapping[str, float]
     where: Mapping[Pass, tuple[int | None, float]]
 
-    def at(self, action: Action | None, *, first: bool) -> tuple[int | None, float]:
+    def at(self, action: Action, *, first: bool, last: bool) -> tuple[int | None, float]:
         """The block of an instruction's peak, and the gradients then."""
-        kinds: dict[Action | None, Pass] = {
-            Action.BACKWARD: "first" if first else "later",
-            Action.BACKWARD_INPUT: "half",
-            Action.BACKWARD_WEIGHT: "second",
-        }
-        return self.where[kinds[action]] if action in kinds else (None, 0.0)
+        if action is Action.BACKWARD_WEIGHT:
+            return self.where["end" if last else "second"]
+        return self.where["first" if first else "last" if last else "later"]
 
 
 def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
     """The memory of a stage of so many micro-batches, whose backwards may be `split`."""
     kept = math.fsum(block.kept for block in own.blocks)
     gradients = GradientBytes(own.trained, own.reduction)
-    firsts, seconds = list[_Most](), [_Most()]  # beside the gradients that are there before
-    left, put_off, count = 0.0, 0.0, min(num_microbatches, ALIKE)
+    firsts, seconds = list[_Most](), list[_Most]()  # beside the gradients that are there before
+    left, begun, put_off, count = 0.0, 0.0, 0.0, min(num_microbatches, ALIKE)
     for k in range(count):
         gradients.begin(last=k + 1 == count)
         before = gradients.live
+        found, second = _Most(), _Most()
         if split:
-            found, second, put_off = _halves(own.blocks, gradients, own.seeds)
-            seconds.append(second)
+            found, second, begun, put_off = _halves(own.blocks, gradients, own.seeds, begun)
         else:
             found = _highest(own.blocks, gradients, own.seeds)
+        seconds.append(second)
+        gradients.end()
         firsts.append(found.beside(before))
         left = gradients.live if k + 1 < count or count == 1 else left
     most: dict[Pass, _Most] = {
         "first": firsts[0],
-        "later": max(firsts[1:], key=_nbytes, default=firsts[0]),
-        "half": max(firsts, key=_nbytes),
-        "second": max(seconds, key=_nbytes),
+        "later": max(firsts[1:-1] or firsts[-1:], key=_nbytes),
+        "second": max(seconds[:-1] or seconds, key=_nbytes),
+        "last": firsts[-1],
+        "end": seconds[-1],
     }
     read = gradients.finish()
     return Walked(
@@ -123,8 +123,11 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
             "gradient_bytes": left,
             "first_bytes": most["first"].nbytes - kept,
             "later_bytes": most["later"].nbytes - kept,
-            "half_bytes": most["half"].nbytes - kept,
+            "begun_bytes": begun,
+            "half_bytes": most["later"].nbytes - kept,
             "second_bytes": most["second"].nbytes - put_off,
+            "last_bytes": most["last"].nbytes - most["later"].nbytes,
+            "end_bytes": most["end"].nbytes - most["second"].nbytes,
             "step_bytes": read + own.optimizer,
             "put_off_bytes": put_off,
             "activation_bytes": kept,
@@ -158,10 +161,10 @@ def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: floa
 
 
 def _halves(
-    blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
-) -> tuple[_Most, _Most, float]:
-    """A backward that puts products' weight gradients off to its second half: the most in both,
-    and what it puts off."""
+    blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float, begun: float
+) -> tuple[_Most, _Most, float, float]:
+    """A backward that puts products' weight gradients off to its second half: the most in both, the
+    gradients that the first half of the step's first one leaves (`begun`), and what is put off."""
     held, put_off = math.fsum(block.kept for block in blocks), 0.0
     first, second = _Most(), _Most()
     for number, block in reversed([*enumerate(blocks)]):
@@ -174,10 +177,10 @@ def _halves(
         held -= block.kept
         if block is blocks[-1]:
             held += seeds
-    left = put_off
+    left, begun = put_off, begun or gradients.live
     for block in reversed(blocks):
         for moment, parameters in block.course:
             for k in parameters if moment.put_off else ():
                 second.reach(None, gradients.take(k), left + block.late)
             left -= moment.put_off
-    return first, second, put_off
+    return first, second, begun, put_off

@@ -32,7 +32,6 @@ from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.stages.away import Sent
 from meshwright.costmodel.stages.offload import blocks_here, sent_gradients, weights_there
 from meshwright.costmodel.stages.sums import (
-    EDGE,
     FIRST,
     GROWN,
     INSIDE,
@@ -52,8 +51,10 @@ class StageMemory:
     """Bytes of a stage: of `fixed_bytes` the weights that are computed with are `weight_bytes`;
     beyond those and what micro-batches keep, in the first backward of a step (`first_bytes`, with
     its gradients) and in a later one (`later_bytes`, beside `gradient_bytes`), in the first half of
-    one that is split (`half_bytes`, with what it puts off) and in the second
-    (`second_bytes`, with all gradients), in the optimizer's step (`step_bytes`, with those); the
+    one that is split (`half_bytes`, with what it puts off, beside those or the `begun_bytes` that
+    the step's first one left), in the second (`second_bytes`, with all gradients), and how much
+    more in the last of several, which may reduce (`last_bytes`), and in its second half
+    (`end_bytes`), where that is known; in the optimizer's step (`step_bytes`, with gradients); the
     `put_off_bytes` of a micro-batch between both halves."""
 
     weight_bytes: Floats
@@ -61,8 +62,11 @@ class StageMemory:
     gradient_bytes: Floats
     first_bytes: Floats
     later_bytes: Floats
+    begun_bytes: Floats
     half_bytes: Floats
     second_bytes: Floats
+    last_bytes: Floats
+    end_bytes: Floats
     step_bytes: Floats
     put_off_bytes: Floats
 
@@ -126,8 +130,11 @@ def stage_memory(
         gradient_bytes=found.left,
         first_bytes=found.first + back,
         later_bytes=found.later + back,
+        begun_bytes=np.zeros_like(half),
         half_bytes=half + back,
         second_bytes=second,
+        last_bytes=np.zeros_like(second),
+        end_bytes=np.zeros_like(second),
         step_bytes=found.read + _temporary_bytes(sums, setting),
         put_off_bytes=put_off,
     )
@@ -194,11 +201,7 @@ def _followed(
         )
         left = here * shard
         made = np.minimum(np.maximum(grown - later, 0.0) * (shard / np.maximum(whole, 1.0)), left)
-        # a later one begins while the first block's gradients are still scattered
-        begun = repeated.excess[EDGE] + FP32 * sums.first_parameters
-        return _Gradients(
-            left=left, first=inside + made, later=np.maximum(inside, begun), read=left
-        )
+        return _Gradients(left=left, first=inside + made, later=inside, read=left)
     received = setting.cluster.device.kind == "cpu"
     made = np.maximum(grown - later, 0.0) + bucket
     under_way = np.minimum(SCATTERED_AT_ONCE * np.maximum(largest, bucket), whole)

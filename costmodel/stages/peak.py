@@ -82,16 +82,17 @@ def fits(used_bytes: float | Floats, room: float) -> bool | NDArray[np.bool_]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
     """The most bytes at once, and when: in the instruction (`action`) of a `stage`, the `first` of
-    its kind or a later one, in the backward of its `block` of that number, where that is known; or
-    in the optimizer's step, no action. `parts` of them are weights, states of the optimizer,
-    activations that are kept, gradients, buffers of messages and what is reserved; the rest is
-    there in passing."""
+    its kind, the `last` one or another, in the backward of its `block` of that number, where that
+    is known; or in the optimizer's step, no action. `parts` of them are weights, states of the
+    optimizer, activations that are kept, gradients, buffers of messages and what is reserved; the
+    rest is there in passing."""
 
     nbytes: float
     action: Action | None
     stage: int
     first: bool
     parts: Mapping[str, float]
+    last: bool = False
     block: int | None = None
 
 
@@ -127,28 +128,32 @@ def _at(
 ) -> Peak:
     """What is held in a moment beside the states."""
     own = members.index(moment.stage)
-    costs, later = stages[own], moment.later[own]
+    costs, later, last = stages[own], moment.later[own], moment.last
     activations = math.fsum(
         n * each.activation_bytes + late * each.put_off_bytes
         for each, n, late in zip(stages, moment.active, moment.put_off, strict=True)
     )
-    gradients = math.fsum(
-        each.gradient_bytes for each, done in zip(stages, moment.later, strict=True) if done
-    )
+    there = [
+        each.gradient_bytes if done else each.begun_bytes * begun
+        for each, done, begun in zip(stages, moment.later, moment.begun, strict=True)
+    ]
     passing = 0.0
     match moment.action:
         case Action.BACKWARD:
-            passing = costs.later_bytes if later else costs.first_bytes
+            passing = costs.later_bytes + last * costs.last_bytes if later else costs.first_bytes
         case Action.BACKWARD_INPUT:
-            passing = costs.half_bytes
+            later = moment.begun[own]
+            passing = costs.half_bytes + last * costs.last_bytes if later else costs.first_bytes
         case Action.BACKWARD_WEIGHT:
-            passing = costs.second_bytes - costs.gradient_bytes * later
+            passing = costs.second_bytes + last * costs.end_bytes - there[own]
+    gradients = math.fsum(there)
     sent = math.fsum(_message_bytes(each, sizes) for each in moment.messages)
     return Peak(
         nbytes=activations + gradients + passing + sent,
         action=moment.action,
         stage=moment.stage,
         first=not later,
+        last=last,
         parts={"activations": activations, "gradients": gradients, "buffers": sent},
     )
 

@@ -71,8 +71,11 @@ class StageCosts(Generic[A]):
     gradient_bytes: A
     first_bytes: A
     later_bytes: A
+    begun_bytes: A
     half_bytes: A
     second_bytes: A
+    last_bytes: A
+    end_bytes: A
     step_bytes: A
     communicator_bytes: A
     several: A

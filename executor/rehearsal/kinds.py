@@ -3,7 +3,9 @@
 Ranks of a device group run the same program. What differs is the length of their parts of dims that
 an axis doesn't divide, how many keys attention reads of a split sequence, and what an axis' first
 rank does for others. So ranks are alike that have the same tokens, with parts as long of each split
-dim, and that are both, or neither, first on each axis where they have a part, on equal meshes.
+dim, and that are both, or neither, first on each axis where they have a part, on equal meshes; and
+so are the first ranks of the groups in which they are, so that a group's members are of the same
+kinds for all that are alike, and one of each can be replayed.
 """
 
 from __future__ import annotations
@@ -74,7 +76,8 @@ def kinds_of_ranks(
         for place, rank in enumerate(mesh.ranks):
             d, t = divmod(place, mesh.tp)
             row, *tokens = mesh.outer_coordinate(d)
-            firsts = tuple(d % n == 0 for n in (mesh.dp, mesh.shards, mesh.expert_parts))
+            heads = [d, *(d - d % n for n in mesh.cuts)]
+            firsts = tuple(head % n == 0 for head in heads for n in mesh.cuts)
             tokens += [row == 0] * bool(tokens)  # all of one row's ranks stand for others'
             kind = (firsts, *tokens, t == 0, parts(0, mesh.outer[0], row), parts(1, mesh.tp, t))
             found[rank] = first.setdefault(kind, rank)

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from meshwright.costmodel.blocks import REGATHER, PassPrice, parts_of
 from meshwright.costmodel.memory import (
@@ -59,9 +59,9 @@ def placed(peak: Peak, walk: Walked) -> Peak:
     """A peak with the block of its stage in which it comes, and the gradients that there are."""
     if peak.action is None:
         return peak
-    block, gradients = walk.at(peak.action, first=peak.first)
-    if peak.action is Action.BACKWARD_WEIGHT and not peak.first:
-        gradients -= walk.memory["gradient_bytes"]
+    block, gradients = walk.at(peak.action, first=peak.first, last=peak.last)
+    if peak.action is Action.BACKWARD_WEIGHT:
+        gradients -= walk.memory["begun_bytes" if peak.first else "gradient_bytes"]
     parts = {**peak.parts, "gradients": peak.parts["gradients"] + gradients}
     return replace(peak, block=block, parts=parts)
 
@@ -213,9 +213,15 @@ def _parameters(
     frozen = 0.0
     for (value, state), at in sorted(readers.items(), key=lambda item: item[1]):
         if pricer.graph.values[value].requires_grad:
-            shards, numbers[at] = pricer.parameters.shard_count(value, state), len(trained)
-            numel, host = pricer.numel(value, state), value in there
-            own = Trained(numel=numel, shards=shards, block=at[0], host=host, away=value in away)
+            numbers[at] = len(trained)
+            own = Trained(
+                numel=pricer.numel(value, state),
+                holders=pricer.parameters.replicas(value, state).size,
+                shards=pricer.parameters.shard_count(value, state),
+                block=at[0],
+                host=value in there,
+                away=value in away,
+            )
             trained.append(own)
         else:
             frozen += pricer.nbytes(value, state)
@@ -226,9 +232,8 @@ def _gathered(
     trained: Sequence[Trained], shared: Collection[int], blocks: int, setting: Setting
 ) -> list[float]:
     """Bytes of weights that `fully_shard` holds in each block's backward under ZeRO-3: its own, and
-    those of the block before it as they come; of the last block, which has its own from the
-    forward, what they came in; and all that time those that several blocks read (`shared`, by
-    number)."""
+    those of the block before it as they come; and all that time those that several blocks read
+    (`shared`, by number); without the secondary shards of what is whole again."""
     numels, always = [0.0] * blocks, 0.0
     for number, p in enumerate(trained):
         if setting.sharing.zero == 3 and p.shards > 1:
@@ -236,11 +241,14 @@ def _gathered(
                 always += p.numel
             else:
                 numels[p.block] += p.numel
-    before = [0.0, *numels[:-2], numels[-1]] if blocks > 1 else numels
-    weight_bytes = DTYPE_BYTES[setting.precision]
+    before = [0.0, *numels[:-1]]
+    behind = [*accumulate(reversed(numels), initial=always)][:0:-1]
+    weight_bytes, secondary = DTYPE_BYTES[setting.precision], secondary_bytes(setting)
     return [
-        weight_bytes * (always + a + b) + buffer_bytes(max(a, b), setting.sharing.quantized)
-        for a, b in zip(numels, before, strict=True)
+        weight_bytes * (always + a + b)
+        - secondary * again
+        + buffer_bytes(max(a, b), setting.sharing.quantized)
+        for a, b, again in zip(numels, before, behind, strict=True)
     ]
 
 
@@ -249,7 +257,6 @@ def _reduction(setting: Setting) -> Reduction:
     return Reduction(
         zero=setting.sharing.zero,
         weight_bytes=DTYPE_BYTES[setting.precision],
-        summed=setting.mesh.holders > 1,
         bucket_bytes=target.bucket_bytes,
         alone_bytes=target.alone_bytes,
         received=setting.cluster.device.kind == "cpu",

@@ -12,22 +12,29 @@ BUCKET, ALONE = 100, 80  # bytes: parameters of 20 elements and more travel alon
 
 def course(
     numels: Sequence[float], *, shards: int = 2, weight_bytes: int = 4, host: bool = False,
-    **given: Any,
+    alone: Sequence[int] = (), **given: Any,
 ) -> GradientBytes:  # fmt: skip
-    trained = [Trained(numel=n, shards=shards, block=k, host=host) for k, n in enumerate(numels)]
+    """Of parameters on two ranks, but for those that are `alone`, by number."""
+    trained = [
+        Trained(numel=n, holders=h, shards=min(shards, h), block=k, host=host)
+        for k, n in enumerate(numels)
+        for h in [1 if k in alone else 2]
+    ]
     fixed = {"weight_bytes": weight_bytes, "bucket_bytes": BUCKET, "alone_bytes": ALONE}
-    how: dict[str, Any] = {"zero": 0, "summed": True, "received": False, **given}
+    how: dict[str, Any] = {"zero": 0, "received": False, **given}
     return GradientBytes(trained, Reduction(**fixed, **how))
 
 
 def backward(own: GradientBytes, *, last: bool = True) -> list[float]:
     """The most at each gradient, the last parameter's first."""
     own.begin(last=last)
-    return [own.take(k) for k in reversed(range(len(own.trained)))]
+    found = [own.take(k) for k in reversed(range(len(own.trained)))]
+    own.end()
+    return found
 
 
 def test_what_nobody_sums_stays_where_autograd_left_it() -> None:
-    own = course([10, 30], summed=False)
+    own = course([10, 30], alone=(0, 1))
     assert backward(own, last=False) == [120, 160]
     assert backward(own) == [280, 200]  # a second gradient beside the first, till it is added
     assert own.finish() == 160
@@ -43,6 +50,14 @@ def test_buckets_of_gradients_that_are_summed() -> None:
     assert backward(own) == [48 + 48, 48 + 60 + 60]
     assert backward(course([30])) == [120]
     assert backward(course([30], weight_bytes=2)) == [120 + 60]
+
+
+def test_what_nobody_sums_is_in_no_bucket_of_what_is_summed() -> None:
+    """Experts between others: of the 10 and 10 elements around them one bucket of 80 bytes is made,
+    and they are let go of as their shards, the experts' 40 bytes are left where they are."""
+    own = course([10, 10, 10], alone=[1], zero=2)
+    assert backward(own) == [80 + 40, 80 + 40, 80 + 40 + 40]
+    assert own.finish() == 40 + 40
 
 
 @pytest.mark.parametrize(("received", "each"), [(False, 120 + 60), (True, 2 * 120 + 60)])
@@ -65,13 +80,15 @@ def test_when_stages_scatter(zero: int, first: float, second: float) -> None:
 
 
 def test_third_stage_and_host_hold_gradients_in_passing() -> None:
-    """16-bit gradients of 60 bytes, the fp32 copy of 120 that is scattered, a shard of 60; then the
-    next block's, while the copy is there until its own is made."""
+    """16-bit gradients of 60 bytes, the fp32 copy of 120 that is scattered, for which a shard of 60
+    is left; then the next block's, while the copy is there until its own is made."""
     own = course([30, 30], zero=3, weight_bytes=2)
-    assert backward(own) == [60 + 120 + 60, (120 + 60) + 60 + 60]
+    assert backward(own) == [60 + 120, (120 + 60) + 60]
+    assert own.live == 120  # the last one's copy goes with the end of the backward
+    assert backward(own) == [120 + 60 + 120, 120 + 120 + 60]
     assert own.finish() == 120
     # as autograd made them where nobody sums them, else their shards
-    alone = course([30] * 4, summed=False, host=True)
+    alone = course([30] * 4, alone=range(4), host=True)
     assert backward(alone) == [120, 240, 360, 360]
     scattered = course([30] * 4, zero=2, host=True)
     assert backward(scattered) == [180, 360, 540, 600]

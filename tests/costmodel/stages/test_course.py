@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
-from meshwright.costmodel.schedules import Action
+from meshwright.costmodel.schedules import Action, moments
 from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, device_peaks, walked
 from meshwright.costmodel.stages.peak import (
     InFlight,
@@ -24,9 +24,7 @@ from meshwright.planner.pricing.course import placed
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
 
-ALONE = Reduction(
-    zero=0, weight_bytes=4, summed=False, bucket_bytes=100, alone_bytes=0, received=False
-)
+ALONE = Reduction(zero=0, weight_bytes=4, bucket_bytes=100, alone_bytes=0, received=False)
 
 
 def block(
@@ -39,7 +37,7 @@ def block(
 
 
 def stage(blocks: Sequence[BlockBytes], numels: Sequence[float] = (), **given: Any) -> StageBytes:
-    trained = [Trained(numel=n, shards=1, block=k) for k, n in enumerate(numels)]
+    trained = [Trained(numel=n, holders=1, shards=1, block=k) for k, n in enumerate(numels)]
     own = StageBytes(
         fixed=1000.0, weights=600.0, optimizer=0.0, blocks=blocks, seeds=0.0, trained=trained,
         reduction=ALONE,
@@ -112,6 +110,33 @@ def test_a_split_backward_keeps_what_its_second_half_needs() -> None:
     assert split_peaks(again) == [1000 + 300 + 25 + 40] * 2
 
 
+def test_what_a_first_half_leaves_is_there_once() -> None:
+    """Of two weights the second one's gradient is put off: 40 of 120 bytes are left by the first
+    half, which a further one adds to."""
+    own = stage([block(100, 90, 0), block(100, 20, 1, put_off=30)], [10, 20])
+    found = walked(own, 4, split=True).memory
+    assert (found["begun_bytes"], found["gradient_bytes"]) == (40, 120)
+    # the first block's backward is the highest: 100 of 200 are let go, 30 put off
+    assert found["first_bytes"] == found["half_bytes"] == 100 + 30 + 90 - 200
+    *_, of_last = moments("zb_h2", num_stages=4, num_microbatches=8, num_devices=4)
+    waiting = [one for one in of_last if one.begun[0] and not one.later[0]]
+    assert {one.action for one in waiting} == {Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT}
+
+
+def test_the_last_backward_scatters_when_fewer_are_in_flight() -> None:
+    """The first of two stages: gradients of 400 bytes are whole, and another one's beside two
+    micro-batches; what is received, and a shard of 200, beside one."""
+    trained = [Trained(numel=100, holders=2, shards=2, block=0)]
+    scattered = replace(ALONE, zero=1, received=True)
+
+    def peak(kept: float) -> float:
+        own = stage([block(kept, 10, 0)], trained=trained, reduction=scattered)
+        return peaks_of([own, own], "1f1b", 8, 2, {(0, 1): (0.0, 0.0)})[0].nbytes
+
+    assert peak(100) == 1000 + 2 * 100 + 10 + 400 + 400 > 1000 + 400 + 400 + 200
+    assert peak(50) == 1000 + 400 + 400 + 200
+
+
 @pytest.mark.parametrize(("releases", "less"), [(True, 40), (False, 0)])
 def test_what_is_made_again_is_held_and_what_was_kept_is_let_go(releases: bool, less: int) -> None:
     moment = Moment(during=45, after=0.0, released=40, put_off=0.0)
@@ -122,11 +147,11 @@ def test_what_is_made_again_is_held_and_what_was_kept_is_let_go(releases: bool, 
 def test_gradients_are_whole_until_the_last_backward() -> None:
     """Of virtual stages: those of one are there while another's backwards run, though ZeRO-1 leaves
     a shard of them in the end. So the peak is that of ranks that scatter nothing."""
-    scattered = replace(ALONE, zero=1, summed=True)
+    scattered = replace(ALONE, zero=1)
     edges = {(k, k + 1): (0.0, 0.0) for k in range(7)}
 
     def peaks(shards: int) -> list[float]:
-        trained = [Trained(numel=100, shards=shards, block=0)]
+        trained = [Trained(numel=100, holders=4, shards=shards, block=0)]
         own = [stage([block(100, 10, 0)], trained=trained, reduction=scattered) for _ in range(8)]
         return [x.nbytes for x in peaks_of(own, "interleaved_1f1b", 16, 4, edges)]
 

@@ -1,6 +1,7 @@
 """Proofs: on logs written by hand, of a pipeline of two stages of two ranks, and on what ranks
 would save; right, and with faults."""
 
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -205,8 +206,9 @@ def mesh(first: int, dp: int, tp: int, **more: int) -> StageMesh:
     ("meshes", "alike"),
     [
         ([mesh(0, 8, 1), mesh(8, 8, 1)], [[0], range(1, 8), [8], range(9, 16)]),
-        ([mesh(0, 8, 1, shards=4)], [[0], [1, 2, 3, 5, 6, 7], [4]]),
-        ([mesh(0, 8, 1, experts=4)], [[0], [1, 2, 3, 5, 6, 7], [4]]),
+        ([mesh(0, 8, 1, shards=4)], [[0], [1, 2, 3], [4], [5, 6, 7]]),
+        ([mesh(0, 8, 1, experts=4)], [[0], [1, 2, 3], [4], [5, 6, 7]]),
+        ([mesh(0, 12, 1, shards=4)], [[0], [1, 2, 3], [4, 8], [5, 6, 7, 9, 10, 11]]),
         ([mesh(0, 8, 1, cp=2)], [[0], [1], [2, 4, 6], [3, 5, 7]]),
         ([mesh(0, 3, 3)], [[0], [1, 2], [3, 6], [4, 5, 7, 8]]),
         ([mesh(0, 2, 1), mesh(2, 1, 2)], [[0], [1], [2], [3]]),
@@ -217,6 +219,18 @@ def test_ranks_that_are_first_on_the_same_axes_are_a_kind(
 ) -> None:
     assert kinds_of_ranks(meshes) == {r: min(ranks) for ranks in alike for r in ranks}
     assert len(set(kinds_of_ranks(meshes, every=True).values())) == sum(map(len, alike))
+
+
+@pytest.mark.parametrize("more", [{"shards": 4}, {"experts": 4}, {"experts": 2, "shards": 4}])
+def test_groups_of_ranks_that_are_alike_have_the_same_kinds(more: dict[str, int]) -> None:
+    """So that the members of one can be replayed for the others'."""
+    on = mesh(0, 16, 1, **more)
+    kinds = kinds_of_ranks([on])
+    for inner, outer in itertools.pairwise((1, *on.cuts)):
+        groups = [{r for r in on.ranks if r // outer == o and r % inner == i}
+                  for o in range(16 // outer) for i in range(inner)]  # fmt: skip
+        found = {r: sorted({kinds[other] for other in own}) for own in groups for r in own}
+        assert all(found[r] == found[kinds[r]] for r in on.ranks)
 
 
 def test_other_parts_are_kinds() -> None:
