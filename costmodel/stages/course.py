@@ -107,6 +107,7 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
             seconds.append(second)
         else:
             found = _highest(own.blocks, gradients, own.seeds)
+        gradients.end()
         firsts.append(found.beside(before))
         left = gradients.live if k + 1 < count or count == 1 else left
     most: dict[Pass, _Most] = {

@@ -32,7 +32,6 @@ from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.stages.away import Sent
 from meshwright.costmodel.stages.offload import blocks_here, sent_gradients, weights_there
 from meshwright.costmodel.stages.sums import (
-    EDGE,
     FIRST,
     GROWN,
     INSIDE,
@@ -194,11 +193,7 @@ def _followed(
         )
         left = here * shard
         made = np.minimum(np.maximum(grown - later, 0.0) * (shard / np.maximum(whole, 1.0)), left)
-        # a later one begins while the first block's gradients are still scattered
-        begun = repeated.excess[EDGE] + FP32 * sums.first_parameters
-        return _Gradients(
-            left=left, first=inside + made, later=np.maximum(inside, begun), read=left
-        )
+        return _Gradients(left=left, first=inside + made, later=inside, read=left)
     received = setting.cluster.device.kind == "cpu"
     made = np.maximum(grown - later, 0.0) + bucket
     under_way = np.minimum(SCATTERED_AT_ONCE * np.maximum(largest, bucket), whole)

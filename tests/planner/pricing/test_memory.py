@@ -49,7 +49,8 @@ def test_sums_hold_what_their_blocks_hold(zero: int, recompute: str) -> None:
             dp=8, tp=1, num_microbatches=m, zero=zero, recompute=recompute, segments=segments
         )
         # of so few layers buckets of gradients are a large part
-        assert 0.98 - 0.1 * (segments > 1) < ours[0] / theirs[0] < 1.16, (m, segments)
+        more = segments > 1
+        assert 0.98 - 0.1 * more < ours[0] / theirs[0] < 1.16 + 0.04 * more, (m, segments)
 
 
 @pytest.mark.parametrize("name", [n for n, own in SCHEDULES.items() if own.stages_per_device == 1])
