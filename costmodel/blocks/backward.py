@@ -17,7 +17,7 @@ from itertools import groupby
 from meshwright.costmodel.blocks.memory import BlockMemory
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.memory import Storage
-from meshwright.costmodel.operators import Pricer
+from meshwright.costmodel.operators import Pricer, backward_temporaries
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import Leave, Move, Placement, Run, Step, Strategy
 
@@ -150,6 +150,7 @@ class _Backward:
             self._add(operand)
         during = sum(self.live.values()) + further
         during += traits.backward_temporaries * self.pricer.nbytes(*operands[0])
+        during += backward_temporaries(self.pricer, op, strategy)
         if traits.loss is not None and traits.loss.kind == "cross_entropy":
             during += self.pricer.nbytes(*operands[0])  # of the log-softmax
         before, whole = self.released, self.whole

@@ -12,7 +12,7 @@ the whole. Kept allocations are counted once each:
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.graph import Op
@@ -142,14 +142,19 @@ def block_memory(
     return _Walk(pricer).run(steps, given or {})
 
 
-def local(pricer: Pricer, value: str, placement: Placement = R) -> Local:
-    """A value's shape on one rank at the setting's rows and mesh."""
+def local(
+    pricer: Pricer, value: str, placement: Placement = R, tokens: Placement | None = None
+) -> Local:
+    """A value's shape on one rank at the setting's rows and mesh, on the context axis in the state
+    in which it is made, or in another (`tokens`)."""
     setting, table, meta = pricer.setting, pricer.table, pricer.graph.values[value]
+    if pricer.context is not None:
+        tokens = tokens or pricer.context.states[value]
     shape: list[float] = list(meta.shape)
     for d, atoms in enumerate(table.dims[value]):
         if table.batch is not None and table.batch in atoms:
             shape[d] *= setting.batch.rows / pricer.graph.batch_size
-        if pricer.splits_context(value) and pricer.context_dim(value) == d:
+        if tokens is not None and tokens.sharded and tokens.dim == d:
             shape[d] /= setting.mesh.cp
     if shape:
         shape[0] *= pricer.crowding(value)
@@ -190,6 +195,7 @@ class _Walk:
         self.pricer, self.graph, self.table = pricer, pricer.graph, pricer.table
         self.again = pricer.setting.target.gathers_again
         self.held: dict[tuple[str, Placement], Held] = {}
+        self.moved_tokens: dict[tuple[str, Placement, Placement], Held] = {}  # on the context axis
         self.kept: set[Storage] = set()
         self.parts: dict[Storage, Storage] = {}  # of what is gathered again
         self.makers: dict[Storage, str] = {}
@@ -271,14 +277,16 @@ class _Walk:
         return _part(whole, target, tp) if target.sharded else whole
 
     def _run(self, op: Op, strategy: Strategy) -> None:
-        operands = tuple(
-            self.held[each] for each in zip(op.operands, strategy.operands, strict=True)
-        )
+        operands = tuple(self._operands(op, strategy))
         results = list(zip(op.results, strategy.results, strict=True))
+        context = self.pricer.context
+        tokens = context.strategies[op.name].results if context else (None,) * len(results)
         call = Call(
             op=self._counted_here(op, strategy),
             operands=operands,
-            results=tuple(local(self.pricer, *each) for each in results),
+            results=tuple(
+                local(self.pricer, *each, own) for each, own in zip(results, tokens, strict=True)
+            ),
             saves=self.table.ops[op.name].saves,
             device=self.pricer.setting.cluster.device.kind,
             implementation=self._implementation(op, strategy),
@@ -293,7 +301,34 @@ class _Walk:
             self.made.append(storage)
             if storage not in read:
                 self.makers.setdefault(storage, op.name)
-        self.held |= dict(zip(results, found.results, strict=True))
+        for each, own, made in zip(results, tokens, found.results, strict=True):
+            moved = context is not None and own != context.states[each[0]]
+            self.held[each] = self._tokens_moved(each, made) if moved else made
+
+    def _operands(self, op: Op, strategy: Strategy) -> Iterator[Held]:
+        """What an operator reads, as the context axis moves it there."""
+        context = self.pricer.context
+        states = (context.strategies[op.name] if context else strategy).operands
+        for key in zip(op.operands, strategy.operands, states, strict=True):
+            value, placement, target = key
+            source = context.states[value] if context else target
+            if source == target or not source.sharded:
+                yield self.held[value, placement]
+                continue
+            if key not in self.moved_tokens:
+                held = self.held[value, placement]
+                self.moved_tokens[key] = self._tokens_moved((value, placement), held, target)
+            yield self.moved_tokens[key]
+
+    def _tokens_moved(
+        self, each: tuple[str, Placement], source: Held, target: Placement | None = None
+    ) -> Held:
+        """What the context axis makes of a value, in the state in which it is read or (None)
+        made."""
+        made = fresh(local(self.pricer, *each, target))
+        self.made.append(made.storage)
+        self.moved[made.storage] = Move(*each, each[1], ""), source.storage
+        return made
 
     def _counted_here(self, op: Op, strategy: Strategy) -> Op:
         """The call as a rank makes it, with its own part of what arguments count (groups)."""

@@ -8,11 +8,13 @@ shard: two buckets are under way, and on a CPU hold what was received beside wha
 are `fully_shard`'s: those of one block, the fp32 copy that is scattered, and that of the block
 before, if the same backward made it. What goes to host memory leaves with the backward that makes
 it whole, two at a time on their way; but where shards are replicated it waits for the step's end.
+Of a parameter that several blocks read, autograd adds up what they give, and nothing is taken of
+the sum before the first of them has given its part.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -23,13 +25,15 @@ from meshwright.costmodel.target import SCATTERED_AT_ONCE, SENT_AT_ONCE
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """A trained parameter: local elements, the ranks that hold them and sum their gradient, those
-    among which ZeRO divides it, the first block (by number in its stage) that reads it, and whether
-    its states lie in host memory, and its weights, too (`away`)."""
+    among which ZeRO divides it, the first block (by number in its stage) that reads it, or -1 where
+    ZeRO-3 gathers it with the stage, how many `readers` have a gradient of it, and whether its
+    states lie in host memory, and its weights, too (`away`)."""
 
     numel: float
     holders: int
     shards: int
     block: int
+    readers: int = 1
     host: bool = False
     away: bool = False
 
@@ -74,10 +78,9 @@ class GradientBytes:
     _order: list[int] = field(init=False)
     _bucket: dict[int, _Bucket] = field(init=False)
     _reduces: bool = False
-    # ZeRO-3: of the block at hand as autograd made it, to be scattered, new shards; being scattered
-    _block: float = 0.0
-    _copy: float = 0.0
-    _shard: float = 0.0
+    _parts: Counter[int] = field(default_factory=Counter)  # by parameter, of how many readers
+    # ZeRO-3: by block what waits for the rest; bytes that are being scattered
+    _units: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _scattered: float = 0.0
     _under_way: deque[_Bucket] = field(default_factory=deque)
     _shards: set[int] = field(default_factory=set)
@@ -89,17 +92,17 @@ class GradientBytes:
 
     def begin(self, *, last: bool) -> None:
         """Before a backward, the `last` of the step or another."""
-        self.live -= sum(self._sent)
-        self._sent.clear()
+        self._parts.clear()
         zero = self.reduction.zero
         self._reduces = zero == 2 or (zero < 2 and last)
         for bucket in self._bucket.values():
             bucket.waiting = len(bucket.members)
 
     def end(self) -> None:
-        """After a backward: its last scatter by `fully_shard` ends with it."""
-        self.live -= self._scattered
+        """After a backward: what ZeRO-3 scatters, or goes to host memory, is waited for."""
+        self.live -= self._scattered + sum(self._sent)
         self._scattered = 0.0
+        self._sent.clear()
 
     def given(self, k: int) -> float:
         """Bytes of a parameter's gradient as autograd makes it."""
@@ -107,11 +110,25 @@ class GradientBytes:
 
     def take(self, k: int) -> float:
         """A parameter's gradient, and its bucket's reduction where it was the last: the most bytes
-        at once; `live` is what is left then."""
-        bucket, p = self._bucket[k], self.trained[k]
+        at once; `live` is what is left then. Of several readers each gives a part."""
+        self._parts[k] += 1
+        given, readers = self.given(k), self.trained[k].readers
+        if readers == 1:
+            return self._whole(k)
+        if self._parts[k] == 1:
+            self.live += given
+            return self.live
+        both = self.live + given
+        if self._parts[k] < readers:
+            return both
+        self.live -= given
+        return max(both, self._whole(k))
+
+    def _whole(self, k: int) -> float:
+        """The same of a gradient that all readers have given their part of."""
+        bucket, p, given = self._bucket[k], self.trained[k], self.given(k)
         if self.reduction.zero == 3 and p.shards > 1:  # the rest of it is `fully_shard`'s
             return self._gathered(k)
-        given = self.given(k)
         if bucket.made:
             highest = self.live + given
         elif bucket.alone and self.reduction.weight_bytes == FP32:
@@ -138,21 +155,24 @@ class GradientBytes:
         """Those of a block wait for the last of them; then that of the block before is let go, they
         are copied to what is scattered, and let go for the shards."""
         p = self.trained[k]
-        self._block += self.given(k)
-        self._copy += FP32 * p.numel
-        kept = not self._bucket[k].made and not p.host
-        self._shard += FP32 * p.numel / p.shards if kept else 0.0
-        self._bucket[k].made = True
+        self._units[p.block].append(k)
         self.live += self.given(k)
         highest = self.live
         if k == 0 or self.trained[k - 1].block != p.block:
-            self.live += self._copy - self._scattered
+            unit = self._units.pop(p.block)
+            copy = FP32 * sum(self.trained[j].numel for j in unit)
+            self.live += copy - self._scattered
             highest = max(highest, self.live)
-            self.live += self._shard - self._block
+            self.live += sum(map(self._new_shard, unit)) - sum(map(self.given, unit))
             highest = max(highest, self.live)
-            self._scattered = self._copy
-            self._block = self._copy = self._shard = 0.0
+            self._scattered = copy
         return highest
+
+    def _new_shard(self, k: int) -> float:
+        """Bytes of a parameter's shard, the first time that it is left."""
+        p, bucket = self.trained[k], self._bucket[k]
+        new, bucket.made = not (bucket.made or p.host), True
+        return FP32 * p.numel / p.shards if new else 0.0
 
     def _beside(self, bucket: _Bucket) -> float:
         """Bytes that a reduction makes: the shard, and what is received of it."""
@@ -179,8 +199,7 @@ class GradientBytes:
         """End what is under way; returns what the optimizer reads."""
         while self._under_way:
             self._finish(self._under_way.popleft())
-        self.live -= sum(self._sent)
-        self._sent.clear()
+        self.end()
         return self.live
 
     def _buckets(self) -> Iterator[_Bucket]:

@@ -1,7 +1,7 @@
 """The price of an operator on one rank: forward, backward, host, communication."""
 
 from meshwright.costmodel.operators.communication import splits_batch
-from meshwright.costmodel.operators.context import context_exchange
+from meshwright.costmodel.operators.context import backward_temporaries, context_exchange
 from meshwright.costmodel.operators.cost import (
     BACKWARD_S,
     COMPUTING,
@@ -34,6 +34,7 @@ from meshwright.costmodel.operators.sizes import LocalSizes
 __all__ = [
     "BACKWARD_S", "COMPUTING", "DTYPE_BYTES", "FORWARD_S", "NOT_AWAY", "PASS_COLUMNS", "UNSHARED",
     "Axis", "Batch", "Cost", "Entry", "Fusion", "HostParts", "LocalSizes", "Mesh", "ModelFlops",
-    "Priced", "Pricer", "Problem", "Setting", "Sharing", "attention", "context_exchange", "fuse",
-    "is_per_row", "model_flops", "op_flops", "signature", "splits_batch", "total",
+    "Priced", "Pricer", "Problem", "Setting", "Sharing", "attention", "backward_temporaries",
+    "context_exchange", "fuse", "is_per_row", "model_flops", "op_flops", "signature",
+    "splits_batch", "total",
 ]  # fmt: skip

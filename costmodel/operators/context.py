@@ -41,6 +41,7 @@ from meshwright.costmodel.sharding import (
     Placement,
     Strategy,
     attends_by_heads,
+    head_counts,
     transition,
 )
 
@@ -107,6 +108,22 @@ def context_exchange(
         return [_said(setting, *way, n * shared) for way in ways]
     forward = _sent_on(FORWARD_S, n - 1, shared, forward_s, setting)
     return [forward, _sent_on(BACKWARD_S, 2 * n - 1, shared, backward_s, setting)]
+
+
+def backward_temporaries(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
+    """Bytes that the backward of attention by blocks holds beside the gradients that it is given
+    and makes: keys and values of other ranks with their gradients, and of a block of them the
+    gradients, and what query heads share repeated for each."""
+    kind, n = attention_kind(sizes, op), sizes.setting.mesh.cp
+    if kind is None or kind == ULYSSES:
+        return 0.0
+    q, *shared = (
+        sizes.nbytes(*each) for each in zip(op.operands[:3], strategy.operands, strict=False)
+    )
+    heads, grouped = head_counts(sizes.graph, op)
+    wide = WIDE * sizes.numel(op.operands[0], strategy.operands[0]) - q  # a sum over blocks
+    of_others = (2 * n if kind == ALL_GATHER else 4) - 1 + 1 / 2
+    return of_others * sum(shared) + wide + q * (3 + 2 * (heads > grouped))
 
 
 def _said(setting: Setting, column: str, kind: str, nbytes: float) -> Entry:

@@ -98,7 +98,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         reads, ctx.later = ctx.later, None
-        saved: tuple[torch.Tensor, ...] = () if reads else ctx.saved_tensors
+        # with its graph it would hold what the stage received, and its gradient
+        saved = () if reads else tuple(x.detach() for x in ctx.saved_tensors)
         (grad,) = grads
         weight, bias = ctx.leaves
         transposed, rowwise = ctx.transposed, ctx.rowwise

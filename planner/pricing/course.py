@@ -40,7 +40,7 @@ from meshwright.planner.plan import (
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.segments import in_segments
-from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.pricing.stage_costs import Entered, StageCoster
 
 
 def walked_stages(plan: Plan, coster: StageCoster, priced: Sequence[PricedStage]) -> list[Walked]:
@@ -77,23 +77,13 @@ def _stage(
     ranks and parameters of earlier stages, to which this one's are added."""
     stage, setting, pricer = priced.stage, priced.setting, priced.pricer
     entered, made = priced.blocks, dict[str, Placement]()
-    shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
-    # of each parameter the last block that reads it, and its number there
-    readers: dict[tuple[str, Placement], tuple[int, int]] = {}
-    for at, each in enumerate(entered):
-        for number, parameter in enumerate(each.parameters):
-            if parameter in readers:
-                shared.add(parameter)
-            if (stage.ranks, parameter[0]) not in held:
-                readers[parameter] = at, number
+    for each in entered:
         made |= {value: each.assignment.states[value] for value in each.block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
-    there = offloaded_parameters(stage, pricer.graph)
-    trained, numbers, frozen = _parameters(readers, pricer, stage, there)
-    held |= {(stage.ranks, value) for value, _ in readers}
+    trained, numbers, frozen = _parameters(entered, held, pricer, stage)
+    held |= {(stage.ranks, value) for each in entered for value in each.block.parameters}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
-    among = {numbers[readers[parameter]] for parameter in shared if readers[parameter] in numbers}
-    gathered = _gathered(trained, among, len(entered), setting)
+    gathered = _gathered(trained, len(entered), setting)
     entering = entering_bytes(entered, pricer)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
@@ -200,44 +190,53 @@ def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> tuple[float, f
 
 
 def _parameters(
-    readers: Mapping[tuple[str, Placement], tuple[int, int]],
+    entered: Sequence[Entered],
+    held: Collection[tuple[tuple[int, ...], str]],
     pricer: Pricer,
     stage: StagePlan,
-    there: Collection[str],
 ) -> tuple[list[Trained], dict[tuple[int, int], int], float]:
-    """The trained parameters in the order of the forward, those of host memory being `there`, the
-    number of each by block and number there, and bytes of the others."""
-    away = offloaded_weights(stage, pricer.graph)
-    trained: list[Trained] = []
-    numbers: dict[tuple[int, int], int] = {}
-    frozen = 0.0
-    for (value, state), at in sorted(readers.items(), key=lambda item: item[1]):
-        if pricer.graph.values[value].requires_grad:
-            numbers[at] = len(trained)
-            own = Trained(
-                numel=pricer.numel(value, state),
-                holders=pricer.parameters.replicas(value, state).size,
-                shards=pricer.parameters.shard_count(value, state),
-                block=at[0],
-                host=value in there,
-                away=value in away,
-            )
-            trained.append(own)
-        else:
+    """The trained parameters that are not `held` already, in the order of the forward, the number
+    of each by block and number there, and bytes of the others."""
+    there, away = offloaded_parameters(stage, pricer.graph), offloaded_weights(stage, pricer.graph)
+    readers = defaultdict[tuple[str, Placement], list[tuple[int, int]]](list)
+    for at, each in enumerate(entered):
+        for number, parameter in enumerate(each.parameters):
+            if (stage.ranks, parameter[0]) not in held:
+                readers[parameter].append((at, number))
+    reached = {
+        (at, number)
+        for at, each in enumerate(entered)
+        for moment in each.passes.course
+        for number in moment.parameters
+    }
+    found, frozen = [], 0.0
+    for (value, state), own in readers.items():
+        if not pricer.graph.values[value].requires_grad:
             frozen += pricer.nbytes(value, state)
-    return trained, numbers, frozen
+            continue
+        p = Trained(
+            numel=pricer.numel(value, state),
+            holders=pricer.parameters.replicas(value, state).size,
+            shards=pricer.parameters.shard_count(value, state),
+            block=-1 if stage.zero == 3 and len(own) > 1 else own[0][0],
+            readers=len(reached.intersection(own)),
+            host=value in there,
+            away=value in away,
+        )
+        found.append((p, own))
+    found.sort(key=lambda each: (each[0].block, each[1]))
+    numbers = {at: number for number, (_, own) in enumerate(found) for at in own}
+    return [p for p, _ in found], numbers, frozen
 
 
-def _gathered(
-    trained: Sequence[Trained], shared: Collection[int], blocks: int, setting: Setting
-) -> list[float]:
+def _gathered(trained: Sequence[Trained], blocks: int, setting: Setting) -> list[float]:
     """Bytes of weights that `fully_shard` holds in each block's backward under ZeRO-3: its own, and
-    those of the block before it as they come; and all that time those that several blocks read
-    (`shared`, by number); without the secondary shards of what is whole again."""
+    those of the block before it as they come, and all that time those that several blocks read;
+    without the secondary shards of what is whole again."""
     numels, always = [0.0] * blocks, 0.0
-    for number, p in enumerate(trained):
+    for p in trained:
         if setting.sharing.zero == 3 and p.shards > 1:
-            if number in shared:
+            if p.block < 0:
                 always += p.numel
             else:
                 numels[p.block] += p.numel

@@ -12,7 +12,7 @@ BUCKET, ALONE = 100, 80  # bytes: parameters of 20 elements and more travel alon
 
 def course(
     numels: Sequence[float], *, shards: int = 2, weight_bytes: int = 4, host: bool = False,
-    alone: Sequence[int] = (), **given: Any,
+    alone: Sequence[int] = (), first: Trained | None = None, **given: Any,
 ) -> GradientBytes:  # fmt: skip
     """Of parameters on two ranks, but for those that are `alone`, by number."""
     trained = [
@@ -20,6 +20,7 @@ def course(
         for k, n in enumerate(numels)
         for h in [1 if k in alone else 2]
     ]
+    trained[:1] = [first] if first else trained[:1]
     fixed = {"weight_bytes": weight_bytes, "bucket_bytes": BUCKET, "alone_bytes": ALONE}
     how: dict[str, Any] = {"zero": 0, "received": False, **given}
     return GradientBytes(trained, Reduction(**fixed, **how))
@@ -93,3 +94,19 @@ def test_third_stage_and_host_hold_gradients_in_passing() -> None:
     scattered = course([30] * 4, zero=2, host=True)
     assert backward(scattered) == [180, 360, 540, 600]
     assert alone.finish() == scattered.finish() == 0
+
+
+@pytest.mark.parametrize(("zero", "left"), [(0, 120), (3, 60)])
+def test_a_gradient_of_several_readers_waits_for_the_first_of_them(zero: int, left: int) -> None:
+    """30 elements, tied, in 16 bits: the last reader's part of 60 bytes waits beside the second
+    block's gradient, of 20 elements, until the first reader's is added to it."""
+    tied = Trained(numel=30, holders=2, shards=2, block=-1 if zero == 3 else 0, readers=2)
+    own = course([30, 20], zero=zero, weight_bytes=2, first=tied)
+    own.begin(last=True)
+    assert own.take(0) == 60
+    if zero == 3:  # the copy of 80 bytes is let go when the other one is scattered
+        assert [own.take(1), own.take(0)] == [60 + 40 + 80 + 40, 40 + 120 + 60 + 60]
+        own.end()
+    else:
+        assert [own.take(1), own.take(0)] == [60 + 80 + 40, 80 + 120 + 60]
+    assert own.live == left + (40 if zero == 3 else 80)

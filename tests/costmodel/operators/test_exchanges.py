@@ -14,12 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from meshwright.costmodel.blocks.backward import backward_course
+from meshwright.costmodel.blocks.memory import block_memory
 from meshwright.costmodel.kernels.collectives import Group, collective_time
 from meshwright.costmodel.kernels.moe_costs import exchange_seconds, reached_part
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.quantized import buffer_bytes, wire_bytes
+from meshwright.costmodel.sharding.layouts import BlockLayouts
+from meshwright.costmodel.sharding.moves import moves
 from meshwright.costmodel.sharding.strategies import RP, P, Placement, R
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
@@ -231,6 +235,24 @@ def test_a_ring_hides_sends_and_ulysses_turns_tokens_into_heads() -> None:
     (cost,) = costs(found, "scaled_dot_product_attention")
     each = 4 * ROWS * LENGTH * WIDTH / 2
     assert cost.forward_comm_s == cost.backward_comm_s == pytest.approx(4 * each / 2)
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "ring", "ulysses"])
+def test_memory_of_attention_over_tokens_that_are_split(kind: str) -> None:
+    """Of n = 2 ranks: by heads q, k and v are moved, and kept so; by blocks the backward holds 2n
+    keys and values with their gradients, but for the rank's own, one sum of either, and the
+    gradients of a block."""
+    of, each = net(), WHOLE / 2
+    block = of.graph.blocks[-1]
+    layouts = BlockLayouts(of.graph, of.table, block, 1)
+    steps = moves(layouts, layouts.complete({}, {}), {})
+    found = pricer(of, busy(), cp=2, cp_kind=kind)
+    memory = block_memory(found, steps)
+    kept = [s for s in memory.keeps["scaled_dot_product_attention"] if s in memory.moved]
+    assert [s.nbytes for s in kept] == [each] * 3 * (kind == "ulysses")
+    more = each * (2 * (4 - 1 + 1 / 2) + 3) * (kind != "ulysses")
+    (most,) = (m.during for m in backward_course(found, steps, memory, block.parameters))
+    assert most == 4 * each + more
 
 
 TOKEN = 4 * ROWS * WIDTH

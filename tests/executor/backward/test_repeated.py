@@ -334,6 +334,15 @@ def test_nothing_is_computed_twice_and_weights_come_last() -> None:
     assert counts == [each, each, each]
 
 
+def test_what_is_put_off_holds_no_graph() -> None:
+    queue = WeightGradientQueue()
+    x, weight = _of_product("linear", False, (TOKENS,))
+    received = weakref.ref(x)
+    DeferredProduct("linear", queue, defer_bias=False)(2 * x, weight).sum().backward()
+    del x
+    assert queue.items and received() is None
+
+
 def test_a_weight_that_is_not_trained_is_not_put_off() -> None:
     queue = WeightGradientQueue()
     x, weight = _of_product("linear", False, (TOKENS,))
