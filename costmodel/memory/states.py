@@ -80,7 +80,7 @@ def model_states(
             optimizer=parts * ((1 - host) * (master + moments)),
         )
     # one copy of the weights is left, the optimizer's where it has one
-    parts = parts * (1 - host)
+    parts, held = parts * (1 - host), held * (1 - host)
     return ModelStates(
         weights=parts * max(weight, master), gradients=held * gradient, optimizer=parts * moments
     )
