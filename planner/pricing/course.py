@@ -39,12 +39,12 @@ from meshwright.planner.plan import (
     passes_of,
 )
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
+from meshwright.planner.pricing.priced_stage import StageBlocks, stage_blocks
 from meshwright.planner.pricing.segments import in_segments
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 
 
-def walked_stages(plan: Plan, coster: StageCoster, priced: Sequence[PricedStage]) -> list[Walked]:
+def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]) -> list[Walked]:
     """The memory of each stage, from its blocks."""
     edges = crossings(plan, coster.graph)
     ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
@@ -52,7 +52,7 @@ def walked_stages(plan: Plan, coster: StageCoster, priced: Sequence[PricedStage]
     held: set[tuple[tuple[int, ...], str]] = set()
     each, split = passes_of(plan), SCHEDULES[plan.schedule].splits_backward
     return [
-        walked(_stage(plan, k, own, sent, held), each, split=split) for k, own in enumerate(priced)
+        walked(_stage(plan, k, own, sent, held), each, split=split) for k, own in enumerate(stages)
     ]
 
 
@@ -70,14 +70,14 @@ def placed(peak: Peak, walk: Walked) -> Peak:
 def _stage(
     plan: Plan,
     k: int,
-    priced: PricedStage,
+    own: StageBlocks,
     edges: Mapping[tuple[int, int], Sequence[str]],
     held: set[tuple[tuple[int, ...], str]],
 ) -> StageBytes:
     """What stage k holds, block by block; `edges` are what stages send to each other, `held` the
     ranks and parameters of earlier stages, to which this one's are added."""
-    stage, setting, pricer = priced.stage, priced.setting, priced.pricer
-    entered, made = priced.blocks, dict[str, Placement]()
+    stage, setting, pricer = own.stage, own.setting, own.pricer
+    entered, made = own.blocks, dict[str, Placement]()
     shared: set[tuple[str, Placement]] = set()  # parameters that several blocks read
     # of each parameter the last block that reads it, and its number there
     readers: dict[tuple[str, Placement], tuple[int, int]] = {}
@@ -127,12 +127,12 @@ def _stage(
     )
 
 
-def undone_bytes(plan: Plan, priced: Sequence[PricedStage]) -> list[float]:
+def undone_bytes(plan: Plan, stages: Sequence[StageBlocks]) -> list[float]:
     """Bytes of a device of each device group that a step which is validated afterwards keeps to be
     undone."""
     found = dict.fromkeys(plan.devices, 0.0)
     held: set[tuple[tuple[int, ...], str]] = set()
-    for own in priced:
+    for own in stages:
         ranks, pricer = own.stage.ranks, own.pricer
         for value, state in (each for block in own.blocks for each in block.parameters):
             if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
@@ -154,8 +154,8 @@ def bytes_beside_tensors(plan: Plan, coster: StageCoster) -> list[int]:
     undone = [0.0] * len(plan.devices)
     if plan.post_validation:
         assignments = check_plan(plan, coster.graph, coster.problem.factors)
-        priced = [priced_stage(plan, k, coster, own) for k, own in enumerate(assignments)]
-        undone = undone_bytes(plan, priced)
+        stages = [stage_blocks(plan, k, coster, own) for k, own in enumerate(assignments)]
+        undone = undone_bytes(plan, stages)
     for ranks, kept in zip(plan.devices, undone, strict=True):
         stage = next(stage for stage in plan.stages if stage.ranks == ranks)
         setting = stage_setting(plan, plan.stages.index(stage), coster)
