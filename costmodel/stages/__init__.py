@@ -31,14 +31,14 @@ from meshwright.costmodel.stages.sums import (
     Recompute,
     Sums,
     block_sums,
+    in_a_row,
     parameter_sums,
 )
 
 __all__ = [
     "LATER", "NO_RECOMPUTE", "Beside", "BlockBytes", "Floats", "InFlight", "Passes", "Peak",
     "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "block_sums", "blocks_here",
-    "combined",
-    "communicator_bytes", "device_peaks", "fits", "host_bandwidth", "of_one", "of_policy",
-    "parameter_sums", "room_bytes", "secondary_bytes", "sent_by_block", "shortfall_bytes",
-    "stage_bytes", "stage_costs", "stage_passes", "used_bytes", "walked",
+    "combined", "communicator_bytes", "device_peaks", "fits", "host_bandwidth", "in_a_row",
+    "of_one", "of_policy", "parameter_sums", "room_bytes", "secondary_bytes", "sent_by_block",
+    "shortfall_bytes", "stage_bytes", "stage_costs", "stage_passes", "used_bytes", "walked",
 ]  # fmt: skip

@@ -99,8 +99,12 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
     gradients = GradientBytes(own.trained, own.reduction)
     firsts, seconds = list[_Most](), [_Most()]  # beside the gradients that are there before
     left, put_off, count = 0.0, 0.0, min(num_microbatches, ALIKE)
+    before = -1.0
     for k in range(count):
-        gradients.begin(last=k + 1 == count)
+        last = k + 1 == count
+        if gradients.live == before and not last:  # another one like the one before
+            continue
+        gradients.begin(last=last)
         before = gradients.live
         if split:
             found, second, put_off = _halves(own.blocks, gradients, own.seeds)
@@ -108,7 +112,7 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
         else:
             found = _highest(own.blocks, gradients, own.seeds)
         firsts.append(found.beside(before))
-        left = gradients.live if k + 1 < count or count == 1 else left
+        left = gradients.live if not last or count == 1 else left
     most: dict[Pass, _Most] = {
         "first": firsts[0],
         "later": max(firsts[1:], key=_nbytes, default=firsts[0]),
@@ -146,7 +150,7 @@ def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: floa
         whole = held + block.passing
         for moment, parameters in block.course:
             at = whole - moment.released * block.releases
-            given = sum(map(gradients.given, parameters))
+            given = sum(map(gradients.given, parameters)) if parameters else 0.0
             found.reach(number, given + gradients.live, at + moment.during)
             for k in parameters:
                 given -= gradients.given(k)

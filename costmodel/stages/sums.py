@@ -376,6 +376,12 @@ _LARGEST = slice(COLUMNS - MAXIMA, COLUMNS - MAXIMA + 2)
 _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(Cost._fields))
 
 
+def in_a_row(blocks: Sequence[Sums]) -> Sums:
+    """Sums of blocks one after the other."""
+    each = Sums(np.stack([own.array for own in blocks]))
+    return each.spans(np.array([0]), np.array([len(blocks)]))[0]
+
+
 def _sums_of(cost: Cost) -> Sums:
     sums = Sums.zeros()
     sums.array[_COST] = cost

@@ -98,19 +98,18 @@ def _stage(
     entering = entering_bytes(entered, pricer)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
-        course = [
-            (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
-            for moment in each.passes.course
-        ]
-        again, late = each.repeats(policy), split and _reads_late(each.passes)
+        again, (_, gathers) = each.repeats(policy), parts_of(policy)
         found = BlockBytes(
             kept=each.passes.saved_bytes - again + entering[at],
             passing=again + gathered[at],
             releases=not again,
-            course=course,
+            course=[
+                (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
+                for moment in (each.passes.parts if gathers else each.passes.course)
+            ],
         )
-        if parts_of(policy)[1]:
-            found = _gathering(found, again, alone=policy == REGATHER, late=late)
+        if policy == REGATHER:
+            found = _gathering(found, again, late=split and _reads_late(each.passes))
         blocks.append(found)
     blocks = in_segments(blocks, entering, stage, entered, pricer)
     weights, states = _fixed_bytes(trained, setting)
@@ -169,14 +168,12 @@ def _reads_late(of: PassPrice) -> bool:
     return any(moment.regathered for moment in of.course)
 
 
-def _gathering(block: BlockBytes, again: float, *, alone: bool, late: bool) -> BlockBytes:
-    """A block that gathers again. Where that is `alone` what it makes `again`, so many bytes, it
-    lets go of the rest on the way, and makes it in the second half of its backward if it is read
-    `late`."""
-    block = replace(block, course=[(moment.with_parts(), own) for moment, own in block.course])
-    if alone and late:
+def _gathering(block: BlockBytes, again: float, *, late: bool) -> BlockBytes:
+    """A block of which what is gathered alone is made `again`, so many bytes: it lets go of the
+    rest on the way, and makes it in the second half of its backward if it is read `late`."""
+    if late:
         return replace(block, passing=block.passing - again, late=again, releases=True)
-    return replace(block, releases=block.releases or alone)
+    return replace(block, releases=True)
 
 
 def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> tuple[float, float]:

@@ -69,7 +69,7 @@ def _entries(own: PricedStage) -> Iterator[tuple[Entered, Entry]]:
     """All that blocks do, and parameters: those that several blocks read alike are held once."""
     stored: set[tuple[str, Placement]] = set()
     for each in own.blocks:
-        for step in priced_steps(each.steps):
+        for step in priced_steps(each.passes.steps):
             yield from ((each, entry) for entry in own.pricer.step_entries(step))
         for value, state in each.parameters:
             if (value, state) not in stored:

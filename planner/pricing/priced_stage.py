@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwright.costmodel.operators import Pricer, Setting
 from meshwright.costmodel.sharding import Assignment, Placement
@@ -12,6 +12,7 @@ from meshwright.costmodel.stages import (
     Sent,
     StageCosts,
     Sums,
+    in_a_row,
     of_one,
     parameter_sums,
     stage_costs,
@@ -60,18 +61,13 @@ def priced_stage(
     """Stage k of a checked plan."""
     found = stage_blocks(plan, k, coster, assignments)
     stage, setting, pricer, blocks = found.stage, found.setting, found.pricer, found.blocks
-    sums, decided = Sums.zeros(), Sums.zeros()
-    stored: set[tuple[str, Placement]] = set()
-    for own, policy in zip(blocks, stage.policies, strict=True):
-        sums = sums.then(own.sums)
-        decided = decided.then(own.sums.with_policy(policy))
+    sums, stored = in_a_row([own.sums for own in blocks]), set[tuple[str, Placement]]()
+    for own in blocks:
         for value, state in stored.intersection(own.parameters):
             sums = sums - parameter_sums(pricer, value, state)
         stored.update(own.parameters)
     sent = sent_of(stage, blocks, pricer, setting)
     repeated = stage_recompute(stage, blocks, pricer)
-    if stage.segments == 1:
-        repeated = replace(repeated, excess=decided.recompute("none").excess)
     return PricedStage(
         stage=stage,
         setting=setting,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from meshwright.costmodel.blocks import PassPrice
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import Pricer
-from meshwright.costmodel.sharding import Assignment, Placement, Step
-from meshwright.costmodel.stages import NO_RECOMPUTE, BlockBytes, Recompute, Sums
+from meshwright.costmodel.sharding import Assignment, Placement
+from meshwright.costmodel.stages import NO_RECOMPUTE, BlockBytes, Recompute, Sums, in_a_row
 from meshwright.planner.plan import StagePlan, segments_of
 from meshwright.planner.pricing.segment_costs import SegmentBlock, segment_recompute
 from meshwright.planner.pricing.stage_costs import StageCoster
@@ -17,13 +17,11 @@ from meshwright.planner.pricing.stage_costs import StageCoster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """A block of a stage, what it reads in which states, its steps, its price per micro-batch and
-    its sums."""
+    """A block of a stage, what it reads in which states, its price per micro-batch and its sums."""
 
     block: Block
     assignment: Assignment
     inputs: Mapping[str, Placement]
-    steps: Sequence[Step]
     passes: PassPrice
     sums: Sums
 
@@ -39,7 +37,6 @@ class Entered:
             block=block,
             assignment=assignment,
             inputs=inputs,
-            steps=coster.steps(block, assignment, inputs, pricer.setting.mesh.tp),
             passes=coster.passes(pricer, block, assignment, inputs),
             sums=coster.block_sums(pricer, block, assignment, inputs),
         )
@@ -75,11 +72,14 @@ def spans_of(stage: StagePlan, blocks: Sequence[Entered], pricer: Pricer) -> lis
 def stage_recompute(stage: StagePlan, blocks: Sequence[Entered], pricer: Pricer) -> Recompute:
     """What a stage's blocks run again, in segments or each by itself."""
     spans, policies = spans_of(stage, blocks, pricer), stage.policies
-    inside = {k for span in spans for k in span}
-    found = NO_RECOMPUTE
-    for k, each in enumerate(blocks):
-        if k not in inside:
-            found = found + each.sums.recompute(policies[k])
+    inside, found = {k for span in spans for k in span}, NO_RECOMPUTE
+    alone = [(blocks[k].sums, policies[k]) for k in range(len(blocks)) if k not in inside]
+    for policy in dict.fromkeys(policy for _, policy in alone):
+        found = found + in_a_row([own for own, p in alone if p == policy]).recompute(policy)
+    if not spans:
+        decided = {each: each[0].with_policy(each[1]) for each in dict.fromkeys(alone)}
+        row = in_a_row([decided[each] for each in alone])
+        found = replace(found, excess=row.recompute("none").excess)
     for span in spans:
         found = found + segment_recompute(_segment(span, blocks, policies, pricer))
     return found
