@@ -33,13 +33,8 @@ class Entered:
         assignment: Assignment,
         inputs: Mapping[str, Placement],
     ) -> Entered:
-        return Entered(
-            block=block,
-            assignment=assignment,
-            inputs=inputs,
-            passes=coster.passes(pricer, block, assignment, inputs),
-            sums=coster.block_sums(pricer, block, assignment, inputs),
-        )
+        passes, sums = coster.block(pricer, block, assignment, inputs)
+        return Entered(block=block, assignment=assignment, inputs=inputs, passes=passes, sums=sums)
 
     def repeats(self, policy: str) -> float:
         """Bytes that it makes again under a policy."""

@@ -82,7 +82,9 @@ class _Known:
     # prices of operators, by the setting of a pass
     pricers: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
     parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)  # of `ParameterPricer`
-    blocks: dict[tuple[Mesh, Batch, Sharing, Decided], Sums] = field(default_factory=dict)
+    blocks: dict[tuple[Mesh, Batch, Sharing, Decided], tuple[PassPrice, Sums]] = field(
+        default_factory=dict
+    )
     needs: dict[str, PassNeeds] = field(default_factory=dict)  # by class of a block
     passes: dict[tuple[Mesh, Batch, Decided], PassPrice] = field(default_factory=dict)
     # name of a block, tp: its layouts, its steps by choices and states of its inputs
@@ -195,10 +197,10 @@ class StageCoster:
             )
         return pricers[key].once(setting)
 
-    def block_sums(
+    def block(
         self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
-    ) -> Sums:
-        """A block's contribution to the sums of its stage."""
+    ) -> tuple[PassPrice, Sums]:
+        """The price of a block per micro-batch, and its contribution to the sums of its stage."""
         own, known = pricer.step.of_step, self._known.blocks
         decided = block.class_id, assignment.choices, tuple(inputs.values())
         key = own.mesh, own.batch, own.sharing, decided
@@ -207,14 +209,8 @@ class StageCoster:
             passes = self._pass(own, layouts, assignment, inputs)
             pricer = self.pricer(own)
             price = price_block(pricer, layouts, assignment, inputs, passes=passes)
-            known[key] = block_sums(price)
+            known[key] = passes, block_sums(price)
         return known[key]
-
-    def passes(
-        self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
-    ) -> PassPrice:
-        """The price of a block per micro-batch."""
-        return self._pass(pricer.step, self.layouts(block, pricer.step.mesh.tp), assignment, inputs)
 
     def _pass(
         self,
