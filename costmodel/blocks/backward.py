@@ -61,6 +61,12 @@ def backward_course(
     return tuple(_pruned(_Backward(pricer, steps, memory, numbers).moments()))
 
 
+def gathering(course: tuple[Moment, ...]) -> tuple[Moment, ...]:
+    """The course of a block that gathers again: the same where nothing is gathered."""
+    gathers = any(moment.gathered != (0.0, 0.0) or moment.regathered for moment in course)
+    return tuple(moment.with_parts() for moment in course) if gathers else course
+
+
 def _pruned(moments: Sequence[Moment]) -> list[Moment]:
     """Without those between parameters that others exceed, whether or not what is kept is let go
     on the way."""

@@ -40,6 +40,7 @@ class Excess(NamedTuple):
 
 def excesses(
     course: Sequence[Moment],
+    parts: Sequence[Moment],
     numels: Sequence[float],
     freed: Mapping[str, float],
     *,
@@ -47,14 +48,14 @@ def excesses(
     alone_bytes: int,
     segmented: bool,
 ) -> dict[str, Excess]:
-    """The excess of a block under every policy. `course` are the moments of its backward, `numels`
-    the elements of its parameters by their number, `freed` the bytes that policies make again;
-    gradients of `alone_bytes` and more are no copies where autograd makes them in fp32; it may be
-    `segmented`."""
+    """The excess of a block under every policy. `course` are the moments of its backward, `parts`
+    those where it gathers again, `numels` the elements of its parameters by their number, `freed`
+    the bytes that policies make again; gradients of `alone_bytes` and more are no copies where
+    autograd makes them in fp32; it may be `segmented`."""
     plain = _excess(course, numels, weight_bytes, alone_bytes, releases=True)
     held = _excess(course, numels, weight_bytes, alone_bytes, releases=False)
-    gathers, parts = {True: plain, False: held}, [moment.with_parts() for moment in course]
-    if parts != [*course]:
+    gathers = {True: plain, False: held}
+    if parts is not course:
         gathers = {
             releases: _excess(parts, numels, weight_bytes, alone_bytes, releases=releases)
             for releases in (True, False)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from meshwright.costmodel.blocks.backward import Moment, backward_course
+from meshwright.costmodel.blocks.backward import Moment, backward_course, gathering
 from meshwright.costmodel.blocks.excess import Excess, excesses
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import BlockMemory
@@ -98,7 +98,8 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPrice:
-    """The part of a `BlockPrice` that is paid per micro-batch, and the `course` of its backward."""
+    """The part of a `BlockPrice` that is paid per micro-batch, and the `course` of its backward,
+    also where it gathers again (`parts`)."""
 
     cost: Cost
     saved_bytes: float
@@ -107,7 +108,8 @@ class PassPrice:
     segmented: bool
     excess: Mapping[str, Excess]
     repeats: Mapping[str, Repeats]
-    course: tuple[Moment, ...] = ()
+    course: tuple[Moment, ...]
+    parts: tuple[Moment, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +200,7 @@ def price_pass(
         memory,
     )
     course = backward_course(pricer, known.steps, memory, block.parameters)
+    parts = gathering(course)
     segmented = bool(repeats) and pricer.graph.loss not in block.outputs
     return PassPrice(
         cost=cost,
@@ -208,8 +211,9 @@ def price_pass(
             sum(m.regathered for m in course) if repeats else 0.0,
         ),
         segmented=segmented,
-        excess=_excess(pricer, block, assignment, course, repeats, segmented=segmented),
+        excess=_excess(pricer, block, assignment, (course, parts), repeats, segmented=segmented),
         course=course,
+        parts=parts,
         repeats=repeats,
     )
 
@@ -218,7 +222,7 @@ def _excess(
     pricer: Pricer,
     block: Block,
     assignment: Assignment,
-    course: Sequence[Moment],
+    courses: tuple[Sequence[Moment], Sequence[Moment]],
     repeats: Mapping[str, Repeats],
     *,
     segmented: bool,
@@ -228,7 +232,7 @@ def _excess(
     freed = {policy: own.freed_bytes for policy, own in repeats.items()}
     if target.gradients_come:
         return excesses(
-            course,
+            *courses,
             [pricer.numel(value, assignment.states[value]) for value in block.parameters],
             freed,
             weight_bytes=DTYPE_BYTES[pricer.setting.precision],

@@ -96,8 +96,12 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
     gradients = GradientBytes(own.trained, own.reduction)
     firsts, seconds = list[_Most](), list[_Most]()  # beside the gradients that are there before
     left, begun, put_off, count = 0.0, 0.0, 0.0, min(num_microbatches, ALIKE)
+    before = -1.0
     for k in range(count):
-        gradients.begin(last=k + 1 == count)
+        last = k + 1 == count
+        if gradients.live == before and not last:  # another one like the one before
+            continue
+        gradients.begin(last=last)
         before = gradients.live
         found, second = _Most(), _Most()
         if split:
@@ -107,7 +111,7 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
         seconds.append(second)
         gradients.end()
         firsts.append(found.beside(before))
-        left = gradients.live if k + 1 < count or count == 1 else left
+        left = gradients.live if not last or count == 1 else left
     most: dict[Pass, _Most] = {
         "first": firsts[0],
         "later": max(firsts[1:-1] or firsts[-1:], key=_nbytes),
@@ -149,7 +153,7 @@ def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: floa
         whole = held + block.passing
         for moment, parameters in block.course:
             at = whole - moment.released * block.releases
-            given = sum(map(gradients.given, parameters))
+            given = sum(map(gradients.given, parameters)) if parameters else 0.0
             found.reach(number, given + gradients.live, at + moment.during)
             for k in parameters:
                 given -= gradients.given(k)

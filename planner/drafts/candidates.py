@@ -21,7 +21,7 @@ from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.combinations import StageDraft
 from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.plan import Plan, StagePlan, express_shardings, recompute_of
-from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_stages
+from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_blocks, stage_blocks
 from meshwright.planner.stages import choose_policies, freed_bytes
 from meshwright.profiles.cluster import Cluster
 
@@ -76,7 +76,8 @@ class PipelineSetup:
 def make_draft(
     coster: StageCoster, stages: Sequence[StageDraft], pipeline: PipelineSetup, memory_bytes: float
 ) -> PlanDraft:
-    """Price stages by simulation, from their sums; each device may fill `memory_bytes`."""
+    """Price stages by simulation, seconds from their sums, memory from their blocks; each device
+    may fill `memory_bytes`."""
     ranks = _ranks(stages, pipeline, coster.cluster)
     plans = [
         _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
@@ -85,7 +86,9 @@ def make_draft(
     plan = _plan(coster, plans, pipeline)
     if stages[0].setup.validated and len(plan.devices) > 1:
         plan = dataclasses.replace(plan, post_validation=True)
-    priced = price_stages(plan, coster, costs)
+    assignments = (d.setup.chain.assignments(d.start, d.stop) for d in stages)
+    blocks = [stage_blocks(plan, k, coster, own) for k, own in enumerate(assignments)]
+    priced = price_blocks(plan, coster, costs, blocks)
     fits = priced_fits(priced, coster.cluster, memory_bytes)
     lacks = priced.prediction.fullest_bytes - memory_bytes
     return PlanDraft(stages=tuple(stages), evaluation=priced, fits=fits, lacks_bytes=lacks)

@@ -339,6 +339,14 @@ class EqualStages:
             in_flight=in_flight,
         )
 
+    def spare_bytes(self, combination: Combination, cut: Sequence[StageDraft]) -> float:
+        """Bytes that the fullest device of a cut has left as the levels of its stages have it."""
+        groups, each = combination.groups, combination.stages_per_group
+        used = np.zeros(groups)
+        for g, own in zip(groups_of(combination.schedule, groups, each), cut, strict=True):
+            used[g] += used_bytes(own.levels.at(own.run, own.chosen), own.in_flight)
+        return max(0.0, self.room - float(used.max()))
+
     def given(self, start: int, stop: int) -> int | None:
         """Blocks in a segment of a stage, where the user decided it."""
         return given_segments(self.space.restrictions, start, stop)

@@ -38,12 +38,12 @@ from meshwright.planner.plan import (
     passes_of,
 )
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.priced_stage import PricedStage
+from meshwright.planner.pricing.priced_stage import StageBlocks
 from meshwright.planner.pricing.segments import in_segments
 from meshwright.planner.pricing.stage_costs import Entered, StageCoster
 
 
-def walked_stages(plan: Plan, coster: StageCoster, priced: Sequence[PricedStage]) -> list[Walked]:
+def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]) -> list[Walked]:
     """The memory of each stage, from its blocks."""
     edges = crossings(plan, coster.graph)
     ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
@@ -51,7 +51,7 @@ def walked_stages(plan: Plan, coster: StageCoster, priced: Sequence[PricedStage]
     held: set[tuple[tuple[int, ...], str]] = set()
     each, split = passes_of(plan), SCHEDULES[plan.schedule].splits_backward
     return [
-        walked(_stage(plan, k, own, sent, held), each, split=split) for k, own in enumerate(priced)
+        walked(_stage(plan, k, own, sent, held), each, split=split) for k, own in enumerate(stages)
     ]
 
 
@@ -69,14 +69,14 @@ def placed(peak: Peak, walk: Walked) -> Peak:
 def _stage(
     plan: Plan,
     k: int,
-    priced: PricedStage,
+    own: StageBlocks,
     edges: Mapping[tuple[int, int], Sequence[str]],
     held: set[tuple[tuple[int, ...], str]],
 ) -> StageBytes:
     """What stage k holds, block by block; `edges` are what stages send to each other, `held` the
     ranks and parameters of earlier stages, to which this one's are added."""
-    stage, setting, pricer = priced.stage, priced.setting, priced.pricer
-    entered, made = priced.blocks, dict[str, Placement]()
+    stage, setting, pricer = own.stage, own.setting, own.pricer
+    entered, made = own.blocks, dict[str, Placement]()
     for each in entered:
         made |= {value: each.assignment.states[value] for value in each.block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
@@ -87,19 +87,18 @@ def _stage(
     entering = entering_bytes(entered, pricer)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
-        course = [
-            (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
-            for moment in each.passes.course
-        ]
-        again, late = each.repeats(policy), split and _reads_late(each.passes)
+        again, (_, gathers) = each.repeats(policy), parts_of(policy)
         found = BlockBytes(
             kept=each.passes.saved_bytes - again + entering[at],
             passing=again + gathered[at],
             releases=not again,
-            course=course,
+            course=[
+                (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
+                for moment in (each.passes.parts if gathers else each.passes.course)
+            ],
         )
-        if parts_of(policy)[1]:
-            found = _gathering(found, again, alone=policy == REGATHER, late=late)
+        if policy == REGATHER:
+            found = _gathering(found, again, late=split and _reads_late(each.passes))
         blocks.append(found)
     blocks = in_segments(blocks, entering, stage, entered, pricer)
     weights, states = _fixed_bytes(trained, setting)
@@ -116,12 +115,12 @@ def _stage(
     )
 
 
-def undone_bytes(plan: Plan, priced: Sequence[PricedStage]) -> list[float]:
+def undone_bytes(plan: Plan, stages: Sequence[StageBlocks]) -> list[float]:
     """Bytes of a device of each device group that a step which is validated afterwards keeps to be
     undone."""
     found = dict.fromkeys(plan.devices, 0.0)
     held: set[tuple[tuple[int, ...], str]] = set()
-    for own in priced:
+    for own in stages:
         ranks, pricer = own.stage.ranks, own.pricer
         for value, state in (each for block in own.blocks for each in block.parameters):
             if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
@@ -135,7 +134,7 @@ def undone_bytes(plan: Plan, priced: Sequence[PricedStage]) -> list[float]:
     return list(found.values())
 
 
-def bytes_beside_tensors(plan: Plan, priced: Sequence[PricedStage]) -> list[int]:
+def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]:
     """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
     has: what the device reserves, buffers of communicators, and what steps that are validated
     afterwards keep from the one before."""
@@ -152,14 +151,12 @@ def _reads_late(of: PassPrice) -> bool:
     return any(moment.regathered for moment in of.course)
 
 
-def _gathering(block: BlockBytes, again: float, *, alone: bool, late: bool) -> BlockBytes:
-    """A block that gathers again. Where that is `alone` what it makes `again`, so many bytes, it
-    lets go of the rest on the way, and makes it in the second half of its backward if it is read
-    `late`."""
-    block = replace(block, course=[(moment.with_parts(), own) for moment, own in block.course])
-    if alone and late:
+def _gathering(block: BlockBytes, again: float, *, late: bool) -> BlockBytes:
+    """A block of which what is gathered alone is made `again`, so many bytes: it lets go of the
+    rest on the way, and makes it in the second half of its backward if it is read `late`."""
+    if late:
         return replace(block, passing=block.passing - again, late=again, releases=True)
-    return replace(block, releases=block.releases or alone)
+    return replace(block, releases=True)
 
 
 def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossing
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.course import placed, walked_stages
 from meshwright.planner.pricing.hosts import by_node, check_host
-from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
+from meshwright.planner.pricing.priced_stage import PricedStage, StageBlocks, priced_stage
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 
@@ -198,27 +198,31 @@ def evaluate(
     check_host(plan, problem.cluster)
     coster = coster or StageCoster(replace(problem, precision=plan.precision))
     stages = tuple(priced_stage(plan, k, coster, own) for k, own in enumerate(assignments))
-    if not problem.target.gradients_come:
-        found = price_stages(plan, coster, [each.costs for each in stages])
-        return replace(found, priced=stages)
+    return replace(price_blocks(plan, coster, [s.costs for s in stages], stages), priced=stages)
+
+
+def price_blocks(
+    plan: Plan,
+    coster: StageCoster,
+    costs: Sequence[StageCosts[float]],
+    stages: Sequence[StageBlocks],
+) -> Evaluation:
+    """Price a plan whose stages' costs are known, their memory from their blocks where the target's
+    steps are followed."""
+    if not coster.problem.target.gradients_come:
+        return price_stages(plan, coster, costs)
     walks = walked_stages(plan, coster, stages)
-    costs = [replace(s.costs, **walk.memory) for s, walk in zip(stages, walks, strict=True)]
-    found = price_stages(plan, coster, costs, walked=True)
+    costs = [replace(own, **walk.memory) for own, walk in zip(costs, walks, strict=True)]
+    found = price_stages(plan, coster, costs)
     peaks = tuple(placed(peak, walks[peak.stage]) for peak in found.prediction.peaks)
-    return replace(found, priced=stages, prediction=replace(found.prediction, peaks=peaks))
+    return replace(found, prediction=replace(found.prediction, peaks=peaks))
 
 
 def price_stages(
-    plan: Plan,
-    coster: StageCoster,
-    stages: Sequence[StageCosts[float]],
-    send_scale: float = 1.0,
-    *,
-    walked: bool = False,
+    plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]], send_scale: float = 1.0
 ) -> Evaluation:
     """Price a plan whose stages' costs are known, without the sum of gradients over copies of the
-    model; its shardings are not asked. `send_scale` multiplies the seconds of sends. What stages
-    receive of a backward is added to its bytes, unless it was `walked`."""
+    model; its shardings are not asked. `send_scale` multiplies the seconds of sends."""
     cluster = coster.cluster
     exchanged = exchanges(plan, coster, stages)
     stages = with_exchanges(stages, exchanged)
@@ -234,7 +238,7 @@ def price_stages(
         for k in range(p)
     )
     in_memory = [s.in_host_bytes(n) for s, n in zip(stages, active, strict=True)]
-    peaks = _peaks(plan, coster, stages, crossed, walked=walked)
+    peaks = _peaks(plan, coster, stages, crossed)
     prediction = Prediction(
         step_time_s=step_s,
         peak_memory_bytes=[math.ceil(peak.nbytes) for peak in peaks],
@@ -283,14 +287,12 @@ def _peaks(
     coster: StageCoster,
     stages: Sequence[StageCosts[float]],
     crossed: Mapping[tuple[int, int], Sequence[str]],
-    *,
-    walked: bool,
 ) -> list[Peak]:
     """The peak of a device of each device group."""
     followed = coster.problem.target.gradients_come
     sizes = _message_bytes(plan, coster, crossed) if followed else None
     return device_peaks(
-        stages if walked or sizes is None else _receiving(stages, sizes),
+        stages,
         schedule=plan.schedule,
         num_microbatches=plan.num_microbatches,
         num_devices=len(plan.devices),
@@ -309,21 +311,6 @@ def _message_bytes(
         edge: (sum(map(pricers[edge[0]].nbytes, own)), sum(map(pricers[edge[1]].nbytes, own)))
         for edge, own in crossed.items()
     }
-
-
-def _receiving(
-    stages: Sequence[StageCosts[float]], sizes: Mapping[tuple[int, int], tuple[float, float]]
-) -> list[StageCosts[float]]:
-    """Stages that hold the gradients that they receive to the end of a backward."""
-    found = [*stages]
-    for (k, _), (nbytes, _) in sizes.items():
-        found[k] = replace(
-            found[k],
-            first_bytes=found[k].first_bytes + nbytes,
-            later_bytes=found[k].later_bytes + nbytes,
-            half_bytes=found[k].half_bytes + nbytes,
-        )
-    return found
 
 
 def _batch_bytes(plan: Plan, coster: StageCoster) -> float:

@@ -25,29 +25,43 @@ from meshwright.planner.pricing.stage_costs import Entered, StageCoster, stage_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PricedStage:
-    """A stage with its blocks as they run, their sums (a parameter that several blocks read alike
-    is held once), what every block repeats by its own policy, what is sent to host memory (None
-    where nothing is), and the costs."""
+class StageBlocks:
+    """A stage with its blocks as they run."""
 
     stage: StagePlan
     setting: Setting
     pricer: Pricer
     blocks: Sequence[Entered]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedStage(StageBlocks):
+    """With the sums of its blocks (a parameter that several blocks read alike is held once), what
+    every block repeats by its own policy, what is sent to host memory (None where nothing is), and
+    the costs."""
+
     sums: Sums
     repeated: Recompute
     sent: Sent | None
     costs: StageCosts[float]
 
 
+def stage_blocks(
+    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+) -> StageBlocks:
+    """The blocks of stage k of a plan."""
+    stage, setting = plan.stages[k], stage_setting(plan, k, coster)
+    pricer = coster.pricer(setting)
+    blocks = [*coster.entered(pricer, stage, assignments)]
+    return StageBlocks(stage=stage, setting=setting, pricer=pricer, blocks=blocks)
+
+
 def priced_stage(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> PricedStage:
     """Stage k of a checked plan."""
-    stage = plan.stages[k]
-    setting = stage_setting(plan, k, coster)
-    pricer = coster.pricer(setting)
-    blocks = [*coster.entered(pricer, stage, assignments)]
+    found = stage_blocks(plan, k, coster, assignments)
+    stage, setting, pricer, blocks = found.stage, found.setting, found.pricer, found.blocks
     rows = Sums(np.stack([each.sums.array for each in blocks]))
     sums, stored = rows.joined(), set[tuple[str, Placement]]()
     for each in blocks:

@@ -106,7 +106,9 @@ class _Known:
     pricers_of_pass: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
     pricers: dict[Parts, Pricer] = field(default_factory=dict)
     parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)  # of `ParameterPricer`
-    blocks: dict[tuple[Mesh, Batch, Sharing, Decided], Sums] = field(default_factory=dict)
+    blocks: dict[tuple[Mesh, Batch, Sharing, Decided], tuple[PassPrice, Sums]] = field(
+        default_factory=dict
+    )
     # by the setting of a step: blocks by name and what was decided of them
     entered: dict[tuple[Mesh, Batch, Sharing], dict[Decided, Entered]] = field(default_factory=dict)
     needs: dict[str, PassNeeds] = field(default_factory=dict)  # by class of a block
@@ -231,10 +233,10 @@ class StageCoster:
             )
         return pricers[key]
 
-    def block_sums(
+    def block(
         self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
-    ) -> Sums:
-        """A block's contribution to the sums of its stage."""
+    ) -> tuple[PassPrice, Sums]:
+        """The price of a block per micro-batch, and its contribution to the sums of its stage."""
         own, known = pricer.step.of_step, self._known.blocks
         decided = block.class_id, assignment.choices, tuple(inputs.values())
         key = own.mesh, own.batch, own.sharing, decided
@@ -243,14 +245,8 @@ class StageCoster:
             passes = self._pass(own, layouts, assignment, inputs)
             pricer = self.pricer(own)
             price = price_block(pricer, layouts, assignment, inputs, passes=passes)
-            known[key] = block_sums(price)
+            known[key] = passes, block_sums(price)
         return known[key]
-
-    def passes(
-        self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
-    ) -> PassPrice:
-        """The price of a block per micro-batch."""
-        return self._pass(pricer.step, self.layouts(block, pricer.step.mesh.tp), assignment, inputs)
 
     def _pass(
         self,
@@ -304,14 +300,15 @@ class StageCoster:
             inputs = {value: states.get(value, R) for value in block.inputs}
             key = name, assignment.choices, tuple(inputs.values())
             if key not in known:
+                passes, sums = self.block(pricer, block, assignment, inputs)
                 stored = tuple((v, assignment.states[v]) for v in block.parameters)
                 known[key] = Entered(
                     block=block,
                     assignment=assignment,
                     inputs=inputs,
                     steps=self.steps(block, assignment, inputs, own.mesh.tp),
-                    passes=self.passes(pricer, block, assignment, inputs),
-                    sums=self.block_sums(pricer, block, assignment, inputs),
+                    passes=passes,
+                    sums=sums,
                     parameters=stored,
                     shared=tuple(each for each in stored if each[0] not in self.graph.read_once),
                 )

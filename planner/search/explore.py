@@ -157,14 +157,15 @@ class Explorer:
         return None if found is None else ((found[0] - sent_s) / OVERSHOOT, found[1])
 
     def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
-        """Draft a cut; where it does not fit, one with as much less room as it lacks; of several
-        stages of a device one of equal shares."""
+        """Draft a cut; where it does not fit, one with as much less room as it lacks and its levels
+        left; of several stages of a device one of equal shares."""
         draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
         self.drafts.append(draft)
         for alike in (False, True) if combination.stages_per_group > 1 else (False,):
             if draft.fits or draft.lacks_bytes <= 0:
                 break
-            less = 0.0 if alike else draft.lacks_bytes
+            spare = self.equal.spare_bytes(combination, cut)
+            less = 0.0 if alike else draft.lacks_bytes + spare
             found = self.cut(combination, self.limit_s(), alike=alike, less_bytes=less)
             if found is not None:
                 draft = self.effort.timed("simulate", self.drafter.draft, combination, found[1])

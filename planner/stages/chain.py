@@ -115,6 +115,8 @@ class Chain:
     costs: list[Floats] = field(init=False)
     # kind of block and its two boundary states: its sums
     _parts: dict[tuple[int, int, int], Sums] = field(default_factory=dict, init=False)
+    # number of a block and its two boundary states
+    _assignments: dict[tuple[int, int, int], Assignment] = field(default_factory=dict, init=False)
     _kinds: dict[int, Kind] = field(default_factory=dict, init=False)
     _typical: dict[int, Sums] = field(default_factory=dict, init=False)
     _whole: Sums | None = field(default=None, init=False)
@@ -317,13 +319,14 @@ class Chain:
         """The assignments of a stage's blocks on its best path, by block name."""
         states = self.path(start, stop)
         found: dict[str, Assignment] = {}
-        for j in range(start, stop):
-            table = self.tables[j]
-            assert table is not None
-            index = boundary_index(table, states[j - start], states[j - start + 1])
-            assignment = table.program.assignment(table, index)
-            block = self.blocks[j]
-            found[block.name] = translate(assignment, table.program.block, block)
+        for j, between in enumerate(pairwise(states), start):
+            if (j, *between) not in self._assignments:
+                table = self.tables[j]
+                assert table is not None
+                own = table.program.assignment(table, boundary_index(table, *between))
+                made = translate(own, table.program.block, self.blocks[j])
+                self._assignments[j, *between] = made
+            found[self.blocks[j].name] = self._assignments[j, *between]
         return found
 
 

@@ -331,7 +331,7 @@ class BlockPrograms:
             for value in program.block.inputs
         }
         assignment = program.assignment(table, index)
-        return self.coster.block_sums(pricer, program.block, assignment, inputs)
+        return self.coster.block(pricer, program.block, assignment, inputs)[1]
 
     def _copies(
         self, pricer: Pricer, stored: Mapping[str, Placement], microbatches: int

@@ -111,10 +111,12 @@ def test_the_cut_is_nearly_the_fastest_and_no_cut_beats_the_bound() -> None:
                 fastest_s = min(draft.step_time_s for draft in every)
                 assert node.bound_s <= fastest_s * (1 + 1e-9)
                 solved = search.equal.solve(node, float("inf"))
-                assert solved is not None
+                if solved is None:  # to the last byte levels know less than blocks
+                    missed += 1
+                    continue
                 best = search.draft(node, solved[1])
-                if not best.fits:  # messages are in no cut's memory
-                    less = best.lacks_bytes
+                if not best.fits:
+                    less = best.lacks_bytes + search.equal.spare_bytes(node, solved[1])
                     again = search.equal.solve(node, float("inf"), less_bytes=less)
                     best = search.draft(node, again[1]) if again else best
                 # stages of one group may share the room unevenly
@@ -209,3 +211,26 @@ def test_the_solution_becomes_stages_that_fit() -> None:
                 assert own.backward_s <= float(whole.backward_s) * (1 + 1e-9)
             solved += 1
     assert solved > len(instances())
+
+
+# --- the memory of a draft -----------------------------------------------------------------------
+
+
+def test_a_draft_holds_what_its_plan_does() -> None:
+    """The plan that is written out holds the same bytes on every device, at the same moments, where
+    it repeats the same: it may fit fewer blocks that do."""
+    zeros, alike = set(), 0
+    for search in searches()[::4]:
+        for slot in slots(search):
+            for node in search.equal.combinations(slot):
+                solved = search.equal.solve(node, float("inf"))
+                if solved is None:
+                    continue
+                draft = search.draft(node, solved[1])
+                written = search.written(draft)
+                ours, theirs = ([s.policies for s in x.plan.stages] for x in (draft, written))
+                if ours == theirs:
+                    assert draft.evaluation.prediction.peaks == written.evaluation.prediction.peaks
+                    zeros.add(node.setup.zero)
+                    alike += 1
+    assert alike > 80 and zeros == {0, 1, 2, 3}

@@ -10,9 +10,11 @@ import pytest
 
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.evaluate import evaluate, price_stages
 from meshwright.planner.pricing.stage_costs import StageCoster
+from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import Traced, large_llama, problem_of
 from tests.helpers.tiny import plan_for
@@ -61,3 +63,27 @@ def test_stages_hold_what_their_schedule_lets_them(name: str) -> None:
         ours, theirs = peaks(**given, zero=zero)
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         assert all(0.97 < ratio < 1.16 for ratio in ratios), (zero, m, ratios)
+
+
+@pytest.mark.parametrize(
+    "decisions",
+    [
+        {"pp": 1, "zero": 2, "offload": {"optimizer": 0.4}},
+        {"pp": 2, "zero": 0, "schedule": "zb_v", "offload": {"activations": 0.5}},
+        {"pp": 2, "zero": 1, "schedule": "chimera", "recompute": "full"},
+        {"pp": 1, "zero": 3, "segments": 2},
+    ],
+    ids=str,
+)
+def test_a_draft_holds_what_its_plan_does(decisions: dict[str, Any]) -> None:
+    """The search goes by the bytes that the plan written out has: of whole blocks in host memory,
+    of what they send, of copies, of segments."""
+    _, problem = model()
+    search = Search(problem, 64, Overrides(num_microbatches=4, **decisions))
+    written = search.run().best
+    plain = [dataclasses.replace(stage, shardings={}) for stage in written.plan.stages]
+    plan = dataclasses.replace(written.plan, stages=tuple(plain))
+    drafted = [draft for draft in search.drafts if draft.plan == plan]
+    assert drafted
+    for draft in drafted:
+        assert draft.evaluation.prediction.peaks == written.evaluation.prediction.peaks

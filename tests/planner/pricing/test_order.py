@@ -73,8 +73,7 @@ def priced(programs: BlockPrograms, setting: Setting) -> list[Any]:
         inputs = {value: states[value] for value in block.inputs if value in states}
         assignment = assignments[block.name]
         states |= {value: assignment.states[value] for value in block.outputs}
-        passes = coster.passes(pricer, block, assignment, inputs)
-        sums = coster.block_sums(pricer, block, assignment, inputs)
+        passes, sums = coster.block(pricer, block, assignment, inputs)
         found += [passes.cost, passes.saved_bytes, passes.course, sums.array.tolist()]
     whole = of_one(stage_costs(chain.whole(), setting, "full"))
     return [*found, whole, coster.setting(Mesh(dp=1, tp=1, cp=2), Batch(rows=2.0)).mesh]
