@@ -68,7 +68,8 @@ class Target:
     `alone_bytes` and more travel by themselves (0: none do). `gradients_come`: they exist from when
     a backward makes them until the optimizer has read them, as `train_step`'s do
     (`costmodel/memory/gradients.py`), not always. `whole_gradients`: ZeRO scatters them when all
-    are there. `master`: fp32 copies of 16-bit weights are kept; `optimizer_passes` is how often the optimizer's traffic passes through memory (1 for the
+    are there. `master`: fp32 copies of 16-bit weights are kept; `optimizer_passes` is how often the
+    optimizer's traffic passes through memory (1 for the
     optimizer alone; unscaling, norm and clipping add to it), `fused_optimizer`: its step is one
     kernel whatever the user says, as in frameworks that bring theirs.
 

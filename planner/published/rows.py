@@ -209,7 +209,7 @@ def _cluster(cells: _Cells, gpus: int) -> Cluster:
         node, num_nodes=nodes, devices_per_node=gpus if nodes == 1 else per_node
     )
     cluster = dataclasses.replace(cluster, inter_link=_network(cells, cluster.inter_link))
-    # published peaks are an allocator's, to which the driver's context and NCCL's buffers leave less
+    # published peaks are an allocator's, which has what the driver and NCCL's buffers leave
     device = dataclasses.replace(
         cluster.device,
         memory_bytes=cluster.device.usable_bytes,

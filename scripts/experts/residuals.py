@@ -7,7 +7,9 @@ variable (a Gaussian process; Rasmussen, Williams, 2006, chapter 2). Knowing of 
 widens it, and a GPU of which no row is known adds its effect's whole variance.
 
 The ends of the interval are where so many of the rows of each left-out model lie, in deviations
-from what the others predict: by model, each weighing 1, and one more beyond all (conformal).
+from what the others predict: by model, each weighing 1, and one more beyond all (conformal). Ten
+models are the fewest that say where 80 % are, so that kinds whose effects differ have the same
+ends, each in deviations of its own.
 """
 
 from __future__ import annotations
@@ -130,13 +132,13 @@ def ends(found: Sequence[tuple[str, float]], level: float = LEVEL) -> tuple[floa
     return both[0], both[1]
 
 
-def coverage(found: Sequence[tuple[str, float]]) -> float:
-    """The part of rows within the interval that the other models' rows give."""
+def coverage(of: Sequence[tuple[str, float]], found: Sequence[tuple[str, float]]) -> float:
+    """The part of some of the rows found that is within the interval of the other models' rows."""
     within = 0
-    for model in {name for name, _ in found}:
+    for model in {name for name, _ in of}:
         low, high = ends([each for each in found if each[0] != model])
-        within += sum(low <= each <= high for name, each in found if name == model)
-    return within / len(found)
+        within += sum(low <= each <= high for name, each in of if name == model)
+    return within / len(of)
 
 
 def interval(effects: Effects, of: Residual, reach: tuple[float, float]) -> dict[str, float]:

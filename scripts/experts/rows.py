@@ -6,6 +6,8 @@ from pathlib import Path
 PUBLISHED = Path(__file__).with_name("published.csv")
 PUBLISHED_FP8 = Path(__file__).with_name("published_fp8.csv")  # on which nothing is fitted
 
+OUT_OF_MEMORY = Path(__file__).with_name("out_of_memory.csv")  # it ended them
+
 
 def published_rows(source: str = "", folder: Path | None = None) -> list[dict[str, str]]:
     """Rows whose source contains a text, of `published.csv` or of a folder's `step_times.csv`."""
@@ -15,6 +17,11 @@ def published_rows(source: str = "", folder: Path | None = None) -> list[dict[st
 def fp8_rows(source: str = "") -> list[dict[str, str]]:
     """Rows of steps with products in 8 bits, of dense models."""
     return _read(PUBLISHED_FP8, source)
+
+
+def out_of_memory_rows() -> list[dict[str, str]]:
+    """Runs that were published to have run out of memory."""
+    return _read(OUT_OF_MEMORY, "")
 
 
 def _read(path: Path, source: str) -> list[dict[str, str]]:

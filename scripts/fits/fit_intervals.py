@@ -60,16 +60,20 @@ def residuals() -> dict[str, list[Residual]]:
 
 def of_steps(kinds: Mapping[str, Sequence[Residual]]) -> dict[str, Any]:
     """The table of step times, of dense models and of those with experts, of which fewer are known:
-    their effects vary no less."""
+    their effects vary no less; the ends are those of both."""
     found: dict[str, dict[str, float]] = {}
-    least = NO_LESS
+    fitted, least = dict[str, Effects](), NO_LESS
     for kind, rows in kinds.items():
-        effects = Effects(rows).fitted(least)
-        least, left_out = effects.variances, effects.left_out()
-        reach = ends(left_out)
+        fitted[kind] = Effects(rows).fitted(least)
+        least = fitted[kind].variances
+    left_out = {kind: effects.left_out() for kind, effects in fitted.items()}
+    together = [each for own in left_out.values() for each in own]
+    reach = ends(together)
+    print(f"{reach[0]:.2f} to {reach[1]:.2f} deviations")
+    for kind, rows in kinds.items():
+        effects, within = fitted[kind], coverage(left_out[kind], together)
         said = ", ".join(f"{name} {own**0.5:.1%}" for name, own in effects.variances.items())
-        within = coverage(left_out)
-        print(f"{kind}: {said}; {reach[0]:.2f} to {reach[1]:.2f} deviations; within {within:.0%}")
+        print(f"{kind}: {said}; within {within:.0%}")
         names = [dict.fromkeys([*(getattr(r, n) for r in rows), OTHER]) for n in ("gpu", "target")]
         for gpu, target in itertools.product(*names):
             of = Residual(model="", ratio=1.0, gpu=gpu, target=target)

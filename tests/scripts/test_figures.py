@@ -132,7 +132,9 @@ def test_the_likeliest_variances_are_about_those_drawn() -> None:
 
 def test_coverage_and_ends_count_models() -> None:
     alike = [(f"model {k}", 0.0) for k in range(6)]
-    assert coverage([*alike, ("other", 2.0)]) == pytest.approx(6 / 7)
+    found = [*alike, ("other", 2.0)]
+    assert coverage(found, found) == pytest.approx(6 / 7)
+    assert coverage(alike, found) == 1 and coverage(found[-1:], found) == 0
     few = [(f"model {k}", k / 100) for k in range(20)]
     assert ends([*few, *[("model 19", 0.19)] * 500]) == ends(few)
     assert ends([("a", -0.1), ("b", 0.0), ("c", 0.3)]) == (-0.1, 0.3)
