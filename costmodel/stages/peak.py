@@ -52,10 +52,10 @@ def stage_bytes(
 
 
 def used_bytes(
-    costs: StageCosts[Any],
+    costs: StageCosts[Floats] | StageCosts[float],
     in_flight: InFlight,
     alike: float | NDArray[Any] = 1,
-    passing: StageCosts[Any] | None = None,
+    passing: StageCosts[Floats] | StageCosts[float] | None = None,
 ) -> Floats:
     """Bytes of a device with so many stages that are alike, of which one is in a backward, that of
     `passing` if it is given."""
