@@ -79,7 +79,7 @@ def test_what_can_not_be_a_page_is_said(capsys: Captured) -> None:
     Path("old.json").write_text('{"schema": 1}')
     Path("plan.json").write_text("{}")
     for arguments, says in (
-        (["old.json"], "schema 1; legal: 2"),
+        (["old.json"], "schema 1; legal: 3"),
         (["plan.json"], "is no Meshwright plan"),
         (["missing.json"], "No such file"),
         (["plan.json", "--price", "0"], "legal: a number above 0"),
