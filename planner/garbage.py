@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 SELDOM = (50_000, 20, 20)  # objects of a generation, and collections, before a next one
 
+_lock = threading.Lock()
+_before: list[tuple[int, int, int]] = []  # of all that are in there, what the first one found
+
 
 @contextmanager
 def seldom_collected() -> Iterator[None]:
     """Collections of garbage are rare in here: a search makes millions of small objects that stay
-    and are in no cycle, all of which every collection would go over again (a fifth of its time)."""
-    before = gc.get_threshold()
-    if before[0]:  # 0: the user switched it off
-        gc.set_threshold(*SELDOM)
+    and are in no cycle, all of which every collection would go over again (a fifth of its time).
+    Threads may be in here at once; when the last one leaves it is as it was."""
+    with _lock:
+        _before.append(_before[0] if _before else gc.get_threshold())
+        if _before[0][0]:  # 0: the user switched it off
+            gc.set_threshold(*map(max, SELDOM, _before[0]))
     try:
         yield
     finally:
-        gc.set_threshold(*before)
+        with _lock:
+            first = _before.pop()
+            if not _before:
+                gc.set_threshold(*first)

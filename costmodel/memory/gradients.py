@@ -79,7 +79,8 @@ class GradientBytes:
     _bucket: dict[int, _Bucket] = field(init=False)
     _reduces: bool = False
     _parts: Counter[int] = field(default_factory=Counter)  # by parameter, of how many readers
-    # ZeRO-3: by block what waits for the rest; bytes that are being scattered
+    # ZeRO-3: by block its parameters, those that wait for the rest; bytes that are scattered
+    _members: Counter[int] = field(init=False)
     _units: defaultdict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     _scattered: float = 0.0
     _under_way: deque[_Bucket] = field(default_factory=deque)
@@ -89,6 +90,7 @@ class GradientBytes:
     def __post_init__(self) -> None:
         self._order = [*reversed(range(len(self.trained)))]
         self._bucket = {k: bucket for bucket in self._buckets() for k in bucket.members}
+        self._members = Counter(p.block for p in self.trained if p.shards > 1 and p.readers)
 
     def begin(self, *, last: bool) -> None:
         """Before a backward, the `last` of the step or another."""
@@ -158,7 +160,7 @@ class GradientBytes:
         self._units[p.block].append(k)
         self.live += self.given(k)
         highest = self.live
-        if k == 0 or self.trained[k - 1].block != p.block:
+        if len(self._units[p.block]) == self._members[p.block]:
             unit = self._units.pop(p.block)
             copy = FP32 * sum(self.trained[j].numel for j in unit)
             self.live += copy - self._scattered

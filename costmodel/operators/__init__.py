@@ -26,6 +26,7 @@ from meshwright.costmodel.operators.setting import (
     Batch,
     HostParts,
     Mesh,
+    Parts,
     Setting,
     Sharing,
 )
@@ -34,7 +35,7 @@ from meshwright.costmodel.operators.sizes import LocalSizes
 __all__ = [
     "BACKWARD_S", "COMPUTING", "DTYPE_BYTES", "FORWARD_S", "NOT_AWAY", "PASS_COLUMNS", "UNSHARED",
     "Axis", "Batch", "Cost", "Entry", "Fusion", "HostParts", "LocalSizes", "Mesh", "ModelFlops",
-    "Priced", "Pricer", "Problem", "Setting", "Sharing", "attention", "backward_temporaries",
-    "context_exchange", "fuse", "is_per_row", "model_flops", "op_flops", "signature",
-    "splits_batch", "total",
+    "Parts", "Priced", "Pricer", "Problem", "Setting", "Sharing", "attention",
+    "backward_temporaries", "context_exchange", "fuse", "is_per_row", "model_flops", "op_flops",
+    "signature", "splits_batch", "total",
 ]  # fmt: skip

@@ -18,11 +18,11 @@ class Entry(NamedTuple):
 
     `column` is the field of `Cost` that its `seconds` add to; `hidden_s` pass beside others and add
     nothing. `kind` is what it is: "product", "attention", "stream" (an operator that moves memory),
-    "leaf", "cast", "merge", "copy", "accumulation", "optimizer", "collective", or "issue" where
-    only the host works, its `host_s`. Of the seconds, `weight_s` are gradients of weights. `flops`
-    of products and attention; `moved_bytes` of the device's memory; `sent_bytes` to links, by
-    `calls` of a `collective` on an `axis`, of a group that `crosses` nodes or not. `source`: the
-    seconds are "measured", "interpolated" between measurements, or "modelled".
+    "leaf", "cast", "merge", "copy", "accumulation", "optimizer", "collective", or "issue" and
+    "wait" where only the host works, its `host_s`. Of the seconds, `weight_s` are gradients of
+    weights. `flops` of products and attention; `moved_bytes` of the device's memory; `sent_bytes`
+    to links, by `calls` of a `collective` on an `axis`, of a group that `crosses` nodes or not.
+    `source`: the seconds are "measured", "interpolated" between measurements, or "modelled".
     """
 
     column: str

@@ -147,7 +147,7 @@ class Pricer(ReshardPricer):
         target, traits = self.setting.target, traits_of(op)
         differentiable = any(self.graph.values[r].requires_grad for r in op.results)
         host, kernels = self._host_seconds(op), 1.0
-        found, waiting = list[Entry](), 0.0
+        found = list[Entry]()
         if not is_free(self.table, op) or shifts_tokens(self, op):
             found = self._computed(op, strategy, differentiable)
             seconds = [sum(e.seconds for e in found if e.column == c) for c in PASS_COLUMNS]
@@ -156,9 +156,10 @@ class Pricer(ReshardPricer):
             found += [*context_exchange(self, op, strategy, *seconds), *exchanged]
             # a library that posts token by token has the host wait for the counts of all
             if target.message_s and traits.experts == "dispatch" and exchanged:
-                waiting = exchanged[0].seconds
+                waits = Entry(column=FORWARD_S, kind="wait", host_s=exchanged[0].seconds)
+                found.append(waits)
             kernels = 2.0 if self.table.ops[op.name].matmul or traits.leaf else 1.0
-        issued = host + waiting, host * kernels * differentiable
+        issued = host, host * kernels * differentiable
         return found + [
             self._issued(column, host_s)
             for column, host_s in zip(PASS_COLUMNS, issued, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
 from meshwright.costmodel.operators.cost import Axis, Entry
@@ -97,6 +98,7 @@ class HostParts:
 
 
 NOT_AWAY, UNSHARED = HostParts(), Sharing()
+Parts: TypeAlias = tuple[Mesh, Batch, Sharing, HostParts, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +134,7 @@ class Setting:
         return self.problem.profile
 
     @property
-    def parts(self) -> tuple[Mesh, Batch, Sharing, HostParts, bool]:
+    def parts(self) -> Parts:
         """All but the problem."""
         return self.mesh, self.batch, self.sharing, self.host, self.validated
 

@@ -23,7 +23,7 @@ from meshwright.costmodel.blocks.backward import Moment
 from meshwright.costmodel.memory import GradientBytes, Reduction, Trained
 from meshwright.costmodel.schedules import Action
 
-ALIKE = 4  # backwards of a step that differ: the first ones, one of those between, the last
+ALIKE = 4  # backwards of a step that differ, at most: first ones, one of those between, the last
 Pass: TypeAlias = Literal["first", "later", "last", "second", "end"]
 
 
@@ -105,7 +105,8 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
         before = gradients.live
         found, second = _Most(), _Most()
         if split:
-            found, second, begun, put_off = _halves(own.blocks, gradients, own.seeds, begun)
+            found, second, between, put_off = _halves(own.blocks, gradients, own.seeds)
+            begun = begun if k else between
         else:
             found = _highest(own.blocks, gradients, own.seeds)
         seconds.append(second)
@@ -165,10 +166,10 @@ def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: floa
 
 
 def _halves(
-    blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float, begun: float
+    blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
 ) -> tuple[_Most, _Most, float, float]:
     """A backward that puts products' weight gradients off to its second half: the most in both, the
-    gradients that the first half of the step's first one leaves (`begun`), and what is put off."""
+    gradients that there are between both, and what is put off."""
     held, put_off = math.fsum(block.kept for block in blocks), 0.0
     first, second = _Most(), _Most()
     for number, block in reversed([*enumerate(blocks)]):
@@ -181,10 +182,10 @@ def _halves(
         held -= block.kept
         if block is blocks[-1]:
             held += seeds
-    left, begun = put_off, begun or gradients.live
+    left, between = put_off, gradients.live
     for block in reversed(blocks):
         for moment, parameters in block.course:
             for k in parameters if moment.put_off else ():
                 second.reach(None, gradients.take(k), left + block.late)
             left -= moment.put_off
-    return first, second, begun, put_off
+    return first, second, between, put_off

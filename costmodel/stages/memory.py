@@ -130,7 +130,7 @@ def stage_memory(
         gradient_bytes=found.left,
         first_bytes=found.first + back,
         later_bytes=found.later + back,
-        begun_bytes=np.zeros_like(half),
+        begun_bytes=found.left * (not followed),
         half_bytes=half + back,
         second_bytes=second,
         last_bytes=np.zeros_like(second),

@@ -87,7 +87,7 @@ def make_draft(
     if stages[0].setup.validated and len(plan.devices) > 1:
         plan = dataclasses.replace(plan, post_validation=True)
     assignments = (d.setup.chain.assignments(d.start, d.stop) for d in stages)
-    blocks = [stage_blocks(plan, k, coster, own) for k, own in enumerate(assignments)]
+    blocks = (stage_blocks(plan, k, coster, own) for k, own in enumerate(assignments))
     priced = price_blocks(plan, coster, costs, blocks)
     fits = priced_fits(priced, coster.cluster, memory_bytes)
     lacks = priced.prediction.fullest_bytes - memory_bytes

@@ -5,7 +5,7 @@ bytes; `Evaluator` prices many plans of one problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.fp8 import wide
@@ -205,13 +205,13 @@ def price_blocks(
     plan: Plan,
     coster: StageCoster,
     costs: Sequence[StageCosts[float]],
-    stages: Sequence[StageBlocks],
+    stages: Iterable[StageBlocks],
 ) -> Evaluation:
-    """Price a plan whose stages' costs are known, their memory from their blocks where the target's
-    steps are followed."""
+    """Price a plan whose stages' costs are known, their memory from their blocks (`stages`, which
+    are asked for only then) where the target's steps are followed."""
     if not coster.problem.target.gradients_come:
         return price_stages(plan, coster, costs)
-    walks = walked_stages(plan, coster, stages)
+    walks = walked_stages(plan, coster, [*stages])
     costs = [replace(own, **walk.memory) for own, walk in zip(costs, walks, strict=True)]
     found = price_stages(plan, coster, costs)
     peaks = tuple(placed(peak, walks[peak.stage]) for peak in found.prediction.peaks)

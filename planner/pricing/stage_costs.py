@@ -33,6 +33,7 @@ from meshwright.costmodel.operators import (
     HostParts,
     Mesh,
     ModelFlops,
+    Parts,
     Priced,
     Pricer,
     Problem,
@@ -70,7 +71,6 @@ from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
-Parts: TypeAlias = tuple[Mesh, Batch, Sharing, HostParts, bool]
 Decided: TypeAlias = tuple[str, str, States]  # class of a block, its choices, its inputs' states
 
 

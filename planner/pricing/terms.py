@@ -97,7 +97,7 @@ class _Larger:
         return own._replace(
             seconds=seconds,
             weight_s=own.weight_s * more,
-            host_s=own.host_s * (1 + MORE * (self.component == HOST)),
+            host_s=own.host_s * (1 + MORE * (self.component == HOST and own.kind != "wait")),
         )
 
     def step(self, own: PricedStage, step: Run | Move) -> Cost:

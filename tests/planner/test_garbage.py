@@ -7,7 +7,7 @@ import pytest
 from meshwright.planner.garbage import SELDOM, seldom_collected
 
 
-@pytest.mark.parametrize("threshold", [(700, 10, 10), (0, 10, 10)])
+@pytest.mark.parametrize("threshold", [(700, 10, 10), (0, 10, 10), (90_000, 10, 30)])
 def test_collections_are_rare_inside_and_as_before_afterwards(
     threshold: tuple[int, int, int],
 ) -> None:
@@ -15,7 +15,14 @@ def test_collections_are_rare_inside_and_as_before_afterwards(
     gc.set_threshold(*threshold)
     try:
         with pytest.raises(ValueError, match="ends"), seldom_collected():
-            assert gc.get_threshold() == (SELDOM if threshold[0] else threshold)
+            rare = tuple(map(max, SELDOM, threshold)) if threshold[0] else threshold
+            assert gc.get_threshold() == rare
+            first, second = seldom_collected(), seldom_collected()  # of two threads, say
+            first.__enter__()
+            second.__enter__()
+            first.__exit__(None, None, None)
+            assert gc.get_threshold() == rare
+            second.__exit__(None, None, None)
             raise ValueError("ends")
         assert gc.get_threshold() == threshold
     finally:

@@ -1,6 +1,7 @@
 """Gradients in the course of backwards, followed by hand."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,3 +111,15 @@ def test_a_gradient_of_several_readers_waits_for_the_first_of_them(zero: int, le
     else:
         assert [own.take(1), own.take(0)] == [60 + 80 + 40, 80 + 120 + 60]
     assert own.live == left + (40 if zero == 3 else 80)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_block_is_scattered_when_all_its_gradients_are_made(order: tuple[int, int]) -> None:
+    """10 and 20 elements in 16 bits: copies of 120 bytes, shards of 60, whichever comes last."""
+    own = course([10, 20], zero=3, weight_bytes=2)
+    own = GradientBytes([replace(p, block=0) for p in own.trained], own.reduction)
+    for shards in (0, 60):
+        own.begin(last=True)
+        assert max(own.take(k) for k in order) == shards + 60 + 120
+        own.end()
+        assert own.live == 60

@@ -121,6 +121,8 @@ def test_what_a_first_half_leaves_is_there_once() -> None:
     *_, of_last = moments("zb_h2", num_stages=4, num_microbatches=8, num_devices=4)
     waiting = [one for one in of_last if one.begun[0] and not one.later[0]]
     assert {one.action for one in waiting} == {Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT}
+    all_put_off = stage([block(100, 20, 0, put_off=30)], [10])
+    assert {walked(all_put_off, m, split=True).memory["begun_bytes"] for m in (1, 2, 4)} == {0}
 
 
 def test_the_last_backward_scatters_when_fewer_are_in_flight() -> None:
