@@ -18,7 +18,16 @@ from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory.states import model_state_bytes
 from meshwright.costmodel.operators import Cost, Setting
 from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs
-from meshwright.costmodel.stages.sums import COLUMNS, LATER, MAXIMA, Sums, block_sums
+from meshwright.costmodel.stages.sums import (
+    COLUMNS,
+    FIRST,
+    GROWN,
+    LATER,
+    MAXIMA,
+    SECOND,
+    Sums,
+    block_sums,
+)
 from meshwright.costmodel.target import Target
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import changed, cluster, setting_on, sums_of
@@ -146,6 +155,17 @@ def test_spans_are_sums_and_maxima_of_their_blocks() -> None:
         np.testing.assert_allclose(times.array[k], thrice.array)
     part = blocks[0].shared_out(np.array([1, 4]))
     np.testing.assert_allclose(part.array[1, :-MAXIMA], blocks.array[0, :-MAXIMA] / 4)
+
+
+def test_a_backward_lets_go_of_what_was_kept_but_for_what_it_leaves() -> None:
+    """100 and 20 bytes behind a block whose highest point is 1000 above its own: 5 parameters leave
+    gradients in fp32 where those stay, a first half the 30 that it puts off."""
+    behind = sums_of(saved_bytes=100, input_bytes=20, parameters=5, put_off_bytes=30, blocks=1)
+    before = sums_of(blocks=1)
+    before.excess = np.full_like(before.excess, 1000.0)
+    found = before.then(behind).excess[:, 0]
+    kinds = (LATER, GROWN, FIRST, SECOND)
+    assert [found[kind] for kind in kinds] == [1000 - 120, 1000 - 100, 1000 - 90, 1000]
 
 
 def test_blocks_with_policies_are_each_with_its_own() -> None:
