@@ -70,7 +70,8 @@ def priced_stage(
         stored.update(each.shared)
     sent = sent_of(stage, blocks, pricer, setting)
     repeated = stage_recompute(stage, blocks, pricer)
-    if stage.segments == 1:
+    # where steps are followed, the walk over the blocks says what a backward holds
+    if stage.segments == 1 and not setting.target.gradients_come:
         decided = rows.with_policies(stage.policies).joined()
         repeated = replace(repeated, excess=decided.excess[:, 0])  # the same under all of them
     return PricedStage(
