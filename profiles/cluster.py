@@ -41,6 +41,7 @@ __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Host", "Link", "Rates",
 
 LOCAL_NODE = "local-host"
 MEASURED_HERE = "local: rates of a core measured here"
+_SLICE_S = 3e-3  # a thread runs so long before Linux gives its core to another one that waits
 _TABLES = ("device", "intra_link", "inter_link", "host")
 
 
@@ -295,6 +296,9 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         launch_overhead_s=rates.launch_overhead_s / share,
         host_overhead_s=rates.launch_overhead_s / share,
     )
+    waits_s = (n / cores - 1) * _SLICE_S if share < 1 else 0.0
+    link = cluster.intra_link
+    link = dataclasses.replace(link, latency_s=link.latency_s + waits_s)
     notes = [
         f"{MEASURED_HERE} on {rates.date}"
         + ", while it was busy with something else" * rates.busy
@@ -304,7 +308,7 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
     if share < 1:
         notes.append(
             f"local: {n} ranks share {cores} cores, so FLOP/s and bandwidth are {share:.3g} of one "
-            f"core's"
+            f"core's, and a message waits {waits_s * 1e3:.2g} ms for a core"
         )
     kept = tuple(
         note
@@ -318,7 +322,9 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         link_bandwidth=rates.copy_bandwidth * share / 2,
         assumptions=("local: device and host memory are one, of which each is counted whole",),
     )
-    return dataclasses.replace(cluster, device=device, assumptions=kept + tuple(notes), host=host)
+    return dataclasses.replace(
+        cluster, device=device, intra_link=link, assumptions=kept + tuple(notes), host=host
+    )
 
 
 def _local_gpu() -> str:

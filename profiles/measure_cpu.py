@@ -1,9 +1,9 @@
 """What one CPU core achieves: FLOP/s, memory bandwidth, and seconds to issue an operator.
 
-A rank on a CPU runs one thread, so that is what is timed: a square matmul in fp32 and bf16, a copy
-too large for the caches, operators of a Transformer's block that pass over memory, forward and
-backward (on a CPU they take several times a copy's seconds), and a chain of operators so small that
-only their calls cost, as a lowered block runs them. The best of several trials is kept, some time
+A rank on a CPU runs one thread, so that is what is timed: a linear layer in fp32 and bf16, a copy
+too large for the caches, operators of a Transformer's block that pass over memory (on a CPU they
+take several times a copy's seconds), all forward and backward, and a chain of blocks so small that
+only their calls cost, as a lowered graph runs them. The best of several trials is kept, some time
 apart: noise only ever adds time. The rates are achieved ones, so a device built from them has
 efficiency 1.
 
@@ -35,10 +35,11 @@ log = logging.getLogger(__name__)
 _BUDGET_S = 0.05  # of each timing of a trial
 _TRIALS, _APART_S = 3, 0.2
 _BUSY = 0.9  # part of a core that a thread gets at least where nothing else runs
-_MATMUL_SIZE = 512
+_LINEAR = (1024, 256, 1024)  # tokens, features taken and given
 _COPY_BYTES = 64 * 2**20
-_ROWS = (512, 768)  # tokens of a small block, features of each
-_TINY_CALLS = 100
+_ROWS, _LAYERS = (1024, 768), 3  # tokens of a small block, features of each; how often
+_TINY, _CHAINED = 8, 8
+_BLOCK_CALLS = 8 + 11 + 5 * 0.5  # forward, backward (twice of a product), views
 
 
 @cache
@@ -94,13 +95,10 @@ def _better(one: CpuRates, other: CpuRates) -> CpuRates:
 
 
 def _trial() -> CpuRates:
-    with torch.no_grad():
-        fp32, bf16 = (_matmul_flops(dtype) for dtype in (torch.float32, torch.bfloat16))
-        copied = _copy_bandwidth()
     return CpuRates(
-        fp32_flops=fp32,
-        bf16_flops=bf16,
-        copy_bandwidth=copied,
+        fp32_flops=_matmul_flops(torch.float32),
+        bf16_flops=_matmul_flops(torch.bfloat16),
+        copy_bandwidth=_copy_bandwidth(),
         stream_bandwidth=_stream_bandwidth(),
         launch_overhead_s=_issue_s(),
         date=datetime.date.today().isoformat(),
@@ -124,9 +122,11 @@ def _best_time_s(run: Callable[[], object]) -> float:
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:
-    left = torch.ones(_MATMUL_SIZE, _MATMUL_SIZE, dtype=dtype)
-    right, out = torch.ones_like(left), torch.empty_like(left)
-    return 2 * _MATMUL_SIZE**3 / _best_time_s(lambda: torch.mm(left, right, out=out))
+    """Of a layer's three products, forward and backward."""
+    rows, inner, columns = _LINEAR
+    x, weight = (torch.ones(n, inner, dtype=dtype).requires_grad_() for n in (rows, columns))
+    given = torch.ones(rows, columns, dtype=dtype)
+    return 6 * math.prod(_LINEAR) / _best_time_s(lambda: F.linear(x, weight).backward(given))
 
 
 def _copy_bandwidth() -> float:
@@ -136,29 +136,40 @@ def _copy_bandwidth() -> float:
 
 
 def _stream_bandwidth() -> float:
-    """Of an addition, a norm, a softmax and an activation, which each pass over as many bytes: what
-    their prices count, forward and backward."""
+    """Of additions, norms, activations and softmaxes one after the other, each of which keeps what
+    it made, as in a model: what their prices count, forward and backward."""
     x = torch.linspace(-3.0, 3.0, math.prod(_ROWS)).view(_ROWS).requires_grad_()
     given = torch.ones_like(x)
-    runs = {  # tensors that are read and written
-        lambda: (x + given).backward(given): 3 + 1,
-        lambda: F.layer_norm(x, _ROWS[-1:]).backward(given): 2 + 3,
-        lambda: F.softmax(x, -1).backward(given): 2 + 3,
-        lambda: F.gelu(x, approximate="tanh").backward(given): 2 + 3,
-    }
-    seconds = [_best_time_s(run) / tensors for run, tensors in runs.items()]
-    return 4 * x.numel() * len(seconds) / sum(seconds)
+    tensors = (3 + 1) + 3 * (2 + 3)  # of a layer that are read and written
+
+    def run() -> None:
+        y = x
+        for _ in range(_LAYERS):
+            y = F.gelu(F.layer_norm(y + given, _ROWS[-1:]), approximate="tanh")
+            y = F.softmax(y, -1)
+        y.backward(given)
+
+    return 4 * x.numel() * tensors * _LAYERS / _best_time_s(run)
 
 
 class _Chain(nn.Module):
-    """Operators that do next to nothing, one after the other."""
+    """Blocks of a Transformer so small that only their calls cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_TINY)
+        self.up, self.down = nn.Linear(_TINY, _TINY), nn.Linear(_TINY, _TINY)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(_TINY_CALLS):
-            x = torch.tanh(x)
+        for _ in range(_CHAINED):
+            y = self.up(self.norm(x)).view(2, 2, 2, _TINY // 2).transpose(1, 2)
+            y = F.softmax(y @ y.transpose(-1, -2), -1) @ y
+            x = x + self.down(F.gelu(y.transpose(1, 2).reshape(2, 2, _TINY)))
         return x
 
 
 def _issue_s() -> float:
-    chain, tiny = fx.symbolic_trace(_Chain()), torch.ones(1, requires_grad=True)
-    return _best_time_s(lambda: chain(tiny).backward()) / (2 * _TINY_CALLS)
+    """Of an operator, and half of it of a view, as prices count them."""
+    chain, tiny = fx.symbolic_trace(_Chain()), torch.ones(2, 2, _TINY, requires_grad=True)
+    given = torch.ones_like(tiny)
+    return _best_time_s(lambda: chain(tiny).backward(given)) / (_CHAINED * _BLOCK_CALLS)

@@ -10,7 +10,8 @@ its time is the median over the turns of the slowest rank's. Memory that is free
 library: a virtual machine's pages take longer to come than a step to compute. Printed: both times,
 the error, the mean error, Spearman's rank correlation.
 
-`--gbit` puts every rank on an emulated host on such links (`scripts/emulated_cluster`; root).
+`--budget 0` profiles nothing: prices rest on the machine's rates alone. `--gbit` puts every rank on
+an emulated host on such links (`scripts/emulated_cluster`; root).
 `--regret` runs the plan that the search chooses, the five predicted best of other decisions, drawn
 at random, and five more of these, and prints the choice's measured time over the best measured.
 """
@@ -140,7 +141,7 @@ def run_plans(name: str, folder: Path) -> None:
 
 
 def _optimizer(model: ParallelModel) -> torch.optim.Optimizer:
-    """One pass over the states, as the cost model has it; torch's loop on the CPU makes several."""
+    """One pass over the states; torch's loop on a CPU makes several."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
@@ -177,6 +178,8 @@ def profile(case: Case, settings: argparse.Namespace) -> None:
     """Measure what plans may run, into the `usual` cache; for emulated hosts into another one, too,
     this machine's operators, whose cores they share, beside the links' collectives."""
     ranks, gbit, usual = settings.ranks, settings.gbit, settings.usual
+    if not settings.budget:
+        return
     local = Cluster.local(ranks, "cpu")
     summary = profile_model(
         case.model(),
@@ -268,6 +271,7 @@ def _planned(
                 global_batch_size=BATCH,
                 loss_fn=case.loss_fn,
                 precision="fp32",
+                optimizer="adamw_fused",
                 overrides=overrides,
             )
         except (InfeasibleError, OverrideError) as error:
@@ -309,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=2, choices=(2, 4))
     parser.add_argument("--models", nargs="+", choices=sorted(CASES), default=sorted(CASES))
-    parser.add_argument("--budget", type=float, default=90.0, help="seconds to profile a model")
+    parser.add_argument("--budget", type=float, default=90.0, help="of a profile; 0: none")
     parser.add_argument("--gbit", type=float, help="each rank on an emulated host on such links")
     parser.add_argument("--regret", action="store_true", help="the choice against what it left")
     args = parser.parse_args()

@@ -10,6 +10,7 @@ from meshwright.costmodel.memory.optimizers import (
     Optimizer,
     fused,
     optimizer_bytes,
+    optimizer_issues,
     optimizer_named,
     optimizer_step_bytes,
     optimizer_temporary_bytes,
@@ -36,7 +37,7 @@ from meshwright.costmodel.memory.storage import (
 __all__ = [
     "FP32", "FUSED", "OPTIMIZERS", "Call", "GradientBytes", "Held", "Local", "ModelStates",
     "Optimizer", "Origin", "Reduction", "Storage", "Trained", "compact", "fixed_bytes", "fresh",
-    "fused", "keep", "model_state_bytes", "model_states", "optimizer_bytes", "optimizer_named",
-    "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped", "undo_bytes",
-    "working_bytes",
+    "fused", "keep", "model_state_bytes", "model_states", "optimizer_bytes", "optimizer_issues",
+    "optimizer_named", "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped",
+    "undo_bytes", "working_bytes",
 ]  # fmt: skip

@@ -19,31 +19,33 @@ from meshwright.profiles.inputs import MeshwrightError, shown
 
 FUSED = "_fused"
 FP32 = 4
+DTENSOR_ISSUES = 3.0  # of an operator on distributed tensors, beside one on plain ones (20, 7 us)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
     """Bytes a parameter: its moments (fp32 unless the name says otherwise), what a step reads and
     writes, and what a step makes beside that on a GPU, of all parameters at once (`temporary`); on
-    a CPU so many fp32 tensors of the size of one parameter (`tensors`)."""
+    a CPU so many fp32 tensors of the size of one parameter (`tensors`), by so many operators."""
 
     moments: int
     moved: int
     temporary: int = 0
     tensors: int = 0
+    operators: int = 0
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType({
-    "adamw": Optimizer(moments=8, moved=80, temporary=4, tensors=2),
+    "adamw": Optimizer(moments=8, moved=80, temporary=4, tensors=2, operators=9),
     "adamw_fused": Optimizer(moments=8, moved=28),
-    "adam": Optimizer(moments=8, moved=72, temporary=4, tensors=2),
+    "adam": Optimizer(moments=8, moved=72, temporary=4, tensors=2, operators=8),
     "adam_fused": Optimizer(moments=8, moved=28),
     "adamw_bf16": Optimizer(moments=4, moved=20),
     "adamw8bit": Optimizer(moments=2, moved=16),
-    "sgd": Optimizer(moments=0, moved=12),
-    "momentum": Optimizer(moments=4, moved=20),
-    "lion": Optimizer(moments=4, moved=20),
-    "adagrad": Optimizer(moments=4, moved=20),
+    "sgd": Optimizer(moments=0, moved=12, operators=1),
+    "momentum": Optimizer(moments=4, moved=20, operators=2),
+    "lion": Optimizer(moments=4, moved=20, operators=5),
+    "adagrad": Optimizer(moments=4, moved=20, operators=5),
 })  # fmt: skip
 
 
@@ -74,6 +76,12 @@ def optimizer_bytes(optimizer: str) -> int:
 def optimizer_step_bytes(numel: float, *, optimizer: str) -> float:
     """Bytes an optimizer step reads and writes for `numel` parameters."""
     return numel * optimizer_named(optimizer).moved
+
+
+def optimizer_issues(optimizer: str, *, device: str) -> float:
+    """How often a step takes the seconds to issue an operator, for one parameter: on a GPU a few
+    kernels step all of them."""
+    return optimizer_named(optimizer).operators * DTENSOR_ISSUES if device == "cpu" else 0.0
 
 
 def optimizer_temporary_bytes(numels: Sequence[float], *, optimizer: str, device: str) -> float:

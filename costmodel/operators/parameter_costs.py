@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, stream_seconds
-from meshwright.costmodel.memory import optimizer_step_bytes
+from meshwright.costmodel.memory import optimizer_issues, optimizer_step_bytes
 from meshwright.costmodel.operators.cost import BACKWARD_S, NOTHING, Entry, Priced, priced
 from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import (
@@ -130,9 +130,11 @@ class ParameterPricer:
         ):
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
         moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
+        issued = optimizer_issues(setting.optimizer, device=device.kind) * device.launch_overhead_s
         stepped = streamed("optimizer_s", "optimizer", moved)
-        yield stepped
-        yield stepped.times(1 / shards.size)._replace(column="shard_s")
+        yield stepped._replace(seconds=stepped.seconds + issued)
+        part = stepped.times(1 / shards.size)
+        yield part._replace(column="shard_s", seconds=part.seconds + issued)
 
     def _gathered(self, numel: float, group: Group, zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's all-gather of weights, with the codec where they are quantised."""

@@ -63,7 +63,13 @@ class Reduced(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        return tree_map_only(DTensor, _all_reduced, func(*args, **(kwargs or {})))
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, DTensor):
+            return _all_reduced(result)
+        # most calls read an attribute: an optimizer makes some 20 a parameter
+        if isinstance(result, list | tuple | dict):
+            return tree_map_only(DTensor, _all_reduced, result)
+        return result
 
 
 class _Steps:

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 LENGTH, VOCABULARY, CLASSES = 128, 2048, 32
 
 
-def gpt2() -> nn.Module:
+def gpt2(*, n_embd: int = 256, n_layer: int = 4) -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=VOCABULARY,
         n_positions=LENGTH,
-        n_embd=256,
-        n_layer=4,
-        n_head=8,
+        n_embd=n_embd,
+        n_layer=n_layer,
+        n_head=n_embd // 32,
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
@@ -118,6 +118,7 @@ def images(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 CASES: Mapping[str, Case] = {
+    "tiny": Case(build=lambda: gpt2(n_embd=64, n_layer=2), batch=tokens),
     "gpt2": Case(build=gpt2, batch=tokens),
     "llama": Case(build=llama, batch=tokens),
     "bert": Case(build=bert, batch=tokens),

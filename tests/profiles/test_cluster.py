@@ -184,6 +184,10 @@ class TestLocal:
         assert device.memory_bandwidth == 5e9 * share
         assert cluster.host is not None and cluster.host.link_bandwidth == 1e10 * share / 2
         assert device.matmul_efficiency == device.memory_efficiency == Curve.constant(1.0)
+        # where four ranks share a core, a message waits for three others' turns
+        link = Cluster.from_catalog("local-host").intra_link
+        waits_s = (1 / share - 1) * 3e-3
+        assert cluster.intra_link.latency_s == pytest.approx(link.latency_s + waits_s)
         assert any("share 4 cores" in note for note in cluster.assumptions) == (share < 1)
         said = next(note for note in cluster.assumptions if "measured here on 2026-11-26" in note)
         assert ("busy with something else" in said) == (n == 4)
@@ -192,7 +196,8 @@ class TestLocal:
     def test_measuring_gives_plausible_rates(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measure_cpu_module, "_BUDGET_S", 0.001)
         monkeypatch.setattr(measure_cpu_module, "_COPY_BYTES", 2**20)
-        monkeypatch.setattr(measure_cpu_module, "_MATMUL_SIZE", 128)
+        monkeypatch.setattr(measure_cpu_module, "_LINEAR", (128, 64, 128))
+        monkeypatch.setattr(measure_cpu_module, "_ROWS", (16, 32))
         threads = torch.get_num_threads()
         monkeypatch.setattr(measure_cpu_module, "_APART_S", 0.0)
         rates = measure_cpu()

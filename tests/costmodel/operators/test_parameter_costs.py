@@ -158,6 +158,16 @@ def test_the_optimizer_and_sums_of_gradients_by_traffic() -> None:
         found = pricer(moving(), dp=2, cp=2, target=target, optimizer=optimizer)
         assert weights(found, "optimizer_s") == pytest.approx(2 * moved * numel)
         assert weights(found, "shard_s") == pytest.approx(2 * moved * numel / 4)
+    # a CPU steps one parameter after the other, each rank all of them
+    slow = dataclasses.replace(moving().device, kind="cpu", launch_overhead_s=1.0)
+    device = dataclasses.replace(moving(), device=slow)
+    for optimizer, operators in (("adamw", 9), ("adamw_fused", 0), ("sgd", 1)):
+        found, quiet = (
+            pricer(on, dp=2, target=own, optimizer=optimizer) for on in (device, moving())
+        )
+        for name in ("optimizer_s", "shard_s"):
+            more = weights(found, name) - weights(quiet, name)
+            assert more == pytest.approx(3 * operators * len(net().graph.parameters))
     # read the sum and the new gradient, write the sum; one micro-batch needs none of it
     target, numel = dataclasses.replace(EAGER, gradient_bytes=4), net().graph.num_parameters()
     for count, traffic in ((1, 0), (2, 12 * numel), (5, 12 * numel)):
