@@ -40,12 +40,14 @@ class Case:
     overrides: Mapping[str, Any]
 
 
+GPT3 = {"n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048, "vocab_size": 51200}
 CASES: Mapping[str, Case] = {
+    "gpt3-1024-h100": Case(
+        family="GPT2", length=2048, node="h100-sxm", nodes=128, batch=1536, config=GPT3,
+        overrides={},
+    ),
     "gpt3-1024": Case(
-        family="GPT2", length=2048, node="dgx-a100", nodes=128, batch=1536,
-        config={
-            "n_layer": 96, "n_embd": 12288, "n_head": 96, "n_positions": 2048, "vocab_size": 51200,
-        },
+        family="GPT2", length=2048, node="dgx-a100", nodes=128, batch=1536, config=GPT3,
         overrides={"tp": 8, "pp": 4, "schedule": "interleaved_1f1b", "num_microbatches": 48},
     ),
     "llama-405b-16384": Case(

@@ -196,3 +196,7 @@ def test_stages_of_one_device_are_never_in_a_backward_together() -> None:
     stages = [costs(80.0, passing, 0.0) for passing in (10.0, 40.0, 30.0, 20.0)]
     peaks = device_peaks(stages, schedule="zb_v", num_microbatches=4, num_devices=2)
     assert [each.nbytes for each in peaks] == [160 + 20, 160 + 40]
+    # in a later backward, the gradients of both are there
+    held = [replace(each, gradient_bytes=2.0**k) for k, each in enumerate(stages)]
+    peaks = device_peaks(held, schedule="zb_v", num_microbatches=4, num_devices=2)
+    assert [each.nbytes for each in peaks] == [160 + 20 + 1 + 8, 160 + 40 + 2 + 4]

@@ -223,6 +223,16 @@ def test_sharing_experts_out_saves_their_memory_and_can_be_run() -> None:
     assert ['"ep": 4' in plan.to_json() for plan in plans] == [False, True]
 
 
+@pytest.mark.parametrize("ep", [2, 4])
+def test_weights_of_experts_that_zero_3_divides_among_nobody_are_there(ep: int) -> None:
+    """Of ep=2 two ranks share an expert, of ep=4 none: sums of blocks say what each of them does."""
+    plan = with_stage(plan_of(ep), zero=3)
+    on = Cluster.from_catalog("dgx-h100", devices_per_node=4)
+    priced = evaluate(plan, problem_on(on, EAGER), check_plan(plan, graph(), table()))
+    (walked,), (summed,) = priced.stages, priced.priced
+    assert summed.costs.fixed_bytes == pytest.approx(walked.fixed_bytes, rel=0.01)
+
+
 def test_the_exchange_hides_behind_compute_as_far_as_there_is_some() -> None:
     plan, on = plan_of(ep=4), Cluster.from_catalog("p5.48xlarge", devices_per_node=4)
     assignments = check_plan(plan, graph(), table())
