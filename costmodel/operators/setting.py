@@ -6,7 +6,7 @@ remembered under them can depend on nothing else.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -95,6 +95,11 @@ class HostParts:
 
     def __bool__(self) -> bool:
         return self != NOT_AWAY
+
+    def exceeds(self, other: HostParts) -> bool:
+        """Whether no less of anything is away than of another."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(own >= less for own, less in pairs)
 
 
 NOT_AWAY, UNSHARED = HostParts(), Sharing()

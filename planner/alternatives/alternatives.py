@@ -109,7 +109,7 @@ def _promising(
             for choice in priced
             if family.policies is None and family.choice(choice)
             for one in equal.combinations(choice)
-            if _accepts(family, one)
+            if _accepts(family, one) and not one.waits
         ]
         if own:
             found.append((family, sorted(own, key=_promised_s)))
@@ -199,7 +199,7 @@ class _Families:
             trust=1.0,
             known_s=known_s,
         )
-        alone = [one for one in queue.combinations() if one.groups == 1]
+        alone = [one for one in queue.combinations() if one.groups == 1 and not one.waits]
         own = equal is self.search.equal
         for one in sorted(alone, key=_promised_s)[: int(own)]:  # whose estimate is exact
             found = explorer.cut(one, known_s)
@@ -218,7 +218,11 @@ class _Families:
             if left_s >= limit:
                 break
             _, _, what, _ = queue.pop()
-            if isinstance(what, Combination):
+            if isinstance(what, Combination) and what.waits:
+                for one in equal.relieved(what):
+                    again[id(one)] = one
+                    queue.add(_promised_s(one), one)
+            elif isinstance(what, Combination):
                 if own or id(what) in again:
                     found = explorer.cut(what, limit)
                     tried += FITS_NOT if found is None else 1
@@ -239,13 +243,13 @@ class _Families:
 
 
 def _accepts(family: Family, one: Combination) -> bool:
-    fits = one.groups > 1 or not one.tight
+    fits = one.groups > 1 or one.waits or not one.tight
     return fits and family.setup(one.setup) and family.schedule(one.schedule)
 
 
 def _promised_s(one: Combination) -> float:
     """The estimate of a combination; where equal stages don't fit it is too low."""
-    return max(one.estimate_s * (TIGHT if one.tight else 1.0), one.bound_s)
+    return max(one.estimate_s * (TIGHT if one.tight and not one.waits else 1.0), one.bound_s)
 
 
 def _step(draft: PlanDraft) -> float:

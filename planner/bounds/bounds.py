@@ -74,10 +74,11 @@ class Bounds:
     def of_combination(self, one: Combination, below_s: float = math.inf) -> float:
         """No plan with this combination takes less; no better bound than `below_s` is looked
         for."""
-        if one.setup.mesh.tp > 1:  # typical blocks are no bound there: stages may split otherwise
+        # typical blocks are no bound where stages may split otherwise, nor where they give up more
+        if one.setup.mesh.tp > 1 or one.waits:
             return one.bound_s
         m, p = one.num_microbatches, one.groups
-        policies = self.space.policies(one.schedule)
+        policies = self.equal.policies(one.setup, one.schedule)
         own = self._loads_of(one.setup, policies, single=one.num_stages == 1)
         room = self.equal.room - own.fixed_bytes
         if room <= 0:

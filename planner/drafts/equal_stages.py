@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.operators import UNSHARED, Batch, Mesh, Setting, Sharing
+from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Setting, Sharing
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape
 from meshwright.costmodel.stages import InFlight, Sums, of_one, stage_costs, used_bytes
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.fills import filling_s, held_at_peak
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
+from meshwright.planner.drafts.reliefs import Relief
 from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Space, groups_of
 from meshwright.planner.drafts.transports import transports
@@ -54,7 +55,7 @@ class EqualStages:
     parameters: int = field(init=False)
     floor: MemoryFloor = field(init=False)
     legal: np.ndarray = field(init=False)
-    _levels: dict[tuple[Chain, Sharing, tuple[str, ...]], RecomputeLevels] = field(
+    _levels: dict[tuple[Chain, Sharing, Relief, tuple[str, ...]], RecomputeLevels] = field(
         default_factory=dict
     )
     _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
@@ -73,8 +74,10 @@ class EqualStages:
 
     # --- setups ---
 
-    def setups(self, mesh: Mesh, m: int) -> Iterator[StageSetup]:
-        """A mesh in every mode that may pay, with every ZeRO stage it may have."""
+    def setups(self, mesh: Mesh, m: int, relief: Relief | None = None) -> Iterator[StageSetup]:
+        """A mesh in every mode that may pay, with every ZeRO stage it may have, with what the user
+        decided to give up for memory, or a `relief`."""
+        relief = relief or self.space.reliefs[0]
         validated = bool(self.space.restrictions.post_validation)
         for transport, ways in transports(self.space, mesh).items():
             fast: Chain | None = None
@@ -85,11 +88,7 @@ class EqualStages:
                 fast = fast or chain
                 for sharing in ways:
                     yield StageSetup(
-                        mesh=mesh,
-                        sharing=sharing,
-                        chain=chain,
-                        host=self.space.host,
-                        validated=validated,
+                        mesh=mesh, sharing=sharing, chain=chain, relief=relief, validated=validated
                     )
 
     def _setting(self, mesh: Mesh, m: int, sharing: Sharing = UNSHARED) -> Setting:
@@ -140,8 +139,8 @@ class EqualStages:
             found: list[Combination] = []
             for setup in self.setups(choice.mesh, m):
                 offered = self.space.schedules(groups, m, setup.zero)
-                for policies in dict.fromkeys(self.space.policies(name) for name, _ in offered):
-                    alike = [one for one in offered if self.space.policies(one[0]) == policies]
+                for policies in dict.fromkeys(self.policies(setup, name) for name, _ in offered):
+                    alike = [one for one in offered if self.policies(setup, one[0]) == policies]
                     found += self._estimated(choice, setup, policies, alike, work)
             self._combinations[choice] = tuple(found)
         return self._combinations[choice]
@@ -181,43 +180,73 @@ class EqualStages:
         load = groups * each * (states + in_flight * least.activation_bytes)
         kinds = stage_costs(self._kinds(setup, groups), setup.setting, levels.policies[-1])
         single = segment_policy(levels.policies[-1])[1] == 1  # else passing is the most, not least
+        uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
+        may_wait = setup.relief == self.space.reliefs[0] and len(self.space.reliefs) > 1
         for k in range(len(offered)):
             passing = kinds.half_bytes if held[k][0].split else kinds.passing_bytes
-            if single and overfull(float(load[k]), passing, self.room / sure, groups):
-                continue
+            over = single and overfull(float(load[k]), passing, self.room / sure, groups)
             schedule = SCHEDULES[offered[k][0]]
             tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
-            own = of_one(most, k) if tight else levels.at(k, chosen)
             sent = 0.0 if schedule.hides_sends else _sent_s(setup, int(groups * each[k]))
-            turn = own_each[k] * (own.amortised_s(m) + sent)
-            fill = float(filling_s(schedule, own, shapes[k]))
-            uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
-            estimate = m * turn * uneven + (groups - 1) * fill
-            yield Combination(
-                setup=setup,
-                num_microbatches=m,
-                schedule=offered[k][0],
-                groups=groups,
-                stages_per_group=int(each[k]),
-                estimate_s=float(estimate) * (TIGHT if tight else 1.0),
-                bound_s=schedule.bound_s(*work, m, groups),
-                tight=bool(tight),
-            )
+            repeats = bool(over or tight or chosen.level[k] or chosen.fraction[k])
+            ways = [(of_one(most, k) if tight else levels.at(k, chosen), False)]
+            ways += [(of_one(levels.costs[0], k), True)] * (may_wait and repeats)
+            for own, waits in ways[int(over) :]:
+                turn = own_each[k] * (own.amortised_s(m) + sent)
+                fill = float(filling_s(schedule, own, shapes[k]))
+                estimate = m * turn * uneven + (groups - 1) * fill
+                yield Combination(
+                    setup=setup,
+                    num_microbatches=m,
+                    schedule=offered[k][0],
+                    groups=groups,
+                    stages_per_group=int(each[k]),
+                    estimate_s=float(estimate) * (TIGHT if tight and not waits else 1.0),
+                    bound_s=schedule.bound_s(*work, m, groups),
+                    tight=bool(over or tight),
+                    repeats=repeats,
+                    waits=waits,
+                )
+
+    def relieved(self, other: Combination, *, hosts: bool = True) -> Iterator[Combination]:
+        """A combination that waits, with each relief that it may have, where that may fit, of
+        `hosts` too; none that gives up more than another with which nothing runs again."""
+        zero, sharing = other.setup.zero, other.setup.sharing
+        sent = sharing.hpz or sharing.quantized != "none"
+        enough = list[HostParts]()
+        for relief in self.space.reliefs[1:]:
+            host = relief.host
+            if relief.segmented and not other.tight or host and not hosts:
+                continue
+            if host and (SCHEDULES[other.schedule].copies > 1 or (host.states and sent)):
+                continue
+            if zero == 3 and (host.weights or host.files) or any(map(host.exceeds, enough)):
+                continue
+            for one in self._again(other, replace(other.setup, relief=relief)):
+                enough += [host] * (not one.repeats)
+                yield one
+
+    def policies(self, setup: StageSetup, schedule: str) -> tuple[str, ...]:
+        """The recompute policies that blocks of a setup may have under a schedule."""
+        return self.space.policies(schedule, segmented=setup.relief.segmented)
 
     def estimated(self, other: Combination) -> Combination | None:
         """A combination of stages that may recompute otherwise, under these policies; None where it
         can't fit."""
+        return next((one for one in self._again(other, other.setup) if not one.waits), None)
+
+    def _again(self, other: Combination, setup: StageSetup) -> Iterator[Combination]:
+        """A combination with another setup on its mesh, under these policies."""
         choice = MeshChoice(
-            mesh=other.setup.mesh,
+            mesh=setup.mesh,
             num_microbatches=other.num_microbatches,
             groups=other.groups,
             bound_s=other.bound_s,
         )
-        policies = self.space.policies(other.schedule)
         offered = other.schedule, other.stages_per_group
         work = self._work(choice.mesh, choice.num_microbatches, choice.groups)
-        found = self._estimated(choice, other.setup, policies, [offered], work)
-        return next(found, None)
+        policies = self.policies(setup, other.schedule)
+        return self._estimated(choice, setup, policies, [offered], work)
 
     def _work(self, mesh: Mesh, m: int, groups: int) -> tuple[float, float]:
         """Least seconds per micro-batch of all stages and of the slowest device group."""
@@ -247,8 +276,8 @@ class EqualStages:
 
     def levels(self, setup: StageSetup, schedule: str) -> RecomputeLevels:
         """Every run of blocks (`Runs`) of a setup, with the policies that a schedule allows."""
-        policies = self.space.policies(schedule)
-        key = setup.chain, setup.sharing, policies
+        policies = self.policies(setup, schedule)
+        key = setup.chain, setup.sharing, setup.relief, policies
         if key not in self._levels:
             runs = setup.chain.runs
             self._levels[key] = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
@@ -364,7 +393,7 @@ class EqualStages:
         setup, each = combination.setup, combination.stages_per_group
         if each == 1:
             return [0.0] * len(in_flight)
-        policies = self.space.policies(combination.schedule)
+        policies = self.policies(setup, combination.schedule)
         copies = SCHEDULES[combination.schedule].copies
         whole, stages = setup.chain.typical(), np.array([combination.num_stages // copies])
         levels = self._even_levels(whole, setup.setting, policies, stages)
