@@ -133,8 +133,8 @@ class ParameterPricer:
         issued = optimizer_issues(setting.optimizer, device=device.kind) * device.launch_overhead_s
         stepped = streamed("optimizer_s", "optimizer", moved)
         yield stepped._replace(seconds=stepped.seconds + issued)
-        part = stepped.times(1 / shards.size)
-        yield part._replace(column="shard_s", seconds=part.seconds + issued)
+        own = stepped.times(1 / shards.size)
+        yield own._replace(column="shard_s", seconds=own.seconds + issued)
 
     def _gathered(self, numel: float, group: Group, zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's all-gather of weights, with the codec where they are quantised."""
