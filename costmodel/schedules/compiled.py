@@ -17,13 +17,13 @@ they activations or gradients and whichever stages they belong to.
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-from meshwright.costmodel.schedules.errors import ScheduleError
-from meshwright.costmodel.schedules.schedule import Action, Instruction, Streams
+from meshwright.costmodel.schedules.orders import Action
+from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, Streams
 
 
 class TimeSlot(IntEnum):
@@ -72,13 +72,9 @@ class Program:
         return sum(map(len, self.stages_of))
 
 
-def program_of(streams: Sequence[Sequence[Instruction]]) -> Program:
-    """The program of the streams; those of `build_schedule` are compiled once."""
-    return _compiled(streams) if isinstance(streams, Streams) else _Compiler(streams).run()
-
-
 @lru_cache(maxsize=64)
-def _compiled(streams: Streams) -> Program:
+def program_of(streams: Streams) -> Program:
+    """The program of the streams, which are compiled once."""
     return _Compiler(streams).run()
 
 
@@ -95,7 +91,7 @@ class _Link:
 class _Compiler:
     """Each device's position and last node, the messages under way, and the program so far."""
 
-    def __init__(self, streams: Sequence[Sequence[Instruction]]) -> None:
+    def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self.stages_of = _stages_of(streams)
         self.device_of = {s: d for d, stages in enumerate(self.stages_of) for s in stages}
@@ -248,7 +244,7 @@ class _Compiler:
                 )
 
 
-def _stages_of(streams: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, ...], ...]:
+def _stages_of(streams: Streams) -> tuple[tuple[int, ...], ...]:
     """The stages of each stream, which must be 0, 1, .. in all, each of one stream."""
     stages_of = tuple(tuple(sorted({each.stage for each in stream})) for stream in streams)
     owned = sorted(stage for stages in stages_of for stage in stages)

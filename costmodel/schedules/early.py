@@ -18,7 +18,7 @@ the senders' early parts (`arriving`), which it takes and drops. All devices the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,17 +44,9 @@ class Early:
     arriving: tuple[Instruction, ...]
 
 
-def early_parts(streams: Sequence[Sequence[Instruction]]) -> tuple[Early, ...]:
-    """The early part of each device's stream; those of `build_schedule` are found once."""
-    return _known(streams) if isinstance(streams, Streams) else _found(streams)
-
-
 @lru_cache(maxsize=64)
-def _known(streams: Streams) -> tuple[Early, ...]:
-    return _found(streams)
-
-
-def _found(streams: Sequence[Sequence[Instruction]]) -> tuple[Early, ...]:
+def early_parts(streams: Streams) -> tuple[Early, ...]:
+    """The early part of each device's stream."""
     counts = [
         next((n for n, each in enumerate(stream) if each.action in _ENDS), len(stream))
         for stream in streams
@@ -81,7 +73,7 @@ def _found(streams: Sequence[Sequence[Instruction]]) -> tuple[Early, ...]:
     )
 
 
-def _sent(streams: Sequence[Iterable[Instruction]], counts: Sequence[int]) -> set[_Message]:
+def _sent(streams: Streams, counts: Sequence[int]) -> set[_Message]:
     """The messages that are sent in the first so many instructions of each device."""
     return {
         (each.stage, each.peer, each.microbatch)

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.costmodel.schedules.errors import ScheduleError
 from meshwright.costmodel.schedules.orders import Action, Compute
-from meshwright.costmodel.schedules.schedule import Instruction, build_schedule
+from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, build_schedule
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
     check_count,

@@ -20,27 +20,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import overload
 
-from meshwright.costmodel.schedules.errors import ScheduleError
 from meshwright.costmodel.schedules.orders import Action, Compute
-from meshwright.costmodel.schedules.table import (
-    SCHEDULES,
-    Schedule,
-    compute_orders,
-    stages_of_devices,
-)
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Instruction",
-    "Schedule",
-    "Streams",
-    "backward_follows_forward",
-    "build_schedule",
-    "stages_of_devices",
-]
+from meshwright.costmodel.schedules.table import SCHEDULES, compute_orders, stages_of_devices
+from meshwright.profiles.inputs import MeshwrightError
 
 _SYMBOLS = {
     Action.FORWARD: "F",
@@ -55,6 +38,14 @@ _SYMBOLS = {
 }
 _SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 _RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
+
+
+class ScheduleError(MeshwrightError):
+    """Streams, times or a stage graph that are no pipeline: says which of them, and what lacks."""
+
+    PLACE = "pipeline schedule"
+    LEGAL = "streams that compute each stage once and receive what is sent, with times for each"
+    WAY_OUT = "take a schedule of SCHEDULES, or mend the streams"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,26 +86,15 @@ class Instruction:
         return f"{symbol}{self.microbatch}{arrow}{self.peer}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Streams(Sequence[tuple[Instruction, ...]]):
+class Streams(tuple[tuple[Instruction, ...], ...]):
     """The instruction streams of one training step, one per device.
 
     Equal to itself only, so that what is derived from the streams is cached without comparing them.
     """
 
-    of_devices: tuple[tuple[Instruction, ...], ...]
-
-    def __len__(self) -> int:
-        return len(self.of_devices)
-
-    @overload
-    def __getitem__(self, device: int) -> tuple[Instruction, ...]: ...
-    @overload
-    def __getitem__(self, device: slice) -> tuple[tuple[Instruction, ...], ...]: ...
-    def __getitem__(
-        self, device: int | slice
-    ) -> tuple[Instruction, ...] | tuple[tuple[Instruction, ...], ...]:
-        return self.of_devices[device]
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 def build_schedule(
@@ -169,7 +149,7 @@ def _build(
             destinations[source].append(destination)
     if not paired:
         orders = tuple(tuple(c._replace(overlapped=False) for c in order) for order in orders)
-    return Streams(tuple(tuple(_stream(order, sources, destinations)) for order in orders))
+    return Streams(tuple(_stream(order, sources, destinations)) for order in orders)
 
 
 def _stream(

@@ -63,8 +63,8 @@ from typing import Any
 
 from meshwright.costmodel.schedules.compiled import Program, TimeSlot, program_of
 from meshwright.costmodel.schedules.early import early_parts
-from meshwright.costmodel.schedules.errors import ScheduleError
-from meshwright.costmodel.schedules.schedule import Action, Instruction
+from meshwright.costmodel.schedules.orders import Action
+from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, Streams
 
 _COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
 
@@ -144,7 +144,7 @@ class Timeline:
         """
         return max(self.span_s, default=0.0)
 
-    def validated_s(self, streams: Sequence[Sequence[Instruction]], verdict_s: float) -> float:
+    def validated_s(self, streams: Streams, verdict_s: float) -> float:
         """`period_s` of steps that are validated afterwards: the verdict takes `verdict_s` from the
         last reduction on, and each device waits for it behind its early forwards (`early_parts`).
         `streams` are those that were simulated."""
@@ -181,10 +181,6 @@ class Timeline:
         once_s = self.step_time_s - self.pipeline_s
         available_s = len(self.busy_s) * (period_s - once_s)
         return max(0.0, 1.0 - sum(self.busy_s) / available_s) if available_s > 0 else 0.0
-
-    def idle_s(self, device: int) -> float:
-        """Seconds of the pipeline in which `device` computes nothing."""
-        return self.pipeline_s - self.busy_s[device]
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -259,9 +255,7 @@ def chrome_trace(
 
 
 def simulate(
-    streams: Sequence[Sequence[Instruction]],
-    times: Sequence[StageTimes],
-    transfer_s: Mapping[tuple[int, int], float],
+    streams: Streams, times: Sequence[StageTimes], transfer_s: Mapping[tuple[int, int], float]
 ) -> Timeline:
     """Play the streams of a schedule, one per device, and return what happens when.
 

@@ -6,8 +6,9 @@ from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES, Streams, build_schedule
+from meshwright.costmodel.schedules import Streams, build_schedule
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
+from meshwright.costmodel.schedules.table import SCHEDULES
 
 Edges = list[tuple[int, int]]
 counts = st.integers(1, 7)

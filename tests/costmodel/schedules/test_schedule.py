@@ -11,16 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules import Moment, fills, in_flight, least_in_flight, moments
-from meshwright.costmodel.schedules.fills import PipelineShape
-from meshwright.costmodel.schedules.schedule import (
+from meshwright.costmodel.schedules import (
     SCHEDULES,
     Action,
     Instruction,
+    Moment,
     backward_follows_forward,
     build_schedule,
+    fills,
+    in_flight,
+    least_in_flight,
+    moments,
     stages_of_devices,
 )
+from meshwright.costmodel.schedules.fills import PipelineShape
 from tests.costmodel.schedules.pipelines import Shape, edges_of, run, shapes, times
 from tests.helpers.source_files import PRODUCT, files_in
 
