@@ -4,7 +4,7 @@ A move makes a new tensor, except where only the gradient's state changes, or a 
 the whole. Kept allocations are counted once each:
 
     saved bytes   made in the block and kept, except what leaves it
-    inputs        held once per model, by whoever reads them (`BlockPrice.input_bytes`)
+    inputs        held once per model, by whoever reads them (`PassPrice.input_bytes`)
     raw           made from the batch alone, held once per stage
     stored        parameters, buffers and constants, held anyway
 """

@@ -17,7 +17,6 @@ from meshwright.costmodel.memory.optimizers import (
 from meshwright.costmodel.memory.states import (
     ModelStates,
     fixed_bytes,
-    model_state_bytes,
     model_states,
     undo_bytes,
     working_bytes,
@@ -36,7 +35,7 @@ from meshwright.costmodel.memory.storage import (
 __all__ = [
     "FP32", "FUSED", "OPTIMIZERS", "Call", "GradientBytes", "Held", "Local", "ModelStates",
     "Optimizer", "Origin", "Reduction", "Storage", "Trained", "compact", "fixed_bytes", "fresh",
-    "fused", "keep", "model_state_bytes", "model_states", "optimizer_bytes", "optimizer_named",
+    "fused", "keep", "model_states", "optimizer_bytes", "optimizer_named",
     "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped", "undo_bytes",
     "working_bytes",
 ]  # fmt: skip

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -35,18 +35,16 @@ from meshwright.costmodel.errors import slowest_of
 from meshwright.costmodel.memory import optimizer_step_bytes, undo_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.stages.away import Sent, sent_evenly
-from meshwright.costmodel.stages.memory import StageMemory, communicator_bytes, stage_memory
+from meshwright.costmodel.stages.memory import A, StageMemory, communicator_bytes, stage_memory
 from meshwright.costmodel.stages.offload import HostCosts, host_bandwidth, host_costs, sends_each
 from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
-
-A = TypeVar("A", float, Floats)
 
 Where: TypeAlias = Literal["forward", "backward", "step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts(Generic[A]):
+class StageCosts(StageMemory[A]):
     """Costs of a stage on one rank: floats, or of several stages arrays of one shape.
 
     Seconds per micro-batch (`*_s`; `weight_s` is part of `backward_s`), once per step (`reduce_s`,
@@ -66,21 +64,9 @@ class StageCosts(Generic[A]):
     interpolated_s: A
     reduce_s: A
     optimizer_s: A
-    weight_bytes: A
-    fixed_bytes: A
-    gradient_bytes: A
-    first_bytes: A
-    later_bytes: A
-    begun_bytes: A
-    half_bytes: A
-    second_bytes: A
-    last_bytes: A
-    end_bytes: A
-    step_bytes: A
     communicator_bytes: A
     several: A
     activation_bytes: A
-    put_off_bytes: A
     parameters: A
     host_bytes: A
     away_bytes: A
