@@ -12,8 +12,15 @@ from meshwright.planner.pricing.evaluate import (
 )
 from meshwright.planner.pricing.held import MemoryParts
 from meshwright.planner.pricing.ledger import KINDS_OF_BYTES, Ledger, Line, Traffic, Work
-from meshwright.planner.pricing.priced_stage import PricedStage, StageBlocks, stage_blocks
-from meshwright.planner.pricing.stage_costs import Entered, StageCoster, mesh_of, stage_setting
+from meshwright.planner.pricing.priced_stage import PricedStage
+from meshwright.planner.pricing.stage_costs import (
+    Entered,
+    StageBlocks,
+    StageCoster,
+    mesh_of,
+    stage_blocks,
+    stage_setting,
+)
 from meshwright.planner.pricing.terms import PricedTerm, priced_terms, terms_of
 
 __all__ = [

@@ -38,9 +38,8 @@ from meshwright.planner.plan import (
     passes_of,
 )
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.priced_stage import StageBlocks
 from meshwright.planner.pricing.segments import in_segments
-from meshwright.planner.pricing.stage_costs import Entered, StageCoster
+from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster
 
 
 def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]) -> list[Walked]:
@@ -84,7 +83,7 @@ def _stage(
     held |= {(stage.ranks, value) for each in entered for value in each.block.parameters}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
     gathered = _gathered(trained, len(entered), setting)
-    entering = entering_bytes(entered, pricer)
+    entering = entering_bytes(own)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
         again, (_, gathers) = each.repeats(policy), parts_of(policy)
@@ -100,7 +99,7 @@ def _stage(
         if policy == REGATHER:
             found = _gathering(found, again, late=split and _reads_late(each.passes))
         blocks.append(found)
-    blocks = in_segments(blocks, entering, stage, entered, pricer)
+    blocks = in_segments(own, blocks, entering)
     weights, states = _fixed_bytes(trained, setting)
     return StageBytes(
         fixed=frozen + weights + states,
@@ -108,7 +107,7 @@ def _stage(
         optimizer=optimizer_temporary_bytes(
             owned, optimizer=setting.optimizer, device=setting.cluster.device.kind
         ),
-        blocks=sending(blocks, stage, entered, pricer),
+        blocks=sending(own, blocks),
         seeds=sum(pricer.nbytes(v, made[v]) for to in targets.values() for v in to),
         trained=trained,
         reduction=_reduction(setting),

@@ -27,8 +27,8 @@ from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossing
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.course import placed, walked_stages
 from meshwright.planner.pricing.hosts import by_node, check_host
-from meshwright.planner.pricing.priced_stage import PricedStage, StageBlocks, priced_stage
-from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
+from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
+from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 
 

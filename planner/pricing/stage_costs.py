@@ -95,6 +95,16 @@ class Entered:
         return own.freed_bytes if own else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBlocks:
+    """A stage with its blocks as they run."""
+
+    stage: StagePlan
+    setting: Setting
+    pricer: Pricer
+    blocks: Sequence[Entered]
+
+
 @dataclass(slots=True)
 class _Known:
     """What was priced before, kept as long as the coster."""
@@ -403,3 +413,13 @@ def mesh_of(stage: StagePlan) -> Mesh:
         spread=spread_of(stage),
         cp_kind=stage.cp_kind if stage.cp > 1 else None,
     )
+
+
+def stage_blocks(
+    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+) -> StageBlocks:
+    """The blocks of stage k of a plan."""
+    stage, setting = plan.stages[k], stage_setting(plan, k, coster)
+    pricer = coster.pricer(setting)
+    blocks = [*coster.entered(pricer, stage, assignments)]
+    return StageBlocks(stage=stage, setting=setting, pricer=pricer, blocks=blocks)

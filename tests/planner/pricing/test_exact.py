@@ -24,7 +24,7 @@ from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.evaluate import RehearsedMemory, evaluate, transfer
 from meshwright.planner.pricing.held import MemoryParts
 from meshwright.planner.pricing.hosts import by_node, check_host
-from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
+from meshwright.planner.pricing.stage_costs import StageCoster, stage_blocks
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
 from tests.helpers.tiny import SEQUENCE, WIDTH, cut, net, plan_for, with_stage
@@ -286,13 +286,11 @@ def test_what_blocks_send_is_there_for_two_backwards() -> None:
     """The first two blocks send all they keep."""
     graph, table = model()
     plan = with_stage(plan_for(graph, dp=1, tp=1), 0, ranks=(0,), offload={"activations": 0.4})
-    coster, stage = StageCoster(problem()), plan.stages[0]
-    pricer = coster.pricer(stage_setting(plan, 0, coster))
-    blocks = [*coster.entered(pricer, stage, check_plan(plan, graph, table)[0])]
-    assert entering_bytes(blocks, pricer) == [0, *[8 * ROW_BYTES] * 4]
+    own = stage_blocks(plan, 0, StageCoster(problem()), check_plan(plan, graph, table)[0])
+    assert entering_bytes(own) == [0, *[8 * ROW_BYTES] * 4]
     held = [BlockBytes(kept=1e6 + k, passing=10.0, releases=False, course=()) for k in range(5)]
     moved = [1e6, 1e6 + 1, 0, 0, 0]
-    found = sending(held, stage, blocks, pricer)
+    found = sending(own, held)
     assert [own.kept for own in found] == [0, 0, 1e6 + 2, 1e6 + 3, 1e6 + 4]
     both = [own + before for own, before in zip(moved, [0, *moved], strict=False)]
     assert [own.passing - 10 for own in found] == both
