@@ -21,6 +21,10 @@ from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.stages.sums import Floats
 from meshwright.profiles.cluster import Cluster
 
+PARTS = (
+    "weights", "gradients", "optimizer", "activations", "buffers", "transient", "reserved",
+)  # fmt: skip
+
 
 def room_bytes(cluster: Cluster, stages: int = 1) -> float:
     """Bytes of a device that tensors may take, or each of the stages that share it evenly."""
@@ -83,9 +87,8 @@ def fits(used_bytes: float | Floats, room: float) -> bool | NDArray[np.bool_]:
 class Peak:
     """The most bytes at once, and when: in the instruction (`action`) of a `stage`, the `first` of
     its kind, the `last` one or another, in the backward of its `block` of that number, where that
-    is known; or in the optimizer's step, no action. `parts` of them are weights, states of the
-    optimizer, activations that are kept, gradients, buffers of messages and what is reserved; the
-    rest is there in passing."""
+    is known; or in the optimizer's step, no action. `parts` of them by name (`PARTS`); the rest is
+    there in passing."""
 
     nbytes: float
     action: Action | None
@@ -94,6 +97,21 @@ class Peak:
     parts: Mapping[str, float]
     last: bool = False
     block: int | None = None
+
+    @property
+    def by_part(self) -> dict[str, float]:
+        """Bytes of all parts, whose sum they are.
+
+        `weights` that are computed with, trained or not; `gradients` of parameters; states of the
+        `optimizer`; `activations` that micro-batches in flight keep; `buffers` of messages; in
+        passing (`transient`) what is made again, the gradients of activations, gathered weights and
+        the like; `reserved` for the device's context and communicators, and on a CPU the caller's
+        batch.
+        """
+        found = dict.fromkeys(PARTS, 0.0) | {**self.parts}
+        rest = self.nbytes - sum(found.values())
+        found["activations"] += min(rest, 0.0)  # which the backward has let go of until then
+        return found | {"transient": max(rest, 0.0)}
 
 
 def device_peaks(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles, verdict
-from meshwright.costmodel.kernels import collective_time, crosses_node, group_for, send_seconds
+from meshwright.costmodel.kernels import collective_time, crosses_node, group_for
 from meshwright.costmodel.operators import Batch, Entry, Mesh, Problem
 from meshwright.costmodel.schedules import (
     StageTimes,
@@ -23,10 +23,17 @@ from meshwright.costmodel.schedules import (
 from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.stages import Peak, StageCosts, device_peaks, shortfall_bytes
 from meshwright.costmodel.target import Target
-from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, shared_apart
+from meshwright.planner.plan import (
+    Known,
+    Plan,
+    PlanError,
+    StagePlan,
+    check_plan,
+    crossings,
+    shared_apart,
+)
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.course import placed, walked_stages
-from meshwright.planner.pricing.hosts import by_node, check_host
 from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
 from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
@@ -201,6 +208,25 @@ def evaluate(
     return replace(price_blocks(plan, coster, [s.costs for s in stages], stages), priced=stages)
 
 
+def check_host(plan: Plan, cluster: Cluster) -> None:
+    """Raise `PlanError` where something is to lie in a host's memory of which nothing is known."""
+    for k, stage in enumerate(plan.stages):
+        if any(stage.offload.values()) and cluster.host is None:
+            raise PlanError(
+                f"cluster {cluster.name!r} says nothing of its hosts' memory",
+                place=f"plan: stage {k}: offload",
+                legal="a cluster with a host",
+                way_out="give it one, in TOML as [host], or drop it from the plan",
+            )
+        if stage.offload.get("nvme") and not (cluster.host and cluster.host.has_flash):
+            raise PlanError(
+                f"cluster {cluster.name!r} says nothing of its hosts' flash",
+                place=f"plan: stage {k}: offload",
+                legal="a cluster with nvme_bytes, nvme_read_bandwidth and nvme_write_bandwidth",
+                way_out="give it these, in TOML in [host], or drop nvme from the plan",
+            )
+
+
 def price_blocks(
     plan: Plan,
     coster: StageCoster,
@@ -261,6 +287,15 @@ def price_stages(
         transfers=transfers,
         exchanges=exchanged,
     )
+
+
+def by_node(plan: Plan, held: Sequence[float], cluster: Cluster) -> tuple[int, ...]:
+    """Bytes on each node of what each stage's ranks hold; none where nobody holds any."""
+    nodes = [0.0] * cluster.num_nodes
+    for stage, there in zip(plan.stages, held, strict=True):
+        for rank in stage.ranks if there else ():
+            nodes[rank // cluster.devices_per_node] += there
+    return tuple(map(math.ceil, nodes)) if any(nodes) else ()
 
 
 def simulated(
@@ -384,15 +419,8 @@ def transfer(
     whole = (1 + max(sizes) / min(sizes)) / 2
     problem, (source, destination) = coster.problem, (stage.ranks for stage in ends)
     nbytes = sum(pricer.nbytes(v) * (1 if problem.factors.has_batch(v) else whole) for v in values)
-    seconds = send_seconds(
-        nbytes,
-        source,
-        destination,
-        tp=min(stage.tp for stage in ends),
-        cluster=problem.cluster,
-        target=problem.target,
-        profile=problem.profile,
-    )
+    tp = min(stage.tp for stage in ends)
+    seconds = coster.message_s(nbytes, source, destination, tp=tp)
     return Entry(
         column="send_s",
         kind="collective",

@@ -344,10 +344,9 @@ class StageCoster:
         """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,
         between two stages with this mesh; where some neighbours share a node and others don't, on
         average."""
-        pricer, problem = self.pricer(setting), self.problem
-        node, devices = problem.cluster.devices_per_node, setting.mesh.devices
+        node, devices = self.cluster.devices_per_node, setting.mesh.devices
         # of the stages that share a node in pipeline order, one sends to the next node
-        share = min(1.0, devices / node) if problem.cluster.num_nodes > 1 else 0.0
+        share = min(1.0, devices / node) if self.cluster.num_nodes > 1 else 0.0
         if setting.mesh.spread > 1:  # so many neighbours lie in one node
             share = 1.0 / setting.mesh.spread
         inside, border = min(devices, max(1, node // 2)), max(node, devices)
@@ -358,23 +357,30 @@ class StageCoster:
 
         def seconds(nbytes: float) -> float:
             return sum(
-                part
-                * send_seconds(
-                    nbytes,
-                    source,
-                    destination,
-                    tp=setting.mesh.tp,
-                    cluster=problem.cluster,
-                    target=problem.target,
-                    profile=problem.profile,
-                )
-                for part, source, destination in pairs
+                part * self.message_s(nbytes, *ends, tp=setting.mesh.tp)
+                for part, *ends in pairs
                 if part
             )
 
-        sent = self._sent_bytes(pricer)
+        sent = self._sent_bytes(self.pricer(setting))
         known = {nbytes: seconds(nbytes) for nbytes in set(sent)}
         return np.array([known[nbytes] for nbytes in sent])
+
+    def message_s(
+        self, nbytes: float, source: Sequence[int], destination: Sequence[int], *, tp: int
+    ) -> float:
+        """Seconds to move `nbytes` of each rank of one stage to those of another, as
+        `send_seconds`."""
+        problem = self.problem
+        return send_seconds(
+            nbytes,
+            source,
+            destination,
+            tp=tp,
+            cluster=problem.cluster,
+            target=problem.target,
+            profile=problem.profile,
+        )
 
     def _sent_bytes(self, pricer: Pricer) -> list[float]:
         """Bytes of the activations at each boundary."""

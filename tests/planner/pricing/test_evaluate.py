@@ -20,14 +20,7 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
-from meshwright.planner.pricing import (
-    Evaluator,
-    Ledger,
-    MemoryParts,
-    Traffic,
-    priced_terms,
-    terms_of,
-)
+from meshwright.planner.pricing import Evaluator, Ledger, Traffic, priced_terms, terms_of
 from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages, transfer
 from meshwright.planner.pricing.stage_costs import StageCoster
@@ -336,7 +329,7 @@ def test_rows_add_up_to_what_is_priced(audited: Audited) -> None:
 
 def test_parts_of_memory_add_up_to_the_peak(audited: Audited) -> None:
     evaluation, *_ = audited
-    found = [*map(MemoryParts.at, evaluation.prediction.peaks)]
+    found = [peak.by_part for peak in evaluation.prediction.peaks]
     peaks = evaluation.prediction.peak_memory_bytes
-    assert [sum(parts.as_dict().values()) for parts in found] == pytest.approx(peaks, abs=1)
-    assert all(min(parts.as_dict().values()) >= 0 for parts in found)
+    assert [sum(parts.values()) for parts in found] == pytest.approx(peaks, abs=1)
+    assert all(min(parts.values()) >= 0 for parts in found)

@@ -21,9 +21,13 @@ from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.pricing import Evaluation, Evaluator, Prediction
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
-from meshwright.planner.pricing.evaluate import RehearsedMemory, evaluate, transfer
-from meshwright.planner.pricing.held import MemoryParts
-from meshwright.planner.pricing.hosts import by_node, check_host
+from meshwright.planner.pricing.evaluate import (
+    RehearsedMemory,
+    by_node,
+    check_host,
+    evaluate,
+    transfer,
+)
 from meshwright.planner.pricing.stage_costs import StageCoster, stage_blocks
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
@@ -251,16 +255,16 @@ def test_memory_by_what_holds_it(zero: int) -> None:
     of = problem(frozen=True)
     assignments = check_plan(plan, of.graph, of.factors)
     found = evaluate(plan, of, assignments)
-    (parts,) = map(MemoryParts.at, found.prediction.peaks)
+    (parts,) = (peak.by_part for peak in found.prediction.peaks)
     numel = {v: of.graph.values[v].numel for v in of.graph.parameters}
     trained = sum(n for v, n in numel.items() if of.graph.values[v].requires_grad)
     frozen = sum(numel.values()) - trained
-    assert parts.weights == 4 * (trained / (2 if zero == 3 else 1) + frozen)
-    assert parts.optimizer == {0: 8, 3: 8 / 2}.get(zero, (8 + 4) / 2) * trained
+    assert parts["weights"] == 4 * (trained / (2 if zero == 3 else 1) + frozen)
+    assert parts["optimizer"] == {0: 8, 3: 8 / 2}.get(zero, (8 + 4) / 2) * trained
     if zero < 2:
-        assert parts.gradients == 4 * trained
+        assert parts["gradients"] == 4 * trained
     else:
-        assert parts.gradients > 4 * trained / 2
+        assert parts["gradients"] > 4 * trained / 2
 
 
 def test_activations_off_devices_are_those_that_are_not_on_them() -> None:
