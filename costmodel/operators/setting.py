@@ -230,7 +230,7 @@ class Setting:
         if found:
             seconds, source = found
         else:
-            seconds = float(collective_time(kind, nbytes, group, self.cluster))
+            seconds = collective_time(kind, nbytes, group, self.cluster)
         corrected = linked(TENSOR_AXIS if axis == "tensor" else DATA_AXIS, crosses=crosses)
         return Entry(
             column=column,

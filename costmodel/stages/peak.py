@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.schedules import Action, Message, Moment, moments, stages_of_devices
+from meshwright.costmodel.stages.memory import A
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.stages.sums import Floats
 from meshwright.profiles.cluster import Cluster
@@ -42,15 +43,7 @@ class InFlight(NamedTuple):
     split: bool | NDArray[np.bool_] = False
 
 
-@overload
-def stage_bytes(kept_bytes: float, activation_bytes: float, in_flight: float) -> float: ...
-@overload
-def stage_bytes(
-    kept_bytes: Floats, activation_bytes: Floats, in_flight: float | Floats
-) -> Floats: ...
-def stage_bytes(
-    kept_bytes: float | Floats, activation_bytes: float | Floats, in_flight: float | Floats
-) -> float | Floats:
+def stage_bytes(kept_bytes: A, activation_bytes: A, in_flight: A | float) -> A:
     """Bytes that stages hold with so many micro-batches in flight."""
     return kept_bytes + in_flight * activation_bytes
 
