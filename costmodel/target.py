@@ -58,7 +58,7 @@ class Target:
     ZeRO stages; `overlap_passes` the communication of a forward and a backward that a schedule runs
     together, where experts are shared out; `overlap_tensor` these kinds of collectives of the
     tensor axis behind the products they belong to, part by part
-    (`costmodel/operators/beside.py`). `overlap_experts` is the
+    (`costmodel/operators/resharding.py`). `overlap_experts` is the
     fraction of the exchange of tokens between experts behind other micro-batches. `overlap_sends`:
     a stage computes on while it sends; `scatter_sends`: tensor-parallel ranks send a part each,
     gathered by the receivers.

@@ -1,8 +1,7 @@
 """Bytes: model states, storages, and what autograd keeps of an operator."""
 
-from meshwright.costmodel.memory.call import Call
 from meshwright.costmodel.memory.gradients import GradientBytes, Reduction, Trained
-from meshwright.costmodel.memory.kept import keep
+from meshwright.costmodel.memory.kept import Call, keep
 from meshwright.costmodel.memory.optimizers import (
     FP32,
     FUSED,

@@ -10,7 +10,6 @@ from meshwright.costmodel.stages.peak import (
     device_peaks,
     fits,
     room_bytes,
-    shortfall_bytes,
     stage_bytes,
     used_bytes,
 )
@@ -40,5 +39,5 @@ __all__ = [
     "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "as_rows", "block_sums",
     "blocks_here", "communicator_bytes", "device_peaks", "fits", "host_bandwidth", "mixed",
     "of_one", "of_rows", "parameter_sums", "room_bytes", "secondary_bytes", "sent_by_block",
-    "shortfall_bytes", "stage_bytes", "stage_costs", "stage_passes", "used_bytes", "walked",
+    "stage_bytes", "stage_costs", "stage_passes", "used_bytes", "walked",
 ]  # fmt: skip

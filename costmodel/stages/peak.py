@@ -193,8 +193,3 @@ def _with_states(peak: Peak, stages: Sequence[StageCosts[float]], reserved: floa
     reserved += max(each.communicator_bytes for each in stages)
     states = {"weights": weights, "optimizer": fixed - weights, "reserved": reserved}
     return replace(peak, nbytes=peak.nbytes + fixed + reserved, parts={**peak.parts, **states})
-
-
-def shortfall_bytes(peaks: Sequence[int], cluster: Cluster) -> list[int]:
-    """Bytes by which each device group's peak exceeds its devices' memory; 0 where it fits."""
-    return [max(0, peak - cluster.device.memory_bytes) for peak in peaks]

@@ -21,7 +21,7 @@ from meshwright.costmodel.schedules import (
     simulate,
 )
 from meshwright.costmodel.sharding import Assignment
-from meshwright.costmodel.stages import Peak, StageCosts, device_peaks, shortfall_bytes
+from meshwright.costmodel.stages import Peak, StageCosts, device_peaks
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
     Known,
@@ -127,7 +127,7 @@ class Prediction:
 
     def shortfall_bytes(self, cluster: Cluster) -> list[int]:
         """Bytes by which each stage exceeds its devices' memory; 0 where it fits."""
-        return shortfall_bytes(self.peak_memory_bytes, cluster)
+        return [max(0, peak - cluster.device.memory_bytes) for peak in self.peak_memory_bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

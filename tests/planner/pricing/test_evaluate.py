@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.sharding.context_axis import CONTEXT_KINDS
 from meshwright.costmodel.sharding.strategies import replicated

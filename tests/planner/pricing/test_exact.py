@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.intervals import Quantiles
-from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.stages.course import BlockBytes
 from meshwright.costmodel.targets import EAGER

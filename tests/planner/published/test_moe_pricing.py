@@ -19,11 +19,10 @@ from meshwright.cli import main
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.kernels.moe_costs import exchange_seconds
-from meshwright.costmodel.operators import Batch, Mesh
+from meshwright.costmodel.operators import Batch, Mesh, Problem
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, strategies
