@@ -87,10 +87,6 @@ class Pricer(ReshardPricer):
         cost = self._known(op, strategy)[1]
         return cost + Cost.of(more) if (more := self._met(op, strategy)) else cost
 
-    def op_entries(self, op: Op, strategy: Strategy) -> tuple[Entry, ...]:
-        """What it is the sum of."""
-        return (*self._known(op, strategy)[0], *self._met(op, strategy))
-
     def _known(self, op: Op, strategy: Strategy) -> Priced:
         key = (op.name, strategy.name)
         if key not in self._ops:
@@ -112,7 +108,8 @@ class Pricer(ReshardPricer):
         """What a step of a block is the sum of. Raises ValueError for a re-shard that does not
         exist."""
         if isinstance(step, Run):
-            return self.op_entries(step.op, step.strategy)
+            op, strategy = step.op, step.strategy
+            return (*self._known(op, strategy)[0], *self._met(op, strategy))
         return self._move(step)[0]
 
     def step_cost(self, step: Run | Move) -> Cost:

@@ -65,22 +65,18 @@ class ReshardPricer(LocalSizes):
             self._comm[key] = found._replace(host_s=host_s)
         return self._comm[key]
 
-    def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
-        """Moving an activation between two states, once per micro-batch; None where it is
-        illegal."""
-        found = self.moved(value, source, target)
-        return found and found[1]
-
-    def reshard_parameter(self, value: str, source: Placement, target: Placement) -> Cost | None:
-        """Moving a parameter: as `reshard`, but a gradient that comes out partial is reduced once
-        per step, not per micro-batch."""
-        found = self.moved(value, source, target, once=True)
+    def reshard(
+        self, value: str, source: Placement, target: Placement, *, once: bool = False
+    ) -> Cost | None:
+        """Moving a value between two states, per micro-batch; None where it is illegal. Of
+        parameters (`once`) a gradient that comes out partial is reduced once per step."""
+        found = self.moved(value, source, target, once=once)
         return found and found[1]
 
     def moved(
         self, value: str, source: Placement, target: Placement, *, once: bool = False
     ) -> Priced | None:
-        """Either with its entries; `once` for parameters."""
+        """The same with its entries."""
         if once and source == R and target.kind == "Rp":
             if self.table.has_experts(value):
                 return (), NOTHING  # reduced with all ranks that hold it, `parameter_cost`

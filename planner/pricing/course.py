@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from meshwright.costmodel.blocks import REGATHER, PassPrice, parts_of
+from meshwright.costmodel.blocks import REGATHER, parts_of
 from meshwright.costmodel.memory import (
     Reduction,
     Trained,
@@ -86,19 +86,22 @@ def _stage(
     entering = entering_bytes(own)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
-        again, (_, gathers) = each.repeats(policy), parts_of(policy)
-        found = BlockBytes(
-            kept=each.passes.saved_bytes - again + entering[at],
-            passing=again + gathered[at],
-            releases=not again,
-            course=[
-                (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
-                for moment in (each.passes.parts if gathers else each.passes.course)
-            ],
+        again, (_, gathers), passes = each.repeats(policy), parts_of(policy), each.passes
+        # what is gathered alone is made again by the second half of a backward that reads it
+        alone = policy == REGATHER
+        late = alone and split and any(moment.regathered for moment in passes.course)
+        blocks.append(
+            BlockBytes(
+                kept=passes.saved_bytes - again + entering[at],
+                passing=gathered[at] + again * (not late),
+                late=again * late,
+                releases=alone or not again,
+                course=[
+                    (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
+                    for moment in (passes.parts if gathers else passes.course)
+                ],
+            )
         )
-        if policy == REGATHER:
-            found = _gathering(found, again, late=split and _reads_late(each.passes))
-        blocks.append(found)
     blocks = in_segments(own, blocks, entering)
     weights, states = _fixed_bytes(trained, setting)
     return StageBytes(
@@ -143,19 +146,6 @@ def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]
         more = communicator_bytes(setting) + math.ceil(kept)
         found.append(setting.cluster.device.reserved_bytes + more)
     return found
-
-
-def _reads_late(of: PassPrice) -> bool:
-    """Whether weights' gradients that are put off read what is gathered again."""
-    return any(moment.regathered for moment in of.course)
-
-
-def _gathering(block: BlockBytes, again: float, *, late: bool) -> BlockBytes:
-    """A block of which what is gathered alone is made `again`, so many bytes: it lets go of the
-    rest on the way, and makes it in the second half of its backward if it is read `late`."""
-    if late:
-        return replace(block, passing=block.passing - again, late=again, releases=True)
-    return replace(block, releases=True)
 
 
 def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> tuple[float, float]:
@@ -212,7 +202,7 @@ def _parameters(
             continue
         p = Trained(
             numel=pricer.numel(value, state),
-            holders=pricer.parameters.replicas(value, state).size,
+            holders=pricer.parameters.holders(value, state),
             shards=pricer.parameters.shard_count(value, state),
             block=-1 if stage.zero == 3 and len(own) > 1 else own[0][0],
             readers=len(reached.intersection(own)),

@@ -118,8 +118,8 @@ def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_them() -> Non
     sent = 4 * graph().values[weight].numel / 4
     assert priced.parameter_cost(weight, R).reduce_s == pytest.approx(sent / 1e10)
     # the tensor axis is among those ranks: no reduction of its own
-    assert priced.reshard_parameter(weight, R, RP).reduce_s == 0
-    assert priced.reshard_parameter(router, R, RP).reduce_s > 0
+    assert priced.reshard(weight, R, RP, once=True).reduce_s == 0
+    assert priced.reshard(router, R, RP, once=True).reduce_s > 0
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 8), (2, 2), (8, 8)])
