@@ -238,10 +238,11 @@ def _switch(group: Group, cluster: Cluster) -> Route:
 
 
 def _direct(group: Group, cluster: Cluster) -> Route:
-    size, per_node = group.size, group.per_node
+    size, per_node, link = group.size, group.per_node, cluster.intra_link
     legs = []
     if per_node > 1:
-        legs.append(_direct_leg((per_node - 1) / size**2, cluster.intra_link))
+        share, bandwidth = (per_node - 1) / size**2, link.bandwidth * link.direct_efficiency
+        legs.append(Leg(share=share, bandwidth=bandwidth, efficiency=link.efficiency))
     if group.nodes > 1:
         leaving = per_node * (size - per_node) / size**2
         leg = _network_leg(leaving, group, cluster)
@@ -255,12 +256,6 @@ def _direct(group: Group, cluster: Cluster) -> Route:
 def _node_leg(share: float, ranks: int, link: Link) -> Leg:
     """`share` of the tensor sent by each of `ranks` ranks of a node to another of them."""
     bandwidth = link.bandwidth * link.group_efficiency(float(ranks))
-    return Leg(share=share, bandwidth=bandwidth, efficiency=link.efficiency)
-
-
-def _direct_leg(share: float, link: Link) -> Leg:
-    """`share` of the tensor sent by each rank of a node to all others of it at once."""
-    bandwidth = link.bandwidth * link.direct_efficiency
     return Leg(share=share, bandwidth=bandwidth, efficiency=link.efficiency)
 
 

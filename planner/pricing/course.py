@@ -117,35 +117,30 @@ def _stage(
     )
 
 
-def undone_bytes(plan: Plan, stages: Sequence[StageBlocks]) -> list[float]:
-    """Bytes of a device of each device group that a step which is validated afterwards keeps to be
-    undone."""
-    found = dict.fromkeys(plan.devices, 0.0)
+def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]:
+    """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
+    has: what the device reserves, buffers of communicators, and what steps that are validated
+    afterwards keep from the one before, to be undone."""
+    kept, settings = dict.fromkeys(plan.devices, 0.0), dict[tuple[int, ...], Setting]()
     held: set[tuple[tuple[int, ...], str]] = set()
-    for own in stages:
+    for own in priced:
         ranks, pricer = own.stage.ranks, own.pricer
+        settings.setdefault(ranks, own.setting)
         for value, state in (each for block in own.blocks for each in block.parameters):
             if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
-                found[ranks] += own.setting.validated * undo_bytes(
+                kept[ranks] += own.setting.validated * undo_bytes(
                     pricer.numel(value, state),
                     pricer.parameters.shard_count(value, state),
                     zero=own.setting.sharing.zero,
                     optimizer=own.setting.optimizer,
                 )
             held.add((ranks, value))
-    return list(found.values())
-
-
-def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]:
-    """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
-    has: what the device reserves, buffers of communicators, and what steps that are validated
-    afterwards keep from the one before."""
-    found = []
-    for ranks, kept in zip(plan.devices, undone_bytes(plan, priced), strict=True):
-        setting = next(own.setting for own in priced if own.stage.ranks == ranks)
-        more = communicator_bytes(setting) + math.ceil(kept)
-        found.append(setting.cluster.device.reserved_bytes + more)
-    return found
+    return [
+        settings[ranks].cluster.device.reserved_bytes
+        + communicator_bytes(settings[ranks])
+        + math.ceil(nbytes)
+        for ranks, nbytes in kept.items()
+    ]
 
 
 def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> tuple[float, float]:
