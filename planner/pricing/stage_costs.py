@@ -27,10 +27,12 @@ from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_qua
 from meshwright.costmodel.kernels import send_seconds
 from meshwright.costmodel.operators import (
     NOT_AWAY,
+    PASS_COLUMNS,
     UNSHARED,
     Batch,
     Fusion,
     HostParts,
+    LocalSizes,
     Mesh,
     ModelFlops,
     Parts,
@@ -39,9 +41,12 @@ from meshwright.costmodel.operators import (
     Problem,
     Setting,
     Sharing,
+    attention,
+    context_exchange,
     fuse,
     model_flops,
 )
+from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
     CONTEXT_KINDS,
     ULYSSES,
@@ -54,6 +59,7 @@ from meshwright.costmodel.sharding import (
     Step,
     context_layout,
     moves,
+    strategies,
 )
 from meshwright.costmodel.stages import Floats, Sums, block_sums
 from meshwright.planner.blocks import activations_at_cuts
@@ -67,7 +73,6 @@ from meshwright.planner.plan import (
     spread_of,
     ulysses_degrees,
 )
-from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
@@ -208,10 +213,25 @@ class StageCoster:
         if key not in self._known.kinds:
             by_heads = mesh.cp in ulysses_degrees(self.graph, mesh.tp)
             kinds = [kind for kind in CONTEXT_KINDS if kind != ULYSSES or by_heads]
-            self._known.kinds[key] = cheapest_kind(
-                self.graph, self.problem.factors, own, kinds, self._context
-            )
+            self._known.kinds[key] = min(kinds, key=lambda kind: self._attention_s(own, kind))
         return self._known.kinds[key]
+
+    def _attention_s(self, setting: Setting, kind: ContextKind) -> float:
+        """Seconds of the graph's attention by a kind of context parallelism."""
+        graph, table = self.graph, self.problem.factors
+        own = replace(setting, mesh=replace(setting.mesh, cp_kind=kind))
+        sizes = LocalSizes(graph=graph, table=table, setting=own, context=self._context(own))
+        found = [op for op in graph.ops if traits_of(op).kernel == "attention"]
+        distinct = {tuple(graph.values[v].shape for v in op.operands): op for op in found}
+        seconds = 0.0
+        for op in distinct.values():
+            options = strategies(graph, table, op, own.mesh.tp)
+            by_heads = next((x for x in options if x.split_factor == "heads"), options[0])
+            entries = attention(sizes, op, by_heads)
+            computed = [sum(e.seconds for e in entries if e.column == c) for c in PASS_COLUMNS]
+            exchanged = context_exchange(sizes, op, by_heads, *computed)
+            seconds += sum(computed) + sum(entry.seconds for entry in exchanged)
+        return seconds
 
     def _context(self, setting: Setting) -> ContextLayout | None:
         """The layout of the context axis, if there is one."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.operators import Batch, Mesh, Problem
 from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.sharding.context_axis import CONTEXT_KINDS
 from meshwright.costmodel.sharding.strategies import replicated
@@ -21,14 +21,13 @@ from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing import Evaluator, Ledger, Traffic, priced_terms, terms_of
-from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages, transfer
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles import steps
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import no_profile
 from tests.costmodel.operators import test_pricing as operators
-from tests.helpers.planning import changed, cluster
+from tests.helpers.planning import cluster, problem_of
 from tests.helpers.tiers import second_tier
 from tests.helpers.tiny import cut, host, net, plan_for
 from tests.parity.parity_cells import Cell, plan_of
@@ -179,8 +178,8 @@ def test_the_cheapest_kind_of_context_parallelism_is_taken() -> None:
         for kind in CONTEXT_KINDS
     }
     seconds = {kind: cost.forward_s + cost.backward_s for kind, cost in costs.items()}
-    on_two = changed(operators.pricer(of, on).setting, cp=2)
-    found = cheapest_kind(of.graph, of.table, on_two, CONTEXT_KINDS)
+    coster = StageCoster(problem_of(of, on, "fp32"))
+    found = coster.setting(Mesh(dp=1, tp=1, cp=2), Batch(rows=operators.ROWS)).mesh.kind
     assert seconds[found] == min(seconds.values())
 
 
