@@ -323,8 +323,7 @@ class _Walk:
     def _tokens_moved(
         self, each: tuple[str, Placement], source: Held, target: Placement | None = None
     ) -> Held:
-        """What the context axis makes of a value, in the state in which it is read or (None)
-        made."""
+        """A value that the context axis moves to where it is read, or (None) made."""
         made = fresh(local(self.pricer, *each, target))
         self.made.append(made.storage)
         self.moved[made.storage] = Move(*each, each[1], ""), source.storage

@@ -293,13 +293,11 @@ def repeated_by_policy(pricer: Pricer, block: Block) -> Repeated:
 def _repeats(
     repeated: Repeated, pricer: Pricer, block: Block, steps: Sequence[Step], memory: BlockMemory
 ) -> dict[str, Repeats]:
-    """What each policy runs again: its operators, by partial ones, and gathers, where it says so;
-    by `full` what makes all that the backward needs, with the re-shards between, or the whole
-    forward."""
+    """What each policy runs again: its operators and gathers; by `full` what makes all that the
+    backward needs, with the re-shards between, or the whole forward."""
     if not repeated:
         return {}
     runs = [step for step in steps if isinstance(step, Run)]
-
     cost_of, found = pricer.step_cost, dict[str, Repeats]()
 
     def again(names: Collection[str], between: Collection[Storage]) -> list[Run | Move]:

@@ -5,8 +5,6 @@ from meshwright.costmodel.memory.kept import Call, keep
 from meshwright.costmodel.memory.optimizers import (
     FP32,
     FUSED,
-    OPTIMIZERS,
-    Optimizer,
     fused,
     optimizer_bytes,
     optimizer_named,
@@ -32,9 +30,8 @@ from meshwright.costmodel.memory.storage import (
 )
 
 __all__ = [
-    "FP32", "FUSED", "OPTIMIZERS", "Call", "GradientBytes", "Held", "Local", "ModelStates",
-    "Optimizer", "Origin", "Reduction", "Storage", "Trained", "compact", "fixed_bytes", "fresh",
-    "fused", "keep", "model_states", "optimizer_bytes", "optimizer_named",
-    "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped", "undo_bytes",
-    "working_bytes",
+    "FP32", "FUSED", "Call", "GradientBytes", "Held", "Local", "ModelStates", "Origin", "Reduction",
+    "Storage", "Trained", "compact", "fixed_bytes", "fresh", "fused", "keep", "model_states",
+    "optimizer_bytes", "optimizer_named", "optimizer_step_bytes", "optimizer_temporary_bytes",
+    "permuted", "reshaped", "undo_bytes", "working_bytes",
 ]  # fmt: skip

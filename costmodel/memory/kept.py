@@ -150,8 +150,7 @@ def _matmul(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
 
 
 def _einsum(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
-    """Two operands become batches of matrices: common and kept labels, each operand's own, summed
-    ones."""
+    """Two operands become batches of matrices: labels of both, of one alone, summed ones."""
     left, _, out = str(call.op.args[0]).replace(" ", "").partition("->")
     terms = left.split(",")
     if len(terms) != 2 or not out or "." in left or any(len({*t}) != len(t) for t in terms):

@@ -99,12 +99,7 @@ def fresh(like: Local, strides: Sizes | None = None, origin: Origin = "made") ->
 
 
 def row_major(shape: Sizes) -> Sizes:
-    strides = []
-    step = 1.0
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return ordered(shape, range(len(shape)))
 
 
 def ordered(shape: Sizes, order: Sequence[int]) -> Sizes:

@@ -171,8 +171,7 @@ class Pricer(ReshardPricer):
         return self._issues[key]
 
     def _computed(self, op: Op, strategy: Strategy, differentiable: bool) -> list[Entry]:
-        """What the device computes, as it was timed, else modelled, and corrected by the steps that
-        ran."""
+        """What the device computes, timed or modelled, and corrected by the steps that ran."""
         setting, found = self.setting, self._modelled(op, strategy)
         if measured := self._measured(op, strategy):
             *seconds, source = measured

@@ -174,8 +174,7 @@ class _Compiler:
             self.ready.append(link.destination_device)
 
     def _receive(self, device: int, instruction: Instruction) -> bool:
-        """Let the device's next node wait for the next message of the link, or say that it has not
-        been sent yet."""
+        """Let the device's next node wait for the next message, if that was sent."""
         link = self._link(instruction)
         if not link.inbox:
             link.receiver_waits = True

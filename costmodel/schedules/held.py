@@ -12,7 +12,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from meshwright.costmodel.schedules.orders import Action, Compute
-from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, build_schedule
+from meshwright.costmodel.schedules.schedule import (
+    RECEIVES,
+    SENDS,
+    Instruction,
+    ScheduleError,
+    build_schedule,
+)
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
     check_count,
@@ -21,8 +27,6 @@ from meshwright.costmodel.schedules.table import (
 )
 from meshwright.costmodel.target import POSTED_AHEAD
 
-_RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
-_SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 _FIRST = (Action.BACKWARD, Action.BACKWARD_INPUT)
 _LAST = (Action.BACKWARD, Action.BACKWARD_WEIGHT)
 
@@ -135,16 +139,16 @@ def _moments(
 def _followed(stages: Sequence[int], stream: Sequence[Compute | Instruction]) -> Iterator[Moment]:
     active, put_off = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     done, begun = dict.fromkeys(stages, False), dict.fromkeys(stages, False)
-    receives = [_message(i) for i in stream if i.action in _RECEIVES]
+    receives = [_message(i) for i in stream if i.action in RECEIVES]
     ends = {i.stage: i.microbatch for i in stream if i.action in _LAST}
     taken, posted, sending = 0, list[Message](), list[Message]()
     for instruction in stream:
         action, stage = instruction.action, instruction.stage
-        if action in _RECEIVES:
+        if action in RECEIVES:
             taken += 1
             posted = receives[taken : taken + POSTED_AHEAD]
             continue
-        if action in _SENDS:
+        if action in SENDS:
             sending = [_message(instruction)]
             continue
         if action is Action.FORWARD:  # what follows holds as much

@@ -36,8 +36,8 @@ _SYMBOLS = {
     Action.RECV_GRADIENT: "recvB",
     Action.REDUCE_GRADIENTS: "reduce",
 }
-_SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
-_RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
+SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
+RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
 
 
 class ScheduleError(MeshwrightError):
@@ -65,7 +65,7 @@ class Instruction:
     overlapped: bool = False
 
     def __post_init__(self) -> None:
-        if (self.peer is not None) != (self.action in _SENDS or self.action in _RECEIVES):
+        if (self.peer is not None) != (self.action in SENDS or self.action in RECEIVES):
             raise ScheduleError(
                 f"{self.action.value} on stage {self.stage} has peer={self.peer}: sends and "
                 f"receives name the other stage as peer, all other actions have peer=None"
@@ -82,7 +82,7 @@ class Instruction:
             return symbol
         if self.peer is None:
             return f"{symbol}{self.microbatch}"
-        arrow = "->" if self.action in _SENDS else "<-"
+        arrow = "->" if self.action in SENDS else "<-"
         return f"{symbol}{self.microbatch}{arrow}{self.peer}"
 
 

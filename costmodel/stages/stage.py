@@ -7,7 +7,7 @@ A pass in which the device works for d seconds and the host needs h to issue it 
 as parts of it wait for the one and parts for the other: the longer of both where they differ, 19 %
 more where they are equal (fitted to vTrain's single-node rows). Where the device is the host (a
 CPU), it does one after the other. Both last as long as on the slowest node of the cluster
-(`costmodel/errors.py`). Communication that runs beside compute c seconds long costs
+(`costmodel/intervals.py`). Communication that runs beside compute c seconds long costs
 
     beside(compute, c) = max(compute + slowdown · min(compute, c), c)
 
@@ -31,7 +31,7 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from meshwright.costmodel.errors import slowest_of
+from meshwright.costmodel.intervals import slowest_of
 from meshwright.costmodel.memory import optimizer_step_bytes, undo_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.stages.away import Sent, sent_evenly
@@ -153,8 +153,7 @@ def _issued(device: Floats, host: Floats) -> Floats:
 
 
 def _hidden(sums: Sums, target: Target) -> tuple[Floats, Floats]:
-    """Seconds of the exchange between experts that pass behind another micro-batch's compute, in
-    both passes."""
+    """Seconds of both passes' exchange of tokens behind another micro-batch's compute."""
     part = target.overlap_experts
     forward, backward = sums.forward_exchange_s, sums.backward_exchange_s
     return (
@@ -227,8 +226,7 @@ def _data_axis(
 def _host_link(
     sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: HostCosts
 ) -> Iterator[Beside]:
-    """What goes to the host and comes from it below ZeRO-3, beside ZeRO's gathers and the reduction
-    of gradients."""
+    """What goes to the host and comes from it below ZeRO-3."""
     added, none = _hiding(sums, setting), np.zeros(())
 
     def more(where: Where, column: str, compute: Floats, comm: Floats = none) -> Beside:

@@ -154,11 +154,8 @@ class Evaluation:
             s.forward_s + s.backward_s - s.forward_comm_s - s.backward_comm_s for s in self.stages
         )
         measured, interpolated = (
-            min(1.0, seconds / total) if total else 0.0
-            for seconds in (
-                sum(s.measured_s for s in self.stages),
-                sum(s.interpolated_s for s in self.stages),
-            )
+            min(1.0, sum(getattr(s, name) for s in self.stages) / total) if total else 0.0
+            for name in ("measured_s", "interpolated_s")
         )
         return {
             "measured": measured,
@@ -187,11 +184,7 @@ class Evaluator:
 
     def on(self, cluster: Cluster) -> Evaluator:
         """The same on another cluster."""
-        return self.under(replace(self.problem, cluster=cluster))
-
-    def under(self, problem: Problem) -> Evaluator:
-        """The same under other prices of the model: another cluster or profile."""
-        return Evaluator(problem, self._checked)
+        return Evaluator(replace(self.problem, cluster=cluster), self._checked)
 
 
 def evaluate(

@@ -285,8 +285,7 @@ class StageCoster:
         assignment: Assignment,
         inputs: Mapping[str, Placement],
     ) -> PassPrice:
-        """The price of a block per micro-batch, the same for all data axes with equal rows per
-        device."""
+        """The price of a block per micro-batch, the same for all data axes of equal rows."""
         block, known = layouts.block, self._known
         own = self.needs(block).narrowed(setting)
         key = own.mesh, own.batch, (block.class_id, assignment.choices, tuple(inputs.values()))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.errors import slowest_of
+from meshwright.costmodel.intervals import slowest_of
 from meshwright.costmodel.memory.states import model_states
 from meshwright.costmodel.operators import Cost, Setting
 from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs

@@ -58,7 +58,7 @@ def corrected(evaluator: Evaluator, plan: Plan, name: str, more: float) -> dict[
     factor = steps.Correction(factor=1 + more, plans=0, samples=0)
     corrections = steps.Corrections(found={name: factor})
     profile = replace(no_profile(evaluator.problem.cluster), corrections=corrections)
-    return terms_of(evaluator.under(replace(evaluator.problem, profile=profile)).price(plan))
+    return terms_of(Evaluator(replace(evaluator.problem, profile=profile)).price(plan))
 
 
 @pytest.mark.parametrize("line", HIDDEN.strip().splitlines())
