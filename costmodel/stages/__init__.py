@@ -1,9 +1,8 @@
 """The price of a stage: the sums of its blocks, its memory, whether it fits."""
 
-from meshwright.costmodel.stages.away import Sent, sent_by_block
 from meshwright.costmodel.stages.course import BlockBytes, StageBytes, Walked, walked
 from meshwright.costmodel.stages.memory import communicator_bytes, secondary_bytes
-from meshwright.costmodel.stages.offload import blocks_here, host_bandwidth
+from meshwright.costmodel.stages.offload import Sent, blocks_here, host_bandwidth, sent_by_block
 from meshwright.costmodel.stages.peak import (
     InFlight,
     Peak,

@@ -30,8 +30,7 @@ from meshwright.costmodel.memory import (
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import buffer_bytes
-from meshwright.costmodel.stages.away import Sent
-from meshwright.costmodel.stages.offload import blocks_here, sent_gradients, weights_there
+from meshwright.costmodel.stages.offload import Sent, blocks_here, sent_gradients, weights_there
 from meshwright.costmodel.stages.sums import (
     FIRST,
     GROWN,

@@ -19,8 +19,7 @@ ZeRO-1's and 2's gathering of updated weights behind the first forward. The last
 and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
 reduction among replicas joins what is scattered in a step's last backward, or follows it. On a CPU
 nothing is hidden: all its cores compute, and they are what moves the bytes. What lies in host
-memory is on its way like what ZeRO gathers and scatters (`offload.py`); of activations that lie
-there see `away.py`.
+memory is on its way like what ZeRO gathers and scatters, or beside other blocks (`offload.py`).
 """
 
 from __future__ import annotations
@@ -34,9 +33,15 @@ import numpy as np
 from meshwright.costmodel.intervals import slowest_of
 from meshwright.costmodel.memory import optimizer_step_bytes, undo_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.stages.away import Sent, sent_evenly
 from meshwright.costmodel.stages.memory import A, StageMemory, communicator_bytes, stage_memory
-from meshwright.costmodel.stages.offload import HostCosts, host_bandwidth, host_costs, sends_each
+from meshwright.costmodel.stages.offload import (
+    HostCosts,
+    Sent,
+    host_bandwidth,
+    host_costs,
+    sends_each,
+    sent_evenly,
+)
 from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
 

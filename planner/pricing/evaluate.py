@@ -12,14 +12,7 @@ from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles, verdict
 from meshwright.costmodel.kernels import collective_time, crosses_node, group_for
 from meshwright.costmodel.operators import Batch, Entry, Mesh, Problem
-from meshwright.costmodel.schedules import (
-    StageTimes,
-    Streams,
-    Timeline,
-    build_schedule,
-    in_flight,
-    simulate,
-)
+from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
 from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.stages import Peak, StageCosts, device_peaks
 from meshwright.costmodel.target import Target
@@ -299,7 +292,35 @@ def simulated(
 ) -> tuple[Timeline, float, float]:
     """A step of a plan whose `sends` between stages take so many seconds: what happens in it, its
     seconds, and the share of them that devices wait."""
-    timeline, streams = _simulate(plan, problem.target, stages, sends)
+    target, edges = problem.target, frozenset(sends)
+    blocked = [0.0] * len(stages), [0.0] * len(stages)
+    # of a forward and a backward together, one computes while the other exchanges tokens
+    paired = [target.overlap_passes and stage.ep > 1 for stage in plan.stages]
+    if not target.overlap_sends:
+        for (source, destination), seconds in sends.items():
+            blocked[0][source] += seconds
+            blocked[1][destination] += seconds
+        sends = dict.fromkeys(sends, 0.0)
+    times = [
+        StageTimes(
+            forward_s=s.forward_s + sending,
+            backward_s=s.backward_s + returning,
+            weight_s=s.weight_s,
+            overlap_s=hides * min(s.forward_comm_s + s.backward_comm_s, s.forward_s),
+            reduce_s=s.reduce_s,
+            optimizer_s=s.optimizer_s,
+        )
+        for s, sending, returning, hides in zip(stages, *blocked, paired, strict=True)
+    ]
+    streams = build_schedule(
+        plan.schedule,
+        num_stages=len(stages),
+        num_microbatches=plan.num_microbatches,
+        edges=edges,
+        num_devices=len(plan.devices),
+        paired=target.overlap_passes,
+    )
+    timeline = simulate(streams, times, sends)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
     if plan.post_validation and not shared_apart(plan, problem.graph):
         everyone = group_for(problem.cluster, size=plan.num_ranks, stride=1)
@@ -352,43 +373,6 @@ def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
         rows = plan.global_batch_size / graph.batch_size if factors.has_batch(value) else 1.0
         total += rows * math.prod(meta.shape) * meta.dtype.itemsize
     return total
-
-
-def _simulate(
-    plan: Plan,
-    target: Target,
-    stages: Sequence[StageCosts[float]],
-    transfer: dict[tuple[int, int], float],
-) -> tuple[Timeline, Streams]:
-    edges = frozenset(transfer)
-    blocked = [0.0] * len(stages), [0.0] * len(stages)
-    # of a forward and a backward together, one computes while the other exchanges tokens
-    paired = [target.overlap_passes and stage.ep > 1 for stage in plan.stages]
-    if not target.overlap_sends:
-        for (source, destination), seconds in transfer.items():
-            blocked[0][source] += seconds
-            blocked[1][destination] += seconds
-        transfer = dict.fromkeys(transfer, 0.0)
-    times = [
-        StageTimes(
-            forward_s=s.forward_s + sending,
-            backward_s=s.backward_s + returning,
-            weight_s=s.weight_s,
-            overlap_s=hides * min(s.forward_comm_s + s.backward_comm_s, s.forward_s),
-            reduce_s=s.reduce_s,
-            optimizer_s=s.optimizer_s,
-        )
-        for s, sending, returning, hides in zip(stages, *blocked, paired, strict=True)
-    ]
-    streams = build_schedule(
-        plan.schedule,
-        num_stages=len(stages),
-        num_microbatches=plan.num_microbatches,
-        edges=edges,
-        num_devices=len(plan.devices),
-        paired=target.overlap_passes,
-    )
-    return simulate(streams, times, transfer), streams
 
 
 def _busiest(source: StagePlan, target: StagePlan) -> float:

@@ -8,8 +8,7 @@ import pytest
 
 from meshwright.costmodel.memory import model_states, optimizer_step_bytes
 from meshwright.costmodel.operators import Setting
-from meshwright.costmodel.stages.away import sent_by_block, sent_evenly
-from meshwright.costmodel.stages.offload import host_costs
+from meshwright.costmodel.stages.offload import host_costs, sent_by_block, sent_evenly
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.costmodel.targets import EAGER
