@@ -207,11 +207,9 @@ class Pricer(ReshardPricer):
         setting, fusion = self.setting, self.fusion
         if op.name in fusion.joined or not fusion.internal.isdisjoint(op.results):
             return None
-        if (
-            setting.profile is None or setting.mesh.cp > 1 or setting.mesh.ep > 1
-        ):  # not in signatures
+        if setting.mesh.cp > 1 or setting.mesh.ep > 1:  # not in signatures
             return None
-        if self.in_fp8(op):  # timed in 16 bits
+        if setting.profile is None or self.in_fp8(op):  # timed in 16 bits
             return None
         found = signature(
             self.graph, self.table, op, strategy, rows=setting.batch.rows, tp=setting.mesh.tp

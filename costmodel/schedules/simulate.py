@@ -185,21 +185,15 @@ class Timeline:
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """All computes, sends and reductions, by start."""
-        program, end_s = self._program, self._end_s
-        events = [
-            _event(
-                instruction,
-                slot=TimeSlot(index % len(TimeSlot))
-                if index < program.num_stages * len(TimeSlot)
-                else None,
-                start_s=_start_s(program, end_s, n),
-                end_s=end_s[n],
-            )
-            for n, (instruction, (_, _, index)) in enumerate(
-                zip(program.instructions, program.steps, strict=True), start=1
-            )
-            if instruction is not None
-        ]
+        program, end_s, events = self._program, self._end_s, list[Event]()
+        optimizers = range(TimeSlot.OPTIMIZER, program.num_stages * len(TimeSlot), len(TimeSlot))
+        for n, instruction in enumerate(program.instructions, start=1):
+            if instruction is None:
+                continue
+            event = event_of(instruction, start_s=_start_s(program, end_s, n), end_s=end_s[n])
+            if program.steps[n - 1][2] in optimizers:
+                event = replace(event, track="compute", name="optimizer")
+            events.append(event)
         return tuple(sorted(events, key=attrgetter("start_s", "stage", "track")))
 
     def chrome_trace(self) -> dict[str, Any]:
@@ -331,15 +325,6 @@ def _start_s(program: Program, end_s: Sequence[float], n: int) -> float:
         return 0.0
     first, second, _ = program.steps[n - 1]
     return max(end_s[first], end_s[second])
-
-
-def _event(
-    instruction: Instruction, *, slot: TimeSlot | None, start_s: float, end_s: float
-) -> Event:
-    event = event_of(instruction, start_s=start_s, end_s=end_s)
-    if slot is TimeSlot.OPTIMIZER:
-        return replace(event, track="compute", name="optimizer")
-    return event
 
 
 def event_of(instruction: Instruction, *, start_s: float, end_s: float) -> Event:

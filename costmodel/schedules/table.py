@@ -213,7 +213,9 @@ def stages_of_devices(
     `num_devices` may be left out where the schedule fixes the number of stages per device. Raises
     ValueError for an unknown schedule, a count below 1, or counts that the schedule cannot place.
     """
-    schedule = _known(name)
+    if name not in SCHEDULES:
+        raise MeshwrightError(f"={shown(name)}", place="schedule", legal=SCHEDULES)
+    schedule = SCHEDULES[name]
     check_count("num_stages", num_stages)
     each = schedule.stages_per_device
     if num_devices is None:
@@ -281,9 +283,3 @@ def check_count(argument: str, value: int) -> None:
     """Raise ValueError for a count below 1."""
     if value < 1:
         raise MeshwrightError(f"={value}", place=argument, legal="a whole number, 1 or more")
-
-
-def _known(name: str) -> Schedule:
-    if name not in SCHEDULES:
-        raise MeshwrightError(f"={shown(name)}", place="schedule", legal=SCHEDULES)
-    return SCHEDULES[name]
