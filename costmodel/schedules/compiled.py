@@ -27,7 +27,8 @@ from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, 
 
 
 class TimeSlot(IntEnum):
-    """Kind of seconds of a stage: a pass, a part of one, or once-per-step work."""
+    """Kind of seconds of a stage: a pass, a part of one, or once-per-step work; those of computes
+    are named as their `Action`."""
 
     FORWARD = 0
     OVERLAPPED_FORWARD = 1
@@ -38,12 +39,6 @@ class TimeSlot(IntEnum):
     OPTIMIZER = 6
 
 
-_SLOT_OF = {
-    Action.FORWARD: TimeSlot.FORWARD,
-    Action.BACKWARD: TimeSlot.BACKWARD,
-    Action.BACKWARD_INPUT: TimeSlot.BACKWARD_INPUT,
-    Action.BACKWARD_WEIGHT: TimeSlot.BACKWARD_WEIGHT,
-}
 NOTHING = -1  # the index of the zero at the end of the seconds
 
 
@@ -142,9 +137,9 @@ class _Compiler:
             self.position[device] += 1
 
     def _compute(self, device: int, instruction: Instruction) -> None:
-        slot = (
-            TimeSlot.OVERLAPPED_FORWARD if instruction.overlapped else _SLOT_OF[instruction.action]
-        )
+        slot = TimeSlot[instruction.action.name]
+        if instruction.overlapped:
+            slot = TimeSlot.OVERLAPPED_FORWARD
         index = self._occupy(device, instruction, slot)
         self.computes[device][index] += 1
         self.last_computes[device] = self.last[device]

@@ -25,13 +25,7 @@ from functools import lru_cache
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import Instruction, Streams
 
-_ENDS = (
-    Action.BACKWARD,
-    Action.BACKWARD_INPUT,
-    Action.BACKWARD_WEIGHT,
-    Action.RECV_GRADIENT,
-    Action.REDUCE_GRADIENTS,
-)
+_FORWARDS = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
 _Message = tuple[int, int, int]  # source stage, destination stage, micro-batch
 
 
@@ -48,7 +42,7 @@ class Early:
 def early_parts(streams: Streams) -> tuple[Early, ...]:
     """The early part of each device's stream."""
     counts = [
-        next((n for n, each in enumerate(stream) if each.action in _ENDS), len(stream))
+        next((n for n, each in enumerate(stream) if each.action not in _FORWARDS), len(stream))
         for stream in streams
     ]
     while True:

@@ -6,9 +6,9 @@ programs (`programs.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -179,6 +179,12 @@ class StageCoster:
     def activations_at_cuts(self) -> list[tuple[str, ...]]:
         """Values that are sent where a stage ends before block k, for k = 0..K."""
         return [*activations_at_cuts(self.graph), ()]
+
+    @cached_property
+    def message_s(self) -> Callable[..., float]:
+        """`send_seconds` between ranks of this problem's cluster."""
+        own = self.problem
+        return partial(send_seconds, cluster=own.cluster, target=own.target, profile=own.profile)
 
     @cached_property
     def _fusion(self) -> Fusion:
@@ -384,22 +390,6 @@ class StageCoster:
         sent = self._sent_bytes(self.pricer(setting))
         known = {nbytes: seconds(nbytes) for nbytes in set(sent)}
         return np.array([known[nbytes] for nbytes in sent])
-
-    def message_s(
-        self, nbytes: float, source: Sequence[int], destination: Sequence[int], *, tp: int
-    ) -> float:
-        """Seconds to move `nbytes` of each rank of one stage to those of another, as
-        `send_seconds`."""
-        problem = self.problem
-        return send_seconds(
-            nbytes,
-            source,
-            destination,
-            tp=tp,
-            cluster=problem.cluster,
-            target=problem.target,
-            profile=problem.profile,
-        )
 
     def _sent_bytes(self, pricer: Pricer) -> list[float]:
         """Bytes of the activations at each boundary."""
