@@ -80,18 +80,19 @@ def in_flight(
     name: str, *, stage: int, num_stages: int, num_microbatches: int, num_devices: int | None = None
 ) -> int:
     """Peak number of micro-batches in flight on `stage`: from their F to the end of their backward,
-    which is W where the backward is split. Raises ValueError as `build_schedule`, and for a stage
-    that is not in the pipeline."""
+    which is W where the backward is split; by default each device has one stage. Raises ValueError
+    as `build_schedule`, and for a stage that is not in the pipeline."""
+    num_devices = num_stages if num_devices is None else num_devices
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     check_count("num_microbatches", num_microbatches)
     if not 0 <= stage < num_stages:
         raise ScheduleError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
     most = SCHEDULES[name].in_flight
-    if most is not None and len(placed) == num_stages:
+    if most is not None and num_devices == num_stages:
         return min(most(stage, num_stages, num_microbatches), num_microbatches)
     (device,) = (d for d, stages in enumerate(placed) if stage in stages)
     found = moments(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=len(placed)
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
     )
     at = placed[device].index(stage)
     return max(one.active[at] + one.put_off[at] for one in found[device])

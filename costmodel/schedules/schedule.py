@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from meshwright.costmodel.schedules.orders import Action, Compute
-from meshwright.costmodel.schedules.table import SCHEDULES, compute_orders, stages_of_devices
+from meshwright.costmodel.schedules.table import compute_orders, stages_of_devices
 from meshwright.profiles.inputs import MeshwrightError
 
 _SYMBOLS = {
@@ -102,22 +102,18 @@ def build_schedule(
     *,
     num_stages: int,
     num_microbatches: int,
-    edges: Collection[tuple[int, int]] | None = None,
-    num_devices: int | None = None,
+    edges: Collection[tuple[int, int]],
+    num_devices: int,
     paired: bool = False,
 ) -> Streams:
     """The instruction streams of one training step, one per device.
 
     `edges` are the (source, destination) stages that exchange activations forward and gradients
-    backward, each source before its destination; by default each stage with the next.
-    `num_devices` may be left out where the schedule fixes the number of stages per device. With
-    `paired` forwards and backwards that the schedule pairs run as one thing. The
-    streams of equal arguments are built once. Raises ValueError for an unknown schedule, a count
-    below 1, stages that do not go evenly on the devices, or an edge that does not point forward.
+    backward, each source before its destination. With `paired` forwards and backwards that the
+    schedule pairs run as one thing. The streams of equal arguments are built once. Raises
+    ValueError for an unknown schedule, a count below 1, stages that do not go evenly on the
+    devices, or an edge that does not point forward.
     """
-    if edges is None:
-        copies = SCHEDULES[name].pipelines(num_stages) if name in SCHEDULES else [range(num_stages)]
-        edges = [edge for stages in copies for edge in pairwise(stages)]
     return _build(name, num_stages, num_microbatches, frozenset(edges), num_devices, paired)
 
 
@@ -127,12 +123,12 @@ def _build(
     num_stages: int,
     num_microbatches: int,
     edges: frozenset[tuple[int, int]],
-    num_devices: int | None,
+    num_devices: int,
     paired: bool,
 ) -> Streams:
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     orders = compute_orders(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=len(placed)
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
     )
     device_of = {stage: device for device, stages in enumerate(placed) for stage in stages}
     sources: list[list[int]] = [[] for _ in range(num_stages)]

@@ -205,27 +205,14 @@ _TABLE: dict[str, Schedule] = {
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_TABLE)
 
 
-def stages_of_devices(
-    name: str, *, num_stages: int, num_devices: int | None = None
-) -> tuple[Stages, ...]:
-    """The stages each device owns, in the order of the data.
-
-    `num_devices` may be left out where the schedule fixes the number of stages per device. Raises
-    ValueError for an unknown schedule, a count below 1, or counts that the schedule cannot place.
-    """
+def stages_of_devices(name: str, *, num_stages: int, num_devices: int) -> tuple[Stages, ...]:
+    """The stages each device owns, in the order of the data. Raises ValueError for an unknown
+    schedule, a count below 1, or counts that the schedule cannot place."""
     if name not in SCHEDULES:
         raise MeshwrightError(f"={shown(name)}", place="schedule", legal=SCHEDULES)
     schedule = SCHEDULES[name]
-    check_count("num_stages", num_stages)
     each = schedule.stages_per_device
-    if num_devices is None:
-        if each is None:
-            raise MeshwrightError(
-                f"={name!r} with num_stages={num_stages} needs num_devices",
-                place="schedule",
-                legal="any divisor of num_stages",
-            )
-        num_devices = max(1, num_stages // each)
+    check_count("num_stages", num_stages)
     check_count("num_devices", num_devices)
     if num_stages % num_devices or each not in (None, num_stages // num_devices):
         per_device = "a whole number of" if each is None else str(each)
@@ -249,7 +236,7 @@ def stages_of_devices(
 
 @lru_cache(maxsize=64)
 def compute_orders(
-    name: str, *, num_stages: int, num_microbatches: int, num_devices: int | None = None
+    name: str, *, num_stages: int, num_microbatches: int, num_devices: int
 ) -> tuple[tuple[Compute, ...], ...]:
     """The computes of each device in one training step, in order. Raises ValueError as
     `stages_of_devices`, and for less than one micro-batch."""

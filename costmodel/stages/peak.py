@@ -27,9 +27,9 @@ PARTS = (
 )  # fmt: skip
 
 
-def room_bytes(cluster: Cluster, stages: int = 1) -> float:
-    """Bytes of a device that tensors may take, or each of the stages that share it evenly."""
-    return cluster.device.usable_bytes / stages
+def room_bytes(cluster: Cluster) -> float:
+    """Bytes of a device that tensors may take."""
+    return cluster.device.usable_bytes
 
 
 class InFlight(NamedTuple):

@@ -46,7 +46,9 @@ class Shape:
     def streams(self, edges: Edges | None = None) -> Streams:
         counts = {"num_stages": self.num_stages, "num_microbatches": self.m}
         sizes = {**counts, "num_devices": self.p}
-        return build_schedule(self.name, **sizes, edges=edges, paired=self.paired)
+        return build_schedule(
+            self.name, **sizes, edges=self.chain if edges is None else edges, paired=self.paired
+        )
 
 
 @st.composite

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules import SCHEDULES, Action, Instruction, Streams, build_schedule
+from meshwright.costmodel.schedules import SCHEDULES, Action, Instruction, Streams
 from meshwright.costmodel.schedules.early import early_parts
 from meshwright.costmodel.schedules.orders import Compute
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
@@ -161,7 +161,7 @@ def test_channels_and_streams_that_disagree_are_refused() -> None:
 
 
 def test_missing_and_impossible_times_are_refused() -> None:
-    streams = build_schedule("gpipe", num_stages=2, num_microbatches=1)
+    streams = Shape(name="gpipe", p=2, v=1, m=1).streams()
     with pytest.raises(ValueError, match="1 entries for 2 stages"):
         simulate(streams, [times(1, 1)], {(0, 1): 0})
     with pytest.raises(ValueError, match=r"no entry \(0, 1\).*sendF0->1"):
