@@ -270,17 +270,7 @@ class Sums:
 
     def joined(self) -> Sums:
         """Sums of all of these blocks one after the other, (K,): of one run, 0-d."""
-        found = Sums(self.array.sum(axis=0))
-        found.array[_LARGEST] = self.array[:, _LARGEST].max(axis=0)
-        found.first_parameters = self.first_parameters[0]
-        following = np.append(self.first_parameters[1:], 0.0)
-        behind = self._let_go()[::-1].cumsum(axis=0)[::-1]  # of a block and those behind it
-        before = self._followed(following)[:-1] - behind[1:]
-        last = self.excess[-1]
-        excess = np.concatenate([before, last[None]]).max(axis=0)
-        excess[EDGE] = last[EDGE]
-        found.excess = excess
-        return found
+        return self.spans(np.array([0]), np.array([len(self)]))[0]
 
     def shared_out(self, numbers: NDArray[np.int64]) -> Sums:
         """Sums of an equal part of one run, for each number of parts: (N,); maxima stay."""
