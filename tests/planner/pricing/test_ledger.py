@@ -1,5 +1,5 @@
-"""The lines of a ledger add up to what stages cost, its rows to its work, and parts of memory to the
-peak, on plans of every knob."""
+"""Lines of a ledger add up to what stages cost, its rows to its work, parts of memory to the peak,
+on plans of every knob."""
 
 from collections import defaultdict
 from functools import cache
