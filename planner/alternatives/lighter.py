@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from meshwright.costmodel.memory import model_state_bytes
+from meshwright.costmodel.memory import model_states
 from meshwright.costmodel.operators import Problem
 from meshwright.planner.alternatives.what_if import (
     CHUNKS,
@@ -119,14 +119,14 @@ def _changes(problem: Problem, choice: MeshChoice) -> Iterator[Change]:
                 kind="optimizer",
                 apply=lambda own, name=name: with_optimizer(own, name),  # type: ignore[misc]
             )
-    adapters = model_state_bytes(
+    adapters = model_states(
         float(adapter_numel(problem)),
         precision=problem.precision,
         zero=0,
         dp=1,
         optimizer=problem.optimizer,
         target=problem.target,
-    )
+    ).nbytes
     yield Change(
         what=f"LoRA (matrices frozen, adapters of rank {RANK} trained)",
         kind="adapters",

@@ -275,7 +275,7 @@ class BlockProgram:
         self, value: str, source: Placement, target: Placement, pricer: Pricer
     ) -> tuple[float, float]:
         """Seconds per micro-batch and per step; a partial gradient is reduced once per step."""
-        cost = pricer.reshard_parameter(value, source, target)
+        cost = pricer.reshard(value, source, target, once=True)
         each = self._seconds(cost, np.inf)
         return each, 0.0 if cost is None else cost.seconds(1) - each
 

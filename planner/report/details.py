@@ -14,7 +14,7 @@ from meshwright.costmodel.intervals import LEVEL
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import Assignment
 from meshwright.planner.plan import compress_ranks, folds
-from meshwright.planner.pricing import Evaluation, Ledger, MemoryParts, Work
+from meshwright.planner.pricing import Evaluation, Ledger, Work
 from meshwright.planner.report.components import Components, device_groups
 from meshwright.planner.report.diagram import block_diagrams
 from meshwright.planner.report.timeline import timeline_data
@@ -47,7 +47,7 @@ class Details:
                 {
                     "ranks": compress_ranks(ranks),
                     "stages": [n for n, stage in enumerate(plan.stages) if stage.ranks == ranks],
-                    "parts": MemoryParts.at(peak).as_dict(),
+                    "parts": peak.by_part,
                     "priced_bytes": priced,
                     "interval_bytes": list(prediction.memory_error.around(priced)),
                     "moment": peak.action.name.lower() if peak.action else "optimizer",

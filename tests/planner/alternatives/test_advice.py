@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.costmodel.memory.states import model_state_bytes
+from meshwright.costmodel.memory.states import model_states
 from meshwright.planner.alternatives import advice as module
 from meshwright.planner.alternatives.advice import BETTER, advice, next_batches
 from meshwright.planner.alternatives.lighter import with_advice
@@ -151,7 +151,7 @@ def test_states_and_adapters_save_what_their_formulas_say() -> None:
     numel = float(of.graph.num_parameters())
 
     def states(optimizer: str) -> float:
-        return model_state_bytes(numel, precision="bf16", zero=0, dp=1, optimizer=optimizer)
+        return model_states(numel, precision="bf16", zero=0, dp=1, optimizer=optimizer).nbytes
 
     text = message(of, numel * 4)
     for optimizer in ("sgd", "adamw8bit", "adamw_bf16"):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.quantized import QUANTIZED
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.overrides import OverrideError, check_allow
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict, stage_cuts

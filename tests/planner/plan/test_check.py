@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding.context_axis import CONTEXT_KINDS, ContextKind
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry

@@ -19,11 +19,10 @@ from meshwright.cli import main
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.kernels.moe_costs import exchange_seconds
-from meshwright.costmodel.operators import Batch, Mesh
+from meshwright.costmodel.operators import Batch, Mesh, Problem
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.rules.moe import COMBINE, DISPATCH, GROUPED
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, strategies
@@ -107,20 +106,18 @@ def test_experts_are_divided_and_everything_else_is_not(ep: int) -> None:
 
 def test_gradients_of_experts_are_reduced_over_the_ranks_that_hold_them() -> None:
     """dp=4, tp=2, ep=4: two ranks hold an expert, four ranks the rest of a tensor-parallel rank."""
-    on = ideal(8, 1)
-    priced = pricer(on, dp=4, tp=2, ep=4)
+    priced = pricer(ideal(8, 1), dp=4, tp=2, ep=4)
     weight = ops_of(GROUPED)[0].operands[1]
-    holders = priced.parameters.replicas
-    assert holders(weight, R) == group_for(on, size=2, stride=4)
-    assert holders(weight, Placement("S", 2)) == group_for(on, size=1, stride=8)
+    holders = priced.parameters.holders
+    assert (holders(weight, R), holders(weight, Placement("S", 2))) == (2, 1)
     router = next(v for v, fqn in graph().parameters.items() if fqn.endswith("router.weight"))
-    assert holders(router, R) == group_for(on, size=4, stride=2)
+    assert holders(router, R) == 4
     # an all-reduce among two sends each rank's bytes once: 4 a parameter
     sent = 4 * graph().values[weight].numel / 4
     assert priced.parameter_cost(weight, R).reduce_s == pytest.approx(sent / 1e10)
     # the tensor axis is among those ranks: no reduction of its own
-    assert priced.reshard_parameter(weight, R, RP).reduce_s == 0
-    assert priced.reshard_parameter(router, R, RP).reduce_s > 0
+    assert priced.reshard(weight, R, RP, once=True).reduce_s == 0
+    assert priced.reshard(router, R, RP, once=True).reduce_s > 0
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 8), (2, 2), (8, 8)])
