@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import altair as alt
 
+from meshwright.planner.page.cells import Row
 from meshwright.planner.plan import GIB
 
-Row = Mapping[str, Any]
 Spec = dict[str, Any]
 
 MANY = 2_000  # marks, from which on a chart is drawn on a canvas
@@ -105,24 +105,6 @@ def seconds_axis(most: float, title: str) -> Any:
     unit, factor = next((each for each in units if most * each[1] >= 1), units[-1])
     return alt.Axis(
         title=f"{unit} {title}".strip(), labelExpr=f"format(datum.value * {factor:g}, '.5~g')"
-    )
-
-
-def peak_marks(rows: Sequence[Row], shapes: Mapping[str, str]) -> Any:
-    """A mark at `value`, GiB, in the row of its `name`; its shape says what it is the `peak` of."""
-    found = dict.fromkeys(row["peak"] for row in rows)
-    kinds = [kind for kind in shapes if kind in found]
-    scale = alt.Scale(domain=kinds, range=[shapes[kind] for kind in kinds])
-    return (
-        alt.Chart(named(rows))
-        .mark_point(filled=True, size=60, opacity=1, stroke=GREY, strokeWidth=1)
-        .encode(
-            x="value:Q",
-            y=alt.Y("name:N", sort=list(dict.fromkeys(row["name"] for row in rows))),
-            shape=alt.Shape("peak:N", title=None, scale=scale),
-            color=alt.value(INK),
-            tooltip=tips_of(name="of", peak="peak", value="GiB|.4~g"),
-        )
     )
 
 

@@ -11,21 +11,17 @@ import hashlib
 import html
 import importlib
 import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from meshwright.planner.page.answers import answers
 from meshwright.planner.page.blocks import diagrams
-from meshwright.planner.page.plans import compared, without_plan
-from meshwright.planner.page.tables import facts, tables
+from meshwright.planner.page.cells import Row
+from meshwright.planner.page.tables import compared, facts, tables, without_plan
 from meshwright.planner.page.words import WORDS
 from meshwright.planner.plan import counted, seconds
 from meshwright.profiles.inputs import NotInstalledError
-
-Row = Mapping[str, Any]
 
 FOLDER = Path(__file__).parent
 NEEDED = ("altair", "vl_convert", "jinja2")

@@ -18,9 +18,9 @@ import vl_convert
 
 from meshwright.planner.page import cells, render_page
 from meshwright.planner.page.blocks import line, operator_words, strategy_words
-from meshwright.planner.page.plans import compared, without_plan
-from meshwright.planner.page.ranks import axes_in_use, rank_rows
+from meshwright.planner.page.rank_map import axes_in_use, rank_rows
 from meshwright.planner.page.specs import charts
+from meshwright.planner.page.tables import compared, without_plan
 from meshwright.planner.report import timeline
 from tests.helpers.reports import rehearsed_report, report_of_axes
 
