@@ -69,12 +69,14 @@ def check_plan(
 def check_runs(plan: Plan) -> None:
     """Raise `PlanError` for a legal plan that the executor does not run yet."""
     _check_split(plan)
-    values: list[tuple[str, str, Any, tuple[Any, ...]]] = []
     for k, stage in enumerate(plan.stages):
-        values += [
-            (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
-            for policy in dict.fromkeys(stage.policies)
-        ]
+        for policy in dict.fromkeys(stage.policies):
+            if policy not in RUNS["recompute"]:
+                raise PlanError(
+                    f"={policy!r} can be priced, but not run yet",
+                    place=f"plan: stage {k}: recompute",
+                    legal=RUNS["recompute"],
+                )
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         for name, value, other in (
             ("dp_shard", stage.shards, first.shards),
@@ -95,13 +97,6 @@ def check_runs(plan: Plan) -> None:
                 f"={stage.ep} can be priced, but not run yet",
                 place=f"plan: stage {k}: ep",
                 legal=f"a divisor of dp·cp={stage.holders}, or a multiple of tp={stage.tp}",
-            )
-    for place, name, value, legal in values:
-        if value not in legal:
-            raise PlanError(
-                f"={value!r} can be priced, but not run yet",
-                place=f"{place}: {name}",
-                legal=f"{', '.join(map(str, legal))}",
             )
 
 
@@ -177,7 +172,7 @@ def _check_step(plan: Plan) -> None:
         raise PlanError(
             f"={plan.num_microbatches} does not divide global_batch_size={plan.global_batch_size}",
             place="plan: num_microbatches",
-            legal=_divisors(plan.global_batch_size),
+            legal=divisors(plan.global_batch_size),
         )
     if not plan.stages:
         raise PlanError(
@@ -244,7 +239,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             f"(global_batch_size={plan.global_batch_size} / "
             f"num_microbatches={plan.num_microbatches})",
             place=f"{place}: dp",
-            legal=f"{_divisors(plan.microbatch_rows)}, or fewer micro-batches",
+            legal=[*divisors(plan.microbatch_rows), "or fewer micro-batches"],
         )
 
 
@@ -272,7 +267,7 @@ def _check_shards(stage: StagePlan, place: str) -> None:
         raise PlanError(
             f"={stage.dp_shard} does not divide the {ranks} ranks of the data axis (dp·cp)",
             place=f"{place}: dp_shard",
-            legal=_divisors(ranks),
+            legal=divisors(ranks),
         )
     if not stage.zero:
         raise PlanError(
@@ -363,7 +358,3 @@ def _check_blocks(stages: Sequence[StagePlan], graph: Graph) -> None:
                 legal=f"in the order {legal}",
                 way_out="sort them so",
             )
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(map(str, divisors(n)))

@@ -196,37 +196,26 @@ def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") 
             legal=f"names that contain one of: {', '.join(part for part, _ in _KNOWN)}",
             way_out="name one of those, or add its habits here",
         )
+    target, said = framework.target, list(framework.assumptions)
     if framework in (_FSDP, _TITAN) and re.search(r"\bcompile\b", f"{name}; {notes}"):
-        target = replace(framework.target, fusion="full", host_scale=COMPILED_HOST)
-        framework = replace(
-            framework, target=target, assumptions=("compiled blocks", *framework.assumptions[1:])
-        )
+        target = replace(target, fusion="full", host_scale=COMPILED_HOST)
+        said[0] = "compiled blocks"
     if re.search(EARLY_ENGINE, name):
-        target = replace(framework.target, tuned_attention=False)
-        framework = replace(
-            framework, target=target, assumptions=(*framework.assumptions, "FlashAttention-2")
-        )
+        target = replace(target, tuned_attention=False)
+        said.append("FlashAttention-2")
     if "flash" in notes:
         framework = replace(framework, attention="fused")
     if "sequence parallelism" in notes and not framework.sequence_parallel:
-        framework = replace(
-            framework,
-            sequence_parallel=True,
-            assumptions=(*framework.assumptions, "sequence parallelism where tp > 1"),
-        )
+        framework = replace(framework, sequence_parallel=True)
+        said.append("sequence parallelism where tp > 1")
     if re.search(r"Flex-?Att", f"{name}; {notes}"):
         scale = next(known for pattern, known in FLEX_ATTENTION if re.search(pattern, gpu))
-        target = replace(framework.target, tuned_attention=False, attention_scale=scale)
-        framework = replace(
-            framework, target=target, assumptions=(*framework.assumptions, "FlexAttention")
-        )
+        target = replace(target, tuned_attention=False, attention_scale=scale)
+        said.append("FlexAttention")
     if re.search(r"async TP|overlaps:.*TP comm|tp[-_]comm[-_]overlap", notes):
-        framework = replace(
-            framework,
-            target=replace(framework.target, overlap_tensor=IN_PARTS),
-            assumptions=(*framework.assumptions, "tensor-parallel communication beside products"),
-        )
-    return framework
+        target = replace(target, overlap_tensor=IN_PARTS)
+        said.append("tensor-parallel communication beside products")
+    return replace(framework, target=target, assumptions=tuple(said))
 
 
 def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Framework:

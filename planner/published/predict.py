@@ -16,7 +16,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import FactorTable, analyse
 from meshwright.planner.blocks import cut_blocks
-from meshwright.planner.pricing import Evaluation, Evaluator, Prediction
+from meshwright.planner.pricing import Evaluation, Evaluator
 from meshwright.planner.published.models import TransformerDims, build
 from meshwright.planner.published.repeat import deepen
 from meshwright.planner.published.rows import read_row
@@ -26,30 +26,20 @@ from meshwright.planner.tracing import trace
 TRACED_LAYERS = 4
 
 
-def predict_row(row: Mapping[str, str]) -> Prediction:
-    """Step time (s) and peak memory (bytes) of a published configuration.
+def evaluate_row(row: Mapping[str, str]) -> Evaluation:
+    """The plan of a published configuration, priced: step time (s) and peak memory (bytes).
 
     `peak_memory_bytes` is what the framework's allocator holds at most, per stage; the driver's
     context and communication libraries, which no allocator sees, are not in it. `assumptions` lists
     what the row leaves open and how it was taken. Raises `Unpriced` with the reason where a row
     can't be priced.
     """
-    return evaluate_row(row).prediction
-
-
-def evaluate_row(row: Mapping[str, str]) -> Evaluation:
-    """The plan of a published configuration, priced. Raises `Unpriced` with the reason."""
     try:
         return evaluate(read_row(row))
     except Unpriced:
         raise
     except ValueError as error:  # sizes that no model or node of the catalog has
         raise Unpriced(str(error)) from error
-
-
-def predict(setup: Setup) -> Prediction:
-    """The prediction for a configuration, of `evaluate`."""
-    return evaluate(setup).prediction
 
 
 def evaluate(setup: Setup) -> Evaluation:
