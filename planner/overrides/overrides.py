@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from meshwright.costmodel.schedules import SCHEDULES
@@ -30,6 +31,11 @@ from meshwright.planner.plan import RUNS
 from meshwright.profiles.inputs import shown
 
 _DROP = "drop one of the two"
+# overrides of what is divided -> the ZeRO stages that divide it, what others lack, and the way out
+DIVIDES: Mapping[str, tuple[Collection[int], str, str]] = {
+    "hpz": ((3,), "secondary shards are of ZeRO-3's weights", "zero=3, or no hpz"),
+    "dp_shard": ((1, 2, 3), "without ZeRO nothing is divided", "one of the two"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,19 +140,16 @@ class Overrides:
             left = FORBIDS[name][1] if name in self.forbid else ()
         return left[0] if len(left) == 1 else None
 
-    @property
-    def host_states(self) -> float | None:
-        """The part of the optimizer states in host memory; None where it is free."""
+    def offloaded(self, what: str) -> float | None:
+        """The part of `what` (of `OFFLOADS`) that is off devices; None where it is free."""
         if self.offload is not None:
-            return float(self.offload.get("optimizer", 0.0))
+            return float(self.offload.get(what, 0.0))
         return 0.0 if "offload" in self.forbid else None
 
     @property
-    def host_activations(self) -> float | None:
-        """The part of the blocks that send what they save there; None where it is free."""
-        if self.offload is not None:
-            return float(self.offload.get("activations", 0.0))
-        return 0.0 if "offload" in self.forbid else None
+    def offloads(self) -> bool:
+        """Whether something is to lie off devices."""
+        return any((self.offload or {}).values())
 
     def virtual(self) -> tuple[int | None, str]:
         """Stages per device group, where it is known, and the override that says so."""
@@ -186,7 +189,7 @@ class Overrides:
 
     def _check_forbidden(self, forbidden: str) -> None:
         name, left = FORBIDS.get(forbidden, ("", ()))
-        if forbidden == "offload" and (self.host_states or self.host_activations):
+        if forbidden == "offload" and self.offloads:
             raise OverrideError(
                 " contradicts forbid='offload'",
                 place=f"override offload={shown(dict(self.offload or {}))}",
@@ -214,8 +217,7 @@ class Overrides:
             return
         other = "forbid='pp'" * ("pp" in self.forbid) or "pp=1" * (self.pp == 1)
         other = other or "zero=3" * (self.everywhere("zero") == 3)
-        there = any((self.offload or {}).values())
-        other = other or f"offload={dict(self.offload or {})}" * there
+        other = other or f"offload={dict(self.offload or {})}" * self.offloads
         if other:
             raise OverrideError(
                 f"=True contradicts {other}: a pipeline is validated whose ranks have their own "
@@ -232,7 +234,7 @@ class Overrides:
         odd = [n for n in ("pp", "num_microbatches") if (getattr(self, n) or 0) % self.copies]
         held = [f"zero={z}" for _, z in self.items("zero") if z == 3]
         held += [f"{name}={n}" for name in ("cp", "ep") for _, n in self.items(name) if n > 1]
-        held += ["offload"] * any((self.offload or {}).values())
+        held += ["offload"] * self.offloads
         held += ["post_validation"] * bool(self.post_validation)
         if odd or held:
             why = f"{odd[0]}={getattr(self, odd[0])}" if odd else held[0]
@@ -266,23 +268,13 @@ class Overrides:
                 )
 
     def _check_shards(self) -> None:
-        for at, stage in self.items("zero"):
-            for among, ranks in self.items("hpz"):
-                if stage != 3 and None in (at, among):
+        for name, (stages, why, legal) in DIVIDES.items():
+            for (at, stage), (among, ranks) in product(self.items("zero"), self.items(name)):
+                if stage not in stages and None in (at, among):
                     raise OverrideError(
-                        f" contradicts {spelled('hpz', among, ranks)}: secondary shards are of "
-                        "ZeRO-3's weights",
+                        f" contradicts {spelled(name, among, ranks)}: {why}",
                         place=f"override {spelled('zero', at, stage)}",
-                        legal="zero=3, or no hpz",
-                        way_out=_DROP,
-                    )
-            for among, ranks in self.items("dp_shard"):
-                if stage == 0 and None in (at, among):
-                    raise OverrideError(
-                        f" contradicts {spelled('dp_shard', among, ranks)}: without ZeRO nothing "
-                        "is divided",
-                        place=f"override {spelled('zero', at, stage)}",
-                        legal="one of the two",
+                        legal=legal,
                         way_out=_DROP,
                     )
 
@@ -327,6 +319,36 @@ class Overrides:
 def spelled(name: str, pattern: str | None, value: Any) -> str:
     """One value as the override spells it."""
     return f"{name}={value!r}" if pattern is None else f"{name}={{{pattern!r}: {value!r}}}"
+
+
+# --- without some of them ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """The overrides `left` without one, `said` as the user spelled it; `what` says that it goes."""
+
+    said: str
+    what: str
+    left: Overrides
+
+
+def each_dropped(overrides: Overrides) -> Iterator[Dropped]:
+    """The overrides without one of them, for each; names in `forbid` count one by one."""
+    for name, value in overrides.given().items():
+        if name != "forbid":
+            left = without(overrides, name)
+            yield Dropped(said=f"{name}={value!r}", what=f"leave {name} free", left=left)
+    for forbidden in overrides.forbid:
+        kept = tuple(name for name in overrides.forbid if name != forbidden)
+        left = replace(overrides, forbid=kept)
+        yield Dropped(said=f"forbid={forbidden!r}", what=f"allow {forbidden}", left=left)
+
+
+def without(overrides: Overrides, *names: str) -> Overrides:
+    """The overrides with these left free."""
+    free: dict[str, Any] = {name: getattr(Overrides(), name) for name in names}
+    return replace(overrides, **free)
 
 
 # --- schedules, and what runs --------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import Entry
 from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.values import MESH
 from meshwright.planner.plan import (
     OFFLOADS,
     Plan,
@@ -33,15 +34,12 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
     def pinned(values: Sequence[Any]) -> Any:
         return _pinned(blocks, values)
 
+    plain = (*MESH, "zero", "quantized")
+    most = {name: max(s.offload.get(name, 0.0) for s in plan.stages) for name in OFFLOADS}
     return Overrides(
-        tp=pinned([stage.tp for stage in stages]),
-        dp=pinned([stage.dp for stage in stages]),
-        cp=pinned([stage.cp for stage in stages]),
-        ep=pinned([stage.ep for stage in stages]),
-        zero=pinned([stage.zero for stage in stages]),
+        **{name: pinned([getattr(stage, name) for stage in stages]) for name in plain},
         dp_shard=pinned([stage.shards if stage.zero else None for stage in stages]),
         hpz=pinned([stage.secondary for stage in stages]),
-        quantized=pinned([stage.quantized for stage in stages]),
         segments=pinned([stage.segments if stage.segments > 1 else None for stage in stages]),
         recompute=pinned([policy for stage in chain for policy in stage.policies]),
         pp=len(plan.devices),
@@ -52,16 +50,9 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
         cp_kind=plan.stages[0].cp_kind if plan.stages[0].cp > 1 else None,
         stages=[compress_names(stage.blocks) for stage in chain],
         shardings=_shardings(plan, graph),
-        offload=_offload(plan),
+        offload=most if any(most.values()) else None,  # an override has one part for all stages
         post_validation=plan.post_validation or None,
     )
-
-
-def _offload(plan: Plan) -> dict[str, float] | None:
-    """What lies in host memory of all stages; the most of any, where they differ: an override has
-    one part. None where there is nothing."""
-    most = {name: max(s.offload.get(name, 0.0) for s in plan.stages) for name in OFFLOADS}
-    return most if any(most.values()) else None
 
 
 def _pinned(blocks: Sequence[str], values: Sequence[Any]) -> Any:

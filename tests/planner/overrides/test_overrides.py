@@ -17,9 +17,8 @@ from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding.context_axis import ALL_GATHER, CONTEXT_KINDS
 from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.overrides import without_effect
-from meshwright.planner.overrides.dropped import each_dropped
 from meshwright.planner.overrides.fitting import check_overrides
-from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.overrides import Overrides, each_dropped
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
 from meshwright.planner.overrides.values import FORBIDDABLE, OverrideError
