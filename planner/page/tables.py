@@ -100,12 +100,10 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
         found.append(
             ("days", number(cost["days"]), f"{interval}for {tokens}, {hours} device-hours")
         )
-    if "price" in cost:
-        million = number(cost["price_per_million_tokens"]).text
-        found.append(("price", number(cost["price"]), f"{million} a million tokens"))
-    if "energy_kwh" in cost:
-        million = number(cost["energy_kwh_per_million_tokens"]).text
-        found.append(("energy", number(cost["energy_kwh"]), f"kWh, {million} a million tokens"))
+    for what, name, unit in (("price", "price", ""), ("energy", "energy_kwh", "kWh, ")):
+        if name in cost:
+            million = number(cost[f"{name}_per_million_tokens"]).text
+            found.append((what, number(cost[name]), f"{unit}{million} a million tokens"))
     return found
 
 

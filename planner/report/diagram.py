@@ -46,10 +46,7 @@ def _diagram(found: _Found) -> Row:
     return {
         "blocks": compress_names(found.names),
         "stages": found.stages,
-        "dp": stage.dp,
-        "cp": stage.cp,
-        "ep": stage.ep,
-        "tp": stage.tp,
+        **{axis: getattr(stage, axis) for axis in ("dp", "cp", "ep", "tp")},
         "steps": [row for step in found.block.steps for row in _rows(pricer, step)],
     }
 

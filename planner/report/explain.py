@@ -13,7 +13,6 @@ from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import Assignment, data_layout, row_use
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
-    Plan,
     check_plan,
     compress_names,
     compress_ranks,
@@ -28,9 +27,9 @@ from meshwright.planner.plan import (
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import busiest, device_groups
-from meshwright.planner.report.details import Details
+from meshwright.planner.report.details import Details, Row
 from meshwright.planner.report.indivisible import divided, divided_notes, excluded
-from meshwright.planner.report.report import Report, Row
+from meshwright.planner.report.report import Report
 from meshwright.planner.report.ulysses import ulysses_notes
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.timings import OF_HOST, at_once
@@ -78,8 +77,9 @@ def explain(
     plan, prediction = evaluation.plan, evaluation.prediction
     graph, factors, cluster = problem.graph, problem.factors, problem.cluster
     shares = divided(plan, graph, factors, assignments)
-    refused = excluded(graph, factors, _degrees(plan, cluster))
     degrees = {stage.tp for stage in plan.stages}
+    of_node = divisors(cluster.devices_per_node)
+    refused = excluded(graph, factors, sorted(degrees.union(of_node)))
     details = Details(evaluation=evaluation, problem=problem, assignments=assignments)
     summary = {
         "parameters": graph.num_parameters(),
@@ -159,15 +159,9 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
         {
             "blocks": compress_names(stage.blocks),
             "ranks": compress_ranks(stage.ranks),
-            "dp": stage.dp,
-            "cp": stage.cp,
-            "ep": stage.ep,
-            "tp": stage.tp,
+            **{axis: getattr(stage, axis) for axis in ("dp", "cp", "ep", "tp")},
             "mesh": mesh_words(stage),
-            "dp_shard": stage.dp_shard,
-            "hpz": stage.hpz,
-            "quantized": stage.quantized,
-            "zero": stage.zero,
+            **{name: getattr(stage, name) for name in ("dp_shard", "hpz", "quantized", "zero")},
             "recompute": recompute_words(stage),
             "segments": stage.segments,
             "offload": dict(stage.offload),
@@ -333,8 +327,3 @@ def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
 
 def _several(keys: Sequence[str]) -> str:
     return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-
-
-def _degrees(plan: Plan, cluster: Cluster) -> list[int]:
-    """Tensor-parallel degrees that are worth a note: those of a node, and the plan's own."""
-    return sorted({*divisors(cluster.devices_per_node), *(stage.tp for stage in plan.stages)})

@@ -1,29 +1,82 @@
 """The text of a report: short, what one decides from and what is known already; full, all of it,
-with the answers that take more planning."""
+with the answers that take more planning. In plain text a table is aligned, a terminal may draw it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.planner.plan import counted, peak_words, seconds, sized, slower
-from meshwright.planner.report.document import Document, Part, Table
 
 if TYPE_CHECKING:
-    from meshwright.planner.report.report import Report
+    from meshwright.planner.report.report import Report, Row
 
 MAX_REFUSALS = 2  # products that an alternative can't split
 MAX_STAGES = 8  # rows of the short stage table
 MAX_OTHERS = 5  # plans that the short text compares with
 MAX_PARTS = 3  # parts of a stage's memory by name
+MAX_CELL = 36  # characters of a table's second column in plain text
 BAR, BARS = "\u2588", 20  # of the whole
 LEAST_PHASE_S = 0.05  # of planning: what takes less is in the sum alone
 LEAST_PART = 5e-4  # of a step: what takes less is left out of the short text
 _OF_HARDWARE = re.compile(r"^(\S+): \S+ = .* is (assumed|fitted) \(", re.DOTALL)
 
-Row = Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of cells under their heads. `plain` are its lines where plain text says the same in
+    other words."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    plain: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self.plain or table((self.heads, *self.rows)))
+
+
+Part = str | Table
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Lines and tables, from top to bottom."""
+
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(*sections: Sequence[Part]) -> Document:
+        """Sections with a line between them; those without a part are left out."""
+        parts: list[Part] = []
+        for section in filter(None, sections):
+            parts += ["", *section] if parts else section
+        return Document(tuple(parts))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.parts))
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns aligned; the second one shortened."""
+    rows = [
+        [
+            cell if i != 1 or len(cell) <= MAX_CELL else cell[: MAX_CELL - 3] + "..."
+            for i, cell in enumerate(row)
+        ]
+        for row in rows
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+# --- short and full ------------------------------------------------------------------------------
 
 
 def short_text(report: Report) -> Document:
@@ -191,12 +244,8 @@ def _memory_parts(report: Report) -> list[Part]:
     ]
     shown = Table(heads=("ranks", *names, "in all"), rows=cells, plain=lines)
     others = [] if more <= 1 else [f"  and {more} less full device groups"]
-    return ["What holds the memory", shown, *others, *_at_once(rows[0])]
-
-
-def _at_once(row: Row) -> list[str]:
-    """When the fullest device group's memory is highest."""
-    return [f"  (the peak comes in the {peak_words(row['moment'], row['block'])})"]
+    moment = f"  (the peak comes in the {peak_words(rows[0]['moment'], rows[0]['block'])})"
+    return ["What holds the memory", shown, *others, moment]
 
 
 def _parts_of(row: Row) -> str:
@@ -259,7 +308,8 @@ def _by_plan(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], Row]]:
     for row in rows:
         if row.get("plan"):
             names, first = found.get(row["plan"], ((), {}))
-            found[row["plan"]] = ((*names, *_family(row)), {**row, **first})
+            family = [row["family"]] if "family" in row else []
+            found[row["plan"]] = ((*names, *family), {**row, **first})
     return sorted(found.values(), key=lambda item: item[1]["step_time_s"])
 
 
@@ -274,10 +324,6 @@ def _compared(found: Sequence[tuple[tuple[str, ...], Row]]) -> Table:
         rows.append((plan, step, more + tie, row["why"]))
     heads = ("plan", "step", "slower", "why: more (+) and less (-) a step")
     return Table(heads=heads, rows=rows, plain=plain)
-
-
-def _family(row: Row) -> tuple[str, ...]:
-    return (row["family"],) if "family" in row else ()
 
 
 def _refusals(row: Row) -> list[str]:

@@ -8,8 +8,15 @@ from meshwright.planner.alternatives.alternatives import Alternative
 from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.plan.words import sized
-from meshwright.planner.report.document import MAX_CELL, Document, Table
-from meshwright.planner.report.text import MAX_OTHERS, MAX_PARTS, MAX_STAGES, _parts_of
+from meshwright.planner.report.text import (
+    MAX_CELL,
+    MAX_OTHERS,
+    MAX_PARTS,
+    MAX_STAGES,
+    Document,
+    Table,
+    _parts_of,
+)
 from tests.planner.report.test_report import overridden, searched
 
 
