@@ -45,6 +45,7 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
         }
         for name, proof in result.certificates.items()
     ]
+    bound = {"bound_s": result.bound_s, "gap": result.gap} if result.bound_s else {}
     return explain(
         best,
         result.best.assignments,
@@ -56,7 +57,7 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
             *result.notes,
         ),
         searched=Searched(
-            runners_up=runners, solver=proofs, bound={"complete": result.complete, **_bound(result)}
+            runners_up=runners, solver=proofs, bound={"complete": result.complete, **bound}
         ),
     )
 
@@ -65,10 +66,6 @@ def _slower(step_s: float, chosen_s: float) -> dict[str, Any]:
     """How much slower, and whether prices can't tell the two apart."""
     more = step_s / chosen_s - 1
     return {"slower": more, "tie": abs(more) <= TIE}
-
-
-def _bound(result: SearchResult) -> dict[str, float]:
-    return {"bound_s": result.bound_s, "gap": result.gap} if result.bound_s else {}
 
 
 def _ties(result: SearchResult, memory_bytes: float) -> list[str]:

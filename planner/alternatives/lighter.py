@@ -8,7 +8,8 @@ frozen model, a loss in chunks, shorter sequences; each alone, then together unt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 from meshwright.costmodel.memory import model_state_bytes
 from meshwright.costmodel.operators import Problem
@@ -19,7 +20,6 @@ from meshwright.planner.alternatives.what_if import (
     with_adapters,
     with_chunked_loss,
     with_half_sequences,
-    with_optimizer,
 )
 from meshwright.planner.drafts import MeshChoice
 from meshwright.planner.overrides import OverrideError
@@ -114,11 +114,7 @@ def _changes(problem: Problem, choice: MeshChoice) -> Iterator[Change]:
     """What may be changed, for a mesh that shares the model out."""
     for name, what in OPTIMIZERS.items():
         if name != problem.optimizer:
-            yield Change(
-                what=what,
-                kind="optimizer",
-                apply=lambda own, name=name: with_optimizer(own, name),  # type: ignore[misc]
-            )
+            yield Change(what=what, kind="optimizer", apply=partial(replace, optimizer=name))
     adapters = model_state_bytes(
         float(adapter_numel(problem)),
         precision=problem.precision,

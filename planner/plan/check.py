@@ -204,12 +204,14 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
     named = [stage.recompute] if isinstance(stage.recompute, str) else list(stage.recompute)
     for name, value, legal in (
         ("zero", stage.zero, ZERO),
+        ("quantized", stage.quantized, QUANTIZED),
         *(("recompute", policy, RECOMPUTE) for policy in named),
     ):
         if isinstance(value, bool) or value not in legal:
             raise PlanError(f"={value!r}", place=f"{place}: {name}", legal=legal)
+    for name in ("dp", "cp", "tp", "ep", "segments"):
+        _check_whole(getattr(stage, name), f"{place}: {name}")
     _check_recompute(stage, place)
-    _check_whole(stage.segments, f"{place}: segments")
     if stage.segments > 1 and SCHEDULES[plan.schedule].splits_backward:
         raise PlanError(
             f"={stage.segments} with schedule={plan.schedule!r}: what the first part of a backward "
@@ -228,8 +230,6 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             legal="without these two",
             way_out="drop one of them",
         )
-    for axis in ("dp", "cp", "tp", "ep"):
-        _check_whole(getattr(stage, axis), f"{place}: {axis}")
     _check_shards(stage, place)
     _check_secondary(stage, place)
     _check_quantized(plan, stage, place)
@@ -296,17 +296,13 @@ def _check_secondary(stage: StagePlan, place: str) -> None:
         raise PlanError(
             f"={stage.hpz} is no part of the {stage.shards} ranks that ZeRO divides among",
             place=f"{place}: hpz",
-            legal=", ".join(map(str, parts)) or "none",
+            legal=parts or "none",
             way_out="take one of these, or drop hpz",
         )
 
 
 def _check_quantized(plan: Plan, stage: StagePlan, place: str) -> None:
-    """Raise `PlanError` for quantised collectives that are none, or have nothing to send."""
-    if stage.quantized not in QUANTIZED:
-        raise PlanError(
-            f"={stage.quantized!r}", place=f"{place}: quantized", legal=", ".join(QUANTIZED)
-        )
+    """Raise `PlanError` for quantised collectives that have nothing to send, or lose too much."""
     if stage.quantized == "none":
         return
     if plan.precision == "fp16":

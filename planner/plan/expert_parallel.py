@@ -14,7 +14,13 @@ from collections.abc import Mapping, Sequence
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import EXPERT_FACTOR, TOKEN_FACTORS, traits_of
-from meshwright.costmodel.sharding import Assignment, FactorTable, stays_with_experts
+from meshwright.costmodel.sharding import (
+    Assignment,
+    FactorTable,
+    Placement,
+    Strategy,
+    stays_with_experts,
+)
 from meshwright.planner.plan.plan import StagePlan
 from meshwright.planner.plan.ranges import PlanError
 
@@ -126,12 +132,9 @@ def check_experts(
     if not has_experts(graph):
         raise PlanError(f"={stage.ep}: the model has no experts", place=f"{place}: ep", legal="1")
     ops = [op for block in graph.blocks if block.name in assignments for op in block.ops]
-    _check_moves(ops, graph, factors, assignments, f"{place}: ep={stage.ep}")
-    strategies = {
-        name: strategy
-        for assignment in assignments.values()
-        for name, strategy in assignment.strategies.items()
-    }
+    strategies = {name: s for own in assignments.values() for name, s in own.strategies.items()}
+    states = {value: at for own in assignments.values() for value, at in own.states.items()}
+    _check_moves(ops, factors, strategies, states, f"{place}: ep={stage.ep}")
     for op in ops:
         if traits_of(op).experts == "product":
             count = factors.ops[op.name].sizes[EXPERT_FACTOR]
@@ -170,14 +173,12 @@ def check_experts(
 
 def _check_moves(
     ops: Sequence[Op],
-    graph: Graph,
     factors: FactorTable,
-    assignments: Mapping[str, Assignment],
+    strategies: Mapping[str, Strategy],
+    states: Mapping[str, Placement],
     place: str,
 ) -> None:
     """Raise `PlanError` for a re-shard of copies of tokens, which stay with their experts."""
-    states = {v: at for each in assignments.values() for v, at in each.states.items()}
-    strategies = {name: s for each in assignments.values() for name, s in each.strategies.items()}
     for op in ops:
         chosen = strategies[op.name]
         moves = [
