@@ -48,7 +48,6 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
     bound = {"bound_s": result.bound_s, "gap": result.gap} if result.bound_s else {}
     return explain(
         best,
-        result.best.assignments,
         problem,
         phases_s={**phases_s, **result.phases_s},
         notes=(

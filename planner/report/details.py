@@ -5,7 +5,7 @@ waits until it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -13,7 +13,6 @@ from typing import Any
 
 from meshwright.costmodel.intervals import LEVEL
 from meshwright.costmodel.operators import Problem
-from meshwright.costmodel.sharding import Assignment
 from meshwright.planner.plan import compress_ranks, folds
 from meshwright.planner.pricing import Evaluation, Ledger, MemoryParts, Work
 from meshwright.planner.report.components import Components, device_groups
@@ -32,7 +31,6 @@ class Details:
 
     evaluation: Evaluation
     problem: Problem
-    assignments: Sequence[Mapping[str, Assignment]]
 
     @cached_property
     def memory(self) -> list[Row]:
@@ -89,7 +87,8 @@ class Details:
         for ranks, (work, parts) in zip(plan.devices, both, strict=True):
             numbers = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
             stage = plan.stages[numbers[0]]
-            own = {name: a for k in numbers for name, a in self.assignments[k].items()}
+            blocks = (each for k in numbers for each in self.evaluation.priced[k].blocks)
+            own = {each.block.name: each.assignment for each in blocks}
             folded = folds(stage, self.problem.graph, own)
             rows.append(
                 {

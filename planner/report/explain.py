@@ -10,10 +10,9 @@ from meshwright.costmodel.fp8 import FP8, wide
 from meshwright.costmodel.memory import fused, optimizer_named
 from meshwright.costmodel.operators import Problem, op_flops
 from meshwright.costmodel.rules import is_fp8
-from meshwright.costmodel.sharding import Assignment, data_layout, row_use
+from meshwright.costmodel.sharding import data_layout, row_use
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
-    check_plan,
     compress_names,
     compress_ranks,
     describe,
@@ -58,29 +57,26 @@ class Searched:
 
 def explain_plan(evaluation: Evaluation, problem: Problem, phases_s: Mapping[str, float]) -> Report:
     """The report of a plan that was given, not searched."""
-    assignments = check_plan(evaluation.plan, problem.graph, problem.factors)
     notes = ("the plan was given: nothing was searched",)
-    return explain(evaluation, assignments, problem, phases_s=phases_s, notes=notes)
+    return explain(evaluation, problem, phases_s=phases_s, notes=notes)
 
 
 def explain(
     evaluation: Evaluation,
-    assignments: Sequence[Mapping[str, Assignment]],
     problem: Problem,
     *,
     phases_s: Mapping[str, float],
     notes: Sequence[str],
     searched: Searched | None = None,
 ) -> Report:
-    """The report of a priced plan; `assignments` are its shardings by stage and block, `notes` come
-    before those about the plan itself."""
+    """The report of a priced plan; `notes` come before those about the plan itself."""
     plan, prediction = evaluation.plan, evaluation.prediction
     graph, factors, cluster = problem.graph, problem.factors, problem.cluster
-    shares = divided(plan, graph, factors, assignments)
+    shares = divided(evaluation.priced)
     degrees = {stage.tp for stage in plan.stages}
     of_node = divisors(cluster.devices_per_node)
     refused = excluded(graph, factors, sorted(degrees.union(of_node)))
-    details = Details(evaluation=evaluation, problem=problem, assignments=assignments)
+    details = Details(evaluation=evaluation, problem=problem)
     summary = {
         "parameters": graph.num_parameters(),
         "cluster": cluster.describe(),
@@ -110,7 +106,7 @@ def explain(
             *graph.notes,
             *_limits(evaluation, problem),
             *divided_notes(shares, graph, factors, searched=searched is not None),
-            *ulysses_notes(plan, graph, factors, assignments),
+            *ulysses_notes(evaluation.priced),
             *map(str, refused[:MAX_EXCLUDED]),
         ),
         excluded=[each.as_dict() for each in refused],

@@ -18,14 +18,8 @@ from typing import Any
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.operators import op_flops
-from meshwright.costmodel.sharding import (
-    Assignment,
-    FactorTable,
-    indivisible,
-    splitting_degrees,
-    strategies,
-)
-from meshwright.planner.plan import Plan
+from meshwright.costmodel.sharding import FactorTable, indivisible, splitting_degrees, strategies
+from meshwright.planner.pricing import StageBlocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,27 +113,25 @@ def _refused(table: FactorTable, op: Op, degree: int) -> tuple[str, ...]:
     )
 
 
-def divided(
-    plan: Plan, graph: Graph, table: FactorTable, assignments: Sequence[Mapping[str, Assignment]]
-) -> tuple[Divided, ...]:
-    """Shares of each stage that its tensor axis divides; `assignments` as of `check_plan`."""
-    blocks = {block.name: block for block in graph.blocks}
+def divided(stages: Sequence[StageBlocks]) -> tuple[Divided, ...]:
+    """Shares of each stage that its tensor axis divides."""
     found = []
-    for stage, chosen in zip(plan.stages, assignments, strict=True):
+    for own in stages:
         work = split = 0.0
         parts: dict[str, bool] = {}
-        for name in stage.blocks if stage.tp > 1 else ():
-            for op in blocks[name].ops:
-                flops = op_flops(table, op)
+        for each in own.blocks if own.stage.tp > 1 else ():
+            chosen = each.assignment
+            for op in each.block.ops:
+                flops = op_flops(own.pricer.table, op)
                 work += flops
-                split += flops * bool(chosen[name].strategies[op.name].split_factor)
-            for value in blocks[name].parameters:
-                parts[value] = chosen[name].states[value].sharded
-        held = sum(graph.values[v].numel for v in parts)
-        shared = sum(graph.values[v].numel for v, sharded in parts.items() if sharded)
+                split += flops * bool(chosen.strategies[op.name].split_factor)
+            parts |= {value: chosen.states[value].sharded for value in each.block.parameters}
+        values = own.pricer.graph.values
+        held = sum(values[v].numel for v in parts)
+        shared = sum(values[v].numel for v, sharded in parts.items() if sharded)
         found.append(
             Divided(
-                tp=stage.tp,
+                tp=own.stage.tp,
                 flops=split / work if work else 0.0,
                 parameters=shared / held if held else 0.0,
             )

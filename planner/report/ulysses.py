@@ -7,46 +7,22 @@ Ulysses, arXiv 2309.14509).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.rules import traits_of
-from meshwright.costmodel.sharding import (
-    Assignment,
-    BlockLayouts,
-    FactorTable,
-    Move,
-    Placement,
-    R,
-    moves,
-)
-from meshwright.planner.plan import Plan
+from meshwright.costmodel.sharding import FactorTable, Move, Placement
+from meshwright.planner.pricing import Entered, PricedStage
 
 TOKENS, HEADS = ("s", "t"), ("heads", "group")  # factors of attention, as its rule names them
 
 
-def ulysses_notes(
-    plan: Plan, graph: Graph, table: FactorTable, assignments: Sequence[Mapping[str, Assignment]]
-) -> list[str]:
-    """A line for each tensor-parallel degree that moves attention between tokens and heads;
-    `assignments` as of `check_plan`."""
-    blocks = {block.name: block for block in graph.blocks}
+def ulysses_notes(stages: Sequence[PricedStage]) -> list[str]:
+    """A line for each tensor-parallel degree that moves attention between tokens and heads."""
     found: dict[int, list[bool]] = {}
-    known: dict[tuple[int, str, str, tuple[Placement, ...]], bool] = {}
-    for stage, chosen in zip(plan.stages, assignments, strict=True):
-        states: dict[str, Placement] = {}
-        for name in stage.blocks if stage.tp > 1 else ():
-            block, assignment = blocks[name], chosen[name]
-            entering = {value: states.get(value, R) for value in block.inputs}
-            states |= {value: assignment.states[value] for value in block.outputs}
-            if not any(traits_of(op).kernel == "attention" for op in block.ops):
-                continue
-            key = (stage.tp, block.class_id, assignment.choices, tuple(entering.values()))
-            if key not in known:
-                layouts = BlockLayouts(graph, table, block, stage.tp)
-                steps = moves(layouts, assignment, entering)
-                known[key] = _exchanges(block, table, [s for s in steps if isinstance(s, Move)])
-            found.setdefault(stage.tp, []).append(known[key])
+    for own in stages:
+        for each in own.blocks if own.stage.tp > 1 else ():
+            if any(traits_of(op).kernel == "attention" for op in each.block.ops):
+                found.setdefault(own.stage.tp, []).append(_exchanges(own.pricer.table, each))
     return [
         f"Ulysses on the tensor axis: tp {tp} splits the sequence around attention and the heads "
         f"inside, by all-to-all, in {sum(has)} of {len(has)} blocks with attention"
@@ -55,10 +31,10 @@ def ulysses_notes(
     ]
 
 
-def _exchanges(block: Block, table: FactorTable, found: Sequence[Move]) -> bool:
+def _exchanges(table: FactorTable, found: Entered) -> bool:
     """Whether a block moves a value from the tokens of its attention to the heads, or back."""
     tokens, heads = set[int](), set[int]()
-    for op in block.ops:
+    for op in found.block.ops:
         if traits_of(op).kernel == "attention":
             letters = table.letters[op.name]
             tokens.update(a for name in TOKENS for a in letters.get(name, ()))
@@ -67,7 +43,8 @@ def _exchanges(block: Block, table: FactorTable, found: Sequence[Move]) -> bool:
     def split(move: Move, state: Placement) -> set[int]:
         return set(table.dims[move.value][state.dim]) if state.sharded else set()
 
-    ends = ((split(move, move.source), split(move, move.target)) for move in found)
+    steps = (step for step in found.steps if isinstance(step, Move))
+    ends = ((split(move, move.source), split(move, move.target)) for move in steps)
     return any(
         (not tokens.isdisjoint(a) and not heads.isdisjoint(b))
         or (not heads.isdisjoint(a) and not tokens.isdisjoint(b))

@@ -246,7 +246,7 @@ def notes(**shardings: str) -> list[str]:
     of = large_llama()
     overrides = Overrides(tp=4, pp=1, num_microbatches=2, zero=0, shardings=shardings)
     best = Search(problem_of(of, cluster(4)), 8, overrides).run().best
-    return ulysses_notes(best.plan, of.graph, of.table, best.assignments)
+    return ulysses_notes(best.evaluation.priced)
 
 
 def test_attention_by_heads_between_projections_by_tokens_is_ulysses() -> None:
