@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import altair as alt
@@ -73,11 +73,16 @@ def tips_of(**titles: str) -> list[Any]:
 
 
 def stacked(
-    rows: Sequence[Row], title: str, order: Sequence[str], *, unit: str, colours: Sequence[str] = ()
+    bars: Mapping[str, Mapping[str, float]], title: str, *, unit: str, colours: Sequence[str] = ()
 ) -> Any:
-    """Bars of `value` by `name`, stacked by `part` in the order given; a `|` in a name begins a
-    line."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
+    """Bars by name, each stacked of its parts, which all have in one order; a `|` in a name begins
+    a line."""
+    names, order = list(bars), list(next(iter(bars.values())))
+    rows = [
+        {"name": name, "part": part, "value": value, "order": k}
+        for name, parts in bars.items()
+        for k, (part, value) in enumerate(parts.items())
+    ]
     scale = alt.Scale(range=list(colours)) if colours else alt.Undefined
     shown = {row["part"] for row in rows if row["value"]}
     legend = alt.Legend(values=[part for part in order if part in shown])
@@ -92,7 +97,7 @@ def stacked(
             y=alt.Y(
                 "name:N", title=None, sort=names, axis=alt.Axis(labelExpr="split(datum.label, '|')")
             ),
-            color=alt.Color("part:N", title=None, sort=list(order), scale=scale, legend=legend),
+            color=alt.Color("part:N", title=None, sort=order, scale=scale, legend=legend),
             order=alt.Order("order:Q"),
             tooltip=tips_of(name="of", part="part", value=f"{unit}|.4~g"),
         )

@@ -140,13 +140,11 @@ def alternatives(data: Row) -> Spec | None:
 
 def memory(data: Row) -> Spec:
     """Bytes of each device group by what holds them, against the capacity."""
-    order = list(data["memory"][0]["parts"])
-    rows = [
-        {"name": stage_words(row["stages"]), "part": part, "value": nbytes / GIB, "order": k}
+    held = {
+        stage_words(row["stages"]): {part: nbytes / GIB for part, nbytes in row["parts"].items()}
         for row in data["memory"]
-        for k, (part, nbytes) in enumerate(row["parts"].items())
-    ]
-    bars = stacked(rows, "GiB of a device", order, unit="GiB")
+    }
+    bars = stacked(held, "GiB of a device", unit="GiB")
     rehearsed = data["summary"].get("rehearsed_memory_bytes", [])
     peaks = [
         {"name": stage_words(row["stages"]), "peak": REHEARSED, "value": nbytes / GIB}
@@ -178,15 +176,10 @@ def _peak_marks(rows: Sequence[Row]) -> Any:
 
 def components(data: Row) -> Spec:
     """Seconds of each device group by what it does."""
-    groups = data["device_groups"]
-    rows = [
-        {"name": stage_words(group["stages"]), "part": part, "value": value, "order": k}
-        for group in groups
-        for k, (part, value) in enumerate(group["components_s"].items())
-    ]
-    chart = stacked(rows, "of a step", list(groups[0]["components_s"]), unit="s")
+    bars = {stage_words(row["stages"]): row["components_s"] for row in data["device_groups"]}
+    chart = stacked(bars, "of a step", unit="s")
     label = "Seconds of a step of each device group by what it does"
-    return specified(chart, label, height=BAR * (len(groups) + 1))
+    return specified(chart, label, height=BAR * (len(bars) + 1))
 
 
 def timelines(data: Row) -> dict[str, Spec]:
@@ -260,21 +253,16 @@ def communication(data: Row) -> Spec | None:
     if not rows:
         return None
     stage = busiest_stage(rows)
-    own: dict[str, list[float]] = {}
+    own: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["stage"] == stage:
             name = f"{row['axis']} {row['collective']}|{row['link']}"
-            hidden = row["seconds"] - row["exposed_s"]
-            known = own.setdefault(name, [0.0, 0.0])
-            own[name] = [known[0] + row["exposed_s"], known[1] + hidden]
-    bars = [
-        {"name": name, "part": part, "value": value, "order": k}
-        for name, values in sorted(own.items(), key=lambda item: -sum(item[1]))
-        for k, (part, value) in enumerate(zip(("exposed", "hidden"), values, strict=True))
-    ]
+            parts = own.setdefault(name, {"exposed": 0.0, "hidden": 0.0})
+            parts["exposed"] += row["exposed_s"]
+            parts["hidden"] += row["seconds"] - row["exposed_s"]
+    bars = dict(sorted(own.items(), key=lambda item: -sum(item[1].values())))
     colours = ("#e45756", "#9ecae9")
-    title = f"of a step, stage {stage}"
-    chart = stacked(bars, title, ["exposed", "hidden"], unit="s", colours=colours)
+    chart = stacked(bars, f"of a step, stage {stage}", unit="s", colours=colours)
     label = f"Seconds of communication of stage {stage} by axis, collective and link"
     return specified(chart, label, height=2 * BAR * len(own))
 
@@ -393,12 +381,7 @@ def sensitivity(data: Row) -> Spec | None:
 
 def sources(data: Row) -> Spec:
     """What the operators' seconds rest on."""
-    rests = data["summary"]["rests_on"]
-    rows = [
-        {"name": "seconds", "part": part, "value": value, "order": k}
-        for k, (part, value) in enumerate(rests.items())
-    ]
-    colours = ("#54a24b", "#eeca3b", "#9d755d")
+    rests, colours = data["summary"]["rests_on"], ("#54a24b", "#eeca3b", "#9d755d")
     title = "share of the operators' seconds"
-    chart = stacked(rows, title, list(rests), unit="share", colours=colours)
+    chart = stacked({"seconds": rests}, title, unit="share", colours=colours)
     return specified(chart, "Share of the operators' seconds by what they rest on", height=2 * BAR)
