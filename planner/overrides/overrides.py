@@ -26,11 +26,11 @@ from meshwright.planner.overrides.values import (
     check_shardings,
     check_stages,
     check_value,
+    contradiction,
 )
 from meshwright.planner.plan import RUNS
 from meshwright.profiles.inputs import shown
 
-_DROP = "drop one of the two"
 # overrides of what is divided -> the ZeRO stages that divide it, what others lack, and the way out
 DIVIDES: Mapping[str, tuple[Collection[int], str, str]] = {
     "hpz": ((3,), "secondary shards are of ZeRO-3's weights", "zero=3, or no hpz"),
@@ -180,30 +180,18 @@ class Overrides:
             ("segments", "it is for blocks that run again alone", weights and segmented),
         ):
             if given:
-                raise OverrideError(
-                    f" contradicts {name}: {why}",
-                    place=f"override offload={shown(dict(there))}",
-                    legal="zero 0, 1 or 2" + ", without segments" * weights,
-                    way_out=_DROP,
-                )
+                legal = "zero 0, 1 or 2" + ", without segments" * weights
+                raise contradiction(f"offload={shown(dict(there))}", f"{name}: {why}", legal)
 
     def _check_forbidden(self, forbidden: str) -> None:
         name, left = FORBIDS.get(forbidden, ("", ()))
         if forbidden == "offload" and self.offloads:
-            raise OverrideError(
-                " contradicts forbid='offload'",
-                place=f"override offload={shown(dict(self.offload or {}))}",
-                legal="parts of 0",
-                way_out=_DROP,
-            )
+            said = f"offload={shown(dict(self.offload or {}))}"
+            raise contradiction(said, "forbid='offload'", "parts of 0")
         for pattern, value in self.items(name) if name else ():
             if value not in left:
-                raise OverrideError(
-                    f" contradicts forbid={forbidden!r}",
-                    place=f"override {spelled(name, pattern, value)}",
-                    legal=left or "none",
-                    way_out=_DROP,
-                )
+                said = spelled(name, pattern, value)
+                raise contradiction(said, f"forbid={forbidden!r}", left or "none")
 
     def _check_validation(self) -> None:
         """Steps that are validated afterwards are of pipelines whose states lie on devices."""
@@ -219,12 +207,10 @@ class Overrides:
         other = other or "zero=3" * (self.everywhere("zero") == 3)
         other = other or f"offload={dict(self.offload or {})}" * self.offloads
         if other:
-            raise OverrideError(
-                f"=True contradicts {other}: a pipeline is validated whose ranks have their own "
-                "weights and states",
-                place="override post_validation",
-                legal="with pp from 2, zero 0 to 2 and without offload",
-                way_out=_DROP,
+            raise contradiction(
+                "post_validation=True",
+                f"{other}: a pipeline is validated whose ranks have their own weights and states",
+                "with pp from 2, zero 0 to 2 and without offload",
             )
 
     def _check_copies(self) -> None:
@@ -238,13 +224,11 @@ class Overrides:
         held += ["post_validation"] * bool(self.post_validation)
         if odd or held:
             why = f"{odd[0]}={getattr(self, odd[0])}" if odd else held[0]
-            raise OverrideError(
-                f" contradicts {why}: it runs {self.copies} copies of the model in opposite "
-                "directions",
-                place=f"override schedule={self.schedule!r}",
-                legal="an even pp and num_microbatches, zero 0 to 2, states on devices, no cp, ep "
-                "or post_validation",
-                way_out=_DROP,
+            raise contradiction(
+                f"schedule={self.schedule!r}",
+                f"{why}: it runs {self.copies} copies of the model in opposite directions",
+                "an even pp and num_microbatches, zero 0 to 2, states on devices, no cp, ep or "
+                "post_validation",
             )
 
     def _check_meshes(self) -> None:
@@ -260,43 +244,29 @@ class Overrides:
                 # dp · microbatch_size rows are one micro-batch, which all stages share
                 other = f"microbatch_size={self.microbatch_size}"
             if other:
-                raise OverrideError(
-                    f" contradicts {other}",
-                    place=f"override {name}={shown(dict(values))}",
-                    legal="one value for all blocks",
-                    way_out=_DROP,
-                )
+                said = f"{name}={shown(dict(values))}"
+                raise contradiction(said, other, "one value for all blocks")
 
     def _check_shards(self) -> None:
         for name, (stages, why, legal) in DIVIDES.items():
             for (at, stage), (among, ranks) in product(self.items("zero"), self.items(name)):
                 if stage not in stages and None in (at, among):
-                    raise OverrideError(
-                        f" contradicts {spelled(name, among, ranks)}: {why}",
-                        place=f"override {spelled('zero', at, stage)}",
-                        legal=legal,
-                        way_out=_DROP,
-                    )
+                    other = f"{spelled(name, among, ranks)}: {why}"
+                    raise contradiction(spelled("zero", at, stage), other, legal)
 
     def _check_virtual(self) -> None:
         if "pp" in self.forbid and (self.virtual_stages or 1) > 1:
-            raise OverrideError(
-                f"={self.virtual_stages} contradicts forbid='pp'",
-                place="override virtual_stages",
-                legal="1",
-                way_out=_DROP,
-            )
+            raise contradiction(f"virtual_stages={self.virtual_stages}", "forbid='pp'", 1)
         if self.schedule is None:
             return
         each, (found, who) = SCHEDULES[self.schedule].stages_per_device, self.virtual()
         needless = each is None and found == 1 and self.virtual_stages is None
         if needless or (each is not None and found != each):
-            raise OverrideError(
-                f"={self.schedule!r} contradicts {who}: it places "
-                f"{'several stages' if each is None else each} on each device group",
-                place="override schedule",
-                legal=f"for virtual_stages={found}: {', '.join(schedules_with(found))}",
-                way_out=_DROP,
+            places = "several stages" if each is None else each
+            raise contradiction(
+                f"schedule={self.schedule!r}",
+                f"{who}: it places {places} on each device group",
+                f"for virtual_stages={found}: {', '.join(schedules_with(found))}",
             )
 
     def _check_count(self) -> None:
@@ -308,12 +278,8 @@ class Overrides:
         if not (count == unit if pp and each else count % unit == 0):
             asked = [f"pp={pp}" if self.pp else "forbid='pp'"] if pp else []
             asked += [who] if (each or 1) > 1 else []
-            raise OverrideError(
-                f" contradicts stages= with {count} stages",
-                place=f"override {' with '.join(asked)}",
-                legal=f"{unit} stages, or a multiple of them",
-                way_out=_DROP,
-            )
+            legal = f"{unit} stages, or a multiple of them"
+            raise contradiction(" with ".join(asked), f"stages= with {count} stages", legal)
 
 
 def spelled(name: str, pattern: str | None, value: Any) -> str:

@@ -30,7 +30,7 @@ from meshwright.planner.overrides.overrides import (
     schedules_with,
     spelled,
 )
-from meshwright.planner.overrides.values import BY_BLOCK, MESH, OverrideError
+from meshwright.planner.overrides.values import BY_BLOCK, MESH, OverrideError, contradiction
 from meshwright.planner.plan import compress_names, expand_names, glob, has_experts
 
 OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value per stage
@@ -274,12 +274,8 @@ def _check_shards(choices: _Choices, names: Sequence[str]) -> None:
         shard, hpz, zero, dp, cp = found
         for divided, (stages, why, legal) in zip((hpz, shard), DIVIDES.values(), strict=True):
             if divided and zero and zero.value not in stages:
-                raise OverrideError(
-                    f" contradicts {divided.said}: both are about block {block!r}, and {why}",
-                    place=f"override {zero.said}",
-                    legal=legal,
-                    way_out="drop one of the two",
-                )
+                other = f"{divided.said}: both are about block {block!r}, and {why}"
+                raise contradiction(zero.said, other, legal)
         if hpz and shard and shard.value % hpz.value:
             raise OverrideError(
                 f" contradicts {shard.said}: {hpz.value} does not divide the ranks that ZeRO "

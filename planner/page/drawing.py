@@ -78,7 +78,7 @@ def stacked(
     """Bars by name, each stacked of its parts, which all have in one order; a `|` in a name begins
     a line."""
     names, order = list(bars), list(next(iter(bars.values())))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"name": name, "part": part, "value": value, "order": k}
         for name, parts in bars.items()
         for k, (part, value) in enumerate(parts.items())
