@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import (
     Assignment,
     BlockLayouts,
-    Entry,
     FactorTable,
     Placement,
     R,
@@ -56,39 +55,21 @@ def stage_assignments(
                 tuple(inputs.get(name) for name in block.inputs),
                 tuple(name in leaving for name in block.outputs),
             )
-            if by_class in known:
-                assignment, example = known[by_class]
-                known[key] = translate(assignment, example, block), patterns
-            else:
-                assignment = _completed(
-                    graph, factors, block, stage.tp, entries, inputs, leaving, place
-                )
-                known[by_class] = assignment, block
-                known[key] = assignment, patterns
+            if by_class not in known:
+                layouts = BlockLayouts(graph, factors, block, stage.tp)
+                try:
+                    found = layouts.complete(entries, inputs, leaving)
+                except ValueError as error:
+                    raise PlanError.of(error, place) from None
+                _check_states(layouts, found, inputs, place)
+                known[by_class] = found, block
+            assignment, example = known[by_class]
+            known[key] = translate(assignment, example, block), patterns
         assignments[block.name], patterns = known[key]
         matched |= patterns
         states |= {name: assignments[block.name].states[name] for name in block.outputs}
     check_matched(graph, blocks, stage.shardings, matched, place)
     return assignments
-
-
-def _completed(
-    graph: Graph,
-    factors: FactorTable,
-    block: Block,
-    tp: int,
-    entries: Mapping[str, Entry],
-    inputs: Mapping[str, Placement],
-    leaving: Collection[str],
-    place: str,
-) -> Assignment:
-    layouts = BlockLayouts(graph, factors, block, tp)
-    try:
-        assignment = layouts.complete(entries, inputs, leaving)
-    except ValueError as error:
-        raise PlanError.of(error, place) from None
-    _check_states(layouts, assignment, inputs, place)
-    return assignment
 
 
 def _check_states(

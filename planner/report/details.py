@@ -16,8 +16,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.planner.plan import compress_ranks, folds
 from meshwright.planner.pricing import Evaluation, Ledger, MemoryParts, Work
 from meshwright.planner.report.components import Components, device_groups
-from meshwright.planner.report.diagram import block_diagrams
-from meshwright.planner.report.timeline import timeline_data
+from meshwright.planner.report.diagram import block_diagrams, timeline_data
 from meshwright.profiles.cluster import Cluster, catalog_names
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import is_number

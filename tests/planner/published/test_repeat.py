@@ -12,7 +12,7 @@ from meshwright.planner.plan.check import check_plan, fingerprint
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.pricing.evaluate import evaluate
 from meshwright.planner.published.models import TransformerDims, build
-from meshwright.planner.published.repeat import deepen
+from meshwright.planner.published.predict import deepen
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cluster, linears, problem_of
