@@ -17,7 +17,7 @@ from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.offload import first_offloaded, parts, trained_sizes
 from meshwright.planner.plan.plan import OFFLOADS, Plan, PlanError, StagePlan
 from meshwright.planner.plan.words import describe
-from tests.helpers.refusals import assert_says, refusals
+from tests.helpers.refusals import refusals, refused
 from tests.helpers.tiny import cut, net, plan_for, with_stage
 
 few = settings(max_examples=25)
@@ -137,9 +137,8 @@ def malformed(key: str, value: Any) -> str:
     ("given", "says"), refusals(Path(__file__).with_name("refused.txt"), "file")
 )
 def test_wrong_value_is_named_with_its_place(given: tuple[str, Any], says: str) -> None:
-    with pytest.raises(PlanError) as caught:
+    with refused(PlanError, says):
         Plan.from_json(malformed(*given), name="my.json")
-    assert_says(caught.value, says)
 
 
 @pytest.mark.parametrize(
@@ -166,10 +165,9 @@ def test_missing_and_unknown_keys_are_both_named(in_stage: bool) -> None:
     for key in whole.keys() - {"format"}:
         other = {("shedule" if k == key else k): v for k, v in whole.items()}
         text = json.dumps(data | {"stages": [other]} if in_stage else other)
-        with pytest.raises(PlanError) as caught:
-            Plan.from_json(text, name="my.json")
         says = f"{place}: missing ['{key}'], unknown ['shedule']; legal: the keys {legal}"
-        assert_says(caught.value, says)
+        with refused(PlanError, says):
+            Plan.from_json(text, name="my.json")
 
 
 def test_a_smaller_batch_goes_in_as_many_microbatches_as_share_it_out() -> None:
