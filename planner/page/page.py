@@ -47,7 +47,9 @@ def render_page(data: Row, *, trace: str = "") -> str:
         undefined=jinja2.StrictUndefined,
     )
     plans = compared(data)
-    charts = _specs().charts({**data, "compared": plans})
+    _needed("altair")
+    specs = importlib.import_module(f"{__package__}.specs")
+    charts = specs.charts({**data, "compared": plans})
     scripts = [_library(), (FOLDER / "page.js").read_text(encoding="utf-8")]
     text: str = environment.get_template("page.html.j2").render(
         data=data,
@@ -89,12 +91,6 @@ def framed_page(data: Row) -> str:
     page = html.escape(render_page(data))
     style = f"width:100%;height:{HEIGHT}px;border:0"
     return f'<iframe title="Meshwright report" style="{style}" srcdoc="{page}"></iframe>'
-
-
-def _specs() -> ModuleType:
-    """The module of the charts, which needs the extra."""
-    _needed("altair")
-    return importlib.import_module(f"{__package__}.specs")
 
 
 def _needed(name: str) -> ModuleType:

@@ -46,6 +46,14 @@ EARLY_ENGINE = r"NeMo 24\.03"
 MESSAGE_S = ((r"DeepEP\+(UCCL|NVSHMEM)", 0.8e-6), (r"DeepEP|HybridEP|Hybrid-EP", 0.0))
 
 
+class Unpriced(MeshwrightError):
+    """A published row that can't be priced; the message is the reason."""
+
+    PLACE = "the published row"
+    LEGAL = "models, GPUs and degrees that the catalog and the reference models have"
+    WAY_OUT = "mend the row's columns, or leave it out"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """`attention` and `dropout` as the framework's recipes of that time have them;
@@ -185,12 +193,12 @@ _KNOWN = (
 
 def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") -> Framework:
     """The framework of a published name, with its assumptions; notes that say "torch.compile",
-    "compile" or "flash" count, and the GPU and the model, which date it. Raises ValueError for one
+    "compile" or "flash" count, and the GPU and the model, which date it. Raises `Unpriced` for one
     that is not known."""
     text = f"{name}; {gpu}; {model}"
     framework = next((known for pattern, known in _KNOWN if re.search(pattern, text)), None)
     if framework is None:
-        raise MeshwrightError(
+        raise Unpriced(
             " is not known",
             place=f"framework {name!r}",
             legal=f"names that contain one of: {', '.join(part for part, _ in _KNOWN)}",

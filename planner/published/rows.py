@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.costmodel.target import BUCKET_BYTES
-from meshwright.planner.published.frameworks import Framework, framework_of, with_experts
+from meshwright.planner.published.frameworks import Framework, Unpriced, framework_of, with_experts
 from meshwright.planner.published.models import Latent, TransformerDims
-from meshwright.planner.published.setup import Setup, Unpriced
+from meshwright.planner.published.setup import Setup
 from meshwright.profiles.cluster import Cluster, Link
 
 # the first pattern that "gpu | interconnect" matches, to a catalog node
@@ -128,16 +128,9 @@ class _Cells:
 def read_row(row: Mapping[str, str]) -> Setup:
     """The configuration of a row, with its assumptions. Raises `Unpriced` with the reason."""
     cells = _Cells(row)
-    try:
-        framework = framework_of(
-            cells.text("framework"),
-            cells.text("notes"),
-            gpu=cells.text("gpu"),
-            model=cells.text("model"),
-        )
-    except ValueError as error:
-        raise Unpriced(str(error)) from None
-    if "offload" in cells.text("zero_stage_fsdp") + cells.text("notes"):
+    name, notes = cells.text("framework"), cells.text("notes")
+    framework = framework_of(name, notes, gpu=cells.text("gpu"), model=cells.text("model"))
+    if "offload" in cells.text("zero_stage_fsdp") + notes:
         raise Unpriced("offloading to the host is not modelled")
     tp, pp = cells.whole("tp"), cells.whole("pp")
     cp, gpus = cells.whole("cp", 1), cells.whole("num_gpus")

@@ -16,18 +16,9 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import RING
 from meshwright.planner.plan import Plan, StagePlan, fingerprint, recompute_of
 from meshwright.planner.plan.shardings import resolve_block
-from meshwright.planner.published.frameworks import Framework
+from meshwright.planner.published.frameworks import Framework, Unpriced
 from meshwright.planner.published.models import TransformerDims
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
-
-
-class Unpriced(MeshwrightError):
-    """A published row that can't be priced; the message is the reason."""
-
-    PLACE = "the published row"
-    LEGAL = "models, GPUs and degrees that the catalog and the reference models have"
-    WAY_OUT = "mend the row's columns, or leave it out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
