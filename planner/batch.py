@@ -133,8 +133,7 @@ def split_batch(
                 legal="a dict with the entry 'targets'",
                 way_out="add it",
             )
-        targets = kwargs.pop("targets")
-        return (), kwargs, (targets,)
+        return (), kwargs, (kwargs.pop("targets"),)
     args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     if not wants_targets:
         return args, {}, ()

@@ -16,8 +16,7 @@ from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.costmodel.written_buffers import inseparable
-from meshwright.planner.plan.assignments import Known as Known
-from meshwright.planner.plan.assignments import stage_assignments
+from meshwright.planner.plan.assignments import Known, stage_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.flow import check_copies, pipelines

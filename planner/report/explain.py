@@ -27,9 +27,8 @@ from meshwright.planner.plan import (
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import busiest, device_groups
 from meshwright.planner.report.details import Details, Row
-from meshwright.planner.report.indivisible import divided, divided_notes, excluded
 from meshwright.planner.report.report import Report
-from meshwright.planner.report.ulysses import ulysses_notes
+from meshwright.planner.report.tensor_axis import divided, divided_notes, excluded, ulysses_notes
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.timings import OF_HOST, at_once
 

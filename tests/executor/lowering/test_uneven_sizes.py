@@ -38,7 +38,7 @@ from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.pricing.evaluate import Evaluator
-from meshwright.planner.report.indivisible import divided, excluded
+from meshwright.planner.report.tensor_axis import divided, excluded
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import case, cluster, cut, problem_of, setting_on
 from tests.helpers.ranks import on_ranks

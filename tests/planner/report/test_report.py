@@ -16,7 +16,7 @@ from meshwright import Cluster, Overrides, ParallelModel
 from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.report.components import Components, why_slower
-from meshwright.planner.report.ulysses import ulysses_notes
+from meshwright.planner.report.tensor_axis import ulysses_notes
 from meshwright.planner.search.search import Search
 from tests.helpers.planning import cluster, large_llama, problem_of
 from tests.helpers.tiny import batch, net, planned, slow_host
