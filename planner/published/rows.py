@@ -239,10 +239,8 @@ def facts_of(name: str) -> Mapping[str, Any]:
 
 
 def _cluster(cells: _Cells, gpus: int) -> Cluster:
-    text, per_node = (
-        f"{cells.text('gpu')} | {cells.text('interconnect')}",
-        cells.whole("gpus_per_node", 8),
-    )
+    text = f"{cells.text('gpu')} | {cells.text('interconnect')}"
+    per_node = cells.whole("gpus_per_node", 8)
     node = next((name for pattern, name in _NODES if re.search(pattern, text)), None)
     if node is None:
         raise Unpriced(f"gpu {cells.text('gpu')!r} is not in the catalog")
@@ -252,7 +250,6 @@ def _cluster(cells: _Cells, gpus: int) -> Cluster:
     cluster = Cluster.from_catalog(
         node, num_nodes=nodes, devices_per_node=gpus if nodes == 1 else per_node
     )
-    cluster = dataclasses.replace(cluster, inter_link=_network(cells, cluster.inter_link))
     # published peaks are an allocator's, which has what the driver and NCCL's buffers leave
     device = dataclasses.replace(
         cluster.device,
@@ -260,7 +257,8 @@ def _cluster(cells: _Cells, gpus: int) -> Cluster:
         reserved_bytes=0,
         communicator_bytes=0,
     )
-    return dataclasses.replace(cluster, device=device)
+    link = _network(cells, cluster.inter_link)
+    return dataclasses.replace(cluster, inter_link=link, device=device)
 
 
 def _network(cells: _Cells, link: Link) -> Link:
