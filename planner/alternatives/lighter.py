@@ -13,14 +13,7 @@ from functools import partial
 
 from meshwright.costmodel.memory import model_state_bytes
 from meshwright.costmodel.operators import Problem
-from meshwright.planner.alternatives.what_if import (
-    CHUNKS,
-    RANK,
-    adapter_numel,
-    with_adapters,
-    with_chunked_loss,
-    with_half_sequences,
-)
+from meshwright.planner.alternatives import what_if
 from meshwright.planner.drafts import MeshChoice
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import InfeasibleError, sized
@@ -116,7 +109,7 @@ def _changes(problem: Problem, choice: MeshChoice) -> Iterator[Change]:
         if name != problem.optimizer:
             yield Change(what=what, kind="optimizer", apply=partial(replace, optimizer=name))
     adapters = model_state_bytes(
-        float(adapter_numel(problem)),
+        float(what_if.adapter_numel(problem)),
         precision=problem.precision,
         zero=0,
         dp=1,
@@ -124,17 +117,19 @@ def _changes(problem: Problem, choice: MeshChoice) -> Iterator[Change]:
         target=problem.target,
     )
     yield Change(
-        what=f"LoRA (matrices frozen, adapters of rank {RANK} trained)",
+        what=f"LoRA (matrices frozen, adapters of rank {what_if.RANK} trained)",
         kind="adapters",
-        apply=with_adapters,
+        apply=what_if.with_adapters,
         adds_bytes=adapters / (choice.groups * choice.mesh.tp),
     )
     yield _CHUNKED
-    yield Change(what="sequences half as long", kind="sequence", apply=with_half_sequences)
+    yield Change(what="sequences half as long", kind="sequence", apply=what_if.with_half_sequences)
 
 
 _CHUNKED = Change(
-    what=f"a chunked or fused loss (logits in {CHUNKS} parts)", kind="loss", apply=with_chunked_loss
+    what=f"a chunked or fused loss (logits in {what_if.CHUNKS} parts)",
+    kind="loss",
+    apply=what_if.with_chunked_loss,
 )
 
 
@@ -160,7 +155,7 @@ def _logits(needs: _Needs, problem: Problem, lacking: float) -> str:
     left = needs.excess_bytes(_CHUNKED)
     if left is None:
         return ""
-    taken = (lacking - left) / (1 - 1 / CHUNKS)
+    taken = (lacking - left) / (1 - 1 / what_if.CHUNKS)
     if taken < LOGITS * problem.cluster.device.usable_bytes:
         return ""
     return f"The logits and their gradients alone take {sized(taken)}. "
