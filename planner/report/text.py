@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from meshwright.planner.plan import counted, peak_words, seconds, sized, slower
 
 if TYPE_CHECKING:
-    from meshwright.planner.report.report import Report, Row
+    from meshwright.planner.report.details import Row
+    from meshwright.planner.report.report import Report
 
 MAX_REFUSALS = 2  # products that an alternative can't split
 MAX_STAGES = 8  # rows of the short stage table
