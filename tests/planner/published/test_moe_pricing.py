@@ -29,9 +29,9 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, strategies
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
-from meshwright.planner.plan.check import check_plan, check_runs
+from meshwright.planner.plan.check import check_runs
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import Evaluation, evaluate
+from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.published.models import build
 from meshwright.planner.published.predict import traced
@@ -203,9 +203,7 @@ def test_sharing_experts_out_saves_their_memory_and_can_be_run() -> None:
     # what the exchange's communicators take is more than there is to save of so small a model
     on = dataclasses.replace(on, device=dataclasses.replace(on.device, communicator_bytes=0))
     plans = [plan_of(ep) for ep in (1, 4)]
-    alone, shared = (
-        evaluate(plan, problem_on(on), check_plan(plan, graph(), table())) for plan in plans
-    )
+    alone, shared = map(Evaluator(problem_on(on)).price, plans)
     saved = alone.stages[0].parameters - shared.stages[0].parameters
     experts = 3 * SPARSE.layers * SPARSE.experts * SPARSE.hidden * SPARSE.expert_ffn
     assert saved == experts * 3 / 4
@@ -217,11 +215,10 @@ def test_sharing_experts_out_saves_their_memory_and_can_be_run() -> None:
 
 def test_the_exchange_hides_behind_compute_as_far_as_there_is_some() -> None:
     plan, on = plan_of(ep=4), Cluster.from_catalog("p5.48xlarge", devices_per_node=4)
-    assignments = check_plan(plan, graph(), table())
 
     def seconds(overlap: float) -> float:
         target = Target(name="test", overlap_experts=overlap, host_scale=0.0)  # device-bound
-        return evaluate(plan, problem_on(on, target), assignments).stages[0].forward_s
+        return Evaluator(problem_on(on, target)).price(plan).stages[0].forward_s
 
     times = [seconds(overlap) for overlap in (0.0, 0.5, 1.0)]
     assert times[0] > times[1] >= times[2]
@@ -239,7 +236,7 @@ def test_a_plan_that_shares_experts_out_is_dearer_and_fuller() -> None:
 
     def priced(ratio: float, ep: int) -> Evaluation:
         plan = dataclasses.replace(plan_of(ep), global_batch_size=4096)  # device-bound
-        return evaluate(plan, problem_on(on, uneven(ratio)), check_plan(plan, graph(), table()))
+        return Evaluator(problem_on(on, uneven(ratio))).price(plan)
 
     steps = [priced(ratio, 4).prediction for ratio in (1.0, 1.5, 4.0)]
     times = [step.step_time_s for step in steps]

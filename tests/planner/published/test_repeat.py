@@ -8,9 +8,9 @@ import pytest
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.plan.check import check_plan, fingerprint
+from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import evaluate
+from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.published.models import TransformerDims, build
 from meshwright.planner.published.predict import deepen
 from meshwright.planner.tracing.trace import trace
@@ -108,10 +108,9 @@ def plan_of(graph: Graph) -> Plan:
 def test_a_plan_costs_the_same(pair: tuple[Graph, Graph]) -> None:
     plans, prices = [], []
     for graph in pair:
-        table = analyse(graph)
         plans.append(plan_of(graph))
-        problem = problem_of(Traced(graph=graph, table=table), cluster(8))
-        prices.append(evaluate(plans[-1], problem, check_plan(plans[-1], graph, table)))
+        problem = problem_of(Traced(graph=graph, table=analyse(graph)), cluster(8))
+        prices.append(Evaluator(problem).price(plans[-1]))
     assert plans[0] == plans[1]
     found, wanted = (price.prediction for price in prices)
     assert found.step_time_s == pytest.approx(wanted.step_time_s)
