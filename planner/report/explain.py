@@ -282,8 +282,7 @@ def _in_fp8(problem: Problem, precision: str) -> str:
 
 
 def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
-    """Notes on a precision without units, on operators without a sharding rule, on all-gathers over
-    the data axis, and on operators in which rows of a batch meet."""
+    """Notes on what slows the plan down, or changes its loss."""
     graph, factors, notes = problem.graph, problem.factors, []
     precision, device = evaluation.plan.precision, problem.cluster.device
     precision, faster = wide(precision), device.fastest

@@ -193,31 +193,24 @@ def _shown_stages(stages: Sequence[Row]) -> list[int]:
 
 
 def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
-    decisions = ("stage", "blocks", "ranks", "mesh", "zero", "recompute")
     host = any(stage["offload"] for stage in report.stages)
     files = any(stage["flash_bytes"] for stage in report.stages)
-    heads = (
-        *decisions,
-        "forward",
-        "backward",
-        "comm",
-        "memory",
-        *(["host memory"] * host),
-        *(["files"] * files),
-    )
-    rows: list[tuple[str, ...]] = []
+    rows: list[dict[str, str]] = []
     for k in shown:
         s = report.stages[k]
-        decided = (str(k), ", ".join(s["blocks"]), s["ranks"], s["mesh"])
         within = f" within {s['dp_shard']}" if s["dp_shard"] else ""
         within += f", hpZ {s['hpz']}" if s["hpz"] else ""
         within += f", quantised {s['quantized']}" if s["quantized"] != "none" else ""
-        modes = (f"{s['zero']}{within}", s["recompute"])
-        times = (s["forward_s"], s["backward_s"], s["communication_s"])
-        there = [sized(s["host_bytes"])] * host + [sized(s["flash_bytes"])] * files
-        rows.append((*decided, *modes, *map(seconds, times), sized(s["memory_bytes"]), *there))
+        row = {"stage": str(k), "blocks": ", ".join(s["blocks"]), "ranks": s["ranks"]}
+        row |= {"mesh": s["mesh"], "zero": f"{s['zero']}{within}", "recompute": s["recompute"]}
+        row |= {"forward": seconds(s["forward_s"]), "backward": seconds(s["backward_s"])}
+        row |= {"comm": seconds(s["communication_s"]), "memory": sized(s["memory_bytes"])}
+        row |= {"host memory": sized(s["host_bytes"])} if host else {}
+        row |= {"files": sized(s["flash_bytes"])} if files else {}
+        rows.append(row)
+    stages = Table(heads=tuple(rows[0]), rows=[tuple(row.values()) for row in rows])
     per = "  (per micro-batch; comm is the exposed part of forward and backward)"
-    lines: list[Part] = [Table(heads=heads, rows=rows), per]
+    lines: list[Part] = [stages, per]
     if len(shown) < len(report.stages):
         lines.append(
             f"  ({len(shown)} of {len(report.stages)} stages: the first, the slowest, the fullest "
