@@ -131,7 +131,8 @@ class ParameterPricer:
         ):
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
         moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
-        issued = optimizer_issues(setting.optimizer, device=device.kind) * device.launch_overhead_s
+        on = setting.cluster.device
+        issued = optimizer_issues(setting.optimizer, device=on.kind) * on.launch_overhead_s
         stepped = streamed("optimizer_s", "optimizer", moved)
         yield stepped._replace(seconds=stepped.seconds + issued)
         own = stepped.times(1 / shards.size)
