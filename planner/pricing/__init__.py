@@ -14,6 +14,7 @@ from meshwright.planner.pricing.ledger import KINDS_OF_BYTES, Ledger, Traffic, W
 from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.stage_costs import (
     Entered,
+    StageBlocks,
     StageCoster,
     mesh_of,
     stage_blocks,
@@ -23,7 +24,7 @@ from meshwright.planner.pricing.terms import priced_terms, terms_of
 
 __all__ = [
     "KINDS_OF_BYTES", "Entered", "Evaluation", "Evaluator", "Ledger", "Prediction", "PricedStage",
-    "RehearsedMemory", "StageCoster", "Traffic", "Work", "bytes_beside_tensors", "evaluate",
-    "mesh_of", "price_blocks", "price_stages", "priced_terms", "stage_blocks", "stage_setting",
-    "terms_of",
+    "RehearsedMemory", "StageBlocks", "StageCoster", "Traffic", "Work", "bytes_beside_tensors",
+    "evaluate", "mesh_of", "price_blocks", "price_stages", "priced_terms", "stage_blocks",
+    "stage_setting", "terms_of",
 ]  # fmt: skip

@@ -215,7 +215,7 @@ def test_weights_of_experts_that_zero_3_divides_among_nobody_are_there(ep: int) 
     """Of ep=2 two ranks share an expert, of ep=4 none: sums say what each of the blocks does."""
     plan = with_stage(plan_of(ep), zero=3)
     on = Cluster.from_catalog("dgx-h100", devices_per_node=4)
-    priced = evaluate(plan, problem_on(on, EAGER), check_plan(plan, graph(), table()))
+    priced = Evaluator(problem_on(on)).price(plan)
     (walked,), (summed,) = priced.stages, priced.priced
     assert summed.costs.fixed_bytes == pytest.approx(walked.fixed_bytes, rel=0.01)
 
