@@ -231,7 +231,9 @@ def traits_of_target(target: str) -> Traits:
 def draws(op: Op) -> bool:
     """Whether a call draws random numbers: dropouts only in training, and with a chance to drop."""
     draw = traits_of(op).draw
-    return _random(op.target) if draw is None or draw.when is None else draw.when(op)
+    if draw is None or draw.when is None:
+        return tagged(op.target, torch.Tag.nondeterministic_seeded)
+    return draw.when(op)
 
 
 def is_causal(op: Op) -> bool:
@@ -274,9 +276,8 @@ def runs_as_reshape(op: Op) -> bool:
 
 
 @functools.cache
-def _random(target: str) -> bool:
-    """By torch's own tag."""
-    namespace, name, overload = target.split(".")
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    found = getattr(packet, overload, None)
-    return found is not None and torch.Tag.nondeterministic_seeded in found.tags
+def tagged(target: str, tag: torch.Tag) -> bool:
+    """Whether torch tags an operator so."""
+    namespace, name, overload = [*target.split("."), "default"][:3]
+    found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    return found is not None and tag in found.tags

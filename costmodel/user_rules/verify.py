@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.costmodel.graph import Op, TensorMeta, map_refs
-from meshwright.costmodel.rules import OpFactors, divided, leaf_of, traits_of
+from meshwright.costmodel.rules import OpFactors, divided, leaf_of, overload, traits_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
@@ -60,8 +60,7 @@ def called(op: Op, operands: Tensors) -> list[torch.Tensor]:
         return list(leaf_of(op).program(operands))
     given = iter(operands)
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(given))
-    namespace, name, overload = op.target.split(".")
-    made = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*args, **kwargs)
+    made = overload(op.target)(*args, **kwargs)
     return [made] if isinstance(made, torch.Tensor) else list(made)
 
 

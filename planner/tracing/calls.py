@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from meshwright.costmodel.graph import Ref, map_refs, refs, short_name
-from meshwright.costmodel.rules import Leaf, traits_of_target
+from meshwright.costmodel.rules import Leaf, tagged, traits_of_target
 from meshwright.planner.errors import TraceError
 from meshwright.planner.tracing.leaves import LEAF_OPERATORS
 from meshwright.planner.tracing.similar import CopiedCalls
@@ -33,7 +33,6 @@ from meshwright.planner.tracing.values import (
     is_dynamic,
     meta_of,
     module_of,
-    overload,
     results_of,
     schema_of,
     shapes_of,
@@ -275,7 +274,7 @@ def _promotes(target: str) -> bool:
     whose statistics may be wider."""
     if short_name(target) in PROMOTE or traits_of_target(target).statistics is not None:
         return True
-    return torch.Tag.pointwise in overload(target).tags
+    return tagged(target, torch.Tag.pointwise)
 
 
 def _origin(node: fx.Node) -> Origin:

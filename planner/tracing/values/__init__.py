@@ -7,7 +7,6 @@ from meshwright.planner.tracing.values.functional import (
     Slots,
     functional_call,
     infer_metas,
-    overload,
     split_derived,
 )
 from meshwright.planner.tracing.values.fx_nodes import (
@@ -31,6 +30,6 @@ from meshwright.planner.tracing.values.traced_state import TracedState
 __all__ = [
     "RESHAPES", "GraphBuilder", "Origin", "Slots", "TracedState", "Unknown",
     "canonical_target", "check_dense", "functional_call", "infer_metas", "is_dynamic",
-    "meta_of", "mixed_operands", "module_of", "overload", "results_of", "schema_of", "shapes_of",
+    "meta_of", "mixed_operands", "module_of", "results_of", "schema_of", "shapes_of",
     "share_memory", "source_of", "split_derived", "thawed", "where",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from meshwright.costmodel.graph import Op, Ref, TensorMeta, map_refs, refs, short_name
-from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.rules import overload, tagged, traits_of
 from meshwright.planner.errors import TraceError
 
 # results that carry no gradient, whatever the operands do
@@ -160,13 +160,6 @@ class GraphBuilder:
         if self.values[value].dtype == dtype:
             return value
         return self.add("aten.to.dtype", (Ref(value), dtype), {}, origin, grad=grad)[0]
-
-
-def overload(target: str) -> torch._ops.OpOverload:
-    """The operator of a target: `aten.add.Tensor` -> torch.ops.aten.add.Tensor."""
-    namespace, name, which = target.split(".")
-    operator: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), which)
-    return operator
 
 
 def infer_metas(
@@ -390,5 +383,5 @@ def split_derived(
 def _effectful(op: Op) -> bool:
     """Whether an operator has side effects or draws random numbers, so that each stage can't run a
     copy of it."""
-    random = torch.Tag.nondeterministic_seeded in overload(op.target).tags
+    random = tagged(op.target, torch.Tag.nondeterministic_seeded)
     return traits_of(op).statistics is not None or random
