@@ -1,7 +1,6 @@
 """Sharding rules: one line per operator, in a language of named factors; special operators."""
 
 from meshwright.costmodel.rules.auto import VIEWS, is_pointwise
-from meshwright.costmodel.rules.eight_bits import is_fp8
 from meshwright.costmodel.rules.language import (
     Dims,
     Kind,
@@ -34,6 +33,7 @@ from meshwright.costmodel.rules.traits import (
     draws,
     draws_anew,
     is_causal,
+    is_fp8,
     row_reduction,
     runs_as_reshape,
     tagged,

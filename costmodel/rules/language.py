@@ -80,6 +80,14 @@ class OpFactors:
     def matmul(self) -> bool:
         return self.flops > 0
 
+    def place(self, dims: Dims, factor: str) -> tuple[int, int] | None:
+        """(dim, product of the sizes before it in that dim) of a factor; None where a tensor has it
+        not."""
+        for d, names in enumerate(dims):
+            if factor in names:
+                return d, math.prod(self.sizes[name] for name in names[: names.index(factor)])
+        return None
+
 
 def replicated(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Every dim whole: the operator runs in full on every rank."""

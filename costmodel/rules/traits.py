@@ -17,7 +17,8 @@ from typing import Literal
 
 import torch
 
-from meshwright.costmodel.graph import Op, Ref, argument, short_name
+from meshwright.costmodel.fp8 import SIDE
+from meshwright.costmodel.graph import Graph, Op, Ref, argument, short_name
 
 DrawKind = Literal[
     "dropout", "channel dropout", "attention dropout",
@@ -226,6 +227,27 @@ def traits_of(op: Op) -> Traits:
 def traits_of_target(target: str) -> Traits:
     """The traits of `aten.add.Tensor` and the like."""
     return TRAITS.get(short_name(target), ORDINARY)
+
+
+def is_fp8(graph: Graph, op: Op) -> bool:
+    """Whether "fp8" multiplies an operator's operands in 8 bits: a layer's product with a parameter
+    whose sides are multiples of `SIDE`, plus a vector or nothing."""
+    product = traits_of(op).product
+    if product is None or op.name not in graph.in_layers:
+        return False
+    if op.kwargs or len(op.args) != len(op.operands):  # factors of the sum
+        return False
+    weight, x = op.operands[product.weight], op.operands[product.x]
+    shape = graph.values[weight].shape
+    vector = len(op.operands) < 3 or len(graph.values[op.operands[product.bias]].shape) == 1
+    return (
+        weight in graph.parameters
+        and x not in graph.parameters
+        and len(shape) == 2
+        and all(side % SIDE == 0 for side in shape)
+        and len(graph.values[x].shape) >= 2
+        and vector
+    )
 
 
 def draws(op: Op) -> bool:

@@ -19,15 +19,14 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import (
     ALIASES,
     DISPLAY,
-    PARTIAL,
     RP,
     Placement,
     R,
     Strategy,
     indivisible,
+    least_communication,
     splitting_degrees,
     strategies,
-    transition,
 )
 from meshwright.profiles.inputs import MeshwrightError, shown
 
@@ -186,27 +185,8 @@ class BlockLayouts:
         )
 
     def _follow(self, op: Op, at: Mapping[str, Placement]) -> Strategy:
-        """The strategy with the least communication for the activations as they come, sharded
-        before replicated where equal; partial results are not carried through matrix products."""
-        matmul = self.table.ops[op.name].matmul
-
-        def effort(item: tuple[int, Strategy]) -> tuple[int, int, int]:
-            order, option = item
-            collectives = 0
-            for value, target in zip(op.operands, option.operands, strict=True):
-                if value not in at:
-                    continue
-                kinds = transition(at[value], target)
-                collectives += 99 if kinds is None else sum(bool(k) for k in kinds)
-            carried = option.name.startswith(PARTIAL) and matmul
-            agreeing = sum(
-                at[v].sharded and at[v] == t
-                for v, t in zip(op.operands, option.operands, strict=True)
-                if v in at
-            )
-            return (collectives + 99 * carried, -agreeing, order)
-
-        return min(enumerate(self.options(op)), key=effort)[1]
+        """The strategy with the least communication for the activations as they come."""
+        return least_communication(self.table, op, self.options(op), at)
 
     # --- compressing ---
 

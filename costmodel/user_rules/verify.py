@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -203,7 +203,7 @@ class Trial:
         factor: str,
         parts: int,
     ) -> list[torch.Tensor]:
-        place = place_of_factor(dims, made.sizes, factor)
+        place = made.place(dims, factor)
         return [cut_dim(x, *place, parts, k) for k in range(parts)] if place else []
 
     def _differences(
@@ -212,7 +212,7 @@ class Trial:
         summed = made.kinds[factor] in ("sum", "mean")
         for k, (result, dims) in enumerate(zip(self.whole.results, made.results, strict=True)):
             found: Sequence[torch.Tensor | None] = [run.results[k] for run in runs]
-            if place := place_of_factor(dims, made.sizes, factor):
+            if place := made.place(dims, factor):
                 found = [_joined(found, *place)]
             elif summed:
                 total = _total(found)
@@ -223,7 +223,7 @@ class Trial:
             if whole is None:
                 continue
             found = [run.gradients[i] for run in runs]
-            if place := place_of_factor(dims, made.sizes, factor):
+            if place := made.place(dims, factor):
                 found = [_joined(found, *place)]
             elif not (summed and i in made.pinned):
                 found = [_total(found)]
@@ -267,20 +267,6 @@ def _differentiated(op: Op, operands: Tensors, cotangents: Tensors) -> tuple[tup
         return able, whole
     none = (False,) * count
     return none, perform(op, operands, None, none)
-
-
-def place_of_factor(
-    dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int], factor: str
-) -> tuple[int, int] | None:
-    """(dim, product of the sizes before it in that dim) of a factor; None where a tensor has it
-    not."""
-    for d, names in enumerate(dims):
-        if factor in names:
-            split = 1
-            for name in names[: names.index(factor)]:
-                split *= sizes[name]
-            return d, split
-    return None
 
 
 def faults(trial: Trial, made: OpFactors, degrees: Sequence[int] = (2,)) -> list[Fault]:

@@ -32,9 +32,8 @@ NAMED = {
     "planner/tracing/calls.py": 1,  # which strides a `contiguous` of fake tensors sees
     "planner/tracing/values/functional.py": 3,  # the inverse of a view
     "executor/lowering/emitter.py": 1,  # the operator that it would add
-    "costmodel/sharding/numbers_of_rows.py": 2,  # constants made in the graph
-    "costmodel/sharding/padding.py": 7,  # the arithmetic of masks and counts
-    "costmodel/sharding/rows.py": 7,  # which rows an indexing reads
+    # which rows an indexing reads, constants made in the graph, the arithmetic of masks and counts
+    "costmodel/sharding/rows.py": 16,
     "executor/runtime/counting.py": 1,  # a loss that is divided by its count
 }
 

@@ -6,8 +6,7 @@ from torch import nn
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import analyse
-from meshwright.costmodel.sharding.numbers_of_rows import with_numbers_of
-from meshwright.costmodel.sharding.rows import RowUse, row_use
+from meshwright.costmodel.sharding.rows import RowUse, row_use, with_numbers_of
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.row_losses import EXACT, LENGTH, MEET, ROWS, WIDTH, Loss, Tensor
 
