@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import io
 import logging
+import pickle
+import random
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
@@ -25,11 +29,14 @@ from meshwright.planner.tracing.user_module import (
     calling_place,
     condition,
     leaf,
+    refused,
     refused_hooks,
     user_frame,
 )
 
 log = logging.getLogger(__name__)
+
+NO_DRAWS = ("getstate", "setstate", "get_state", "set_state", "get_bit_generator")
 
 
 def _ctc_result(
@@ -78,28 +85,59 @@ def recorded_gradients() -> Iterator[None]:
         yield
 
 
-def _refused_gradient(*_: Any, **__: Any) -> Any:
-    file, line = calling_place()
-    raise TraceError(
-        f"at {file}:{line} the forward calls autograd, whose own backward a trace would lose (what "
-        "it saved is detached there). Way out: put what needs the gradient, its parameters "
-        "included, in a module of its own, and keep that as one node: meshwright.leaf(module, "
-        "result=lambda *args: ...)"
-    )
+def refused_gradients() -> AbstractContextManager[None]:
+    """Context in which traced code that calls autograd raises TraceError; leaves may."""
+
+    def refusal(*_: Any) -> TraceError:
+        return TraceError(
+            f"at {calling_place()} the forward calls autograd, whose own backward a trace would "
+            "lose (what it saved is detached there). Way out: put what needs the gradient, its "
+            "parameters included, in a module of its own, and keep that as one node: "
+            "meshwright.leaf(module, result=lambda *args: ...)"
+        )
+
+    return refused([(torch.autograd, "grad"), (torch.autograd, "backward")], refusal)
+
+
+def refused_draws() -> AbstractContextManager[None]:
+    """Context in which traced code that draws from the global generators of `random` or
+    `numpy.random`, or makes a new one without a seed, raises TraceError: a trace has one outcome of
+    them for ever."""
+
+    def refusal(module: ModuleType, name: str, *given: Any) -> TraceError | None:
+        if name == "default_rng" and any(x is not None for x in given):  # a seed
+            return None
+        return _drawn(f"{calling_place()} the forward calls {module.__name__}.{name}")
+
+    calls = [(module, name) for module in (random, np.random) for name in module.__all__]
+    draws = [(m, n) for m, n in calls if n not in NO_DRAWS and _is_function(getattr(m, n))]
+    return refused(draws, refusal)
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
 
 
 @contextmanager
-def refused_gradients() -> Iterator[None]:
-    """Context in which traced code that calls autograd raises TraceError; leaves may."""
-    with ExitStack() as stack:
-        for place, name in ((torch.autograd, "grad"), (torch.autograd, "backward")):
-            plain = getattr(place, name)
+def generators_untouched() -> Iterator[None]:
+    """Context at whose end TraceError is raised where it drew from a global generator."""
+    before = _states()
+    yield
+    if _states() != before:
+        raise _drawn("an unknown place the forward draws from random or numpy.random")
 
-            def call(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-                return (_refused_gradient if TRACE.get() else plain)(*args, **kwargs)
 
-            stack.enter_context(mock.patch.object(place, name, call))
-        yield
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
+def _drawn(what: str) -> TraceError:
+    return TraceError(
+        f"at {what}: a plan would have this one outcome at every step. Ways out: draw with torch "
+        "(torch.rand, torch.randint), draw outside and pass the outcome in the batch, switch it "
+        "off (SpecAugment of transformers: config.apply_spec_augment=False, or pass "
+        "mask_time_indices), or keep the module that draws as one node (meshwright.leaf)"
+    )
 
 
 class DataAccess(TorchFunctionMode):
@@ -112,10 +150,9 @@ class DataAccess(TorchFunctionMode):
         if TRACE.get() is not None and func in (_DATA.__get__, _DATA.__set__):
             if func == _DATA.__get__:
                 return args[0].detach()
-            file, line = calling_place()
             raise TraceError(
-                f"at {file}:{line} the forward assigns .data of a tensor, which a trace can't see; "
-                "change parameters between steps, and give other tensors a new name"
+                f"at {calling_place()} the forward assigns .data of a tensor, which a trace can't "
+                "see; change parameters between steps, and give other tensors a new name"
             )
         return func(*args, **(kwargs or {}))
 

@@ -169,7 +169,7 @@ class StandIns:
             )
             return output
 
-        _override(module, type(module), traced)
+        module.__class__ = overridden(type(module), traced)
 
     def _instrument_spared(
         self, blank: nn.Module, source: nn.Module, name: str, group: SimilarLayers, position: int
@@ -193,7 +193,7 @@ class StandIns:
             return self._stand_in(name, call, pattern)
 
         # the class of the copied member before it was overridden
-        _override(blank, type(source).__mro__[1], stand_in)
+        blank.__class__ = overridden(type(source).__mro__[1], stand_in)
 
     def _stand_in(self, name: str, call: _MemberCall, pattern: _MemberCall) -> Any:
         leaves: list[Any] = []
@@ -288,11 +288,11 @@ def _flat(args: Any, kwargs: Any) -> tuple[list[Any], tuple[torch.Tensor, ...], 
     return leaves, inputs, (spec, described, torch.is_grad_enabled(), cast)
 
 
-def _override(module: nn.Module, base: type, forward: Callable[..., Any]) -> None:
-    """Give one module another forward, by a class that looks like its own (an attribute would
-    bypass the proxies through which export follows module paths)."""
+def overridden(base: type, forward: Callable[..., Any]) -> type:
+    """A class with another forward that looks like `base`: one module's, where an attribute would
+    bypass the proxies through which export follows module paths."""
     body = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    module.__class__ = type(base.__name__, (base,), body)
+    return type(base.__name__, (base,), body)
 
 
 class _Missing:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from meshwright.planner.tracing.user_module.similar_layers import PLAIN
-from meshwright.planner.tracing.user_module.sources import UNKNOWN, Place, calling_place
+from meshwright.planner.tracing.user_module.sources import UNKNOWN, calling_place
 
 Key = tuple[str, str]  # (path of a module or object, attribute)
 
@@ -71,8 +71,8 @@ class Watch:
     def __init__(self, holders: Mapping[str, Any]) -> None:
         self.holders = holders
         self.paths = {id(vars(holder)): path for path, holder in holders.items()}
-        self.reads: dict[Key, Place] = {}
-        self.writes: dict[Key, Place] = {}
+        self.reads: dict[Key, str] = {}
+        self.writes: dict[Key, str] = {}
         self.written_first: set[Key] = set()
         self.left: set[Key] = set()  # here, for export gives modules their attributes back
 
@@ -134,8 +134,7 @@ class Watch:
         holder's."""
         parent, _, name = key[0].rpartition(".")
         known = self.writes.get(key), self.reads.get(key), self.reads.get((parent, name))
-        file, line = next((p for p in known if p not in (None, UNKNOWN)), None) or UNKNOWN
-        return f"{file}:{line}" if line else file
+        return next((p for p in known if p and p != UNKNOWN), UNKNOWN)
 
 
 class Held:
