@@ -34,9 +34,9 @@ from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing.batch import FakeBatch, check_call
-from meshwright.planner.tracing.caches import emptied_caches
 from meshwright.planner.tracing.context import (
     DataAccess,
+    emptied_caches,
     explain,
     generators_untouched,
     quiet,

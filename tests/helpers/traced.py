@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, map_refs
+from meshwright.costmodel.rules import overload
 from meshwright.planner.batch import input_leaves, split_batch
 from meshwright.planner.tracing.trace import trace
-from meshwright.planner.tracing.values.functional import overload
 
 WIDTH, ROWS, SEQUENCE, VOCAB = 8, 3, 6, 20
 

@@ -29,7 +29,7 @@ from tests.helpers.source_files import PRODUCT, files_in
 NAME = "traits_test.normalise"
 # comparisons of an operator's name with a literal, or with a constant that is one
 NAMED = {
-    "planner/tracing/calls.py": 1,  # which strides a `contiguous` of fake tensors sees
+    "planner/tracing/convert.py": 1,  # which strides a `contiguous` of fake tensors sees
     "planner/tracing/values/functional.py": 3,  # the inverse of a view
     "executor/lowering/emitter.py": 1,  # the operator that it would add
     # which rows an indexing reads, constants made in the graph, the arithmetic of masks and counts

@@ -21,8 +21,7 @@ from meshwright.costmodel.operators import Batch, Mesh
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
-from meshwright.planner.intra_op.program import BlockProgram
-from meshwright.planner.intra_op.table import BlockTable
+from meshwright.planner.intra_op.program import BlockProgram, BlockTable
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
 from tests.helpers import planning
