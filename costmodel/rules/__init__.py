@@ -23,7 +23,7 @@ from meshwright.costmodel.rules.leaf import (
     summable,
 )
 from meshwright.costmodel.rules.moe import EXPERT_FACTOR, TOKEN_FACTORS, copies_of, inside_experts
-from meshwright.costmodel.rules.registry import factors_of
+from meshwright.costmodel.rules.registry import RuleError, UserRule, factors_of
 from meshwright.costmodel.rules.shuffle import PERMUTATIONS, permutation
 from meshwright.costmodel.rules.traits import (
     IMPLEMENTATIONS,
@@ -42,7 +42,6 @@ from meshwright.costmodel.rules.traits import (
     traits_of_target,
     updates_statistics,
 )
-from meshwright.costmodel.rules.user import RuleError, UserRule
 
 __all__ = [
     "EXPERT_FACTOR", "IMPLEMENTATIONS", "LEAF", "LEAVES", "PERMUTATIONS", "RANDOM_LEAF",

@@ -75,7 +75,8 @@ def context_layout(
         at |= dict(zip(op.results, strategy.results, strict=True))
         if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
             gathered.append(op.key)
-            at |= _split_again(graph, table, op, degree)
+            if table.sequence is not None and divides(table, table.sequence, degree):
+                at |= sliced_results(graph, table, op, table.sequence)
         elif attends_by_heads(table, op, strategy):
             at |= sliced_results(graph, table, op, table.sequence)
     leave_gradients_partial(graph, chosen, at)
@@ -186,11 +187,3 @@ def _choose(
         gradients=[value for value in op.operands if graph.values[value].requires_grad],
         splitting=True,
     )
-
-
-def _split_again(graph: Graph, table: FactorTable, op: Op, degree: int) -> dict[str, Placement]:
-    """The results of which each rank goes on with its tokens."""
-    atom = table.sequence
-    if atom is None or not divides(table, atom, degree):
-        return {}
-    return sliced_results(graph, table, op, atom)

@@ -22,7 +22,6 @@ from meshwright.costmodel.rules import (
     words,
 )
 from meshwright.costmodel.rules import registry as rules
-from meshwright.costmodel.rules import user as user_rules
 from meshwright.costmodel.user_rules.verify import (
     Fault,
     Trial,
@@ -95,7 +94,7 @@ def rule(
             legal="one rule",
             way_out="pass override=True to use yours in its place",
         )
-    user_rules.GIVEN[target] = given
+    rules.GIVEN[target] = given
 
 
 def target_of(operator: Any) -> str:
@@ -219,7 +218,7 @@ def verified(graph: Graph) -> Graph:
     does not hold."""
     notes: dict[str, None] = {}
     for op in (*graph.derived, *graph.ops):
-        given = user_rules.given_for(op.target)
+        given = rules.given_for(op.target)
         if given is None:
             continue
         operands = [graph.values[v] for v in op.operands]
