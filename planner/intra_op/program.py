@@ -147,7 +147,11 @@ class BlockProgram:
         self._varying = [v for v in self.block.parameters if several and experts(v)]
         self._assignments: dict[tuple[int, ...], Assignment] = {}  # by the states of all nodes
         self._build()
-        self._storable = {value: self._states(value) for value in self.block.parameters}
+        # states in which a parameter may be stored: replicated, or as some reader takes it
+        self.storable = {
+            value: sorted({R} | {t for t in self._wanted(value) if t.sharded})
+            for value in self.block.parameters
+        }
         self._stored = [self._store(value) for value in self.block.parameters]
         self._elimination = Elimination(self.problem, self.boundary_nodes(), self._changing())
 
@@ -291,7 +295,7 @@ class BlockProgram:
     def _store(self, value: str) -> _Stored:
         """Add the node of a parameter: how it is stored."""
         node, readers = f"parameter:{value}", self.layouts.readers[value]
-        states = self.stored_states(value)
+        states = self.storable[value]
         scope: Scope = (node, readers[0][0].name)
         if len(readers) > 1:
             waits = self._shared(value, states)
@@ -372,13 +376,6 @@ class BlockProgram:
             elif self._moves(stored):
                 factors[stored.scope] = stored.factor(m)
         return factors
-
-    def stored_states(self, value: str) -> list[Placement]:
-        """States in which a parameter may be stored: replicated, or as some reader takes it."""
-        return self._storable[value]
-
-    def _states(self, value: str) -> list[Placement]:
-        return sorted({R} | {t for t in self._wanted(value) if t.sharded})
 
     # --- solving ---
 

@@ -245,7 +245,7 @@ class BlockPrograms:
             if value in stored:
                 return state == stored[value]
             if mode == "lean" and state == R and len(self.graph.values[value].shape) > 1:
-                return all(not s.sharded for s in program.stored_states(value))
+                return all(not s.sharded for s in program.storable[value])
             return True
 
         table = program.solve(pricer, allowed, time=self._solver_time(k))

@@ -187,14 +187,6 @@ def recorded_inference_mode() -> Iterator[None]:
 
 
 @contextmanager
-def unvalidated() -> Iterator[None]:
-    """Context in which `torch.distributions` validate arguments only where asked to: a trace has no
-    values."""
-    with mock.patch.object(torch.distributions.Distribution, "_validate_args", False):
-        yield
-
-
-@contextmanager
 def quiet() -> Iterator[None]:
     """Context that silences torch's logs, warnings and stderr about a failed export: the error
     raised says it."""

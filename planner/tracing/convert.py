@@ -53,7 +53,6 @@ from meshwright.planner.tracing.values import (
     module_of,
     results_of,
     schema_of,
-    shapes_of,
     share_memory,
     source_of,
     split_derived,
@@ -379,7 +378,7 @@ class _Calls:
         if target == "aten.broadcast_tensors.default":
             shape = tuple(results[0].shape)
             sources: Any = node.args[0]
-            if shapes_of([n.meta["val"] for n in node.all_input_nodes]) == {shape}:
+            if all(n.meta["val"].shape == shape for n in node.all_input_nodes):
                 return fx.map_arg(sources, environment.value)
             return [self._expanded(n, shape, node, environment) for n in sources]
         return self._operator(node, environment, results)
@@ -397,12 +396,8 @@ class _Calls:
     def _is_identity(self, node: fx.Node, environment: _Environment) -> bool:
         """Whether a call returns its first operand's memory unchanged at any batch size (`to` its
         own dtype, dropout in eval mode): a model has the same operators at all of them."""
-        source = node.args[0] if node.args else None
-        val = node.meta["val"]
-        if not isinstance(source, fx.Node) or not isinstance(val, torch.Tensor):
-            return False
-        slot, before = environment.value(source), source.meta.get("val")
-        if not isinstance(slot, str) or not isinstance(before, torch.Tensor):
+        val, (slot, before) = node.meta["val"], self._first(node, environment)
+        if before is None or not isinstance(val, torch.Tensor):
             return False
         short = short_name(str(node.target))
         if short.rstrip("_") == "detach":
@@ -453,8 +448,11 @@ class _Calls:
             several=several,
             grad=environment.grad,
         )
-        bases = [self._base(node, environment, t) for t in results]
-        slots = [self.slots.new(v, base) for v, base in zip(values, bases, strict=True)]
+        slot, before = self._first(node, environment)
+        views = (before is not None and share_memory(before, result) for result in results)
+        slots = [
+            self.slots.new(v, slot if view else None) for v, view in zip(values, views, strict=True)
+        ]
         return slots if several else slots[0]
 
     def _leaf(self, node: fx.Node, environment: _Environment) -> list[str]:
@@ -506,15 +504,15 @@ class _Calls:
                 "which would pass as if nothing had; write x = x + (f(x) - x).detach() for that"
             )
 
-    def _base(self, node: fx.Node, environment: _Environment, result: torch.Tensor) -> str | None:
-        """The slot that a result is a view of."""
+    def _first(self, node: fx.Node, environment: _Environment) -> tuple[str, torch.Tensor | None]:
+        """The slot and the fake tensor of a call's first argument; None where it is no tensor."""
         source = node.args[0] if node.args else None
         if not isinstance(source, fx.Node):
-            return None
+            return "", None
         slot, before = environment.value(source), source.meta.get("val")
         if not isinstance(slot, str) or not isinstance(before, torch.Tensor):
-            return None
-        return slot if share_memory(before, result) else None
+            return "", None
+        return slot, before
 
     def _autocast(
         self, target: str, args: Any, kwargs: Any, dtype: torch.dtype, origin: Origin

@@ -44,7 +44,6 @@ from meshwright.planner.tracing.context import (
     recorded_inference_mode,
     refused_draws,
     refused_gradients,
-    unvalidated,
 )
 from meshwright.planner.tracing.convert import convert
 from meshwright.planner.tracing.leaves import LeafRecorder
@@ -152,7 +151,10 @@ class _Tracer:
                 first = first or error
                 leaves = _more_leaves(self.model, leaves, error)
                 if not leaves or self.batch.asked:
-                    whole = first if first is error else _no_leaf(first, error)
+                    whole: TraceError = first
+                    if first is not error:
+                        message = "As one node of the graph it won't do either"
+                        whole = TraceError(f"{first}\n{message}: {error}")
                     raise whole from first.__cause__  # the user's own, if it is one
 
     def graph(self, groups: Sequence[SimilarLayers], leaves: Mapping[str, str]) -> Graph:
@@ -203,10 +205,6 @@ class _Tracer:
         recorder.instrument(copied, tuple(stand_ins.blank))
         stand_ins.instrument(copied)
         return LossModule(copied, loss_fn, self.batch, stand_ins, recorder)
-
-
-def _no_leaf(first: Untraceable, last: Untraceable) -> TraceError:
-    return TraceError(f"{first}\nAs one node of the graph it won't do either: {last}")
 
 
 def _export(
@@ -264,7 +262,8 @@ def _tracing(module: LossModule, dtype: torch.dtype) -> Iterator[None]:
         recorded_inference_mode(),
         refused_draws(),
         refused_gradients(),
-        unvalidated(),
+        # arguments are validated only where asked to: a trace has no values
+        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
         DataAccess(),
         _autocast(dtype),
     ):

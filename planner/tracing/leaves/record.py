@@ -1,6 +1,6 @@
 """Recording of leaves while a model is traced: each call becomes one operator of the program.
 
-The operator's results (`operators.py`) have the shapes that a probe of the call found (`probe.py`).
+The operator's results have the shapes that a probe of the call found (`probe.py`).
 Calls that can't be told apart (equal modules but for their weights, equal arguments but for the
 values of tensors) share one `Leaf`, so that equal layers stay equal.
 """
@@ -18,11 +18,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.rules import Leaf, Work
+from meshwright.costmodel.rules import LEAF, RANDOM_LEAF, Leaf, Work
 from meshwright.planner.errors import Untraceable, enclosing_modules
 from meshwright.planner.operators import Applied, Operand, Program, state_of, to_meta
 from meshwright.planner.tracing.leaves.check import check_rule
-from meshwright.planner.tracing.leaves.operators import LEAF_OPERATORS
 from meshwright.planner.tracing.leaves.probe import (
     LeafError,
     OperandResult,
@@ -46,6 +45,48 @@ from meshwright.planner.tracing.user_module import (
     taken_hooks,
 )
 from meshwright.profiles.inputs import MeshwrightError
+
+# --- the operators that stand for a leaf's call in an exported program ----------------------------
+#
+#     leaf(operands, number, ranks, sizes, strides, dtypes) -> results
+#
+# `number` counts the `Leaf`s of the trace; shape and stride of result k are the next `ranks[k]`
+# elements of `sizes` and `strides`. `random_leaf` is the one of a leaf that draws random numbers.
+
+
+_SCHEMA = (
+    "(Tensor[] operands, int leaf, int[] ranks, int[] sizes, int[] strides, ScalarType[] dtypes) "
+    "-> Tensor[]"
+)
+torch.library.define(f"meshwright::{LEAF}", _SCHEMA)
+torch.library.define(
+    f"meshwright::{RANDOM_LEAF}", _SCHEMA, tags=(torch.Tag.nondeterministic_seeded,)
+)
+LEAF_OPERATORS = (torch.ops.meshwright.leaf.default, torch.ops.meshwright.random_leaf.default)
+
+
+def _empty_results(
+    operands: list[torch.Tensor],
+    leaf: int,
+    ranks: list[int],
+    sizes: list[int],
+    strides: list[int],
+    dtypes: list[torch.dtype],
+) -> list[torch.Tensor]:
+    results = []
+    at = 0
+    for rank, dtype in zip(ranks, dtypes, strict=True):
+        part = slice(at, at + rank)
+        results.append(
+            torch.empty_strided(sizes[part], strides[part], dtype=dtype, device=operands[0].device)
+        )
+        at += rank
+    return results
+
+
+for _operator in LEAF_OPERATORS:
+    torch.library.register_fake(_operator, _empty_results)
+
 
 # class or function -> hash of a call's key (which keeps nothing alive) -> why the rule is taken on
 # trust there, "" where it was tried: what was checked in this process
@@ -113,13 +154,14 @@ class _Subject:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
     """Calls that can't be told apart: their common `key` and `Leaf`, the `fqn` of the first call's
-    module ("" for a function), and the reason why the rule is taken on trust, "" where it was
-    tried."""
+    module ("" for a function), the tensors that they make and the new values of buffers (`made`),
+    and the reason why the rule is taken on trust, "" where it was tried."""
 
     key: tuple[Any, ...]
     leaf: Leaf
     fqn: str
     probe: Probe
+    made: Sequence[TensorLike]
     trust: str
 
 
@@ -273,18 +315,14 @@ class LeafRecorder:
 
     def _apply(self, call: _Recorded, operands: list[torch.Tensor], subject: _Subject) -> Any:
         """Call the operator; the forward's output, made of the operator's results."""
-        names = {name: k for k, name in enumerate(subject.state)}
-        first = len(operands) - len(subject.state)
-        likes = [*call.probe.outputs]
-        likes += [TensorLike.of(operands[first + names[name]]) for name in call.probe.written]
         results = iter(
             LEAF_OPERATORS[call.probe.random is not False](  # seeded where nobody knows
                 operands,
                 self.calls.index(call),
-                [len(x.shape) for x in likes],
-                [n for x in likes for n in x.shape],
-                [n for x in likes for n in x.stride],
-                [x.dtype for x in likes],
+                [len(x.shape) for x in call.made],
+                [n for x in call.made for n in x.shape],
+                [n for x in call.made for n in x.stride],
+                [x.dtype for x in call.made],
             )
         )
         leaves: list[Any] = []
@@ -327,29 +365,21 @@ class LeafRecorder:
             work=self._declared_work(probe.work, declaration, likes),
             program=program,
         )
-        trust = self._trust(leaf, key, probe, likes, subject) if declaration.rule else ""
-        self.calls.append(_Recorded(key=key, leaf=leaf, fqn=subject.fqn, probe=probe, trust=trust))
+        state = dict(zip(subject.state, likes[len(likes) - len(subject.state) :], strict=True))
+        made = [*probe.outputs, *(state[name] for name in probe.written)]
+        trust = ""
+        if declaration.rule:  # checked once in a process
+            checked = _CHECKED.setdefault(subject.kind, {})
+            call = hash(tuple(repr(x) if isinstance(x, pytree.TreeSpec) else x for x in key))
+            if call not in checked:
+                checked[call] = check_rule(
+                    leaf, likes, made, runs=probe.runs, random=bool(probe.random)
+                )
+            trust = checked[call]
+        self.calls.append(
+            _Recorded(key=key, leaf=leaf, fqn=subject.fqn, probe=probe, made=made, trust=trust)
+        )
         return self.calls[-1]
-
-    def _trust(
-        self,
-        leaf: Leaf,
-        key: tuple[Any, ...],
-        probe: Probe,
-        likes: tuple[TensorLike, ...],
-        subject: _Subject,
-    ) -> str:
-        """Check the rule, once in a process; why it is taken on trust, "" where it was tried."""
-        checked = _CHECKED.setdefault(subject.kind, {})
-        call = hash(tuple(repr(x) if isinstance(x, pytree.TreeSpec) else x for x in key))
-        if call not in checked:
-            first = len(likes) - len(subject.state)
-            position = {name: first + k for k, name in enumerate(subject.state)}
-            written = [likes[position[name]] for name in probe.written]
-            checked[call] = check_rule(
-                leaf, likes, [*probe.outputs, *written], runs=probe.runs, random=bool(probe.random)
-            )
-        return checked[call]
 
     def _probe(self, program: Program, likes: tuple[TensorLike, ...], subject: _Subject) -> Probe:
         """The first probe that works: by the declared result, on fake tensors, on random numbers.

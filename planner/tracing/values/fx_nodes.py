@@ -114,10 +114,6 @@ def schema_of(node: fx.Node) -> Any:
     return node.target._schema
 
 
-def shapes_of(tensors: Sequence[Any]) -> set[tuple[int, ...]]:
-    return {tuple(t.shape) for t in tensors}
-
-
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype)
 

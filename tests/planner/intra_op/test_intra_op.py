@@ -131,7 +131,7 @@ def test_another_data_axis_is_as_a_fresh_program(name: str, microbatches: float)
 
 def sharded_only(program: BlockProgram) -> Callable[[str, Placement], bool]:
     """Parameters that can be sharded are."""
-    return lambda value, state: state.sharded or len(program.stored_states(value)) == 1
+    return lambda value, state: state.sharded or len(program.storable[value]) == 1
 
 
 @pytest.mark.parametrize("name", ["gpt2_tied", "llama"])
@@ -140,7 +140,7 @@ def test_what_is_forbidden_to_store_is_not_stored(name: str) -> None:
     _, pricer, solved = tables(case(name), odd_cluster(3), tp=2)
     for table in solved:
         program = table.program
-        split = [v for v in program.block.parameters if len(program.stored_states(v)) > 1]
+        split = [v for v in program.block.parameters if len(program.storable[v]) > 1]
         free, found = program.solve(pricer), program.solve(pricer, sharded_only(program))
         assert (found.costs >= free.costs).all()
         assert all(found.stored(i, v).sharded for i in found.choices for v in split)
@@ -215,7 +215,7 @@ def every_assignment(
     options = [layouts.options(op) for op in block.ops]
     for chosen in itertools.product(*options):
         strategies = {op.name: s for op, s in zip(block.ops, chosen, strict=True)}
-        free: dict[str, list[Placement]] = {v: program.stored_states(v) for v in block.parameters}
+        free: dict[str, list[Placement]] = {v: program.storable[v] for v in block.parameters}
         for op in block.ops:
             for value, made in zip(op.results, strategies[op.name].results, strict=True):
                 targets = layouts.targets(value, strategies)
