@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from meshwright.costmodel.graph import Block, Graph, Op, class_hash
@@ -193,36 +194,23 @@ def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
     """The operators from each start to the next as a `Block`, with what it takes and makes; a name
     that recurs is numbered `name@2`."""
     order = sorted(starts)
-    owner: dict[str, int] = {}
-    runs: list[tuple[Op, ...]] = []
-    for k, start in enumerate(order):
-        stop = order[k + 1] if k + 1 < len(order) else len(graph.ops)
-        runs.append(graph.ops[start:stop])
-        owner |= {r: k for op in runs[-1] for r in op.results}
-    needed: list[dict[str, None]] = [{} for _ in runs]
-    for k, run in enumerate(runs):
-        for op in run:
-            for name in op.operands:
-                if owner.get(name, k) != k:
-                    needed[k][name] = None
+    runs = [graph.ops[a:b] for a, b in itertools.pairwise([*order, len(graph.ops)])]
+    owner = {r: k for k, run in enumerate(runs) for op in run for r in op.results}
+    read = [dict.fromkeys(name for op in run for name in op.operands) for run in runs]
+    last = {name: k for k, names in enumerate(read) for name in names}
     kept = {graph.loss, *graph.updates.values()}
+    state = {*graph.parameters, *graph.buffers}
     blocks: list[Block] = []
-    names: dict[str, int] = {}
-    for k, run in enumerate(runs):
-        used = dict.fromkeys(name for op in run for name in op.operands)
-        later = {name for more in needed[k + 1 :] for name in more} | kept
-        name = starts[order[k]]
-        names[name] = names.get(name, 0) + 1
+    names = Counter[str]()
+    for k, (start, run, used) in enumerate(zip(order, runs, read, strict=True)):
+        name = starts[start]
+        names[name] += 1
         block = Block(
             name=name if names[name] == 1 else f"{name}@{names[name]}",
             ops=run,
-            inputs=tuple(needed[k]),
-            outputs=tuple(r for op in run for r in op.results if r in later),
-            derived=tuple(
-                n
-                for n in used
-                if n not in owner and n not in graph.parameters and n not in graph.buffers
-            ),
+            inputs=tuple(n for n in used if owner.get(n, k) != k),
+            outputs=tuple(r for op in run for r in op.results if last.get(r, k) > k or r in kept),
+            derived=tuple(n for n in used if n not in owner and n not in state),
             parameters=tuple(n for n in used if n in graph.parameters),
             buffers=tuple(n for n in used if n in graph.buffers),
             class_id="",

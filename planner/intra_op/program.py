@@ -77,11 +77,6 @@ class BlockTable:
         """Whether the costs are the least ones: a block too large for that has legal ones."""
         return self.bound >= float(self.costs.min())
 
-    @property
-    def problem(self) -> PairwiseProblem:
-        """The whole program, with its costs here."""
-        return self.program.problem.changed(self.changes)
-
     def stored(self, index: tuple[int, ...], value: str) -> Placement:
         """State in which a parameter is stored."""
         node = f"parameter:{value}"
@@ -91,7 +86,7 @@ class BlockTable:
     def certify(self, index: tuple[int, ...], time_limit_s: float = CORE_S) -> Certificate | None:
         """The whole program handed to the solver, without elimination: an independent proof; None
         where there is none within the time limit."""
-        problem = self.problem
+        problem = self.program.problem.changed(self.changes)
         unary = restricted(problem.unary, dict(zip(self.keep, index, strict=True)))
         try:
             return solve_pairwise(unary, problem.pairs, time_limit_s=time_limit_s)

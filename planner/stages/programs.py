@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -69,7 +69,6 @@ class BlockPrograms:
     _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
     _times: dict[str, SolverTime] = field(default_factory=dict)
     _same_for_experts: dict[int, bool] = field(default_factory=dict, init=False)
-    _reading: dict[str, list[bool]] = field(default_factory=dict, init=False)
     _hurried: set[ChainKey] = field(default_factory=set, init=False)
 
     def deciding(self, entries: Mapping[str, Entry], cut_at: Sequence[int]) -> BlockPrograms:
@@ -88,12 +87,7 @@ class BlockPrograms:
     @cached_property
     def _shared(self) -> frozenset[str]:
         """Parameters that several blocks read."""
-        seen: set[str] = set()
-        shared: set[str] = set()
-        for block in self.graph.blocks:
-            shared |= seen & set(block.parameters)
-            seen |= set(block.parameters)
-        return frozenset(shared)
+        return _several(block.parameters for block in self.graph.blocks)
 
     @cached_property
     def _heaviest_first(self) -> list[int]:
@@ -120,8 +114,7 @@ class BlockPrograms:
     @cached_property
     def _crossing_several(self) -> frozenset[str]:
         """Values that cross several cuts."""
-        times = Counter(value for cut in self.coster.activations_at_cuts for value in set(cut))
-        return frozenset(value for value, count in times.items() if count > 1)
+        return _several(self.coster.activations_at_cuts)
 
     def value_states(self, value: str, tp: int) -> list[Placement]:
         """Replicated, or split along any dim but the batch that tp divides."""
@@ -341,17 +334,18 @@ class BlockPrograms:
         optimum."""
         return [
             (
-                self._readers(value),
+                self._readers[value],
                 parameter_sums(pricer, value, state),
                 pricer.parameter_cost(value, state).seconds(microbatches),
             )
             for value, state in sorted(stored.items())
         ]
 
-    def _readers(self, value: str) -> list[bool]:
-        if value not in self._reading:
-            self._reading[value] = [value in block.parameters for block in self.graph.blocks]
-        return self._reading[value]
+    @cached_property
+    def _readers(self) -> dict[str, list[bool]]:
+        """Of each shared parameter, which blocks read it."""
+        blocks = self.graph.blocks
+        return {value: [value in block.parameters for block in blocks] for value in self._shared}
 
     def least_of_blocks(self, setting: Setting) -> Floats:
         """(K,): no more than each block's seconds of forward and backward per micro-batch, in any
@@ -379,3 +373,9 @@ class BlockPrograms:
     def _solver_time(self, k: int) -> SolverTime:
         """What is left of the solver's time for a block's class."""
         return self._times.setdefault(self.graph.blocks[k].class_id, SolverTime(self.time))
+
+
+def _several(groups: Iterable[Iterable[str]]) -> frozenset[str]:
+    """The names that are in several groups."""
+    times = Counter(name for group in groups for name in set(group))
+    return frozenset(name for name, count in times.items() if count > 1)
