@@ -26,6 +26,7 @@ from meshwright.costmodel.user_rules.verify import (
     Fault,
     Trial,
     faults,
+    first_line,
     meta_of,
     random_operands,
     splits,
@@ -258,7 +259,7 @@ def _verify_call(given: UserRule, op: Op, operands: Sequence[TensorMeta], made: 
             try:
                 trial = Trial.of(call, random_operands(small, dtype), needs)
             except Exception as error:  # noqa: BLE001 - any: the next trial may run
-                why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"
+                why = first_line(error)
                 continue
             return _judge(given, call, trial)
     return why

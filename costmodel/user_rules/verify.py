@@ -163,7 +163,7 @@ class Trial:
                 for k in range(parts)
             ]
         except Exception as error:  # noqa: BLE001 - the operator's own; it is the finding
-            return Fault(factor=factor, kind=kind, what=f"a part does not run: {_first(error)}")
+            return Fault(factor=factor, kind=kind, what=f"a part does not run: {first_line(error)}")
         for what in self._differences(made, factor, runs, share):
             return Fault(factor=factor, kind=kind, what=what)
         return None
@@ -181,7 +181,9 @@ class Trial:
                 for k in range(parts)
             ]
         except Exception as error:  # noqa: BLE001 - the operator's own; it is the finding
-            return Fault(factor=name, kind="partial", what=f"a part does not run: {_first(error)}")
+            return Fault(
+                factor=name, kind="partial", what=f"a part does not run: {first_line(error)}"
+            )
         for k, whole in enumerate(self.whole.results):
             if off := self._error([_total([run.results[k] for run in runs])], whole):
                 return Fault(factor=name, kind="partial", what=f"result {k} {off}")
@@ -300,8 +302,10 @@ def _total(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.stack(there).sum(0) if there else None
 
 
-def _first(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+def first_line(error: Exception) -> str:
+    """An operator's own error, for a message."""
+    line = (str(error).strip().splitlines() or ["-"])[0]
+    return f"{type(error).__name__}: {line[:200]}"
 
 
 def random_operands(metas: Sequence[TensorMeta], dtype: torch.dtype | None) -> list[torch.Tensor]:

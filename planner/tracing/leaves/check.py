@@ -24,16 +24,13 @@ from meshwright.costmodel.user_rules import (
     Fault,
     Trial,
     faults,
+    first_line,
     meta_of,
     random_operands,
 )
 from meshwright.planner.operators import Program, UnseenWrite
-from meshwright.planner.tracing.leaves.probe import (
-    LeafError,
-    TensorLike,
-    in_plain_thread,
-    probe_on_fakes,
-)
+from meshwright.planner.tracing.leaves.probe import LeafError, in_plain_thread, probe_on_fakes
+from meshwright.planner.tracing.values import TensorLike
 
 
 def check_rule(
@@ -104,7 +101,7 @@ def _check_part(
             in_plain_thread(lambda: probe_on_fakes(program, operand_parts), grad=True).outputs
         )
     except Exception as error:  # noqa: BLE001 - whatever it raises, it does not work on a part
-        problem = f"raises {_first_line(error)}"
+        problem = f"raises {first_line(error)}"
     else:
         if shapes == expected:
             return
@@ -209,7 +206,7 @@ def _first_trial(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> l
         if above := _above(_work(leaf, operands, wanted, runs=runs)):
             return above
     except Exception as error:  # noqa: BLE001 - the forward's own, whatever it is
-        return _first_line(error)
+        return first_line(error)
     reasons = []
     for dtype in DTYPES:
         run = functools.partial(_faults, leaf, operands, wanted, dtype)
@@ -218,7 +215,7 @@ def _first_trial(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> l
         except UnseenWrite as error:
             raise LeafError(str(error)) from None
         except Exception as error:  # noqa: BLE001 - the forward's own; other dtypes may do
-            outcome = _first_line(error)
+            outcome = first_line(error)
         if not isinstance(outcome, str):
             return outcome
         reasons.append(outcome)
@@ -324,8 +321,3 @@ def _wrong(leaf: Leaf, wrong: Sequence[Fault]) -> str:
         "whose parts are to be added up; what every part would add in full (a bias) belongs "
         "outside of the leaf"
     )
-
-
-def _first_line(error: Exception) -> str:
-    line = (str(error).strip().splitlines() or ["-"])[0]
-    return f"{type(error).__name__}: {line[:200]}"

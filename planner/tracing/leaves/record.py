@@ -26,13 +26,12 @@ from meshwright.planner.tracing.leaves.probe import (
     LeafError,
     OperandResult,
     Probe,
-    TensorLike,
     in_plain_thread,
     probe_by_result,
     probe_on_fakes,
     probe_on_random,
 )
-from meshwright.planner.tracing.similar import Irregular, overridden, positions_of
+from meshwright.planner.tracing.similar import Irregular, comparable, overridden, positions_of
 from meshwright.planner.tracing.user_module import (
     PLAIN,
     TRACE,
@@ -44,6 +43,7 @@ from meshwright.planner.tracing.user_module import (
     hooks_in,
     taken_hooks,
 )
+from meshwright.planner.tracing.values import TensorLike
 from meshwright.profiles.inputs import MeshwrightError
 
 # --- the operators that stand for a leaf's call in an exported program ----------------------------
@@ -302,7 +302,7 @@ class LeafRecorder:
         key = (
             subject.identity,
             subject.declaration,
-            tuple(map(_comparable, template)),
+            tuple(map(comparable, template)),
             spec,
             likes,
             cast,
@@ -450,8 +450,3 @@ class LeafRecorder:
                 f"{work.flops:.3g} FLOPs, {work.saved_bytes:.3g} bytes saved inside: {work.source}"
             )
         return tuple(lines)
-
-
-def _comparable(leaf: Any) -> Any:
-    """An argument with its type, such that nan equals nan, and 1 neither True nor 1.0."""
-    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf

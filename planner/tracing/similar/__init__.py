@@ -4,8 +4,11 @@ from meshwright.planner.tracing.similar.copied_calls import MARKS, CopiedCalls
 from meshwright.planner.tracing.similar.stand_ins import (
     Irregular,
     StandIns,
+    comparable,
     overridden,
     positions_of,
 )
 
-__all__ = ["MARKS", "CopiedCalls", "Irregular", "StandIns", "overridden", "positions_of"]
+__all__ = [
+    "MARKS", "CopiedCalls", "Irregular", "StandIns", "comparable", "overridden", "positions_of",
+]  # fmt: skip

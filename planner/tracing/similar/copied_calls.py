@@ -19,7 +19,7 @@ write, no alias, no value read from outside. Otherwise `Irregular` is raised.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,23 +35,16 @@ MARKS = (ENTER, LEAVE, REPEATED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TracedCall:
-    """A traced call of a member: operators `start` to `stop` (exclusive) of the graph, and the
-    values that it takes and makes."""
-
-    start: int
-    stop: int
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenCall:
-    """A call whose `leave` mark was not met yet; `outer` are the slots from before it."""
+    """A traced call of a member: operators `start` to `stop` (exclusive) of the graph, the values
+    that it takes and makes, and the `outer` slots from before it. Until its `leave` mark is met it
+    makes nothing."""
 
     member: str
     start: int
     inputs: tuple[str, ...]
     outer: frozenset[str]
+    stop: int = 0
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -82,7 +75,7 @@ class CopiedCalls:
         self.model = model
         self.groups = {name: group for group in groups for name in group.members}
         self.calls: dict[str, _TracedCall] = {}
-        self.open: _OpenCall | None = None
+        self.open: _TracedCall | None = None
         self.copies: dict[str, list[str]] = {}  # spared member -> the slots it makes
         self.programs: dict[str, _CanonicalCall] = {}
         self.copied_results: set[str] = set()
@@ -104,7 +97,7 @@ class CopiedCalls:
         if target is ENTER:
             if self.open is not None:
                 raise Irregular(f"{member} is called inside of {self.open.member}")
-            self.open = _OpenCall(
+            self.open = _TracedCall(
                 member=member,
                 inputs=self._read(operands),
                 start=len(self.builder.ops),
@@ -120,12 +113,8 @@ class CopiedCalls:
             raise Irregular(f"the call of {member} does not end where it began")
         if any(self.slots.root(slot) in call.outer for slot in outputs):
             raise Irregular(f"{member} gives a view of its input")
-        self.calls[member] = _TracedCall(
-            start=call.start,
-            inputs=call.inputs,
-            outputs=self._read(outputs),
-            stop=len(self.builder.ops),
-        )
+        made = self._read(outputs)
+        self.calls[member] = replace(call, outputs=made, stop=len(self.builder.ops))
 
     def _read(self, slots: Sequence[str]) -> tuple[str, ...]:
         before = len(self.builder.ops)

@@ -9,6 +9,7 @@ are modules and the plain objects that they hold (configs).
 from __future__ import annotations
 
 import enum
+import operator
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -208,7 +209,7 @@ class Held:
 
         def differ(key: Key) -> bool:
             own, others = self.tensors.get(key, []), after.tensors.get(key, [])
-            same = len(own) == len(others) and all(map(_is, own, others))
+            same = len(own) == len(others) and all(map(operator.is_, own, others))
             return not same or self.values.get(key, key) != after.values.get(key, key)
 
         return {key for key in self.values.keys() | after.values.keys() if differ(key)}
@@ -226,10 +227,6 @@ def _is_users(cls: type) -> bool:
 def _in_class(holder: Any, name: str, value: Any) -> bool:
     """Whether an attribute's value lies in the class: it was not computed by a property."""
     return any(vars(cls).get(name) is value for cls in type(holder).__mro__)
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
 
 
 def _own_state(value: Any) -> Any:

@@ -11,6 +11,7 @@ from meshwright.planner.tracing.values.functional import (
     split_derived,
 )
 from meshwright.planner.tracing.values.fx_nodes import (
+    TensorLike,
     Unknown,
     canonical_target,
     check_dense,
@@ -27,7 +28,7 @@ from meshwright.planner.tracing.values.fx_nodes import (
 )
 
 __all__ = [
-    "RESHAPES", "GraphBuilder", "Origin", "Slots", "TracedState", "Unknown",
+    "RESHAPES", "GraphBuilder", "Origin", "Slots", "TensorLike", "TracedState", "Unknown",
     "canonical_target", "check_dense", "functional_call", "infer_metas", "is_dynamic",
     "meta_of", "mixed_operands", "module_of", "results_of", "schema_of",
     "share_memory", "source_of", "split_derived", "thawed", "where",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 
 from meshwright.costmodel.graph import TensorMeta
+from meshwright.costmodel.rules import Dims
 from meshwright.planner.errors import TraceError, Untraceable, enclosing_modules
 
 
@@ -116,6 +118,46 @@ def schema_of(node: fx.Node) -> Any:
 
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLike:
+    """Shape, stride, dtype and `requires_grad` of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(x: torch.Tensor) -> TensorLike:
+        return TensorLike(
+            shape=tuple(x.shape), stride=x.stride(), dtype=x.dtype, requires_grad=x.requires_grad
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def resized(self, dims: Dims, sizes: Mapping[str, int]) -> TensorLike:
+        """Contiguous, each dim as wide as the product of the `sizes` of its factors."""
+        shape = tuple(math.prod(sizes[name] for name in names) for names in dims)
+        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        return replace(self, shape=shape, stride=strides)
+
+    def empty(self) -> torch.Tensor:
+        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return x.requires_grad_(self.requires_grad)
+
+    def random(self) -> torch.Tensor:
+        """Normal numbers; zeros where they are integers, which may count something."""
+        x = torch.zeros(self.shape, dtype=self.dtype)
+        x = x.normal_() if self.dtype.is_floating_point else x
+        return x.requires_grad_(self.requires_grad)
+
+    def copy_of(self, x: torch.Tensor) -> torch.Tensor:
+        copy = x.detach().to("cpu", self.dtype, copy=True)
+        return copy.requires_grad_(self.requires_grad)
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
