@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op, Ref
-from meshwright.costmodel.rules import user as user_rules
 from meshwright.costmodel.rules.language import divided, ein
-from meshwright.costmodel.rules.user import RuleError
+from meshwright.costmodel.rules.registry import GIVEN, RuleError
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import strategies
 from meshwright.costmodel.user_rules.add import rule, verified, verify_call
@@ -75,7 +74,7 @@ def op_of(graph: Graph, name: str) -> Op:
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    user_rules.GIVEN.clear()
+    GIVEN.clear()
 
 
 def test_operator_without_a_rule_runs_whole_and_with_one_is_split() -> None:
@@ -151,7 +150,7 @@ def test_bad_rules_are_refused(operator: object, spec: str, options: dict, messa
     with pytest.raises(RuleError) as error:
         rule(operator, spec, **options)
     assert message in str(error.value)
-    assert not user_rules.GIVEN
+    assert not GIVEN
 
 
 @pytest.mark.parametrize(
@@ -288,7 +287,7 @@ def test_trials_leave_the_callers_random_numbers_alone(monkeypatch: pytest.Monke
     graph = graph_calling("pairs", (14,))
     op = op_of(graph, "pairs")
     metas = [graph.values[v] for v in op.operands]
-    given = user_rules.GIVEN["meshwright_test.pairs"]
+    given = GIVEN["meshwright_test.pairs"]
     seen: list[torch.Tensor] = []  # what the operator is called on
     monkeypatch.setattr(
         "meshwright.costmodel.user_rules.add.random_operands",
