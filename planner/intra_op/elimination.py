@@ -254,7 +254,8 @@ class Elimination:
         costs, proved = self._solve_core(known, solved, time, descends=descends)
         if proved:
             return costs, float(costs.min())
-        return costs, least(known[function] for function, _ in self._order.left)
+        # no assignment costs less than the least of each function together
+        return costs, float(sum(known[function].min() for function, _ in self._order.left))
 
     def _lined_up(self, scope: Scope, costs: np.ndarray) -> np.ndarray:
         """Costs with axes in the order of elimination, without nodes of one state."""
@@ -448,8 +449,3 @@ class Descent:
 
 def _finite(costs: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(costs), costs, ILLEGAL)
-
-
-def least(functions: Iterable[np.ndarray]) -> float:
-    """No assignment costs less than the sum of the least of each function."""
-    return float(sum(f.min() for f in functions))

@@ -29,7 +29,6 @@ MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherev
 BlockKey: TypeAlias = tuple[str, tuple[str, ...], tuple[tuple[int, str], ...], tuple[bool, bool]]
 # parts of a setting, mode, policies that the user decided
 ChainKey: TypeAlias = tuple[Mesh, Batch, Sharing, str, tuple[str | None, ...]]
-Cuts: TypeAlias = Sequence[Sequence[Placement]]
 
 
 @dataclass(slots=True)
@@ -154,14 +153,13 @@ class BlockPrograms:
     def _chain(self, setting: Setting, mode: str, forced: tuple[str | None, ...]) -> Chain:
         pricer = self.coster.pricer(setting)
         alike = replace(setting, sharing=UNSHARED, mesh=replace(setting.mesh, spread=1))
-        cuts = self._cuts(setting.mesh.tp)
         stored: dict[str, Placement] = {}
         if alike != setting:  # where the data axis lies changes prices, not what is decided
             base = self.chain(alike, mode, forced)
             tables = base.tables
             stored |= base.stored
         else:
-            solved = self._tables(setting, mode, cuts, stored)
+            solved = self._tables(setting, mode, stored)
             tables = [solved[key] for key in self._keys(setting.mesh.tp)]
         return Chain(
             setting=setting,
@@ -171,7 +169,7 @@ class BlockPrograms:
             tables=tables,
             kinds=self._kinds(setting.mesh.tp, forced),
             at=self.cut_at or range(len(self.graph.blocks) + 1),
-            cuts=cuts,
+            cuts=self._cuts(setting.mesh.tp),
             stored=stored,
             send_s=self.coster.send_seconds(setting),
             shared=self._copies(pricer, stored, setting.batch.microbatches),
@@ -186,7 +184,7 @@ class BlockPrograms:
         self._hurried.clear()
 
     def _tables(
-        self, setting: Setting, mode: str, cuts: Cuts, stored: dict[str, Placement]
+        self, setting: Setting, mode: str, stored: dict[str, Placement]
     ) -> dict[BlockKey, BlockTable | None]:
         """Solved programs by block key, None without a legal assignment. Parameters read by several
         blocks are stored as the heaviest of them wants: `stored`, filled here."""
@@ -194,10 +192,10 @@ class BlockPrograms:
         for k in self._heaviest_first:
             key = self._key(k, setting.mesh.tp)
             if key not in solved:
-                table = self._solve(k, setting, mode, cuts, stored)
+                table = self._solve(k, setting, mode, stored)
                 solved[key] = table
                 if table is not None and self._remember(self.graph.blocks[k], table, stored):
-                    solved[key] = self._solve(k, setting, mode, cuts, stored) or table
+                    solved[key] = self._solve(k, setting, mode, stored) or table
         return solved
 
     def _key(self, k: int, tp: int) -> BlockKey:
@@ -227,10 +225,10 @@ class BlockPrograms:
         return self._solved.kinds[tp, forced]
 
     def _solve(
-        self, k: int, setting: Setting, mode: str, cuts: Cuts, stored: Mapping[str, Placement]
+        self, k: int, setting: Setting, mode: str, stored: Mapping[str, Placement]
     ) -> BlockTable | None:
         pricer = self.coster.pricer(setting)
-        program = self._program(k, setting, cuts)
+        program = self._program(k, setting)
         if program is None:
             return None
 
@@ -246,7 +244,7 @@ class BlockPrograms:
             self.unproved.add(self.graph.blocks[k].name)
         return table
 
-    def _program(self, k: int, setting: Setting, cuts: Cuts) -> BlockProgram | None:
+    def _program(self, k: int, setting: Setting) -> BlockProgram | None:
         """None where a sharding that the user decided is impossible: `refused` says why."""
         block = self.graph.blocks[k]
         # its factors are seconds alone, and a loss takes as many on any data axis
@@ -262,7 +260,7 @@ class BlockPrograms:
             except ValueError as error:
                 self.refused.setdefault(setting.mesh.tp, str(error))
                 return None
-            leaving = self.coster.activations_at_cuts[k + 1]
+            leaving, cuts = self.coster.activations_at_cuts[k + 1], self._cuts(setting.mesh.tp)
             self._programs[key] = BlockProgram(
                 self.coster.pricer(own),
                 layouts,
@@ -356,14 +354,14 @@ class BlockPrograms:
         batch = replace(batch, microbatches=min(batch.microbatches, 2))
         if (mesh, batch) not in self._solved.least:
             own = Setting(problem=setting.problem, mesh=mesh, batch=batch)
-            pricer, cuts = self.coster.pricer(own), self._cuts(mesh.tp)
+            pricer = self.coster.pricer(own)
             found: dict[BlockKey, float] = {}
             keys = self._keys(mesh.tp)
             for k, key in enumerate(keys):
                 if self.time.over():
                     return np.zeros(len(keys))
                 if key not in found:
-                    program = self._program(k, own, cuts)
+                    program = self._program(k, own)
                     found[key] = (
                         program.bound_s(pricer, self._solver_time(k)) if program else math.inf
                     )

@@ -39,9 +39,7 @@ from meshwright.planner.tracing.similar import MARKS, CopiedCalls
 from meshwright.planner.tracing.user_module import MEMORY_ONLY, Key
 from meshwright.planner.tracing.values import (
     RESHAPES,
-    GraphBuilder,
     Origin,
-    Slots,
     TracedState,
     Unknown,
     canonical_target,
@@ -94,16 +92,12 @@ class _Converter:
         self.loss_fn = loss_fn
         self.autocast = autocast
         model = module.leaf_recorder.model  # the user's own
-        self.builder = GraphBuilder()
-        self.slots = Slots(builder=self.builder)
         # spared layers have theirs in the user's model, tensors carried like buffers in the copy
         buffers = (n for m in (model, module.model) for n, _ in m.named_buffers("", True, False))
-        self.state = TracedState(model, list(dict.fromkeys(buffers)), self.builder, self.slots)
-        self.copies = CopiedCalls(
-            self.builder, self.slots, self.state, model, module.stand_ins.groups
-        )
-        leaves = module.leaf_recorder.leaves
-        self.calls = _Calls(self.builder, self.slots, self.state, self.copies, leaves)
+        self.state = TracedState(model, list(dict.fromkeys(buffers)))
+        self.builder, self.slots = self.state.builder, self.state.slots
+        self.copies = CopiedCalls(self.state, model, module.stand_ins.groups)
+        self.calls = _Calls(self.copies, module.leaf_recorder.leaves)
         self.inputs: dict[str, str] = {}
         self.batched: set[str] = set()
 
@@ -344,15 +338,12 @@ class _Environment:
         return self.names[item.name] if isinstance(item, fx.Node) else item
 
 
-@dataclass(frozen=True, slots=True)
 class _Calls:
     """Appends the calls of a program to the graph that is being built."""
 
-    builder: GraphBuilder
-    slots: Slots
-    state: TracedState
-    copies: CopiedCalls
-    leaves: Sequence[Leaf]
+    def __init__(self, copies: CopiedCalls, leaves: Sequence[Leaf]) -> None:
+        self.copies, self.leaves = copies, leaves
+        self.state, self.builder, self.slots = copies.state, copies.builder, copies.slots
 
     def convert(self, node: fx.Node, environment: _Environment) -> Any:
         """What the node stands for: a slot, a list of slots, `Unknown`, or None for an assertion.

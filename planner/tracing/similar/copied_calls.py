@@ -28,7 +28,7 @@ from torch import nn
 from meshwright.costmodel.graph import Op, Ref, map_refs
 from meshwright.planner.tracing.similar.stand_ins import ENTER, LEAVE, REPEATED, Irregular
 from meshwright.planner.tracing.user_module import SimilarLayers
-from meshwright.planner.tracing.values import GraphBuilder, Slots, TracedState
+from meshwright.planner.tracing.values import TracedState
 
 MARKS = (ENTER, LEAVE, REPEATED)
 
@@ -62,16 +62,9 @@ class CopiedCalls:
     """The calls of similar layers in a graph that is being built, and their copies."""
 
     def __init__(
-        self,
-        builder: GraphBuilder,
-        slots: Slots,
-        state: TracedState,
-        model: nn.Module,
-        groups: Sequence[SimilarLayers],
+        self, state: TracedState, model: nn.Module, groups: Sequence[SimilarLayers]
     ) -> None:
-        self.builder = builder
-        self.slots = slots
-        self.state = state
+        self.state, self.builder, self.slots = state, state.builder, state.slots
         self.model = model
         self.groups = {name: group for group in groups for name in group.members}
         self.calls: dict[str, _TracedCall] = {}

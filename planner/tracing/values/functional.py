@@ -386,17 +386,16 @@ def _effectful(op: Op) -> bool:
 
 
 class TracedState:
-    """Value -> FQN of the parameters and buffers met so far, and value -> tensor of constants.
+    """Value -> FQN of the parameters and buffers met so far, and value -> tensor of constants, of
+    the graph that `builder` builds and its `slots`.
 
     `aliases` maps every parameter FQN of the model to the first of those tied to it; `buffers` are
     the FQNs of its buffers, in order.
     """
 
-    def __init__(
-        self, model: nn.Module, buffers: Sequence[str], builder: GraphBuilder, slots: Slots
-    ) -> None:
-        self.builder = builder
-        self.slots = slots
+    def __init__(self, model: nn.Module, buffers: Sequence[str]) -> None:
+        self.builder = GraphBuilder()
+        self.slots = Slots(builder=self.builder)
         self.parameters: dict[str, str] = {}
         self.buffers: dict[str, str] = {}
         self.constants: dict[str, torch.Tensor] = {}

@@ -30,24 +30,22 @@ class Unknown:
 
     def error(self) -> Untraceable:
         """The error to raise where the loss depends on it."""
-        modules = enclosing_modules(self.module)
-        reason = f"{self.source} {self.call} can't be traced"
-        if not self.dynamic:
-            return Untraceable(
-                f"the model can't be traced: at {self.source} it calls {self.call}, which is no "
-                "tensor operator; write it with plain tensor operations (e.g. a batch dim in place "
-                "of torch.vmap), take it out of forward, or keep the module around it as one node "
-                "(meshwright.leaf)",
-                modules=modules,
-                reason=reason,
+        if self.dynamic:
+            what = (
+                f"{self.call} makes a number or a shape that depends on tensor values. Ways out: "
+                "masks and torch.where in place of selecting (x[mask], nonzero), tensor operations "
+                "in place of .item(), or the module around it kept as one node (meshwright.leaf)"
+            )
+        else:
+            what = (
+                f"it calls {self.call}, which is no tensor operator; write it with plain tensor "
+                "operations (e.g. a batch dim in place of torch.vmap), take it out of forward, or "
+                "keep the module around it as one node (meshwright.leaf)"
             )
         return Untraceable(
-            f"the model can't be traced: at {self.source} {self.call} makes a number or a shape "
-            "that depends on tensor values. Ways out: masks and torch.where in place of selecting "
-            "(x[mask], nonzero), tensor operations in place of .item(), or the module around it "
-            "kept as one node (meshwright.leaf)",
-            modules=modules,
-            reason=reason,
+            f"the model can't be traced: at {self.source} {what}",
+            modules=enclosing_modules(self.module),
+            reason=f"{self.source} {self.call} can't be traced",
         )
 
 
