@@ -295,16 +295,16 @@ class _Reader:
 
     def _joined(self, op: Op, rows: Mapping[int, _Rows]) -> _State | None:
         """Batches joined in their dim, as (batch, row)."""
-        if op.short != "cat" or {s.dim for s in rows.values()} != {self._dim(op)}:
+        if op.short != "cat":
+            return None
+        dim = int(argument(op, 1, "dim", 0)) % len(self.graph.values[op.operands[0]].shape)
+        if {s.dim for s in rows.values()} != {dim}:
             return None
         shapes = {self.graph.values[v].shape for v in op.operands}
         if len(rows) < len(op.operands) or len(shapes) > 1 or len(set(rows.values())) > 1:
             return UNKNOWN
         first = rows[0]
         return _Rows(first.dim, first.before * len(rows))
-
-    def _dim(self, op: Op) -> int:
-        return int(argument(op, 1, "dim", 0)) % len(self.graph.values[op.operands[0]].shape)
 
     def _whole(self, op: Op, rows: Mapping[int, _Rows]) -> list[_State]:
         """An operator along the batch: some give whole batches, or each row at its own place."""
@@ -340,11 +340,10 @@ class _Reader:
         if state.before != 1 or not self._counts_up(index):
             return self._met(op)
         made, position = self.table.ops[op.name], op.operands.index(index, 1)
-        found = self._letters(made, {position: _Rows(self._long_dim(index))})
+        shape = self.graph.values[index].shape
+        longest = max(range(len(shape)), key=shape.__getitem__)
+        found = self._letters(made, {position: _Rows(longest)})
         return self._met(op) if found is None else [self._mapped(made, made.results[0], *found)]
-
-    def _long_dim(self, value: str) -> int:
-        return max(range(len(shape := self.graph.values[value].shape)), key=shape.__getitem__)
 
     def _counts_up(self, value: str) -> bool:
         """Whether a value is 0, 1, ... to the number of rows."""

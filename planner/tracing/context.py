@@ -44,6 +44,8 @@ from meshwright.planner.tracing.user_module import (
 
 log = logging.getLogger(__name__)
 
+# code asked for a number that only real tensors have
+OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 NO_DRAWS = ("getstate", "setstate", "get_state", "set_state", "get_bit_generator")
 
 
@@ -212,7 +214,7 @@ def explain(error: Exception) -> str:
     """The message for a failed export: the user's source line, the reason, the ways out."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
-    asked = condition(frames) if depends_on_values(error) else ""
+    asked = condition(frames) if isinstance(error, OF_VALUES) else ""
     why = f"the condition `{asked}` depends on tensor values\n  " if asked else ""
     return (
         f"the model can't be traced: at {user_frame(frames)}\n  "
@@ -222,14 +224,6 @@ def explain(error: Exception) -> str:
         "it out of forward, cast with .to(x.dtype); keep the module that branches as one node "
         "(meshwright.leaf), or pass the loss as loss_fn= if the loss is what branches; and check "
         "that example_inputs are the arguments that forward expects."
-    )
-
-
-def depends_on_values(error: Exception) -> bool:
-    """Whether a trace failed because code asked for a number that only real tensors have."""
-    return isinstance(
-        error,
-        (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode),
     )
 
 

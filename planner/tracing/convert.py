@@ -50,7 +50,6 @@ from meshwright.planner.tracing.values import (
     meta_of,
     module_of,
     results_of,
-    schema_of,
     share_memory,
     source_of,
     split_derived,
@@ -546,7 +545,8 @@ def _origin(node: fx.Node) -> Origin:
 
 def _written_argument(node: fx.Node) -> fx.Node | None:
     """The argument that an in-place operator writes to: its first, or `out`."""
-    for position, argument in enumerate(schema_of(node).arguments):
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         first = node.kwargs.get("out", node.args[0] if node.args else None)

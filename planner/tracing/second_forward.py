@@ -61,10 +61,6 @@ class _Calls(TorchDispatchMode):
             self.calls.append(((str(func), told), calling_place()))
         return output
 
-    def depends(self, x: torch.Tensor) -> bool:
-        """Whether a tensor depends on those known, or on random draws."""
-        return id(x) in self.known
-
 
 def kept_tensors(
     forward: Callable[[], Any], watch: Watch, known: Sequence[torch.Tensor]
@@ -85,7 +81,7 @@ def kept_tensors(
     for number, place in second.used.items():
         key = tensors[number]
         x = next(x for x in kept if id(x) == number)
-        if not first.depends(x):
+        if number not in first.known:
             continue  # the same in every forward
         if x.requires_grad:
             raise _refusal(watch, key, place, "carries a gradient: detach() it")

@@ -18,7 +18,7 @@ import inspect
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -240,14 +240,12 @@ def _export(
             mixed_at = mixed_operands(program, autocast=dtype != torch.float32)
             if mixed_at is None:
                 return program, module, (SYMBOLIC,) if symbolic else ()
-            first = first or _dtype_error(mixed_at)
+            first = first or TraceError(
+                f"the model can't run in this precision: at {mixed_at}; cast with "
+                ".to(weight.dtype), or choose precision='fp32'"
+            )
     assert first is not None
     raise first
-
-
-def _autocast(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Context of the casts of a compute dtype: none in fp32."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
 
 
 @contextmanager
@@ -265,7 +263,7 @@ def _tracing(module: LossModule, dtype: torch.dtype) -> Iterator[None]:
         # arguments are validated only where asked to: a trace has no values
         mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
         DataAccess(),
-        _autocast(dtype),
+        nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype),
     ):
         yield
 
@@ -298,13 +296,6 @@ def _failure(error: Exception, module: LossModule) -> Untraceable:
     failure = Untraceable(message, modules=modules, reason=reason)
     failure.__cause__ = error
     return failure
-
-
-def _dtype_error(place: str) -> TraceError:
-    return TraceError(
-        f"the model can't run in this precision: at {place}; cast with .to(weight.dtype), or "
-        "choose precision='fp32'"
-    )
 
 
 def _symbolic(module: LossModule) -> fx.GraphModule:

@@ -222,7 +222,14 @@ class LeafRecorder:
             if TRACE.get() is not self:
                 return cls.forward(proxy, *args, **kwargs)
             with hooked(module, self.hooks[fqn]):
-                return self._call_module(fqn, module, original, declaration, args, kwargs)
+                subject = _Subject.of_module(fqn, module, original, declaration)
+                try:
+                    return self._call(subject, args, kwargs)
+                except LeafError as error:
+                    if fqn not in self.reasons:
+                        raise
+                    outer, reason = enclosing_modules(fqn)[1:], self.reasons[fqn]
+                    raise Untraceable(str(error), modules=outer, reason=reason) from error
 
         module.__class__ = overridden(cls, forward)
 
@@ -245,24 +252,6 @@ class LeafRecorder:
             to_meta(module)
 
     # --- calls ---
-
-    def _call_module(
-        self,
-        fqn: str,
-        module: nn.Module,
-        original: nn.Module,
-        declaration: Declaration,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        subject = _Subject.of_module(fqn, module, original, declaration)
-        try:
-            return self._call(subject, args, kwargs)
-        except LeafError as error:
-            if fqn not in self.reasons:
-                raise
-            outer = enclosing_modules(fqn)[1:]
-            raise Untraceable(str(error), modules=outer, reason=self.reasons[fqn]) from error
 
     def function(self, subject: Any, args: Any, kwargs: Any) -> Any:
         """Record a call of a declared function or of an autograd.Function; its results."""

@@ -107,7 +107,9 @@ class Watch:
                 held = object.__getattribute__(holder, "__dict__")
                 path = self.paths.get(id(held))
                 if path is not None and (name in held or _in_class(holder, name, value)):
-                    self._read(path, name, value)
+                    known = (path, name) in self.reads or (path, name) in self.written_first
+                    if not known and not isinstance(value, NO_OBJECTS[2:-1]):
+                        self.reads[path, name] = calling_place()
             return value
 
         return get
@@ -123,12 +125,6 @@ class Watch:
             plain(holder, name, value)
 
         return write
-
-    def _read(self, path: str, name: str, value: Any) -> None:
-        key = path, name
-        if key in self.reads or key in self.written_first or isinstance(value, NO_OBJECTS[2:-1]):
-            return
-        self.reads[key] = calling_place()
 
     def place(self, key: Key) -> str:
         """file:line of the last write of an attribute, else of its first read, else of its

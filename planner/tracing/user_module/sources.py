@@ -56,10 +56,5 @@ def condition(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    skipped = (Path(torch.__file__).parent, Path(__file__).parents[3])
-    outside = [
-        f
-        for f in frames
-        if not f.filename.startswith("<") and not set(skipped) & set(Path(f.filename).parents)
-    ]
+    outside = [f for f in frames if not f.filename.startswith((*_SKIPPED, "<"))]
     return outside[-1] if outside else None

@@ -20,7 +20,6 @@ from meshwright.planner.tracing.values.fx_nodes import (
     mixed_operands,
     module_of,
     results_of,
-    schema_of,
     share_memory,
     source_of,
     thawed,
@@ -30,6 +29,6 @@ from meshwright.planner.tracing.values.fx_nodes import (
 __all__ = [
     "RESHAPES", "GraphBuilder", "Origin", "Slots", "TensorLike", "TracedState", "Unknown",
     "canonical_target", "check_dense", "functional_call", "infer_metas", "is_dynamic",
-    "meta_of", "mixed_operands", "module_of", "results_of", "schema_of",
+    "meta_of", "mixed_operands", "module_of", "results_of", 
     "share_memory", "source_of", "split_derived", "thawed", "where",
 ]  # fmt: skip

@@ -109,11 +109,6 @@ def is_dynamic(results: Sequence[Any]) -> bool:
     return any(isinstance(x, symbols) for x in (*results, *sizes))
 
 
-def schema_of(node: fx.Node) -> Any:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target._schema
-
-
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype)
 
