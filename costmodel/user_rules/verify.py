@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from meshwright.costmodel.graph import Op, TensorMeta, map_refs
-from meshwright.costmodel.rules import OpFactors, divided, leaf_of, overload, traits_of
+from meshwright.costmodel.rules import Dims, OpFactors, divided, leaf_of, overload, traits_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
@@ -198,12 +198,7 @@ class Trial:
         return None
 
     def _cut(
-        self,
-        x: torch.Tensor,
-        dims: Sequence[tuple[str, ...]],
-        made: OpFactors,
-        factor: str,
-        parts: int,
+        self, x: torch.Tensor, dims: Dims, made: OpFactors, factor: str, parts: int
     ) -> list[torch.Tensor]:
         place = made.place(dims, factor)
         return [cut_dim(x, *place, parts, k) for k in range(parts)] if place else []
