@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import io
 import logging
 import pickle
@@ -120,12 +121,8 @@ def refused_draws() -> AbstractContextManager[None]:
         return _drawn(f"{calling_place()} the forward calls {module.__name__}.{name}")
 
     calls = [(module, name) for module in (random, np.random) for name in module.__all__]
-    draws = [(m, n) for m, n in calls if n not in NO_DRAWS and _is_function(getattr(m, n))]
+    draws = [(m, n) for m, n in calls if n not in NO_DRAWS and inspect.isroutine(getattr(m, n))]
     return refused(draws, refusal)
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type)
 
 
 @contextmanager
