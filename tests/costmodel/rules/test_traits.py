@@ -25,6 +25,7 @@ from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import setting_on
 from tests.helpers.source_files import PRODUCT, files_in
+from tests.helpers.traced import with_forward
 
 NAME = "traits_test.normalise"
 # comparisons of an operator's name with a literal, or with a constant that is one
@@ -47,20 +48,15 @@ normalise.register_fake(lambda x, mean, training: torch.empty_like(x))
 normalise.register_autograd(lambda ctx, grad: (grad, None, None))
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-        self.mean = nn.Buffer(torch.zeros(64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.traits_test.normalise(self.linear(x), self.mean, True).square().mean()
+def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.traits_test.normalise(self.linear(x), self.mean, True).square().mean()
 
 
 @pytest.fixture
 def graph(monkeypatch: pytest.MonkeyPatch) -> Graph:
     monkeypatch.setitem(registry.RULES, NAME, ein("b c, c -> b c"))
-    return trace(Model(), (torch.randn(8, 64),))
+    model = with_forward(forward, linear=nn.Linear(64, 64), mean=nn.Buffer(torch.zeros(64)))
+    return trace(model, (torch.randn(8, 64),))
 
 
 def special(monkeypatch: pytest.MonkeyPatch, added: Traits) -> None:

@@ -27,6 +27,7 @@ from meshwright.profiles.cluster import Cluster
 from tests.helpers import planning
 from tests.helpers.planning import Traced, case, large_bert, large_gpt2, odd_cluster, programs_of
 from tests.helpers.tiers import second_tier
+from tests.helpers.traced import with_forward
 
 # --- the table, the solver and the price agree ---------------------------------------------------
 
@@ -76,19 +77,11 @@ def test_the_objective_is_the_price_of_the_assignment(name: str, seed: int) -> N
             assert price.cost.seconds(m) == pytest.approx(objective, rel=1e-9)
 
 
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8, bias=False)
-        self.register_buffer("shift", torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.shift
-
-
 def test_a_buffer_is_not_read_as_a_partial_sum() -> None:
     batch = torch.empty(4, 6, 8), torch.empty(4, 6, 8)
-    of = planning.cut(Shifted(), batch, F.mse_loss, precision="fp32")
+    parts = {"linear": nn.Linear(8, 8, bias=False), "shift": nn.Buffer(torch.ones(8))}
+    model = with_forward(lambda self, x: self.linear(x) + self.shift, **parts)
+    of = planning.cut(model, batch, F.mse_loss, precision="fp32")
     programs = [table.program for table in tables(of, odd_cluster(0), tp=2)[2]]
     ((program, op),) = [(p, op) for p in programs for op in p.block.ops if op.short == "add"]
     options = program.layouts.options(op)
@@ -183,10 +176,9 @@ SMALL: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], dict[str, in
 def small(name: str) -> Traced:
     """One of the small models as a single block, with its input among the activations."""
     forward, widths, bias = SMALL[name]
-    model = type("Small", (nn.Module,), {"forward": forward})()
-    for layer, width in widths.items():
-        shape = (8, width) if width > 0 else (-width, 8)
-        model.add_module(layer, nn.Linear(*shape, bias=bias))
+    shapes = {layer: (8, w) if w > 0 else (-w, 8) for layer, w in widths.items()}
+    layers = {layer: nn.Linear(*shape, bias=bias) for layer, shape in shapes.items()}
+    model = with_forward(forward, **layers)
     front = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
     batch = (torch.empty(4, 8), torch.empty(4, 8))
     of = planning.cut(nn.Sequential(front, model), batch, F.mse_loss, precision="fp32")
