@@ -1,5 +1,5 @@
-"""Context managers of a trace: hidden operators are opened or refused, torch is quiet; and the
-explanation of an export that failed."""
+"""Context managers of a trace: hidden operators and draws are opened or refused, torch is quiet,
+caches of functions are emptied; and the explanation of an export that failed."""
 
 from __future__ import annotations
 

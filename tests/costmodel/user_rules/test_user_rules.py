@@ -45,22 +45,17 @@ registered("project", project_back)
 registered("crooked", halves_back)
 
 
-class Calling(nn.Module):
-    """A parameter on its way through an operator, with further operands as they are."""
-
-    def __init__(self, name: str, shape: Sequence[int], *rest: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(*shape))
-        weights = any(isinstance(each, nn.Parameter) for each in rest)
-        self.rest = nn.ParameterList(rest) if weights else rest
-        self.call = getattr(torch.ops.meshwright_test, name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(x * self.weight, *self.rest).square().sum()
-
-
 def graph_calling(name: str, shape: Sequence[int], *rest: Any) -> Graph:
-    return trace(Calling(name, shape, *rest), (torch.randn(4, *shape),))
+    """A parameter on its way through an operator, with further operands as they are."""
+    call = getattr(torch.ops.meshwright_test, name)
+    weights = any(isinstance(each, nn.Parameter) for each in rest)
+    held = nn.ParameterList(rest) if weights else rest
+    model = with_forward(
+        lambda self, x: call(x * self.weight, *self.rest).square().sum(),
+        weight=nn.Parameter(torch.randn(*shape)),
+        rest=held,
+    )
+    return trace(model, (torch.randn(4, *shape),))
 
 
 def graph_of(name: str) -> Graph:
