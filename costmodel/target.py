@@ -9,6 +9,7 @@ framework hides in a formula. The frameworks by name are in `costmodel/targets.p
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from meshwright.profiles.inputs import MeshwrightError
@@ -57,7 +58,7 @@ class Target:
     ZeRO stages; `overlap_passes` the communication of a forward and a backward that a schedule runs
     together, where experts are shared out; `overlap_tensor` these kinds of collectives of the
     tensor axis behind the products they belong to, part by part
-    (`costmodel/operators/beside.py`). `overlap_experts` is the
+    (`costmodel/operators/resharding.py`). `overlap_experts` is the
     fraction of the exchange of tokens between experts behind other micro-batches. `overlap_sends`:
     a stage computes on while it sends; `scatter_sends`: tensor-parallel ranks send a part each,
     gathered by the receivers.
@@ -135,35 +136,23 @@ class Target:
 
     def __post_init__(self) -> None:
         for name, legal in _CHOICES.items():
-            if getattr(self, name) not in legal:
-                raise MeshwrightError(
-                    f"={getattr(self, name)!r}", place=f"target {self.name!r}: {name}", legal=legal
-                )
-        if not set(self.overlap_tensor) <= set(IN_PARTS):
-            raise MeshwrightError(
-                f"={self.overlap_tensor!r}",
-                place=f"target {self.name!r}: overlap_tensor",
-                legal=f"of {', '.join(IN_PARTS)}",
-            )
+            self._check(name, getattr(self, name) in legal, legal)
+        in_parts = set(self.overlap_tensor) <= set(IN_PARTS)
+        self._check("overlap_tensor", in_parts, f"of {', '.join(IN_PARTS)}")
         for name in ("overlap_experts", "hidden_zero3"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise MeshwrightError(
-                    f"={getattr(self, name)!r}",
-                    place=f"target {self.name!r}: {name}",
-                    legal="0 to 1",
-                )
-        if not is_number(self.expert_imbalance) or not 1 <= self.expert_imbalance < math.inf:
-            raise MeshwrightError(
-                f"={self.expert_imbalance!r}",
-                place=f"target {self.name!r}: expert_imbalance",
-                legal="from 1 (balanced), the busiest rank's tokens over the mean",
-            )
+            self._check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
+        imbalance = self.expert_imbalance
+        known = is_number(imbalance) and 1 <= imbalance < math.inf
+        says = "from 1 (balanced), the busiest rank's tokens over the mean"
+        self._check("expert_imbalance", known, says)
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int | float) and value < 0:
-                raise MeshwrightError(
-                    f"={value!r}", place=f"target {self.name!r}: {field.name}", legal="0 or more"
-                )
+            self._check(field.name, not isinstance(value, int | float) or value >= 0, "0 or more")
+
+    def _check(self, name: str, holds: bool, legal: str | Iterable[str]) -> None:
+        if not holds:
+            value = getattr(self, name)
+            raise MeshwrightError(f"={value!r}", place=f"target {self.name!r}: {name}", legal=legal)
 
     def combines(self, zero: int, *, tp: int, pp: int) -> bool:
         """Whether it runs a ZeRO stage beside so many tensor-parallel ranks and device groups."""

@@ -41,7 +41,7 @@ _HOMES = {
     "Plan": "planner.plan.plan",
     "PlanError": "planner.plan.plan",
     "Reduced": "executor.parameters.partial_dtensors",
-    "RuleError": "costmodel.rules.user",
+    "RuleError": "costmodel.rules.registry",
     "TraceError": "planner.errors",
     "auto_parallelize": "api",
     "data_loader": "data.loader",

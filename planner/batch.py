@@ -67,7 +67,9 @@ def _check_depth(batch: Any) -> None:
 def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:
     """A batch as (path, leaf) pairs and its structure; paths like `input_ids`, `0`, `0.mask`.
     Raises ValueError for a tensor whose rows can't be cut out."""
-    leaves, spec = pytree.tree_flatten_with_path(_plain_batch(batch))
+    # mappings that torch takes for leaves (a tokenizer's output) as dicts
+    plain = dict(batch) if isinstance(batch, Mapping) else batch
+    leaves, spec = pytree.tree_flatten_with_path(plain)
     named = [(path_of(path), leaf) for path, leaf in leaves]
     for path, leaf in named:
         if isinstance(leaf, torch.Tensor) and (kind := unusual_kind(leaf)):
@@ -107,18 +109,10 @@ def same_entry(planned: Any, given: Any) -> bool:
         return False
 
 
-def _plain_batch(batch: Any) -> Any:
-    """Mappings that torch takes for leaves (a tokenizer's output) as dicts."""
-    return dict(batch) if isinstance(batch, Mapping) else batch
-
-
 def path_of(keys: Iterable[Any]) -> str:
     """A path of torch's pytrees as a name: `input_ids`, `0.mask`; `0` for a single leaf."""
-    return ".".join(_key(k) for k in keys) or "0"
-
-
-def _key(entry: Any) -> str:
-    return str(getattr(entry, "key", getattr(entry, "idx", getattr(entry, "name", entry))))
+    names = (getattr(k, "key", getattr(k, "idx", getattr(k, "name", k))) for k in keys)
+    return ".".join(map(str, names)) or "0"
 
 
 def split_batch(
@@ -139,8 +133,7 @@ def split_batch(
                 legal="a dict with the entry 'targets'",
                 way_out="add it",
             )
-        targets = kwargs.pop("targets")
-        return (), kwargs, (targets,)
+        return (), kwargs, (kwargs.pop("targets"),)
     args = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
     if not wants_targets:
         return args, {}, ()

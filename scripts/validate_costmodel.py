@@ -12,7 +12,7 @@ shift and no constant per row. `regret` is the measured time of the plan predict
 best measured one, within groups of the same model, GPUs and batch.
 
 `--errors` prints root mean squares of the errors of the half that is scored: by GPU, of rows in
-which communication is less than 5 % of the predicted step, for `costmodel/errors.py`, and of the
+which communication is less than 5 % of the predicted step, for `costmodel/intervals.py`, and of the
 others, where both kinds are mixed; of peak memory by framework.
 """
 

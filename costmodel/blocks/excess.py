@@ -52,20 +52,19 @@ def excesses(
     those where it gathers again, `numels` the elements of its parameters by their number, `freed`
     the bytes that policies make again; gradients of `alone_bytes` and more are no copies where
     autograd makes them in fp32; it may be `segmented`."""
-    plain = _excess(course, numels, weight_bytes, alone_bytes, releases=True)
-    held = _excess(course, numels, weight_bytes, alone_bytes, releases=False)
-    gathers = {True: plain, False: held}
-    if parts is not course:
-        gathers = {
-            releases: _excess(parts, numels, weight_bytes, alone_bytes, releases=releases)
-            for releases in (True, False)
-        }
+
+    def releasing(moments: Sequence[Moment]) -> dict[bool, Excess]:
+        sizes = numels, weight_bytes, alone_bytes
+        return {flag: _excess(moments, *sizes, releases=flag) for flag in (True, False)}
+
+    plain = releasing(course)
+    gathers = plain if parts is course else releasing(parts)
     # what is gathered again alone is made again by the second half where that reads it
     late = any(moment.regathered for moment in course)
     found = {}
     for policy in RECOMPUTE:
         again, (_, gathering) = freed.get(policy, 0.0), parts_of(policy)
-        own, alone = plain if not again else held, policy == REGATHER
+        own, alone = plain[not again], policy == REGATHER
         if gathering and policy in freed:
             own = gathers[alone or not again]
         later = again * (not (alone and late))

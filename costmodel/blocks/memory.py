@@ -4,7 +4,7 @@ A move makes a new tensor, except where only the gradient's state changes, or a 
 the whole. Kept allocations are counted once each:
 
     saved bytes   made in the block and kept, except what leaves it
-    inputs        held once per model, by whoever reads them (`BlockPrice.input_bytes`)
+    inputs        held once per model, by whoever reads them (`PassPrice.input_bytes`)
     raw           made from the batch alone, held once per stage
     stored        parameters, buffers and constants, held anyway
 """
@@ -323,8 +323,7 @@ class _Walk:
     def _tokens_moved(
         self, each: tuple[str, Placement], source: Held, target: Placement | None = None
     ) -> Held:
-        """What the context axis makes of a value, in the state in which it is read or (None)
-        made."""
+        """A value that the context axis moves to where it is read, or (None) made."""
         made = fresh(local(self.pricer, *each, target))
         self.made.append(made.storage)
         self.moved[made.storage] = Move(*each, each[1], ""), source.storage

@@ -8,7 +8,7 @@ per step does (`price_block`).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks.backward import Moment, backward_course, gathering
 from meshwright.costmodel.blocks.excess import Excess, excesses
@@ -98,8 +98,12 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPrice:
-    """The part of a `BlockPrice` that is paid per micro-batch, and the `course` of its backward,
-    also where it gathers again (`parts`)."""
+    """Cost and memory of a block per micro-batch: `saved_bytes` kept for the backward without its
+    inputs; `input_bytes` its inputs; `put_off_bytes` what is held of it where weights' gradients
+    are put off, and how much less where what is gathered is gathered again; whether it may be in a
+    segment (`segmented`); by recompute policy the `excess` of its backward, and `repeats`, none of
+    a block that can't run twice; the `course` of its backward, also where it gathers again
+    (`parts`)."""
 
     cost: Cost
     saved_bytes: float
@@ -116,27 +120,18 @@ class PassPrice:
 class BlockPrice:
     """Cost and memory of a block on one rank under an assignment.
 
-    `cost` in seconds (see `Cost`); `parameters` local element count of trained parameters, of which
-    `shard_parameters` where ZeRO divides them, `unit_parameters` are moved at once and the largest
-    has `largest_numel`; `frozen_bytes` of the rest; `saved_bytes` kept for
-    the backward per micro-batch without its inputs; `input_bytes` its inputs; `put_off_bytes` what
-    is held of it where weights' gradients are put off, and how much less where what is gathered is
-    gathered again; whether it may be in a segment (`segmented`); by recompute policy the `excess`
-    of its backward, and `repeats`, none of a block that can't run twice.
+    `cost` in seconds (see `Cost`), of its `passes` and parameters; `parameters` local element count
+    of trained parameters, of which `shard_parameters` where ZeRO divides them, `unit_parameters`
+    are moved at once and the largest has `largest_numel`; `frozen_bytes` of the rest.
     """
 
+    passes: PassPrice
     cost: Cost
     parameters: float
     shard_parameters: float
     frozen_bytes: float
-    saved_bytes: float
-    input_bytes: float
-    excess: Mapping[str, Excess]
-    put_off_bytes: tuple[float, float] = (0.0, 0.0)
-    segmented: bool = True
-    unit_parameters: float = 0.0
-    largest_numel: float = 0.0
-    repeats: Mapping[str, Repeats] = field(default_factory=dict)
+    unit_parameters: float
+    largest_numel: float
 
 
 def price_block(
@@ -154,25 +149,19 @@ def price_block(
     trained = [value for value in block.parameters if graph.values[value].requires_grad]
     numels = [pricer.numel(value, states[value]) for value in trained]
     shards = [pricer.parameters.shard_count(value, states[value]) for value in trained]
+    largest, whole = max(numels, default=0.0), sum(numels)
     return BlockPrice(
+        passes=passes,
         cost=total([passes.cost, *(pricer.parameter_cost(v, states[v]) for v in trained)]),
-        parameters=sum(numels),
+        parameters=whole,
         shard_parameters=sum(numel / count for numel, count in zip(numels, shards, strict=True)),
         frozen_bytes=sum(
             pricer.nbytes(value, states[value])
             for value in block.parameters
             if not graph.values[value].requires_grad
         ),
-        saved_bytes=passes.saved_bytes,
-        input_bytes=passes.input_bytes,
-        excess=passes.excess,
-        segmented=passes.segmented,
-        put_off_bytes=passes.put_off_bytes,
-        unit_parameters=(
-            max(numels, default=0.0) if pricer.setting.target.unit == "parameter" else sum(numels)
-        ),
-        largest_numel=max(numels, default=0.0),
-        repeats=passes.repeats,
+        unit_parameters=largest if pricer.setting.target.unit == "parameter" else whole,
+        largest_numel=largest,
     )
 
 
@@ -304,13 +293,11 @@ def repeated_by_policy(pricer: Pricer, block: Block) -> Repeated:
 def _repeats(
     repeated: Repeated, pricer: Pricer, block: Block, steps: Sequence[Step], memory: BlockMemory
 ) -> dict[str, Repeats]:
-    """What each policy runs again: its operators, by partial ones, and gathers, where it says so;
-    by `full` what makes all that the backward needs, with the re-shards between, or the whole
-    forward."""
+    """What each policy runs again: its operators and gathers; by `full` what makes all that the
+    backward needs, with the re-shards between, or the whole forward."""
     if not repeated:
         return {}
     runs = [step for step in steps if isinstance(step, Run)]
-
     cost_of, found = pricer.step_cost, dict[str, Repeats]()
 
     def again(names: Collection[str], between: Collection[Storage]) -> list[Run | Move]:

@@ -49,6 +49,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -56,7 +57,7 @@ import numpy as np
 
 from meshwright.profiles.cluster import Cluster, Link
 from meshwright.profiles.hardware.catalog_reader import unknown_name
-from meshwright.profiles.hardware.curve import FULL, Curve, FloatOrArray
+from meshwright.profiles.hardware.curve import FULL, Curve
 from meshwright.profiles.inputs import MeshwrightError, shown
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
@@ -130,7 +131,7 @@ def _worst_group(num_devices: int, devices_per_node: int, size: int, stride: int
     )
 
 
-def bytes_sent(kind: str, nbytes: FloatOrArray, size: int) -> FloatOrArray:
+def bytes_sent(kind: str, nbytes: float, size: int) -> float:
     """Bytes each of `size` ranks sends in a collective over a tensor of `nbytes` in full."""
     if kind not in COLLECTIVES:
         raise unknown_name("collective", kind, COLLECTIVES)
@@ -141,23 +142,15 @@ def bytes_sent(kind: str, nbytes: FloatOrArray, size: int) -> FloatOrArray:
     return nbytes * factor.get(kind, share)
 
 
-def collective_time(
-    kind: str, nbytes: FloatOrArray, group: Group, cluster: Cluster
-) -> FloatOrArray:
-    """Seconds of a collective of `group` over a tensor of `nbytes` in full; scalar or array.
+def collective_time(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
+    """Seconds of a collective of `group` over a tensor of `nbytes` in full.
 
     One rank costs nothing; otherwise the latency is paid for zero bytes, too.
     """
-    best, *others = routes(kind, group, cluster)
-    best_s = best.seconds(nbytes)
-    for route in others:
-        best_s = _smaller(best_s, route.seconds(nbytes))
-    return best_s
+    return min((route.seconds(nbytes) for route in routes(kind, group, cluster)), default=0.0)
 
 
-def p2p_time(
-    nbytes: FloatOrArray, cluster: Cluster, *, crosses_node: bool, concurrent: int = 1
-) -> FloatOrArray:
+def p2p_time(nbytes: float, cluster: Cluster, *, crosses_node: bool, concurrent: int = 1) -> float:
     """Seconds to send `nbytes` to one rank, while `concurrent` ranks of the node send as much."""
     return _p2p_route(cluster, crosses_node, concurrent).seconds(nbytes)
 
@@ -170,7 +163,7 @@ class Leg:
     bandwidth: float
     efficiency: Curve
 
-    def seconds(self, nbytes: FloatOrArray) -> FloatOrArray:
+    def seconds(self, nbytes: float) -> float:
         """Seconds of this leg for a tensor of `nbytes`."""
         sent = nbytes * self.share
         return sent / (self.bandwidth * self.efficiency(sent))
@@ -180,21 +173,16 @@ class Leg:
 class Route:
     """One algorithm for one group: a latency, legs that run at the same time, a `pipe` to fill."""
 
-    name: str
-    launch_s: float = 0.0
-    latency_s: float = 0.0
-    legs: tuple[Leg, ...] = ()
+    launch_s: float
+    latency_s: float
+    legs: Sequence[Leg]
     pipe: bool = False
 
-    def seconds(self, nbytes: FloatOrArray) -> FloatOrArray:
+    def seconds(self, nbytes: float) -> float:
         """Seconds of the algorithm for a tensor of `nbytes`."""
-        if not self.legs:
-            return nbytes * 0.0
-        busy_s = self.legs[0].seconds(nbytes)
-        for leg in self.legs[1:]:
-            busy_s = _larger(busy_s, leg.seconds(nbytes))
+        busy_s = max(leg.seconds(nbytes) for leg in self.legs)
         total_s = busy_s + (self.launch_s + self.latency_s)
-        return total_s + _root(busy_s * self.latency_s) if self.pipe else total_s
+        return total_s + math.sqrt(busy_s * self.latency_s) if self.pipe else total_s
 
 
 @cache
@@ -204,7 +192,7 @@ def routes(kind: str, group: Group, cluster: Cluster) -> tuple[Route, ...]:
         kind = "all_reduce"  # of which each rank keeps its part
     sent = bytes_sent(kind, 1.0, group.size)
     if group.size == 1:
-        return (Route(name="none"),)
+        return ()
     if kind == "all_to_all":
         return (_direct(group, cluster),)
     found = [_ring(sent, group, cluster, rounds=2 if kind == "all_reduce" else 1)]
@@ -221,7 +209,7 @@ def _p2p_route(cluster: Cluster, crosses_node: bool, concurrent: int) -> Route:
     link = cluster.inter_link if crosses_node else cluster.intra_link
     pair = Group(size=2, per_node=1, concurrent=concurrent)
     leg = _network_leg(1.0, pair, cluster) if crosses_node else _node_leg(1.0, 2, link)
-    return Route(name="p2p", launch_s=_launch_s(cluster), latency_s=link.latency_s, legs=(leg,))
+    return Route(launch_s=_launch_s(cluster), latency_s=link.latency_s, legs=(leg,))
 
 
 def _launch_s(cluster: Cluster) -> float:
@@ -236,18 +224,14 @@ def _ring(sent: float, group: Group, cluster: Cluster, *, rounds: int) -> Route:
     legs = [_node_leg(sent, per_node, cluster.intra_link)] if per_node > 1 else []
     if nodes > 1:
         legs.append(_network_leg(sent, group, cluster))
-    return Route(
-        name="ring", launch_s=_launch_s(cluster), latency_s=rounds * hops_s, legs=tuple(legs)
-    )
+    return Route(launch_s=_launch_s(cluster), latency_s=rounds * hops_s, legs=legs)
 
 
 def _tree(group: Group, cluster: Cluster) -> Route:
     hops_s = _hops_s(cluster, inside=group.per_node - 1, between=_tree_depth(group.nodes))
     legs = [_node_leg(2.0, group.per_node, cluster.intra_link)] if group.per_node > 1 else []
     legs.append(_network_leg(_tree_share(group.nodes), group, cluster))
-    return Route(
-        name="tree", launch_s=_launch_s(cluster), latency_s=2 * hops_s, legs=tuple(legs), pipe=True
-    )
+    return Route(launch_s=_launch_s(cluster), latency_s=2 * hops_s, legs=legs, pipe=True)
 
 
 def _switch(group: Group, cluster: Cluster) -> Route:
@@ -258,20 +242,15 @@ def _switch(group: Group, cluster: Cluster) -> Route:
     if group.nodes > 1:
         legs.append(_network_leg(_tree_share(group.nodes), group, cluster))
     hops_s = link.switch_latency_s + _hops_s(cluster, inside=0, between=_tree_depth(group.nodes))
-    return Route(
-        name="switch",
-        launch_s=_launch_s(cluster),
-        latency_s=2 * hops_s,
-        legs=tuple(legs),
-        pipe=True,
-    )
+    return Route(launch_s=_launch_s(cluster), latency_s=2 * hops_s, legs=legs, pipe=True)
 
 
 def _direct(group: Group, cluster: Cluster) -> Route:
-    size, per_node = group.size, group.per_node
+    size, per_node, link = group.size, group.per_node, cluster.intra_link
     legs = []
     if per_node > 1:
-        legs.append(_direct_leg((per_node - 1) / size**2, cluster.intra_link))
+        share, bandwidth = (per_node - 1) / size**2, link.bandwidth * link.direct_efficiency
+        legs.append(Leg(share=share, bandwidth=bandwidth, efficiency=link.efficiency))
     if group.nodes > 1:
         leaving = per_node * (size - per_node) / size**2
         leg = _network_leg(leaving, group, cluster)
@@ -279,18 +258,12 @@ def _direct(group: Group, cluster: Cluster) -> Route:
         legs.append(dataclasses.replace(leg, bandwidth=leg.bandwidth * fraction))
     # Posts are not round trips: they follow each other at the pace of the link inside the node.
     hops_s = _hops_s(cluster, inside=size - 1, between=int(group.nodes > 1))
-    return Route(name="direct", launch_s=_launch_s(cluster), latency_s=hops_s, legs=tuple(legs))
+    return Route(launch_s=_launch_s(cluster), latency_s=hops_s, legs=legs)
 
 
 def _node_leg(share: float, ranks: int, link: Link) -> Leg:
     """`share` of the tensor sent by each of `ranks` ranks of a node to another of them."""
     bandwidth = link.bandwidth * link.group_efficiency(float(ranks))
-    return Leg(share=share, bandwidth=bandwidth, efficiency=link.efficiency)
-
-
-def _direct_leg(share: float, link: Link) -> Leg:
-    """`share` of the tensor sent by each rank of a node to all others of it at once."""
-    bandwidth = link.bandwidth * link.direct_efficiency
     return Leg(share=share, bandwidth=bandwidth, efficiency=link.efficiency)
 
 
@@ -313,19 +286,3 @@ def _tree_share(nodes: int) -> float:
 
 def _tree_depth(nodes: int) -> int:
     return (nodes - 1).bit_length()
-
-
-def _root(value: FloatOrArray) -> FloatOrArray:
-    return np.sqrt(value) if isinstance(value, np.ndarray) else math.sqrt(value)
-
-
-def _smaller(one: FloatOrArray, other: FloatOrArray) -> FloatOrArray:
-    if isinstance(one, np.ndarray):
-        return np.minimum(one, other)
-    return one if one <= other else other
-
-
-def _larger(one: FloatOrArray, other: FloatOrArray) -> FloatOrArray:
-    if isinstance(one, np.ndarray):
-        return np.maximum(one, other)
-    return one if one >= other else other

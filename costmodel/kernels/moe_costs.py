@@ -27,12 +27,10 @@ def reached_part(places: int, copies: int) -> float:
 def exchanged_bytes(nbytes: float, copies: int, group: Group, *, once_per_node: bool) -> float:
     """Bytes that a rank gives to links to exchange `nbytes` of copies, `copies` of each token."""
     if not once_per_node:
-        return float(bytes_sent("all_to_all", nbytes * group.size, group.size))
+        return bytes_sent("all_to_all", nbytes * group.size, group.size)
     inside, between = _parts_sent(copies, group)
-    return nbytes * float(
-        bytes_sent("all_to_all", inside, group.per_node)
-        + bytes_sent("all_to_all", between, group.nodes)
-    )
+    near = bytes_sent("all_to_all", inside, group.per_node)
+    return nbytes * (near + bytes_sent("all_to_all", between, group.nodes))
 
 
 def _parts_sent(copies: int, group: Group) -> tuple[float, float]:
@@ -55,16 +53,16 @@ def exchange_seconds(
     """Seconds to exchange a rank's `nbytes` of copies, `copies` of each of its `tokens`; a token
     sent to another node takes `message_s` at least."""
     if not once_per_node:
-        return float(collective_time("all_to_all", nbytes * group.size, group, cluster))
+        return collective_time("all_to_all", nbytes * group.size, group, cluster)
     nodes, per_node = group.nodes, group.per_node
     near, far = _parts_sent(copies, group)
     inside = Group(size=per_node, per_node=per_node)
-    inside_s = float(collective_time("all_to_all", near * nbytes, inside, cluster))
+    inside_s = collective_time("all_to_all", near * nbytes, inside, cluster)
     if nodes == 1:
         return inside_s
     between = Group(size=nodes, per_node=1, concurrent=per_node * group.concurrent)
     return max(
-        float(collective_time("all_to_all", far * nbytes, between, cluster)),
+        collective_time("all_to_all", far * nbytes, between, cluster),
         inside_s,
         tokens * (nodes - 1) * reached_part(nodes, copies) * message_s,
     )

@@ -43,11 +43,9 @@ def send_seconds(
         seconds = found[0]
     else:
         concurrent = max(packed(side, cluster.devices_per_node) for side in (source, destination))
-        seconds = float(
-            p2p_time(nbytes / parts, cluster, crosses_node=crosses, concurrent=concurrent)
-        )
+        seconds = p2p_time(nbytes / parts, cluster, crosses_node=crosses, concurrent=concurrent)
     gathering = group_for(cluster, size=parts, stride=1)
-    seconds += float(collective_time("all_gather", nbytes, gathering, cluster))
+    seconds += collective_time("all_gather", nbytes, gathering, cluster)
     return seconds * (profile.correction(linked(MESSAGES, crosses=crosses)) if profile else 1.0)
 
 

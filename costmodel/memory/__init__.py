@@ -1,13 +1,10 @@
 """Bytes: model states, storages, and what autograd keeps of an operator."""
 
-from meshwright.costmodel.memory.call import Call
 from meshwright.costmodel.memory.gradients import GradientBytes, Reduction, Trained
-from meshwright.costmodel.memory.kept import keep
+from meshwright.costmodel.memory.kept import Call, keep
 from meshwright.costmodel.memory.optimizers import (
     FP32,
     FUSED,
-    OPTIMIZERS,
-    Optimizer,
     fused,
     optimizer_bytes,
     optimizer_issues,
@@ -18,7 +15,6 @@ from meshwright.costmodel.memory.optimizers import (
 from meshwright.costmodel.memory.states import (
     ModelStates,
     fixed_bytes,
-    model_state_bytes,
     model_states,
     undo_bytes,
     working_bytes,
@@ -35,9 +31,8 @@ from meshwright.costmodel.memory.storage import (
 )
 
 __all__ = [
-    "FP32", "FUSED", "OPTIMIZERS", "Call", "GradientBytes", "Held", "Local", "ModelStates",
-    "Optimizer", "Origin", "Reduction", "Storage", "Trained", "compact", "fixed_bytes", "fresh",
-    "fused", "keep", "model_state_bytes", "model_states", "optimizer_bytes", "optimizer_issues",
-    "optimizer_named", "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped",
-    "undo_bytes", "working_bytes",
+    "FP32", "FUSED", "Call", "GradientBytes", "Held", "Local", "ModelStates", "Origin", "Reduction",
+    "Storage", "Trained", "compact", "fixed_bytes", "fresh", "fused", "keep", "model_states",
+    "optimizer_bytes", "optimizer_issues", "optimizer_named", "optimizer_step_bytes",
+    "optimizer_temporary_bytes", "permuted", "reshaped", "undo_bytes", "working_bytes",
 ]  # fmt: skip

@@ -37,6 +37,11 @@ class ModelStates(Generic[A]):
     gradients: A
     optimizer: A
 
+    @property
+    def nbytes(self) -> A:
+        """All of them together."""
+        return self.weights + self.gradients + self.optimizer
+
 
 def model_states(
     numel: A,
@@ -84,31 +89,6 @@ def model_states(
     return ModelStates(
         weights=parts * max(weight, master), gradients=held * gradient, optimizer=parts * moments
     )
-
-
-def model_state_bytes(
-    numel: A,
-    *,
-    precision: str,
-    zero: int,
-    dp: A | int,
-    optimizer: str,
-    target: Target = EAGER,
-    host: float = 0.0,
-    sent: float = 0.0,
-) -> A:
-    """Bytes of weights, gradients and optimizer states together, as `model_states`."""
-    parts = model_states(
-        numel,
-        precision=precision,
-        zero=zero,
-        dp=dp,
-        optimizer=optimizer,
-        target=target,
-        host=host,
-        sent=sent,
-    )
-    return parts.weights + parts.gradients + parts.optimizer
 
 
 def fixed_bytes(

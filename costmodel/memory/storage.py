@@ -99,12 +99,7 @@ def fresh(like: Local, strides: Sizes | None = None, origin: Origin = "made") ->
 
 
 def row_major(shape: Sizes) -> Sizes:
-    strides = []
-    step = 1.0
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return ordered(shape, range(len(shape)))
 
 
 def ordered(shape: Sizes, order: Sequence[int]) -> Sizes:
@@ -228,22 +223,6 @@ def compact(x: Held) -> Held:
 Place = Callable[[Op, Held, Local], Held]
 
 
-def _reshape(op: Op, x: Held, y: Local) -> Held:
-    return reshaped(x, y.shape)
-
-
-def _permute(op: Op, x: Held, y: Local) -> Held:
-    return permuted(x, permutation(op, len(x.shape)))
-
-
-def _expand(op: Op, x: Held, y: Local) -> Held:
-    return expanded(x, y.shape)
-
-
-def _part(op: Op, x: Held, y: Local) -> Held:
-    return x.seen_as(y.shape, x.strides)
-
-
 def _slice(op: Op, x: Held, y: Local) -> Held:
     strides = list(x.strides)
     strides[int(argument(op, 1, "dim", 0))] *= float(argument(op, 4, "step", 1))
@@ -255,30 +234,24 @@ def _dropped(op: Op, x: Held, y: Local) -> Held:
     return x.seen_as(y.shape, x.strides[:dim] + x.strides[dim + 1 :])
 
 
-def _itself(op: Op, x: Held, y: Local) -> Held:
-    return x
-
-
 def _converted(op: Op, x: Held, y: Local) -> Held:
     if x.dtype == y.dtype:
         return x
     return fresh(y, elementwise_strides(y.shape, [x]))
 
 
-def _contiguous(op: Op, x: Held, y: Local) -> Held:
-    return compact(x)
-
-
 PLACES: Mapping[str, Place] = MappingProxyType({
-    **dict.fromkeys(VIEWS, _reshape),
-    **dict.fromkeys(PERMUTATIONS, _permute),
-    **dict.fromkeys(("expand", "expand_as"), _expand),
+    **dict.fromkeys(VIEWS, lambda op, x, y: reshaped(x, y.shape)),
+    **dict.fromkeys(PERMUTATIONS, lambda op, x, y: permuted(x, permutation(op, len(x.shape)))),
+    **dict.fromkeys(("expand", "expand_as"), lambda op, x, y: expanded(x, y.shape)),
     "slice": _slice,
-    **dict.fromkeys(("split", "split_with_sizes", "chunk"), _part),
+    **dict.fromkeys(
+        ("split", "split_with_sizes", "chunk"), lambda op, x, y: x.seen_as(y.shape, x.strides)
+    ),
     **dict.fromkeys(("select", "unbind"), _dropped),
-    **dict.fromkeys(("alias", "detach"), _itself),
+    **dict.fromkeys(("alias", "detach"), lambda op, x, y: x),
     **dict.fromkeys(("to", "type_as", "float", "half", "bfloat16"), _converted),
-    "contiguous": _contiguous,
+    "contiguous": lambda op, x, y: compact(x),
 })  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from meshwright.costmodel.operators.flops import ModelFlops, is_per_row, model_f
 from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.operators.products import attention
 from meshwright.costmodel.operators.setting import (
     DTYPE_BYTES,
@@ -27,6 +26,7 @@ from meshwright.costmodel.operators.setting import (
     HostParts,
     Mesh,
     Parts,
+    Problem,
     Setting,
     Sharing,
 )

@@ -138,7 +138,7 @@ def _sent_on(column: str, calls: int, nbytes: float, beside_s: float, setting: S
     crosses = group.per_node < group.size
     each = p2p_time(nbytes, setting.cluster, crosses_node=crosses, concurrent=group.concurrent)
     hiding = (n - 1) / n if setting.cluster.device.kind != "cpu" else 0.0
-    whole = calls * float(each)
+    whole = calls * each
     exposed = max(0.0, whole - hiding * beside_s)
     return Entry(
         column=column,

@@ -11,8 +11,6 @@ in the strides, has no signature either.
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshwright.costmodel.graph import Graph, Op, map_refs
 from meshwright.costmodel.rules import IMPLEMENTATIONS, divided, draws, traits_of
 from meshwright.costmodel.sharding import FactorTable, Placement, Strategy, largest_part
@@ -45,8 +43,13 @@ def signature(
     if (factor := strategy.split_factor) in made.sizes:
         local = {factor: largest_part(made.sizes[factor], tp)}
         args, kwargs = divided(op, made, args, kwargs, local)
-    args = _localized(graph, table, op, strategy, args, rows=rows, tp=tp)
-    return None if args is None else OpSignature.of_call(op.target, operands, args, kwargs)
+    index = made.shape_arg
+    if index is not None and index < len(args):  # a factory's: the result's sizes
+        shape = local_shape(graph, table, op.results[0], strategy.results[0], rows=rows, tp=tp)
+        if shape is None:
+            return None
+        args = [*args[:index], list(shape), *args[index + 1 :]]
+    return OpSignature.of_call(op.target, operands, args, kwargs)
 
 
 def local_shape(
@@ -63,23 +66,3 @@ def local_shape(
         split = placement.sharded and placement.dim == d
         shape.append(largest_part(size, tp) if split else size)
     return tuple(shape)
-
-
-def _localized(
-    graph: Graph,
-    table: FactorTable,
-    op: Op,
-    strategy: Strategy,
-    args: list[Any],
-    *,
-    rows: float,
-    tp: int,
-) -> list[Any] | None:
-    """`args` with the one that holds the result's sizes (of a factory) made local."""
-    index = table.ops[op.name].shape_arg
-    if index is None or index >= len(args):
-        return args
-    shape = local_shape(graph, table, op.results[0], strategy.results[0], rows=rows, tp=tp)
-    if shape is None:
-        return None
-    return [*args[:index], list(shape), *args[index + 1 :]]

@@ -87,15 +87,16 @@ class ParameterPricer:
         return known[key]
 
     def _entries(self, value: str, placement: Placement) -> Iterator[Entry]:
-        setting, target, device = self.setting, self.setting.target, self.setting.cluster.device
-        numel = self.numel(value, placement)
+        setting, target, parts = self.setting, self.setting.target, self._parts(value, placement)
+        numel, streamed = self.numel(value, placement), self._streamed
         reduced, weights = numel * target.gradient_bytes, numel * DTYPE_BYTES[setting.precision]
-        holders, shards = self.replicas(value, placement), self.shards(value, placement)
-        again = self._group(value, placement, holders.size // shards.size, shards.size)
 
-        def streamed(column: str, kind: str, nbytes: float, correction: float = 1.0) -> Entry:
-            seconds = correction * stream_seconds(device, nbytes)
-            return Entry(column=column, kind=kind, seconds=seconds, moved_bytes=nbytes)
+        def group(size: int, apart: int = 1) -> Group:
+            return setting.group(size=size, stride=parts * apart)
+
+        holders = group(self.holders(value, placement))
+        shards = group(self.shard_count(value, placement))
+        again = group(holders.size // shards.size, shards.size)
 
         def shared(
             column: str, kind: str, nbytes: float, unit: str, group: Group, part: int = 1
@@ -118,9 +119,9 @@ class ParameterPricer:
         yield shared("reduce_s", "all_reduce", reduced, "bucket", holders)
         yield shared("scatter_s", "reduce_scatter", reduced, target.unit, shards)
         yield shared("gather_s", "all_gather", weights, target.unit, shards)
-        near = self._group(value, placement, math.gcd(setting.secondary, shards.size), 1)
+        near = group(math.gcd(setting.secondary, shards.size))
         part = math.gcd(setting.hops, shards.size) if setting.hops else 1
-        far = self._group(value, placement, shards.size // part, part)
+        far = group(shards.size // part, part)
         yield from self._gathered(numel, shards, zero3)
         yield from self._scattered(numel, (shards,) if part == 1 else (near, far), zero3)
         yield zero3("zero3_secondary_s", "all_gather", weights, near)
@@ -130,11 +131,12 @@ class ParameterPricer:
         ):
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
         moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
-        issued = optimizer_issues(setting.optimizer, device=device.kind) * device.launch_overhead_s
+        on = setting.cluster.device
+        issued = optimizer_issues(setting.optimizer, device=on.kind) * on.launch_overhead_s
         stepped = streamed("optimizer_s", "optimizer", moved)
         yield stepped._replace(seconds=stepped.seconds + issued)
-        part = stepped.times(1 / shards.size)
-        yield part._replace(column="shard_s", seconds=part.seconds + issued)
+        own = stepped.times(1 / shards.size)
+        yield own._replace(column="shard_s", seconds=own.seconds + issued)
 
     def _gathered(self, numel: float, group: Group, zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's all-gather of weights, with the codec where they are quantised."""
@@ -146,7 +148,7 @@ class ParameterPricer:
         cast = CAST_BYTES if itemsize < SCALE_BYTES else 0.0
         own = numel / group.size * (QUANTIZE_BYTES[WEIGHT_BITS] + cast)
         yield zero3(column, "all_gather", wire_bytes(numel, WEIGHT_BITS), group)
-        yield self._codec(column, own + numel * DEQUANTIZE_BYTES[WEIGHT_BITS])
+        yield self._streamed(column, "cast", own + numel * DEQUANTIZE_BYTES[WEIGHT_BITS])
 
     def _scattered(self, numel: float, hops: Sequence[Group], zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's sum of gradients, with the codec where they are quantised."""
@@ -158,41 +160,29 @@ class ParameterPricer:
         for group in hops:
             # each rank has all of what is exchanged, and keeps its part of the sum
             yield zero3(column, "all_to_all", wire_bytes(left, GRADIENT_BITS) * group.size, group)
-            yield self._codec(column, left * codec)
+            yield self._streamed(column, "cast", left * codec)
             left /= group.size
 
-    def _codec(self, column: str, nbytes: float) -> Entry:
-        seconds = stream_seconds(self.setting.cluster.device, nbytes)
-        return Entry(column=column, kind="cast", seconds=seconds, moved_bytes=nbytes)
+    def _streamed(self, column: str, kind: str, nbytes: float, correction: float = 1.0) -> Entry:
+        seconds = correction * stream_seconds(self.setting.cluster.device, nbytes)
+        return Entry(column=column, kind=kind, seconds=seconds, moved_bytes=nbytes)
 
-    def replicas(self, value: str, placement: Placement) -> Group:
-        """The ranks that hold the same part of a parameter; of a weight, context-parallel ones
-        do."""
-        return self._group(value, placement, self._holders(value, placement), 1)
-
-    def shards(self, value: str, placement: Placement) -> Group:
-        """The number of these ranks that ZeRO divides a parameter among."""
-        return self._group(value, placement, self.shard_count(value, placement), 1)
+    def holders(self, value: str, placement: Placement) -> int:
+        """Ranks that hold the same part of a parameter; of a weight, context-parallel ones do."""
+        return self.setting.mesh.devices // self._parts(value, placement)
 
     def shard_count(self, value: str, placement: Placement) -> int:
         """Parts that ZeRO makes of what one rank holds of a parameter."""
-        setting, holders = self.setting, self._holders(value, placement)
+        setting, holders = self.setting, self.holders(value, placement)
         if setting.sharing.dp_shard in (0, setting.mesh.holders):
             return holders
         return math.gcd(setting.sharing.dp_shard, holders)
-
-    def _holders(self, value: str, placement: Placement) -> int:
-        setting = self.setting
-        return setting.mesh.devices // self._parts(value, placement)
 
     def _parts(self, value: str, placement: Placement) -> int:
         """Neighbours that hold other parts of the parameter, or of others of its kind."""
         if not self.table.has_experts(value):
             return self.setting.mesh.tp
         return self.setting.mesh.ep * (self.setting.mesh.tp if placement.sharded else 1)
-
-    def _group(self, value: str, placement: Placement, size: int, apart: int) -> Group:
-        return self.setting.group(size=size, stride=self._parts(value, placement) * apart)
 
     def _unit_bytes(self, value: str, nbytes: float, unit: str, ranks: int) -> float:
         """Bytes that travel at once where a parameter's are `nbytes`."""

@@ -87,10 +87,6 @@ class Pricer(ReshardPricer):
         cost = self._known(op, strategy)[1]
         return cost + Cost.of(more) if (more := self._met(op, strategy)) else cost
 
-    def op_entries(self, op: Op, strategy: Strategy) -> tuple[Entry, ...]:
-        """What it is the sum of."""
-        return (*self._known(op, strategy)[0], *self._met(op, strategy))
-
     def _known(self, op: Op, strategy: Strategy) -> Priced:
         key = (op.name, strategy.name)
         if key not in self._ops:
@@ -112,7 +108,8 @@ class Pricer(ReshardPricer):
         """What a step of a block is the sum of. Raises ValueError for a re-shard that does not
         exist."""
         if isinstance(step, Run):
-            return self.op_entries(step.op, step.strategy)
+            op, strategy = step.op, step.strategy
+            return (*self._known(op, strategy)[0], *self._met(op, strategy))
         return self._move(step)[0]
 
     def step_cost(self, step: Run | Move) -> Cost:
@@ -174,8 +171,7 @@ class Pricer(ReshardPricer):
         return self._issues[key]
 
     def _computed(self, op: Op, strategy: Strategy, differentiable: bool) -> list[Entry]:
-        """What the device computes, as it was timed, else modelled, and corrected by the steps that
-        ran."""
+        """What the device computes, timed or modelled, and corrected by the steps that ran."""
         setting, found = self.setting, self._modelled(op, strategy)
         if measured := self._measured(op, strategy):
             *seconds, source = measured
@@ -211,11 +207,9 @@ class Pricer(ReshardPricer):
         setting, fusion = self.setting, self.fusion
         if op.name in fusion.joined or not fusion.internal.isdisjoint(op.results):
             return None
-        if (
-            setting.profile is None or setting.mesh.cp > 1 or setting.mesh.ep > 1
-        ):  # not in signatures
+        if setting.mesh.cp > 1 or setting.mesh.ep > 1:  # not in signatures
             return None
-        if self.in_fp8(op):  # timed in 16 bits
+        if setting.profile is None or self.in_fp8(op):  # timed in 16 bits
             return None
         found = signature(
             self.graph, self.table, op, strategy, rows=setting.batch.rows, tp=setting.mesh.tp

@@ -1,13 +1,27 @@
-"""Prices of moving values between states on the tensor axis, forward and backward."""
+"""Prices of moving values between states on the tensor axis, forward and backward, less what their
+own products hide.
+
+What a product takes is gathered, or what it makes is summed and scattered, part by part round a
+ring of n ranks while other parts are multiplied (Wang et al., ASPLOS 2023; Transformer Engine's
+user buffers, torch's async tensor parallelism). A rank begins, or ends, with its own part, so that
+the n products of p seconds each run beside n - 1 sends of c seconds; while both run, a product
+loses the part s of the shorter to the send (`Device.overlap_slowdown`):
+
+    time = p + (n - 1) max(p + s min(p, c), c)
+
+The parts are issued to several streams, so that together they fill a device as the whole product
+does. What is left of the collective is that time less the whole product's n p. In a backward the
+same is taken of the gradient of what was scattered, which is gathered, and of what was gathered.
+Collectives without a product beside them (an embedding's) wait.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from meshwright.costmodel.graph import Op
+from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import Group
-from meshwright.costmodel.operators.beside import exposed_seconds, products_beside
 from meshwright.costmodel.operators.cost import (
     BACKWARD_S,
     FORWARD_S,
@@ -17,8 +31,11 @@ from meshwright.costmodel.operators.cost import (
     Priced,
     priced,
 )
+from meshwright.costmodel.operators.fusion import is_free
+from meshwright.costmodel.operators.products import split_product_seconds
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.sharding import Placement, R, stays_with_experts, transition
+from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.sharding import FactorTable, Placement, R, stays_with_experts, transition
 from meshwright.profiles.steps import HOST
 
 
@@ -48,22 +65,18 @@ class ReshardPricer(LocalSizes):
             self._comm[key] = found._replace(host_s=host_s)
         return self._comm[key]
 
-    def reshard(self, value: str, source: Placement, target: Placement) -> Cost | None:
-        """Moving an activation between two states, once per micro-batch; None where it is
-        illegal."""
-        found = self.moved(value, source, target)
-        return found and found[1]
-
-    def reshard_parameter(self, value: str, source: Placement, target: Placement) -> Cost | None:
-        """Moving a parameter: as `reshard`, but a gradient that comes out partial is reduced once
-        per step, not per micro-batch."""
-        found = self.moved(value, source, target, once=True)
+    def reshard(
+        self, value: str, source: Placement, target: Placement, *, once: bool = False
+    ) -> Cost | None:
+        """Moving a value between two states, per micro-batch; None where it is illegal. Of
+        parameters (`once`) a gradient that comes out partial is reduced once per step."""
+        found = self.moved(value, source, target, once=once)
         return found and found[1]
 
     def moved(
         self, value: str, source: Placement, target: Placement, *, once: bool = False
     ) -> Priced | None:
-        """Either with its entries; `once` for parameters."""
+        """The same with its entries."""
         if once and source == R and target.kind == "Rp":
             if self.table.has_experts(value):
                 return (), NOTHING  # reduced with all ranks that hold it, `parameter_cost`
@@ -100,3 +113,31 @@ class ReshardPricer(LocalSizes):
             return entry
         exposed = exposed_seconds(self, entry.seconds, self._beside[value])
         return entry._replace(seconds=exposed, hidden_s=entry.seconds - exposed)
+
+
+def products_beside(graph: Graph, table: FactorTable) -> Mapping[str, tuple[Op, ...]]:
+    """Value -> the products that make it or, where none does, that take it, but for views."""
+    made: dict[str, tuple[Op, ...]] = {}
+    taken: dict[str, tuple[Op, ...]] = {}
+    source: dict[str, str] = {}
+    for op in graph.ops:
+        if is_free(table, op) and op.operands:
+            first = source.get(op.operands[0], op.operands[0])
+            source |= dict.fromkeys(op.results, first)
+            made |= {value: made[first] for value in op.results if first in made}
+        elif table.ops[op.name].matmul and traits_of(op).kernel != "attention":
+            made |= {value: (op,) for value in op.results}
+            for value in {source.get(v, v) for v in op.operands if v not in graph.parameters}:
+                taken[value] = (*taken.get(value, ()), op)
+    taken |= {view: taken[first] for view, first in source.items() if first in taken}
+    return {**taken, **made}
+
+
+def exposed_seconds(sizes: LocalSizes, seconds: float, products: tuple[Op, ...]) -> float:
+    """What is left of a collective of so many seconds over the tensor axis beside products."""
+    ranks, slowdown = sizes.setting.mesh.tp, sizes.setting.cluster.device.overlap_slowdown
+    whole = sum(split_product_seconds(sizes, op) for op in products)
+    part = whole / ranks
+    send = seconds / (ranks - 1)
+    together = part + (ranks - 1) * max(part + slowdown * min(part, send), send)
+    return min(seconds, together - whole)

@@ -1,6 +1,6 @@
-"""Where and how a stage runs, in parts that prices are known by: a price is asked for with the
-parts that it depends on, and with no others (`Setting.of_pass`, `Setting.of_step`), so that what is
-remembered under them can depend on nothing else.
+"""The planning problem; where and how a stage runs, in parts that prices are known by: a price is
+asked for with the parts that it depends on, and with no others (`Setting.of_pass`,
+`Setting.of_step`), so that what is remembered under them can depend on nothing else.
 """
 
 from __future__ import annotations
@@ -10,16 +10,53 @@ from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
+from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
+from meshwright.costmodel.memory import fused
 from meshwright.costmodel.operators.cost import Axis, Entry
-from meshwright.costmodel.operators.problem import Problem
 from meshwright.costmodel.quantized import quantizes_gradients
-from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
+from meshwright.costmodel.sharding import ALL_GATHER, ContextKind, FactorTable, Meeting
 from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.steps import DATA_AXIS, TENSOR_AXIS, linked
 
 DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp8_rowwise": 2}  # of weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """What all prices and plans of one model have in common, passed as one value.
+
+    `graph` is the traced model cut into blocks, `factors` the factors of its tensors' dims;
+    `precision` one of "fp32", "bf16", "fp16"; `optimizer` a name of `memory/optimizers.py`;
+    `target` the software that is priced, `profile` what was measured on this kind of device, if
+    anything.
+    `meetings` are operators in which rows of a batch meet, where that keeps it in one micro-batch.
+    `allow` names what may change a training's numbers; with `tf32` the cluster's devices compute
+    fp32 products in it (`Device.in_tf32`).
+    """
+
+    graph: Graph
+    factors: FactorTable
+    cluster: Cluster
+    precision: str
+    optimizer: str = "adamw"
+    target: Target = EAGER
+    profile: OpProfile | None = None
+    meetings: tuple[Meeting, ...] = ()
+    allow: tuple[str, ...] = ()
+    tf32: bool = False
+
+    @property
+    def stepped(self) -> str:
+        """The optimizer whose step is counted: frameworks beside ours run fused ones."""
+        return fused(self.optimizer) if self.target.fused_optimizer else self.optimizer
+
+    @property
+    def products(self) -> str:
+        """What products are computed in."""
+        return "tf32" if self.tf32 else self.precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -235,7 +272,7 @@ class Setting:
         if found:
             seconds, source = found
         else:
-            seconds = float(collective_time(kind, nbytes, group, self.cluster))
+            seconds = collective_time(kind, nbytes, group, self.cluster)
         corrected = linked(TENSOR_AXIS if axis == "tensor" else DATA_AXIS, crosses=crosses)
         return Entry(
             column=column,

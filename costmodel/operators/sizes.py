@@ -60,11 +60,6 @@ class LocalSizes:
         """Whether the context axis splits a value."""
         return self.context is not None and self.context.states[value].sharded
 
-    def context_dim(self, value: str) -> int:
-        """The dim of a value that the context axis splits, if it does."""
-        assert self.context is not None
-        return self.context.states[value].dim
-
     def crowding(self, value: str) -> float:
         """Copies of tokens on the busiest of the ranks that share the experts out, over the mean;
         1 for other values."""

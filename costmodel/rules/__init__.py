@@ -1,13 +1,13 @@
 """Sharding rules: one line per operator, in a language of named factors; special operators."""
 
 from meshwright.costmodel.rules.auto import VIEWS, is_pointwise
-from meshwright.costmodel.rules.eight_bits import is_fp8
 from meshwright.costmodel.rules.language import (
     Dims,
     Kind,
     Misfit,
     OpFactors,
     divided,
+    overload,
     place_of,
     signature_of,
     words,
@@ -23,7 +23,7 @@ from meshwright.costmodel.rules.leaf import (
     summable,
 )
 from meshwright.costmodel.rules.moe import EXPERT_FACTOR, TOKEN_FACTORS, copies_of, inside_experts
-from meshwright.costmodel.rules.registry import factors_of
+from meshwright.costmodel.rules.registry import RuleError, UserRule, factors_of
 from meshwright.costmodel.rules.shuffle import PERMUTATIONS, permutation
 from meshwright.costmodel.rules.traits import (
     IMPLEMENTATIONS,
@@ -33,21 +33,22 @@ from meshwright.costmodel.rules.traits import (
     draws,
     draws_anew,
     is_causal,
+    is_fp8,
     row_reduction,
     runs_as_reshape,
+    tagged,
     takes_batch_statistics,
     traits_of,
     traits_of_target,
     updates_statistics,
 )
-from meshwright.costmodel.rules.user import RuleError, UserRule
 
 __all__ = [
     "EXPERT_FACTOR", "IMPLEMENTATIONS", "LEAF", "LEAVES", "PERMUTATIONS", "RANDOM_LEAF",
     "TOKEN_FACTORS", "TRAITS", "VIEWS", "Dims", "Draw", "Kind", "Leaf", "Misfit", "OpFactors",
     "Product", "RuleError", "UserRule", "Work", "copies_of", "divided", "draws", "draws_anew",
     "factors_of", "factors_of_spec", "inside_experts", "is_causal", "is_fp8", "is_pointwise",
-    "leaf_of", "permutation", "place_of", "row_reduction", "runs_as_reshape", "signature_of",
-    "summable", "takes_batch_statistics", "traits_of", "traits_of_target", "updates_statistics",
-    "words",
+    "leaf_of", "overload", "permutation", "place_of", "row_reduction", "runs_as_reshape",
+    "signature_of", "summable", "tagged", "takes_batch_statistics", "traits_of", "traits_of_target",
+    "updates_statistics", "words",
 ]  # fmt: skip

@@ -13,12 +13,21 @@ from typing import Any
 
 import torch
 
-from meshwright.costmodel.graph import Op, Ref, TensorMeta, argument
+from meshwright.costmodel.graph import Op, Ref, argument
 from meshwright.costmodel.rules.index import INDEXING
-from meshwright.costmodel.rules.language import Dims, Kind, OpFactors, Rule, bind, place_of
+from meshwright.costmodel.rules.language import (
+    Dims,
+    Kind,
+    Metas,
+    OpFactors,
+    Rule,
+    bind,
+    ein,
+    place_of,
+    spec_of,
+)
 from meshwright.costmodel.rules.shuffle import SHUFFLES
-
-Metas = Sequence[TensorMeta]
+from meshwright.costmodel.rules.traits import tagged
 
 # torch leaves the pointwise tag off these, or they are pointwise in their first operand
 POINTWISE = frozenset({
@@ -84,36 +93,21 @@ def automatic(op: Op) -> Rule | None:
 def is_pointwise(op: Op) -> bool:
     """Whether every element of the result depends on the operands' elements at its place alone."""
     named = op.target.startswith("aten.") and op.short in POINTWISE
-    return named or _tagged_pointwise(op.target)
-
-
-def _tagged_pointwise(target: str) -> bool:
-    namespace, name, overload = [*target.split("."), "default"][:3]
-    packet = getattr(getattr(torch.ops, namespace, None), name, None)
-    found = getattr(packet, overload, None)
-    return found is not None and torch.Tag.pointwise in found.tags
+    return named or tagged(op.target, torch.Tag.pointwise)
 
 
 def pointwise_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Dims aligned at the minor end; a dim of size 1 broadcasts."""
-    sizes: dict[str, int] = {}
-    ins = bind(", ".join(["*d"] * len(operands)), operands, sizes)
-    outs = bind(", ".join(["*d"] * len(results)), results, sizes)
-    floating = bool(operands) and operands[0].dtype.is_floating_point
-    linear: tuple[frozenset[int], ...] = ()
-    tensors = [isinstance(a, Ref) for a in op.args[:2]]
-    if floating and results[0].dtype.is_floating_point:
+    groups: tuple[frozenset[int], ...] = ()
+    if all(side and side[0].dtype.is_floating_point for side in (operands, results)):
         groups = () if op.kwargs.get("rounding_mode") else LINEAR.get(op.short, ())
-        count = [*tensors, False].index(False)  # of tensors before the first number
-        linear = tuple(group for group in groups if max(group) < count)
-    return OpFactors(
-        operands=ins,
-        results=outs,
-        sizes=sizes,
-        kinds=dict.fromkeys(sizes, "map"),
-        linear=linear,
+    tensors = [isinstance(a, Ref) for a in op.args[:2]]
+    count = [*tensors, False].index(False)  # of tensors before the first number
+    return ein(
+        spec_of([["*d"]] * len(operands), [["*d"]] * len(results)),
+        linear=[group for group in groups if max(group) < count],
         view=op.short in SAME_MEMORY,
-    )
+    )(op, operands, results)
 
 
 def refine(
@@ -222,17 +216,12 @@ def reduction_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     given = None if isinstance(given, bool) else given  # `unbiased` stands first where no dim does
     reduced = _dims_argument(given, rank)
     keep = len(results[0].shape) == rank  # keepdim stands at different places
-    left = " ".join(f"r{d}" if d in reduced else f"d{d}" for d in range(rank))
-    sizes: dict[str, int] = {}
-    ins = bind(left, operands[:1], sizes)
-    outs: Dims = tuple(
-        () if d in reduced else ins[0][d] for d in range(rank) if keep or d not in reduced
-    )
+    names = [f"r{d}" if d in reduced else f"d{d}" for d in range(rank)]
+    kept = [name for d, name in enumerate(names) if keep or d not in reduced]
     how = REDUCTIONS[op.short]
-    return OpFactors(
-        operands=ins,
-        results=(outs,) * len(results),
-        sizes=sizes,
-        kinds={name: how if name.startswith("r") else "map" for name in sizes},
-        linear=(frozenset({0}),) if op.short in LINEAR_REDUCTIONS else (),
-    )
+    return ein(
+        spec_of([names], [kept] * len(results)),
+        whole="r.*" if how == "whole" else "",
+        mean="r.*" if how == "mean" else "",
+        linear=[[0]] if op.short in LINEAR_REDUCTIONS else [],
+    )(op, operands, results)

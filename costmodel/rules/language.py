@@ -28,7 +28,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -79,6 +79,14 @@ class OpFactors:
     @property
     def matmul(self) -> bool:
         return self.flops > 0
+
+    def place(self, dims: Dims, factor: str) -> tuple[int, int] | None:
+        """(dim, product of the sizes before it in that dim) of a factor; None where a tensor has it
+        not."""
+        for d, names in enumerate(dims):
+            if factor in names:
+                return d, math.prod(self.sizes[name] for name in names[: names.index(factor)])
+        return None
 
 
 def replicated(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -159,7 +167,8 @@ class SpecOptions(TypedDict, total=False):
     `implementations` to one whose results are as the factor's kind says. `pinned` operands are
     added after a sum, those of a set in `linear` may be partial together. Forward FLOPs are `flops`
     times the product of all factors but the `uncounted`. `counts` maps integer arguments to the
-    factor that they count, `sizes` are those that the tensors don't tell.
+    factor that they count, `sizes` are those that the tensors don't tell. `shape_arg` and `view`
+    are those of `OpFactors`.
     """
 
     whole: str
@@ -167,11 +176,13 @@ class SpecOptions(TypedDict, total=False):
     inner: Mapping[str, str]
     implementations: Mapping[str, str]
     pinned: Sequence[int]
-    linear: Sequence[Sequence[int]]
+    linear: Collection[Collection[int]]
     flops: float
     uncounted: str
     counts: Mapping[str, str]
     sizes: Mapping[str, int]
+    shape_arg: int | None
+    view: bool
 
 
 def ein(spec: str, **options: Unpack[SpecOptions]) -> SureRule:
@@ -226,7 +237,19 @@ def factors(
         flops=flops,
         flop_factors=tuple(f for f in known if not _listed(f, uncounted)) if flops else (),
         counts=dict(counts),
+        shape_arg=options.get("shape_arg"),
+        view=options.get("view", False),
     )
+
+
+def spec_of(before: Iterable[Sequence[str]], after: Iterable[Sequence[str]]) -> str:
+    """A spec from the names of the dims of every operand and result."""
+    return " -> ".join(", ".join(map(" ".join, side)) for side in (before, after))
+
+
+def together(operands: Metas) -> Collection[Collection[int]]:
+    """The option `linear` of an operator that is linear in all of its operands together."""
+    return [range(len(operands))] if operands[0].dtype.is_floating_point else []
 
 
 def _listed(name: str, patterns: str) -> bool:
@@ -236,12 +259,17 @@ def _listed(name: str, patterns: str) -> bool:
 # --- arguments that hold local numbers -----------------------------------------------------------
 
 
+def overload(target: str) -> torch._ops.OpOverload:
+    """The operator of a target: `aten.add.Tensor` -> torch.ops.aten.add.Tensor."""
+    namespace, name, which = target.split(".")
+    operator: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), which)
+    return operator
+
+
 @functools.cache
 def signature_of(target: str) -> tuple[tuple[str, Any], ...]:
     """Names and defaults of an operator's arguments, in order."""
-    namespace, name, overload = target.split(".")
-    found = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    return tuple((a.name, a.default_value) for a in found._schema.arguments)
+    return tuple((a.name, a.default_value) for a in overload(target)._schema.arguments)
 
 
 def place_of(op: Op, name: str) -> tuple[int, Any]:

@@ -9,23 +9,31 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules import auto as auto_rules
 from meshwright.costmodel.rules import image as image_rules
 from meshwright.costmodel.rules import leaf as leaf_rules
 from meshwright.costmodel.rules import moe as moe_rules
-from meshwright.costmodel.rules import user as user_rules
-from meshwright.costmodel.rules.language import Dims, Metas, OpFactors, Rule, ein, replicated
+from meshwright.costmodel.rules.language import (
+    Dims,
+    Metas,
+    Misfit,
+    OpFactors,
+    Rule,
+    SpecOptions,
+    ein,
+    factors,
+    replicated,
+)
 from meshwright.costmodel.rules.saves import saves_of
-
-RULES: dict[str, Rule] = {}
+from meshwright.profiles.inputs import MeshwrightError
 
 
 def rule_for(op: Op) -> Rule | None:
     """The rule of an operator: the user's, or the one shipped; None if it has none."""
-    given = user_rules.given_for(op.target)
+    given = given_for(op.target)
     return shipped_rule_for(op) if given is None else given.rule
 
 
@@ -174,42 +182,85 @@ def _histc(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     return ein("*x -> bins", whole="bins")(op, operands, results) if fixed else None
 
 
-def _register() -> None:
-    written: dict[str, Rule] = {
-        "aten.linear": ein("*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], flops=2.0),
-        "aten.addmm": ein("out, m in, in out -> m out", pinned=(0,), flops=2.0),
-        "aten.mm": ein("m i, i o -> m o", linear=[[0], [1]], flops=2.0),
-        "aten.bmm": ein("b m i, b i o -> b m o", linear=[[0], [1]], flops=2.0),
-        "aten.baddbmm": ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0),
-        "aten.embedding": _embedding,
-        "aten.layer_norm": _norm("*b N, N, N -> *b N"),
-        "aten.rms_norm": _norm("*b N, N -> *b N"),
-        "aten.scaled_dot_product_attention": _sdpa,
-        "aten.softmax": _softmax,
-        "aten._softmax": _softmax,
-        "aten.log_softmax": _softmax,
-        "aten.cross_entropy_loss": _cross_entropy,
-        "aten.nll_loss": _nll_loss,
-        "aten.nll_loss_nd": _nll_loss,
-        "aten.mse_loss": _pointwise_loss(2),
-        "aten.l1_loss": _pointwise_loss(2),
-        "aten.smooth_l1_loss": _pointwise_loss(2),
-        "aten.huber_loss": _pointwise_loss(2),
-        "aten.binary_cross_entropy_with_logits": _pointwise_loss(4),
-        "aten.binary_cross_entropy": _pointwise_loss(3),
-        "aten.kl_div": _pointwise_loss(2),
-        "aten.einsum": _einsum,
-        "aten.mv": ein("m i, i -> m", linear=[[0], [1]], flops=2.0),
-        "aten.dot": ein("i, i -> ", linear=[[0], [1]], flops=2.0),
-        "aten.outer": ein("m, n -> m n", linear=[[0], [1]]),
-        "aten.cdist": ein("*b m d, *b n d -> *b m n", whole="d"),
-        "aten.prelu": ein("b c *x, c -> b c *x"),
-        "aten.histc": _histc,
-    }
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
-        written[f"aten.{name}.input"] = _recurrent
-    RULES.update(written)
-    RULES.update(image_rules.IMAGE_RULES)
+RULES: dict[str, Rule] = {
+    "aten.linear": ein("*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], flops=2.0),
+    "aten.addmm": ein("out, m in, in out -> m out", pinned=(0,), flops=2.0),
+    "aten.mm": ein("m i, i o -> m o", linear=[[0], [1]], flops=2.0),
+    "aten.bmm": ein("b m i, b i o -> b m o", linear=[[0], [1]], flops=2.0),
+    "aten.baddbmm": ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0),
+    "aten.embedding": _embedding,
+    "aten.layer_norm": _norm("*b N, N, N -> *b N"),
+    "aten.rms_norm": _norm("*b N, N -> *b N"),
+    "aten.scaled_dot_product_attention": _sdpa,
+    "aten.softmax": _softmax,
+    "aten._softmax": _softmax,
+    "aten.log_softmax": _softmax,
+    "aten.cross_entropy_loss": _cross_entropy,
+    "aten.nll_loss": _nll_loss,
+    "aten.nll_loss_nd": _nll_loss,
+    "aten.mse_loss": _pointwise_loss(2),
+    "aten.l1_loss": _pointwise_loss(2),
+    "aten.smooth_l1_loss": _pointwise_loss(2),
+    "aten.huber_loss": _pointwise_loss(2),
+    "aten.binary_cross_entropy_with_logits": _pointwise_loss(4),
+    "aten.binary_cross_entropy": _pointwise_loss(3),
+    "aten.kl_div": _pointwise_loss(2),
+    "aten.einsum": _einsum,
+    "aten.mv": ein("m i, i -> m", linear=[[0], [1]], flops=2.0),
+    "aten.dot": ein("i, i -> ", linear=[[0], [1]], flops=2.0),
+    "aten.outer": ein("m, n -> m n", linear=[[0], [1]]),
+    "aten.cdist": ein("*b m d, *b n d -> *b m n", whole="d"),
+    "aten.prelu": ein("b c *x, c -> b c *x"),
+    "aten.histc": _histc,
+    **{f"aten.{name}.input": _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **image_rules.IMAGE_RULES,
+}
 
 
-_register()
+# --- rules that users add -------------------------------------------------------------------------
+
+
+class RuleError(MeshwrightError):
+    """A rule that can't be, or that does not hold: says which factor, and by how much."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UserRule:
+    """A rule as it was given. Its factors are split into equal parts alone, as they are tried."""
+
+    target: str
+    spec: str
+    options: SpecOptions
+    verify: bool = True
+
+    def rule(self, op: Op, operands: Metas, results: Metas) -> OpFactors:
+        """The factors of a call; RuleError where the rule does not fit it."""
+        try:
+            made = factors(self.spec, op, operands, results, **self.options)
+        except Misfit as error:
+            shapes = ", ".join(str(list(meta.shape)) for meta in operands)
+            given = ", ".join(str(list(meta.shape)) for meta in results)
+            raise RuleError(
+                f"{error}. The call {op.key} at {op.source or 'an unknown place'} takes "
+                f"{shapes or 'no tensors'} and gives {given}",
+                place=f"rule of {self.target}, {self.spec!r}",
+                way_out="name their dims, or use *x for any number of dims",
+            ) from None
+        for i in sorted(made.pinned.union(*made.linear)):
+            if not (i < len(operands) and operands[i].dtype.is_floating_point):
+                legal = [k for k, meta in enumerate(operands) if meta.dtype.is_floating_point]
+                raise RuleError(
+                    f"operand {i} of pinned or linear is no floating tensor in the call {op.key} "
+                    f"at {op.source or 'an unknown place'}",
+                    place=f"rule of {self.target}, {self.spec!r}",
+                    legal=f"{', '.join(map(str, legal)) or 'none'}",
+                )
+        return replace(made, equal=True)
+
+
+GIVEN: dict[str, UserRule] = {}
+
+
+def given_for(target: str) -> UserRule | None:
+    """The user's rule for an operator, by overload or by name."""
+    return GIVEN.get(target) or GIVEN.get(target.rsplit(".", 1)[0])

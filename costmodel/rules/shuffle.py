@@ -6,37 +6,17 @@ the part as a factor of its own, so that a fused projection can be split inside 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 from meshwright.costmodel.graph import Op, Ref, TensorMeta, argument
-from meshwright.costmodel.rules.language import Dims, Kind, Metas, OpFactors, Rule, bind, ein
+from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein, spec_of, together
 
 
-def _rearranged(
-    operands: Metas, outs: Sequence[Dims], ins: Sequence[Dims], whole: set[str]
-) -> OpFactors:
-    sizes = {
-        name: meta.shape[d]
-        for dims, meta in zip(ins, operands, strict=True)
-        for d, dim in enumerate(dims)
-        for name in dim
-    }
-    floating = operands[0].dtype.is_floating_point
-    return OpFactors(
-        operands=tuple(ins),
-        results=tuple(outs),
-        sizes=sizes,
-        kinds={name: "whole" if name in whole else "map" for name in sizes},
-        linear=(frozenset(range(len(operands))),) if floating else (),
-        view=True,
-    )
-
-
-def _named(meta: TensorMeta) -> Dims:
-    return tuple((f"d{d}",) if size != 1 else () for d, size in enumerate(meta.shape))
+def _names(meta: TensorMeta) -> list[str]:
+    return [f"d{d}" for d in range(len(meta.shape))]
 
 
 Permutation = Callable[[Op, int], list[int]]
@@ -76,33 +56,26 @@ def permutation(op: Op, rank: int) -> list[int]:
 
 
 def transpose_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    order = permutation(op, len(operands[0].shape))
-    dims = _named(operands[0])
-    return _rearranged(operands, [tuple(dims[d] for d in order)], [dims], set())
+    names = _names(operands[0])
+    spec = spec_of([names], [[names[d] for d in permutation(op, len(names))]])
+    return ein(spec, linear=together(operands), view=True)(op, operands, results)
 
 
 def expand_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Dims that appear or grow are new factors of the result; they can be made at local size."""
     before, after = operands[0].shape, results[0].shape
     offset = len(after) - len(before)
-    ins = _named(operands[0])
-    outs = tuple(
-        (f"e{d}",)
-        if size != 1 and (d < offset or before[d - offset] == 1)
-        else ins[d - offset]
-        if d >= offset
-        else ()
-        for d, size in enumerate(after)
-    )
-    made = _rearranged(operands[:1], [outs], [ins], set())
-    new = {f"e{d}": size for d, size in enumerate(after) if outs[d] == (f"e{d}",)}
-    return replace(
-        made,
-        operands=(ins, *[outs for _ in operands[1:]]),  # the tensor whose shape is taken
-        sizes={**made.sizes, **new},
-        kinds={**made.kinds, **dict.fromkeys(new, "map")},
+    names = _names(operands[0])
+    made = [
+        f"e{d}" if d < offset or before[d - offset] == 1 else names[d - offset]
+        for d in range(len(after))
+    ]
+    return ein(
+        spec_of([names, *[made] * (len(operands) - 1)], [made]),  # the tensor whose shape is taken
+        linear=together(operands[:1]),
         shape_arg=1 if len(operands) == 1 else None,
-    )
+        view=True,
+    )(op, operands, results)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,117 +124,73 @@ def along_dim_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     dims = {int(d) % rank for d in (where if isinstance(where, (list, tuple)) else [where])}
     if along.effect == "flatten" and not dims:
         dims = set(range(rank))
-    if along.effect == "parts":
-        return _equal_parts(operands, results, dims.pop(), along)
+    if along.effect == "parts" and len({meta.shape for meta in results}) == 1:
+        cut, part = _parts(operands[0], dims.pop())
+        return ein(
+            spec_of([cut], [part] * len(results)),
+            whole="parts",
+            sizes={"parts": len(results)},
+            linear=together(operands),
+            shape_arg=along.sizes,
+            view=True,
+        )(op, operands, results)
     if along.effect == "window" and operands[0].shape == results[0].shape:
-        return _rearranged(operands, [_named(operands[0])], [_named(operands[0])], set())
-    return _whole_dims(operands, results, dims, along)
+        dims = set()
+    return _whole_dims(op, operands, results, dims, along)
 
 
 def scatter_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """A part of one dim replaced (slice, select): whole there, mapped elsewhere."""
     base, part = operands
     dim = int(argument(op, 2, "dim", 0)) % len(base.shape)
-    labels = [d for d in range(len(base.shape)) if len(part.shape) == len(base.shape) or d != dim]
-    dims = tuple(
-        ("whole",) if d == dim and size != 1 else n
-        for d, (n, size) in enumerate(zip(_named(base), base.shape, strict=True))
-    )
-    sizes = {f"d{d}": size for d, size in enumerate(base.shape) if size != 1 and d != dim}
-    kinds: dict[str, Kind] = dict.fromkeys(sizes, "map")
-    if base.shape[dim] != 1:
-        sizes["whole"], kinds["whole"] = base.shape[dim], "whole"
-    inner: list[tuple[str, ...]] = []
-    for d, size in zip(labels, part.shape, strict=True):
-        if d == dim and size != 1:
-            sizes["part"], kinds["part"] = size, "whole"
-        inner.append(("part",) if d == dim and size != 1 else () if d == dim else dims[d])
-    floating = base.dtype.is_floating_point
-    return OpFactors(
-        operands=(dims, tuple(inner)),
-        results=(dims,),
-        sizes=sizes,
-        kinds=kinds,
-        linear=(frozenset({0, 1}),) if floating else (),
-    )
+    names, inner = _names(base), _names(base)
+    names[dim] = "whole"
+    inner[dim : dim + 1] = ["part"] if len(part.shape) == len(base.shape) else []
+    spec = spec_of([names, inner], [names])
+    return ein(spec, whole="whole part", linear=together(operands))(op, operands, results)
 
 
 def _whole_dims(
-    operands: Metas, results: Metas, whole: set[int], along: Along = NOWHERE
+    op: Op, operands: Metas, results: Metas, whole: set[int], along: Along = NOWHERE
 ) -> OpFactors:
     """Dims in `whole` stay together in every tensor, as do dims of unequal sizes of which a corner
     is gathered; some operators drop them, or add one."""
     if along.effect == "corner":
         pairs = enumerate(zip(operands[0].shape, operands[1].shape, strict=True))
         whole = whole | {d for d, (a, b) in pairs if a != b}
-    drops = along.effect == "drop"
-    ins: list[Dims] = []
-    sizes: dict[str, int] = {}
-    kinds: dict[str, Kind] = {}
+    rank = len(operands[0].shape) + (along.effect == "add")
 
-    def fresh(meta: TensorMeta, d: int, tag: str, label: int) -> tuple[str, ...]:
-        if meta.shape[d] == 1:
-            return ()
-        key = f"w{tag}{label}" if label in whole else f"d{label}"
-        sizes[key] = meta.shape[d]
-        kinds[key] = "whole" if label in whole else "map"
-        return (key,)
+    def named(tensor: str, without: bool) -> list[str]:
+        dims = [d for d in range(rank) if not (without and d in whole)]
+        return [f"w{tensor}_{d}" if d in whole else f"d{d}" for d in dims]
 
-    added = min(whole) if along.effect == "add" else None
-    for i, meta in enumerate(operands):
-        labels = [d for d in range(len(meta.shape) + (added is not None)) if d != added]
-        ins.append(tuple(fresh(meta, d, f"x{i}_", label) for d, label in enumerate(labels)))
-    rank = len(operands[0].shape)
-    outs = []
-    for i, meta in enumerate(results):
-        kept = [d for d in range(rank + (added is not None)) if not (drops and d in whole)]
-        outs.append(tuple(fresh(meta, d, f"y{i}_", label) for d, label in enumerate(kept)))
-    linear = along.linear and operands[0].dtype.is_floating_point
-    group = (frozenset(range(len(operands))),) if linear else ()
-    return OpFactors(
-        operands=tuple(ins),
-        results=tuple(outs),
-        sizes=sizes,
-        kinds=kinds,
-        linear=group,
+    before = [named(f"x{i}", along.effect == "add") for i in range(len(operands))]
+    after = [named(f"y{i}", along.effect == "drop") for i in range(len(results))]
+    return ein(
+        spec_of(before, after),
+        whole="w.*",
+        linear=together(operands) if along.linear else [],
         view=along.effect in ("window", "drop"),
-    )
-
-
-def _equal_parts(operands: Metas, results: Metas, dim: int, along: Along = NOWHERE) -> OpFactors:
-    parts = {meta.shape[dim] for meta in results}
-    if len(parts) != 1:
-        return _whole_dims(operands, results, {dim}, along)
-    size = parts.pop()
-    named = _named(operands[0])
-    sizes = {f"d{d}": n for d, n in enumerate(operands[0].shape) if n != 1}
-    sizes.pop(f"d{dim}", None)
-    sizes |= {"parts": len(results), "part": size}
-    cut = tuple(("parts", "part") if d == dim else name for d, name in enumerate(named))
-    out = tuple(("part",) if d == dim else name for d, name in enumerate(named))
-    kinds: dict[str, Kind] = {name: "whole" if name == "parts" else "map" for name in sizes}
-    floating = operands[0].dtype.is_floating_point
-    return OpFactors(
-        operands=(cut,),
-        results=(out,) * len(results),
-        sizes=sizes,
-        kinds=kinds,
-        linear=(frozenset({0}),) if floating else (),
-        shape_arg=along.sizes,
-        view=True,
-    )
+    )(op, operands, results)
 
 
 def glu_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Two halves of a dim, one the gate of the other: split inside each half."""
-    dim = int(argument(op, 1, "dim", -1)) % len(operands[0].shape)
-    halves = _equal_parts(operands, (results[0], results[0]), dim)
-    return replace(halves, results=halves.results[:1], linear=(), view=False)
+    cut, part = _parts(operands[0], int(argument(op, 1, "dim", -1)))
+    spec = spec_of([cut], [part])
+    return ein(spec, whole="parts", sizes={"parts": 2})(op, operands, results)
+
+
+def _parts(meta: TensorMeta, dim: int) -> tuple[list[str], list[str]]:
+    """The names of a tensor's dims, of which one is (part, place in it), and of those of a part."""
+    cut, part = _names(meta), _names(meta)
+    cut[dim], part[dim] = "(parts part)", "part"
+    return cut, part
 
 
 def repeat_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Copies of the dims one after the other: each is (copy, element)."""
-    return _repeated(op, operands, results, inner=False)
+    return _repeated(op, operands, results, "({copy} {name})")
 
 
 def repeat_interleave_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
@@ -270,39 +199,30 @@ def repeat_interleave_rule(op: Op, operands: Metas, results: Metas) -> OpFactors
     dim = argument(op, 2, "dim", None)
     if dim is None or isinstance(op.args[1], Ref):
         return None
-    made = _repeated(op, operands, results, inner=True)
+    made = _repeated(op, operands, results, "({name} {copy})")
     if op.kwargs.get("output_size") is None:
         return made
     return replace(made, counts={"output_size": f"d{int(dim) % len(operands[0].shape)}"})
 
 
-def _repeated(op: Op, operands: Metas, results: Metas, *, inner: bool) -> OpFactors:
-    before, after = operands[0].shape, results[0].shape
-    offset = len(after) - len(before)
-    named = [*((),) * offset, *_named(operands[0])]
-    copies = [n // size for n, size in zip(after, (*(1,) * offset, *before), strict=True)]
-    made: list[tuple[str, ...]] = []
-    for d, (name, count) in enumerate(zip(named, copies, strict=True)):
-        copy = (f"c{d}",) if count != 1 else ()
-        made.append((*name, *copy) if inner else (*copy, *name))
-    sizes = {f"d{d}": n for d, n in enumerate(before) if n != 1}
-    kinds: dict[str, Kind] = dict.fromkeys(sizes, "map")
-    for d, count in enumerate(copies):
-        if count != 1:
-            sizes[f"c{d}"], kinds[f"c{d}"] = count, "whole"
-    return OpFactors(
-        operands=(_named(operands[0]),),
-        results=(tuple(made),),
-        sizes=sizes,
-        kinds=kinds,
-        linear=(frozenset({0}),) if operands[0].dtype.is_floating_point else (),
-    )
+def _repeated(op: Op, operands: Metas, results: Metas, dim: str) -> OpFactors:
+    names = _names(operands[0])
+    offset = len(results[0].shape) - len(names)
+    made = [f"c{d}" for d in range(offset)]
+    made += [dim.format(name=name, copy=f"c{d}") for d, name in enumerate(names, offset)]
+    return ein(
+        spec_of([names], [made]),
+        whole="c.*",
+        sizes=dict(zip(names, operands[0].shape, strict=True)),  # also those of one element
+        linear=together(operands),
+    )(op, operands, results)
 
 
 def pad_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Dims that are padded or cropped, listed as pairs from the last dim on."""
     padded = {k // 2 for k, amount in enumerate(op.args[1]) if amount}
-    return _whole_dims(operands, results, {len(operands[0].shape) - 1 - k for k in padded})
+    whole = {len(operands[0].shape) - 1 - k for k in padded}
+    return _whole_dims(op, operands, results, whole)
 
 
 def matmul_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -314,44 +234,21 @@ def matmul_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     return ein(spec, linear=[[0], [1]], flops=2.0)(op, operands, results)
 
 
-def arange_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    """Values depend on the position: made whole."""
-    sizes: dict[str, int] = {}
-    outs = bind("*y", results, sizes)
-    ins = tuple(tuple(() for _ in meta.shape) for meta in operands)
-    kinds: dict[str, Kind] = dict.fromkeys(sizes, "whole")
-    return OpFactors(operands=ins, results=outs, sizes=sizes, kinds=kinds)
-
-
-def triangle_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    """tril/triu: positions matter in the last two dims."""
-    return ein("*b m n -> *b m n", whole="m n")(op, operands, results)
-
-
 def unfold_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Windows along a dim, each a new last dim: by windows where they lie side by side."""
     dim, size, step = (int(n) for n in op.args[1:4])
     shape = operands[0].shape
     dim %= len(shape)
-    names = [f"d{d}" for d in range(len(shape))]
+    names = _names(operands[0])
     tiled = step == size and shape[dim] % size == 0
     before, after = [*names], [*names]
     before[dim], after[dim] = ("(n w)" if tiled else "whole"), "n"
     return ein(
-        f"{' '.join(before)} -> {' '.join(after)} w",
+        spec_of([before], [[*after, "w"]]),
         whole="w whole" if tiled else "w whole n",
         sizes={"w": size},
         linear=[[0]],
     )(op, operands, results)
-
-
-def _of_pairs(spec: str) -> Rule:
-    """Pairs of reals as complex numbers, and back: the pair is whole."""
-
-    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
-        return replace(ein(spec, whole="pair")(op, operands, results), view=True)
-
-    return rule
 
 
 def _fourier(default: int | tuple[int, int] | None) -> Rule:
@@ -374,20 +271,22 @@ FOURIER = {
     for kind in ("", "i", "r", "ir", "h", "ih")
     for suffix, default in (("", -1), ("2", (-2, -1)), ("n", None))
 }
+MADE_WHOLE = ein("*x, *x, *x -> *y", whole="x.* y.*")
 SHUFFLES: Mapping[str, Rule] = MappingProxyType({
     **dict.fromkeys(PERMUTATIONS, transpose_rule),
     **dict.fromkeys(("expand", "expand_as"), expand_rule),
     **dict.fromkeys(ALONG_DIM, along_dim_rule),
     **dict.fromkeys(("slice_scatter", "select_scatter"), scatter_rule),
     **dict.fromkeys(("pad", "constant_pad_nd"), pad_rule),
-    **dict.fromkeys(("arange", "scalar_tensor", "linspace", "eye"), arange_rule),
-    **dict.fromkeys(("tril_indices", "triu_indices"), arange_rule),
-    **dict.fromkeys(("tril", "triu"), triangle_rule),
+    # values depend on the position: made whole
+    **dict.fromkeys(("arange", "scalar_tensor", "linspace", "eye"), MADE_WHOLE),
+    **dict.fromkeys(("tril_indices", "triu_indices"), MADE_WHOLE),
+    **dict.fromkeys(("tril", "triu"), ein("*b m n -> *b m n", whole="m n")),
     **FOURIER,
     "repeat": repeat_rule,
     "repeat_interleave": repeat_interleave_rule,
-    "view_as_complex": _of_pairs("*d pair -> *d"),
-    "view_as_real": _of_pairs("*d -> *d pair"),
+    "view_as_complex": ein("*d pair -> *d", whole="pair", view=True),
+    "view_as_real": ein("*d -> *d pair", whole="pair", view=True),
     "glu": glu_rule,
     "matmul": matmul_rule,
     "unfold": unfold_rule,

@@ -17,7 +17,8 @@ from typing import Literal
 
 import torch
 
-from meshwright.costmodel.graph import Op, Ref, argument, short_name
+from meshwright.costmodel.fp8 import SIDE
+from meshwright.costmodel.graph import Graph, Op, Ref, argument, short_name
 
 DrawKind = Literal[
     "dropout", "channel dropout", "attention dropout",
@@ -228,10 +229,33 @@ def traits_of_target(target: str) -> Traits:
     return TRAITS.get(short_name(target), ORDINARY)
 
 
+def is_fp8(graph: Graph, op: Op) -> bool:
+    """Whether "fp8" multiplies an operator's operands in 8 bits: a layer's product with a parameter
+    whose sides are multiples of `SIDE`, plus a vector or nothing."""
+    product = traits_of(op).product
+    if product is None or op.name not in graph.in_layers:
+        return False
+    if op.kwargs or len(op.args) != len(op.operands):  # factors of the sum
+        return False
+    weight, x = op.operands[product.weight], op.operands[product.x]
+    shape = graph.values[weight].shape
+    vector = len(op.operands) < 3 or len(graph.values[op.operands[product.bias]].shape) == 1
+    return (
+        weight in graph.parameters
+        and x not in graph.parameters
+        and len(shape) == 2
+        and all(side % SIDE == 0 for side in shape)
+        and len(graph.values[x].shape) >= 2
+        and vector
+    )
+
+
 def draws(op: Op) -> bool:
     """Whether a call draws random numbers: dropouts only in training, and with a chance to drop."""
     draw = traits_of(op).draw
-    return _random(op.target) if draw is None or draw.when is None else draw.when(op)
+    if draw is None or draw.when is None:
+        return tagged(op.target, torch.Tag.nondeterministic_seeded)
+    return draw.when(op)
 
 
 def is_causal(op: Op) -> bool:
@@ -274,9 +298,8 @@ def runs_as_reshape(op: Op) -> bool:
 
 
 @functools.cache
-def _random(target: str) -> bool:
-    """By torch's own tag."""
-    namespace, name, overload = target.split(".")
-    packet = getattr(getattr(torch.ops, namespace), name, None)
-    found = getattr(packet, overload, None)
-    return found is not None and torch.Tag.nondeterministic_seeded in found.tags
+def tagged(target: str, tag: torch.Tag) -> bool:
+    """Whether torch tags an operator so."""
+    namespace, name, overload = [*target.split("."), "default"][:3]
+    found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    return found is not None and tag in found.tags

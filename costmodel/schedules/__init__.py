@@ -22,8 +22,7 @@ from meshwright.costmodel.schedules.table import SCHEDULES, Schedule, stages_of_
 
 __all__ = [
     "SCHEDULES", "Action", "Early", "Event", "Instruction", "Message", "Moment", "PipelineShape",
-    "Schedule",
-    "StageTimes", "Streams", "Timeline",
-    "backward_follows_forward", "build_schedule", "chrome_trace", "early_parts", "event_of",
-    "in_flight", "least_in_flight", "moments", "simulate", "stages_of_devices",
+    "Schedule", "StageTimes", "Streams", "Timeline", "backward_follows_forward", "build_schedule",
+    "chrome_trace", "early_parts", "event_of", "in_flight", "least_in_flight", "moments",
+    "simulate", "stages_of_devices",
 ]  # fmt: skip

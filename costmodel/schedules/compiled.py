@@ -17,17 +17,18 @@ they activations or gradients and whichever stages they belong to.
 """
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-from meshwright.costmodel.schedules.errors import ScheduleError
-from meshwright.costmodel.schedules.schedule import Action, Instruction, Streams
+from meshwright.costmodel.schedules.orders import Action
+from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, Streams
 
 
 class TimeSlot(IntEnum):
-    """Kind of seconds of a stage: a pass, a part of one, or once-per-step work."""
+    """Kind of seconds of a stage: a pass, a part of one, or once-per-step work; those of computes
+    are named as their `Action`."""
 
     FORWARD = 0
     OVERLAPPED_FORWARD = 1
@@ -38,12 +39,6 @@ class TimeSlot(IntEnum):
     OPTIMIZER = 6
 
 
-_SLOT_OF = {
-    Action.FORWARD: TimeSlot.FORWARD,
-    Action.BACKWARD: TimeSlot.BACKWARD,
-    Action.BACKWARD_INPUT: TimeSlot.BACKWARD_INPUT,
-    Action.BACKWARD_WEIGHT: TimeSlot.BACKWARD_WEIGHT,
-}
 NOTHING = -1  # the index of the zero at the end of the seconds
 
 
@@ -72,13 +67,9 @@ class Program:
         return sum(map(len, self.stages_of))
 
 
-def program_of(streams: Sequence[Sequence[Instruction]]) -> Program:
-    """The program of the streams; those of `build_schedule` are compiled once."""
-    return _compiled(streams) if isinstance(streams, Streams) else _Compiler(streams).run()
-
-
 @lru_cache(maxsize=64)
-def _compiled(streams: Streams) -> Program:
+def program_of(streams: Streams) -> Program:
+    """The program of the streams, which are compiled once."""
     return _Compiler(streams).run()
 
 
@@ -95,7 +86,7 @@ class _Link:
 class _Compiler:
     """Each device's position and last node, the messages under way, and the program so far."""
 
-    def __init__(self, streams: Sequence[Sequence[Instruction]]) -> None:
+    def __init__(self, streams: Streams) -> None:
         self.streams = streams
         self.stages_of = _stages_of(streams)
         self.device_of = {s: d for d, stages in enumerate(self.stages_of) for s in stages}
@@ -146,9 +137,9 @@ class _Compiler:
             self.position[device] += 1
 
     def _compute(self, device: int, instruction: Instruction) -> None:
-        slot = (
-            TimeSlot.OVERLAPPED_FORWARD if instruction.overlapped else _SLOT_OF[instruction.action]
-        )
+        slot = TimeSlot[instruction.action.name]
+        if instruction.overlapped:
+            slot = TimeSlot.OVERLAPPED_FORWARD
         index = self._occupy(device, instruction, slot)
         self.computes[device][index] += 1
         self.last_computes[device] = self.last[device]
@@ -178,8 +169,7 @@ class _Compiler:
             self.ready.append(link.destination_device)
 
     def _receive(self, device: int, instruction: Instruction) -> bool:
-        """Let the device's next node wait for the next message of the link, or say that it has not
-        been sent yet."""
+        """Let the device's next node wait for the next message, if that was sent."""
         link = self._link(instruction)
         if not link.inbox:
             link.receiver_waits = True
@@ -248,7 +238,7 @@ class _Compiler:
                 )
 
 
-def _stages_of(streams: Sequence[Sequence[Instruction]]) -> tuple[tuple[int, ...], ...]:
+def _stages_of(streams: Streams) -> tuple[tuple[int, ...], ...]:
     """The stages of each stream, which must be 0, 1, .. in all, each of one stream."""
     stages_of = tuple(tuple(sorted({each.stage for each in stream})) for stream in streams)
     owned = sorted(stage for stages in stages_of for stage in stages)

@@ -18,20 +18,14 @@ the senders' early parts (`arriving`), which it takes and drops. All devices the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import Instruction, Streams
 
-_ENDS = (
-    Action.BACKWARD,
-    Action.BACKWARD_INPUT,
-    Action.BACKWARD_WEIGHT,
-    Action.RECV_GRADIENT,
-    Action.REDUCE_GRADIENTS,
-)
+_FORWARDS = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
 _Message = tuple[int, int, int]  # source stage, destination stage, micro-batch
 
 
@@ -44,19 +38,11 @@ class Early:
     arriving: tuple[Instruction, ...]
 
 
-def early_parts(streams: Sequence[Sequence[Instruction]]) -> tuple[Early, ...]:
-    """The early part of each device's stream; those of `build_schedule` are found once."""
-    return _known(streams) if isinstance(streams, Streams) else _found(streams)
-
-
 @lru_cache(maxsize=64)
-def _known(streams: Streams) -> tuple[Early, ...]:
-    return _found(streams)
-
-
-def _found(streams: Sequence[Sequence[Instruction]]) -> tuple[Early, ...]:
+def early_parts(streams: Streams) -> tuple[Early, ...]:
+    """The early part of each device's stream."""
     counts = [
-        next((n for n, each in enumerate(stream) if each.action in _ENDS), len(stream))
+        next((n for n, each in enumerate(stream) if each.action not in _FORWARDS), len(stream))
         for stream in streams
     ]
     while True:
@@ -81,7 +67,7 @@ def _found(streams: Sequence[Sequence[Instruction]]) -> tuple[Early, ...]:
     )
 
 
-def _sent(streams: Sequence[Iterable[Instruction]], counts: Sequence[int]) -> set[_Message]:
+def _sent(streams: Streams, counts: Sequence[int]) -> set[_Message]:
     """The messages that are sent in the first so many instructions of each device."""
     return {
         (each.stage, each.peer, each.microbatch)

@@ -11,9 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from meshwright.costmodel.schedules.errors import ScheduleError
 from meshwright.costmodel.schedules.orders import Action, Compute
-from meshwright.costmodel.schedules.schedule import Instruction, build_schedule
+from meshwright.costmodel.schedules.schedule import (
+    RECEIVES,
+    SENDS,
+    Instruction,
+    ScheduleError,
+    build_schedule,
+)
 from meshwright.costmodel.schedules.table import (
     SCHEDULES,
     check_count,
@@ -22,8 +27,6 @@ from meshwright.costmodel.schedules.table import (
 )
 from meshwright.costmodel.target import POSTED_AHEAD
 
-_RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
-_SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 _FIRST = (Action.BACKWARD, Action.BACKWARD_INPUT)
 _LAST = (Action.BACKWARD, Action.BACKWARD_WEIGHT)
 
@@ -77,18 +80,19 @@ def in_flight(
     name: str, *, stage: int, num_stages: int, num_microbatches: int, num_devices: int | None = None
 ) -> int:
     """Peak number of micro-batches in flight on `stage`: from their F to the end of their backward,
-    which is W where the backward is split. Raises ValueError as `build_schedule`, and for a stage
-    that is not in the pipeline."""
+    which is W where the backward is split; by default each device has one stage. Raises ValueError
+    as `build_schedule`, and for a stage that is not in the pipeline."""
+    num_devices = num_stages if num_devices is None else num_devices
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     check_count("num_microbatches", num_microbatches)
     if not 0 <= stage < num_stages:
         raise ScheduleError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
     most = SCHEDULES[name].in_flight
-    if most is not None and len(placed) == num_stages:
+    if most is not None and num_devices == num_stages:
         return min(most(stage, num_stages, num_microbatches), num_microbatches)
     (device,) = (d for d, stages in enumerate(placed) if stage in stages)
     found = moments(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=len(placed)
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
     )
     at = placed[device].index(stage)
     return max(one.active[at] + one.put_off[at] for one in found[device])
@@ -136,16 +140,16 @@ def _moments(
 def _followed(stages: Sequence[int], stream: Sequence[Compute | Instruction]) -> Iterator[Moment]:
     active, put_off = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
     done, begun = dict.fromkeys(stages, False), dict.fromkeys(stages, False)
-    receives = [_message(i) for i in stream if i.action in _RECEIVES]
+    receives = [_message(i) for i in stream if i.action in RECEIVES]
     ends = {i.stage: i.microbatch for i in stream if i.action in _LAST}
     taken, posted, sending = 0, list[Message](), list[Message]()
     for instruction in stream:
         action, stage = instruction.action, instruction.stage
-        if action in _RECEIVES:
+        if action in RECEIVES:
             taken += 1
             posted = receives[taken : taken + POSTED_AHEAD]
             continue
-        if action in _SENDS:
+        if action in SENDS:
             sending = [_message(instruction)]
             continue
         if action is Action.FORWARD:  # what follows holds as much

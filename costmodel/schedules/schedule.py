@@ -20,27 +20,10 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import overload
 
-from meshwright.costmodel.schedules.errors import ScheduleError
 from meshwright.costmodel.schedules.orders import Action, Compute
-from meshwright.costmodel.schedules.table import (
-    SCHEDULES,
-    Schedule,
-    compute_orders,
-    stages_of_devices,
-)
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "Instruction",
-    "Schedule",
-    "Streams",
-    "backward_follows_forward",
-    "build_schedule",
-    "stages_of_devices",
-]
+from meshwright.costmodel.schedules.table import compute_orders, stages_of_devices
+from meshwright.profiles.inputs import MeshwrightError
 
 _SYMBOLS = {
     Action.FORWARD: "F",
@@ -53,8 +36,16 @@ _SYMBOLS = {
     Action.RECV_GRADIENT: "recvB",
     Action.REDUCE_GRADIENTS: "reduce",
 }
-_SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
-_RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
+SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
+RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
+
+
+class ScheduleError(MeshwrightError):
+    """Streams, times or a stage graph that are no pipeline: says which of them, and what lacks."""
+
+    PLACE = "pipeline schedule"
+    LEGAL = "streams that compute each stage once and receive what is sent, with times for each"
+    WAY_OUT = "take a schedule of SCHEDULES, or mend the streams"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +65,7 @@ class Instruction:
     overlapped: bool = False
 
     def __post_init__(self) -> None:
-        if (self.peer is not None) != (self.action in _SENDS or self.action in _RECEIVES):
+        if (self.peer is not None) != (self.action in SENDS or self.action in RECEIVES):
             raise ScheduleError(
                 f"{self.action.value} on stage {self.stage} has peer={self.peer}: sends and "
                 f"receives name the other stage as peer, all other actions have peer=None"
@@ -91,30 +82,19 @@ class Instruction:
             return symbol
         if self.peer is None:
             return f"{symbol}{self.microbatch}"
-        arrow = "->" if self.action in _SENDS else "<-"
+        arrow = "->" if self.action in SENDS else "<-"
         return f"{symbol}{self.microbatch}{arrow}{self.peer}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Streams(Sequence[tuple[Instruction, ...]]):
+class Streams(tuple[tuple[Instruction, ...], ...]):
     """The instruction streams of one training step, one per device.
 
     Equal to itself only, so that what is derived from the streams is cached without comparing them.
     """
 
-    of_devices: tuple[tuple[Instruction, ...], ...]
-
-    def __len__(self) -> int:
-        return len(self.of_devices)
-
-    @overload
-    def __getitem__(self, device: int) -> tuple[Instruction, ...]: ...
-    @overload
-    def __getitem__(self, device: slice) -> tuple[tuple[Instruction, ...], ...]: ...
-    def __getitem__(
-        self, device: int | slice
-    ) -> tuple[Instruction, ...] | tuple[tuple[Instruction, ...], ...]:
-        return self.of_devices[device]
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
 
 def build_schedule(
@@ -122,22 +102,18 @@ def build_schedule(
     *,
     num_stages: int,
     num_microbatches: int,
-    edges: Collection[tuple[int, int]] | None = None,
-    num_devices: int | None = None,
+    edges: Collection[tuple[int, int]],
+    num_devices: int,
     paired: bool = False,
 ) -> Streams:
     """The instruction streams of one training step, one per device.
 
     `edges` are the (source, destination) stages that exchange activations forward and gradients
-    backward, each source before its destination; by default each stage with the next.
-    `num_devices` may be left out where the schedule fixes the number of stages per device. With
-    `paired` forwards and backwards that the schedule pairs run as one thing. The
-    streams of equal arguments are built once. Raises ValueError for an unknown schedule, a count
-    below 1, stages that do not go evenly on the devices, or an edge that does not point forward.
+    backward, each source before its destination. With `paired` forwards and backwards that the
+    schedule pairs run as one thing. The streams of equal arguments are built once. Raises
+    ValueError for an unknown schedule, a count below 1, stages that do not go evenly on the
+    devices, or an edge that does not point forward.
     """
-    if edges is None:
-        copies = SCHEDULES[name].pipelines(num_stages) if name in SCHEDULES else [range(num_stages)]
-        edges = [edge for stages in copies for edge in pairwise(stages)]
     return _build(name, num_stages, num_microbatches, frozenset(edges), num_devices, paired)
 
 
@@ -147,12 +123,12 @@ def _build(
     num_stages: int,
     num_microbatches: int,
     edges: frozenset[tuple[int, int]],
-    num_devices: int | None,
+    num_devices: int,
     paired: bool,
 ) -> Streams:
     placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     orders = compute_orders(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=len(placed)
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
     )
     device_of = {stage: device for device, stages in enumerate(placed) for stage in stages}
     sources: list[list[int]] = [[] for _ in range(num_stages)]
@@ -169,7 +145,7 @@ def _build(
             destinations[source].append(destination)
     if not paired:
         orders = tuple(tuple(c._replace(overlapped=False) for c in order) for order in orders)
-    return Streams(tuple(tuple(_stream(order, sources, destinations)) for order in orders))
+    return Streams(tuple(_stream(order, sources, destinations)) for order in orders)
 
 
 def _stream(

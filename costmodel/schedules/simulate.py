@@ -63,8 +63,8 @@ from typing import Any
 
 from meshwright.costmodel.schedules.compiled import Program, TimeSlot, program_of
 from meshwright.costmodel.schedules.early import early_parts
-from meshwright.costmodel.schedules.errors import ScheduleError
-from meshwright.costmodel.schedules.schedule import Action, Instruction
+from meshwright.costmodel.schedules.orders import Action
+from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, Streams
 
 _COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
 
@@ -144,7 +144,7 @@ class Timeline:
         """
         return max(self.span_s, default=0.0)
 
-    def validated_s(self, streams: Sequence[Sequence[Instruction]], verdict_s: float) -> float:
+    def validated_s(self, streams: Streams, verdict_s: float) -> float:
         """`period_s` of steps that are validated afterwards: the verdict takes `verdict_s` from the
         last reduction on, and each device waits for it behind its early forwards (`early_parts`).
         `streams` are those that were simulated."""
@@ -182,28 +182,18 @@ class Timeline:
         available_s = len(self.busy_s) * (period_s - once_s)
         return max(0.0, 1.0 - sum(self.busy_s) / available_s) if available_s > 0 else 0.0
 
-    def idle_s(self, device: int) -> float:
-        """Seconds of the pipeline in which `device` computes nothing."""
-        return self.pipeline_s - self.busy_s[device]
-
     @cached_property
     def events(self) -> tuple[Event, ...]:
         """All computes, sends and reductions, by start."""
-        program, end_s = self._program, self._end_s
-        events = [
-            _event(
-                instruction,
-                slot=TimeSlot(index % len(TimeSlot))
-                if index < program.num_stages * len(TimeSlot)
-                else None,
-                start_s=_start_s(program, end_s, n),
-                end_s=end_s[n],
-            )
-            for n, (instruction, (_, _, index)) in enumerate(
-                zip(program.instructions, program.steps, strict=True), start=1
-            )
-            if instruction is not None
-        ]
+        program, end_s, events = self._program, self._end_s, list[Event]()
+        optimizers = range(TimeSlot.OPTIMIZER, program.num_stages * len(TimeSlot), len(TimeSlot))
+        for n, instruction in enumerate(program.instructions, start=1):
+            if instruction is None:
+                continue
+            event = event_of(instruction, start_s=_start_s(program, end_s, n), end_s=end_s[n])
+            if program.steps[n - 1][2] in optimizers:
+                event = replace(event, track="compute", name="optimizer")
+            events.append(event)
         return tuple(sorted(events, key=attrgetter("start_s", "stage", "track")))
 
     def chrome_trace(self) -> dict[str, Any]:
@@ -259,9 +249,7 @@ def chrome_trace(
 
 
 def simulate(
-    streams: Sequence[Sequence[Instruction]],
-    times: Sequence[StageTimes],
-    transfer_s: Mapping[tuple[int, int], float],
+    streams: Streams, times: Sequence[StageTimes], transfer_s: Mapping[tuple[int, int], float]
 ) -> Timeline:
     """Play the streams of a schedule, one per device, and return what happens when.
 
@@ -337,15 +325,6 @@ def _start_s(program: Program, end_s: Sequence[float], n: int) -> float:
         return 0.0
     first, second, _ = program.steps[n - 1]
     return max(end_s[first], end_s[second])
-
-
-def _event(
-    instruction: Instruction, *, slot: TimeSlot | None, start_s: float, end_s: float
-) -> Event:
-    event = event_of(instruction, start_s=start_s, end_s=end_s)
-    if slot is TimeSlot.OPTIMIZER:
-        return replace(event, track="compute", name="optimizer")
-    return event
 
 
 def event_of(instruction: Instruction, *, start_s: float, end_s: float) -> Event:

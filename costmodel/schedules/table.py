@@ -44,38 +44,52 @@ Stages: TypeAlias = tuple[int, ...]
 VIRTUAL_STAGES = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
+# --- placements ---
+
+
+def _in_turn(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
+    """Stage k on device k mod p."""
+    return tuple(tuple(range(d, num_stages, num_devices)) for d in range(num_devices))
+
+
+def _v_shaped(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
+    """There and back again: stage k on device min(k, 2p - 1 - k)."""
+    return tuple((d, num_stages - 1 - d) for d in range(num_devices))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A pipeline schedule: placement and order of its stages, and how estimates treat it."""
+    """A pipeline schedule: placement and order of its stages, and how estimates treat it; where a
+    record says nothing, as most of them do."""
 
     order: Callable[[DeviceOrder, Sequence[int], int, int, int], None]
     """(order, stages of the device, d, p, m): appends the computes of device d."""
-    placement: Callable[[int, int], tuple[Stages, ...]]
-    """(number of stages, p): the stages of each device, in the order of the data."""
-    stages_per_device: int | None
-    """None where any number is legal."""
-    splits_backward: bool
-    """Whether some backwards are run as I and W."""
-    on_request: bool
-    """Whether the search leaves it out unless it is the only schedule asked for."""
-    in_flight: Callable[[int, int, int], int] | None
-    """(stage, p, m): micro-batches in flight on a stage at most, before the minimum with m, for one
-    stage per device; None where they are counted in the order, which must then repeat itself every
-    p micro-batches from 5 p on."""
     fill_s: Callable[[Floats, Floats, Floats, PipelineShape], Floats]
     """(F, B, W seconds of a stage, shape): seconds that filling and draining adds for each device
     but one, were all stages alike. Of a split backward W is a part of B."""
-    bound_s: Callable[[float, float, int, int], float]
+    bound_s: Callable[[float, float, int, int], float] = fills.bound_of_slowest
     """(seconds per micro-batch of all stages, of the slowest device, m, p): lower bound on the
     step, in seconds."""
-    standard: bool
+    placement: Callable[[int, int], tuple[Stages, ...]] = _in_turn
+    """(number of stages, p): the stages of each device, in the order of the data."""
+    stages_per_device: int | None = 1
+    """None where any number is legal."""
+    in_flight: Callable[[int, int, int], int] | None = None
+    """(stage, p, m): micro-batches in flight on a stage at most, before the minimum with m, for one
+    stage per device; None where they are counted in the order, which must then repeat itself every
+    p micro-batches from 5 p on."""
+    splits_backward: bool = False
+    """Whether some backwards are run as I and W."""
+    on_request: bool = False
+    """Whether the search leaves it out unless it is the only schedule asked for."""
+    standard: bool = False
     """Whether every training framework has it: preferred where another gains next to nothing."""
-    hides_sends: bool
+    hides_sends: bool = True
     """Whether enough micro-batches are in flight for sends to run beside computes."""
-    staggered: bool
+    staggered: bool = False
     """Whether a device ends a step as many forwards later as it begins it, so that nothing waits
     for the first one where steps are validated afterwards."""
-    copies: int
+    copies: int = 1
     """Of the model: stages of one copy after those of the other, each with an equal share of the
     micro-batches."""
 
@@ -112,117 +126,54 @@ class Schedule:
         return (self.stages_per_device,) if virtual_stages in (None, self.stages_per_device) else ()
 
 
-# --- placements ---
-
-
-def _in_turn(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
-    """Stage k on device k mod p."""
-    return tuple(tuple(range(d, num_stages, num_devices)) for d in range(num_devices))
-
-
-def _v_shaped(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
-    """There and back again: stage k on device min(k, 2p - 1 - k)."""
-    return tuple((d, num_stages - 1 - d) for d in range(num_devices))
-
-
 _TABLE: dict[str, Schedule] = {
     "gpipe": Schedule(
         order=orders.gpipe,
-        placement=_in_turn,
-        stages_per_device=1,
-        splits_backward=False,
-        on_request=False,
         in_flight=lambda stage, p, m: m,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
-        hides_sends=True,
-        staggered=False,
-        copies=1,
     ),
     "1f1b": Schedule(
         order=orders.one_f_one_b,
-        placement=_in_turn,
-        stages_per_device=1,
-        splits_backward=False,
-        on_request=False,
         in_flight=lambda stage, p, m: p - stage,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
         standard=True,
         hides_sends=False,
-        staggered=False,
-        copies=1,
     ),
     "eager_1f1b": Schedule(
         order=orders.eager_1f1b,
-        placement=_in_turn,
-        stages_per_device=1,
-        splits_backward=False,
-        on_request=False,
         in_flight=lambda stage, p, m: 2 * (p - stage) - 1,
         fill_s=fills.fill_whole,
         bound_s=fills.bound_of_chain,
-        standard=False,
-        hides_sends=True,
-        staggered=False,
-        copies=1,
     ),
     "interleaved_1f1b": Schedule(
         order=orders.interleaved_1f1b,
-        placement=_in_turn,
         stages_per_device=None,
-        splits_backward=False,
-        on_request=False,
-        in_flight=None,
         fill_s=fills.fill_interleaved,
-        bound_s=fills.bound_of_slowest,
         standard=True,
-        hides_sends=True,
-        staggered=False,
-        copies=1,
     ),
     "zb_h1": Schedule(
         order=orders.zb_h1,
-        placement=_in_turn,
-        stages_per_device=1,
         splits_backward=True,
-        on_request=False,
         in_flight=lambda stage, p, m: p,
         fill_s=fills.fill_less_weights,
-        bound_s=fills.bound_of_slowest,
-        standard=False,
-        hides_sends=True,
-        staggered=False,
-        copies=1,
     ),
     "zb_h2": Schedule(
         order=orders.zb_h2,
-        placement=_in_turn,
-        stages_per_device=1,
         splits_backward=True,
-        on_request=False,
         in_flight=lambda stage, p, m: 2 * p - 1,
         fill_s=fills.fill_less_weights_twice,
-        bound_s=fills.bound_of_slowest,
-        standard=False,
-        hides_sends=True,
         staggered=True,
-        copies=1,
     ),
     "zb_v": Schedule(
         order=orders.zb_v,
         placement=_v_shaped,
         stages_per_device=2,
         splits_backward=True,
-        on_request=False,
-        in_flight=None,
         fill_s=fills.fill_v_shaped,
-        bound_s=fills.bound_of_slowest,
-        standard=False,
-        hides_sends=True,
         staggered=True,
-        copies=1,
     ),
     "dualpipe_v": Schedule(
         order=orders.dualpipe_v,
@@ -230,26 +181,15 @@ _TABLE: dict[str, Schedule] = {
         stages_per_device=2,
         splits_backward=True,
         on_request=True,  # gains on zb_v only where communication hides in another's computation
-        in_flight=None,
         fill_s=fills.fill_less_weights,
-        bound_s=fills.bound_of_slowest,
-        standard=False,
-        hides_sends=True,
-        staggered=False,
-        copies=1,
     ),
     "chimera": Schedule(
         order=orders.chimera,
         placement=_v_shaped,
         stages_per_device=2,
-        splits_backward=False,
         on_request=True,  # holds weights, gradients and states twice
-        in_flight=None,
         fill_s=fills.fill_chimera,
-        bound_s=fills.bound_of_slowest,
-        standard=False,
         hides_sends=False,
-        staggered=False,
         copies=2,
     ),
     "dualpipe": Schedule(
@@ -258,37 +198,21 @@ _TABLE: dict[str, Schedule] = {
         stages_per_device=2,
         splits_backward=True,
         on_request=True,  # holds weights, gradients and states twice
-        in_flight=None,
         fill_s=fills.fill_dualpipe,
-        bound_s=fills.bound_of_slowest,
-        standard=False,
-        hides_sends=True,
-        staggered=False,
         copies=2,
     ),
 }
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_TABLE)
 
 
-def stages_of_devices(
-    name: str, *, num_stages: int, num_devices: int | None = None
-) -> tuple[Stages, ...]:
-    """The stages each device owns, in the order of the data.
-
-    `num_devices` may be left out where the schedule fixes the number of stages per device. Raises
-    ValueError for an unknown schedule, a count below 1, or counts that the schedule cannot place.
-    """
-    schedule = _known(name)
-    check_count("num_stages", num_stages)
+def stages_of_devices(name: str, *, num_stages: int, num_devices: int) -> tuple[Stages, ...]:
+    """The stages each device owns, in the order of the data. Raises ValueError for an unknown
+    schedule, a count below 1, or counts that the schedule cannot place."""
+    if name not in SCHEDULES:
+        raise MeshwrightError(f"={shown(name)}", place="schedule", legal=SCHEDULES)
+    schedule = SCHEDULES[name]
     each = schedule.stages_per_device
-    if num_devices is None:
-        if each is None:
-            raise MeshwrightError(
-                f"={name!r} with num_stages={num_stages} needs num_devices",
-                place="schedule",
-                legal="any divisor of num_stages",
-            )
-        num_devices = max(1, num_stages // each)
+    check_count("num_stages", num_stages)
     check_count("num_devices", num_devices)
     if num_stages % num_devices or each not in (None, num_stages // num_devices):
         per_device = "a whole number of" if each is None else str(each)
@@ -312,7 +236,7 @@ def stages_of_devices(
 
 @lru_cache(maxsize=64)
 def compute_orders(
-    name: str, *, num_stages: int, num_microbatches: int, num_devices: int | None = None
+    name: str, *, num_stages: int, num_microbatches: int, num_devices: int
 ) -> tuple[tuple[Compute, ...], ...]:
     """The computes of each device in one training step, in order. Raises ValueError as
     `stages_of_devices`, and for less than one micro-batch."""
@@ -346,9 +270,3 @@ def check_count(argument: str, value: int) -> None:
     """Raise ValueError for a count below 1."""
     if value < 1:
         raise MeshwrightError(f"={value}", place=argument, legal="a whole number, 1 or more")
-
-
-def _known(name: str) -> Schedule:
-    if name not in SCHEDULES:
-        raise MeshwrightError(f"={shown(name)}", place="schedule", legal=SCHEDULES)
-    return SCHEDULES[name]

@@ -26,22 +26,22 @@ from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import draws, is_causal, traits_of
 from meshwright.costmodel.sharding.data_axis import (
     DataLayout,
+    activations_of,
     leave_gradients_partial,
     sliced_results,
 )
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.sequence import shift_of
 from meshwright.costmodel.sharding.strategies import (
-    PARTIAL,
     REPLICATE,
     RP,
     Placement,
     R,
     Strategy,
     divides,
+    least_communication,
     replicated,
     strategies,
-    transition,
 )
 
 ContextKind = Literal["all_gather", "ring", "ulysses"]
@@ -75,7 +75,8 @@ def context_layout(
         at |= dict(zip(op.results, strategy.results, strict=True))
         if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
             gathered.append(op.key)
-            at |= _split_again(graph, table, op, degree)
+            if table.sequence is not None and divides(table, table.sequence, degree):
+                at |= sliced_results(graph, table, op, table.sequence)
         elif attends_by_heads(table, op, strategy):
             at |= sliced_results(graph, table, op, table.sequence)
     leave_gradients_partial(graph, chosen, at)
@@ -178,27 +179,11 @@ def _choose(
 ) -> Strategy:
     """The least communication; of as much, the tokens split."""
     only = -1 if table.sequence is None else table.sequence
-    matmul = table.ops[op.name].matmul
-
-    def effort(item: tuple[int, Strategy]) -> tuple[int, bool, int, int]:
-        order, option = item
-        collectives = 99 * (matmul and option.name.startswith(PARTIAL))
-        agreeing = 0
-        for value, target in zip(op.operands, option.operands, strict=True):
-            if value in graph.parameters:
-                continue
-            kinds = transition(at[value], target)
-            backward = graph.values[value].requires_grad
-            collectives += 99 if kinds is None else bool(kinds[0]) + bool(kinds[1] and backward)
-            agreeing += at[value].sharded and at[value] == target
-        return (collectives, not option.split_factor, -agreeing, order)
-
-    return min(enumerate(strategies(graph, table, op, degree, only=only)), key=effort)[1]
-
-
-def _split_again(graph: Graph, table: FactorTable, op: Op, degree: int) -> dict[str, Placement]:
-    """The results of which each rank goes on with its tokens."""
-    atom = table.sequence
-    if atom is None or not divides(table, atom, degree):
-        return {}
-    return sliced_results(graph, table, op, atom)
+    return least_communication(
+        table,
+        op,
+        strategies(graph, table, op, degree, only=only),
+        activations_of(graph, op, at),
+        gradients=[value for value in op.operands if graph.values[value].requires_grad],
+        splitting=True,
+    )

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import (
-    PARTIAL,
     REPLICATE,
     RP,
     P,
     Placement,
     R,
     Strategy,
+    least_communication,
     strategies,
-    transition,
 )
 
 
@@ -46,7 +45,8 @@ def data_layout(graph: Graph, table: FactorTable, degree: int) -> DataLayout:
     chosen: dict[str, Strategy] = {}
     gathered: list[str] = []
     for op in (*graph.derived, *graph.ops):
-        strategy = _choose(graph, table, op, degree, at)
+        options = strategies(graph, table, op, degree, only=table.batch if degree > 1 else -1)
+        strategy = least_communication(table, op, options, activations_of(graph, op, at))
         chosen[op.name] = strategy
         at |= dict(zip(op.results, strategy.results, strict=True))
         if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
@@ -69,28 +69,9 @@ def sliced_results(
     return {v: Placement("S", *place) for v, place in found.items() if place is not None}
 
 
-def _choose(
-    graph: Graph, table: FactorTable, op: Op, degree: int, at: Mapping[str, Placement]
-) -> Strategy:
-    """The batch split where an operand carries it; partial results carried through linear
-    operators."""
-    options = strategies(graph, table, op, degree, only=table.batch if degree > 1 else -1)
-    matmul = table.ops[op.name].matmul
-
-    def effort(item: tuple[int, Strategy]) -> tuple[int, int, int]:
-        order, option = item
-        collectives = 99 * (matmul and option.name.startswith(PARTIAL))
-        for value, target in zip(op.operands, option.operands, strict=True):
-            if value in graph.parameters:
-                continue
-            kinds = transition(at[value], target)
-            collectives += 99 if kinds is None else sum(bool(k) for k in kinds)
-        agreeing = sum(
-            at[v].sharded and at[v] == t for v, t in zip(op.operands, option.operands, strict=True)
-        )
-        return (collectives, -agreeing, order)
-
-    return min(enumerate(options), key=effort)[1]
+def activations_of(graph: Graph, op: Op, at: Mapping[str, Placement]) -> dict[str, Placement]:
+    """The states of an operator's operands that are no parameters."""
+    return {value: at[value] for value in op.operands if value not in graph.parameters}
 
 
 def leave_gradients_partial(

@@ -155,7 +155,7 @@ def analyse(graph: Graph) -> FactorTable:
         ops[op.name], letters[op.name], bad = _link(graph, op, dims, atoms)
         if bad:
             broken[op.name] = bad
-        if batched and batched[0] and not _has_rule(op, ops[op.name]):
+        if batched and batched[0] and not has_rule(op, ops[op.name]):
             _pass_batch(graph, op, dims, atoms, batched[0][0])
     for name, bad in broken.items():
         whole: dict[str, Kind] = dict.fromkeys(bad, "whole")
@@ -187,7 +187,8 @@ def analyse(graph: Graph) -> FactorTable:
     )
 
 
-def _has_rule(op: Op, made: OpFactors) -> bool:
+def has_rule(op: Op, made: OpFactors) -> bool:
+    """Whether more is known of a call than that it runs in full on every rank."""
     return made.known and not (traits_of(op).leaf and not leaf_of(op).rule)
 
 

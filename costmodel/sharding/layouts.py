@@ -19,15 +19,14 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import (
     ALIASES,
     DISPLAY,
-    PARTIAL,
     RP,
     Placement,
     R,
     Strategy,
     indivisible,
+    least_communication,
     splitting_degrees,
     strategies,
-    transition,
 )
 from meshwright.profiles.inputs import MeshwrightError, shown
 
@@ -113,47 +112,30 @@ class BlockLayouts:
         """All choices from a few. `entries` by operator name (or parameter value name); `inputs`
         are the states of the block's input activations (R where absent). Values `leaving` the stage
         are replicated whatever their entry says, so that one glob serves all repeats of a block."""
-        entries = {**entries, **self._without_state(entries, leaving)}
         chosen: dict[str, Strategy] = {}
         at: dict[str, Placement] = {name: inputs.get(name, R) for name in self.block.inputs}
+        decided: dict[str, Placement] = {}
         for op in self.block.ops:
-            entry = entries.get(op.name, Entry())
-            chosen[op.name] = (
-                self.named(op, entry.strategy) if entry.strategy else self._follow(op, at)
-            )
-            for k, (value, placement) in enumerate(
-                zip(op.results, chosen[op.name].results, strict=True)
-            ):
-                at[value] = entry.state if entry.state and k == 0 else placement
-        states = self._states(chosen, entries)
-        return Assignment(strategies=chosen, states=states)
-
-    def _without_state(
-        self, entries: Mapping[str, Entry], leaving: Collection[str]
-    ) -> dict[str, Entry]:
-        return {
-            op.name: Entry(strategy=entries[op.name].strategy)
-            for op in self.block.ops
-            if op.name in entries and op.results[0] in leaving
-        }
-
-    def _states(
-        self, chosen: Mapping[str, Strategy], entries: Mapping[str, Entry]
-    ) -> dict[str, Placement]:
-        states: dict[str, Placement] = {}
-        for op in self.block.ops:
-            entry = entries.get(op.name, Entry())
-            for k, (value, placement) in enumerate(
-                zip(op.results, chosen[op.name].results, strict=True)
-            ):
-                default = default_state(
-                    placement, self.targets(value, chosen), value in self.block.outputs
-                )
-                states[value] = entry.state if entry.state and k == 0 else default
+            entry, first = entries.get(op.name, Entry()), op.results[0]
+            strategy = self.named(op, entry.strategy) if entry.strategy else self._follow(op, at)
+            chosen[op.name] = strategy
+            at |= dict(zip(op.results, strategy.results, strict=True))
+            if entry.state and first not in leaving:
+                at[first] = decided[first] = entry.state
         for value in self.block.parameters:
-            explicit = entries.get(value, Entry()).state
-            states[value] = explicit or stored_state(self.targets(value, chosen))
-        return states
+            if stored := entries.get(value, Entry()).state:
+                decided[value] = stored
+        return Assignment(strategies=chosen, states={**self._defaults(chosen), **decided})
+
+    def _defaults(self, chosen: Mapping[str, Strategy]) -> dict[str, Placement]:
+        """The states of all results and parameters where nothing else is decided."""
+        states = {
+            value: default_state(made, self.targets(value, chosen), value in self.block.outputs)
+            for op in self.block.ops
+            for value, made in zip(op.results, chosen[op.name].results, strict=True)
+        }
+        stored = {v: stored_state(self.targets(v, chosen)) for v in self.block.parameters}
+        return states | stored
 
     def named(self, op: Op, name: str) -> Strategy:
         """The strategy of that name; a factor's bare name means its first divisible atom."""
@@ -186,27 +168,8 @@ class BlockLayouts:
         )
 
     def _follow(self, op: Op, at: Mapping[str, Placement]) -> Strategy:
-        """The strategy with the least communication for the activations as they come, sharded
-        before replicated where equal; partial results are not carried through matrix products."""
-        matmul = self.table.ops[op.name].matmul
-
-        def effort(item: tuple[int, Strategy]) -> tuple[int, int, int]:
-            order, option = item
-            collectives = 0
-            for value, target in zip(op.operands, option.operands, strict=True):
-                if value not in at:
-                    continue
-                kinds = transition(at[value], target)
-                collectives += 99 if kinds is None else sum(bool(k) for k in kinds)
-            carried = option.name.startswith(PARTIAL) and matmul
-            agreeing = sum(
-                at[v].sharded and at[v] == t
-                for v, t in zip(op.operands, option.operands, strict=True)
-                if v in at
-            )
-            return (collectives + 99 * carried, -agreeing, order)
-
-        return min(enumerate(self.options(op)), key=effort)[1]
+        """The strategy with the least communication for the activations as they come."""
+        return least_communication(self.table, op, self.options(op), at)
 
     # --- compressing ---
 
@@ -214,25 +177,20 @@ class BlockLayouts:
         """The decisions that `complete` would not find by itself."""
         entries: dict[str, Entry] = {}
         chosen = assignment.strategies
+        defaults = self._defaults(chosen)
         at: dict[str, Placement] = {name: inputs.get(name, R) for name in self.block.inputs}
         for op in self.block.ops:
             follows = self._follow(op, at).name == chosen[op.name].name
-            state: Placement | None = None
-            for k, (value, placement) in enumerate(
-                zip(op.results, chosen[op.name].results, strict=True)
-            ):
-                at[value] = placement
-                default = default_state(
-                    placement, self.targets(value, chosen), value in self.block.outputs
-                )
-                if k == 0 and assignment.states[value] != default:
-                    state = at[value] = assignment.states[value]
+            at |= dict(zip(op.results, chosen[op.name].results, strict=True))
+            state, first = None, op.results[0]
+            if assignment.states[first] != defaults[first]:
+                state = at[first] = assignment.states[first]
             if state or not follows:
                 entries[op.name] = Entry(
                     strategy=None if follows else chosen[op.name].name, state=state
                 )
         for value in self.block.parameters:
-            if assignment.states[value] != stored_state(self.targets(value, chosen)):
+            if assignment.states[value] != defaults[value]:
                 entries[value] = Entry(state=assignment.states[value])
         return entries
 

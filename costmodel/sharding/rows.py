@@ -16,9 +16,8 @@ tells nothing of its dims, nothing is claimed, and what it makes is taken for a 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -28,13 +27,14 @@ from meshwright.costmodel.rules import (
     Dims,
     OpFactors,
     is_pointwise,
-    leaf_of,
     row_reduction,
     signature_of,
+    takes_batch_statistics,
     traits_of,
+    updates_statistics,
 )
-from meshwright.costmodel.sharding.factors import FactorTable
-from meshwright.costmodel.sharding.padding import counting_nothing
+from meshwright.costmodel.sharding.factors import FactorTable, has_rule
+from meshwright.profiles.inputs import MeshwrightError
 
 TotalKind = Literal["sum", "mean", "max", "min"]
 # reductions of raw inputs that are put together from those of micro-batches
@@ -192,7 +192,7 @@ class _Reader:
             return self._all(op, SHARE) if not rows and _affine(op, made, shares) else self._met(op)
         if row_reduction(op):
             return self._row_loss(op, rows)
-        if not made.known or (traits_of(op).leaf and not leaf_of(op).rule):
+        if not has_rule(op, made):
             return self._without_rule(op)
         return self._of_rows(op, made, rows)
 
@@ -290,24 +290,21 @@ class _Reader:
         return None
 
     def _mapped(self, made: OpFactors, dims: Dims, letter: str, before: int) -> _State:
-        for d, letters in enumerate(dims):
-            if letter in letters:
-                major = math.prod(made.sizes[n] for n in letters[: letters.index(letter)])
-                return _Rows(d, major * before)
-        return UNKNOWN
+        place = made.place(dims, letter)
+        return _Rows(place[0], place[1] * before) if place else UNKNOWN
 
     def _joined(self, op: Op, rows: Mapping[int, _Rows]) -> _State | None:
         """Batches joined in their dim, as (batch, row)."""
-        if op.short != "cat" or {s.dim for s in rows.values()} != {self._dim(op)}:
+        if op.short != "cat":
+            return None
+        dim = int(argument(op, 1, "dim", 0)) % len(self.graph.values[op.operands[0]].shape)
+        if {s.dim for s in rows.values()} != {dim}:
             return None
         shapes = {self.graph.values[v].shape for v in op.operands}
         if len(rows) < len(op.operands) or len(shapes) > 1 or len(set(rows.values())) > 1:
             return UNKNOWN
         first = rows[0]
         return _Rows(first.dim, first.before * len(rows))
-
-    def _dim(self, op: Op) -> int:
-        return int(argument(op, 1, "dim", 0)) % len(self.graph.values[op.operands[0]].shape)
 
     def _whole(self, op: Op, rows: Mapping[int, _Rows]) -> list[_State]:
         """An operator along the batch: some give whole batches, or each row at its own place."""
@@ -343,11 +340,10 @@ class _Reader:
         if state.before != 1 or not self._counts_up(index):
             return self._met(op)
         made, position = self.table.ops[op.name], op.operands.index(index, 1)
-        found = self._letters(made, {position: _Rows(self._long_dim(index))})
+        shape = self.graph.values[index].shape
+        longest = max(range(len(shape)), key=shape.__getitem__)
+        found = self._letters(made, {position: _Rows(longest)})
         return self._met(op) if found is None else [self._mapped(made, made.results[0], *found)]
-
-    def _long_dim(self, value: str) -> int:
-        return max(range(len(shape := self.graph.values[value].shape)), key=shape.__getitem__)
 
     def _counts_up(self, value: str) -> bool:
         """Whether a value is 0, 1, ... to the number of rows."""
@@ -380,3 +376,141 @@ def is_number(argument: Any) -> bool:
 def _numbers(op: Op) -> Iterator[float]:
     """The numbers among an operator's positional arguments."""
     return (a for a in op.args if is_number(a))
+
+
+# --- the number of rows as a plain number ---------------------------------------------------------
+
+
+def with_numbers_of(graph: Graph, whole: Graph) -> Graph:
+    """A graph with the plain numbers of the same model traced at other rows, where they are no
+    sizes of tensors: a loss divided by the number of rows is divided by that of the whole batch.
+    Raises ValueError where the two are of other operators."""
+    old, new = ([op for op in (*g.derived, *g.ops) if _has_numbers(op)] for g in (graph, whole))
+    if [op.target for op in old] != [op.target for op in new]:
+        raise MeshwrightError(
+            f"the model runs other operators on {graph.batch_size} rows than on "
+            f"{whole.batch_size}, so that what its loss is divided by can't be told",
+            place="num_microbatches",
+            legal="1, where the rows of a micro-batch change what is run",
+            way_out="num_microbatches=1 keeps the batch together",
+        )
+    found = {a.name: _with_numbers(a, b) for a, b in zip(old, new, strict=True)}
+    return replace(
+        graph,
+        ops=tuple(found.get(op.name, op) for op in graph.ops),
+        derived=tuple(found.get(op.name, op) for op in graph.derived),
+        constants={
+            name: whole.constants.get(name, x) if x.numel() == 1 else x
+            for name, x in graph.constants.items()
+        },
+        blocks=tuple(
+            replace(block, ops=tuple(found.get(op.name, op) for op in block.ops))
+            for block in graph.blocks
+        ),
+    )
+
+
+def same_numbers(graph: Graph, other: Graph) -> bool:
+    """Whether two graphs of a model, traced at other rows, have the same plain numbers where they
+    are no sizes of tensors: nothing is divided by the number of rows."""
+    return _plain(graph) == _plain(other)
+
+
+def _plain(graph: Graph) -> list[object]:
+    ops = [op for op in (*graph.derived, *graph.ops) if _has_numbers(op)]
+    single = [x.item() for x in graph.constants.values() if x.numel() == 1]
+    return [*single, *((op.target, [a for a in op.args if is_number(a)]) for op in ops)]
+
+
+def _has_numbers(op: Op) -> bool:
+    """Whether its plain numbers are no sizes."""
+    size = {"full": 0, "new_full": 1}.get(op.short)
+    single = size is not None and not op.args[size]
+    return single or is_pointwise(op) or op.short == "scalar_tensor"
+
+
+def _with_numbers(op: Op, other: Op) -> Op:
+    pairs = zip(op.args, other.args, strict=True)
+    return replace(op, args=tuple(b if is_number(b) else a for a, b in pairs))
+
+
+# --- rows that fill up a smaller batch ------------------------------------------------------------
+
+# operators that move labels and flags, and leave them what they are
+MOVES = SAME_ELEMENTS | {"slice", "pad", "constant_pad_nd", "transpose", "permute"}
+COMPARES = frozenset({"eq", "ne", "lt", "le", "gt", "ge"})
+# operators that replace numbers under flags: of integers alone, as a row of which all is masked has
+# no softmax
+REPLACES = frozenset({"masked_fill", "where"})
+
+Filling = tuple[str, int]  # an input, and what its rows are filled with
+
+
+def counting_nothing(graph: Graph, ends: Iterable[Op]) -> Mapping[str, int] | None:
+    """The inputs (by path) that keep rows from counting, each with what these are filled with; None
+    where rows would count all the same.
+
+    `ends` are the operators at which rows come together on the way to the loss. Each is a loss of
+    class numbers that are inputs, moved at most, or a sum of what such labels or a mask among the
+    inputs make zero. Nothing else may look up by them, and no row may leave a trace in a buffer.
+    """
+    calls = (*graph.derived, *graph.ops)
+    if graph.updates or any(takes_batch_statistics(o) or updates_statistics(o) for o in calls):
+        return None
+    maker = {v: op for op in calls for v in op.results}
+    found: dict[str, int] = {}
+    ended = set()
+    for op in ends:
+        if row_reduction(op) and graph.values[op.operands[1]].dtype.is_floating_point:
+            return None  # probabilities of classes, of which none is ignored
+        filling = _filling(op, maker)
+        if filling is None or filling[0] not in graph.batched:
+            return None
+        if found.setdefault(*filling) != filling[1]:
+            return None
+        ended.add(op.name)
+    moved = set(found)
+    for op in calls:
+        if moved.isdisjoint(op.operands) or op.name in ended or op.short == "mul":
+            continue
+        if op.short in REPLACES and not graph.values[op.results[0]].dtype.is_floating_point:
+            continue
+        if op.short not in MOVES | COMPARES:
+            return None
+        moved.update(op.results)
+    return {graph.inputs[name]: filled for name, filled in found.items()} if found else None
+
+
+def _filling(end: Op, maker: Mapping[str, Op]) -> Filling | None:
+    """What keeps rows from counting where they come together."""
+    if row_reduction(end):
+        return _source(end.operands[1], maker), int(argument(end, 4, "ignore_index", -100))
+    return _zero(end.operands[0], maker) if end.short == "sum" else None
+
+
+def _zero(value: str, maker: Mapping[str, Op]) -> Filling | None:
+    """What makes the rows of a value zero."""
+    op = maker.get(value)
+    if op is None:
+        return value, 0
+    if op.short in MOVES or op.short in ("sum", "neg", "div"):
+        return _zero(op.operands[0], maker)
+    if op.short == "ne" and len(op.operands) == 1 and isinstance(op.args[1], int):
+        return _source(op.operands[0], maker), op.args[1]
+    if op.short == "mul":
+        flags = [_source(v, maker) for v in op.operands]
+        each = [v for v, flag in zip(op.operands, flags, strict=True) if _zero_at(flag, maker)]
+        return _zero(each[0], maker) if each else None
+    return None
+
+
+def _zero_at(value: str, maker: Mapping[str, Op]) -> bool:
+    """Whether a value is an input, or flags of one."""
+    return value not in maker or maker[value].short == "ne"
+
+
+def _source(value: str, maker: Mapping[str, Op]) -> str:
+    """What a value was before it was moved."""
+    while value in maker and maker[value].short in MOVES:
+        value = maker[value].operands[0]
+    return value

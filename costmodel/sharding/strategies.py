@@ -15,12 +15,14 @@ last rank what is left, which must not be nothing. The largest part is what is p
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules import Dims
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -175,46 +177,36 @@ def _split(graph: Graph, table: FactorTable, op: Op, letter: str, atom: int) -> 
     kind = made.kinds[letter]
     summed = kind in ("sum", "mean")
 
-    def place(value: str, dims: Sequence[tuple[str, ...]]) -> Placement | None:
-        d = next(d for d, names in enumerate(dims) if letter in names)
-        atoms = table.dims[value][d]
-        if atoms.count(atom) != 1:
-            return None
-        before = 1
-        for other in atoms[: atoms.index(atom)]:
-            before *= table.sizes[other]
-        return Placement("S", d, before)
+    def state(value: str, dims: Dims, without: Placement | None) -> Placement | None:
+        """Split at the atom; `without`, where the tensor does not have the factor."""
+        for d, names in enumerate(dims):
+            if letter in names:
+                atoms = table.dims[value][d]
+                before = math.prod(table.sizes[a] for a in takewhile(lambda a: a != atom, atoms))
+                return Placement("S", d, before) if atoms.count(atom) == 1 else None
+        return without
 
-    operands: list[Placement] = []
-    for i, (value, dims) in enumerate(zip(op.operands, made.operands, strict=True)):
-        if any(letter in names for names in dims):
-            at = place(value, dims)
-            if at is None:
-                return None
-            operands.append(at)
-        elif summed and i in made.pinned:
-            operands.append(P)
-        else:
-            partial_gradient = graph.values[value].requires_grad and kind != "inner"
-            operands.append(RP if partial_gradient else R)
-    results: list[Placement] = []
-    for value, dims in zip(op.results, made.results, strict=True):
-        if any(letter in names for names in dims):
-            at = place(value, dims)
-            if at is None:
-                return None
-            results.append(at)
-        elif kind == "map":
-            return None
-        else:
-            results.append(P if summed else R)
+    needed = [R if kind == "inner" else _whole(graph, value) for value in op.operands]
+    if summed:
+        needed = [P if i in made.pinned else at for i, at in enumerate(needed)]
+    left = [None if kind == "map" else P if summed else R] * len(op.results)
+    operands = [*map(state, op.operands, made.operands, needed)]
+    found = [*operands, *map(state, op.results, made.results, left)]
+    states = tuple(at for at in found if at is not None)
+    if len(states) < len(found):
+        return None
     return Strategy(
         name=letter,
-        operands=tuple(operands),
-        results=tuple(results),
+        operands=states[: len(operands)],
+        results=states[len(operands) :],
         split_factor=letter,
         implementation=made.implementations.get(letter, ""),
     )
+
+
+def _whole(graph: Graph, value: str) -> Placement:
+    """A whole operand of an operator of which each rank runs a part."""
+    return RP if graph.values[value].requires_grad else R
 
 
 def _partial(graph: Graph, table: FactorTable, op: Op) -> list[Strategy]:
@@ -223,9 +215,7 @@ def _partial(graph: Graph, table: FactorTable, op: Op) -> list[Strategy]:
     found = []
     for k, group in enumerate(made.linear):
         operands = tuple(
-            P
-            if i in group or i in made.pinned
-            else (RP if graph.values[value].requires_grad else R)
+            P if i in group or i in made.pinned else _whole(graph, value)
             for i, value in enumerate(op.operands)
         )
         name = PARTIAL if k == 0 else f"{PARTIAL}.{k}"
@@ -267,3 +257,34 @@ def stays_with_experts(
     experts, whichever rank the tokens are on."""
     by_copy = any(p.sharded and p.dim < COPY_DIMS for p in (source, target))
     return by_copy and source != target and value in table.copies
+
+
+def least_communication(
+    table: FactorTable,
+    op: Op,
+    options: Sequence[Strategy],
+    at: Mapping[str, Placement],
+    *,
+    gradients: Collection[str] | None = None,
+    splitting: bool = False,
+) -> Strategy:
+    """The strategy with the least communication for the operands `at` their states (others are
+    free), with that of their `gradients`, by default of all; of as much, where `splitting` one that
+    splits, then that which keeps most shards. Partial results are not carried through matrix
+    products."""
+    matmul = table.ops[op.name].matmul
+
+    def effort(item: tuple[int, Strategy]) -> tuple[int, bool, int, int]:
+        order, option = item
+        collectives = 99 * (matmul and option.name.startswith(PARTIAL))
+        agreeing = 0
+        for value, target in zip(op.operands, option.operands, strict=True):
+            if value not in at:
+                continue
+            kinds = transition(at[value], target)
+            backward = gradients is None or value in gradients
+            collectives += 99 if kinds is None else bool(kinds[0]) + bool(kinds[1] and backward)
+            agreeing += at[value].sharded and at[value] == target
+        return (collectives, splitting and not option.split_factor, -agreeing, order)
+
+    return min(enumerate(options), key=effort)[1]

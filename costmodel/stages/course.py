@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Literal, TypeAlias
 
 from meshwright.costmodel.blocks.backward import Moment
@@ -115,8 +116,8 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
         left = gradients.live if not last or count == 1 else left
     most: dict[Pass, _Most] = {
         "first": firsts[0],
-        "later": max(firsts[1:-1] or firsts[-1:], key=_nbytes),
-        "second": max(seconds[:-1] or seconds, key=_nbytes),
+        "later": max(firsts[1:-1] or firsts[-1:], key=attrgetter("nbytes")),
+        "second": max(seconds[:-1] or seconds, key=attrgetter("nbytes")),
         "last": firsts[-1],
         "end": seconds[-1],
     }
@@ -141,14 +142,9 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
     )
 
 
-def _nbytes(most: _Most) -> float:
-    return most.nbytes
-
-
 def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float) -> _Most:
     """The most bytes at once in a backward of blocks that keep all of one micro-batch at first.
-    Gradients that were received (`seeds`) are held to its end; the last block's moments have
-    them."""
+    Gradients that were received (`seeds`) are held to its end, in the last block's moments."""
     held, found = math.fsum(block.kept for block in blocks), _Most()
     for number, block in reversed([*enumerate(blocks)]):
         whole = held + block.passing

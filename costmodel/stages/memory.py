@@ -16,6 +16,7 @@ blocks of a plan (`course.py`) is an estimate of a few buckets here.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -29,8 +30,7 @@ from meshwright.costmodel.memory import (
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import buffer_bytes
-from meshwright.costmodel.stages.away import Sent
-from meshwright.costmodel.stages.offload import blocks_here, sent_gradients, weights_there
+from meshwright.costmodel.stages.offload import Sent, blocks_here, sent_gradients, weights_there
 from meshwright.costmodel.stages.sums import (
     FIRST,
     GROWN,
@@ -43,11 +43,13 @@ from meshwright.costmodel.stages.sums import (
 )
 from meshwright.costmodel.target import SCATTERED_AT_ONCE, SENT_AT_ONCE
 
+A = TypeVar("A", float, Floats)
+
 RESERVED_COMMUNICATORS = 2  # whose buffers are in `Device.reserved_bytes`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
+class StageMemory(Generic[A]):
     """Bytes of a stage: of `fixed_bytes` the weights that are computed with are `weight_bytes`;
     beyond those and what micro-batches keep, in the first backward of a step (`first_bytes`, with
     its gradients) and in a later one (`later_bytes`, beside `gradient_bytes`), in the first half of
@@ -57,18 +59,18 @@ class StageMemory:
     (`end_bytes`), where that is known; in the optimizer's step (`step_bytes`, with gradients); the
     `put_off_bytes` of a micro-batch between both halves."""
 
-    weight_bytes: Floats
-    fixed_bytes: Floats
-    gradient_bytes: Floats
-    first_bytes: Floats
-    later_bytes: Floats
-    begun_bytes: Floats
-    half_bytes: Floats
-    second_bytes: Floats
-    last_bytes: Floats
-    end_bytes: Floats
-    step_bytes: Floats
-    put_off_bytes: Floats
+    weight_bytes: A
+    fixed_bytes: A
+    gradient_bytes: A
+    first_bytes: A
+    later_bytes: A
+    begun_bytes: A
+    half_bytes: A
+    second_bytes: A
+    last_bytes: A
+    end_bytes: A
+    step_bytes: A
+    put_off_bytes: A
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ def secondary_bytes(setting: Setting) -> float:
 
 def stage_memory(
     sums: Sums, setting: Setting, repeated: Recompute, kept: Floats, sent: Sent
-) -> StageMemory:
+) -> StageMemory[Floats]:
     """The memory of stages whose micro-batches keep so much on the device, beside what they have
     `sent` to the host's memory."""
     # ranks that a parameter is divided among, on average: experts among fewer than the rest

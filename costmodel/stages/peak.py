@@ -17,14 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.schedules import Action, Message, Moment, moments, stages_of_devices
+from meshwright.costmodel.stages.memory import A
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.stages.sums import Floats
 from meshwright.profiles.cluster import Cluster
 
+PARTS = (
+    "weights", "gradients", "optimizer", "activations", "buffers", "transient", "reserved",
+)  # fmt: skip
 
-def room_bytes(cluster: Cluster, stages: int = 1) -> float:
-    """Bytes of a device that tensors may take, or each of the stages that share it evenly."""
-    return cluster.device.usable_bytes / stages
+
+def room_bytes(cluster: Cluster) -> float:
+    """Bytes of a device that tensors may take."""
+    return cluster.device.usable_bytes
 
 
 class InFlight(NamedTuple):
@@ -38,15 +43,7 @@ class InFlight(NamedTuple):
     split: bool | NDArray[np.bool_] = False
 
 
-@overload
-def stage_bytes(kept_bytes: float, activation_bytes: float, in_flight: float) -> float: ...
-@overload
-def stage_bytes(
-    kept_bytes: Floats, activation_bytes: Floats, in_flight: float | Floats
-) -> Floats: ...
-def stage_bytes(
-    kept_bytes: float | Floats, activation_bytes: float | Floats, in_flight: float | Floats
-) -> float | Floats:
+def stage_bytes(kept_bytes: A, activation_bytes: A, in_flight: A | float) -> A:
     """Bytes that stages hold with so many micro-batches in flight."""
     return kept_bytes + in_flight * activation_bytes
 
@@ -83,9 +80,8 @@ def fits(used_bytes: float | Floats, room: float) -> bool | NDArray[np.bool_]:
 class Peak:
     """The most bytes at once, and when: in the instruction (`action`) of a `stage`, the `first` of
     its kind, the `last` one or another, in the backward of its `block` of that number, where that
-    is known; or in the optimizer's step, no action. `parts` of them are weights, states of the
-    optimizer, activations that are kept, gradients, buffers of messages and what is reserved; the
-    rest is there in passing."""
+    is known; or in the optimizer's step, no action. `parts` of them by name (`PARTS`); the rest is
+    there in passing."""
 
     nbytes: float
     action: Action | None
@@ -94,6 +90,21 @@ class Peak:
     parts: Mapping[str, float]
     last: bool = False
     block: int | None = None
+
+    @property
+    def by_part(self) -> dict[str, float]:
+        """Bytes of all parts, whose sum they are.
+
+        `weights` that are computed with, trained or not; `gradients` of parameters; states of the
+        `optimizer`; `activations` that micro-batches in flight keep; `buffers` of messages; in
+        passing (`transient`) what is made again, the gradients of activations, gathered weights and
+        the like; `reserved` for the device's context and communicators, and on a CPU the caller's
+        batch.
+        """
+        found = dict.fromkeys(PARTS, 0.0) | {**self.parts}
+        rest = self.nbytes - sum(found.values())
+        found["activations"] += min(rest, 0.0)  # which the backward has let go of until then
+        return found | {"transient": max(rest, 0.0)}
 
 
 def device_peaks(
@@ -182,8 +193,3 @@ def _with_states(peak: Peak, stages: Sequence[StageCosts[float]], reserved: floa
     reserved += max(each.communicator_bytes for each in stages)
     states = {"weights": weights, "optimizer": fixed - weights, "reserved": reserved}
     return replace(peak, nbytes=peak.nbytes + fixed + reserved, parts={**peak.parts, **states})
-
-
-def shortfall_bytes(peaks: Sequence[int], cluster: Cluster) -> list[int]:
-    """Bytes by which each device group's peak exceeds its devices' memory; 0 where it fits."""
-    return [max(0, peak - cluster.device.memory_bytes) for peak in peaks]

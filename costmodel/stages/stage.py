@@ -7,7 +7,7 @@ A pass in which the device works for d seconds and the host needs h to issue it 
 as parts of it wait for the one and parts for the other: the longer of both where they differ, 19 %
 more where they are equal (fitted to vTrain's single-node rows). Where the device is the host (a
 CPU), it does one after the other. Both last as long as on the slowest node of the cluster
-(`costmodel/errors.py`). Communication that runs beside compute c seconds long costs
+(`costmodel/intervals.py`). Communication that runs beside compute c seconds long costs
 
     beside(compute, c) = max(compute + slowdown · min(compute, c), c)
 
@@ -19,34 +19,37 @@ ZeRO-1's and 2's gathering of updated weights behind the first forward. The last
 and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
 reduction among replicas joins what is scattered in a step's last backward, or follows it. On a CPU
 nothing is hidden: all its cores compute, and they are what moves the bytes. What lies in host
-memory is on its way like what ZeRO gathers and scatters (`offload.py`); of activations that lie
-there see `away.py`.
+memory is on its way like what ZeRO gathers and scatters, or beside other blocks (`offload.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Literal, TypeAlias
 
 import numpy as np
 
-from meshwright.costmodel.errors import slowest_of
+from meshwright.costmodel.intervals import slowest_of
 from meshwright.costmodel.memory import optimizer_step_bytes, undo_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.stages.away import Sent, sent_evenly
-from meshwright.costmodel.stages.memory import StageMemory, communicator_bytes, stage_memory
-from meshwright.costmodel.stages.offload import HostCosts, host_bandwidth, host_costs, sends_each
+from meshwright.costmodel.stages.memory import A, StageMemory, communicator_bytes, stage_memory
+from meshwright.costmodel.stages.offload import (
+    HostCosts,
+    Sent,
+    host_bandwidth,
+    host_costs,
+    sends_each,
+    sent_evenly,
+)
 from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
-
-A = TypeVar("A", float, Floats)
 
 Where: TypeAlias = Literal["forward", "backward", "step"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageCosts(Generic[A]):
+class StageCosts(StageMemory[A]):
     """Costs of a stage on one rank: floats, or of several stages arrays of one shape.
 
     Seconds per micro-batch (`*_s`; `weight_s` is part of `backward_s`), once per step (`reduce_s`,
@@ -66,21 +69,9 @@ class StageCosts(Generic[A]):
     interpolated_s: A
     reduce_s: A
     optimizer_s: A
-    weight_bytes: A
-    fixed_bytes: A
-    gradient_bytes: A
-    first_bytes: A
-    later_bytes: A
-    begun_bytes: A
-    half_bytes: A
-    second_bytes: A
-    last_bytes: A
-    end_bytes: A
-    step_bytes: A
     communicator_bytes: A
     several: A
     activation_bytes: A
-    put_off_bytes: A
     parameters: A
     host_bytes: A
     away_bytes: A
@@ -167,8 +158,7 @@ def _issued(device: Floats, host: Floats) -> Floats:
 
 
 def _hidden(sums: Sums, target: Target) -> tuple[Floats, Floats]:
-    """Seconds of the exchange between experts that pass behind another micro-batch's compute, in
-    both passes."""
+    """Seconds of both passes' exchange of tokens behind another micro-batch's compute."""
     part = target.overlap_experts
     forward, backward = sums.forward_exchange_s, sums.backward_exchange_s
     return (
@@ -241,8 +231,7 @@ def _data_axis(
 def _host_link(
     sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: HostCosts
 ) -> Iterator[Beside]:
-    """What goes to the host and comes from it below ZeRO-3, beside ZeRO's gathers and the reduction
-    of gradients."""
+    """What goes to the host and comes from it below ZeRO-3."""
     added, none = _hiding(sums, setting), np.zeros(())
 
     def more(where: Where, column: str, compute: Floats, comm: Floats = none) -> Beside:

@@ -50,35 +50,29 @@ class Recompute:
     gather_s: Floats = field(default_factory=lambda: np.zeros(()))
 
     def __add__(self, other: Recompute) -> Recompute:
+        both = {name: (getattr(self, name), getattr(other, name)) for name in _REPEATED}
         return Recompute(
-            seconds=self.seconds + other.seconds,
-            comm_s=self.comm_s + other.comm_s,
-            host_s=self.host_s + other.host_s,
-            freed_bytes=self.freed_bytes + other.freed_bytes,
-            excess=np.maximum(self.excess, other.excess),
-            put_off_bytes=self.put_off_bytes + other.put_off_bytes,
-            gather_s=self.gather_s + other.gather_s,
+            **{
+                name: np.maximum(*pair) if name == "excess" else np.add(*pair)
+                for name, pair in both.items()
+            }
         )
 
     def together(self) -> Recompute:
         """That of all blocks of the last axis."""
+        columns = {name: getattr(self, name) for name in _REPEATED}
         return Recompute(
-            seconds=self.seconds.sum(axis=-1),
-            comm_s=self.comm_s.sum(axis=-1),
-            host_s=self.host_s.sum(axis=-1),
-            freed_bytes=self.freed_bytes.sum(axis=-1),
-            excess=self.excess.max(axis=-1),
-            put_off_bytes=self.put_off_bytes.sum(axis=-1),
-            gather_s=self.gather_s.sum(axis=-1),
+            **{
+                name: own.max(axis=-1) if name == "excess" else own.sum(axis=-1)
+                for name, own in columns.items()
+            }
         )
 
 
+_REPEATED = tuple(each.name for each in fields(Recompute))
 _ZERO: Floats = np.zeros(())
 NO_RECOMPUTE = Recompute(
-    seconds=_ZERO,
-    comm_s=_ZERO,
-    host_s=_ZERO,
-    freed_bytes=_ZERO,
+    **dict.fromkeys(("seconds", "comm_s", "host_s", "freed_bytes"), _ZERO),
     excess=np.zeros(len(Excess._fields)),
 )
 
@@ -113,10 +107,10 @@ class Sums:
     leading axes; each named column has their shape.
 
     First what each recompute policy would run again, then seconds as in `Cost`, parameters and
-    bytes as in `BlockPrice`; of blocks that can't be in a segment the number and what they keep.
-    The last columns (`MAXIMA`) are no sums: of all blocks the most
-    parameters that ZeRO moves at once and elements of one of them, the parameters of the first
-    block, and the excess of a backward.
+    bytes as in `BlockPrice` and `PassPrice`; of blocks that can't be in a segment the number and
+    what they keep. The last columns (`MAXIMA`) are no sums: of all blocks the most parameters that
+    ZeRO moves at once and elements of one of them, the parameters of the first block, and the
+    excess of a backward.
     """
 
     __slots__ = ("array",)
@@ -276,17 +270,7 @@ class Sums:
 
     def joined(self) -> Sums:
         """Sums of all of these blocks one after the other, (K,): of one run, 0-d."""
-        found = Sums(self.array.sum(axis=0))
-        found.array[_LARGEST] = self.array[:, _LARGEST].max(axis=0)
-        found.first_parameters = self.first_parameters[0]
-        following = np.append(self.first_parameters[1:], 0.0)
-        behind = self._let_go()[::-1].cumsum(axis=0)[::-1]  # of a block and those behind it
-        before = self._followed(following)[:-1] - behind[1:]
-        last = self.excess[-1]
-        excess = np.concatenate([before, last[None]]).max(axis=0)
-        excess[EDGE] = last[EDGE]
-        found.excess = excess
-        return found
+        return self.spans(np.array([0]), np.array([len(self)]))[0]
 
     def shared_out(self, numbers: NDArray[np.int64]) -> Sums:
         """Sums of an equal part of one run, for each number of parts: (N,); maxima stay."""
@@ -426,19 +410,18 @@ _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(Cost._fields))
 
 def block_sums(price: BlockPrice) -> Sums:
     """A block's contribution to the sums of its stage."""
-    sums = Sums.zeros().costing(price.cost, price.repeats)
-    sums.parameters = price.parameters
+    passes, sums = price.passes, Sums.zeros().costing(price.cost, price.passes.repeats)
+    sums.parameters = sums.first_parameters = price.parameters
     sums.largest_parameters, sums.largest_numel = price.unit_parameters, price.largest_numel
     sums.shard_parameters = price.shard_parameters
     sums.frozen_bytes = price.frozen_bytes
-    sums.saved_bytes = price.saved_bytes
-    sums.input_bytes = price.input_bytes
-    sums.put_off_bytes, sums.regathered_bytes = price.put_off_bytes
+    sums.saved_bytes = passes.saved_bytes
+    sums.input_bytes = passes.input_bytes
+    sums.put_off_bytes, sums.regathered_bytes = passes.put_off_bytes
     sums.blocks = 1.0
-    if not price.segmented:
-        sums.alone_blocks, sums.alone_bytes = 1.0, price.saved_bytes
-    sums.first_parameters = price.parameters
-    sums.excess = np.array([price.excess[policy] for policy in RECOMPUTE]).T
+    if not passes.segmented:
+        sums.alone_blocks, sums.alone_bytes = 1.0, passes.saved_bytes
+    sums.excess = np.array([passes.excess[policy] for policy in RECOMPUTE]).T
     return sums
 
 
@@ -447,9 +430,8 @@ def parameter_sums(pricer: Pricer, value: str, state: Placement) -> Sums:
     sums = Sums.zeros().costing(pricer.parameter_cost(value, state), {})
     if pricer.graph.values[value].requires_grad:
         numel = pricer.numel(value, state)
-        sums.parameters = numel
+        sums.parameters = sums.first_parameters = numel
         sums.shard_parameters = numel / pricer.parameters.shard_count(value, state)
-        sums.first_parameters = numel
     else:
         sums.frozen_bytes = pricer.nbytes(value, state)
     return sums

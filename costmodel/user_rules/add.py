@@ -22,11 +22,11 @@ from meshwright.costmodel.rules import (
     words,
 )
 from meshwright.costmodel.rules import registry as rules
-from meshwright.costmodel.rules import user as user_rules
 from meshwright.costmodel.user_rules.verify import (
     Fault,
     Trial,
     faults,
+    first_line,
     meta_of,
     random_operands,
     splits,
@@ -95,7 +95,7 @@ def rule(
             legal="one rule",
             way_out="pass override=True to use yours in its place",
         )
-    user_rules.GIVEN[target] = given
+    rules.GIVEN[target] = given
 
 
 def target_of(operator: Any) -> str:
@@ -219,7 +219,7 @@ def verified(graph: Graph) -> Graph:
     does not hold."""
     notes: dict[str, None] = {}
     for op in (*graph.derived, *graph.ops):
-        given = user_rules.given_for(op.target)
+        given = rules.given_for(op.target)
         if given is None:
             continue
         operands = [graph.values[v] for v in op.operands]
@@ -259,7 +259,7 @@ def _verify_call(given: UserRule, op: Op, operands: Sequence[TensorMeta], made: 
             try:
                 trial = Trial.of(call, random_operands(small, dtype), needs)
             except Exception as error:  # noqa: BLE001 - any: the next trial may run
-                why = f"{type(error).__name__}: {(str(error) or '-').splitlines()[0]}"
+                why = first_line(error)
                 continue
             return _judge(given, call, trial)
     return why

@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from meshwright.costmodel.graph import Op, TensorMeta, map_refs
-from meshwright.costmodel.rules import OpFactors, divided, leaf_of, traits_of
+from meshwright.costmodel.rules import Dims, OpFactors, divided, leaf_of, overload, traits_of
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 
@@ -60,8 +60,7 @@ def called(op: Op, operands: Tensors) -> list[torch.Tensor]:
         return list(leaf_of(op).program(operands))
     given = iter(operands)
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(given))
-    namespace, name, overload = op.target.split(".")
-    made = getattr(getattr(getattr(torch.ops, namespace), name), overload)(*args, **kwargs)
+    made = overload(op.target)(*args, **kwargs)
     return [made] if isinstance(made, torch.Tensor) else list(made)
 
 
@@ -164,7 +163,7 @@ class Trial:
                 for k in range(parts)
             ]
         except Exception as error:  # noqa: BLE001 - the operator's own; it is the finding
-            return Fault(factor=factor, kind=kind, what=f"a part does not run: {_first(error)}")
+            return Fault(factor=factor, kind=kind, what=f"a part does not run: {first_line(error)}")
         for what in self._differences(made, factor, runs, share):
             return Fault(factor=factor, kind=kind, what=what)
         return None
@@ -182,7 +181,9 @@ class Trial:
                 for k in range(parts)
             ]
         except Exception as error:  # noqa: BLE001 - the operator's own; it is the finding
-            return Fault(factor=name, kind="partial", what=f"a part does not run: {_first(error)}")
+            return Fault(
+                factor=name, kind="partial", what=f"a part does not run: {first_line(error)}"
+            )
         for k, whole in enumerate(self.whole.results):
             if off := self._error([_total([run.results[k] for run in runs])], whole):
                 return Fault(factor=name, kind="partial", what=f"result {k} {off}")
@@ -197,14 +198,9 @@ class Trial:
         return None
 
     def _cut(
-        self,
-        x: torch.Tensor,
-        dims: Sequence[tuple[str, ...]],
-        made: OpFactors,
-        factor: str,
-        parts: int,
+        self, x: torch.Tensor, dims: Dims, made: OpFactors, factor: str, parts: int
     ) -> list[torch.Tensor]:
-        place = place_of_factor(dims, made.sizes, factor)
+        place = made.place(dims, factor)
         return [cut_dim(x, *place, parts, k) for k in range(parts)] if place else []
 
     def _differences(
@@ -213,7 +209,7 @@ class Trial:
         summed = made.kinds[factor] in ("sum", "mean")
         for k, (result, dims) in enumerate(zip(self.whole.results, made.results, strict=True)):
             found: Sequence[torch.Tensor | None] = [run.results[k] for run in runs]
-            if place := place_of_factor(dims, made.sizes, factor):
+            if place := made.place(dims, factor):
                 found = [_joined(found, *place)]
             elif summed:
                 total = _total(found)
@@ -224,7 +220,7 @@ class Trial:
             if whole is None:
                 continue
             found = [run.gradients[i] for run in runs]
-            if place := place_of_factor(dims, made.sizes, factor):
+            if place := made.place(dims, factor):
                 found = [_joined(found, *place)]
             elif not (summed and i in made.pinned):
                 found = [_total(found)]
@@ -270,20 +266,6 @@ def _differentiated(op: Op, operands: Tensors, cotangents: Tensors) -> tuple[tup
     return none, perform(op, operands, None, none)
 
 
-def place_of_factor(
-    dims: Sequence[tuple[str, ...]], sizes: Mapping[str, int], factor: str
-) -> tuple[int, int] | None:
-    """(dim, product of the sizes before it in that dim) of a factor; None where a tensor has it
-    not."""
-    for d, names in enumerate(dims):
-        if factor in names:
-            split = 1
-            for name in names[: names.index(factor)]:
-                split *= sizes[name]
-            return d, split
-    return None
-
-
 def faults(trial: Trial, made: OpFactors, degrees: Sequence[int] = (2,)) -> list[Fault]:
     """Every split, into as many parts as one of `degrees`, and every partial form that a rule
     allows and that does not hold: at most one fault for each."""
@@ -315,8 +297,10 @@ def _total(pieces: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.stack(there).sum(0) if there else None
 
 
-def _first(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+def first_line(error: Exception) -> str:
+    """An operator's own error, for a message."""
+    line = (str(error).strip().splitlines() or ["-"])[0]
+    return f"{type(error).__name__}: {line[:200]}"
 
 
 def random_operands(metas: Sequence[TensorMeta], dtype: torch.dtype | None) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules import (
     draws,
     is_causal,
+    overload,
     runs_as_reshape,
     traits_of,
     updates_statistics,
@@ -91,8 +92,7 @@ def callable_of(op: Op) -> Any:
     """What an operator calls where nothing stands in for it."""
     if runs_as_reshape(op):  # a shard's memory need not allow a view
         return torch.ops.aten.reshape.default
-    namespace, name, overload = op.target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    return overload(op.target)
 
 
 def _deferred(call: Call, context: Context) -> Replacement | None:

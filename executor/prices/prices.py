@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.errors import slowest_of
+from meshwright.costmodel.intervals import slowest_of
 from meshwright.costmodel.kernels import (
     Group,
     attention_seconds,

@@ -16,7 +16,7 @@ def explained(report: Report, pattern: str) -> list[Explained]:
     nothing."""
     details = report.details
     assert details is not None  # this process priced the plan
-    return instead(report.plan, details.problem, details.assignments, pattern)
+    return instead(details.evaluation, details.problem, pattern)
 
 
 LEGEND = """How to read it

@@ -7,11 +7,5 @@ from meshwright.planner.alternatives.lighter import lighter, with_advice
 from meshwright.planner.alternatives.what_if import with_sequences
 
 __all__ = [
-    "Answers",
-    "Explained",
-    "explain_search",
-    "instead",
-    "lighter",
-    "with_advice",
-    "with_sequences",
-]
+    "Answers", "Explained", "explain_search", "instead", "lighter", "with_advice", "with_sequences",
+]  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from meshwright.planner.alternatives.families import Family, families
 from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, PlanDraft
@@ -25,6 +26,8 @@ from meshwright.planner.search import (
     least_memory_choices,
     shortfall_bytes,
 )
+
+_step = attrgetter("step_time_s")
 
 MAX_MESHES = 16  # meshes priced anew for a family, the most promising
 MAX_AGAIN = 800  # combinations estimated anew under a family's recompute
@@ -250,7 +253,3 @@ def _accepts(family: Family, one: Combination) -> bool:
 def _promised_s(one: Combination) -> float:
     """The estimate of a combination; where equal stages don't fit it is too low."""
     return max(one.estimate_s * (TIGHT if one.tight and not one.waits else 1.0), one.bound_s)
-
-
-def _step(draft: PlanDraft) -> float:
-    return draft.step_time_s

@@ -6,25 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from meshwright.costmodel.operators import Problem
+from meshwright.planner import report
 from meshwright.planner.alternatives.alternatives import Alternative
 from meshwright.planner.plan import Plan, PlanError, check_runs, describe, seconds, sized, slower
 from meshwright.planner.pricing import Evaluation
-from meshwright.planner.report import (
-    Components,
-    Report,
-    Searched,
-    busiest,
-    device_groups,
-    explain,
-    why_slower,
-)
 from meshwright.planner.search import TIE, SearchResult, why_simpler
 
 
-def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str, float]) -> Report:
+def explain_search(
+    result: SearchResult, problem: Problem, phases_s: Mapping[str, float]
+) -> report.Report:
     """The report of a search; its deferred answers are not in it yet."""
     best = result.best.evaluation
-    chosen = busiest(device_groups(best))
+    chosen = report.busiest(report.device_groups(best))
     runners = [
         {
             "plan": describe(c.plan),
@@ -45,9 +39,9 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
         }
         for name, proof in result.certificates.items()
     ]
-    return explain(
+    bound = {"bound_s": result.bound_s, "gap": result.gap} if result.bound_s else {}
+    return report.explain(
         best,
-        result.best.assignments,
         problem,
         phases_s={**phases_s, **result.phases_s},
         notes=(
@@ -55,8 +49,8 @@ def explain_search(result: SearchResult, problem: Problem, phases_s: Mapping[str
             *_ties(result, problem.cluster.device.memory_bytes),
             *result.notes,
         ),
-        searched=Searched(
-            runners_up=runners, solver=proofs, bound={"complete": result.complete, **_bound(result)}
+        searched=report.Searched(
+            runners_up=runners, solver=proofs, bound={"complete": result.complete, **bound}
         ),
     )
 
@@ -65,10 +59,6 @@ def _slower(step_s: float, chosen_s: float) -> dict[str, Any]:
     """How much slower, and whether prices can't tell the two apart."""
     more = step_s / chosen_s - 1
     return {"slower": more, "tie": abs(more) <= TIE}
-
-
-def _bound(result: SearchResult) -> dict[str, float]:
-    return {"bound_s": result.bound_s, "gap": result.gap} if result.bound_s else {}
 
 
 def _ties(result: SearchResult, memory_bytes: float) -> list[str]:
@@ -103,7 +93,7 @@ def _not_run_yet(plan: Plan) -> list[str]:
 
 def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any]:
     """An alternative as data, against the chosen plan; `components_s` are its seconds less ours."""
-    draft, chosen = alternative.draft, busiest(device_groups(best))
+    draft, chosen = alternative.draft, report.busiest(report.device_groups(best))
     row: dict[str, Any] = {"family": alternative.family, "plan": None}
     if alternative.excluded:
         row["excluded"] = list(map(str, alternative.excluded))
@@ -131,15 +121,15 @@ def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any
     }
 
 
-def _against(chosen: Components, other: Evaluation) -> dict[str, Any]:
+def _against(chosen: report.Components, other: Evaluation) -> dict[str, Any]:
     """What another plan takes on its fullest device, the intervals of that and of its step, and its
     seconds less the chosen one's by component, as data and in words."""
-    parts = busiest(device_groups(other))
+    parts = report.busiest(report.device_groups(other))
     ours, theirs = chosen.as_dict(), parts.as_dict()
     return {
         "step_interval_s": list(other.prediction.step_interval_s),
         "peak_memory_bytes": other.prediction.fullest_bytes,
         "memory_interval_bytes": list(other.prediction.memory_interval_bytes),
         "components_s": {name: theirs[name] - ours[name] for name in ours},
-        "why": why_slower(chosen, parts),
+        "why": report.why_slower(chosen, parts),
     }

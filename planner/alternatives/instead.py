@@ -8,17 +8,17 @@ other choice, priced for the plan's mesh.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.operators import Pricer, Problem
 from meshwright.costmodel.rules import traits_of
-from meshwright.costmodel.sharding import Assignment, Move, Placement, R, Strategy, transition
+from meshwright.costmodel.sharding import Assignment, Move, Strategy, transition
 from meshwright.planner.intra_op import BlockProgram
-from meshwright.planner.plan import Plan, PlanError, glob
-from meshwright.planner.pricing import StageCoster, stage_setting
+from meshwright.planner.plan import PlanError, glob
+from meshwright.planner.pricing import Entered, Evaluation, StageCoster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,39 +50,35 @@ class Explained:
         return asdict(self)
 
 
-def instead(
-    plan: Plan, problem: Problem, assignments: Sequence[Mapping[str, Assignment]], pattern: str
-) -> list[Explained]:
-    """The operators that a pattern names (as `Plan.shardings` does: modules, operators by their
-    key, parameters by their readers), the same operator of blocks alike once. Raises `PlanError`
-    where nothing is named."""
-    coster = StageCoster(replace(problem, precision=plan.precision))
+def instead(evaluation: Evaluation, problem: Problem, pattern: str) -> list[Explained]:
+    """The operators of a priced plan that a pattern names (as `Plan.shardings` does: modules,
+    operators by their key, parameters by their readers), the same operator of blocks alike once.
+    Raises `PlanError` where nothing is named."""
+    coster = StageCoster(replace(problem, precision=evaluation.plan.precision))
     found: dict[Any, Explained] = {}
     named = False
-    for k, stage in enumerate(plan.stages):
-        states: dict[str, Placement] = {}
-        for name in stage.blocks:
-            block, own = coster.blocks[name], assignments[k][name]
-            entering = {value: states.get(value, R) for value in block.inputs}
-            states |= {value: own.states[value] for value in block.outputs}
+    for k, own in enumerate(evaluation.priced):
+        tp = own.stage.tp
+        for each in own.blocks:
+            block, choices, inputs = each.block, each.assignment.choices, each.inputs.values()
             for place, op in _named(problem, block, pattern):
                 named = True
-                if stage.tp == 1:
+                if tp == 1:
                     continue
-                alike = (k, block.class_id, own.choices, tuple(entering.values()), place)
+                alike = (k, block.class_id, choices, tuple(inputs), place)
                 if alike in found:
                     found[alike] = replace(found[alike], blocks=found[alike].blocks + 1)
                     continue
-                pricer = coster.pricer(stage_setting(plan, k, coster))
-                ways = _Ways(coster, pricer, block, own, entering)
+                ways = _Ways(coster, own.pricer, each)
+                strategy = each.assignment.strategies[op.name]
                 found[alike] = Explained(
                     operator=op.key,
-                    block=name,
+                    block=block.name,
                     blocks=1,
                     stage=k,
-                    tp=stage.tp,
-                    chosen=ways.of(op, own.strategies[op.name]),
-                    others=ways.others(op, own.strategies[op.name]),
+                    tp=tp,
+                    chosen=ways.of(op, strategy),
+                    others=ways.others(op, strategy),
                 )
     if not named:
         raise PlanError(
@@ -110,12 +106,10 @@ class _Ways:
 
     coster: StageCoster
     pricer: Pricer
-    block: Block
-    own: Assignment
-    entering: Mapping[str, Placement]
+    own: Entered
 
     def others(self, op: Op, chosen: Strategy) -> tuple[Way, ...]:
-        options = self.coster.layouts(self.block, self.pricer.setting.mesh.tp).options(op)
+        options = self.coster.layouts(self.own.block, self.pricer.setting.mesh.tp).options(op)
         ways = [self.of(op, option) for option in options if option.name != chosen.name]
         return tuple(sorted(ways, key=lambda way: (way.seconds is None, way.seconds or 0.0)))
 
@@ -123,12 +117,12 @@ class _Ways:
         """The best block with this strategy."""
         ends = strategy.operands, strategy.results
         states = " -> ".join(", ".join(map(str, end)) for end in ends)
-        setting = self.pricer.step
+        setting, block, chosen = self.pricer.step, self.own.block, self.own.assignment
         program = BlockProgram(
             self.pricer,
-            self.coster.layouts(self.block, setting.mesh.tp),
-            inputs={value: [state] for value, state in self.entering.items()},
-            outputs={value: [self.own.states[value]] for value in self.block.outputs},
+            self.coster.layouts(block, setting.mesh.tp),
+            inputs={value: [state] for value, state in self.own.inputs.items()},
+            outputs={value: [chosen.states[value]] for value in block.outputs},
             allowed=lambda name, state: (
                 not isinstance(state, Strategy) or name != op.name or state.name == strategy.name
             ),
@@ -147,9 +141,8 @@ class _Ways:
     def _collectives(self, assignment: Assignment) -> dict[str, tuple[int, float]]:
         """Re-shards of a step on a rank."""
         calls, sizes = Counter[str](), Counter[str]()
-        steps = self.coster.steps(
-            self.block, assignment, self.entering, self.pricer.setting.mesh.tp
-        )
+        own, tp = self.own, self.pricer.setting.mesh.tp
+        steps = self.coster.steps(own.block, assignment, own.inputs, tp)
         for step in steps:
             if not isinstance(step, Move) or step.known:
                 continue

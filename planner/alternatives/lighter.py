@@ -8,19 +8,12 @@ frozen model, a loss in chunks, shorter sequences; each alone, then together unt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
-from meshwright.costmodel.memory import model_state_bytes
+from meshwright.costmodel.memory import model_states
 from meshwright.costmodel.operators import Problem
-from meshwright.planner.alternatives.what_if import (
-    CHUNKS,
-    RANK,
-    adapter_numel,
-    with_adapters,
-    with_chunked_loss,
-    with_half_sequences,
-    with_optimizer,
-)
+from meshwright.planner.alternatives import what_if
 from meshwright.planner.drafts import MeshChoice
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import InfeasibleError, sized
@@ -114,31 +107,29 @@ def _changes(problem: Problem, choice: MeshChoice) -> Iterator[Change]:
     """What may be changed, for a mesh that shares the model out."""
     for name, what in OPTIMIZERS.items():
         if name != problem.optimizer:
-            yield Change(
-                what=what,
-                kind="optimizer",
-                apply=lambda own, name=name: with_optimizer(own, name),  # type: ignore[misc]
-            )
-    adapters = model_state_bytes(
-        float(adapter_numel(problem)),
+            yield Change(what=what, kind="optimizer", apply=partial(replace, optimizer=name))
+    adapters = model_states(
+        float(what_if.adapter_numel(problem)),
         precision=problem.precision,
         zero=0,
         dp=1,
         optimizer=problem.optimizer,
         target=problem.target,
-    )
+    ).nbytes
     yield Change(
-        what=f"LoRA (matrices frozen, adapters of rank {RANK} trained)",
+        what=f"LoRA (matrices frozen, adapters of rank {what_if.RANK} trained)",
         kind="adapters",
-        apply=with_adapters,
+        apply=what_if.with_adapters,
         adds_bytes=adapters / (choice.groups * choice.mesh.tp),
     )
     yield _CHUNKED
-    yield Change(what="sequences half as long", kind="sequence", apply=with_half_sequences)
+    yield Change(what="sequences half as long", kind="sequence", apply=what_if.with_half_sequences)
 
 
 _CHUNKED = Change(
-    what=f"a chunked or fused loss (logits in {CHUNKS} parts)", kind="loss", apply=with_chunked_loss
+    what=f"a chunked or fused loss (logits in {what_if.CHUNKS} parts)",
+    kind="loss",
+    apply=what_if.with_chunked_loss,
 )
 
 
@@ -164,7 +155,7 @@ def _logits(needs: _Needs, problem: Problem, lacking: float) -> str:
     left = needs.excess_bytes(_CHUNKED)
     if left is None:
         return ""
-    taken = (lacking - left) / (1 - 1 / CHUNKS)
+    taken = (lacking - left) / (1 - 1 / what_if.CHUNKS)
     if taken < LOGITS * problem.cluster.device.usable_bytes:
         return ""
     return f"The logits and their gradients alone take {sized(taken)}. "

@@ -27,6 +27,7 @@ from meshwright.profiles.hardware.device import Link
 ENDS = (1 / 4, 4.0)
 HALVINGS = 5  # of log 4: a factor is found to 4 %
 MEMORY = "memory"
+Scale = Callable[[Cluster, float], Cluster]
 
 
 def scaled_link(link: Link, factor: float) -> Link:
@@ -43,14 +44,6 @@ def scaled_link(link: Link, factor: float) -> Link:
     )
 
 
-def _inter(cluster: Cluster, factor: float) -> Cluster:
-    return replace(cluster, inter_link=scaled_link(cluster.inter_link, factor))
-
-
-def _intra(cluster: Cluster, factor: float) -> Cluster:
-    return replace(cluster, intra_link=scaled_link(cluster.intra_link, factor))
-
-
 def _flops(cluster: Cluster, factor: float) -> Cluster:
     rates = {dtype: rate * factor for dtype, rate in cluster.device.peak_flops.items()}
     return replace(cluster, device=replace(cluster.device, peak_flops=rates))
@@ -61,9 +54,13 @@ def _memory_bandwidth(cluster: Cluster, factor: float) -> Cluster:
     return replace(cluster, device=replace(cluster.device, memory_bandwidth=bandwidth))
 
 
-KNOBS: Mapping[str, Callable[[Cluster, float], Cluster]] = {
-    "inter-node bandwidth": _inter,
-    "intra-node bandwidth": _intra,
+KNOBS: Mapping[str, Scale] = {
+    "inter-node bandwidth": lambda own, factor: replace(
+        own, inter_link=scaled_link(own.inter_link, factor)
+    ),
+    "intra-node bandwidth": lambda own, factor: replace(
+        own, intra_link=scaled_link(own.intra_link, factor)
+    ),
     "FLOP/s": _flops,
     "memory bandwidth": _memory_bandwidth,
 }
@@ -120,9 +117,7 @@ class Sensitivity:
 
     # --- rates ---
 
-    def _flip(
-        self, knob: str, scale: Callable[[Cluster, float], Cluster], end: float
-    ) -> Flip | None:
+    def _flip(self, knob: str, scale: Scale, end: float) -> Flip | None:
         faster = self._faster(scale, end, self.rivals)
         if not faster:
             return None
@@ -136,9 +131,7 @@ class Sensitivity:
                 near = middle
         return Flip(knob=knob, factor=math.exp(far), rival=winner)
 
-    def _faster(
-        self, scale: Callable[[Cluster, float], Cluster], factor: float, rivals: Sequence[Rival]
-    ) -> list[Rival]:
+    def _faster(self, scale: Scale, factor: float, rivals: Sequence[Rival]) -> list[Rival]:
         """Rivals that take clearly less than the chosen plan, the fastest first."""
         priced = self.evaluator.on(scale(self.evaluator.problem.cluster, factor))
         limit = self._seconds(self.chosen, priced)
@@ -156,13 +149,12 @@ class Sensitivity:
         return least if now >= least else now * least
 
     def _seconds(self, rival: Rival, evaluator: Evaluator) -> float:
-        if id(rival) not in self._base_s:
-            self._base_s[id(rival)] = self._modelled(rival, self.evaluator)
-        ratio = self._modelled(rival, evaluator) / self._base_s[id(rival)]
-        return rival.step_time_s * ratio
+        def modelled_s(on: Evaluator) -> float:
+            return on.price(rival.plan).prediction.step_time_s
 
-    def _modelled(self, rival: Rival, evaluator: Evaluator) -> float:
-        return evaluator.price(rival.plan).prediction.step_time_s
+        if id(rival) not in self._base_s:
+            self._base_s[id(rival)] = modelled_s(self.evaluator)
+        return rival.step_time_s * (modelled_s(evaluator) / self._base_s[id(rival)])
 
     # --- memory ---
 

@@ -20,11 +20,6 @@ CHUNKS = 8
 RANK = 16
 
 
-def with_optimizer(problem: Problem, optimizer: str) -> Problem:
-    """Trained by another optimizer, a name of `costmodel/memory/states.py`."""
-    return replace(problem, optimizer=optimizer)
-
-
 def with_adapters(problem: Problem) -> Problem | None:
     """Trained but for its matrices; None where nothing else is trained, or most are frozen as it
     is."""

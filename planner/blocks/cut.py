@@ -3,32 +3,39 @@
 Module containers (`layers.0`, `layers.1`, ...) give the boundaries where the model has them; what
 runs before the first is the block `embed`, what runs after the last is `head`, and what runs
 between two containers (an encoder's last norm) is a block named after its module. A model without
-containers, or a heavy part of one outside them, is cut by its structure (`repeats.py`). Blocks that
-are the same program on different parameters get the same `class_id`, a structural hash.
+containers, or a heavy part of one outside them, is cut by its structure. Blocks that are the same
+program on different parameters get the same `class_id`, a structural hash.
+
+A *cut* is a position in the topological order of the operators; the activations made before it and
+read at or after it cross it. By structure, candidates are the narrow cuts, where few bytes cross.
+Among them the starts of blocks are the periods of the longest tandem repeat of equal programs
+(found by a structural hash of the runs between cuts), then, on both sides of it, the same again;
+where nothing repeats, runs of about equal work.
+
+`work` is FLOPs per operator, `bytes_at` the bytes that cross before each operator: both (n,) for n
+operators.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from meshwright.costmodel.graph import Block, Graph, Op, class_hash
 from meshwright.costmodel.operators import is_per_row, op_flops
 from meshwright.costmodel.rules import inside_experts
 from meshwright.costmodel.sharding import FactorTable
-from meshwright.planner.blocks.repeats import (
-    NARROW,
-    bytes_at_cuts,
-    merge_light,
-    structural_hash,
-    structural_starts,
-)
 
 ROWS = 8  # at which work is compared, so that the cuts are the same for any batch
 DOMINANT = 0.5  # a container instance with a larger share of the work is opened
 HEAVY = 1.5  # a part outside containers with more than this times an instance's work is cut
+MAX_BLOCKS = 16  # that a model without repeats is cut into
+MAX_PERIOD = 256  # narrow cuts in one repeat
+NARROW = 1.5  # a cut is narrow where no more than this times the least nearby bytes cross
 
 
 def cut_blocks(graph: Graph, factors: FactorTable, like: Graph | None = None) -> Graph:
@@ -193,36 +200,23 @@ def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
     """The operators from each start to the next as a `Block`, with what it takes and makes; a name
     that recurs is numbered `name@2`."""
     order = sorted(starts)
-    owner: dict[str, int] = {}
-    runs: list[tuple[Op, ...]] = []
-    for k, start in enumerate(order):
-        stop = order[k + 1] if k + 1 < len(order) else len(graph.ops)
-        runs.append(graph.ops[start:stop])
-        owner |= {r: k for op in runs[-1] for r in op.results}
-    needed: list[dict[str, None]] = [{} for _ in runs]
-    for k, run in enumerate(runs):
-        for op in run:
-            for name in op.operands:
-                if owner.get(name, k) != k:
-                    needed[k][name] = None
+    runs = [graph.ops[a:b] for a, b in itertools.pairwise([*order, len(graph.ops)])]
+    owner = {r: k for k, run in enumerate(runs) for op in run for r in op.results}
+    read = [dict.fromkeys(name for op in run for name in op.operands) for run in runs]
+    last = {name: k for k, names in enumerate(read) for name in names}
     kept = {graph.loss, *graph.updates.values()}
+    state = {*graph.parameters, *graph.buffers}
     blocks: list[Block] = []
-    names: dict[str, int] = {}
-    for k, run in enumerate(runs):
-        used = dict.fromkeys(name for op in run for name in op.operands)
-        later = {name for more in needed[k + 1 :] for name in more} | kept
-        name = starts[order[k]]
-        names[name] = names.get(name, 0) + 1
+    names = Counter[str]()
+    for k, (start, run, used) in enumerate(zip(order, runs, read, strict=True)):
+        name = starts[start]
+        names[name] += 1
         block = Block(
             name=name if names[name] == 1 else f"{name}@{names[name]}",
             ops=run,
-            inputs=tuple(needed[k]),
-            outputs=tuple(r for op in run for r in op.results if r in later),
-            derived=tuple(
-                n
-                for n in used
-                if n not in owner and n not in graph.parameters and n not in graph.buffers
-            ),
+            inputs=tuple(n for n in used if owner.get(n, k) != k),
+            outputs=tuple(r for op in run for r in op.results if last.get(r, k) > k or r in kept),
+            derived=tuple(n for n in used if n not in owner and n not in state),
             parameters=tuple(n for n in used if n in graph.parameters),
             buffers=tuple(n for n in used if n in graph.buffers),
             class_id="",
@@ -240,3 +234,148 @@ def activations_at_cuts(graph: Graph) -> list[tuple[str, ...]]:
         cuts.append(tuple(name for name in earlier if last.get(name, -1) >= k))
         earlier += block.outputs
     return cuts
+
+
+# --- cuts by structure ---------------------------------------------------------------------------
+
+
+def structural_starts(
+    graph: Graph, work: Sequence[float], first: int = 0, last: int | None = None
+) -> dict[int, str]:
+    """Start -> name of the blocks that operators `first` to `last` (exclusive) are cut into."""
+    last = len(graph.ops) if last is None else last
+    target = sum(work[first:last]) / MAX_BLOCKS
+    bytes_at = bytes_at_cuts(graph)
+    cuts = _narrow_cuts(bytes_at, work, first, last, target)
+    starts, kept = _repeat_starts(graph, work, [first, *cuts, last], bytes_at, target)
+    numbered = {at: f"block.{k}" for k, at in enumerate(sorted(starts))}
+    shifted = merge_light(numbered, [*work[:last]], kept)
+    return {at: f"block.{k}" for k, at in enumerate(sorted(shifted))}
+
+
+def _narrow_cuts(
+    bytes_at: Sequence[int], work: Sequence[float], first: int, last: int, target: float
+) -> list[int]:
+    """Positions where at most `NARROW` times the bytes of the narrowest cut within `target` work
+    cross, on one of the two sides: where a wide part meets a narrow one, both keep their cuts."""
+    done = [0.0, *itertools.accumulate(work)]
+    lo, hi, cuts = first + 1, first + 1, []
+    for i in range(first + 1, last):
+        while done[i] - done[lo] > target:
+            lo += 1
+        while hi < last and done[hi] - done[i] <= target:
+            hi += 1
+        nearby = max(min(bytes_at[lo : i + 1]), min(bytes_at[i:hi], default=0))
+        if bytes_at[i] <= NARROW * nearby:
+            cuts.append(i)
+    return cuts
+
+
+def _repeat_starts(
+    graph: Graph,
+    work: Sequence[float],
+    bounds: Sequence[int],
+    bytes_at: Sequence[int],
+    target: float,
+) -> tuple[list[int], set[int]]:
+    """Block starts among `bounds` (the first operator, narrow cuts, the end), and those of them
+    that `merge_light` must keep: the first of a repeat and of the parts on both sides of it."""
+    total = sum(work[bounds[0] : bounds[-1]])
+    repeat = _longest_repeat(graph, bounds) if total > target else None
+    if repeat is None:
+        return _equal_work_starts(work, bounds, bytes_at, target), set()
+    left, periods, right = repeat
+    starts, kept = list(periods), set(periods[:1])
+    for side in (left, right):
+        if len(side) > 1:
+            more, fixed = _repeat_starts(graph, work, side, bytes_at, target)
+            starts += more
+            kept |= fixed | {more[0]}
+    return sorted(starts), kept
+
+
+def _equal_work_starts(
+    work: Sequence[float], bounds: Sequence[int], bytes_at: Sequence[int], target: float
+) -> list[int]:
+    """Starts of runs of about `target` work. Operators without work (activation functions, pools)
+    may go to either side: the cut is where the fewest bytes cross, at a tie the last."""
+    starts, filled = [bounds[0]], 0.0
+    free: list[int] = []
+    for start, stop in itertools.pairwise(bounds):
+        load = sum(work[start:stop])
+        free.append(start)
+        if load == 0:
+            continue
+        if filled > 0 and filled + load / 2 > target:
+            starts.append(min(reversed(free), key=bytes_at.__getitem__))
+            filled = 0.0
+        filled += load
+        free = []
+    return starts
+
+
+def bytes_at_cuts(graph: Graph) -> list[int]:
+    """(n,): bytes of the activations alive between operators i-1 and i."""
+    position = {r: i for i, op in enumerate(graph.ops) for r in op.results}
+    last: dict[str, int] = {}
+    for i, op in enumerate(graph.ops):
+        for name in op.operands:
+            last[name] = i
+    delta = [0] * (len(graph.ops) + 2)
+    for name, maker in position.items():
+        if last.get(name, maker) > maker:
+            delta[maker + 1] += graph.values[name].nbytes
+            delta[last[name] + 1] -= graph.values[name].nbytes
+    return list(itertools.accumulate(delta[: len(graph.ops)]))
+
+
+def _longest_repeat(
+    graph: Graph, bounds: Sequence[int]
+) -> tuple[Sequence[int], list[int], Sequence[int]] | None:
+    """The tandem repeat of runs between bounds that covers most operators, of equal ones that with
+    the shortest period: (bounds before it, starts of its periods, bounds after it). None where no
+    three equal periods in a row cover half of the operators."""
+    hashes = [structural_hash(graph, graph.ops[a:b]) for a, b in itertools.pairwise(bounds)]
+    best: tuple[int, int, int, int] | None = None
+    for period in range(1, min(len(hashes) // 3, MAX_PERIOD) + 1):
+        run = 0
+        for i in range(len(hashes) - period):
+            run = run + 1 if hashes[i] == hashes[i + period] else 0
+            repeats = run // period + 1
+            if run and run % period == 0 and repeats >= 3:
+                first = i + period - run - period + 1
+                covered = bounds[first + repeats * period] - bounds[first]
+                if best is None or (covered, -period) > (best[0], -best[1]):
+                    best = (covered, period, first, repeats)
+    if best is None or best[0] < 0.5 * (bounds[-1] - bounds[0]):
+        return None
+    _, period, first, repeats = best
+    end = first + repeats * period
+    starts = [bounds[first + k * period] for k in range(repeats)]
+    return bounds[: first + 1], starts, bounds[end:]
+
+
+def structural_hash(graph: Graph, ops: Sequence[Op]) -> str:
+    """Hash of a run's operators and of the shapes that they take and make."""
+    text = ";".join(
+        f"{op.target}:{[graph.values[r].shape for r in (*op.operands, *op.results)]}" for op in ops
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def merge_light(starts: Mapping[int, str], work: Sequence[float], kept: set[int]) -> dict[int, str]:
+    """Start -> name without the runs of no work (no matrix product), but for those in `kept`: they
+    join the block before them, at the front the one after."""
+    bounds = [*sorted(starts), len(work)]
+    merged: dict[int, str] = {}
+    carried: int | None = None
+    for start, stop in itertools.pairwise(bounds):
+        light = sum(work[start:stop]) == 0 and start not in kept
+        if light and merged:
+            continue
+        if light:
+            carried = start if carried is None else carried
+            continue
+        merged[start if carried is None else carried] = starts[start]
+        carried = None
+    return merged or {bounds[0]: starts[bounds[0]]}

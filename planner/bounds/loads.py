@@ -134,7 +134,8 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
         again_s=passing,
         again_step_s=m * passing + backward_once * backward.again_s,
         freed_bytes=kept * sums.recompute_by(policies).freed_bytes.T,
-        static_bytes=_states(sums, setting),
+        # in every backward that follows others of a step, or in all
+        static_bytes=stage_costs(sums, setting, "none").kept_bytes - blocks_here(sums, setting),
         active_bytes=kept * (sums.saved_bytes + sums.input_bytes),
         fixed_bytes=_fixed(
             setting, [total] if single else [kind.sums for kind in chain.kinds_typical()], policies
@@ -190,12 +191,6 @@ def _copied_s(sums: Sums, setting: Setting) -> Floats:
     efficiency = device.memory_efficiency(max(float(moved.sum()), 1.0))
     seconds: Floats = moved / (device.memory_bandwidth * efficiency)
     return seconds
-
-
-def _states(sums: Sums, setting: Setting) -> Floats:
-    """Bytes that a device has in every backward that follows others of a step, or in all."""
-    costs = stage_costs(sums, setting, "none")
-    return costs.kept_bytes - blocks_here(sums, setting)
 
 
 def _fixed(setting: Setting, held: Sequence[Sums], policies: Sequence[str]) -> float:

@@ -68,8 +68,8 @@ class _Back:
 
     def less_held(self, given: Candidate) -> Candidate:
         """The plan with as few states in host memory as fit, stage by stage, or where weights lie
-        there, too, with as few of these: they come in each pass. Then with as few states in files as
-        the hosts have no room for: alike on all stages, and less on those with the most."""
+        there, too, with as few of these: they come in each pass. Then with as few states in files
+        as the hosts have no room for: alike on all stages, and less on those with the most."""
         sizes = [trained_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
         best = given
         for k, stage in enumerate(given.plan.stages):

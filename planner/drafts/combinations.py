@@ -59,8 +59,8 @@ class MeshChoice:
 class Combination:
     """Stage setup, micro-batches and schedule: `estimate_s` of its step orders the search,
     `bound_s` is a lower bound on the step of any plan with it. Where stages are `tight`, equal ones
-    don't fit; what `repeats` runs blocks again, or is tight. One that `waits` stands for all reliefs:
-    it is estimated as if nothing had to be given up."""
+    don't fit; what `repeats` runs blocks again, or is tight. One that `waits` stands for all
+    reliefs: it is estimated as if nothing had to be given up."""
 
     setup: StageSetup
     num_microbatches: int

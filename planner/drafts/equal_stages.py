@@ -216,11 +216,13 @@ class EqualStages:
         enough = list[HostParts]()
         for relief in self.space.reliefs[1:]:
             host = relief.host
-            if relief.segmented and not other.tight or host and not hosts:
+            if (relief.segmented and not other.tight) or (host and not hosts):
                 continue
             if host and (SCHEDULES[other.schedule].copies > 1 or (host.states and sent)):
                 continue
-            if zero == 3 and (host.weights or host.files) or any(map(host.exceeds, enough)):
+            if zero == 3 and (host.weights or host.files):
+                continue
+            if any(map(host.exceeds, enough)):
                 continue
             for one in self._again(other, replace(other.setup, relief=relief)):
                 enough += [host] * (not one.repeats)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from meshwright.costmodel.memory import model_state_bytes
+from meshwright.costmodel.memory import model_states
 from meshwright.costmodel.operators import DTYPE_BYTES, Batch, Mesh, Sharing
 from meshwright.costmodel.stages import Floats, Sums, fits, stage_costs
 from meshwright.planner.drafts.segments import may_segment
@@ -83,7 +83,7 @@ class MemoryFloor:
         problem = self.space.problem
         part = self._trained / (mesh.tp * mesh.ep * groups)
         states = (
-            model_state_bytes(
+            model_states(
                 part,
                 precision=problem.precision,
                 zero=zero,
@@ -92,7 +92,7 @@ class MemoryFloor:
                 target=problem.target,
                 host=self.space.most_away.states,
                 sent=self.space.most_away.states,
-            )
+            ).nbytes
             for zero, shard in self.space.zeros(mesh)
         )
         there = self.space.most_away.weights * part * DTYPE_BYTES[problem.precision]

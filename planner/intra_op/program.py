@@ -44,9 +44,54 @@ from meshwright.costmodel.sharding import (
     routes,
 )
 from meshwright.planner.intra_op.elimination import Elimination
-from meshwright.planner.intra_op.pairwise import PairwiseProblem, Scope, for_all_pairs
-from meshwright.planner.intra_op.table import BlockTable, Wait
-from meshwright.planner.intra_op.time_limit import SolverTime
+from meshwright.planner.intra_op.pairwise import PairwiseProblem, Scope, for_all_pairs, restricted
+from meshwright.planner.intra_op.solvers import Certificate, solve_pairwise
+from meshwright.planner.intra_op.time_limit import CORE_S, SolverTime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """A hub's state: a value waits for its readers in `state`, and in `copy`, made from it once for
+    all who read that. Legal only from `source` and for readers of `kinds`, where given."""
+
+    state: Placement
+    copy: Placement | None = None
+    source: Placement | None = None
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class BlockTable:
+    """Cost of a block over the states of its boundary nodes `keep`, none less than `bound`, and the
+    choice behind each; `changes` are the costs that differ from the program's."""
+
+    program: BlockProgram
+    changes: Mapping[Scope, np.ndarray]
+    keep: tuple[str, ...]
+    costs: np.ndarray
+    bound: float
+    choices: Mapping[tuple[int, ...], Mapping[str, int]]
+
+    @property
+    def proved(self) -> bool:
+        """Whether the costs are the least ones: a block too large for that has legal ones."""
+        return self.bound >= float(self.costs.min())
+
+    def stored(self, index: tuple[int, ...], value: str) -> Placement:
+        """State in which a parameter is stored."""
+        node = f"parameter:{value}"
+        state = self.program.problem.states[node][self.choices[index][node]]
+        return state.state if isinstance(state, Wait) else state
+
+    def certify(self, index: tuple[int, ...], time_limit_s: float = CORE_S) -> Certificate | None:
+        """The whole program handed to the solver, without elimination: an independent proof; None
+        where there is none within the time limit."""
+        problem = self.program.problem.changed(self.changes)
+        unary = restricted(problem.unary, dict(zip(self.keep, index, strict=True)))
+        try:
+            return solve_pairwise(unary, problem.pairs, time_limit_s=time_limit_s)
+        except TimeoutError:
+            return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +142,11 @@ class BlockProgram:
         self._varying = [v for v in self.block.parameters if several and experts(v)]
         self._assignments: dict[tuple[int, ...], Assignment] = {}  # by the states of all nodes
         self._build()
-        self._storable = {value: self._states(value) for value in self.block.parameters}
+        # states in which a parameter may be stored: replicated, or as some reader takes it
+        self.storable = {
+            value: sorted({R} | {t for t in self._wanted(value) if t.sharded})
+            for value in self.block.parameters
+        }
         self._stored = [self._store(value) for value in self.block.parameters]
         self._elimination = Elimination(self.problem, self.boundary_nodes(), self._changing())
 
@@ -241,7 +290,7 @@ class BlockProgram:
     def _store(self, value: str) -> _Stored:
         """Add the node of a parameter: how it is stored."""
         node, readers = f"parameter:{value}", self.layouts.readers[value]
-        states = self.stored_states(value)
+        states = self.storable[value]
         scope: Scope = (node, readers[0][0].name)
         if len(readers) > 1:
             waits = self._shared(value, states)
@@ -275,7 +324,7 @@ class BlockProgram:
         self, value: str, source: Placement, target: Placement, pricer: Pricer
     ) -> tuple[float, float]:
         """Seconds per micro-batch and per step; a partial gradient is reduced once per step."""
-        cost = pricer.reshard_parameter(value, source, target)
+        cost = pricer.reshard(value, source, target, once=True)
         each = self._seconds(cost, np.inf)
         return each, 0.0 if cost is None else cost.seconds(1) - each
 
@@ -322,13 +371,6 @@ class BlockProgram:
             elif self._moves(stored):
                 factors[stored.scope] = stored.factor(m)
         return factors
-
-    def stored_states(self, value: str) -> list[Placement]:
-        """States in which a parameter may be stored: replicated, or as some reader takes it."""
-        return self._storable[value]
-
-    def _states(self, value: str) -> list[Placement]:
-        return sorted({R} | {t for t in self._wanted(value) if t.sharded})
 
     # --- solving ---
 

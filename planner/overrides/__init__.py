@@ -1,10 +1,9 @@
 """Overrides: what the user fixed, as restrictions of the search."""
 
-from meshwright.planner.overrides.dropped import each_dropped, without
 from meshwright.planner.overrides.effect import without_effect
 from meshwright.planner.overrides.fitting import check_overrides
 from meshwright.planner.overrides.of_target import check_plan_for
-from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.overrides import Overrides, each_dropped, without
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
 from meshwright.planner.overrides.values import (

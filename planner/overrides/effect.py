@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.costmodel.sharding import Assignment
+from meshwright.planner.overrides.pinned import decided
 from meshwright.planner.overrides.restrictions import Restrictions
 from meshwright.planner.overrides.values import BY_BLOCK
 from meshwright.planner.plan import Plan, StagePlan, compress_names
@@ -45,21 +46,11 @@ def _unheeded(
     for stage in plan.stages:
         for block, policy in zip(stage.blocks, stage.policies, strict=True):
             value = asked[block]
-            has = _value(name, stage, policy)
+            has = decided(name, stage, policy)
             if value is not None and has != value:
                 lacking.setdefault((value, _why(name, stage, has)), []).append(block)
     for (value, why), blocks in lacking.items():
         yield value, why, tuple(blocks)
-
-
-def _value(name: str, stage: StagePlan, policy: str) -> Any:
-    if name == "recompute":
-        return policy
-    if name == "dp_shard":
-        return stage.shards if stage.zero else None
-    if name == "hpz":
-        return stage.secondary
-    return getattr(stage, name)
 
 
 def _why(name: str, stage: StagePlan, has: Any) -> str:

@@ -23,26 +23,20 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
                     f"target {target.name!r} can't run it",
                     place=f"override {spelled(name, pattern, value)}",
                     legal=_left(target, name),
-                    way_out=(
-                        f"take one of these, another target ({', '.join(_others(target))}), or "
-                        "drop the override"
-                    ),
+                    way_out=f"take one of these, {_another(target)}, or drop the override",
                 )
     _check_zero(overrides, target)
-    if (overrides.host_states or overrides.host_activations) and not target.gradients_come:
-        raise OverrideError(
-            f"target {target.name!r} is not priced with it",
-            place=f"override offload={dict(overrides.offload or {})!r}",
-            legal="target=None, what train_step runs",
-            way_out="drop the override, or take that target",
-        )
-    if overrides.post_validation and not target.gradients_come:
-        raise OverrideError(
-            f"=True: target {target.name!r} is not priced with it",
-            place="override post_validation",
-            legal="target=None, what train_step runs",
-            way_out="drop the override, or take that target",
-        )
+    for name, asked in (
+        (f"offload={dict(overrides.offload or {})!r}", overrides.offloads),
+        ("post_validation=True", overrides.post_validation),
+    ):
+        if asked and not target.gradients_come:
+            raise OverrideError(
+                f"target {target.name!r} is not priced with it",
+                place=f"override {name}",
+                legal="target=None, what train_step runs",
+                way_out="drop the override, or take that target",
+            )
     more = [name for name in excluded_by(target) if name not in overrides.forbid]
     try:
         left = replace(overrides, forbid=(*overrides.forbid, *more))
@@ -53,7 +47,7 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
         raise OverrideError(
             f"; target {target.name!r} can't run {', '.join(more)}",
             place=error,
-            legal=f"another target ({', '.join(_others(target))})",
+            legal=_another(target),
             way_out="drop the override, or take another target",
         ) from None
     return left
@@ -69,22 +63,15 @@ def check_plan_for(plan: Plan, target: Target) -> None:
         given += [(place, "recompute", policy) for policy in dict.fromkeys(stage.policies)]
         if stage.dp * stage.cp == 1:
             continue
-        given.append((place, "zero", stage.zero))
-        if stage.dp_shard:
-            given.append((place, "dp_shard", stage.dp_shard))
-        if stage.hpz:
-            given.append((place, "hpz", stage.hpz))
-        given.append((place, "quantized", stage.quantized))
+        of_data = {name: getattr(stage, name) for name in ("zero", "dp_shard", "hpz", "quantized")}
+        given += [(place, name, value) for name, value in of_data.items() if value is not None]
         if not target.combines(stage.zero, tp=stage.tp, pp=pp):
             legal = [z for z in CHOICES["zero"] if target.combines(z, tp=stage.tp, pp=pp)]
             raise PlanError(
                 f"={stage.zero} with tp={stage.tp}, pp={pp}: target {target.name!r} can't run it",
                 place=f"{place}: zero",
                 legal=legal,
-                way_out=(
-                    "change the plan, or price it for another target "
-                    f"({', '.join(_others(target))})"
-                ),
+                way_out=f"change the plan, or price it for {_another(target)}",
             )
     offloads = any(any(stage.offload.values()) for stage in plan.stages)
     if (offloads or plan.post_validation) and not target.gradients_come:
@@ -102,7 +89,7 @@ def check_plan_for(plan: Plan, target: Target) -> None:
                 f"={value!r}: target {target.name!r} can't run it",
                 place=f"{place}: {name}",
                 legal=_left(target, name),
-                way_out=f"take one of these, or another target ({', '.join(_others(target))})",
+                way_out=f"take one of these, or {_another(target)}",
             )
 
 
@@ -136,9 +123,9 @@ def _check_zero(overrides: Overrides, target: Target) -> None:
             f"={zero} with {beside}: target {target.name!r} can't run both",
             place="override zero",
             legal=f"zero {', '.join(map(str, legal))}",
-            way_out=f"drop one of the two, or take another target ({', '.join(_others(target))})",
+            way_out=f"drop one of the two, or take {_another(target)}",
         )
 
 
-def _others(target: Target) -> list[str]:
-    return [name for name in TARGETS if name != target.name]
+def _another(target: Target) -> str:
+    return f"another target ({', '.join(name for name in TARGETS if name != target.name)})"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import product
 from typing import Any
 
 from meshwright.costmodel.schedules import SCHEDULES
@@ -25,11 +26,16 @@ from meshwright.planner.overrides.values import (
     check_shardings,
     check_stages,
     check_value,
+    contradiction,
 )
 from meshwright.planner.plan import RUNS
 from meshwright.profiles.inputs import shown
 
-_DROP = "drop one of the two"
+# overrides of what is divided -> the ZeRO stages that divide it, what others lack, and the way out
+DIVIDES: Mapping[str, tuple[Collection[int], str, str]] = {
+    "hpz": ((3,), "secondary shards are of ZeRO-3's weights", "zero=3, or no hpz"),
+    "dp_shard": ((1, 2, 3), "without ZeRO nothing is divided", "one of the two"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,19 +140,16 @@ class Overrides:
             left = FORBIDS[name][1] if name in self.forbid else ()
         return left[0] if len(left) == 1 else None
 
-    @property
-    def host_states(self) -> float | None:
-        """The part of the optimizer states in host memory; None where it is free."""
+    def offloaded(self, what: str) -> float | None:
+        """The part of `what` (of `OFFLOADS`) that is off devices; None where it is free."""
         if self.offload is not None:
-            return float(self.offload.get("optimizer", 0.0))
+            return float(self.offload.get(what, 0.0))
         return 0.0 if "offload" in self.forbid else None
 
     @property
-    def host_activations(self) -> float | None:
-        """The part of the blocks that send what they save there; None where it is free."""
-        if self.offload is not None:
-            return float(self.offload.get("activations", 0.0))
-        return 0.0 if "offload" in self.forbid else None
+    def offloads(self) -> bool:
+        """Whether something is to lie off devices."""
+        return any((self.offload or {}).values())
 
     def virtual(self) -> tuple[int | None, str]:
         """Stages per device group, where it is known, and the override that says so."""
@@ -177,30 +180,18 @@ class Overrides:
             ("segments", "it is for blocks that run again alone", weights and segmented),
         ):
             if given:
-                raise OverrideError(
-                    f" contradicts {name}: {why}",
-                    place=f"override offload={shown(dict(there))}",
-                    legal="zero 0, 1 or 2" + ", without segments" * weights,
-                    way_out=_DROP,
-                )
+                legal = "zero 0, 1 or 2" + ", without segments" * weights
+                raise contradiction(f"offload={shown(dict(there))}", f"{name}: {why}", legal)
 
     def _check_forbidden(self, forbidden: str) -> None:
         name, left = FORBIDS.get(forbidden, ("", ()))
-        if forbidden == "offload" and (self.host_states or self.host_activations):
-            raise OverrideError(
-                " contradicts forbid='offload'",
-                place=f"override offload={shown(dict(self.offload or {}))}",
-                legal="parts of 0",
-                way_out=_DROP,
-            )
+        if forbidden == "offload" and self.offloads:
+            said = f"offload={shown(dict(self.offload or {}))}"
+            raise contradiction(said, "forbid='offload'", "parts of 0")
         for pattern, value in self.items(name) if name else ():
             if value not in left:
-                raise OverrideError(
-                    f" contradicts forbid={forbidden!r}",
-                    place=f"override {spelled(name, pattern, value)}",
-                    legal=left or "none",
-                    way_out=_DROP,
-                )
+                said = spelled(name, pattern, value)
+                raise contradiction(said, f"forbid={forbidden!r}", left or "none")
 
     def _check_validation(self) -> None:
         """Steps that are validated afterwards are of pipelines whose states lie on devices."""
@@ -214,15 +205,12 @@ class Overrides:
             return
         other = "forbid='pp'" * ("pp" in self.forbid) or "pp=1" * (self.pp == 1)
         other = other or "zero=3" * (self.everywhere("zero") == 3)
-        there = any((self.offload or {}).values())
-        other = other or f"offload={dict(self.offload or {})}" * there
+        other = other or f"offload={dict(self.offload or {})}" * self.offloads
         if other:
-            raise OverrideError(
-                f"=True contradicts {other}: a pipeline is validated whose ranks have their own "
-                "weights and states",
-                place="override post_validation",
-                legal="with pp from 2, zero 0 to 2 and without offload",
-                way_out=_DROP,
+            raise contradiction(
+                "post_validation=True",
+                f"{other}: a pipeline is validated whose ranks have their own weights and states",
+                "with pp from 2, zero 0 to 2 and without offload",
             )
 
     def _check_copies(self) -> None:
@@ -232,17 +220,15 @@ class Overrides:
         odd = [n for n in ("pp", "num_microbatches") if (getattr(self, n) or 0) % self.copies]
         held = [f"zero={z}" for _, z in self.items("zero") if z == 3]
         held += [f"{name}={n}" for name in ("cp", "ep") for _, n in self.items(name) if n > 1]
-        held += ["offload"] * any((self.offload or {}).values())
+        held += ["offload"] * self.offloads
         held += ["post_validation"] * bool(self.post_validation)
         if odd or held:
             why = f"{odd[0]}={getattr(self, odd[0])}" if odd else held[0]
-            raise OverrideError(
-                f" contradicts {why}: it runs {self.copies} copies of the model in opposite "
-                "directions",
-                place=f"override schedule={self.schedule!r}",
-                legal="an even pp and num_microbatches, zero 0 to 2, states on devices, no cp, ep "
-                "or post_validation",
-                way_out=_DROP,
+            raise contradiction(
+                f"schedule={self.schedule!r}",
+                f"{why}: it runs {self.copies} copies of the model in opposite directions",
+                "an even pp and num_microbatches, zero 0 to 2, states on devices, no cp, ep or "
+                "post_validation",
             )
 
     def _check_meshes(self) -> None:
@@ -258,53 +244,29 @@ class Overrides:
                 # dp · microbatch_size rows are one micro-batch, which all stages share
                 other = f"microbatch_size={self.microbatch_size}"
             if other:
-                raise OverrideError(
-                    f" contradicts {other}",
-                    place=f"override {name}={shown(dict(values))}",
-                    legal="one value for all blocks",
-                    way_out=_DROP,
-                )
+                said = f"{name}={shown(dict(values))}"
+                raise contradiction(said, other, "one value for all blocks")
 
     def _check_shards(self) -> None:
-        for at, stage in self.items("zero"):
-            for among, ranks in self.items("hpz"):
-                if stage != 3 and None in (at, among):
-                    raise OverrideError(
-                        f" contradicts {spelled('hpz', among, ranks)}: secondary shards are of "
-                        "ZeRO-3's weights",
-                        place=f"override {spelled('zero', at, stage)}",
-                        legal="zero=3, or no hpz",
-                        way_out=_DROP,
-                    )
-            for among, ranks in self.items("dp_shard"):
-                if stage == 0 and None in (at, among):
-                    raise OverrideError(
-                        f" contradicts {spelled('dp_shard', among, ranks)}: without ZeRO nothing "
-                        "is divided",
-                        place=f"override {spelled('zero', at, stage)}",
-                        legal="one of the two",
-                        way_out=_DROP,
-                    )
+        for name, (stages, why, legal) in DIVIDES.items():
+            for (at, stage), (among, ranks) in product(self.items("zero"), self.items(name)):
+                if stage not in stages and None in (at, among):
+                    other = f"{spelled(name, among, ranks)}: {why}"
+                    raise contradiction(spelled("zero", at, stage), other, legal)
 
     def _check_virtual(self) -> None:
         if "pp" in self.forbid and (self.virtual_stages or 1) > 1:
-            raise OverrideError(
-                f"={self.virtual_stages} contradicts forbid='pp'",
-                place="override virtual_stages",
-                legal="1",
-                way_out=_DROP,
-            )
+            raise contradiction(f"virtual_stages={self.virtual_stages}", "forbid='pp'", 1)
         if self.schedule is None:
             return
         each, (found, who) = SCHEDULES[self.schedule].stages_per_device, self.virtual()
         needless = each is None and found == 1 and self.virtual_stages is None
         if needless or (each is not None and found != each):
-            raise OverrideError(
-                f"={self.schedule!r} contradicts {who}: it places "
-                f"{'several stages' if each is None else each} on each device group",
-                place="override schedule",
-                legal=f"for virtual_stages={found}: {', '.join(schedules_with(found))}",
-                way_out=_DROP,
+            places = "several stages" if each is None else each
+            raise contradiction(
+                f"schedule={self.schedule!r}",
+                f"{who}: it places {places} on each device group",
+                f"for virtual_stages={found}: {', '.join(schedules_with(found))}",
             )
 
     def _check_count(self) -> None:
@@ -316,17 +278,43 @@ class Overrides:
         if not (count == unit if pp and each else count % unit == 0):
             asked = [f"pp={pp}" if self.pp else "forbid='pp'"] if pp else []
             asked += [who] if (each or 1) > 1 else []
-            raise OverrideError(
-                f" contradicts stages= with {count} stages",
-                place=f"override {' with '.join(asked)}",
-                legal=f"{unit} stages, or a multiple of them",
-                way_out=_DROP,
-            )
+            legal = f"{unit} stages, or a multiple of them"
+            raise contradiction(" with ".join(asked), f"stages= with {count} stages", legal)
 
 
 def spelled(name: str, pattern: str | None, value: Any) -> str:
     """One value as the override spells it."""
     return f"{name}={value!r}" if pattern is None else f"{name}={{{pattern!r}: {value!r}}}"
+
+
+# --- without some of them ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dropped:
+    """The overrides `left` without one, `said` as the user spelled it; `what` says that it goes."""
+
+    said: str
+    what: str
+    left: Overrides
+
+
+def each_dropped(overrides: Overrides) -> Iterator[Dropped]:
+    """The overrides without one of them, for each; names in `forbid` count one by one."""
+    for name, value in overrides.given().items():
+        if name != "forbid":
+            left = without(overrides, name)
+            yield Dropped(said=f"{name}={value!r}", what=f"leave {name} free", left=left)
+    for forbidden in overrides.forbid:
+        kept = tuple(name for name in overrides.forbid if name != forbidden)
+        left = replace(overrides, forbid=kept)
+        yield Dropped(said=f"forbid={forbidden!r}", what=f"allow {forbidden}", left=left)
+
+
+def without(overrides: Overrides, *names: str) -> Overrides:
+    """The overrides with these left free."""
+    free: dict[str, Any] = {name: getattr(Overrides(), name) for name in names}
+    return replace(overrides, **free)
 
 
 # --- schedules, and what runs --------------------------------------------------------------------

@@ -9,9 +9,11 @@ from typing import Any
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import Entry
 from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.values import BY_BLOCK
 from meshwright.planner.plan import (
     OFFLOADS,
     Plan,
+    StagePlan,
     compress_names,
     express_shardings,
     pipelines,
@@ -27,23 +29,15 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
     Raises `PlanError` where the ranks follow no placement that the search knows.
     """
     chain = [plan.stages[k] for k in pipelines(plan)[0]]
-    stages = [stage for stage in chain for _ in stage.blocks]
     blocks = [name for stage in chain for name in stage.blocks]
-
-    def pinned(values: Sequence[Any]) -> Any:
-        return _pinned(blocks, values)
-
+    values = {
+        name: [decided(name, stage, policy) for stage in chain for policy in stage.policies]
+        for name in BY_BLOCK
+    }
+    values["segments"] = [size if size > 1 else None for size in values["segments"]]
+    most = {name: max(s.offload.get(name, 0.0) for s in plan.stages) for name in OFFLOADS}
     return Overrides(
-        tp=pinned([stage.tp for stage in stages]),
-        dp=pinned([stage.dp for stage in stages]),
-        cp=pinned([stage.cp for stage in stages]),
-        ep=pinned([stage.ep for stage in stages]),
-        zero=pinned([stage.zero for stage in stages]),
-        dp_shard=pinned([stage.shards if stage.zero else None for stage in stages]),
-        hpz=pinned([stage.secondary for stage in stages]),
-        quantized=pinned([stage.quantized for stage in stages]),
-        segments=pinned([stage.segments if stage.segments > 1 else None for stage in stages]),
-        recompute=pinned([policy for stage in chain for policy in stage.policies]),
+        **{name: _pinned(blocks, own) for name, own in values.items()},
         pp=len(plan.devices),
         virtual_stages=len(plan.stages) // len(plan.devices),
         num_microbatches=plan.num_microbatches,
@@ -52,16 +46,19 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
         cp_kind=plan.stages[0].cp_kind if plan.stages[0].cp > 1 else None,
         stages=[compress_names(stage.blocks) for stage in chain],
         shardings=_shardings(plan, graph),
-        offload=_offload(plan),
+        offload=most if any(most.values()) else None,  # an override has one part for all stages
         post_validation=plan.post_validation or None,
     )
 
 
-def _offload(plan: Plan) -> dict[str, float] | None:
-    """What lies in host memory of all stages; the most of any, where they differ: an override has
-    one part. None where there is nothing."""
-    most = {name: max(s.offload.get(name, 0.0) for s in plan.stages) for name in OFFLOADS}
-    return most if any(most.values()) else None
+def decided(name: str, stage: StagePlan, policy: str) -> Any:
+    """What a stage has of an override by block, with the recompute policy of one of its blocks;
+    None where there is nothing to divide."""
+    if name == "recompute":
+        return policy
+    if name == "dp_shard":
+        return stage.shards if stage.zero else None
+    return stage.secondary if name == "hpz" else getattr(stage, name)
 
 
 def _pinned(blocks: Sequence[str], values: Sequence[Any]) -> Any:

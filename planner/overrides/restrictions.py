@@ -22,6 +22,7 @@ from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.overrides.of_target import for_target
 from meshwright.planner.overrides.overrides import (
+    DIVIDES,
     Overrides,
     left_quantized,
     left_schedules,
@@ -29,7 +30,7 @@ from meshwright.planner.overrides.overrides import (
     schedules_with,
     spelled,
 )
-from meshwright.planner.overrides.values import BY_BLOCK, MESH, OverrideError
+from meshwright.planner.overrides.values import BY_BLOCK, MESH, OverrideError, contradiction
 from meshwright.planner.plan import compress_names, expand_names, glob, has_experts
 
 OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value per stage
@@ -137,9 +138,8 @@ def restrict(
     for name in MESH if equal else ():  # one value for one block is one for all
         given = next((choice for choice in choices[name] if choice), None)
         choices[name] = [given] * len(names)
-    partial = "dp_shard" not in wanted.forbid
     _check_experts(choices["ep"], graph)
-    _check_shards(choices, names, partial=partial)
+    _check_shards(choices, names)
     cuts = stage_cuts(wanted, graph)
     pp, each = _counts(wanted, cuts)
     alike = None if each is None else max(1, each // wanted.copies)
@@ -152,7 +152,7 @@ def restrict(
         **values,
         zeros=frozenset(wanted.left("zero")),
         policies=wanted.left("recompute"),
-        partial_shards=partial,
+        partial_shards="dp_shard" not in wanted.forbid,
         secondary_shards="hpz" not in wanted.forbid,
         quantizations=quantizations,
         schedules=tuple(s for s in schedules if overrides.schedule or s in schedules_with(each)),
@@ -165,11 +165,11 @@ def restrict(
         unequal_meshes=not equal,
         cuts=None if cuts is None else tuple(cuts),
         shardings=wanted.shardings,
-        host_states=wanted.host_states,
-        host_activations=wanted.host_activations,
+        host_states=wanted.offloaded("optimizer"),
+        host_activations=wanted.offloaded("activations"),
         post_validation=wanted.post_validation,
-        host_weights=float((wanted.offload or {}).get("weights", 0.0)),
-        host_files=float((wanted.offload or {}).get("nvme", 0.0)),
+        host_weights=wanted.offloaded("weights") or 0.0,
+        host_files=wanted.offloaded("nvme") or 0.0,
     )
 
 
@@ -266,20 +266,16 @@ def _check_experts(found: Sequence[_Choice | None], graph: Graph) -> None:
         raise OverrideError("the model has no experts", place=f"override {asked.said}", legal="1")
 
 
-def _check_shards(choices: _Choices, names: Sequence[str], *, partial: bool) -> None:
+def _check_shards(choices: _Choices, names: Sequence[str]) -> None:
     """dp_shard and hpz against the ZeRO and the data axis of their block."""
     for block, *found in zip(
         names, *(choices[name] for name in ("dp_shard", "hpz", "zero", "dp", "cp")), strict=True
     ):
         shard, hpz, zero, dp, cp = found
-        if hpz and zero and zero.value != 3:
-            raise OverrideError(
-                f" contradicts {hpz.said}: both are about block {block!r}, and secondary shards "
-                "are of ZeRO-3's weights",
-                place=f"override {zero.said}",
-                legal="zero=3, or no hpz",
-                way_out="drop one of the two",
-            )
+        for divided, (stages, why, legal) in zip((hpz, shard), DIVIDES.values(), strict=True):
+            if divided and zero and zero.value not in stages:
+                other = f"{divided.said}: both are about block {block!r}, and {why}"
+                raise contradiction(zero.said, other, legal)
         if hpz and shard and shard.value % hpz.value:
             raise OverrideError(
                 f" contradicts {shard.said}: {hpz.value} does not divide the ranks that ZeRO "
@@ -287,17 +283,7 @@ def _check_shards(choices: _Choices, names: Sequence[str], *, partial: bool) -> 
                 place=f"override {hpz.said}",
                 legal="a divisor of it",
             )
-        if shard is None:
-            continue
-        if zero and zero.value == 0:
-            raise OverrideError(
-                f" contradicts {shard.said}: both are about block {block!r}, and without ZeRO "
-                "nothing is divided",
-                place=f"override {zero.said}",
-                legal="one of the two",
-                way_out="drop one of the two",
-            )
-        if dp and cp and (dp.value * cp.value) % shard.value:
+        if shard and dp and cp and (dp.value * cp.value) % shard.value:
             raise OverrideError(
                 f" contradicts {dp.said}: {shard.value} does not divide the data axis of block "
                 f"{block!r} (dp·cp = {dp.value * cp.value})",

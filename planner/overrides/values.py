@@ -56,6 +56,16 @@ class OverrideError(MeshwrightError):
     WAY_OUT = "drop one of them, or give another value"
 
 
+def contradiction(said: str, other: str, legal: object) -> OverrideError:
+    """The error of an override that another one rules out."""
+    return OverrideError(
+        f" contradicts {other}",
+        place=f"override {said}",
+        legal=legal,
+        way_out="drop one of the two",
+    )
+
+
 def check_value(name: str, value: Any) -> None:
     """Raise `OverrideError` unless this is a legal value, None, or where blocks may differ a
     mapping from globs to legal values."""

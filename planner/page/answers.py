@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from meshwright.planner.page.cells import between, gib, many, sent, share, stage_words, time
-from meshwright.planner.page.plans import compared
-from meshwright.planner.page.rehearsal import rehearsed
-from meshwright.planner.page.tables import busiest_stage
+from meshwright.planner.page.cells import Row, between, gib, many, sent, share, stage_words, time
+from meshwright.planner.page.tables import busiest_stage, compared
 from meshwright.planner.plan import peak_words, slower
-
-Row = Mapping[str, Any]
 
 LEAST = 1e-3  # of a step: what takes less is in the table alone
 
 
 def answers(data: Row) -> dict[str, str]:
     """Sentences by the name of the view."""
-    rehearsal = {"rehearsal": rehearsed(data["rehearsal"])} if "rehearsal" in data else {}
+    rehearsal = {"rehearsal": _rehearsed(data["rehearsal"])} if "rehearsal" in data else {}
     return {
         "chosen": _chosen(data["summary"]),
         **rehearsal,
@@ -129,4 +122,16 @@ def _sources(data: Row) -> str:
         f"A measured step was {step['low']:.2f} to {step['high']:.2f} times the predicted with "
         f"{error['level']:.0%} ({step['rows']} measurements: {step['of']}); memory "
         f"{memory['low']:.2f} to {memory['high']:.2f} times ({memory['rows']}: {memory['of']})."
+    )
+
+
+def _rehearsed(found: Row) -> str:
+    """What was rehearsed, and whether ranks agree."""
+    ranks, wrong = found["ranks"], len(found["mismatches"])
+    count = sum(row["stands_for"] for row in ranks.values())
+    agree = f"{wrong:,} do not match" if wrong else "all match"
+    return (
+        f"{len(ranks):,} of {count:,} ranks, one of each kind, ran the plan's own step here on "
+        f"tensors without values, in {time(found['seconds']).text}. Of their collectives, messages "
+        f"and parts of a checkpoint {agree}."
     )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from meshwright.planner.page.cells import Cell, time
-
-Row = Mapping[str, Any]
+from meshwright.planner.page.cells import Cell, Row, time
 
 MOST_NAMES = 4  # of blocks in the title of a diagram
 

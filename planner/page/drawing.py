@@ -7,9 +7,9 @@ from typing import Any
 
 import altair as alt
 
+from meshwright.planner.page.cells import Row
 from meshwright.planner.plan import GIB
 
-Row = Mapping[str, Any]
 Spec = dict[str, Any]
 
 MANY = 2_000  # marks, from which on a chart is drawn on a canvas
@@ -73,11 +73,16 @@ def tips_of(**titles: str) -> list[Any]:
 
 
 def stacked(
-    rows: Sequence[Row], title: str, order: Sequence[str], *, unit: str, colours: Sequence[str] = ()
+    bars: Mapping[str, Mapping[str, float]], title: str, *, unit: str, colours: Sequence[str] = ()
 ) -> Any:
-    """Bars of `value` by `name`, stacked by `part` in the order given; a `|` in a name begins a
-    line."""
-    names = list(dict.fromkeys(row["name"] for row in rows))
+    """Bars by name, each stacked of its parts, which all have in one order; a `|` in a name begins
+    a line."""
+    names, order = list(bars), list(next(iter(bars.values())))
+    rows: list[dict[str, Any]] = [
+        {"name": name, "part": part, "value": value, "order": k}
+        for name, parts in bars.items()
+        for k, (part, value) in enumerate(parts.items())
+    ]
     scale = alt.Scale(range=list(colours)) if colours else alt.Undefined
     shown = {row["part"] for row in rows if row["value"]}
     legend = alt.Legend(values=[part for part in order if part in shown])
@@ -92,7 +97,7 @@ def stacked(
             y=alt.Y(
                 "name:N", title=None, sort=names, axis=alt.Axis(labelExpr="split(datum.label, '|')")
             ),
-            color=alt.Color("part:N", title=None, sort=list(order), scale=scale, legend=legend),
+            color=alt.Color("part:N", title=None, sort=order, scale=scale, legend=legend),
             order=alt.Order("order:Q"),
             tooltip=tips_of(name="of", part="part", value=f"{unit}|.4~g"),
         )
@@ -105,24 +110,6 @@ def seconds_axis(most: float, title: str) -> Any:
     unit, factor = next((each for each in units if most * each[1] >= 1), units[-1])
     return alt.Axis(
         title=f"{unit} {title}".strip(), labelExpr=f"format(datum.value * {factor:g}, '.5~g')"
-    )
-
-
-def peak_marks(rows: Sequence[Row], shapes: Mapping[str, str]) -> Any:
-    """A mark at `value`, GiB, in the row of its `name`; its shape says what it is the `peak` of."""
-    found = dict.fromkeys(row["peak"] for row in rows)
-    kinds = [kind for kind in shapes if kind in found]
-    scale = alt.Scale(domain=kinds, range=[shapes[kind] for kind in kinds])
-    return (
-        alt.Chart(named(rows))
-        .mark_point(filled=True, size=60, opacity=1, stroke=GREY, strokeWidth=1)
-        .encode(
-            x="value:Q",
-            y=alt.Y("name:N", sort=list(dict.fromkeys(row["name"] for row in rows))),
-            shape=alt.Shape("peak:N", title=None, scale=scale),
-            color=alt.value(INK),
-            tooltip=tips_of(name="of", peak="peak", value="GiB|.4~g"),
-        )
     )
 
 

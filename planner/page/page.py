@@ -11,21 +11,17 @@ import hashlib
 import html
 import importlib
 import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from meshwright.planner.page.answers import answers
 from meshwright.planner.page.blocks import diagrams
-from meshwright.planner.page.plans import compared, without_plan
-from meshwright.planner.page.tables import facts, tables
+from meshwright.planner.page.cells import Row
+from meshwright.planner.page.tables import compared, facts, tables, without_plan
 from meshwright.planner.page.words import WORDS
 from meshwright.planner.plan import counted, seconds
 from meshwright.profiles.inputs import NotInstalledError
-
-Row = Mapping[str, Any]
 
 FOLDER = Path(__file__).parent
 NEEDED = ("altair", "vl_convert", "jinja2")
@@ -51,7 +47,9 @@ def render_page(data: Row, *, trace: str = "") -> str:
         undefined=jinja2.StrictUndefined,
     )
     plans = compared(data)
-    charts = _specs().charts({**data, "compared": plans})
+    _needed("altair")
+    specs = importlib.import_module(f"{__package__}.specs")
+    charts = specs.charts({**data, "compared": plans})
     scripts = [_library(), (FOLDER / "page.js").read_text(encoding="utf-8")]
     text: str = environment.get_template("page.html.j2").render(
         data=data,
@@ -93,12 +91,6 @@ def framed_page(data: Row) -> str:
     page = html.escape(render_page(data))
     style = f"width:100%;height:{HEIGHT}px;border:0"
     return f'<iframe title="Meshwright report" style="{style}" srcdoc="{page}"></iframe>'
-
-
-def _specs() -> ModuleType:
-    """The module of the charts, which needs the extra."""
-    _needed("altair")
-    return importlib.import_module(f"{__package__}.specs")
 
 
 def _needed(name: str) -> ModuleType:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import altair as alt
 
-from meshwright.planner.page.cells import many
+from meshwright.planner.page.cells import Row, many
 from meshwright.planner.page.drawing import BAR, Spec, specified, tips_of, unnamed
-from meshwright.planner.page.ranks import AXES, COLUMNS, axes_in_use, rank_rows
+from meshwright.planner.plan import expand_ranks
 
-Row = Mapping[str, Any]
-
+AXES = ("group", "dp", "cp", "ep", "tp")
+COLUMNS = ("rank", "node", "slot", *AXES)
 NODES_OF_LINE = 64  # nodes beside each other
 FEW = 16  # places on an axis that have a colour each in a legend
 MAX_NUMBERED = 64  # ranks whose numbers are written
@@ -52,6 +52,24 @@ def rank_map(data: Row) -> Spec:
     height = max(3 if lines > 4 else BAR // 2, min(BAR, 220 // (lines * node)))
     chart = alt.layer(*layers).add_params(by)
     return specified(chart, label, height=height * (lines * (node + 1) - 1), marks=len(rows))
+
+
+def rank_rows(groups: Sequence[Row], devices_per_node: int) -> list[tuple[int, ...]]:
+    """`COLUMNS` of each rank, by rank."""
+    rows = []
+    for number, group in enumerate(groups):
+        cp, ep, tp = group["cp"], group["ep"], group["tp"]
+        for place, rank in enumerate(expand_ranks(group["ranks"])):
+            node, slot = divmod(rank, devices_per_node)
+            axes = (place // (cp * tp), place // tp % cp, place // group["ep_stride"] % ep)
+            rows.append((rank, node, slot, number, *axes, place % tp))
+    return sorted(rows)
+
+
+def axes_in_use(groups: Sequence[Row]) -> list[str]:
+    """Axes on which ranks differ; the device group, where they differ on none."""
+    used = [axis for axis in AXES[1:] if any(group[axis] > 1 for group in groups)]
+    return ["group", *used] if len(groups) > 1 or not used else used
 
 
 def _of(axes: Sequence[str]) -> str:

@@ -10,19 +10,20 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import altair as alt
 
-from meshwright.planner.page.block_charts import block_charts
-from meshwright.planner.page.cells import REHEARSED, peaks_of, stage_words
+from meshwright.planner.page.blocks import operator_words
+from meshwright.planner.page.cells import REHEARSED, Row, peaks_of, stage_words
 from meshwright.planner.page.drawing import (
     BAR,
     GREY,
+    INK,
     Spec,
     capacity_line,
     named,
-    peak_marks,
     seconds_axis,
     specified,
     stacked,
@@ -32,8 +33,6 @@ from meshwright.planner.page.drawing import (
 from meshwright.planner.page.rank_map import rank_map
 from meshwright.planner.page.tables import busiest_stage
 from meshwright.planner.plan import GIB
-
-Row = Mapping[str, Any]
 
 KINDS = {  # of events, and the colours that they have in every window
     "forward": "#4c78a8",
@@ -47,6 +46,9 @@ KINDS = {  # of events, and the colours that they have in every window
 SAID = ("send", "gradient reduction")  # kinds of communication
 EVENT = ("group", "stage", "kind", "microbatch", "start", "ticks")
 TICKS = 1_000_000  # of a window: its events are drawn to this part of it
+BLOCK_COLOURS = {"forward": "#4c78a8", "backward": "#f58518", "communication": "#e45756"}
+MOST_LETTERS = 24  # of an operator and its module
+ROOM = 2.2  # times the longest bar: what is written beside bars has room
 
 
 def charts(data: Row) -> dict[str, Spec]:
@@ -138,13 +140,11 @@ def alternatives(data: Row) -> Spec | None:
 
 def memory(data: Row) -> Spec:
     """Bytes of each device group by what holds them, against the capacity."""
-    order = list(data["memory"][0]["parts"])
-    rows = [
-        {"name": stage_words(row["stages"]), "part": part, "value": nbytes / GIB, "order": k}
+    held = {
+        stage_words(row["stages"]): {part: nbytes / GIB for part, nbytes in row["parts"].items()}
         for row in data["memory"]
-        for k, (part, nbytes) in enumerate(row["parts"].items())
-    ]
-    bars = stacked(rows, "GiB of a device", order, unit="GiB")
+    }
+    bars = stacked(held, "GiB of a device", unit="GiB")
     rehearsed = data["summary"].get("rehearsed_memory_bytes", [])
     peaks = [
         {"name": stage_words(row["stages"]), "peak": REHEARSED, "value": nbytes / GIB}
@@ -152,23 +152,34 @@ def memory(data: Row) -> Spec:
     ]
     layers = [bars, capacity_line(data["summary"]["memory_bytes"])]
     if peaks:
-        layers.append(peak_marks(peaks, {REHEARSED: "circle"}))
+        layers.append(_peak_marks(peaks))
     label = "Memory of a device of each group by what holds it; the dashed line is what it has"
     chart = alt.layer(*layers).resolve_scale(color="independent", shape="independent")
     return specified(chart, label, height=BAR * (len(data["memory"]) + 1))
 
 
+def _peak_marks(rows: Sequence[Row]) -> Any:
+    """A mark at `value`, GiB, in the row of its `name`."""
+    scale = alt.Scale(domain=[REHEARSED], range=["circle"])
+    return (
+        alt.Chart(named(rows))
+        .mark_point(filled=True, size=60, opacity=1, stroke=GREY, strokeWidth=1)
+        .encode(
+            x="value:Q",
+            y=alt.Y("name:N", sort=list(dict.fromkeys(row["name"] for row in rows))),
+            shape=alt.Shape("peak:N", title=None, scale=scale),
+            color=alt.value(INK),
+            tooltip=tips_of(name="of", peak="peak", value="GiB|.4~g"),
+        )
+    )
+
+
 def components(data: Row) -> Spec:
     """Seconds of each device group by what it does."""
-    groups = data["device_groups"]
-    rows = [
-        {"name": stage_words(group["stages"]), "part": part, "value": value, "order": k}
-        for group in groups
-        for k, (part, value) in enumerate(group["components_s"].items())
-    ]
-    chart = stacked(rows, "of a step", list(groups[0]["components_s"]), unit="s")
+    bars = {stage_words(row["stages"]): row["components_s"] for row in data["device_groups"]}
+    chart = stacked(bars, "of a step", unit="s")
     label = "Seconds of a step of each device group by what it does"
-    return specified(chart, label, height=BAR * (len(groups) + 1))
+    return specified(chart, label, height=BAR * (len(bars) + 1))
 
 
 def timelines(data: Row) -> dict[str, Spec]:
@@ -242,23 +253,102 @@ def communication(data: Row) -> Spec | None:
     if not rows:
         return None
     stage = busiest_stage(rows)
-    own: dict[str, list[float]] = {}
+    own: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["stage"] == stage:
             name = f"{row['axis']} {row['collective']}|{row['link']}"
-            hidden = row["seconds"] - row["exposed_s"]
-            known = own.setdefault(name, [0.0, 0.0])
-            own[name] = [known[0] + row["exposed_s"], known[1] + hidden]
-    bars = [
-        {"name": name, "part": part, "value": value, "order": k}
-        for name, values in sorted(own.items(), key=lambda item: -sum(item[1]))
-        for k, (part, value) in enumerate(zip(("exposed", "hidden"), values, strict=True))
-    ]
+            parts = own.setdefault(name, {"exposed": 0.0, "hidden": 0.0})
+            parts["exposed"] += row["exposed_s"]
+            parts["hidden"] += row["seconds"] - row["exposed_s"]
+    bars = dict(sorted(own.items(), key=lambda item: -sum(item[1].values())))
     colours = ("#e45756", "#9ecae9")
-    title = f"of a step, stage {stage}"
-    chart = stacked(bars, title, ["exposed", "hidden"], unit="s", colours=colours)
+    chart = stacked(bars, f"of a step, stage {stage}", unit="s", colours=colours)
     label = f"Seconds of communication of stage {stage} by axis, collective and link"
     return specified(chart, label, height=2 * BAR * len(own))
+
+
+def block_charts(data: Row) -> dict[str, Spec]:
+    """A chart for each block in which something takes time."""
+    found = {f"block-{k}": _block(block) for k, block in enumerate(data["blocks"])}
+    return {name: spec for name, spec in found.items() if spec is not None}
+
+
+def _block(block: Row) -> Spec | None:
+    lines = list(_lines(block["steps"]))
+    if not lines:
+        return None
+    names = [name for name, _, _ in lines]
+    bars = [
+        {"line": k, "name": name, "part": part, "value": value}
+        for k, (name, _, parts) in enumerate(lines)
+        for part, value in parts.items()
+    ]
+    ends = [
+        {"line": k, "states": states, "value": sum(parts.values())}
+        for k, (_, states, parts) in enumerate(lines)
+    ]
+    most = max(sum(parts.values()) for _, _, parts in lines)
+    y = alt.Y("line:O", title=None, axis=alt.Axis(labelExpr=f"{json.dumps(names)}[datum.value]"))
+    x = alt.X(
+        "value:Q",
+        stack="zero",
+        axis=seconds_axis(most, ""),
+        scale=alt.Scale(domain=[0, ROOM * most], nice=False),
+    )
+    kinds = [kind for kind in BLOCK_COLOURS if any(bar["part"] == kind for bar in bars)]
+    scale = alt.Scale(domain=kinds, range=[BLOCK_COLOURS[kind] for kind in kinds])
+    drawn = (
+        alt.Chart(named(bars))
+        .mark_bar()
+        .encode(
+            x=x,
+            y=y,
+            color=alt.Color("part:N", title=None, sort=kinds, scale=scale),
+            order=alt.Order("part:N", sort="descending"),
+            tooltip=tips_of(name="what", part="in", value="s|.4~g"),
+        )
+    )
+    beside = alt.Chart(named(ends)).mark_text(align="left", dx=4, fontSize=9, color=GREY)
+    written = beside.encode(x="value:Q", y=y, text="states:N")
+    label = (
+        "What runs in a block, its seconds in one micro-batch and its shardings, from top to bottom"
+    )
+    return specified(alt.layer(drawn, written), label, height=BAR * len(lines))
+
+
+def _lines(steps: list[Row]) -> Iterator[tuple[str, str, dict[str, float]]]:
+    """Name, shardings and seconds of what takes time; a collective has the states of the value that
+    it moves."""
+    states = ""
+    for step in steps:
+        match step["kind"]:
+            case "move":
+                states = f"{step['from']} → {step['to']}"
+            case "collective" if step["seconds"]:
+                name = f"{step['collective']} ({step['pass']})"
+                yield name, states, {"communication": step["seconds"]}
+            case "run":
+                states = _states(step)
+                both = {"forward": step["forward_s"], "backward": step["backward_s"]}
+                if sum(both.values()):
+                    yield _short(*operator_words(step)), states, both
+
+
+def _short(module: str, operator: str) -> str:
+    """Both in the room that a label has."""
+    room = MOST_LETTERS - len(operator)
+    return (
+        f"{module if len(module) <= room else module[: max(room - 1, 1)] + '…'} {operator}".strip()
+    )
+
+
+def _states(step: Row) -> str:
+    """Operands → results; what is there several times is counted."""
+    sides = [
+        ", ".join(f"{state} ×{n}" if (n := len(list(own))) > 1 else state for state, own in alike)
+        for alike in (groupby(step["operands"]), groupby(step["results"]))
+    ]
+    return " → ".join(filter(None, sides))
 
 
 def sensitivity(data: Row) -> Spec | None:
@@ -291,12 +381,7 @@ def sensitivity(data: Row) -> Spec | None:
 
 def sources(data: Row) -> Spec:
     """What the operators' seconds rest on."""
-    rests = data["summary"]["rests_on"]
-    rows = [
-        {"name": "seconds", "part": part, "value": value, "order": k}
-        for k, (part, value) in enumerate(rests.items())
-    ]
-    colours = ("#54a24b", "#eeca3b", "#9d755d")
+    rests, colours = data["summary"]["rests_on"], ("#54a24b", "#eeca3b", "#9d755d")
     title = "share of the operators' seconds"
-    chart = stacked(rows, title, list(rests), unit="share", colours=colours)
+    chart = stacked({"seconds": rests}, title, unit="share", colours=colours)
     return specified(chart, "Share of the operators' seconds by what they rest on", height=2 * BAR)

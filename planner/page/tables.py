@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from meshwright.planner.page import rehearsal
 from meshwright.planner.page.cells import (
     REHEARSED,
     Cell,
+    Row,
     Table,
     between,
     gib,
+    more_time,
     number,
     peaks_of,
     scaled,
@@ -23,8 +24,6 @@ from meshwright.planner.page.cells import (
     words,
 )
 from meshwright.planner.plan import peak_words
-
-Row = Mapping[str, Any]
 
 
 def tables(data: Row) -> dict[str, Table]:
@@ -37,8 +36,8 @@ def tables(data: Row) -> dict[str, Table]:
         "ranks": ranks(data),
     }
     if "rehearsal" in data:
-        found["rehearsal"] = rehearsal.ranks(data["rehearsal"], data)
-        if (step := rehearsal.step(data["rehearsal"])) is not None:
+        found["rehearsal"] = rehearsed_ranks(data["rehearsal"], data)
+        if (step := rehearsed_step(data["rehearsal"])) is not None:
             found["rehearsed step"] = step
     if data.get("sensitivity"):
         found["sensitivity"] = sensitivity(data["sensitivity"])
@@ -101,12 +100,10 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
         found.append(
             ("days", number(cost["days"]), f"{interval}for {tokens}, {hours} device-hours")
         )
-    if "price" in cost:
-        million = number(cost["price_per_million_tokens"]).text
-        found.append(("price", number(cost["price"]), f"{million} a million tokens"))
-    if "energy_kwh" in cost:
-        million = number(cost["energy_kwh_per_million_tokens"]).text
-        found.append(("energy", number(cost["energy_kwh"]), f"kWh, {million} a million tokens"))
+    for what, name, unit in (("price", "price", ""), ("energy", "energy_kwh", "kWh, ")):
+        if name in cost:
+            million = number(cost[f"{name}_per_million_tokens"]).text
+            found.append((what, number(cost[name]), f"{unit}{million} a million tokens"))
     return found
 
 
@@ -213,6 +210,61 @@ def ranks(data: Row) -> Table:
     return Table(caption="Device groups, ranks laid out dp, cp, tp", heads=heads, rows=rows)
 
 
+def rehearsed_ranks(found: Row, data: Row) -> Table:
+    """A row of each rank that was rehearsed; the price is that of its device group."""
+    groups, own = data["device_groups"], found["ranks"]
+    kinds = list(dict.fromkeys(kind for row in own.values() for kind in row["peak_by_kind"]))
+    rows = []
+    for rank, row in sorted(own.items(), key=lambda item: int(item[0])):
+        group = groups[row["group"]]
+        priced = found["priced_bytes"][row["group"]] if found["priced_bytes"] else None
+        rows.append([
+            words(rank),
+            number(row["stands_for"]),
+            words(stage_words(group["stages"])),
+            gib(row["peak_bytes"]),
+            _known(gib, priced),
+            scaled(sum(row["flops"].values()), "FLOP"),
+            _known(lambda value: scaled(value, "FLOP"), group.get("flops")),
+            _known(sent, _total(row.get("link_bytes"))),
+            _known(sent, _total(group.get("sent_bytes"))),
+            *(gib(row["peak_by_kind"].get(kind, 0)) for kind in kinds),
+        ])  # fmt: skip
+    heads = (
+        "rank", "stands for", "device group", "peak", "priced", "FLOPs", "priced",
+        "given to links", "priced", *kinds,
+    )  # fmt: skip
+    caption = "Ranks that were rehearsed: bytes of tensors at the peak, FLOPs and bytes of a step"
+    return Table(caption=caption, heads=heads, rows=rows)
+
+
+def rehearsed_step(found: Row) -> Table | None:
+    """The price of the step beside a second estimate, of every operator that was rehearsed."""
+    both = found.get("step", {})
+    if not {"priced", "estimated"} <= set(both):
+        return None
+    priced, estimated = both["priced"], both["estimated"]
+    names = list(dict.fromkeys([*priced, *estimated]))
+    rows = [
+        [
+            words("the step" if name == "step_s" else name),
+            *(_known(time, of.get(name)) for of in (priced, estimated)),
+        ]
+        for name in names
+        if priced.get(name) or estimated.get(name)
+    ]
+    heads = ("of the busiest device group", "priced", "estimated from the rehearsal")
+    return Table(caption="Seconds of a step", heads=heads, rows=rows)
+
+
+def _total(parts: Mapping[str, float] | None) -> float | None:
+    return None if parts is None else sum(parts.values())
+
+
+def _known(cell: Any, value: float | None) -> Cell:
+    return words("") if value is None else cell(value)
+
+
 def sensitivity(found: Sequence[Row]) -> Table:
     rows = []
     for row in found:
@@ -238,3 +290,60 @@ def overrides(found: Sequence[Row]) -> Table:
     ]
     heads = ("override", "costs a step", "share", "effect")
     return Table(caption="What each override costs", heads=heads, rows=rows)
+
+
+# --- plans beside each other ----------------------------------------------------------------------
+
+
+def compared(data: Row) -> list[dict[str, Any]]:
+    """Plans with a step time: the chosen one, and the best of each family and the runners-up,
+    families of one plan together."""
+    summary = data["summary"]
+    chosen = {
+        "family": "chosen",
+        "plan": summary["chosen"],
+        "step_time_s": summary["step_time_s"],
+        "slower": 0.0,
+        "peak_memory_bytes": max(summary["peak_memory_bytes"]),
+        "why": "",
+    }
+    rows: dict[str, dict[str, Any]] = {}
+    for row in (chosen, *data["alternatives"], *data["runners_up"]):
+        if not row.get("plan"):
+            continue
+        known = rows.setdefault(
+            row["plan"],
+            {
+                "names": [],
+                "plan": row["plan"],
+                "chosen": row is chosen,
+                "step_time_s": row["step_time_s"],
+                "slower": row["slower"],
+                "tie": bool(row.get("tie")),
+                "peak_memory_bytes": row.get("peak_memory_bytes"),
+                "components_s": row.get("components_s", {}),
+                "why": row["why"],
+                "excluded": row.get("excluded", []),
+            },
+        )
+        known["names"] += [row["family"]] if "family" in row else []
+    found = sorted(rows.values(), key=lambda row: float(row["step_time_s"]))
+    for place, row in enumerate(found):
+        row["step"] = _close(float(row["step_time_s"]))
+        row["id"] = f"plan-{place}"
+        row["name"] = ", ".join(row["names"]) or "runner-up"
+        row["differences"] = [(part, more_time(s)) for part, s in row["components_s"].items()]
+    return found
+
+
+def _close(value: float) -> str:
+    """Seconds by four digits, so that plans near each other differ."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value / 1e-6:.4g} µs"
+
+
+def without_plan(data: Row) -> list[Row]:
+    """Families of which no plan was found, and why."""
+    return [row for row in data["alternatives"] if not row.get("plan")]

@@ -12,7 +12,6 @@ from meshwright.planner.plan.expert_parallel import (
     runs_experts,
 )
 from meshwright.planner.plan.flow import (
-    check_copies,
     crossings,
     passes_of,
     pipelines,
@@ -58,7 +57,6 @@ from meshwright.planner.plan.words import (
     meeting_words,
     mesh_words,
     peak_words,
-    policy_counts,
     recompute_words,
     seconds,
     sized,
@@ -67,15 +65,13 @@ from meshwright.planner.plan.words import (
 
 __all__ = [
     "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RUNS", "ZERO", "InfeasibleError", "Known",
-    "Plan", "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_copies",
-    "check_experts_run", "check_offload", "check_plan", "check_runs", "compress_names",
-    "compress_ranks", "counted",
+    "Plan", "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_experts_run",
+    "check_offload", "check_plan", "check_runs", "compress_names", "compress_ranks", "counted",
     "crossings", "describe", "divisors", "expand_names", "expand_ranks", "expert_weights",
-    "express_shardings",
-    "fewest_experts", "fingerprint", "folds", "glob", "has_experts", "in_files", "kept_together",
-    "margin_beside", "meeting_words", "mesh_words", "offloaded_parameters", "offloaded_weights",
-    "passes_of", "peak_words", "pipelines", "placement_of",
-    "policy_counts", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",
+    "express_shardings", "fewest_experts", "fingerprint", "folds", "glob", "has_experts",
+    "in_files", "kept_together", "margin_beside", "meeting_words", "mesh_words",
+    "offloaded_parameters", "offloaded_weights", "passes_of", "peak_words", "pipelines",
+    "placement_of", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",
     "seconds", "segments_of", "shared_apart", "sized", "slower", "spread_of", "stage_of",
     "stages_of_parameters", "ulysses_degrees",
 ]  # fmt: skip

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.sharding import (
-    Assignment,
-    BlockLayouts,
-    Entry,
-    FactorTable,
-    Placement,
-    R,
-    can_hold,
-    default_state,
-    transition,
-    translate,
-)
+from meshwright.costmodel import sharding
+from meshwright.costmodel.graph import Graph
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.plan.ranges import PlanError
 from meshwright.planner.plan.shardings import check_matched, resolve_block
@@ -26,8 +15,8 @@ Known = dict[Any, Any]  # what `check_plan` remembers of one graph, between plan
 
 
 def stage_assignments(
-    plan: Plan, k: int, graph: Graph, factors: FactorTable, known: Known | None = None
-) -> dict[str, Assignment]:
+    plan: Plan, k: int, graph: Graph, factors: sharding.FactorTable, known: Known | None = None
+) -> dict[str, sharding.Assignment]:
     """The assignment of each block of stage `k`, by name; `known` as for `check_plan`.
 
     Raises `PlanError` for a sharding that matches nothing, or that no assignment has.
@@ -39,9 +28,9 @@ def stage_assignments(
     blocks = [block for block in graph.blocks if block.name in names]
     read_elsewhere = {n for b in graph.blocks if b.name not in names for n in b.inputs}
     decisions = frozenset(stage.shardings.items())
-    assignments: dict[str, Assignment] = {}
+    assignments: dict[str, sharding.Assignment] = {}
     matched: set[str] = set()
-    states: dict[str, Placement] = {}
+    states: dict[str, sharding.Placement] = {}
     for block in blocks:
         inputs = {name: states[name] for name in block.inputs if name in states}
         leaving = frozenset(read_elsewhere.intersection(block.outputs))
@@ -56,15 +45,16 @@ def stage_assignments(
                 tuple(inputs.get(name) for name in block.inputs),
                 tuple(name in leaving for name in block.outputs),
             )
-            if by_class in known:
-                assignment, example = known[by_class]
-                known[key] = translate(assignment, example, block), patterns
-            else:
-                assignment = _completed(
-                    graph, factors, block, stage.tp, entries, inputs, leaving, place
-                )
-                known[by_class] = assignment, block
-                known[key] = assignment, patterns
+            if by_class not in known:
+                layouts = sharding.BlockLayouts(graph, factors, block, stage.tp)
+                try:
+                    found = layouts.complete(entries, inputs, leaving)
+                except ValueError as error:
+                    raise PlanError.of(error, place) from None
+                _check_states(layouts, found, inputs, place)
+                known[by_class] = found, block
+            assignment, example = known[by_class]
+            known[key] = sharding.translate(assignment, example, block), patterns
         assignments[block.name], patterns = known[key]
         matched |= patterns
         states |= {name: assignments[block.name].states[name] for name in block.outputs}
@@ -72,27 +62,11 @@ def stage_assignments(
     return assignments
 
 
-def _completed(
-    graph: Graph,
-    factors: FactorTable,
-    block: Block,
-    tp: int,
-    entries: Mapping[str, Entry],
-    inputs: Mapping[str, Placement],
-    leaving: Collection[str],
-    place: str,
-) -> Assignment:
-    layouts = BlockLayouts(graph, factors, block, tp)
-    try:
-        assignment = layouts.complete(entries, inputs, leaving)
-    except ValueError as error:
-        raise PlanError.of(error, place) from None
-    _check_states(layouts, assignment, inputs, place)
-    return assignment
-
-
 def _check_states(
-    layouts: BlockLayouts, assignment: Assignment, inputs: Mapping[str, Placement], place: str
+    layouts: sharding.BlockLayouts,
+    assignment: sharding.Assignment,
+    inputs: Mapping[str, sharding.Placement],
+    place: str,
 ) -> None:
     """Raise `PlanError` unless each state is a layout that its tensor can have, with a transition
     from the operator that makes it and to those that read it."""
@@ -115,12 +89,12 @@ def _check_states(
             )
         targets = layouts.targets(value, assignment.strategies)
         crosses = value in inputs or value in layouts.block.outputs
-        inside = default_state(state, targets, False) if crosses else state
+        inside = sharding.default_state(state, targets, False) if crosses else state
         transitions = [(state, inside), *((inside, target) for target in targets)]
         if value in arriving:
             transitions.append((arriving[value], state))
         for source, target in transitions:
-            if transition(source, target) is None:
+            if sharding.transition(source, target) is None:
                 raise PlanError(
                     f"state {state} of {name}: {source} can't become {target}",
                     place=place,
@@ -128,17 +102,17 @@ def _check_states(
                 )
 
 
-def _possible(layouts: BlockLayouts, value: str, state: Placement) -> bool:
+def _possible(layouts: sharding.BlockLayouts, value: str, state: sharding.Placement) -> bool:
     """Whether the value can have the state. Any split of the batch dim may be possible: its rows
     depend on the micro-batch."""
     factors = layouts.table
     dims = factors.dims[value]
     if state.sharded and state.dim < len(dims) and factors.batch in dims[state.dim]:
         return True
-    return can_hold(layouts.graph, factors, value, state, layouts.degree)
+    return sharding.can_hold(layouts.graph, factors, value, state, layouts.degree)
 
 
-def _legal_states(layouts: BlockLayouts, value: str) -> str:
+def _legal_states(layouts: sharding.BlockLayouts, value: str) -> str:
     shape = layouts.graph.values[value].shape
-    shards = [Placement("S", d) for d in range(len(shape))]
-    return ", ".join(map(str, [R, *(s for s in shards if _possible(layouts, value, s))]))
+    shards = [sharding.Placement("S", d) for d in range(len(shape))]
+    return ", ".join(map(str, [sharding.R, *(s for s in shards if _possible(layouts, value, s))]))

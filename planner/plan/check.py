@@ -16,8 +16,7 @@ from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.costmodel.written_buffers import inseparable
-from meshwright.planner.plan.assignments import Known as Known
-from meshwright.planner.plan.assignments import stage_assignments
+from meshwright.planner.plan.assignments import Known, stage_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
@@ -69,12 +68,14 @@ def check_plan(
 def check_runs(plan: Plan) -> None:
     """Raise `PlanError` for a legal plan that the executor does not run yet."""
     _check_split(plan)
-    values: list[tuple[str, str, Any, tuple[Any, ...]]] = []
     for k, stage in enumerate(plan.stages):
-        values += [
-            (f"plan: stage {k}", "recompute", policy, RUNS["recompute"])
-            for policy in dict.fromkeys(stage.policies)
-        ]
+        for policy in dict.fromkeys(stage.policies):
+            if policy not in RUNS["recompute"]:
+                raise PlanError(
+                    f"={policy!r} can be priced, but not run yet",
+                    place=f"plan: stage {k}: recompute",
+                    legal=RUNS["recompute"],
+                )
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         for name, value, other in (
             ("dp_shard", stage.shards, first.shards),
@@ -95,13 +96,6 @@ def check_runs(plan: Plan) -> None:
                 f"={stage.ep} can be priced, but not run yet",
                 place=f"plan: stage {k}: ep",
                 legal=f"a divisor of dp·cp={stage.holders}, or a multiple of tp={stage.tp}",
-            )
-    for place, name, value, legal in values:
-        if value not in legal:
-            raise PlanError(
-                f"={value!r} can be priced, but not run yet",
-                place=f"{place}: {name}",
-                legal=f"{', '.join(map(str, legal))}",
             )
 
 
@@ -177,7 +171,7 @@ def _check_step(plan: Plan) -> None:
         raise PlanError(
             f"={plan.num_microbatches} does not divide global_batch_size={plan.global_batch_size}",
             place="plan: num_microbatches",
-            legal=_divisors(plan.global_batch_size),
+            legal=divisors(plan.global_batch_size),
         )
     if not plan.stages:
         raise PlanError(
@@ -209,12 +203,14 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
     named = [stage.recompute] if isinstance(stage.recompute, str) else list(stage.recompute)
     for name, value, legal in (
         ("zero", stage.zero, ZERO),
+        ("quantized", stage.quantized, QUANTIZED),
         *(("recompute", policy, RECOMPUTE) for policy in named),
     ):
         if isinstance(value, bool) or value not in legal:
             raise PlanError(f"={value!r}", place=f"{place}: {name}", legal=legal)
+    for name in ("dp", "cp", "tp", "ep", "segments"):
+        _check_whole(getattr(stage, name), f"{place}: {name}")
     _check_recompute(stage, place)
-    _check_whole(stage.segments, f"{place}: segments")
     if stage.segments > 1 and SCHEDULES[plan.schedule].splits_backward:
         raise PlanError(
             f"={stage.segments} with schedule={plan.schedule!r}: what the first part of a backward "
@@ -233,8 +229,6 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             legal="without these two",
             way_out="drop one of them",
         )
-    for axis in ("dp", "cp", "tp", "ep"):
-        _check_whole(getattr(stage, axis), f"{place}: {axis}")
     _check_shards(stage, place)
     _check_secondary(stage, place)
     _check_quantized(plan, stage, place)
@@ -244,7 +238,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             f"(global_batch_size={plan.global_batch_size} / "
             f"num_microbatches={plan.num_microbatches})",
             place=f"{place}: dp",
-            legal=f"{_divisors(plan.microbatch_rows)}, or fewer micro-batches",
+            legal=[*divisors(plan.microbatch_rows), "or fewer micro-batches"],
         )
 
 
@@ -272,7 +266,7 @@ def _check_shards(stage: StagePlan, place: str) -> None:
         raise PlanError(
             f"={stage.dp_shard} does not divide the {ranks} ranks of the data axis (dp·cp)",
             place=f"{place}: dp_shard",
-            legal=_divisors(ranks),
+            legal=divisors(ranks),
         )
     if not stage.zero:
         raise PlanError(
@@ -301,17 +295,13 @@ def _check_secondary(stage: StagePlan, place: str) -> None:
         raise PlanError(
             f"={stage.hpz} is no part of the {stage.shards} ranks that ZeRO divides among",
             place=f"{place}: hpz",
-            legal=", ".join(map(str, parts)) or "none",
+            legal=parts or "none",
             way_out="take one of these, or drop hpz",
         )
 
 
 def _check_quantized(plan: Plan, stage: StagePlan, place: str) -> None:
-    """Raise `PlanError` for quantised collectives that are none, or have nothing to send."""
-    if stage.quantized not in QUANTIZED:
-        raise PlanError(
-            f"={stage.quantized!r}", place=f"{place}: quantized", legal=", ".join(QUANTIZED)
-        )
+    """Raise `PlanError` for quantised collectives that have nothing to send, or lose too much."""
     if stage.quantized == "none":
         return
     if plan.precision == "fp16":
@@ -363,7 +353,3 @@ def _check_blocks(stages: Sequence[StagePlan], graph: Graph) -> None:
                 legal=f"in the order {legal}",
                 way_out="sort them so",
             )
-
-
-def _divisors(n: int) -> str:
-    return ", ".join(map(str, divisors(n)))

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import EXPERT_FACTOR, TOKEN_FACTORS, traits_of
-from meshwright.costmodel.sharding import Assignment, FactorTable, stays_with_experts
 from meshwright.planner.plan.plan import StagePlan
 from meshwright.planner.plan.ranges import PlanError
 
@@ -24,7 +24,7 @@ def has_experts(graph: Graph) -> bool:
     return any(traits_of(op).experts == "product" for op in graph.ops)
 
 
-def fewest_experts(graph: Graph, factors: FactorTable) -> int:
+def fewest_experts(graph: Graph, factors: sharding.FactorTable) -> int:
     """The fewest experts that any operator has weights of; 1 without such operators."""
     ops = [op for op in graph.ops if traits_of(op).experts == "product"]
     return min((factors.ops[op.name].sizes[EXPERT_FACTOR] for op in ops), default=1)
@@ -50,7 +50,7 @@ def runs_experts(*, dp: int, tp: int, ep: int) -> bool:
     return dp % ep == 0 or ep % tp == 0
 
 
-def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, Assignment]) -> bool:
+def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, sharding.Assignment]) -> bool:
     """Whether the expert axis covers the tensor axis too: all tensor ranks have tokens of their
     own, read and hold whole matrices. `assignments`, by block name, are those of all stages on the
     ranks of `stage`."""
@@ -116,8 +116,8 @@ def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: st
 def check_experts(
     stage: StagePlan,
     graph: Graph,
-    factors: FactorTable,
-    assignments: Mapping[str, Assignment],
+    factors: sharding.FactorTable,
+    assignments: Mapping[str, sharding.Assignment],
     place: str,
 ) -> None:
     """Raise `PlanError` unless ep divides the experts and the ranks that they are shared over."""
@@ -126,12 +126,9 @@ def check_experts(
     if not has_experts(graph):
         raise PlanError(f"={stage.ep}: the model has no experts", place=f"{place}: ep", legal="1")
     ops = [op for block in graph.blocks if block.name in assignments for op in block.ops]
-    _check_moves(ops, graph, factors, assignments, f"{place}: ep={stage.ep}")
-    strategies = {
-        name: strategy
-        for assignment in assignments.values()
-        for name, strategy in assignment.strategies.items()
-    }
+    strategies = {name: s for own in assignments.values() for name, s in own.strategies.items()}
+    states = {value: at for own in assignments.values() for value, at in own.states.items()}
+    _check_moves(ops, factors, strategies, states, f"{place}: ep={stage.ep}")
     for op in ops:
         if traits_of(op).experts == "product":
             count = factors.ops[op.name].sizes[EXPERT_FACTOR]
@@ -170,14 +167,12 @@ def check_experts(
 
 def _check_moves(
     ops: Sequence[Op],
-    graph: Graph,
-    factors: FactorTable,
-    assignments: Mapping[str, Assignment],
+    factors: sharding.FactorTable,
+    strategies: Mapping[str, sharding.Strategy],
+    states: Mapping[str, sharding.Placement],
     place: str,
 ) -> None:
     """Raise `PlanError` for a re-shard of copies of tokens, which stay with their experts."""
-    states = {v: at for each in assignments.values() for v, at in each.states.items()}
-    strategies = {name: s for each in assignments.values() for name, s in each.strategies.items()}
     for op in ops:
         chosen = strategies[op.name]
         moves = [
@@ -185,7 +180,7 @@ def _check_moves(
             *((v, p, states.get(v)) for v, p in zip(op.results, chosen.results, strict=True)),
         ]
         for value, source, target in moves:
-            if source and target and stays_with_experts(factors, value, source, target):
+            if source and target and sharding.stays_with_experts(factors, value, source, target):
                 raise PlanError(
                     f"{value} goes from {source} to {target} at {op.key}, but copies of tokens "
                     "stay with their experts",

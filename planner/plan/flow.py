@@ -102,13 +102,11 @@ def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]
 
 def stages_of_parameters(plan: Plan, graph: Graph) -> dict[str, tuple[int, ...]]:
     """Parameter value -> the stages that hold it, ascending."""
-    blocks = {block.name: block for block in graph.blocks}
-    found = [(k, name) for k, stage in enumerate(plan.stages) for name in stage.blocks]
-    order = {block.name: position for position, block in enumerate(graph.blocks)}
-    holders: dict[str, dict[int, None]] = {}
-    for k, name in sorted(found, key=lambda one: (order[one[1]], one[0])):
-        for value in blocks[name].parameters:
-            holders.setdefault(value, {})[k] = None
+    owners = [stage_of(plan, copy) for copy in range(len(pipelines(plan)))]
+    holders: dict[str, set[int]] = {}
+    for block in graph.blocks:
+        for value in block.parameters:
+            holders.setdefault(value, set()).update(owner[block.name] for owner in owners)
     return {value: tuple(sorted(stages)) for value, stages in holders.items()}
 
 

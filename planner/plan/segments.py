@@ -9,25 +9,16 @@ inputs, too (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from meshwright.costmodel.blocks import recomputable
 from meshwright.costmodel.graph import Block
-
-ALONE = 1  # blocks in a segment where there are none
 
 
 def segments_of(blocks: Sequence[Block], size: int, loss: str | None) -> list[range]:
     """Positions of the blocks in each segment of a stage: as many as `size` neighbours, two at
     least, none of which has the loss, whose backward follows at once, or can't run twice."""
-    found: list[range] = []
-    start = 0
-    for k, block in enumerate(blocks):
-        if loss in block.outputs or not recomputable(block):
-            found += _cut(range(start, k), size)
-            start = k + 1
-    found += _cut(range(start, len(blocks)), size)
+    once = [k for k, b in enumerate(blocks) if loss in b.outputs or not recomputable(b)]
+    runs = [range(a + 1, b) for a, b in pairwise([-1, *once, len(blocks)])]
+    found = [run[k : k + size] for run in runs for k in range(0, len(run), size)]
     return [each for each in found if len(each) > 1]
-
-
-def _cut(run: range, size: int) -> list[range]:
-    return [run[k : k + size] for k in range(0, len(run), size)]

@@ -10,15 +10,21 @@ from meshwright.planner.pricing.evaluate import (
     price_blocks,
     price_stages,
 )
-from meshwright.planner.pricing.held import MemoryParts
-from meshwright.planner.pricing.ledger import KINDS_OF_BYTES, Ledger, Line, Traffic, Work
-from meshwright.planner.pricing.priced_stage import PricedStage, StageBlocks, stage_blocks
-from meshwright.planner.pricing.stage_costs import Entered, StageCoster, mesh_of, stage_setting
-from meshwright.planner.pricing.terms import PricedTerm, priced_terms, terms_of
+from meshwright.planner.pricing.ledger import KINDS_OF_BYTES, Ledger, Traffic, Work
+from meshwright.planner.pricing.priced_stage import PricedStage
+from meshwright.planner.pricing.stage_costs import (
+    Entered,
+    StageBlocks,
+    StageCoster,
+    mesh_of,
+    stage_blocks,
+    stage_setting,
+)
+from meshwright.planner.pricing.terms import priced_terms, terms_of
 
 __all__ = [
-    "KINDS_OF_BYTES", "Entered", "Evaluation", "Evaluator", "Ledger", "Line", "MemoryParts",
-    "Prediction", "PricedStage", "PricedTerm", "RehearsedMemory", "StageBlocks", "StageCoster",
-    "Traffic", "Work", "bytes_beside_tensors", "evaluate", "mesh_of", "price_blocks",
-    "price_stages", "priced_terms", "stage_blocks", "stage_setting", "terms_of",
+    "KINDS_OF_BYTES", "Entered", "Evaluation", "Evaluator", "Ledger", "Prediction", "PricedStage",
+    "RehearsedMemory", "StageBlocks", "StageCoster", "Traffic", "Work", "bytes_beside_tensors",
+    "evaluate", "mesh_of", "price_blocks", "price_stages", "priced_terms", "stage_blocks",
+    "stage_setting", "terms_of",
 ]  # fmt: skip

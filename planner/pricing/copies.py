@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from meshwright.costmodel.kernels import crosses_node, send_seconds
+from meshwright.costmodel.kernels import crosses_node
 from meshwright.costmodel.operators import Entry
 from meshwright.costmodel.stages import StageCosts
 from meshwright.planner.plan import Plan, pipelines
@@ -56,21 +56,11 @@ def _exchange(plan: Plan, coster: StageCoster, own: StageCosts[float], k: int, m
     elements = own.parameters * part / (stage.shards if stage.zero else 1)
     ends = stage.ranks, plan.stages[mate].ranks
 
-    def seconds(nbytes: float) -> float:
-        return send_seconds(
-            nbytes,
-            *ends,
-            tp=1,
-            cluster=coster.cluster,
-            target=coster.problem.target,
-            profile=coster.problem.profile,
-        )
-
     nbytes, more = elements * GRADIENT_BYTES, max(0, len(trained) - 1)
     return Entry(
         column="reduce_s",
         kind="collective",
-        seconds=seconds(nbytes) + more * seconds(1.0),
+        seconds=coster.message_s(nbytes, *ends, tp=1) + more * coster.message_s(1.0, *ends, tp=1),
         axis="pipeline",
         collective="exchange",
         calls=len(trained),

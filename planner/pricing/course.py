@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from meshwright.costmodel.blocks import REGATHER, PassPrice, parts_of
+from meshwright.costmodel.blocks import REGATHER, parts_of
 from meshwright.costmodel.memory import (
     Reduction,
     Trained,
@@ -38,9 +38,8 @@ from meshwright.planner.plan import (
     passes_of,
 )
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.priced_stage import StageBlocks
 from meshwright.planner.pricing.segments import in_segments
-from meshwright.planner.pricing.stage_costs import Entered, StageCoster
+from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster
 
 
 def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]) -> list[Walked]:
@@ -84,23 +83,26 @@ def _stage(
     held |= {(stage.ranks, value) for each in entered for value in each.block.parameters}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
     gathered = _gathered(trained, len(entered), setting)
-    entering = entering_bytes(entered, pricer)
+    entering = entering_bytes(own)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
-        again, (_, gathers) = each.repeats(policy), parts_of(policy)
-        found = BlockBytes(
-            kept=each.passes.saved_bytes - again + entering[at],
-            passing=again + gathered[at],
-            releases=not again,
-            course=[
-                (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
-                for moment in (each.passes.parts if gathers else each.passes.course)
-            ],
+        again, (_, gathers), passes = each.repeats(policy), parts_of(policy), each.passes
+        # what is gathered alone is made again by the second half of a backward that reads it
+        alone = policy == REGATHER
+        late = alone and split and any(moment.regathered for moment in passes.course)
+        blocks.append(
+            BlockBytes(
+                kept=passes.saved_bytes - again + entering[at],
+                passing=gathered[at] + again * (not late),
+                late=again * late,
+                releases=alone or not again,
+                course=[
+                    (moment, tuple(numbers[at, k] for k in moment.parameters if (at, k) in numbers))
+                    for moment in (passes.parts if gathers else passes.course)
+                ],
+            )
         )
-        if policy == REGATHER:
-            found = _gathering(found, again, late=split and _reads_late(each.passes))
-        blocks.append(found)
-    blocks = in_segments(blocks, entering, stage, entered, pricer)
+    blocks = in_segments(own, blocks, entering)
     weights, states = _fixed_bytes(trained, setting)
     return StageBytes(
         fixed=frozen + weights + states,
@@ -108,55 +110,37 @@ def _stage(
         optimizer=optimizer_temporary_bytes(
             owned, optimizer=setting.optimizer, device=setting.cluster.device.kind
         ),
-        blocks=sending(blocks, stage, entered, pricer),
+        blocks=sending(own, blocks),
         seeds=sum(pricer.nbytes(v, made[v]) for to in targets.values() for v in to),
         trained=trained,
         reduction=_reduction(setting),
     )
 
 
-def undone_bytes(plan: Plan, stages: Sequence[StageBlocks]) -> list[float]:
-    """Bytes of a device of each device group that a step which is validated afterwards keeps to be
-    undone."""
-    found = dict.fromkeys(plan.devices, 0.0)
+def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]:
+    """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
+    has: what the device reserves, buffers of communicators, and what steps that are validated
+    afterwards keep from the one before, to be undone."""
+    kept, settings = dict.fromkeys(plan.devices, 0.0), dict[tuple[int, ...], Setting]()
     held: set[tuple[tuple[int, ...], str]] = set()
-    for own in stages:
+    for own in priced:
         ranks, pricer = own.stage.ranks, own.pricer
+        settings.setdefault(ranks, own.setting)
         for value, state in (each for block in own.blocks for each in block.parameters):
             if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
-                found[ranks] += own.setting.validated * undo_bytes(
+                kept[ranks] += own.setting.validated * undo_bytes(
                     pricer.numel(value, state),
                     pricer.parameters.shard_count(value, state),
                     zero=own.setting.sharing.zero,
                     optimizer=own.setting.optimizer,
                 )
             held.add((ranks, value))
-    return list(found.values())
-
-
-def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]:
-    """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
-    has: what the device reserves, buffers of communicators, and what steps that are validated
-    afterwards keep from the one before."""
-    found = []
-    for ranks, kept in zip(plan.devices, undone_bytes(plan, priced), strict=True):
-        setting = next(own.setting for own in priced if own.stage.ranks == ranks)
-        more = communicator_bytes(setting) + math.ceil(kept)
-        found.append(setting.cluster.device.reserved_bytes + more)
-    return found
-
-
-def _reads_late(of: PassPrice) -> bool:
-    """Whether weights' gradients that are put off read what is gathered again."""
-    return any(moment.regathered for moment in of.course)
-
-
-def _gathering(block: BlockBytes, again: float, *, late: bool) -> BlockBytes:
-    """A block of which what is gathered alone is made `again`, so many bytes: it lets go of the
-    rest on the way, and makes it in the second half of its backward if it is read `late`."""
-    if late:
-        return replace(block, passing=block.passing - again, late=again, releases=True)
-    return replace(block, releases=True)
+    return [
+        settings[ranks].cluster.device.reserved_bytes
+        + communicator_bytes(settings[ranks])
+        + math.ceil(nbytes)
+        for ranks, nbytes in kept.items()
+    ]
 
 
 def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> tuple[float, float]:
@@ -213,7 +197,7 @@ def _parameters(
             continue
         p = Trained(
             numel=pricer.numel(value, state),
-            holders=pricer.parameters.replicas(value, state).size,
+            holders=pricer.parameters.holders(value, state),
             shards=pricer.parameters.shard_count(value, state),
             block=-1 if stage.zero == 3 and len(own) > 1 else own[0][0],
             readers=len(reached.intersection(own)),

@@ -10,25 +10,25 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles, verdict
-from meshwright.costmodel.kernels import collective_time, crosses_node, group_for, send_seconds
+from meshwright.costmodel.kernels import collective_time, crosses_node, group_for
 from meshwright.costmodel.operators import Batch, Entry, Mesh, Problem
-from meshwright.costmodel.schedules import (
-    StageTimes,
-    Streams,
-    Timeline,
-    build_schedule,
-    in_flight,
-    simulate,
-)
+from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
 from meshwright.costmodel.sharding import Assignment
-from meshwright.costmodel.stages import Peak, StageCosts, device_peaks, shortfall_bytes
+from meshwright.costmodel.stages import Peak, StageCosts, device_peaks
 from meshwright.costmodel.target import Target
-from meshwright.planner.plan import Known, Plan, StagePlan, check_plan, crossings, shared_apart
+from meshwright.planner.plan import (
+    Known,
+    Plan,
+    PlanError,
+    StagePlan,
+    check_plan,
+    crossings,
+    shared_apart,
+)
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
 from meshwright.planner.pricing.course import placed, walked_stages
-from meshwright.planner.pricing.hosts import by_node, check_host
-from meshwright.planner.pricing.priced_stage import PricedStage, StageBlocks, priced_stage
-from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
+from meshwright.planner.pricing.priced_stage import PricedStage, priced_stage
+from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, stage_setting
 from meshwright.profiles.cluster import Cluster
 
 
@@ -120,7 +120,7 @@ class Prediction:
 
     def shortfall_bytes(self, cluster: Cluster) -> list[int]:
         """Bytes by which each stage exceeds its devices' memory; 0 where it fits."""
-        return shortfall_bytes(self.peak_memory_bytes, cluster)
+        return [max(0, peak - cluster.device.memory_bytes) for peak in self.peak_memory_bytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,11 +147,8 @@ class Evaluation:
             s.forward_s + s.backward_s - s.forward_comm_s - s.backward_comm_s for s in self.stages
         )
         measured, interpolated = (
-            min(1.0, seconds / total) if total else 0.0
-            for seconds in (
-                sum(s.measured_s for s in self.stages),
-                sum(s.interpolated_s for s in self.stages),
-            )
+            min(1.0, sum(getattr(s, name) for s in self.stages) / total) if total else 0.0
+            for name in ("measured_s", "interpolated_s")
         )
         return {
             "measured": measured,
@@ -180,11 +177,7 @@ class Evaluator:
 
     def on(self, cluster: Cluster) -> Evaluator:
         """The same on another cluster."""
-        return self.under(replace(self.problem, cluster=cluster))
-
-    def under(self, problem: Problem) -> Evaluator:
-        """The same under other prices of the model: another cluster or profile."""
-        return Evaluator(problem, self._checked)
+        return Evaluator(replace(self.problem, cluster=cluster), self._checked)
 
 
 def evaluate(
@@ -199,6 +192,25 @@ def evaluate(
     coster = coster or StageCoster(replace(problem, precision=plan.precision))
     stages = tuple(priced_stage(plan, k, coster, own) for k, own in enumerate(assignments))
     return replace(price_blocks(plan, coster, [s.costs for s in stages], stages), priced=stages)
+
+
+def check_host(plan: Plan, cluster: Cluster) -> None:
+    """Raise `PlanError` where something is to lie in a host's memory of which nothing is known."""
+    for k, stage in enumerate(plan.stages):
+        if any(stage.offload.values()) and cluster.host is None:
+            raise PlanError(
+                f"cluster {cluster.name!r} says nothing of its hosts' memory",
+                place=f"plan: stage {k}: offload",
+                legal="a cluster with a host",
+                way_out="give it one, in TOML as [host], or drop it from the plan",
+            )
+        if stage.offload.get("nvme") and not (cluster.host and cluster.host.has_flash):
+            raise PlanError(
+                f"cluster {cluster.name!r} says nothing of its hosts' flash",
+                place=f"plan: stage {k}: offload",
+                legal="a cluster with nvme_bytes, nvme_read_bandwidth and nvme_write_bandwidth",
+                way_out="give it these, in TOML in [host], or drop nvme from the plan",
+            )
 
 
 def price_blocks(
@@ -263,6 +275,15 @@ def price_stages(
     )
 
 
+def by_node(plan: Plan, held: Sequence[float], cluster: Cluster) -> tuple[int, ...]:
+    """Bytes on each node of what each stage's ranks hold; none where nobody holds any."""
+    nodes = [0.0] * cluster.num_nodes
+    for stage, there in zip(plan.stages, held, strict=True):
+        for rank in stage.ranks if there else ():
+            nodes[rank // cluster.devices_per_node] += there
+    return tuple(map(math.ceil, nodes)) if any(nodes) else ()
+
+
 def simulated(
     plan: Plan,
     problem: Problem,
@@ -271,7 +292,35 @@ def simulated(
 ) -> tuple[Timeline, float, float]:
     """A step of a plan whose `sends` between stages take so many seconds: what happens in it, its
     seconds, and the share of them that devices wait."""
-    timeline, streams = _simulate(plan, problem.target, stages, sends)
+    target, edges = problem.target, frozenset(sends)
+    blocked = [0.0] * len(stages), [0.0] * len(stages)
+    # of a forward and a backward together, one computes while the other exchanges tokens
+    paired = [target.overlap_passes and stage.ep > 1 for stage in plan.stages]
+    if not target.overlap_sends:
+        for (source, destination), seconds in sends.items():
+            blocked[0][source] += seconds
+            blocked[1][destination] += seconds
+        sends = dict.fromkeys(sends, 0.0)
+    times = [
+        StageTimes(
+            forward_s=s.forward_s + sending,
+            backward_s=s.backward_s + returning,
+            weight_s=s.weight_s,
+            overlap_s=hides * min(s.forward_comm_s + s.backward_comm_s, s.forward_s),
+            reduce_s=s.reduce_s,
+            optimizer_s=s.optimizer_s,
+        )
+        for s, sending, returning, hides in zip(stages, *blocked, paired, strict=True)
+    ]
+    streams = build_schedule(
+        plan.schedule,
+        num_stages=len(stages),
+        num_microbatches=plan.num_microbatches,
+        edges=edges,
+        num_devices=len(plan.devices),
+        paired=target.overlap_passes,
+    )
+    timeline = simulate(streams, times, sends)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
     if plan.post_validation and not shared_apart(plan, problem.graph):
         everyone = group_for(problem.cluster, size=plan.num_ranks, stride=1)
@@ -326,43 +375,6 @@ def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
     return total
 
 
-def _simulate(
-    plan: Plan,
-    target: Target,
-    stages: Sequence[StageCosts[float]],
-    transfer: dict[tuple[int, int], float],
-) -> tuple[Timeline, Streams]:
-    edges = frozenset(transfer)
-    blocked = [0.0] * len(stages), [0.0] * len(stages)
-    # of a forward and a backward together, one computes while the other exchanges tokens
-    paired = [target.overlap_passes and stage.ep > 1 for stage in plan.stages]
-    if not target.overlap_sends:
-        for (source, destination), seconds in transfer.items():
-            blocked[0][source] += seconds
-            blocked[1][destination] += seconds
-        transfer = dict.fromkeys(transfer, 0.0)
-    times = [
-        StageTimes(
-            forward_s=s.forward_s + sending,
-            backward_s=s.backward_s + returning,
-            weight_s=s.weight_s,
-            overlap_s=hides * min(s.forward_comm_s + s.backward_comm_s, s.forward_s),
-            reduce_s=s.reduce_s,
-            optimizer_s=s.optimizer_s,
-        )
-        for s, sending, returning, hides in zip(stages, *blocked, paired, strict=True)
-    ]
-    streams = build_schedule(
-        plan.schedule,
-        num_stages=len(stages),
-        num_microbatches=plan.num_microbatches,
-        edges=edges,
-        num_devices=len(plan.devices),
-        paired=target.overlap_passes,
-    )
-    return simulate(streams, times, transfer), streams
-
-
 def _busiest(source: StagePlan, target: StagePlan) -> float:
     """The part of a micro-batch that the rank sends or receives that has most to do: every target
     rank takes its rows, which the ranks that hold them send in turn."""
@@ -384,15 +396,8 @@ def transfer(
     whole = (1 + max(sizes) / min(sizes)) / 2
     problem, (source, destination) = coster.problem, (stage.ranks for stage in ends)
     nbytes = sum(pricer.nbytes(v) * (1 if problem.factors.has_batch(v) else whole) for v in values)
-    seconds = send_seconds(
-        nbytes,
-        source,
-        destination,
-        tp=min(stage.tp for stage in ends),
-        cluster=problem.cluster,
-        target=problem.target,
-        profile=problem.profile,
-    )
+    tp = min(stage.tp for stage in ends)
+    seconds = coster.message_s(nbytes, source, destination, tp=tp)
     return Entry(
         column="send_s",
         kind="collective",

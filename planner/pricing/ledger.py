@@ -82,8 +82,7 @@ def _within(
     own: PricedStage, passes: Passes, entries: Sequence[tuple[Entered, Entry]]
 ) -> Iterator[Line]:
     """The passes of all micro-batches, and what is run again in their backwards."""
-    spans = spans_of(own.stage, own.blocks, own.pricer)
-    twice = {own.blocks[k].block.name for span in spans for k in span}
+    twice = {own.blocks[k].block.name for span in spans_of(own) for k in span}
     left = dict[str, float]()  # of the exchange between experts nothing hides this part
     exchanges = own.sums.forward_exchange_s, own.sums.backward_exchange_s
     for column, hidden, whole in zip(PASS_COLUMNS, passes.hidden_s, exchanges, strict=True):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from meshwright.costmodel.operators import Pricer, Setting
 from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.costmodel.stages import (
     Recompute,
@@ -18,20 +17,10 @@ from meshwright.costmodel.stages import (
     parameter_sums,
     stage_costs,
 )
-from meshwright.planner.plan import Plan, StagePlan
+from meshwright.planner.plan import Plan
 from meshwright.planner.pricing.away import sent_of
 from meshwright.planner.pricing.segments import stage_recompute
-from meshwright.planner.pricing.stage_costs import Entered, StageCoster, stage_setting
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBlocks:
-    """A stage with its blocks as they run."""
-
-    stage: StagePlan
-    setting: Setting
-    pricer: Pricer
-    blocks: Sequence[Entered]
+from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, stage_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,30 +35,19 @@ class PricedStage(StageBlocks):
     costs: StageCosts[float]
 
 
-def stage_blocks(
-    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
-) -> StageBlocks:
-    """The blocks of stage k of a plan."""
-    stage, setting = plan.stages[k], stage_setting(plan, k, coster)
-    pricer = coster.pricer(setting)
-    blocks = [*coster.entered(pricer, stage, assignments)]
-    return StageBlocks(stage=stage, setting=setting, pricer=pricer, blocks=blocks)
-
-
 def priced_stage(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> PricedStage:
     """Stage k of a checked plan."""
-    found = stage_blocks(plan, k, coster, assignments)
-    stage, setting, pricer, blocks = found.stage, found.setting, found.pricer, found.blocks
+    own = stage_blocks(plan, k, coster, assignments)
+    stage, setting, pricer, blocks = own.stage, own.setting, own.pricer, own.blocks
     rows = Sums(np.stack([each.sums.array for each in blocks]))
     sums, stored = rows.joined(), set[tuple[str, Placement]]()
     for each in blocks:
         for value, state in stored.intersection(each.shared):
             sums = sums - parameter_sums(pricer, value, state)
         stored.update(each.shared)
-    sent = sent_of(stage, blocks, pricer, setting)
-    repeated = stage_recompute(stage, blocks, pricer)
+    sent, repeated = sent_of(own), stage_recompute(own)
     # where steps are followed, the walk over the blocks says what a backward holds
     if stage.segments == 1 and not setting.target.gradients_come:
         decided = rows.with_policies(stage.policies).joined()

@@ -6,9 +6,9 @@ programs (`programs.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,10 +27,12 @@ from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_qua
 from meshwright.costmodel.kernels import send_seconds
 from meshwright.costmodel.operators import (
     NOT_AWAY,
+    PASS_COLUMNS,
     UNSHARED,
     Batch,
     Fusion,
     HostParts,
+    LocalSizes,
     Mesh,
     ModelFlops,
     Parts,
@@ -39,9 +41,12 @@ from meshwright.costmodel.operators import (
     Problem,
     Setting,
     Sharing,
+    attention,
+    context_exchange,
     fuse,
     model_flops,
 )
+from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
     CONTEXT_KINDS,
     ULYSSES,
@@ -54,6 +59,7 @@ from meshwright.costmodel.sharding import (
     Step,
     context_layout,
     moves,
+    strategies,
 )
 from meshwright.costmodel.stages import Floats, Sums, block_sums
 from meshwright.planner.blocks import activations_at_cuts
@@ -67,7 +73,6 @@ from meshwright.planner.plan import (
     spread_of,
     ulysses_degrees,
 )
-from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
@@ -93,6 +98,16 @@ class Entered:
         """Bytes that it makes again under a policy."""
         own = self.passes.repeats.get(policy)
         return own.freed_bytes if own else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBlocks:
+    """A stage with its blocks as they run."""
+
+    stage: StagePlan
+    setting: Setting
+    pricer: Pricer
+    blocks: Sequence[Entered]
 
 
 @dataclass(slots=True)
@@ -166,6 +181,12 @@ class StageCoster:
         return [*activations_at_cuts(self.graph), ()]
 
     @cached_property
+    def message_s(self) -> Callable[..., float]:
+        """`send_seconds` between ranks of this problem's cluster."""
+        own = self.problem
+        return partial(send_seconds, cluster=own.cluster, target=own.target, profile=own.profile)
+
+    @cached_property
     def _fusion(self) -> Fusion:
         return fuse(self.graph, self.problem.factors, self.problem.target.fusion)
 
@@ -198,10 +219,25 @@ class StageCoster:
         if key not in self._known.kinds:
             by_heads = mesh.cp in ulysses_degrees(self.graph, mesh.tp)
             kinds = [kind for kind in CONTEXT_KINDS if kind != ULYSSES or by_heads]
-            self._known.kinds[key] = cheapest_kind(
-                self.graph, self.problem.factors, own, kinds, self._context
-            )
+            self._known.kinds[key] = min(kinds, key=lambda kind: self._attention_s(own, kind))
         return self._known.kinds[key]
+
+    def _attention_s(self, setting: Setting, kind: ContextKind) -> float:
+        """Seconds of the graph's attention by a kind of context parallelism."""
+        graph, table = self.graph, self.problem.factors
+        own = replace(setting, mesh=replace(setting.mesh, cp_kind=kind))
+        sizes = LocalSizes(graph=graph, table=table, setting=own, context=self._context(own))
+        found = [op for op in graph.ops if traits_of(op).kernel == "attention"]
+        distinct = {tuple(graph.values[v].shape for v in op.operands): op for op in found}
+        seconds = 0.0
+        for op in distinct.values():
+            options = strategies(graph, table, op, own.mesh.tp)
+            by_heads = next((x for x in options if x.split_factor == "heads"), options[0])
+            entries = attention(sizes, op, by_heads)
+            computed = [sum(e.seconds for e in entries if e.column == c) for c in PASS_COLUMNS]
+            exchanged = context_exchange(sizes, op, by_heads, *computed)
+            seconds += sum(computed) + sum(entry.seconds for entry in exchanged)
+        return seconds
 
     def _context(self, setting: Setting) -> ContextLayout | None:
         """The layout of the context axis, if there is one."""
@@ -255,8 +291,7 @@ class StageCoster:
         assignment: Assignment,
         inputs: Mapping[str, Placement],
     ) -> PassPrice:
-        """The price of a block per micro-batch, the same for all data axes with equal rows per
-        device."""
+        """The price of a block per micro-batch, the same for all data axes of equal rows."""
         block, known = layouts.block, self._known
         own = self.needs(block).narrowed(setting)
         key = own.mesh, own.batch, (block.class_id, assignment.choices, tuple(inputs.values()))
@@ -334,10 +369,9 @@ class StageCoster:
         """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,
         between two stages with this mesh; where some neighbours share a node and others don't, on
         average."""
-        pricer, problem = self.pricer(setting), self.problem
-        node, devices = problem.cluster.devices_per_node, setting.mesh.devices
+        node, devices = self.cluster.devices_per_node, setting.mesh.devices
         # of the stages that share a node in pipeline order, one sends to the next node
-        share = min(1.0, devices / node) if problem.cluster.num_nodes > 1 else 0.0
+        share = min(1.0, devices / node) if self.cluster.num_nodes > 1 else 0.0
         if setting.mesh.spread > 1:  # so many neighbours lie in one node
             share = 1.0 / setting.mesh.spread
         inside, border = min(devices, max(1, node // 2)), max(node, devices)
@@ -348,21 +382,12 @@ class StageCoster:
 
         def seconds(nbytes: float) -> float:
             return sum(
-                part
-                * send_seconds(
-                    nbytes,
-                    source,
-                    destination,
-                    tp=setting.mesh.tp,
-                    cluster=problem.cluster,
-                    target=problem.target,
-                    profile=problem.profile,
-                )
-                for part, source, destination in pairs
+                part * self.message_s(nbytes, *ends, tp=setting.mesh.tp)
+                for part, *ends in pairs
                 if part
             )
 
-        sent = self._sent_bytes(pricer)
+        sent = self._sent_bytes(self.pricer(setting))
         known = {nbytes: seconds(nbytes) for nbytes in set(sent)}
         return np.array([known[nbytes] for nbytes in sent])
 
@@ -403,3 +428,13 @@ def mesh_of(stage: StagePlan) -> Mesh:
         spread=spread_of(stage),
         cp_kind=stage.cp_kind if stage.cp > 1 else None,
     )
+
+
+def stage_blocks(
+    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+) -> StageBlocks:
+    """The blocks of stage k of a plan."""
+    stage, setting = plan.stages[k], stage_setting(plan, k, coster)
+    pricer = coster.pricer(setting)
+    blocks = [*coster.entered(pricer, stage, assignments)]
+    return StageBlocks(stage=stage, setting=setting, pricer=pricer, blocks=blocks)

@@ -124,9 +124,8 @@ class _Larger:
         ]
         stored = dict.fromkeys(p for each in own.blocks for p in each.parameters)
         sums = own.sums.costing(total([*passes, self.parameters(own, stored)]), {})
-        repeated = stage_recompute(own.stage, blocks, own.pricer)
-        sent = sent_of(own.stage, blocks, own.pricer, own.setting)
-        return of_one(stage_costs(sums, own.setting, repeated, sent))
+        own = replace(own, blocks=blocks)
+        return of_one(stage_costs(sums, own.setting, stage_recompute(own), sent_of(own)))
 
     def _block(self, own: PricedStage, each: Entered, policy: str, passes: Cost) -> Entered:
         found = each.passes.repeats.get(policy)

@@ -10,19 +10,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from meshwright.costmodel import targets
 from meshwright.costmodel.target import IN_PARTS, Target
-from meshwright.costmodel.targets import (
-    ALPA,
-    COMPILED_HOST,
-    DEEPSPEED,
-    EXPERT_HOST,
-    FSDP,
-    FSDP_HOST,
-    MEGATRON,
-    MEGATRON_LM,
-    MEGATRON_MOE,
-    TORCHTITAN,
-)
 from meshwright.profiles.inputs import MeshwrightError
 
 # The part that FSDP of torch 2.1 and earlier, under Composer's limit of gathers in flight, hides of
@@ -46,6 +35,14 @@ EARLY_ENGINE = r"NeMo 24\.03"
 MESSAGE_S = ((r"DeepEP\+(UCCL|NVSHMEM)", 0.8e-6), (r"DeepEP|HybridEP|Hybrid-EP", 0.0))
 
 
+class Unpriced(MeshwrightError):
+    """A published row that can't be priced; the message is the reason."""
+
+    PLACE = "the published row"
+    LEGAL = "models, GPUs and degrees that the catalog and the reference models have"
+    WAY_OUT = "mend the row's columns, or leave it out"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framework:
     """`attention` and `dropout` as the framework's recipes of that time have them;
@@ -62,7 +59,7 @@ class Framework:
 
 
 _MEGATRON = Framework(
-    target=MEGATRON_LM,
+    target=targets.MEGATRON_LM,
     attention="written",
     dropout=0.1,
     assumptions=(
@@ -71,7 +68,7 @@ _MEGATRON = Framework(
     ),
 )
 _CORE = Framework(
-    target=MEGATRON,
+    target=targets.MEGATRON,
     sequence_parallel=True,
     interleaves=True,
     assumptions=(
@@ -83,22 +80,22 @@ _CORE = Framework(
 # `--tp-comm-overlap` is off unless asked for: NVIDIA's recipes do
 _CORE_SCRIPT = replace(
     _CORE,
-    target=replace(MEGATRON, overlap_tensor=()),
+    target=replace(targets.MEGATRON, overlap_tensor=()),
     assumptions=(
         _CORE.assumptions[0],
         "gradient reduction and parameter gathering overlapped, not tensor-parallel communication",
     ),
 )
 _FSDP = Framework(
-    target=FSDP,
+    target=targets.FSDP,
     sequence_parallel=True,
     assumptions=("eager kernels, fused attention, gathers and scatters overlapped, no dropout",),
 )
 _FOUNDRY = replace(
-    _FSDP, target=replace(FSDP, attention_scale=TRITON_ATTENTION, hidden_zero3=HIDDEN_FSDP)
+    _FSDP, target=replace(targets.FSDP, attention_scale=TRITON_ATTENTION, hidden_zero3=HIDDEN_FSDP)
 )
 _XLA = Framework(
-    target=ALPA,
+    target=targets.ALPA,
     attention="written",
     assumptions=("compiled by XLA, scores written to memory, gradient reduction not overlapped",),
 )
@@ -109,7 +106,7 @@ _NEMO_LAUNCHER = replace(
 )
 _ZERO_3 = replace(
     _MEGATRON,
-    target=DEEPSPEED,
+    target=targets.DEEPSPEED,
     assumptions=(
         *_MEGATRON.assumptions[:1],
         "ZeRO-3 gathers one parameter at a time, not overlapped, at a fifth of the bandwidth",
@@ -132,17 +129,17 @@ _PADDLE = Framework(
 _AUTOMODEL = replace(
     _FSDP,
     target=replace(
-        TORCHTITAN,
+        targets.TORCHTITAN,
         name="automodel",
         fusion="full",
         tuned_attention=True,
-        host_scale=FSDP_HOST,
+        host_scale=targets.FSDP_HOST,
         repeats_whole=False,
     ),
     assumptions=("fused attention and norms", *_FSDP.assumptions[1:]),
 )
 _TITAN = replace(
-    _FSDP, target=TORCHTITAN, assumptions=(*_FSDP.assumptions, "gradients reduced in fp32")
+    _FSDP, target=targets.TORCHTITAN, assumptions=(*_FSDP.assumptions, "gradients reduced in fp32")
 )
 # one engine in Python per micro-batch; fused norms and rotary embeddings; its ZeRO-1 and its
 # reduction follow the last backward (nanotron/optim/zero.py, parallel/data_parallel/utils.py)
@@ -150,7 +147,7 @@ _NANOTRON = Framework(
     target=Target(
         name="nanotron",
         fusion="full",
-        host_scale=FSDP_HOST,
+        host_scale=targets.FSDP_HOST,
         bucket_copies=0,
         overlap_tensor=("all_gather",),
     ),
@@ -185,56 +182,45 @@ _KNOWN = (
 
 def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") -> Framework:
     """The framework of a published name, with its assumptions; notes that say "torch.compile",
-    "compile" or "flash" count, and the GPU and the model, which date it. Raises ValueError for one
+    "compile" or "flash" count, and the GPU and the model, which date it. Raises `Unpriced` for one
     that is not known."""
     text = f"{name}; {gpu}; {model}"
     framework = next((known for pattern, known in _KNOWN if re.search(pattern, text)), None)
     if framework is None:
-        raise MeshwrightError(
+        raise Unpriced(
             " is not known",
             place=f"framework {name!r}",
             legal=f"names that contain one of: {', '.join(part for part, _ in _KNOWN)}",
             way_out="name one of those, or add its habits here",
         )
+    target, said = framework.target, list(framework.assumptions)
     if framework in (_FSDP, _TITAN) and re.search(r"\bcompile\b", f"{name}; {notes}"):
-        target = replace(framework.target, fusion="full", host_scale=COMPILED_HOST)
-        framework = replace(
-            framework, target=target, assumptions=("compiled blocks", *framework.assumptions[1:])
-        )
+        target = replace(target, fusion="full", host_scale=targets.COMPILED_HOST)
+        said[0] = "compiled blocks"
     if re.search(EARLY_ENGINE, name):
-        target = replace(framework.target, tuned_attention=False)
-        framework = replace(
-            framework, target=target, assumptions=(*framework.assumptions, "FlashAttention-2")
-        )
+        target = replace(target, tuned_attention=False)
+        said.append("FlashAttention-2")
     if "flash" in notes:
         framework = replace(framework, attention="fused")
     if "sequence parallelism" in notes and not framework.sequence_parallel:
-        framework = replace(
-            framework,
-            sequence_parallel=True,
-            assumptions=(*framework.assumptions, "sequence parallelism where tp > 1"),
-        )
+        framework = replace(framework, sequence_parallel=True)
+        said.append("sequence parallelism where tp > 1")
     if re.search(r"Flex-?Att", f"{name}; {notes}"):
         scale = next(known for pattern, known in FLEX_ATTENTION if re.search(pattern, gpu))
-        target = replace(framework.target, tuned_attention=False, attention_scale=scale)
-        framework = replace(
-            framework, target=target, assumptions=(*framework.assumptions, "FlexAttention")
-        )
+        target = replace(target, tuned_attention=False, attention_scale=scale)
+        said.append("FlexAttention")
     if re.search(r"async TP|overlaps:.*TP comm|tp[-_]comm[-_]overlap", notes):
-        framework = replace(
-            framework,
-            target=replace(framework.target, overlap_tensor=IN_PARTS),
-            assumptions=(*framework.assumptions, "tensor-parallel communication beside products"),
-        )
-    return framework
+        target = replace(target, overlap_tensor=IN_PARTS)
+        said.append("tensor-parallel communication beside products")
+    return replace(framework, target=target, assumptions=tuple(said))
 
 
 def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Framework:
     """The framework as it trains mixtures of experts, as far as a row's `text` says; what is
     assumed is added to `assumptions`."""
-    target = replace(framework.target, expert_host=EXPERT_HOST)
-    if framework.target is MEGATRON:
-        target = MEGATRON_MOE
+    target = replace(framework.target, expert_host=targets.EXPERT_HOST)
+    if framework.target is targets.MEGATRON:
+        target = targets.MEGATRON_MOE
         assumptions.append("the host issues the layers of mixtures operator by operator")
     for pattern, seconds in MESSAGE_S:
         if re.search(pattern, text):

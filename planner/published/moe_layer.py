@@ -7,6 +7,8 @@ wide is kept for the combination.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,12 @@ class GroupedLinear(nn.Module):
         return y
 
 
+def _gated(linear: Callable[[int, int], nn.Module], hidden: int, ffn: int) -> nn.ModuleDict:
+    """The layers of a gated MLP."""
+    sizes = {"gate": (hidden, ffn), "up": (hidden, ffn), "down": (ffn, hidden)}
+    return nn.ModuleDict({name: linear(*size) for name, size in sizes.items()})
+
+
 class MoE(nn.Module):
     """Router, gated experts of width `ffn`, and a gated MLP that all tokens share (`shared`: its
     width, 0 for none): [b, s, hidden] -> [b, s, hidden].
@@ -52,22 +60,8 @@ class MoE(nn.Module):
             )
         self.topk = topk
         self.router = nn.Linear(hidden, experts, bias=False)
-        self.experts = nn.ModuleDict({
-            "gate": GroupedLinear(experts, hidden, ffn),
-            "up": GroupedLinear(experts, hidden, ffn),
-            "down": GroupedLinear(experts, ffn, hidden),
-        })  # fmt: skip
-        self.shared = (
-            nn.ModuleDict(
-                {
-                    "gate": nn.Linear(hidden, shared, bias=False),
-                    "up": nn.Linear(hidden, shared, bias=False),
-                    "down": nn.Linear(shared, hidden, bias=False),
-                }
-            )
-            if shared
-            else None
-        )
+        self.experts = _gated(partial(GroupedLinear, experts), hidden, ffn)
+        self.shared = _gated(partial(nn.Linear, bias=False), hidden, shared) if shared else None
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = F.softmax(self.router(x), -1).topk(self.topk)

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.costmodel.target import BUCKET_BYTES
-from meshwright.planner.published.families import facts_of
-from meshwright.planner.published.frameworks import Framework, framework_of, with_experts
-from meshwright.planner.published.models import TransformerDims
-from meshwright.planner.published.setup import Setup, Unpriced
+from meshwright.planner.published.frameworks import Framework, Unpriced, framework_of, with_experts
+from meshwright.planner.published.models import Latent, TransformerDims
+from meshwright.planner.published.setup import Setup
 from meshwright.profiles.cluster import Cluster, Link
 
 # the first pattern that "gpu | interconnect" matches, to a catalog node
@@ -51,6 +50,47 @@ _NODES = (
     (r"L40S", "pcie-8-l40s"),
     (r"\bL4\b", "pcie-8-l4"),
     (r"A10G", "pcie-8-a10g"),
+)
+# dims that tables leave out, from the `config.json` that the models' authors published: the size of
+# a head where it isn't hidden / heads, latent attention, shared experts and dense first layers;
+# `expert_ffn` of a mixture-of-experts row is its column ffn
+_LATENT = Latent(q_rank=1536)
+
+# the first pattern that the model's name matches; keys are fields of `TransformerDims`
+_FACTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    (r"Qwen3-[\d.]+B", {"head_dim": 128}),
+    (r"Qwen2-57B-A14B", {"shared_ffn": 20480}),
+    (r"Qwen1\.5-MoE-A2\.7B", {"shared_ffn": 5632}),
+    (
+        r"DeepSeek-V3|DeepSeek-R1",
+        {"latent": _LATENT, "shared_ffn": 2048, "dense_layers": 3, "ffn": 18432},
+    ),
+    (r"Kimi-K2", {"latent": _LATENT, "shared_ffn": 2048, "dense_layers": 1, "ffn": 18432}),
+    (
+        r"DeepSeek-V2-Lite",
+        {"latent": Latent(q_rank=0), "shared_ffn": 2816, "dense_layers": 1, "ffn": 10944},
+    ),
+    (r"DeepSeek-V2", {"latent": _LATENT, "shared_ffn": 3072, "dense_layers": 1, "ffn": 12288}),
+    (
+        r"Moonlight-16B",
+        {"latent": Latent(q_rank=0), "shared_ffn": 2816, "dense_layers": 1, "ffn": 11264},
+    ),
+    (
+        r"GLM-4\.5-Air|GLM-4\.6-Air",
+        {"head_dim": 128, "shared_ffn": 1408, "dense_layers": 1, "ffn": 10944},
+    ),
+    (r"GLM-4\.[56]", {"head_dim": 128, "shared_ffn": 1536, "dense_layers": 3, "ffn": 12288}),
+    (r"gpt-oss", {"head_dim": 64}),
+    (r"Llama-?4-Scout", {"head_dim": 128, "shared_ffn": 8192}),
+)
+# families that the reference models can't stand for, with the reason
+_OTHER = (
+    (
+        r"Nemotron-?3-(Nano|Super|Ultra)|Nemotron-?H\b|Nemotron-Nano-\d+B-v2|Jamba|Zamba",
+        "state-space layers",
+    ),
+    (r"Qwen3-Next", "linear attention in most layers"),
+    (r"Llama-?4-Maverick", "dense and sparse layers in turn"),
 )
 _PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "amp": "bf16", "fp32": "fp32"}
 _MODERN = re.compile(
@@ -88,16 +128,9 @@ class _Cells:
 def read_row(row: Mapping[str, str]) -> Setup:
     """The configuration of a row, with its assumptions. Raises `Unpriced` with the reason."""
     cells = _Cells(row)
-    try:
-        framework = framework_of(
-            cells.text("framework"),
-            cells.text("notes"),
-            gpu=cells.text("gpu"),
-            model=cells.text("model"),
-        )
-    except ValueError as error:
-        raise Unpriced(str(error)) from None
-    if "offload" in cells.text("zero_stage_fsdp") + cells.text("notes"):
+    name, notes = cells.text("framework"), cells.text("notes")
+    framework = framework_of(name, notes, gpu=cells.text("gpu"), model=cells.text("model"))
+    if "offload" in cells.text("zero_stage_fsdp") + notes:
         raise Unpriced("offloading to the host is not modelled")
     tp, pp = cells.whole("tp"), cells.whole("pp")
     cp, gpus = cells.whole("cp", 1), cells.whole("num_gpus")
@@ -183,10 +216,7 @@ def _dims(cells: _Cells, framework: Framework, tp: int) -> TransformerDims:
 
 
 def _facts(cells: _Cells, name: str, sparse: bool) -> Mapping[str, Any]:
-    try:
-        facts = facts_of(name)
-    except ValueError as error:
-        raise Unpriced(str(error)) from None
+    facts = facts_of(name)
     if not sparse:  # distilled into a dense model, of which the rest is in the row
         facts = {key: value for key, value in facts.items() if key == "head_dim"}
     if facts:
@@ -194,11 +224,23 @@ def _facts(cells: _Cells, name: str, sparse: bool) -> Mapping[str, Any]:
     return facts
 
 
+def facts_of(name: str) -> Mapping[str, Any]:
+    """Fields of `TransformerDims` that a model's name stands for; raises `Unpriced` for a family
+    that the reference models don't cover."""
+    for pattern, reason in _OTHER:
+        if re.search(pattern, name, re.I):
+            raise Unpriced(
+                f" has {reason}, which no reference model has",
+                place=f"model {name!r}",
+                legal="decoders of attention and MLPs, dense or with experts",
+                way_out="leave the row out, or plan for the model itself",
+            )
+    return next((facts for pattern, facts in _FACTS if re.search(pattern, name, re.I)), {})
+
+
 def _cluster(cells: _Cells, gpus: int) -> Cluster:
-    text, per_node = (
-        f"{cells.text('gpu')} | {cells.text('interconnect')}",
-        cells.whole("gpus_per_node", 8),
-    )
+    text = f"{cells.text('gpu')} | {cells.text('interconnect')}"
+    per_node = cells.whole("gpus_per_node", 8)
     node = next((name for pattern, name in _NODES if re.search(pattern, text)), None)
     if node is None:
         raise Unpriced(f"gpu {cells.text('gpu')!r} is not in the catalog")
@@ -208,7 +250,6 @@ def _cluster(cells: _Cells, gpus: int) -> Cluster:
     cluster = Cluster.from_catalog(
         node, num_nodes=nodes, devices_per_node=gpus if nodes == 1 else per_node
     )
-    cluster = dataclasses.replace(cluster, inter_link=_network(cells, cluster.inter_link))
     # published peaks are an allocator's, which has what the driver and NCCL's buffers leave
     device = dataclasses.replace(
         cluster.device,
@@ -216,7 +257,8 @@ def _cluster(cells: _Cells, gpus: int) -> Cluster:
         reserved_bytes=0,
         communicator_bytes=0,
     )
-    return dataclasses.replace(cluster, device=device)
+    link = _network(cells, cluster.inter_link)
+    return dataclasses.replace(cluster, inter_link=link, device=device)
 
 
 def _network(cells: _Cells, link: Link) -> Link:

@@ -15,18 +15,10 @@ from typing import Any
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import RING
 from meshwright.planner.plan import Plan, StagePlan, fingerprint, recompute_of
-from meshwright.planner.published.frameworks import Framework
+from meshwright.planner.plan.shardings import resolve_block
+from meshwright.planner.published.frameworks import Framework, Unpriced
 from meshwright.planner.published.models import TransformerDims
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
-
-
-class Unpriced(MeshwrightError):
-    """A published row that can't be priced; the message is the reason."""
-
-    PLACE = "the published row"
-    LEGAL = "models, GPUs and degrees that the catalog and the reference models have"
-    WAY_OUT = "mend the row's columns, or leave it out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +55,12 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
     size = setup.dp * setup.cp * setup.tp
     head = head_in_layers(setup.dims) if setup.framework.balances_stages else 0.0
     cuts = _cuts(names, setup.dims.layers, stages, head)
-    shardings = _shardings(setup)
+    shardings, block_of = _shardings(setup), {block.name: block for block in graph.blocks}
     plans = []
     for k in range(stages):
         blocks = tuple(names[cuts[k] : cuts[k + 1]])
         first = (k % setup.pp) * size
+        named = {p for b in blocks for p in resolve_block(graph, block_of[b], shardings, "plan")[1]}
         plans.append(
             StagePlan(
                 blocks=blocks,
@@ -79,11 +72,7 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
                 tp=setup.tp,
                 zero=setup.zero,
                 recompute=of_layers(setup.recompute, blocks, setup.recompute_part),
-                shardings={
-                    pattern: decision
-                    for pattern, (decision, where) in shardings.items()
-                    if where in _kinds(setup.dims, blocks)
-                },
+                shardings={p: shardings[p] for p in shardings if p in named},
             )
         )
     return Plan(
@@ -139,39 +128,19 @@ def _cuts(names: list[str], layers: int, stages: int, head: float = 0.0) -> list
     return [*cuts, len(names)]
 
 
-def _kinds(dims: TransformerDims, blocks: tuple[str, ...]) -> set[str]:
-    """The kinds of a stage: "all", "dense" and "sparse" by its layers, "first" and "last" by
-    embedding and head."""
-    layers = [int(name.split(".")[1]) for name in blocks if name.startswith("layers.")]
-    dense = [not dims.experts or k < dims.dense_layers for k in layers]
-    kinds = {
-        "all": True, "dense": any(dense), "sparse": not all(dense),
-        "first": "embed" in blocks, "last": "head" in blocks,
-    }  # fmt: skip
-    return {kind for kind, present in kinds.items() if present}
-
-
-def _shardings(setup: Setup) -> dict[str, tuple[str, str]]:
-    """Megatron's tensor parallelism: pattern -> (decision, the stages it is for)."""
+def _shardings(setup: Setup) -> dict[str, str]:
+    """Megatron's tensor parallelism, of all kinds of layers."""
     if setup.tp == 1:
         return {}
+    colwise = ["mlp.up", "mlp.gate", "mlp.shared.up", "mlp.shared.gate"]
+    colwise += [f"attention.{name}" for name in ("qkv", "q_up", "kv_up")]
+    rowwise = ("attention.proj", "mlp.down", "mlp.shared.down")
     decisions = {
-        "layers.*.attention.proj": ("rowwise", "all"),
-        "layers.*.mlp.up": ("colwise", "dense"),
-        "layers.*.mlp.down": ("rowwise", "dense"),
-        "embedding": ("vocab", "first"),
-        "head": ("colwise", "last"),
+        **{f"layers.*.{name}": "colwise" for name in colwise},
+        **{f"layers.*.{name}": "rowwise" for name in rowwise},
+        "embedding": "vocab",
+        "head": "colwise",
     }
-    if setup.dims.activation == "swiglu":
-        decisions["layers.*.mlp.gate"] = ("colwise", "dense")
-    wide = ("q_up", "kv_up") if setup.dims.latent else ("qkv",)
-    decisions |= {f"layers.*.attention.{name}": ("colwise", "all") for name in wide}
-    if setup.dims.shared_ffn:
-        decisions |= {
-            f"layers.*.mlp.shared.{name}": ("colwise", "sparse") for name in ("gate", "up")
-        }
-        decisions["layers.*.mlp.shared.down"] = ("rowwise", "sparse")
     if setup.framework.sequence_parallel:
-        decisions["layers.*:add"] = ("-> S(1)", "all")
-        decisions["layers.*:add#1"] = ("-> S(1)", "all")
+        decisions |= {f"layers.*:{add}": "-> S(1)" for add in ("add", "add#1")}
     return decisions

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.costmodel.stages import StageCosts
 from meshwright.planner.plan import passes_of, seconds
 from meshwright.planner.pricing import Evaluation
 
@@ -54,12 +53,10 @@ def device_groups(evaluation: Evaluation) -> list[Components]:
     for ranks in plan.devices:
         pairs = zip(evaluation.stages, plan.stages, strict=True)
         group = [costs for costs, stage in pairs if stage.ranks == ranks]
-
-        def total(name: str, group: Sequence[StageCosts[float]] = group) -> float:
-            return float(sum(getattr(costs, name) for costs in group))
-
-        own = {name: m * total(name) for name in OF_PASSES}
-        once = {"gradient_reduction_s": total("reduce_s"), "optimizer_s": total("optimizer_s")}
+        names = (*OF_PASSES, "reduce_s", "optimizer_s")
+        of = {name: float(sum(getattr(costs, name) for costs in group)) for name in names}
+        own = {name: m * of[name] for name in OF_PASSES}
+        once = {"gradient_reduction_s": of["reduce_s"], "optimizer_s": of["optimizer_s"]}
         busy = own["forward_s"] + own["backward_s"] + sum(once.values())
         waiting = max(0.0, evaluation.prediction.step_time_s - busy)
         found.append(Components(**own, **once, waiting_s=waiting))

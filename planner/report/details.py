@@ -5,19 +5,18 @@ waits until it is asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
 from meshwright.costmodel.intervals import LEVEL
 from meshwright.costmodel.operators import Problem
-from meshwright.costmodel.sharding import Assignment
 from meshwright.planner.plan import compress_ranks, folds
-from meshwright.planner.pricing import Evaluation, Ledger, MemoryParts, Work
+from meshwright.planner.pricing import Evaluation, Ledger, Work
 from meshwright.planner.report.components import Components, device_groups
-from meshwright.planner.report.diagram import block_diagrams
-from meshwright.planner.report.timeline import timeline_data
+from meshwright.planner.report.diagram import block_diagrams, timeline_data
 from meshwright.profiles.cluster import Cluster, catalog_names
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import is_number
@@ -31,7 +30,6 @@ class Details:
 
     evaluation: Evaluation
     problem: Problem
-    assignments: Sequence[Mapping[str, Assignment]]
 
     @cached_property
     def memory(self) -> list[Row]:
@@ -47,7 +45,7 @@ class Details:
                 {
                     "ranks": compress_ranks(ranks),
                     "stages": [n for n, stage in enumerate(plan.stages) if stage.ranks == ranks],
-                    "parts": MemoryParts.at(peak).as_dict(),
+                    "parts": peak.by_part,
                     "priced_bytes": priced,
                     "interval_bytes": list(prediction.memory_error.around(priced)),
                     "moment": peak.action.name.lower() if peak.action else "optimizer",
@@ -88,7 +86,8 @@ class Details:
         for ranks, (work, parts) in zip(plan.devices, both, strict=True):
             numbers = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
             stage = plan.stages[numbers[0]]
-            own = {name: a for k in numbers for name, a in self.assignments[k].items()}
+            blocks = (each for k in numbers for each in self.evaluation.priced[k].blocks)
+            own = {each.block.name: each.assignment for each in blocks}
             folded = folds(stage, self.problem.graph, own)
             rows.append(
                 {
@@ -190,17 +189,11 @@ class Details:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "cluster": dict(self.cluster),
-            "training": dict(self.training),
-            "throughput": dict(self.throughput),
-            "uncertainty": dict(self.uncertainty),
-            "memory": [dict(row) for row in self.memory],
-            "communication": [dict(row) for row in self.communication],
-            "device_groups": [dict(row) for row in self.device_groups],
-            "blocks": [dict(row) for row in self.blocks],
-            "timeline": dict(self.timeline),
-        }
+        names = (
+            "cluster", "training", "throughput", "uncertainty", "memory", "communication",
+            "device_groups", "blocks", "timeline",
+        )  # fmt: skip
+        return {name: deepcopy(getattr(self, name)) for name in names}
 
 
 def named_as(cluster: Cluster) -> str | None:
@@ -246,11 +239,13 @@ def cost_of(
             raise MeshwrightError(f"={shown(value)}", place=name, legal="a number above 0, or None")
     found, step = details.throughput, details.evaluation.prediction.step_time_s
     row: dict[str, Any] = {"device_hours_per_step": found["device_hours_per_step"]}
+    hourly: dict[str, float] = {}  # of a device, by what it is of
     if price_per_hour is not None:
-        row["price_per_step"] = price_per_hour * row["device_hours_per_step"]
+        hourly["price"] = price_per_hour
     if power_watts is not None:
-        row["power_watts"] = power_watts
-        row["energy_kwh_per_step"] = power_watts / 1000 * row["device_hours_per_step"]
+        row["power_watts"], hourly["energy_kwh"] = power_watts, power_watts / 1000
+    for name, each in hourly.items():
+        row[f"{name}_per_step"] = each * row["device_hours_per_step"]
     if tokens is None:
         return row
     if not found["tokens_per_s"]:
@@ -266,10 +261,7 @@ def cost_of(
         s * row["steps"] / 86400 for s in details.evaluation.prediction.step_interval_s
     ]
     row["device_hours"] = row["steps"] * row["device_hours_per_step"]
-    if price_per_hour is not None:
-        row["price"] = price_per_hour * row["device_hours"]
-        row["price_per_million_tokens"] = row["price"] / tokens * 1e6
-    if power_watts is not None:
-        row["energy_kwh"] = power_watts / 1000 * row["device_hours"]
-        row["energy_kwh_per_million_tokens"] = row["energy_kwh"] / tokens * 1e6
+    for name, each in hourly.items():
+        row[name] = each * row["device_hours"]
+        row[f"{name}_per_million_tokens"] = row[name] / tokens * 1e6
     return row

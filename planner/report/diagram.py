@@ -1,5 +1,6 @@
-"""Diagrams of a plan's distinct blocks: what a rank runs in each, operator by operator, in which
-shardings, and the collectives in between. Blocks that do the same are one diagram."""
+"""What is drawn of a plan, as data: its distinct blocks, what a rank runs in each, operator by
+operator, in which shardings, and the collectives in between (blocks that do the same are one
+diagram); the simulated step, all its events, or three windows of them where there are too many."""
 
 from __future__ import annotations
 
@@ -8,11 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.operators import PASS_COLUMNS, Entry, Pricer
+from meshwright.costmodel.schedules import Event, Timeline
 from meshwright.costmodel.sharding import Enter, Leave, Move, Run, Step
 from meshwright.planner.plan import compress_names
 from meshwright.planner.pricing import Entered, PricedStage
 
 Row = Mapping[str, Any]
+
+MAX_EVENTS = 10_000  # that are shown in full
+MAX_OF_WINDOW = 2_000
+WINDOWS = ("first", "steady", "last")
+COLUMNS = ("group", "stage", "lane", "kind", "microbatch", "start_s", "end_s")
+KINDS = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,10 +54,7 @@ def _diagram(found: _Found) -> Row:
     return {
         "blocks": compress_names(found.names),
         "stages": found.stages,
-        "dp": stage.dp,
-        "cp": stage.cp,
-        "ep": stage.ep,
-        "tp": stage.tp,
+        **{axis: getattr(stage, axis) for axis in ("dp", "cp", "ep", "tp")},
         "steps": [row for step in found.block.steps for row in _rows(pricer, step)],
     }
 
@@ -101,3 +106,54 @@ def _collectives(column: str, entries: Sequence[Entry]) -> Iterator[dict[str, An
                 "seconds": entry.seconds + entry.hidden_s,
                 "exposed_s": entry.seconds,
             }
+
+
+# --- the simulated step --------------------------------------------------------------------------
+
+
+def timeline_data(timeline: Timeline) -> dict[str, Any]:
+    """How many events there are, and windows of them: from and to which second, and a line of
+    comma-separated `COLUMNS` for each event. `complete` says whether all are there."""
+    events = timeline.events
+    complete = len(events) <= MAX_EVENTS
+    group_of: dict[int | None, int] = {
+        stage: g for g, stages in enumerate(timeline.stages_of) for stage in stages
+    }
+    windows = [("whole", events)] if complete else zip(WINDOWS, _windows(events), strict=True)
+    return {
+        "events": len(events),
+        "complete": complete,
+        "windows": [
+            {
+                "window": name,
+                "start_s": min((e.start_s for e in own), default=0.0),
+                "end_s": max((e.end_s for e in own), default=0.0),
+                "events_csv": "\n".join([",".join(COLUMNS), *_lines(own, group_of)]),
+            }
+            for name, own in windows
+        ],
+    }
+
+
+def _windows(events: Sequence[Event]) -> list[Sequence[Event]]:
+    """As many events as fit a window at the beginning, around the middle and at the end."""
+    half = (len(events) - MAX_OF_WINDOW) // 2
+    starts = (0, half, len(events) - MAX_OF_WINDOW)
+    return [events[k : k + MAX_OF_WINDOW] for k in starts]
+
+
+def _lines(events: Sequence[Event], group_of: dict[int | None, int]) -> Iterator[str]:
+    for event in events:
+        kind = _kind(event)
+        lane = "compute" if event.track == "compute" else "communication"
+        microbatch = "" if event.microbatch is None else event.microbatch
+        times = f"{event.start_s:.7g},{event.end_s:.7g}"
+        yield f"{group_of[event.stage]},{event.stage},{lane},{kind},{microbatch},{times}"
+
+
+def _kind(event: Event) -> str:
+    if event.track == "reduce":
+        return "gradient reduction"
+    if event.track != "compute":
+        return "send"
+    return KINDS.get(event.name.rstrip("0123456789"), event.name)

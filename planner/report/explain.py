@@ -10,11 +10,9 @@ from meshwright.costmodel.fp8 import FP8, wide
 from meshwright.costmodel.memory import fused, optimizer_named
 from meshwright.costmodel.operators import Problem, op_flops
 from meshwright.costmodel.rules import is_fp8
-from meshwright.costmodel.sharding import Assignment, data_layout, row_use
+from meshwright.costmodel.sharding import data_layout, row_use
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
-    Plan,
-    check_plan,
     compress_names,
     compress_ranks,
     describe,
@@ -28,10 +26,9 @@ from meshwright.planner.plan import (
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import busiest, device_groups
-from meshwright.planner.report.details import Details
-from meshwright.planner.report.indivisible import divided, divided_notes, excluded
-from meshwright.planner.report.report import Report, Row
-from meshwright.planner.report.ulysses import ulysses_notes
+from meshwright.planner.report.details import Details, Row
+from meshwright.planner.report.report import Report
+from meshwright.planner.report.tensor_axis import divided, divided_notes, excluded, ulysses_notes
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.timings import OF_HOST, at_once
 
@@ -59,28 +56,26 @@ class Searched:
 
 def explain_plan(evaluation: Evaluation, problem: Problem, phases_s: Mapping[str, float]) -> Report:
     """The report of a plan that was given, not searched."""
-    assignments = check_plan(evaluation.plan, problem.graph, problem.factors)
     notes = ("the plan was given: nothing was searched",)
-    return explain(evaluation, assignments, problem, phases_s=phases_s, notes=notes)
+    return explain(evaluation, problem, phases_s=phases_s, notes=notes)
 
 
 def explain(
     evaluation: Evaluation,
-    assignments: Sequence[Mapping[str, Assignment]],
     problem: Problem,
     *,
     phases_s: Mapping[str, float],
     notes: Sequence[str],
     searched: Searched | None = None,
 ) -> Report:
-    """The report of a priced plan; `assignments` are its shardings by stage and block, `notes` come
-    before those about the plan itself."""
+    """The report of a priced plan; `notes` come before those about the plan itself."""
     plan, prediction = evaluation.plan, evaluation.prediction
     graph, factors, cluster = problem.graph, problem.factors, problem.cluster
-    shares = divided(plan, graph, factors, assignments)
-    refused = excluded(graph, factors, _degrees(plan, cluster))
+    shares = divided(evaluation.priced)
     degrees = {stage.tp for stage in plan.stages}
-    details = Details(evaluation=evaluation, problem=problem, assignments=assignments)
+    of_node = divisors(cluster.devices_per_node)
+    refused = excluded(graph, factors, sorted(degrees.union(of_node)))
+    details = Details(evaluation=evaluation, problem=problem)
     summary = {
         "parameters": graph.num_parameters(),
         "cluster": cluster.describe(),
@@ -110,7 +105,7 @@ def explain(
             *graph.notes,
             *_limits(evaluation, problem),
             *divided_notes(shares, graph, factors, searched=searched is not None),
-            *ulysses_notes(plan, graph, factors, assignments),
+            *ulysses_notes(evaluation.priced),
             *map(str, refused[:MAX_EXCLUDED]),
         ),
         excluded=[each.as_dict() for each in refused],
@@ -159,15 +154,9 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
         {
             "blocks": compress_names(stage.blocks),
             "ranks": compress_ranks(stage.ranks),
-            "dp": stage.dp,
-            "cp": stage.cp,
-            "ep": stage.ep,
-            "tp": stage.tp,
+            **{axis: getattr(stage, axis) for axis in ("dp", "cp", "ep", "tp")},
             "mesh": mesh_words(stage),
-            "dp_shard": stage.dp_shard,
-            "hpz": stage.hpz,
-            "quantized": stage.quantized,
-            "zero": stage.zero,
+            **{name: getattr(stage, name) for name in ("dp_shard", "hpz", "quantized", "zero")},
             "recompute": recompute_words(stage),
             "segments": stage.segments,
             "offload": dict(stage.offload),
@@ -293,8 +282,7 @@ def _in_fp8(problem: Problem, precision: str) -> str:
 
 
 def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
-    """Notes on a precision without units, on operators without a sharding rule, on all-gathers over
-    the data axis, and on operators in which rows of a batch meet."""
+    """Notes on what slows the plan down, or changes its loss."""
     graph, factors, notes = problem.graph, problem.factors, []
     precision, device = evaluation.plan.precision, problem.cluster.device
     precision, faster = wide(precision), device.fastest
@@ -333,8 +321,3 @@ def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
 
 def _several(keys: Sequence[str]) -> str:
     return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
-
-
-def _degrees(plan: Plan, cluster: Cluster) -> list[int]:
-    """Tensor-parallel degrees that are worth a note: those of a node, and the plan's own."""
-    return sorted({*divisors(cluster.devices_per_node), *(stage.tp for stage in plan.stages)})

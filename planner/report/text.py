@@ -1,29 +1,83 @@
 """The text of a report: short, what one decides from and what is known already; full, all of it,
-with the answers that take more planning."""
+with the answers that take more planning. In plain text a table is aligned, a terminal may draw it.
+"""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from meshwright.planner.plan import counted, peak_words, seconds, sized, slower
-from meshwright.planner.report.document import Document, Part, Table
 
 if TYPE_CHECKING:
+    from meshwright.planner.report.details import Row
     from meshwright.planner.report.report import Report
 
 MAX_REFUSALS = 2  # products that an alternative can't split
 MAX_STAGES = 8  # rows of the short stage table
 MAX_OTHERS = 5  # plans that the short text compares with
 MAX_PARTS = 3  # parts of a stage's memory by name
+MAX_CELL = 36  # characters of a table's second column in plain text
 BAR, BARS = "\u2588", 20  # of the whole
 LEAST_PHASE_S = 0.05  # of planning: what takes less is in the sum alone
 LEAST_PART = 5e-4  # of a step: what takes less is left out of the short text
 _OF_HARDWARE = re.compile(r"^(\S+): \S+ = .* is (assumed|fitted) \(", re.DOTALL)
 
-Row = Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Rows of cells under their heads. `plain` are its lines where plain text says the same in
+    other words."""
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    plain: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(self.plain or table((self.heads, *self.rows)))
+
+
+Part = str | Table
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Lines and tables, from top to bottom."""
+
+    parts: tuple[Part, ...]
+
+    @staticmethod
+    def of(*sections: Sequence[Part]) -> Document:
+        """Sections with a line between them; those without a part are left out."""
+        parts: list[Part] = []
+        for section in filter(None, sections):
+            parts += ["", *section] if parts else section
+        return Document(tuple(parts))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.parts))
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns aligned; the second one shortened."""
+    rows = [
+        [
+            cell if i != 1 or len(cell) <= MAX_CELL else cell[: MAX_CELL - 3] + "..."
+            for i, cell in enumerate(row)
+        ]
+        for row in rows
+    ]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+# --- short and full ------------------------------------------------------------------------------
 
 
 def short_text(report: Report) -> Document:
@@ -139,31 +193,24 @@ def _shown_stages(stages: Sequence[Row]) -> list[int]:
 
 
 def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
-    decisions = ("stage", "blocks", "ranks", "mesh", "zero", "recompute")
     host = any(stage["offload"] for stage in report.stages)
     files = any(stage["flash_bytes"] for stage in report.stages)
-    heads = (
-        *decisions,
-        "forward",
-        "backward",
-        "comm",
-        "memory",
-        *(["host memory"] * host),
-        *(["files"] * files),
-    )
-    rows: list[tuple[str, ...]] = []
+    rows: list[dict[str, str]] = []
     for k in shown:
         s = report.stages[k]
-        decided = (str(k), ", ".join(s["blocks"]), s["ranks"], s["mesh"])
         within = f" within {s['dp_shard']}" if s["dp_shard"] else ""
         within += f", hpZ {s['hpz']}" if s["hpz"] else ""
         within += f", quantised {s['quantized']}" if s["quantized"] != "none" else ""
-        modes = (f"{s['zero']}{within}", s["recompute"])
-        times = (s["forward_s"], s["backward_s"], s["communication_s"])
-        there = [sized(s["host_bytes"])] * host + [sized(s["flash_bytes"])] * files
-        rows.append((*decided, *modes, *map(seconds, times), sized(s["memory_bytes"]), *there))
+        row = {"stage": str(k), "blocks": ", ".join(s["blocks"]), "ranks": s["ranks"]}
+        row |= {"mesh": s["mesh"], "zero": f"{s['zero']}{within}", "recompute": s["recompute"]}
+        row |= {"forward": seconds(s["forward_s"]), "backward": seconds(s["backward_s"])}
+        row |= {"comm": seconds(s["communication_s"]), "memory": sized(s["memory_bytes"])}
+        row |= {"host memory": sized(s["host_bytes"])} if host else {}
+        row |= {"files": sized(s["flash_bytes"])} if files else {}
+        rows.append(row)
+    stages = Table(heads=tuple(rows[0]), rows=[tuple(row.values()) for row in rows])
     per = "  (per micro-batch; comm is the exposed part of forward and backward)"
-    lines: list[Part] = [Table(heads=heads, rows=rows), per]
+    lines: list[Part] = [stages, per]
     if len(shown) < len(report.stages):
         lines.append(
             f"  ({len(shown)} of {len(report.stages)} stages: the first, the slowest, the fullest "
@@ -191,12 +238,8 @@ def _memory_parts(report: Report) -> list[Part]:
     ]
     shown = Table(heads=("ranks", *names, "in all"), rows=cells, plain=lines)
     others = [] if more <= 1 else [f"  and {more} less full device groups"]
-    return ["What holds the memory", shown, *others, *_at_once(rows[0])]
-
-
-def _at_once(row: Row) -> list[str]:
-    """When the fullest device group's memory is highest."""
-    return [f"  (the peak comes in the {peak_words(row['moment'], row['block'])})"]
+    moment = f"  (the peak comes in the {peak_words(rows[0]['moment'], rows[0]['block'])})"
+    return ["What holds the memory", shown, *others, moment]
 
 
 def _parts_of(row: Row) -> str:
@@ -259,7 +302,8 @@ def _by_plan(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], Row]]:
     for row in rows:
         if row.get("plan"):
             names, first = found.get(row["plan"], ((), {}))
-            found[row["plan"]] = ((*names, *_family(row)), {**row, **first})
+            family = [row["family"]] if "family" in row else []
+            found[row["plan"]] = ((*names, *family), {**row, **first})
     return sorted(found.values(), key=lambda item: item[1]["step_time_s"])
 
 
@@ -274,10 +318,6 @@ def _compared(found: Sequence[tuple[tuple[str, ...], Row]]) -> Table:
         rows.append((plan, step, more + tie, row["why"]))
     heads = ("plan", "step", "slower", "why: more (+) and less (-) a step")
     return Table(heads=heads, rows=rows, plain=plain)
-
-
-def _family(row: Row) -> tuple[str, ...]:
-    return (row["family"],) if "family" in row else ()
 
 
 def _refusals(row: Row) -> list[str]:

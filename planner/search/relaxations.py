@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from meshwright.costmodel.memory import model_state_bytes
+from meshwright.costmodel.memory import model_states
 from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError, each_dropped, without
 from meshwright.planner.plan import Relaxation, describe, margin_beside, sized
@@ -113,14 +113,14 @@ def _least_nodes(drafter: Drafter) -> int:
     """Nodes that the model's states alone fill, however they are divided."""
     problem = drafter.problem
     states = min(
-        model_state_bytes(
+        model_states(
             problem.graph.num_parameters(),
             precision=problem.precision,
             zero=zero,
             dp=1,
             optimizer=problem.optimizer,
             target=problem.target,
-        )
+        ).nbytes
         for zero in (0, 3)
     )
     cluster = problem.cluster

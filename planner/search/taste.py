@@ -9,7 +9,7 @@ memory by what the margin leaves free. To first order their quantile of a step o
 
 with each T(1 + e) simulated again, so that what is hidden behind compute costs where it no longer
 fits there. Of the plans whose R exceeds the least by no more than `TIE` the simplest is chosen, by
-the order of `simplicity`. The errors are the scoreboard's (`costmodel/errors.py`).
+the order of `simplicity`. The errors are the scoreboard's (`costmodel/intervals.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.errors import COMMUNICATION_ERROR, compute_error
+from meshwright.costmodel.intervals import COMMUNICATION_ERROR, compute_error
 from meshwright.costmodel.operators import Mesh
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES

@@ -56,21 +56,14 @@ class Kind:
     more_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Steps:
-    """How longer runs of pieces are made from shorter ones.
-
-    `by_length` has, of the runs of each length, the run that is one piece shorter, the kind of
-    piece added and the first place of such a run, each (runs,); `index` is that of `Runs`.
-    """
-
-    by_length: tuple[tuple[Ints, Ints, Ints], ...]
-    index: NDArray[np.int32]
+Steps: TypeAlias = tuple[Ints, Ints, Ints]
 
 
 @lru_cache(maxsize=8)
-def _steps(kinds: tuple[int, ...]) -> _Steps:
-    """The distinct runs of pieces of these kinds, by length."""
+def _steps(kinds: tuple[int, ...]) -> tuple[Sequence[Steps], NDArray[np.int32]]:
+    """How longer runs of pieces of these kinds are made from shorter ones: of the distinct runs of
+    each length the run that is one piece shorter, the kind of piece added and the first place of
+    such a run, each (runs,); and the `index` of `Runs`."""
     row, count, different = np.array(kinds), len(kinds), max(kinds) + 1
     index = np.zeros((count + 1, count + 1), dtype=np.int32)
     of_start = np.zeros(count, dtype=np.int64)  # the run of this length from each start
@@ -83,7 +76,7 @@ def _steps(kinds: tuple[int, ...]) -> _Steps:
         by_length.append((before, kind, first))
         index[starts, starts + length] = total + of_start
         total += len(unique)
-    return _Steps(by_length=tuple(by_length), index=index)
+    return by_length, index
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -252,7 +245,7 @@ class Chain:
             if own == len(pieces):
                 pieces.append(_Piece(self, start, stop))
             kinds.append(own)
-        steps = _steps(tuple(kinds))
+        by_length, index = _steps(tuple(kinds))
         most = max(max(piece.cost.shape) for piece in pieces)
         costs = np.full((len(pieces), most, most), np.inf)  # (kinds of pieces, S, S)
         for k, piece in enumerate(pieces):
@@ -263,7 +256,7 @@ class Chain:
         blocks = [np.ones(1, dtype=np.int64)]
         # (runs of n pieces, S) by the state at their end: least seconds, and sums on that path
         best, carried = np.where(states == 0, 0.0, np.inf)[None, :], Sums.zeros(1, most)
-        for n, (before, kind, first) in enumerate(steps.by_length, 1):
+        for n, (before, kind, first) in enumerate(by_length, 1):
             options = best[before][:, :, None] + costs[kind]  # (runs, S, S)
             pick = options.argmin(axis=1)  # (runs, S): the state before the last piece
             best = options[np.arange(len(kind))[:, None], pick, states]
@@ -282,7 +275,7 @@ class Chain:
             sums=Sums(np.concatenate(sums)),
             seconds=np.concatenate(seconds),
             blocks=np.concatenate(blocks),
-            index=steps.index,
+            index=index,
         )
 
     def _copies(self, starts: Ints, stops: Ints) -> tuple[Sums, Floats]:

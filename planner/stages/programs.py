@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -29,7 +29,6 @@ MODES = ("fast", "lean")  # lean: matrices are split over the tensor axis wherev
 BlockKey: TypeAlias = tuple[str, tuple[str, ...], tuple[tuple[int, str], ...], tuple[bool, bool]]
 # parts of a setting, mode, policies that the user decided
 ChainKey: TypeAlias = tuple[Mesh, Batch, Sharing, str, tuple[str | None, ...]]
-Cuts: TypeAlias = Sequence[Sequence[Placement]]
 
 
 @dataclass(slots=True)
@@ -69,7 +68,6 @@ class BlockPrograms:
     _states: dict[tuple[str, int], list[Placement]] = field(default_factory=dict)
     _times: dict[str, SolverTime] = field(default_factory=dict)
     _same_for_experts: dict[int, bool] = field(default_factory=dict, init=False)
-    _reading: dict[str, list[bool]] = field(default_factory=dict, init=False)
     _hurried: set[ChainKey] = field(default_factory=set, init=False)
 
     def deciding(self, entries: Mapping[str, Entry], cut_at: Sequence[int]) -> BlockPrograms:
@@ -88,12 +86,7 @@ class BlockPrograms:
     @cached_property
     def _shared(self) -> frozenset[str]:
         """Parameters that several blocks read."""
-        seen: set[str] = set()
-        shared: set[str] = set()
-        for block in self.graph.blocks:
-            shared |= seen & set(block.parameters)
-            seen |= set(block.parameters)
-        return frozenset(shared)
+        return _several(block.parameters for block in self.graph.blocks)
 
     @cached_property
     def _heaviest_first(self) -> list[int]:
@@ -120,8 +113,7 @@ class BlockPrograms:
     @cached_property
     def _crossing_several(self) -> frozenset[str]:
         """Values that cross several cuts."""
-        times = Counter(value for cut in self.coster.activations_at_cuts for value in set(cut))
-        return frozenset(value for value, count in times.items() if count > 1)
+        return _several(self.coster.activations_at_cuts)
 
     def value_states(self, value: str, tp: int) -> list[Placement]:
         """Replicated, or split along any dim but the batch that tp divides."""
@@ -161,14 +153,13 @@ class BlockPrograms:
     def _chain(self, setting: Setting, mode: str, forced: tuple[str | None, ...]) -> Chain:
         pricer = self.coster.pricer(setting)
         alike = replace(setting, sharing=UNSHARED, mesh=replace(setting.mesh, spread=1))
-        cuts = self._cuts(setting.mesh.tp)
         stored: dict[str, Placement] = {}
         if alike != setting:  # where the data axis lies changes prices, not what is decided
             base = self.chain(alike, mode, forced)
             tables = base.tables
             stored |= base.stored
         else:
-            solved = self._tables(setting, mode, cuts, stored)
+            solved = self._tables(setting, mode, stored)
             tables = [solved[key] for key in self._keys(setting.mesh.tp)]
         return Chain(
             setting=setting,
@@ -178,7 +169,7 @@ class BlockPrograms:
             tables=tables,
             kinds=self._kinds(setting.mesh.tp, forced),
             at=self.cut_at or range(len(self.graph.blocks) + 1),
-            cuts=cuts,
+            cuts=self._cuts(setting.mesh.tp),
             stored=stored,
             send_s=self.coster.send_seconds(setting),
             shared=self._copies(pricer, stored, setting.batch.microbatches),
@@ -193,7 +184,7 @@ class BlockPrograms:
         self._hurried.clear()
 
     def _tables(
-        self, setting: Setting, mode: str, cuts: Cuts, stored: dict[str, Placement]
+        self, setting: Setting, mode: str, stored: dict[str, Placement]
     ) -> dict[BlockKey, BlockTable | None]:
         """Solved programs by block key, None without a legal assignment. Parameters read by several
         blocks are stored as the heaviest of them wants: `stored`, filled here."""
@@ -201,10 +192,10 @@ class BlockPrograms:
         for k in self._heaviest_first:
             key = self._key(k, setting.mesh.tp)
             if key not in solved:
-                table = self._solve(k, setting, mode, cuts, stored)
+                table = self._solve(k, setting, mode, stored)
                 solved[key] = table
                 if table is not None and self._remember(self.graph.blocks[k], table, stored):
-                    solved[key] = self._solve(k, setting, mode, cuts, stored) or table
+                    solved[key] = self._solve(k, setting, mode, stored) or table
         return solved
 
     def _key(self, k: int, tp: int) -> BlockKey:
@@ -234,10 +225,10 @@ class BlockPrograms:
         return self._solved.kinds[tp, forced]
 
     def _solve(
-        self, k: int, setting: Setting, mode: str, cuts: Cuts, stored: Mapping[str, Placement]
+        self, k: int, setting: Setting, mode: str, stored: Mapping[str, Placement]
     ) -> BlockTable | None:
         pricer = self.coster.pricer(setting)
-        program = self._program(k, setting, cuts)
+        program = self._program(k, setting)
         if program is None:
             return None
 
@@ -245,7 +236,7 @@ class BlockPrograms:
             if value in stored:
                 return state == stored[value]
             if mode == "lean" and state == R and len(self.graph.values[value].shape) > 1:
-                return all(not s.sharded for s in program.stored_states(value))
+                return all(not s.sharded for s in program.storable[value])
             return True
 
         table = program.solve(pricer, allowed, time=self._solver_time(k))
@@ -253,7 +244,7 @@ class BlockPrograms:
             self.unproved.add(self.graph.blocks[k].name)
         return table
 
-    def _program(self, k: int, setting: Setting, cuts: Cuts) -> BlockProgram | None:
+    def _program(self, k: int, setting: Setting) -> BlockProgram | None:
         """None where a sharding that the user decided is impossible: `refused` says why."""
         block = self.graph.blocks[k]
         # its factors are seconds alone, and a loss takes as many on any data axis
@@ -269,7 +260,7 @@ class BlockPrograms:
             except ValueError as error:
                 self.refused.setdefault(setting.mesh.tp, str(error))
                 return None
-            leaving = self.coster.activations_at_cuts[k + 1]
+            leaving, cuts = self.coster.activations_at_cuts[k + 1], self._cuts(setting.mesh.tp)
             self._programs[key] = BlockProgram(
                 self.coster.pricer(own),
                 layouts,
@@ -341,17 +332,18 @@ class BlockPrograms:
         optimum."""
         return [
             (
-                self._readers(value),
+                self._readers[value],
                 parameter_sums(pricer, value, state),
                 pricer.parameter_cost(value, state).seconds(microbatches),
             )
             for value, state in sorted(stored.items())
         ]
 
-    def _readers(self, value: str) -> list[bool]:
-        if value not in self._reading:
-            self._reading[value] = [value in block.parameters for block in self.graph.blocks]
-        return self._reading[value]
+    @cached_property
+    def _readers(self) -> dict[str, list[bool]]:
+        """Of each shared parameter, which blocks read it."""
+        blocks = self.graph.blocks
+        return {value: [value in block.parameters for block in blocks] for value in self._shared}
 
     def least_of_blocks(self, setting: Setting) -> Floats:
         """(K,): no more than each block's seconds of forward and backward per micro-batch, in any
@@ -362,14 +354,14 @@ class BlockPrograms:
         batch = replace(batch, microbatches=min(batch.microbatches, 2))
         if (mesh, batch) not in self._solved.least:
             own = Setting(problem=setting.problem, mesh=mesh, batch=batch)
-            pricer, cuts = self.coster.pricer(own), self._cuts(mesh.tp)
+            pricer = self.coster.pricer(own)
             found: dict[BlockKey, float] = {}
             keys = self._keys(mesh.tp)
             for k, key in enumerate(keys):
                 if self.time.over():
                     return np.zeros(len(keys))
                 if key not in found:
-                    program = self._program(k, own, cuts)
+                    program = self._program(k, own)
                     found[key] = (
                         program.bound_s(pricer, self._solver_time(k)) if program else math.inf
                     )
@@ -379,3 +371,9 @@ class BlockPrograms:
     def _solver_time(self, k: int) -> SolverTime:
         """What is left of the solver's time for a block's class."""
         return self._times.setdefault(self.graph.blocks[k].class_id, SolverTime(self.time))
+
+
+def _several(groups: Iterable[Iterable[str]]) -> frozenset[str]:
+    """The names that are in several groups."""
+    times = Counter(name for group in groups for name in set(group))
+    return frozenset(name for name, count in times.items() if count > 1)

@@ -101,8 +101,7 @@ def choose_policies(
         ]
     )
     base = base if device == "cuda" else np.array([base.sum(), -np.inf])
-    found = _Knapsack(_classes(table, legal), base, kept - room_bytes).solve()
-    return found[1] if found else None
+    return _Knapsack(_classes(table, legal), base, kept - room_bytes).solve()
 
 
 def freed_bytes(block: Sums, policy: str, *, last: bool) -> float:
@@ -156,12 +155,13 @@ def _undominated(options: Floats) -> list[int]:
 # --- the relaxation ------------------------------------------------------------------------------
 
 
-def _steps(options: Sequence[Floats], counts: Sequence[int]) -> _Steps:
-    """The fractional knapsack of blocks with these (cost, freed) options, so many of each."""
+def _relaxed(classes: Sequence[_Class], mix: Floats) -> _Steps:
+    """The fractional knapsack of the blocks of these classes, their seconds weighed."""
     cost = freed = 0.0
     steps: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
-    for own, count in zip(options, counts, strict=True):
-        hull = own[lower_hull(own)].tolist()
+    for own in classes:
+        options, count = own.mixed(mix), len(own.members)
+        hull = options[lower_hull(options)].tolist()
         cost, freed = cost + count * hull[0][0], freed + count * hull[0][1]
         for (c0, f0), (c1, f1) in pairwise(hull):
             steps.append(((c1 - c0) / (f1 - f0), count * (f1 - f0), count * (c1 - c0)))
@@ -188,11 +188,11 @@ class _Knapsack:
         mixes = (1.0,) if apart >= most[1] else (0.0,) if apart <= -most[0] else MIXES
         self.mixes = [np.array([mix, 1.0 - mix]) for mix in mixes]
         self.rest = [
-            [self._relaxed(classes[k:], mix) for mix in self.mixes] for k in range(len(classes) + 1)
+            [_relaxed(classes[k:], mix) for mix in self.mixes] for k in range(len(classes) + 1)
         ]
 
-    def solve(self) -> tuple[float, tuple[str, ...]] | None:
-        """(seconds, policies), where there are any."""
+    def solve(self) -> tuple[str, ...] | None:
+        """The policy of each block, where there are any."""
         states = np.zeros((1, 3))
         trail: list[tuple[Ints, Ints]] = []
         for k, own in enumerate(self.classes):
@@ -207,9 +207,8 @@ class _Knapsack:
             trail.append((kept // len(splits), splits[kept % len(splits)]))
         if not len(states):
             return None
-        seconds = self._seconds(states)
-        order = np.lexsort((-states[:, 2], states[:, 1], states[:, 0], seconds))
-        return float(seconds[order[0]]), self._policies(trail, int(order[0]))
+        order = np.lexsort((-states[:, 2], states[:, 1], states[:, 0], self._seconds(states)))
+        return self._policies(trail, int(order[0]))
 
     def _splits(self, own: _Class) -> Ints:
         """(ways, policies): ways to share a class's blocks out to its policies."""
@@ -237,9 +236,6 @@ class _Knapsack:
         for mix, rest in zip(self.mixes, self.rest[k], strict=True):
             found = np.maximum(found, (states[:, :2] + base) @ mix + rest.least(missing))
         return found * (1 - 1e-12)  # rounding drops nothing
-
-    def _relaxed(self, classes: Sequence[_Class], mix: Floats) -> _Steps:
-        return _steps([own.mixed(mix) for own in classes], [len(own.members) for own in classes])
 
     def _rounded(self, states: Floats, k: int) -> float:
         """Seconds of a good solution: some state completed as the relaxation of the classes from k

@@ -1,20 +1,33 @@
-"""Context managers of a trace: hidden operators are opened or refused, torch is quiet; and the
-explanation of an export that failed."""
+"""Context managers of a trace: hidden operators and draws are opened or refused, torch is quiet,
+caches of functions are emptied; and the explanation of an export that failed."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import inspect
 import io
 import logging
+import pickle
+import random
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from types import FunctionType, ModuleType
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.utils.checkpoint
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -25,11 +38,16 @@ from meshwright.planner.tracing.user_module import (
     calling_place,
     condition,
     leaf,
+    refused,
     refused_hooks,
     user_frame,
 )
 
 log = logging.getLogger(__name__)
+
+# code asked for a number that only real tensors have
+OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+NO_DRAWS = ("getstate", "setstate", "get_state", "set_state", "get_bit_generator")
 
 
 def _ctc_result(
@@ -78,28 +96,55 @@ def recorded_gradients() -> Iterator[None]:
         yield
 
 
-def _refused_gradient(*_: Any, **__: Any) -> Any:
-    file, line = calling_place()
-    raise TraceError(
-        f"at {file}:{line} the forward calls autograd, whose own backward a trace would lose (what "
-        "it saved is detached there). Way out: put what needs the gradient, its parameters "
-        "included, in a module of its own, and keep that as one node: meshwright.leaf(module, "
-        "result=lambda *args: ...)"
-    )
+def refused_gradients() -> AbstractContextManager[None]:
+    """Context in which traced code that calls autograd raises TraceError; leaves may."""
+
+    def refusal(*_: Any) -> TraceError:
+        return TraceError(
+            f"at {calling_place()} the forward calls autograd, whose own backward a trace would "
+            "lose (what it saved is detached there). Way out: put what needs the gradient, its "
+            "parameters included, in a module of its own, and keep that as one node: "
+            "meshwright.leaf(module, result=lambda *args: ...)"
+        )
+
+    return refused([(torch.autograd, "grad"), (torch.autograd, "backward")], refusal)
+
+
+def refused_draws() -> AbstractContextManager[None]:
+    """Context in which traced code that draws from the global generators of `random` or
+    `numpy.random`, or makes a new one without a seed, raises TraceError: a trace has one outcome of
+    them for ever."""
+
+    def refusal(module: ModuleType, name: str, *given: Any) -> TraceError | None:
+        if name == "default_rng" and any(x is not None for x in given):  # a seed
+            return None
+        return _drawn(f"{calling_place()} the forward calls {module.__name__}.{name}")
+
+    calls = [(module, name) for module in (random, np.random) for name in module.__all__]
+    draws = [(m, n) for m, n in calls if n not in NO_DRAWS and inspect.isroutine(getattr(m, n))]
+    return refused(draws, refusal)
 
 
 @contextmanager
-def refused_gradients() -> Iterator[None]:
-    """Context in which traced code that calls autograd raises TraceError; leaves may."""
-    with ExitStack() as stack:
-        for place, name in ((torch.autograd, "grad"), (torch.autograd, "backward")):
-            plain = getattr(place, name)
+def generators_untouched() -> Iterator[None]:
+    """Context at whose end TraceError is raised where it drew from a global generator."""
+    before = _states()
+    yield
+    if _states() != before:
+        raise _drawn("an unknown place the forward draws from random or numpy.random")
 
-            def call(*args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-                return (_refused_gradient if TRACE.get() else plain)(*args, **kwargs)
 
-            stack.enter_context(mock.patch.object(place, name, call))
-        yield
+def _states() -> tuple[Any, ...]:
+    return random.getstate(), pickle.dumps(np.random.get_state())
+
+
+def _drawn(what: str) -> TraceError:
+    return TraceError(
+        f"at {what}: a plan would have this one outcome at every step. Ways out: draw with torch "
+        "(torch.rand, torch.randint), draw outside and pass the outcome in the batch, switch it "
+        "off (SpecAugment of transformers: config.apply_spec_augment=False, or pass "
+        "mask_time_indices), or keep the module that draws as one node (meshwright.leaf)"
+    )
 
 
 class DataAccess(TorchFunctionMode):
@@ -112,10 +157,9 @@ class DataAccess(TorchFunctionMode):
         if TRACE.get() is not None and func in (_DATA.__get__, _DATA.__set__):
             if func == _DATA.__get__:
                 return args[0].detach()
-            file, line = calling_place()
             raise TraceError(
-                f"at {file}:{line} the forward assigns .data of a tensor, which a trace can't see; "
-                "change parameters between steps, and give other tensors a new name"
+                f"at {calling_place()} the forward assigns .data of a tensor, which a trace can't "
+                "see; change parameters between steps, and give other tensors a new name"
             )
         return func(*args, **(kwargs or {}))
 
@@ -138,14 +182,6 @@ def recorded_inference_mode() -> Iterator[None]:
         torch.set_grad_enabled(outer[id(self)].pop())
 
     with mock.patch.multiple(torch.inference_mode, __enter__=enter, __exit__=leave):
-        yield
-
-
-@contextmanager
-def unvalidated() -> Iterator[None]:
-    """Context in which `torch.distributions` validate arguments only where asked to: a trace has no
-    values."""
-    with mock.patch.object(torch.distributions.Distribution, "_validate_args", False):
         yield
 
 
@@ -175,7 +211,7 @@ def explain(error: Exception) -> str:
     """The message for a failed export: the user's source line, the reason, the ways out."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
-    asked = condition(frames) if depends_on_values(error) else ""
+    asked = condition(frames) if isinstance(error, OF_VALUES) else ""
     why = f"the condition `{asked}` depends on tensor values\n  " if asked else ""
     return (
         f"the model can't be traced: at {user_frame(frames)}\n  "
@@ -188,9 +224,85 @@ def explain(error: Exception) -> str:
     )
 
 
-def depends_on_values(error: Exception) -> bool:
-    """Whether a trace failed because code asked for a number that only real tensors have."""
-    return isinstance(
-        error,
-        (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode),
-    )
+# --- what functions keep -------------------------------------------------------------------------
+#
+# Results that the user's functions keep (`functools.lru_cache`): those of a trace are of no use to
+# a later call.
+
+
+CACHE = functools._lru_cache_wrapper
+# packages whose functions keep no fake tensor
+THEIRS = {"torch", "meshwright", *sys.stdlib_module_names}
+_installed: WeakKeyDictionary[ModuleType, list[Any]] = WeakKeyDictionary()
+
+
+@contextmanager
+def emptied_caches(*roots: object) -> Iterator[None]:
+    """Context after which no cache holds fake tensors: those that do are emptied, of the functions
+    and classes of all modules, and of what can be reached from `roots`. Nothing is looked for among
+    all objects, which are millions in a process that has done more than this."""
+    try:
+        yield
+    finally:
+        for found in (*_in_modules(), *_reached(roots)):
+            if _holds_fake(gc.get_referents(found)):
+                found.cache_clear()
+
+
+def _in_modules() -> Iterator[Any]:
+    """The caches among the functions of modules and their classes."""
+    for name, module in _modules():
+        if name.partition(".")[0] in THEIRS:
+            continue
+        if "site-packages" not in (getattr(module, "__file__", None) or ""):
+            yield from _of_module(name, module)
+            continue
+        if module not in _installed:  # whose functions stay
+            _installed[module] = [*_of_module(name, module)]
+        yield from _installed[module]
+
+
+def _modules() -> list[tuple[str, ModuleType]]:
+    return [(name, m) for name, m in [*sys.modules.items()] if isinstance(m, ModuleType)]
+
+
+def _of_module(name: str, module: ModuleType) -> Iterator[Any]:
+    for value in list(vars(module).values()):
+        if isinstance(value, type) and value.__module__ == name:
+            for attribute in list(vars(value).values()):
+                yield from _of_function(attribute)
+        else:
+            yield from _of_function(value)
+
+
+def _of_function(value: object) -> Iterator[Any]:
+    """The cache that a value is, or that a function keeps in its closure."""
+    if type(value) is CACHE:
+        yield value
+    elif isinstance(value, staticmethod | classmethod):
+        yield from _of_function(value.__func__)
+    elif isinstance(value, FunctionType) and value.__closure__:
+        yield from (x for x in gc.get_referents(*value.__closure__) if type(x) is CACHE)
+
+
+def _reached(roots: tuple[object, ...]) -> Iterator[Any]:
+    """The caches that objects hold, by whatever way that doesn't lead through a class or module."""
+    seen: dict[int, object] = {id(vars(module)): module for _, module in _modules()}
+    reached: list[object] = [roots]
+    while reached:
+        new = {
+            id(x): x
+            for x in gc.get_referents(*reached)
+            if gc.is_tracked(x)
+            and id(x) not in seen
+            and not isinstance(x, type | ModuleType | torch.Tensor)
+        }
+        seen |= new
+        reached = list(new.values())
+        yield from (x for x in reached if type(x) is CACHE)
+
+
+def _holds_fake(value: Any) -> bool:
+    if isinstance(value, tuple | list | dict):
+        return any(map(_holds_fake, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, FakeTensor)

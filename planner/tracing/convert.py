@@ -4,32 +4,56 @@ Placeholders become inputs, parameters (tied ones once), buffers and constants. 
 become values (functionalization: `values/functional.py`). Regions are inlined: under `no_grad`
 nothing asks for a gradient, under `autocast` the casts that torch makes silently become operators.
 Operators that the loss does not need are dropped, and those that follow from raw inputs alone
-(masks, positions) are set apart as derived. Single calls are converted in `calls.py`.
+(masks, positions) are set apart as derived.
+
+A call that returns its operand unchanged is dropped; an in-place one gives its slot a new value;
+under autocast the operands are cast first; any other is one operator with the shapes that the
+export recorded in the node's metadata.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from meshwright.costmodel.graph import Graph, Outputs, Ref, TensorMeta, verify_graph
+from meshwright.costmodel.graph import (
+    Graph,
+    Outputs,
+    Ref,
+    TensorMeta,
+    map_refs,
+    refs,
+    short_name,
+    verify_graph,
+)
+from meshwright.costmodel.rules import Leaf, tagged, traits_of_target
 from meshwright.planner.errors import KeptTensors, TraceError
-from meshwright.planner.tracing.calls import CallConverter, Environment
+from meshwright.planner.tracing.leaves import LEAF_OPERATORS
 from meshwright.planner.tracing.loss import LossModule
 from meshwright.planner.tracing.similar import MARKS, CopiedCalls
 from meshwright.planner.tracing.user_module import MEMORY_ONLY, Key
 from meshwright.planner.tracing.values import (
-    GraphBuilder,
+    RESHAPES,
     Origin,
-    Slots,
     TracedState,
     Unknown,
+    canonical_target,
+    check_dense,
+    functional_call,
+    infer_metas,
+    is_dynamic,
     meta_of,
+    module_of,
+    results_of,
+    share_memory,
+    source_of,
     split_derived,
+    thawed,
     where,
 )
 
@@ -67,21 +91,17 @@ class _Converter:
         self.loss_fn = loss_fn
         self.autocast = autocast
         model = module.leaf_recorder.model  # the user's own
-        self.builder = GraphBuilder()
-        self.slots = Slots(builder=self.builder)
         # spared layers have theirs in the user's model, tensors carried like buffers in the copy
         buffers = (n for m in (model, module.model) for n, _ in m.named_buffers("", True, False))
-        self.state = TracedState(model, list(dict.fromkeys(buffers)), self.builder, self.slots)
-        self.copies = CopiedCalls(
-            self.builder, self.slots, self.state, model, module.stand_ins.groups
-        )
-        leaves = module.leaf_recorder.leaves
-        self.calls = CallConverter(self.builder, self.slots, self.state, self.copies, leaves)
+        self.state = TracedState(model, list(dict.fromkeys(buffers)))
+        self.builder, self.slots = self.state.builder, self.state.slots
+        self.copies = CopiedCalls(self.state, model, module.stand_ins.groups)
+        self.calls = _Calls(self.copies, module.leaf_recorder.leaves)
         self.inputs: dict[str, str] = {}
         self.batched: set[str] = set()
 
     def graph(self, notes: tuple[str, ...]) -> Graph:
-        environment = Environment(autocast=self.autocast)
+        environment = _Environment(autocast=self.autocast)
         self._placeholders(environment)
         loss, returned = self._results(self._run(self.program.graph_module, environment))
         self.copies.check()
@@ -190,7 +210,7 @@ class _Converter:
 
     # --- placeholders ---
 
-    def _placeholders(self, environment: Environment) -> None:
+    def _placeholders(self, environment: _Environment) -> None:
         signature = self.program.graph_signature
         constants = signature.inputs_to_lifted_tensor_constants
         user_inputs = iter(self.module.batch.inputs)
@@ -228,7 +248,7 @@ class _Converter:
 
     # --- nodes ---
 
-    def _run(self, module: fx.GraphModule, environment: Environment) -> Any:
+    def _run(self, module: fx.GraphModule, environment: _Environment) -> Any:
         """Convert one fx graph whose placeholders `environment` binds; its output."""
         for node in module.graph.nodes:
             if node.op == "get_attr":
@@ -244,7 +264,7 @@ class _Converter:
                 environment.names[node.name] = self._call(node, environment)
         raise AssertionError("a graph without output")
 
-    def _call(self, node: fx.Node, environment: Environment) -> Any:
+    def _call(self, node: fx.Node, environment: _Environment) -> Any:
         """What a call's node stands for: a slot, slots, or a plain value."""
         target = node.target
         if target in MARKS:
@@ -261,12 +281,12 @@ class _Converter:
             return self._inline(node, environment)
         return self.calls.convert(node, environment)
 
-    def _inline(self, node: fx.Node, environment: Environment) -> Any:
+    def _inline(self, node: fx.Node, environment: _Environment) -> Any:
         """A region's body in place: `wrap_with_set_grad_enabled`, `wrap_with_autocast`."""
         name = str(node.target)
         if "set_grad_enabled" in name:
             enabled, body, args = node.args[0], node.args[1], node.args[2:]
-            inner = Environment(grad=bool(enabled), autocast=environment.autocast)
+            inner = _Environment(grad=bool(enabled), autocast=environment.autocast)
         elif "autocast" in name:
             device, enabled, body, args = node.args[0], node.args[2], node.args[4], node.args[5:]
             if enabled and device != "cpu":
@@ -275,7 +295,7 @@ class _Converter:
                     place=f"an autocast region for {device!r} at {where(node)}",
                     way_out="drop it and choose precision='bf16', or use torch.autocast('cpu')",
                 )
-            inner = Environment(grad=environment.grad, autocast=bool(enabled))
+            inner = _Environment(grad=environment.grad, autocast=bool(enabled))
         else:
             raise TraceError(
                 f"higher-order operator {name} at {where(node)} is not supported; write the "
@@ -290,3 +310,255 @@ class _Converter:
 
 def _only(names: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
     return {name: value for name, value in names.items() if name in used}
+
+
+# --- calls ---------------------------------------------------------------------------------------
+
+
+IGNORED_KWARGS = ("pin_memory", "layout")
+CASTS = ("to", "_to_copy", "type_as")
+PROMOTE = frozenset({"cat", "stack", "where"})  # beside pointwise operators
+# may change nothing at one row alone: a class token's expand, the transpose of one row of one
+ARRANGES = RESHAPES | {
+    "expand", "expand_as", "broadcast_to", "transpose", "permute", "movedim", "swapaxes", "t",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Environment:
+    """An fx graph while it is converted: what its nodes stand for (slots, lists of slots, plain
+    values), whether gradients are recorded, and whether autocast is on."""
+
+    names: dict[str, Any] = field(default_factory=dict)
+    grad: bool = True
+    autocast: bool = False
+
+    def value(self, item: Any) -> Any:
+        return self.names[item.name] if isinstance(item, fx.Node) else item
+
+
+class _Calls:
+    """Appends the calls of a program to the graph that is being built."""
+
+    def __init__(self, copies: CopiedCalls, leaves: Sequence[Leaf]) -> None:
+        self.copies, self.leaves = copies, leaves
+        self.state, self.builder, self.slots = copies.state, copies.builder, copies.slots
+
+    def convert(self, node: fx.Node, environment: _Environment) -> Any:
+        """What the node stands for: a slot, a list of slots, `Unknown`, or None for an assertion.
+
+        Raises `TraceError` for a write, or a gradient, that the graph can't express.
+        """
+        if node.target in LEAF_OPERATORS:
+            return self._leaf(node, environment)
+        target = str(node.target)
+        results = results_of(node)
+        if not isinstance(node.target, torch._ops.OpOverload) or is_dynamic(results):
+            return Unknown(where(node), target, module_of(node), dynamic=is_dynamic(results))
+        written = _written_argument(node)
+        if written is not None and target != "aten.detach_.default":
+            return self._write(node, environment, written)
+        if not any(isinstance(r, torch.Tensor) for r in results):
+            return None
+        check_dense(node)
+        if self._is_identity(node, environment):
+            return environment.value(node.args[0])
+        if target == "aten.lift_fresh_copy.default":  # writes to it do not reach the constant
+            return self.slots.new(self.slots.read(environment.value(node.args[0])))
+        if target == "aten.broadcast_tensors.default":
+            shape = tuple(results[0].shape)
+            sources: Any = node.args[0]
+            if all(n.meta["val"].shape == shape for n in node.all_input_nodes):
+                return fx.map_arg(sources, environment.value)
+            return [self._expanded(n, shape, node, environment) for n in sources]
+        return self._operator(node, environment, results)
+
+    def _expanded(
+        self, source: fx.Node, shape: tuple[int, ...], node: fx.Node, environment: _Environment
+    ) -> str:
+        """The slot of a value broadcast to a shape."""
+        args = (Ref(self.slots.read(environment.value(source))), list(shape))
+        (value,) = self.builder.add(
+            "aten.expand.default", args, {}, _origin(node), grad=environment.grad
+        )
+        return self.slots.new(value)
+
+    def _is_identity(self, node: fx.Node, environment: _Environment) -> bool:
+        """Whether a call returns its first operand's memory unchanged at any batch size (`to` its
+        own dtype, dropout in eval mode): a model has the same operators at all of them."""
+        val, (slot, before) = node.meta["val"], self._first(node, environment)
+        if before is None or not isinstance(val, torch.Tensor):
+            return False
+        short = short_name(str(node.target))
+        if short.rstrip("_") == "detach":
+            return not self.builder.values[self.slots.read(slot)].requires_grad
+        draw = traits_of_target(str(node.target)).draw
+        if draw and draw.kind == "dropout" and (not node.args[2] or node.args[1] == 0.0):
+            return True
+        if short in ARRANGES:
+            return False
+        if short == "contiguous" and before.stride() != _dense_strides(before.shape):
+            return False  # a dim of one row has any stride
+        same_type = (before.shape, before.dtype) == (val.shape, val.dtype)
+        same_strides = before.stride() == val.stride()
+        return same_type and same_strides and share_memory(before, val)
+
+    def _operands(
+        self, node: fx.Node, environment: _Environment
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A call's arguments with a `Ref` to the current value in the place of each node."""
+
+        def ref(item: fx.Node) -> Any:
+            slots = environment.value(item)
+            if isinstance(slots, str):
+                return Ref(self.slots.read(slots))
+            return [Ref(self.slots.read(slot)) for slot in slots]
+
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in IGNORED_KWARGS}
+        return thawed(fx.map_arg(node.args, ref)), thawed(fx.map_arg(kwargs, ref))
+
+    def _operator(self, node: fx.Node, environment: _Environment, results: Sequence[Any]) -> Any:
+        """One operator as it is; results that view an operand share its slot's memory."""
+        origin = _origin(node)
+        args, kwargs = self._operands(node, environment)
+        target = canonical_target(str(node.target))
+        metas = [meta_of(t) for t in results]
+        if environment.autocast and short_name(target) not in CASTS:
+            args, kwargs = self._autocast(target, args, kwargs, metas[0].dtype, origin)
+        if short_name(target) in CASTS:  # the device in their arguments is the tracer's
+            target, args, kwargs = "aten.to.dtype", (args[0], metas[0].dtype), {}
+        several = isinstance(node.meta["val"], (tuple, list))
+        values = self.builder.add(
+            target,
+            args,
+            kwargs,
+            origin,
+            name=node.name,
+            metas=metas,
+            several=several,
+            grad=environment.grad,
+        )
+        slot, before = self._first(node, environment)
+        views = (before is not None and share_memory(before, result) for result in results)
+        slots = [
+            self.slots.new(v, slot if view else None) for v, view in zip(values, views, strict=True)
+        ]
+        return slots if several else slots[0]
+
+    def _leaf(self, node: fx.Node, environment: _Environment) -> list[str]:
+        """A leaf's call, with the `Leaf` itself as the argument in the place of its number."""
+        args: Any = node.args
+        leaf = self.leaves[args[1]]
+        operands = [Ref(self.slots.read(x)) for x in fx.map_arg(args[0], environment.value)]
+        values = self.builder.add(
+            str(node.target),
+            (leaf, operands),
+            {},
+            _origin(node),
+            name=node.name,
+            metas=[meta_of(t) for t in results_of(node)],
+            several=True,
+            grad=environment.grad,
+        )
+        for k, value in enumerate(values):  # results beyond `gradients` are buffers' new values
+            flows = k < len(leaf.gradients) and leaf.gradients[k]
+            meta = self.builder.values[value]
+            self.builder.values[value] = replace(meta, requires_grad=meta.requires_grad and flows)
+        return [self.slots.new(value) for value in values]
+
+    def _write(self, node: fx.Node, environment: _Environment, written: fx.Node) -> str:
+        """An in-place call in functional form; its slot holds the new value from here on."""
+        origin = _origin(node)
+        slot: str = environment.value(written)
+        before = self.slots.read(slot)
+        if not environment.grad and self.builder.values[before].requires_grad:
+            self._refuse_hidden_write(slot, str(node.target), origin)
+        args, kwargs = self._operands(node, environment)
+        value = functional_call(
+            self.builder,
+            str(node.target),
+            args,
+            kwargs,
+            origin,
+            name=node.name,
+            grad=environment.grad,
+        )
+        self.copies.check_write(slot)
+        self.slots.write(slot, value, origin)
+        return slot
+
+    def _refuse_hidden_write(self, slot: str, target: str, origin: Origin) -> None:
+        if self.slots.root(slot) not in self.state.parameters:  # those have an error of their own
+            raise TraceError(
+                f"at {origin} {target} under no_grad changes a tensor that carries a gradient, "
+                "which would pass as if nothing had; write x = x + (f(x) - x).detach() for that"
+            )
+
+    def _first(self, node: fx.Node, environment: _Environment) -> tuple[str, torch.Tensor | None]:
+        """The slot and the fake tensor of a call's first argument; None where it is no tensor."""
+        source = node.args[0] if node.args else None
+        if not isinstance(source, fx.Node):
+            return "", None
+        slot, before = environment.value(source), source.meta.get("val")
+        if not isinstance(slot, str) or not isinstance(before, torch.Tensor):
+            return "", None
+        return slot, before
+
+    def _autocast(
+        self, target: str, args: Any, kwargs: Any, dtype: torch.dtype, origin: Origin
+    ) -> tuple[Any, Any]:
+        """Operands cast as autocast did: to the recorded dtype, where the call alone would give
+        another, or takes no operands of two."""
+        values = self.builder.values
+        floating = {
+            values[n].dtype for n in refs((args, kwargs)) if values[n].dtype.is_floating_point
+        }
+        wanted = dtype.to_real() if dtype.is_complex else dtype
+        if not wanted.is_floating_point or floating <= {wanted}:
+            return args, kwargs
+        if len(floating) == 1 or _promotes(target):
+            try:
+                if infer_metas(values, target, args, kwargs)[0].dtype == dtype:
+                    return args, kwargs
+            except RuntimeError:
+                pass  # the operator has no kernel for these dtypes
+
+        def cast(name: str) -> Ref:
+            cast = values[name].dtype.is_floating_point
+            return Ref(self.builder.cast(name, wanted, origin) if cast else name)
+
+        args, kwargs = map_refs((args, kwargs), cast)
+        return args, kwargs
+
+
+def _promotes(target: str) -> bool:
+    """Whether an operator takes floating operands of several dtypes: it promotes them, or is a norm
+    whose statistics may be wider."""
+    if short_name(target) in PROMOTE or traits_of_target(target).statistics is not None:
+        return True
+    return tagged(target, torch.Tag.pointwise)
+
+
+def _origin(node: fx.Node) -> Origin:
+    return Origin(module=module_of(node), source=source_of(node))
+
+
+def _written_argument(node: fx.Node) -> fx.Node | None:
+    """The argument that an in-place operator writes to: its first, or `out`."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        first = node.kwargs.get("out", node.args[0] if node.args else None)
+        if (position and argument.name != "out") or not isinstance(first, fx.Node):
+            raise TraceError(
+                f"{node.target} at {where(node)} writes to its argument {argument.name!r}; "
+                "write it out of place"
+            )
+        return first
+    return None
+
+
+def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(tuple(shape), device="meta").stride()

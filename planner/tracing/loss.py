@@ -13,10 +13,9 @@ from torch.utils import _pytree as pytree
 
 from meshwright.planner.batch import path_of, split_batch
 from meshwright.planner.errors import TraceError
-from meshwright.planner.tracing.batch import FakeBatch
-from meshwright.planner.tracing.draws import generators_untouched
+from meshwright.planner.tracing.batch import FakeBatch, tensor_of
+from meshwright.planner.tracing.context import generators_untouched
 from meshwright.planner.tracing.leaves import LeafRecorder
-from meshwright.planner.tracing.numbers import tensor_of
 from meshwright.planner.tracing.similar import StandIns
 from meshwright.planner.tracing.user_module import Held, Key, Watch, holders_of
 from meshwright.planner.tracing.values import share_memory
@@ -62,8 +61,8 @@ class LossModule(nn.Module):
             )
         self.watch.left = held.changed(after)
         held.restore()
-        self._found.returned = Returned.of(output, loss)
-        return loss, *self.returned.tensors(output)
+        self._found.returned, outputs = Returned.of(output, loss)
+        return loss, *outputs
 
     @property
     def returned(self) -> Returned:
@@ -113,19 +112,15 @@ class Returned:
     spec: Any
 
     @staticmethod
-    def of(output: Any, loss: torch.Tensor) -> Returned:
+    def of(output: Any, loss: torch.Tensor) -> tuple[Returned, list[torch.Tensor]]:
+        """And the leaves that are tensors, but for the loss, in order."""
         named, spec = _output_leaves(output)
-        kinds = (
+        kinds = tuple(
             "loss" if x is loss else "tensor" if isinstance(x, torch.Tensor) else None
             for _, x in named
         )
-        return Returned(tuple(path for path, _ in named), tuple(kinds), spec)
-
-    def tensors(self, output: Any) -> list[torch.Tensor]:
-        """The leaves that are tensors, but for the loss, in order."""
-        named, _ = _output_leaves(output)
-        both = zip(named, self.kinds, strict=True)
-        return [x for (_, x), kind in both if kind == "tensor"]
+        tensors = [x for (_, x), kind in zip(named, kinds, strict=True) if kind == "tensor"]
+        return Returned(tuple(path for path, _ in named), kinds, spec), tensors
 
 
 class _Found:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.planner.errors import TraceError
-from meshwright.planner.tracing.user_module import Held, Key, Place, Watch, calling_place
+from meshwright.planner.tracing.user_module import Held, Key, Watch, calling_place
 
 WAYS_OUT = (
     "A plan is one forward, run at every step. Ways out: keep tensors by register_buffer, which "
@@ -38,8 +38,8 @@ class _Calls(TorchDispatchMode):
         self.alive = [*known]  # ids are compared: none is used again
         self.known = {id(x) for x in self.alive}
         self.kept = {id(x) for x in kept}
-        self.used: dict[int, Place] = {}
-        self.calls: list[tuple[Any, Place]] = []
+        self.used: dict[int, str] = {}
+        self.calls: list[tuple[Any, str]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
@@ -61,10 +61,6 @@ class _Calls(TorchDispatchMode):
             self.calls.append(((str(func), told), calling_place()))
         return output
 
-    def depends(self, x: torch.Tensor) -> bool:
-        """Whether a tensor depends on those known, or on random draws."""
-        return id(x) in self.known
-
 
 def kept_tensors(
     forward: Callable[[], Any], watch: Watch, known: Sequence[torch.Tensor]
@@ -85,7 +81,7 @@ def kept_tensors(
     for number, place in second.used.items():
         key = tensors[number]
         x = next(x for x in kept if id(x) == number)
-        if not first.depends(x):
+        if number not in first.known:
             continue  # the same in every forward
         if x.requires_grad:
             raise _refusal(watch, key, place, "carries a gradient: detach() it")
@@ -113,17 +109,17 @@ def name_of(key: Key) -> str:
     return ".".join(part for part in key if part)
 
 
-def _refusal(watch: Watch, key: Key, used: Place | None, why: str) -> TraceError:
-    at = f", read at {used[0]}:{used[1]}," if used else ""
+def _refusal(watch: Watch, key: Key, used: str | None, why: str) -> TraceError:
+    at = f", read at {used}," if used else ""
     return TraceError(
         f"at {watch.place(key)} the forward leaves something in the attribute "
         f"{name_of(key)!r} which{at} {why}. {WAYS_OUT}"
     )
 
 
-def _other_course(changed: Iterable[Key], watch: Watch, place: Place) -> TraceError:
+def _other_course(changed: Iterable[Key], watch: Watch, place: str) -> TraceError:
     key = min(changed)
     return TraceError(
         f"at {watch.place(key)} the forward changes the attribute {name_of(key)!r}, and at "
-        f"{place[0]}:{place[1]} a second forward takes another course. {WAYS_OUT}"
+        f"{place} a second forward takes another course. {WAYS_OUT}"
     )

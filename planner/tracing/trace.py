@@ -13,12 +13,14 @@ the graph.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 from unittest import mock
 
@@ -32,18 +34,18 @@ from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing.batch import FakeBatch, check_call
-from meshwright.planner.tracing.caches import emptied_caches
 from meshwright.planner.tracing.context import (
     DataAccess,
+    emptied_caches,
     explain,
+    generators_untouched,
     quiet,
     recorded_gradients,
     recorded_inference_mode,
+    refused_draws,
     refused_gradients,
-    unvalidated,
 )
 from meshwright.planner.tracing.convert import convert
-from meshwright.planner.tracing.draws import generators_untouched, refused_draws
 from meshwright.planner.tracing.leaves import LeafRecorder
 from meshwright.planner.tracing.loss import LossModule
 from meshwright.planner.tracing.second_forward import kept_tensors
@@ -54,10 +56,8 @@ from meshwright.planner.tracing.user_module import (
     Key,
     SimilarLayers,
     check_hooks,
-    fake_copy,
+    describe,
     find_similar_layers,
-    more_leaves,
-    running_module,
     user_frame,
 )
 from meshwright.planner.tracing.values import mixed_operands
@@ -149,9 +149,12 @@ class _Tracer:
                 return (self.short_graph(leaves) if repeats else None) or self.graph((), leaves)
             except Untraceable as error:
                 first = first or error
-                leaves = more_leaves(self.model, leaves, error)
+                leaves = _more_leaves(self.model, leaves, error)
                 if not leaves or self.batch.asked:
-                    whole = first if first is error else _no_leaf(first, error)
+                    whole: TraceError = first
+                    if first is not error:
+                        message = "As one node of the graph it won't do either"
+                        whole = TraceError(f"{first}\n{message}: {error}")
                     raise whole from first.__cause__  # the user's own, if it is one
 
     def graph(self, groups: Sequence[SimilarLayers], leaves: Mapping[str, str]) -> Graph:
@@ -189,7 +192,7 @@ class _Tracer:
                 return torch.empty(t.shape, dtype=dtype)
 
         def fake(module: Any, replaced: Mapping[int, Any]) -> Any:
-            return fake_copy(module, self.dtype, empty_like, replaced=replaced)
+            return _fake_copy(module, self.dtype, empty_like, replaced)
 
         stand_ins = StandIns(self.model, groups)
         loss_fn = fake(self.loss_fn, {}) if isinstance(self.loss_fn, nn.Module) else self.loss_fn
@@ -202,10 +205,6 @@ class _Tracer:
         recorder.instrument(copied, tuple(stand_ins.blank))
         stand_ins.instrument(copied)
         return LossModule(copied, loss_fn, self.batch, stand_ins, recorder)
-
-
-def _no_leaf(first: Untraceable, last: Untraceable) -> TraceError:
-    return TraceError(f"{first}\nAs one node of the graph it won't do either: {last}")
 
 
 def _export(
@@ -241,14 +240,12 @@ def _export(
             mixed_at = mixed_operands(program, autocast=dtype != torch.float32)
             if mixed_at is None:
                 return program, module, (SYMBOLIC,) if symbolic else ()
-            first = first or _dtype_error(mixed_at)
+            first = first or TraceError(
+                f"the model can't run in this precision: at {mixed_at}; cast with "
+                ".to(weight.dtype), or choose precision='fp32'"
+            )
     assert first is not None
     raise first
-
-
-def _autocast(dtype: torch.dtype) -> AbstractContextManager[Any]:
-    """Context of the casts of a compute dtype: none in fp32."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype)
 
 
 @contextmanager
@@ -263,9 +260,10 @@ def _tracing(module: LossModule, dtype: torch.dtype) -> Iterator[None]:
         recorded_inference_mode(),
         refused_draws(),
         refused_gradients(),
-        unvalidated(),
+        # arguments are validated only where asked to: a trace has no values
+        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
         DataAccess(),
-        _autocast(dtype),
+        nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype),
     ):
         yield
 
@@ -288,7 +286,7 @@ def _check_second_forward(
 
 def _failure(error: Exception, module: LossModule) -> Untraceable:
     reason = f"{user_frame(traceback.extract_tb(error.__traceback__))} can't be traced"
-    modules = enclosing_modules(running_module(error, module.model))
+    modules = enclosing_modules(_running_module(error, module.model))
     message = explain(error)
     if module.batch.scale != 1:
         message += (
@@ -298,13 +296,6 @@ def _failure(error: Exception, module: LossModule) -> Untraceable:
     failure = Untraceable(message, modules=modules, reason=reason)
     failure.__cause__ = error
     return failure
-
-
-def _dtype_error(place: str) -> TraceError:
-    return TraceError(
-        f"the model can't run in this precision: at {place}; cast with .to(weight.dtype), or "
-        "choose precision='fp32'"
-    )
 
 
 def _symbolic(module: LossModule) -> fx.GraphModule:
@@ -335,3 +326,107 @@ def _symbolic(module: LossModule) -> fx.GraphModule:
 
     traced.forward = forward
     return traced
+
+
+# --- the copy that is traced ---------------------------------------------------------------------
+
+
+def _fake_copy(
+    model: nn.Module,
+    dtype: torch.dtype,
+    like: Callable[[torch.Tensor, torch.dtype], torch.Tensor],
+    replaced: Mapping[int, Any],
+) -> Any:
+    """A deep copy, sharing no tensor, whose parameters and buffers are made by `like`.
+
+    Floating parameters are made in `dtype`, but for those of modules with running statistics;
+    buffers keep theirs. `replaced` maps ids of modules and tensors to what takes their place.
+    Raises `TraceError` for a module that can't be copied.
+    """
+    memo: dict[int, Any] = dict(replaced)
+    modules = list(_modules(model, replaced))
+    keep_dtype = {
+        id(p)
+        for module in modules
+        if getattr(module, "running_mean", None) is not None
+        for p in module.parameters(recurse=False)
+    }
+    for module in modules:  # tensors that are no state: constants, which a trace may write to
+        plain = [v for v in vars(module).values() if isinstance(v, torch.Tensor)]
+        memo |= {id(t): t.detach().clone() for t in plain}
+    for p in (p for module in modules for p in module.parameters(recurse=False)):
+        cast = p.is_floating_point() and id(p) not in keep_dtype
+        new = like(p, dtype if cast else p.dtype)
+        memo[id(p)] = nn.Parameter(new, requires_grad=p.requires_grad)
+    for b in (b for module in modules for b in module.buffers(recurse=False)):
+        memo[id(b)] = like(b, b.dtype)
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise TraceError(
+            f"{type(model).__name__} can't be copied ({error}); keep locks, files, process groups "
+            "and tensors with a history out of the model's attributes"
+        ) from error
+
+
+def _modules(model: nn.Module, replaced: Mapping[int, Any]) -> Iterator[nn.Module]:
+    """The modules of `model`, without those replaced and the ones below them."""
+    seen = set(replaced)
+    stack = [model]
+    while stack:
+        module = stack.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            stack += reversed([m for m in module._modules.values() if m is not None])
+
+
+# --- modules that can't be traced ----------------------------------------------------------------
+#
+# The innermost module around the failing line becomes a leaf, with all that are built like it, and
+# the trace starts again; where a leaf won't do, the module around it is the next to try. The model
+# itself is none: nothing would be left to plan.
+
+
+def _running_module(error: BaseException, model: nn.Module) -> str:
+    """FQN in `model` of the innermost module whose method was running when `error` was raised."""
+    names = {id(vars(module)): name for name, module in model.named_modules()}
+    fqn = ""
+    for frame in _frames(error.__traceback__):
+        for name in ("self", "proxy"):
+            holder = frame.get(name)
+            if isinstance(holder, nn.Module):  # or a proxy of it, with the same attributes
+                fqn = names.get(id(vars(holder)), fqn)
+    return fqn
+
+
+def _frames(trace: TracebackType | None) -> Iterator[Mapping[str, object]]:
+    while trace is not None:
+        yield trace.tb_frame.f_locals
+        trace = trace.tb_next
+
+
+def _more_leaves(model: nn.Module, leaves: Mapping[str, str], error: Untraceable) -> dict[str, str]:
+    """FQN -> reason of the modules to keep as leaves next; none where nothing is left to try."""
+    modules = dict(model.named_modules())
+    for fqn in error.modules:
+        if fqn in leaves or fqn not in modules or not _has_forward(modules[fqn]):
+            continue
+        parts = describe(modules[fqn])[0]
+        like = [name for name, m in modules.items() if name and _is_like(m, modules[fqn], parts)]
+        inside = tuple(f"{name}." for name in like)
+        outer = {name: why for name, why in leaves.items() if not name.startswith(inside)}
+        return outer | dict.fromkeys(like, error.reason)
+    return {}
+
+
+def _is_like(module: nn.Module, other: nn.Module, parts: list[object]) -> bool:
+    return module is other or (type(module) is type(other) and describe(module)[0] == parts)
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a call runs the forward of its class, and there is one."""
+    return type(module).forward is not _ABSTRACT and "forward" not in vars(module)
+
+
+_ABSTRACT = nn.Module.forward  # what containers have: they are never called

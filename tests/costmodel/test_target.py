@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.errors import ALL_GPUS, NODE_SCATTER, compute_error, slowest_of
-from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_quantiles
+from meshwright.costmodel.intervals import (
+    ALL_GPUS,
+    NODE_SCATTER,
+    Quantiles,
+    compute_error,
+    memory_quantiles,
+    slowest_of,
+    step_quantiles,
+)
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES, Target
 from meshwright.costmodel.targets import COMPILED, EAGER, TARGETS, target_named
 from meshwright.planner.overrides.values import FORBIDDABLE

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.costmodel.operators import Batch, Mesh
-from meshwright.costmodel.schedules.schedule import stages_of_devices
+from meshwright.costmodel.schedules.table import stages_of_devices
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.target import Target

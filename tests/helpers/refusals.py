@@ -5,6 +5,8 @@
 """
 
 import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,10 @@ def refusals(file: Path, heading: str) -> list[Any]:
     return [pytest.param(ast.literal_eval(given), says, id=given) for given, says in cases]
 
 
-def assert_says(error: MeshwrightError, message: str) -> None:
-    """The error is this text, and says what is legal there and what to do."""
-    assert str(error) == message
-    assert error.place and error.legal and error.way_out
+@contextmanager
+def refused(error: type[MeshwrightError], message: str) -> Iterator[None]:
+    """What runs in here raises the error: this text, which says what is legal and what to do."""
+    with pytest.raises(error) as caught:
+        yield
+    assert str(caught.value) == message
+    assert caught.value.place and caught.value.legal and caught.value.way_out

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, map_refs
+from meshwright.costmodel.rules import overload
 from meshwright.planner.batch import input_leaves, split_batch
 from meshwright.planner.tracing.trace import trace
-from meshwright.planner.tracing.values.functional import overload
 
 WIDTH, ROWS, SEQUENCE, VOCAB = 8, 3, 6, 20
 
@@ -88,15 +88,19 @@ def rows(*shape: int) -> torch.Tensor:
 
 
 def with_forward(
-    forward: Callable[..., torch.Tensor], prepare: Callable[[nn.Module], object] | None = None
+    forward: Callable[..., torch.Tensor],
+    prepare: Callable[[nn.Module], object] | None = None,
+    **parts: Any,
 ) -> nn.Module:
-    """A module with a Linear `l` and the given forward."""
+    """A module with a Linear `l`, other modules, parameters and buffers, and the given forward."""
     code = forward.__code__.replace(co_name="forward")  # torch keeps source lines of that name
     named = types.FunctionType(
         code, forward.__globals__, "forward", forward.__defaults__, forward.__closure__
     )
     model = type("Plain", (nn.Module,), {"forward": named})()
     model.l = nn.Linear(WIDTH, WIDTH)
+    for name, part in parts.items():
+        setattr(model, name, part)
     if prepare is not None:
         prepare(model)
     return model

@@ -12,7 +12,7 @@ import pytest
 
 from meshwright import Overrides, Plan
 from meshwright.cli import main
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.executor.rehearsal import Mismatch, Rehearsal, rehearse
 from meshwright.planner.overrides.values import FORBIDDABLE
 from meshwright.planner.plan.words import describe

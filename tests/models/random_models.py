@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding.layouts import BlockLayouts
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of

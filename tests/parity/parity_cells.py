@@ -21,7 +21,7 @@ import re
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS, ContextKind
 from meshwright.planner.plan.plan import PRECISIONS, Plan
 from tests.helpers.plan_building import CUTS, Knobs, build_plan

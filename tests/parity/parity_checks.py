@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
-from meshwright.costmodel.schedules.schedule import Action
+from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
 from meshwright.executor.transfers.transfer import Channel

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.executor.lowering.lower import Lowered
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.flow import crossings

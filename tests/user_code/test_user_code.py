@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright import Cluster, Overrides
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import check_plan, fingerprint

@@ -1,6 +1,5 @@
 """Leaves: modules and functions kept as one operator, probed and tried."""
 
-from meshwright.planner.tracing.leaves.operators import LEAF_OPERATORS
-from meshwright.planner.tracing.leaves.record import LeafRecorder
+from meshwright.planner.tracing.leaves.record import LEAF_OPERATORS, LeafRecorder
 
 __all__ = ["LEAF_OPERATORS", "LeafRecorder"]

@@ -2,23 +2,35 @@
 
 For every letter that may be split, the forward runs on fake tensors of which that letter's dims are
 a part; it must make parts of its results. That their numbers are those of the whole is tried on
-small random tensors, forward and backward (`trial.py`).
+small random tensors, forward and backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.costmodel.graph import Op, TensorMeta
-from meshwright.costmodel.rules import LEAF, Leaf, Misfit, OpFactors, factors_of_spec
-from meshwright.planner.operators import Program
-from meshwright.planner.tracing.leaves.probe import (
-    LeafError,
-    TensorLike,
-    in_plain_thread,
-    probe_on_fakes,
+from meshwright.costmodel.rules import LEAF, Leaf, Misfit, OpFactors, Work, factors_of_spec
+from meshwright.costmodel.user_rules import (
+    TOLERANCES,
+    Fault,
+    Trial,
+    faults,
+    first_line,
+    meta_of,
+    random_operands,
 )
-from meshwright.planner.tracing.leaves.trial import try_rule
+from meshwright.planner.operators import Program, UnseenWrite
+from meshwright.planner.tracing.leaves.probe import LeafError, in_plain_thread, probe_on_fakes
+from meshwright.planner.tracing.values import TensorLike
 
 
 def check_rule(
@@ -89,8 +101,7 @@ def _check_part(
             in_plain_thread(lambda: probe_on_fakes(program, operand_parts), grad=True).outputs
         )
     except Exception as error:  # noqa: BLE001 - whatever it raises, it does not work on a part
-        line = (str(error).strip().splitlines() or [""])[0][:200]
-        problem = f"raises {type(error).__name__}: {line}"
+        problem = f"raises {first_line(error)}"
     else:
         if shapes == expected:
             return
@@ -114,3 +125,199 @@ def _shapes(tensors: Sequence[TensorLike]) -> list[list[int]]:
 def _divisor(size: int) -> int:
     """The least divisor of `size` from 2."""
     return next(p for p in range(2, size + 1) if size % p == 0)
+
+
+# --- the trial on numbers ------------------------------------------------------------------------
+#
+# The forward and its backward run once on random numbers and once on each of two parts per letter,
+# and are compared (`user_rules/verify.py`). Letters that may be split are made small, as the
+# forward takes their sizes from its tensors; dims that stay whole are as traced where a run costs
+# little, else small where the forward works on that. Weights are random too, so that models on the
+# meta device are tried like others.
+
+
+SMALL = 4  # elements of a letter: two parts of two, which do not broadcast
+MAX_KERNELS = 2**11  # of one forward, and so for what follows
+LONG_KERNELS = 2**8  # a loop, most likely over a dim that stays whole
+MAX_FLOPS = 2**30
+MAX_BYTES = 2**28  # read and written by its kernels, at the traced dtypes
+DTYPES = (torch.float64, torch.float32, None)  # None: as traced
+
+Likes = Sequence[TensorLike]
+
+
+def try_rule(leaf: Leaf, factors: OpFactors, operands: Likes, results: Likes, *, runs: bool) -> str:
+    """The reason why the rule can't be tried on numbers; "" where it was and holds.
+
+    `factors` is the rule on the traced tensors; `runs`: the forward runs on fake tensors. Raises
+    `LeafError` where the rule does not hold.
+    """
+    traced = {
+        name: max(SMALL, factors.sizes[name] // 2 * 2)
+        for name, kind in factors.kinds.items() if kind != "whole"
+    }  # fmt: skip
+    if not traced:
+        return ""
+
+    def faults_at(sizes: Mapping[str, int]) -> list[Fault] | str:
+        like = [x.resized(dims, sizes) for x, dims in zip(operands, factors.operands, strict=True)]
+        wanted = [x.resized(dims, sizes) for x, dims in zip(results, factors.results, strict=True)]
+        return _first_trial(leaf, like, wanted, runs=runs)
+
+    def stands(fault: Fault, sizes: Mapping[str, int]) -> bool:
+        """Whether it is a fault also where its letter is as wide as traced: the letter may be made
+        of heads of a fixed size."""
+        wide = {**sizes, fault.factor: traced[fault.factor]}
+        again = faults_at(wide) if wide != sizes else ""
+        return isinstance(again, str) or fault.factor in {other.factor for other in again}
+
+    reasons = []
+    loops = leaf.work.kernels > LONG_KERNELS
+    for sizes in _trial_sizes(factors.sizes, traced, shrinks=runs, loops=loops):
+        outcome = faults_at(sizes)
+        if isinstance(outcome, str):
+            reasons.append(outcome)
+            continue
+        if wrong := [fault for fault in outcome if stands(fault, sizes)]:
+            raise LeafError(_wrong(leaf, wrong))
+        return ""
+    return reasons[-1]
+
+
+def _trial_sizes(
+    sizes: Mapping[str, int], traced: Mapping[str, int], *, shrinks: bool, loops: bool
+) -> Iterator[dict[str, int]]:
+    """Distinct sizes to try: all letters small; where the forward `shrinks`, also the dims that
+    stay whole (first where it `loops` over them); each letter as traced; all letters as traced."""
+    small = {**sizes, **dict.fromkeys(traced, SMALL)}
+    tiny = {name: min(size, SMALL) for name, size in small.items()}
+    trials = [small, tiny] if shrinks else [small]
+    if loops:
+        trials.reverse()
+    trials += [{**small, name: size} for name, size in traced.items()]
+    trials.append({**small, **traced})
+    yield from (trial for k, trial in enumerate(trials) if trial not in trials[:k])
+
+
+def _first_trial(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> list[Fault] | str:
+    """The faults on tensors like `operands`, in the first dtype that works, or the reason why that
+    can't be told."""
+    try:
+        if above := _above(_work(leaf, operands, wanted, runs=runs)):
+            return above
+    except Exception as error:  # noqa: BLE001 - the forward's own, whatever it is
+        return first_line(error)
+    reasons = []
+    for dtype in DTYPES:
+        run = functools.partial(_faults, leaf, operands, wanted, dtype)
+        try:
+            outcome = in_plain_thread(run, grad=torch.is_grad_enabled())
+        except UnseenWrite as error:
+            raise LeafError(str(error)) from None
+        except Exception as error:  # noqa: BLE001 - the forward's own; other dtypes may do
+            outcome = first_line(error)
+        if not isinstance(outcome, str):
+            return outcome
+        reasons.append(outcome)
+    return reasons[-1]
+
+
+def _work(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> Work:
+    """The work of a forward of these sizes: counted on fake tensors, or scaled from the traced.
+    Raises ValueError where it makes other shapes than the rule says."""
+    assert isinstance(leaf.program, Program)
+    if not runs:
+        share = math.prod(wanted[0].shape) / leaf.work.numel if wanted else 1.0
+        nbytes = max(int(leaf.work.passed * share), sum(x.nbytes for x in (*operands, *wanted)))
+        return replace(leaf.work, flops=int(leaf.work.flops * share), nbytes=nbytes, taken=())
+    program = leaf.program
+    probe = in_plain_thread(lambda: probe_on_fakes(program, operands), grad=torch.is_grad_enabled())
+    if [x.shape for x in probe.outputs] != [x.shape for x in wanted[: len(probe.outputs)]]:
+        raise ValueError("its results don't follow the sizes of its tensors")
+    return probe.work
+
+
+def _above(work: Work) -> str:
+    """The limits of a trial that this work exceeds; "" if none."""
+    limits = {
+        "kernels": ("kernels", MAX_KERNELS), "flops": ("FLOPs", MAX_FLOPS),
+        "passed": ("bytes", MAX_BYTES),
+    }  # fmt: skip
+    over = [
+        f"{getattr(work, field):,} {name} (at most {limit:,})"
+        for field, (name, limit) in limits.items() if getattr(work, field) > limit
+    ]  # fmt: skip
+    return f"its forward takes {', '.join(over)}" if over else ""
+
+
+def _faults(
+    leaf: Leaf, operands: Likes, wanted: Likes, dtype: torch.dtype | None
+) -> list[Fault] | str:
+    """The faults on random numbers of a dtype, or the reason why that can't be told."""
+    assert isinstance(leaf.program, Program)
+    if dtype is not None:
+        leaf = replace(leaf, program=replace(leaf.program, autocast=None))
+    op = Op(
+        name=leaf.name, target=f"meshwright.{LEAF}.default", args=(leaf,), kwargs={}, results=()
+    )
+    metas = [TensorMeta(shape=x.shape, dtype=x.dtype) for x in operands]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        coarsest = _CoarsestDtype()
+        with coarsest:
+            trial = Trial.of(op, random_operands(metas, dtype), [x.requires_grad for x in operands])
+        outputs = trial.whole.results
+        if [tuple(y.shape) for y in outputs] != [x.shape for x in wanted]:
+            return "its results don't follow the sizes of its tensors"
+        if not trial.repeats():
+            return "two equal calls differ: it draws random numbers"
+        floating = [x for x in (*outputs, *trial.whole.gradients) if x is not None]
+        if not all(x.isfinite().any() for x in floating if x.numel()):
+            return "it makes nothing finite of random numbers"
+        local = factors_of_spec(
+            leaf.rule,
+            leaf.sums,
+            op,
+            list(map(meta_of, trial.operands)),
+            list(map(meta_of, outputs)),
+        )
+        trial = replace(trial, tolerance=max(trial.tolerance, coarsest.tolerance))
+        return faults(trial, local)
+
+
+class _CoarsestDtype(TorchDispatchMode):
+    """Notes the `tolerance` of the least precise dtype computed in: a forward may cast."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tolerance = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.tolerance = max(self.tolerance, TOLERANCES.get(x.dtype, 0.0))
+        return result
+
+
+def _wrong(leaf: Leaf, wrong: Sequence[Fault]) -> str:
+    """The message of the `LeafError` about these faults."""
+    program = leaf.program
+    assert isinstance(program, Program)
+    count = len(program.dense) - len(program.state)
+    names = [f"{count + k} is {name}" for k, name in enumerate(program.state)]
+    names += [
+        f"result {len(leaf.gradients) + k} the new value of {name}"
+        for k, name in enumerate(program.written)
+    ]
+    legend = f" (operand {', '.join(names)})" if names else ""
+    listed = "; ".join(f"{f.factor!r}: {f.what}" for f in wrong)
+    return (
+        f"leaf {leaf.name}: rule {leaf.rule!r} does not hold: run in two parts, forward and "
+        f"backward, and put together, {listed}{legend}. Ways out: write _ for the dims of a letter "
+        "along which the forward mixes; leave out of the results, and list in sums=, a letter "
+        "whose parts are to be added up; what every part would add in full (a bias) belongs "
+        "outside of the leaf"
+    )

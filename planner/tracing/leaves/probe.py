@@ -25,10 +25,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from meshwright.costmodel.rules import Dims, Work
+from meshwright.costmodel.rules import Work
 from meshwright.planner.errors import TraceError
 from meshwright.planner.operators import Program
 from meshwright.planner.tracing.user_module import PLAIN
+from meshwright.planner.tracing.values import TensorLike
 
 T = TypeVar("T")
 _CALL, _GETATTR = nn.Module.__call__, nn.Module.__getattr__
@@ -42,46 +43,6 @@ ALLOCATIONS = frozenset({
 
 class LeafError(TraceError):
     """A module can't be kept as one node."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorLike:
-    """Shape, stride, dtype and `requires_grad` of a tensor."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-    @staticmethod
-    def of(x: torch.Tensor) -> TensorLike:
-        return TensorLike(
-            shape=tuple(x.shape), stride=x.stride(), dtype=x.dtype, requires_grad=x.requires_grad
-        )
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def resized(self, dims: Dims, sizes: Mapping[str, int]) -> TensorLike:
-        """Contiguous, each dim as wide as the product of the `sizes` of its factors."""
-        shape = tuple(math.prod(sizes[name] for name in names) for names in dims)
-        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-        return replace(self, shape=shape, stride=strides)
-
-    def empty(self) -> torch.Tensor:
-        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
-        return x.requires_grad_(self.requires_grad)
-
-    def random(self) -> torch.Tensor:
-        """Normal numbers; zeros where they are integers, which may count something."""
-        x = torch.zeros(self.shape, dtype=self.dtype)
-        x = x.normal_() if self.dtype.is_floating_point else x
-        return x.requires_grad_(self.requires_grad)
-
-    def copy_of(self, x: torch.Tensor) -> torch.Tensor:
-        copy = x.detach().to("cpu", self.dtype, copy=True)
-        return copy.requires_grad_(self.requires_grad)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

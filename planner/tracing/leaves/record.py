@@ -1,6 +1,6 @@
 """Recording of leaves while a model is traced: each call becomes one operator of the program.
 
-The operator's results (`operators.py`) have the shapes that a probe of the call found (`probe.py`).
+The operator's results have the shapes that a probe of the call found (`probe.py`).
 Calls that can't be told apart (equal modules but for their weights, equal arguments but for the
 values of tensors) share one `Leaf`, so that equal layers stay equal.
 """
@@ -8,7 +8,7 @@ values of tensors) share one `Leaf`, so that equal layers stay equal.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,33 +18,75 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.rules import Leaf, Work
+from meshwright.costmodel.rules import LEAF, RANDOM_LEAF, Leaf, Work
 from meshwright.planner.errors import Untraceable, enclosing_modules
-from meshwright.planner.operators import Operand, Program, to_meta
+from meshwright.planner.operators import Applied, Operand, Program, state_of, to_meta
 from meshwright.planner.tracing.leaves.check import check_rule
-from meshwright.planner.tracing.leaves.operators import LEAF_OPERATORS
 from meshwright.planner.tracing.leaves.probe import (
     LeafError,
     OperandResult,
     Probe,
-    TensorLike,
     in_plain_thread,
     probe_by_result,
     probe_on_fakes,
     probe_on_random,
 )
-from meshwright.planner.tracing.leaves.subject import Subject
-from meshwright.planner.tracing.similar import Irregular
+from meshwright.planner.tracing.similar import Irregular, comparable, overridden, positions_of
 from meshwright.planner.tracing.user_module import (
     PLAIN,
     TRACE,
     Amount,
     Declaration,
     declared,
+    describe,
     hooked,
+    hooks_in,
     taken_hooks,
 )
+from meshwright.planner.tracing.values import TensorLike
 from meshwright.profiles.inputs import MeshwrightError
+
+# --- the operators that stand for a leaf's call in an exported program ----------------------------
+#
+#     leaf(operands, number, ranks, sizes, strides, dtypes) -> results
+#
+# `number` counts the `Leaf`s of the trace; shape and stride of result k are the next `ranks[k]`
+# elements of `sizes` and `strides`. `random_leaf` is the one of a leaf that draws random numbers.
+
+
+_SCHEMA = (
+    "(Tensor[] operands, int leaf, int[] ranks, int[] sizes, int[] strides, ScalarType[] dtypes) "
+    "-> Tensor[]"
+)
+torch.library.define(f"meshwright::{LEAF}", _SCHEMA)
+torch.library.define(
+    f"meshwright::{RANDOM_LEAF}", _SCHEMA, tags=(torch.Tag.nondeterministic_seeded,)
+)
+LEAF_OPERATORS = (torch.ops.meshwright.leaf.default, torch.ops.meshwright.random_leaf.default)
+
+
+def _empty_results(
+    operands: list[torch.Tensor],
+    leaf: int,
+    ranks: list[int],
+    sizes: list[int],
+    strides: list[int],
+    dtypes: list[torch.dtype],
+) -> list[torch.Tensor]:
+    results = []
+    at = 0
+    for rank, dtype in zip(ranks, dtypes, strict=True):
+        part = slice(at, at + rank)
+        results.append(
+            torch.empty_strided(sizes[part], strides[part], dtype=dtype, device=operands[0].device)
+        )
+        at += rank
+    return results
+
+
+for _operator in LEAF_OPERATORS:
+    torch.library.register_fake(_operator, _empty_results)
+
 
 # class or function -> hash of a call's key (which keeps nothing alive) -> why the rule is taken on
 # trust there, "" where it was tried: what was checked in this process
@@ -52,14 +94,74 @@ _CHECKED: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Subject:
+    """The callee of a leaf: the module `fqn`, or a function.
+
+    `kind` is the module's class, or the function; equal `identity` (hashable) means equal but for
+    weights. `state` are its tensors as traced, `weights` as the user has them. `positions`: an
+    attribute holds its position in a stack of similar layers, and raises when it is used.
+    """
+
+    name: str
+    fqn: str
+    function: Callable[..., Any]
+    module: nn.Module | None
+    kind: Any
+    identity: Any
+    state: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+    declaration: Declaration
+    positions: bool
+
+    @staticmethod
+    def of_module(
+        fqn: str, module: nn.Module, original: nn.Module, declaration: Declaration
+    ) -> _Subject:
+        """The traced copy `module` of the user's module `original`."""
+        parts, integers = describe(original)
+        watched = positions_of(module)
+        known = {path: n for path, n in integers.items() if path not in watched}
+        return _Subject(
+            name=type(original).__name__,
+            fqn=fqn,
+            function=module,
+            module=module,
+            kind=type(original),
+            identity=(tuple(parts), frozenset(known.items()), hooks_in(original)),
+            state=state_of(module),
+            weights=state_of(original),
+            declaration=declaration,
+            positions=bool(watched),
+        )
+
+    @staticmethod
+    def of_function(target: Any) -> _Subject:
+        """A declared function, or an autograd.Function."""
+        return _Subject(
+            name=target.__qualname__,
+            fqn="",
+            function=Applied(target) if isinstance(target, type) else target,
+            module=None,
+            kind=target,
+            identity=("function", target),
+            state={},
+            weights={},
+            declaration=declared(target) or Declaration(),
+            positions=False,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
-    """Calls that can't be told apart: their common `key`, the `number` of their `Leaf`, and the
-    reason why its rule is taken on trust, "" where it was tried."""
+    """Calls that can't be told apart: their common `key` and `Leaf`, the `fqn` of the first call's
+    module ("" for a function), the tensors that they make and the new values of buffers (`made`),
+    and the reason why the rule is taken on trust, "" where it was tried."""
 
     key: tuple[Any, ...]
-    number: int
-    program: Program
+    leaf: Leaf
+    fqn: str
     probe: Probe
+    made: Sequence[TensorLike]
     trust: str
 
 
@@ -67,16 +169,13 @@ class LeafRecorder:
     """Records the leaves of one model while it is exported once.
 
     `reasons` are the modules, by FQN, that are leaves because they can't be traced, each with the
-    reason; `scale` is the traced batch over the sample batch. `leaves`, `fqns` (of the first call's
-    module, "" for a function) and `calls` run in parallel.
+    reason; `scale` is the traced batch over the sample batch.
     """
 
     def __init__(self, model: nn.Module, reasons: Mapping[str, str], scale: float) -> None:
         self.model = model
         self.reasons = reasons
         self.scale = scale
-        self.leaves: list[Leaf] = []
-        self.fqns: list[str] = []
         self.calls: list[_Recorded] = []
         self.classes: dict[str, tuple[nn.Module, type]] = {}
         self.hooks: dict[str, dict[str, Any]] = {}  # of the leaves' own modules
@@ -87,6 +186,11 @@ class LeafRecorder:
                 place="leaf",
                 way_out="declare the modules in it that can't be traced",
             )
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The leaves by their number in the program."""
+        return [call.leaf for call in self.calls]
 
     # --- the copy ---
 
@@ -118,11 +222,16 @@ class LeafRecorder:
             if TRACE.get() is not self:
                 return cls.forward(proxy, *args, **kwargs)
             with hooked(module, self.hooks[fqn]):
-                return self._call_module(fqn, module, original, declaration, args, kwargs)
+                subject = _Subject.of_module(fqn, module, original, declaration)
+                try:
+                    return self._call(subject, args, kwargs)
+                except LeafError as error:
+                    if fqn not in self.reasons:
+                        raise
+                    outer, reason = enclosing_modules(fqn)[1:], self.reasons[fqn]
+                    raise Untraceable(str(error), modules=outer, reason=reason) from error
 
-        # a class, because an attribute would bypass the proxies by which export follows modules
-        body = {"forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
-        module.__class__ = type(cls.__name__, (cls,), body)
+        module.__class__ = overridden(cls, forward)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -144,29 +253,11 @@ class LeafRecorder:
 
     # --- calls ---
 
-    def _call_module(
-        self,
-        fqn: str,
-        module: nn.Module,
-        original: nn.Module,
-        declaration: Declaration,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
-        subject = Subject.of_module(fqn, module, original, declaration)
-        try:
-            return self._call(subject, args, kwargs)
-        except LeafError as error:
-            if fqn not in self.reasons:
-                raise
-            outer = enclosing_modules(fqn)[1:]
-            raise Untraceable(str(error), modules=outer, reason=self.reasons[fqn]) from error
-
     def function(self, subject: Any, args: Any, kwargs: Any) -> Any:
         """Record a call of a declared function or of an autograd.Function; its results."""
-        return self._call(Subject.of_function(subject), args, kwargs)
+        return self._call(_Subject.of_function(subject), args, kwargs)
 
-    def _call(self, subject: Subject, args: Any, kwargs: Any) -> Any:
+    def _call(self, subject: _Subject, args: Any, kwargs: Any) -> Any:
         """Record one call; its results, of the shapes that a probe of its like found."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
@@ -200,7 +291,7 @@ class LeafRecorder:
         key = (
             subject.identity,
             subject.declaration,
-            tuple(map(_comparable, template)),
+            tuple(map(comparable, template)),
             spec,
             likes,
             cast,
@@ -211,20 +302,16 @@ class LeafRecorder:
             call = self._new(key, program, likes, subject)
         return self._apply(call, operands, subject)
 
-    def _apply(self, call: _Recorded, operands: list[torch.Tensor], subject: Subject) -> Any:
+    def _apply(self, call: _Recorded, operands: list[torch.Tensor], subject: _Subject) -> Any:
         """Call the operator; the forward's output, made of the operator's results."""
-        names = {name: k for k, name in enumerate(subject.state)}
-        first = len(operands) - len(subject.state)
-        likes = [*call.probe.outputs]
-        likes += [TensorLike.of(operands[first + names[name]]) for name in call.probe.written]
         results = iter(
             LEAF_OPERATORS[call.probe.random is not False](  # seeded where nobody knows
                 operands,
-                call.number,
-                [len(x.shape) for x in likes],
-                [n for x in likes for n in x.shape],
-                [n for x in likes for n in x.stride],
-                [x.dtype for x in likes],
+                self.calls.index(call),
+                [len(x.shape) for x in call.made],
+                [n for x in call.made for n in x.shape],
+                [n for x in call.made for n in x.stride],
+                [x.dtype for x in call.made],
             )
         )
         leaves: list[Any] = []
@@ -247,7 +334,7 @@ class LeafRecorder:
         key: tuple[Any, ...],
         program: Program,
         likes: tuple[TensorLike, ...],
-        subject: Subject,
+        subject: _Subject,
     ) -> _Recorded:
         probe = self._probe(program, likes, subject)
         flows = tuple(x.requires_grad for x in probe.outputs)
@@ -267,36 +354,23 @@ class LeafRecorder:
             work=self._declared_work(probe.work, declaration, likes),
             program=program,
         )
-        trust = self._trust(leaf, key, probe, likes, subject) if declaration.rule else ""
-        call = _Recorded(
-            key=key, number=len(self.leaves), program=program, probe=probe, trust=trust
+        state = dict(zip(subject.state, likes[len(likes) - len(subject.state) :], strict=True))
+        made = [*probe.outputs, *(state[name] for name in probe.written)]
+        trust = ""
+        if declaration.rule:  # checked once in a process
+            checked = _CHECKED.setdefault(subject.kind, {})
+            call = hash(tuple(repr(x) if isinstance(x, pytree.TreeSpec) else x for x in key))
+            if call not in checked:
+                checked[call] = check_rule(
+                    leaf, likes, made, runs=probe.runs, random=bool(probe.random)
+                )
+            trust = checked[call]
+        self.calls.append(
+            _Recorded(key=key, leaf=leaf, fqn=subject.fqn, probe=probe, made=made, trust=trust)
         )
-        self.leaves.append(leaf)
-        self.fqns.append(subject.fqn)
-        self.calls.append(call)
-        return call
+        return self.calls[-1]
 
-    def _trust(
-        self,
-        leaf: Leaf,
-        key: tuple[Any, ...],
-        probe: Probe,
-        likes: tuple[TensorLike, ...],
-        subject: Subject,
-    ) -> str:
-        """Check the rule, once in a process; why it is taken on trust, "" where it was tried."""
-        checked = _CHECKED.setdefault(subject.kind, {})
-        call = hash(tuple(repr(x) if isinstance(x, pytree.TreeSpec) else x for x in key))
-        if call not in checked:
-            first = len(likes) - len(subject.state)
-            position = {name: first + k for k, name in enumerate(subject.state)}
-            written = [likes[position[name]] for name in probe.written]
-            checked[call] = check_rule(
-                leaf, likes, [*probe.outputs, *written], runs=probe.runs, random=bool(probe.random)
-            )
-        return checked[call]
-
-    def _probe(self, program: Program, likes: tuple[TensorLike, ...], subject: Subject) -> Probe:
+    def _probe(self, program: Program, likes: tuple[TensorLike, ...], subject: _Subject) -> Probe:
         """The first probe that works: by the declared result, on fake tensors, on random numbers.
         Raises `LeafError` where none does, and `Irregular` for what a stand-in can't tell."""
         grad, result = torch.is_grad_enabled(), subject.declaration.result
@@ -349,13 +423,13 @@ class LeafRecorder:
 
     def notes(self) -> tuple[str, ...]:
         """A line for each class of leaves: why they are leaves, how they run, what they cost."""
-        classes: dict[tuple[str, str, str, str], list[int]] = {}
-        for k, (leaf, fqn) in enumerate(zip(self.leaves, self.fqns, strict=True)):
-            reason = self.reasons.get(fqn, "")
-            classes.setdefault((leaf.name, leaf.rule, reason, self.calls[k].trust), []).append(k)
+        first: dict[tuple[str, str, str, str], _Recorded] = {}
+        for call in self.calls:
+            reason = self.reasons.get(call.fqn, "")
+            first.setdefault((call.leaf.name, call.leaf.rule, reason, call.trust), call)
         lines = []
-        for (name, rule, reason, trust), numbers in classes.items():
-            fqn, work = self.fqns[numbers[0]], self.leaves[numbers[0]].work
+        for (name, rule, reason, trust), call in first.items():
+            fqn, work = call.fqn, call.leaf.work
             where = f"{fqn} ({name}) and its like are" if fqn else f"calls of {name} are"
             because = f", because {reason}" if reason else ""
             how = f'split by "{rule}"' if rule else "run in full on every rank"
@@ -365,8 +439,3 @@ class LeafRecorder:
                 f"{work.flops:.3g} FLOPs, {work.saved_bytes:.3g} bytes saved inside: {work.source}"
             )
         return tuple(lines)
-
-
-def _comparable(leaf: Any) -> Any:
-    """An argument with its type, such that nan equals nan, and 1 neither True nor 1.0."""
-    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf

@@ -1,6 +1,14 @@
 """Structurally equal layers: traced a few times, copied for the rest."""
 
 from meshwright.planner.tracing.similar.copied_calls import MARKS, CopiedCalls
-from meshwright.planner.tracing.similar.stand_ins import Irregular, StandIns, positions_of
+from meshwright.planner.tracing.similar.stand_ins import (
+    Irregular,
+    StandIns,
+    comparable,
+    overridden,
+    positions_of,
+)
 
-__all__ = ["MARKS", "CopiedCalls", "Irregular", "StandIns", "positions_of"]
+__all__ = [
+    "MARKS", "CopiedCalls", "Irregular", "StandIns", "comparable", "overridden", "positions_of",
+]  # fmt: skip

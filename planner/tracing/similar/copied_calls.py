@@ -19,7 +19,7 @@ write, no alias, no value read from outside. Otherwise `Irregular` is raised.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,30 +28,23 @@ from torch import nn
 from meshwright.costmodel.graph import Op, Ref, map_refs
 from meshwright.planner.tracing.similar.stand_ins import ENTER, LEAVE, REPEATED, Irregular
 from meshwright.planner.tracing.user_module import SimilarLayers
-from meshwright.planner.tracing.values import GraphBuilder, Slots, TracedState
+from meshwright.planner.tracing.values import TracedState
 
 MARKS = (ENTER, LEAVE, REPEATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TracedCall:
-    """A traced call of a member: operators `start` to `stop` (exclusive) of the graph, and the
-    values that it takes and makes."""
-
-    start: int
-    stop: int
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _OpenCall:
-    """A call whose `leave` mark was not met yet; `outer` are the slots from before it."""
+    """A traced call of a member: operators `start` to `stop` (exclusive) of the graph, the values
+    that it takes and makes, and the `outer` slots from before it. Until its `leave` mark is met it
+    makes nothing."""
 
     member: str
     start: int
     inputs: tuple[str, ...]
     outer: frozenset[str]
+    stop: int = 0
+    outputs: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,20 +62,13 @@ class CopiedCalls:
     """The calls of similar layers in a graph that is being built, and their copies."""
 
     def __init__(
-        self,
-        builder: GraphBuilder,
-        slots: Slots,
-        state: TracedState,
-        model: nn.Module,
-        groups: Sequence[SimilarLayers],
+        self, state: TracedState, model: nn.Module, groups: Sequence[SimilarLayers]
     ) -> None:
-        self.builder = builder
-        self.slots = slots
-        self.state = state
+        self.state, self.builder, self.slots = state, state.builder, state.slots
         self.model = model
         self.groups = {name: group for group in groups for name in group.members}
         self.calls: dict[str, _TracedCall] = {}
-        self.open: _OpenCall | None = None
+        self.open: _TracedCall | None = None
         self.copies: dict[str, list[str]] = {}  # spared member -> the slots it makes
         self.programs: dict[str, _CanonicalCall] = {}
         self.copied_results: set[str] = set()
@@ -104,7 +90,7 @@ class CopiedCalls:
         if target is ENTER:
             if self.open is not None:
                 raise Irregular(f"{member} is called inside of {self.open.member}")
-            self.open = _OpenCall(
+            self.open = _TracedCall(
                 member=member,
                 inputs=self._read(operands),
                 start=len(self.builder.ops),
@@ -120,12 +106,8 @@ class CopiedCalls:
             raise Irregular(f"the call of {member} does not end where it began")
         if any(self.slots.root(slot) in call.outer for slot in outputs):
             raise Irregular(f"{member} gives a view of its input")
-        self.calls[member] = _TracedCall(
-            start=call.start,
-            inputs=call.inputs,
-            outputs=self._read(outputs),
-            stop=len(self.builder.ops),
-        )
+        made = self._read(outputs)
+        self.calls[member] = replace(call, outputs=made, stop=len(self.builder.ops))
 
     def _read(self, slots: Sequence[str]) -> tuple[str, ...]:
         before = len(self.builder.ops)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ from meshwright.planner.tracing.user_module import (
     held_state,
     snapshot,
 )
+from meshwright.planner.tracing.values import TensorLike
 
 torch.library.define("meshwright::enter", "(Tensor[] inputs, str member) -> ()")
 torch.library.define("meshwright::leave", "(Tensor[] outputs, str member) -> ()")
@@ -76,22 +77,13 @@ class Irregular(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MemberCall:
     """One call of a member: `arguments` compares equal for equal calls. `results` are its output's
-    leaves: `_NewTensor`, ("input", number) or ("value", plain value); `spec` its pytree."""
+    leaves: `TensorLike` for a new tensor, ("input", number) or ("value", plain value); `spec` its
+    pytree."""
 
     arguments: Any
     inputs: tuple[torch.Tensor, ...]
     results: tuple[Any, ...] = ()
     spec: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class _NewTensor:
-    """A tensor that a member makes: size and stride in elements."""
-
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
 
 
 class StandIns:
@@ -164,12 +156,10 @@ class StandIns:
                 self.refuse(f"{name} changes its arguments")
             new_tensors, results, spec = self._results(name, output, call.inputs)
             LEAVE(new_tensors, name)
-            self.calls[name] = _MemberCall(
-                arguments=call.arguments, inputs=call.inputs, results=results, spec=spec
-            )
+            self.calls[name] = replace(call, results=results, spec=spec)
             return output
 
-        _override(module, type(module), traced)
+        module.__class__ = overridden(type(module), traced)
 
     def _instrument_spared(
         self, blank: nn.Module, source: nn.Module, name: str, group: SimilarLayers, position: int
@@ -193,15 +183,15 @@ class StandIns:
             return self._stand_in(name, call, pattern)
 
         # the class of the copied member before it was overridden
-        _override(blank, type(source).__mro__[1], stand_in)
+        blank.__class__ = overridden(type(source).__mro__[1], stand_in)
 
     def _stand_in(self, name: str, call: _MemberCall, pattern: _MemberCall) -> Any:
         leaves: list[Any] = []
         count = 0
         inputs = list(call.inputs)
         for result in pattern.results:
-            if isinstance(result, _NewTensor):
-                leaf = REPEATED(inputs, name, count, result.size, result.stride, result.dtype)
+            if isinstance(result, TensorLike):
+                leaf = REPEATED(inputs, name, count, result.shape, result.stride, result.dtype)
                 if leaf.requires_grad != result.requires_grad:
                     self.refuse(f"{name} would give another requires_grad")
                 count += 1
@@ -240,8 +230,7 @@ class StandIns:
                 if any(leaf is other for other in new_tensors):
                     self.refuse(f"{name} gives a tensor twice")
                 new_tensors.append(leaf)
-                size, stride = tuple(leaf.shape), tuple(leaf.stride())
-                results.append(_NewTensor(size, stride, leaf.dtype, leaf.requires_grad))
+                results.append(TensorLike.of(leaf))
             elif isinstance(leaf, PLAIN):
                 results.append(("value", leaf))
             else:
@@ -276,23 +265,25 @@ def _flat(args: Any, kwargs: Any) -> tuple[list[Any], tuple[torch.Tensor, ...], 
     inputs = tuple(x for x in leaves if isinstance(x, torch.Tensor))
     first: dict[int, int] = {}
     described = [
-        (
-            type(x), tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad,
-            first.setdefault(id(x), k),
-        )
+        (type(x), TensorLike.of(x), x.device, first.setdefault(id(x), k))
         if isinstance(x, torch.Tensor)
-        else (type(x), repr(x) if isinstance(x, (float, complex)) else x)
+        else comparable(x)
         for k, x in enumerate(leaves)
-    ]  # fmt: skip
+    ]
     cast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     return leaves, inputs, (spec, described, torch.is_grad_enabled(), cast)
 
 
-def _override(module: nn.Module, base: type, forward: Callable[..., Any]) -> None:
-    """Give one module another forward, by a class that looks like its own (an attribute would
-    bypass the proxies through which export follows module paths)."""
+def comparable(leaf: Any) -> Any:
+    """A plain argument with its type, such that nan equals nan, and 1 neither True nor 1.0."""
+    return type(leaf), repr(leaf) if isinstance(leaf, (float, complex)) else leaf
+
+
+def overridden(base: type, forward: Callable[..., Any]) -> type:
+    """A class with another forward that looks like `base`: one module's, where an attribute would
+    bypass the proxies through which export follows module paths."""
     body = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    module.__class__ = type(base.__name__, (base,), body)
+    return type(base.__name__, (base,), body)
 
 
 class _Missing:

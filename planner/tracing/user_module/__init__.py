@@ -7,13 +7,13 @@ from meshwright.planner.tracing.user_module.attributes import (
     Watch,
     holders_of,
 )
-from meshwright.planner.tracing.user_module.fake_copy import fake_copy
 from meshwright.planner.tracing.user_module.hooks import (
     CALL_HOOKS,
     TENSOR_HOOKS,
     check_hooks,
     hooked,
     hooks_in,
+    refused,
     refused_hooks,
     taken_hooks,
 )
@@ -28,18 +28,12 @@ from meshwright.planner.tracing.user_module.similar_layers import (
     held_state,
     snapshot,
 )
-from meshwright.planner.tracing.user_module.sources import (
-    Place,
-    calling_place,
-    condition,
-    user_frame,
-)
-from meshwright.planner.tracing.user_module.untraceable import more_leaves, running_module
+from meshwright.planner.tracing.user_module.sources import calling_place, condition, user_frame
 
 __all__ = [
     "CALL_HOOKS", "MEMORY_ONLY", "PLAIN", "STATE", "TENSOR_HOOKS", "TRACE", "Amount",
-    "AttributePath", "Declaration", "Held", "Key", "Place", "SimilarLayers", "Watch",
-    "calling_place", "check_hooks", "condition", "declared", "describe", "fake_copy",
-    "find_similar_layers", "held_state", "holders_of", "hooked", "hooks_in", "leaf", "more_leaves",
-    "refused_hooks", "running_module", "snapshot", "taken_hooks", "user_frame",
+    "AttributePath", "Declaration", "Held", "Key", "SimilarLayers", "Watch", "calling_place",
+    "check_hooks", "condition", "declared", "describe", "find_similar_layers", "held_state",
+    "holders_of", "hooked", "hooks_in", "leaf", "refused", "refused_hooks", "snapshot",
+    "taken_hooks", "user_frame",
 ]  # fmt: skip

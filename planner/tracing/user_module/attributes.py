@@ -9,6 +9,7 @@ are modules and the plain objects that they hold (configs).
 from __future__ import annotations
 
 import enum
+import operator
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 
 from meshwright.planner.tracing.user_module.similar_layers import PLAIN
-from meshwright.planner.tracing.user_module.sources import UNKNOWN, Place, calling_place
+from meshwright.planner.tracing.user_module.sources import UNKNOWN, calling_place
 
 Key = tuple[str, str]  # (path of a module or object, attribute)
 
@@ -71,8 +72,8 @@ class Watch:
     def __init__(self, holders: Mapping[str, Any]) -> None:
         self.holders = holders
         self.paths = {id(vars(holder)): path for path, holder in holders.items()}
-        self.reads: dict[Key, Place] = {}
-        self.writes: dict[Key, Place] = {}
+        self.reads: dict[Key, str] = {}
+        self.writes: dict[Key, str] = {}
         self.written_first: set[Key] = set()
         self.left: set[Key] = set()  # here, for export gives modules their attributes back
 
@@ -106,7 +107,9 @@ class Watch:
                 held = object.__getattribute__(holder, "__dict__")
                 path = self.paths.get(id(held))
                 if path is not None and (name in held or _in_class(holder, name, value)):
-                    self._read(path, name, value)
+                    known = (path, name) in self.reads or (path, name) in self.written_first
+                    if not known and not isinstance(value, NO_OBJECTS[2:-1]):
+                        self.reads[path, name] = calling_place()
             return value
 
         return get
@@ -123,19 +126,12 @@ class Watch:
 
         return write
 
-    def _read(self, path: str, name: str, value: Any) -> None:
-        key = path, name
-        if key in self.reads or key in self.written_first or isinstance(value, NO_OBJECTS[2:-1]):
-            return
-        self.reads[key] = calling_place()
-
     def place(self, key: Key) -> str:
         """file:line of the last write of an attribute, else of its first read, else of its
         holder's."""
         parent, _, name = key[0].rpartition(".")
         known = self.writes.get(key), self.reads.get(key), self.reads.get((parent, name))
-        file, line = next((p for p in known if p not in (None, UNKNOWN)), None) or UNKNOWN
-        return f"{file}:{line}" if line else file
+        return next((p for p in known if p and p != UNKNOWN), UNKNOWN)
 
 
 class Held:
@@ -209,7 +205,7 @@ class Held:
 
         def differ(key: Key) -> bool:
             own, others = self.tensors.get(key, []), after.tensors.get(key, [])
-            same = len(own) == len(others) and all(map(_is, own, others))
+            same = len(own) == len(others) and all(map(operator.is_, own, others))
             return not same or self.values.get(key, key) != after.values.get(key, key)
 
         return {key for key in self.values.keys() | after.values.keys() if differ(key)}
@@ -227,10 +223,6 @@ def _is_users(cls: type) -> bool:
 def _in_class(holder: Any, name: str, value: Any) -> bool:
     """Whether an attribute's value lies in the class: it was not computed by a property."""
     return any(vars(cls).get(name) is value for cls in type(holder).__mro__)
-
-
-def _is(a: Any, b: Any) -> bool:
-    return a is b
 
 
 def _own_state(value: Any) -> Any:

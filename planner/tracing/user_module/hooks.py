@@ -9,8 +9,8 @@ does not run.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -73,23 +73,40 @@ def hooked(module: nn.Module, taken: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def refused_hooks() -> Iterator[None]:
-    """Context in which code that is traced can't put hooks on tensors: they raise `TraceError`."""
+def refused(
+    calls: Iterable[tuple[Any, str]], refusal: Callable[..., TraceError | None]
+) -> Iterator[None]:
+    """Context in which traced code that calls one of these, (module or class, name), raises what
+    `refusal` makes of it, the name and the arguments: None for a call that may be. Leaves may call
+    them all."""
     with ExitStack() as stack:
-        for name in CALLS:
-            register = _refusing(name, getattr(torch.Tensor, name))
-            stack.enter_context(mock.patch.object(torch.Tensor, name, register))
+        for place, name in calls:
+            patch = mock.patch.object(place, name, _refusing(place, name, refusal))
+            stack.enter_context(patch)
         yield
 
 
-def _refusing(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    def register(x: torch.Tensor, *args: Any) -> Any:
-        if TRACE.get() is None:
-            return plain(x, *args)
-        place = user_frame(traceback.extract_stack())
-        raise _refusal(f"at {place} a tensor gets a {name}")
+def _refusing(
+    place: Any, name: str, refusal: Callable[..., TraceError | None]
+) -> Callable[..., Any]:
+    plain = getattr(place, name)
 
-    return register
+    def call(*args: Any, **kwargs: Any) -> Any:
+        error = refusal(place, name, *args, *kwargs.values()) if TRACE.get() is not None else None
+        if error is not None:
+            raise error
+        return plain(*args, **kwargs)
+
+    return call
+
+
+def refused_hooks() -> AbstractContextManager[None]:
+    """Context in which code that is traced can't put hooks on tensors: they raise `TraceError`."""
+
+    def refusal(place: Any, name: str, *_: Any) -> TraceError:
+        return _refusal(f"at {user_frame(traceback.extract_stack())} a tensor gets a {name}")
+
+    return refused([(torch.Tensor, name) for name in CALLS], refusal)
 
 
 def _refusal(what: str) -> TraceError:

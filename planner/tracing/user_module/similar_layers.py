@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.planner.tracing.user_module.hooks import CALL_HOOKS
+
 MIN_SIMILAR = 5  # members that a group needs for a short trace, in which three are traced
 STATE = ("_parameters", "_buffers", "_modules")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 UNSEEN = frozenset({  # attributes of every module that forward does not look at
-    *STATE, *HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
+    *STATE, *CALL_HOOKS, "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks_with_kwargs",
 })  # fmt: skip
@@ -135,8 +136,9 @@ class _Description:
 
     def _add(self, path: str, module: nn.Module) -> None:
         held = vars(module)
+        # statistics are state kept between calls
         counts = module.training and getattr(module, "running_mean", None) is not None
-        if counts or any(held[name] for name in HOOKS):  # statistics are state kept between calls
+        if counts or any(held[name] for name in CALL_HOOKS):
             self.regular = False
         self.parts += [path, type(module)]
         for name, child in module._modules.items():

@@ -13,21 +13,21 @@ from types import FrameType
 
 import torch
 
-Place = tuple[str, int]  # file, line
-UNKNOWN: Place = ("an unknown place", 0)
+UNKNOWN = "an unknown place"
 
 _SKIPPED = tuple(
     f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[3])
 )
 
 
-def calling_place() -> Place:
-    """Where the user's code is running: the innermost frame outside of torch and this package."""
+def calling_place() -> str:
+    """file:line of the user's code that is running: the innermost frame outside of torch and this
+    package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((*_SKIPPED, "<")):
-            return name, frame.f_lineno
+            return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
     return UNKNOWN
 
@@ -35,7 +35,7 @@ def calling_place() -> Place:
 def user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
     """file:line and text of the innermost frame outside of torch and this package."""
     frame = _innermost(frames)
-    return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else "an unknown place"
+    return f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else UNKNOWN
 
 
 def condition(frames: Sequence[traceback.FrameSummary]) -> str:
@@ -56,10 +56,5 @@ def condition(frames: Sequence[traceback.FrameSummary]) -> str:
 
 
 def _innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    skipped = (Path(torch.__file__).parent, Path(__file__).parents[3])
-    outside = [
-        f
-        for f in frames
-        if not f.filename.startswith("<") and not set(skipped) & set(Path(f.filename).parents)
-    ]
+    outside = [f for f in frames if not f.filename.startswith((*_SKIPPED, "<"))]
     return outside[-1] if outside else None

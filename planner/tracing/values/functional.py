@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.costmodel.graph import Op, Ref, TensorMeta, map_refs, refs, short_name
-from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.rules import overload, tagged, traits_of
 from meshwright.planner.errors import TraceError
 
 # results that carry no gradient, whatever the operands do
@@ -99,39 +100,31 @@ class GraphBuilder:
         for result, meta in zip(results, metas, strict=True):
             differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
             self.values[result] = dataclasses.replace(meta, requires_grad=needs and differentiable)
-        self._append(target, tuple(args), dict(kwargs), results, name, origin)
+        self.ops.append(
+            Op(
+                name=name,
+                target=target,
+                args=tuple(args),
+                kwargs=dict(kwargs),
+                results=results,
+                key=self._key(origin.module, target),
+                module=origin.module,
+                source=origin.source,
+            )
+        )
         return results
+
+    def _key(self, module: str, target: str) -> str:
+        base = f"{module}:{target.split('.')[1]}"
+        count = self._keys[base]
+        self._keys[base] += 1
+        return f"{base}#{count}" if count else base
 
     def detached(self, value: str, origin: Origin) -> Ref:
         """The value, or its detached copy where it requires a gradient."""
         if not self.values[value].requires_grad:
             return Ref(value)
         return Ref(self.add("aten.detach.default", (Ref(value),), {}, origin)[0])
-
-    def _append(
-        self,
-        target: str,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        results: tuple[str, ...],
-        name: str,
-        origin: Origin,
-    ) -> None:
-        base = f"{origin.module}:{target.split('.')[1]}"
-        count = self._keys[base]
-        self._keys[base] += 1
-        self.ops.append(
-            Op(
-                name=name,
-                target=target,
-                args=args,
-                kwargs=kwargs,
-                results=results,
-                key=f"{base}#{count}" if count else base,
-                module=origin.module,
-                source=origin.source,
-            )
-        )
 
     def repeat(self, op: Op, names: dict[str, str], name: str, module: str) -> None:
         """Append `op` again in another module. `names` maps operands to the values there, and is
@@ -146,27 +139,22 @@ class GraphBuilder:
         def moved(value: str) -> Ref:
             return Ref(names.get(value, value))
 
-        self._append(
-            op.target,
-            map_refs(op.args, moved),
-            map_refs(op.kwargs, moved),
-            tuple(names[r] for r in op.results),
-            name,
-            Origin(module=module, source=op.source),
+        copy = dataclasses.replace(
+            op,
+            name=name,
+            args=map_refs(op.args, moved),
+            kwargs=map_refs(op.kwargs, moved),
+            results=tuple(names[r] for r in op.results),
+            key=self._key(module, op.target),
+            module=module,
         )
+        self.ops.append(copy)
 
     def cast(self, value: str, dtype: torch.dtype, origin: Origin, *, grad: bool = True) -> str:
         """The value in `dtype`: itself, or the result of an `aten.to`."""
         if self.values[value].dtype == dtype:
             return value
         return self.add("aten.to.dtype", (Ref(value), dtype), {}, origin, grad=grad)[0]
-
-
-def overload(target: str) -> torch._ops.OpOverload:
-    """The operator of a target: `aten.add.Tensor` -> torch.ops.aten.add.Tensor."""
-    namespace, name, which = target.split(".")
-    operator: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), which)
-    return operator
 
 
 def infer_metas(
@@ -390,5 +378,57 @@ def split_derived(
 def _effectful(op: Op) -> bool:
     """Whether an operator has side effects or draws random numbers, so that each stage can't run a
     copy of it."""
-    random = torch.Tag.nondeterministic_seeded in overload(op.target).tags
+    random = tagged(op.target, torch.Tag.nondeterministic_seeded)
     return traits_of(op).statistics is not None or random
+
+
+# --- state, which no operator makes ---------------------------------------------------------------
+
+
+class TracedState:
+    """Value -> FQN of the parameters and buffers met so far, and value -> tensor of constants, of
+    the graph that `builder` builds and its `slots`.
+
+    `aliases` maps every parameter FQN of the model to the first of those tied to it; `buffers` are
+    the FQNs of its buffers, in order.
+    """
+
+    def __init__(self, model: nn.Module, buffers: Sequence[str]) -> None:
+        self.builder = GraphBuilder()
+        self.slots = Slots(builder=self.builder)
+        self.parameters: dict[str, str] = {}
+        self.buffers: dict[str, str] = {}
+        self.constants: dict[str, torch.Tensor] = {}
+        self.aliases: dict[str, str] = {}
+        self._slots: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for name, p in model.named_parameters(remove_duplicate=False):
+            self.aliases[name] = first.setdefault(id(p), name)
+        self._order = {name: k for k, name in enumerate((*self.aliases, *buffers))}
+
+    def parameter(self, fqn: str, meta: TensorMeta) -> str:
+        """The slot of a parameter, by any of its FQNs; defined when it is first met."""
+        fqn = self.aliases.get(fqn, fqn)
+        if fqn not in self._slots:
+            value = self.builder.define("p_" + fqn.replace(".", "_"), meta)
+            self.parameters[value] = fqn
+            self._slots[fqn] = self.slots.new(value)
+        return self._slots[fqn]
+
+    def known_parameter(self, fqn: str) -> str | None:
+        """The slot of a parameter; None if it was not met."""
+        return self._slots.get(self.aliases.get(fqn, fqn))
+
+    def buffer(self, fqn: str, name: str, meta: TensorMeta) -> str:
+        value = self.builder.define(name, meta)
+        self.buffers[value] = fqn
+        return self.slots.new(value)
+
+    def constant(self, name: str, tensor: torch.Tensor, meta: TensorMeta) -> str:
+        value = self.builder.define(name, meta)
+        self.constants[value] = tensor
+        return self.slots.new(value)
+
+    def ordered(self, names: Mapping[str, str]) -> dict[str, str]:
+        """Values and their FQNs in the order of the model."""
+        return dict(sorted(names.items(), key=lambda item: self._order[item[1]]))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 
 from meshwright.costmodel.graph import TensorMeta
+from meshwright.costmodel.rules import Dims
 from meshwright.planner.errors import TraceError, Untraceable, enclosing_modules
 
 
@@ -28,24 +30,22 @@ class Unknown:
 
     def error(self) -> Untraceable:
         """The error to raise where the loss depends on it."""
-        modules = enclosing_modules(self.module)
-        reason = f"{self.source} {self.call} can't be traced"
-        if not self.dynamic:
-            return Untraceable(
-                f"the model can't be traced: at {self.source} it calls {self.call}, which is no "
-                "tensor operator; write it with plain tensor operations (e.g. a batch dim in place "
-                "of torch.vmap), take it out of forward, or keep the module around it as one node "
-                "(meshwright.leaf)",
-                modules=modules,
-                reason=reason,
+        if self.dynamic:
+            what = (
+                f"{self.call} makes a number or a shape that depends on tensor values. Ways out: "
+                "masks and torch.where in place of selecting (x[mask], nonzero), tensor operations "
+                "in place of .item(), or the module around it kept as one node (meshwright.leaf)"
+            )
+        else:
+            what = (
+                f"it calls {self.call}, which is no tensor operator; write it with plain tensor "
+                "operations (e.g. a batch dim in place of torch.vmap), take it out of forward, or "
+                "keep the module around it as one node (meshwright.leaf)"
             )
         return Untraceable(
-            f"the model can't be traced: at {self.source} {self.call} makes a number or a shape "
-            "that depends on tensor values. Ways out: masks and torch.where in place of selecting "
-            "(x[mask], nonzero), tensor operations in place of .item(), or the module around it "
-            "kept as one node (meshwright.leaf)",
-            modules=modules,
-            reason=reason,
+            f"the model can't be traced: at {self.source} {what}",
+            modules=enclosing_modules(self.module),
+            reason=f"{self.source} {self.call} can't be traced",
         )
 
 
@@ -109,17 +109,48 @@ def is_dynamic(results: Sequence[Any]) -> bool:
     return any(isinstance(x, symbols) for x in (*results, *sizes))
 
 
-def schema_of(node: fx.Node) -> Any:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return node.target._schema
-
-
-def shapes_of(tensors: Sequence[Any]) -> set[tuple[int, ...]]:
-    return {tuple(t.shape) for t in tensors}
-
-
 def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorLike:
+    """Shape, stride, dtype and `requires_grad` of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @staticmethod
+    def of(x: torch.Tensor) -> TensorLike:
+        return TensorLike(
+            shape=tuple(x.shape), stride=x.stride(), dtype=x.dtype, requires_grad=x.requires_grad
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def resized(self, dims: Dims, sizes: Mapping[str, int]) -> TensorLike:
+        """Contiguous, each dim as wide as the product of the `sizes` of its factors."""
+        shape = tuple(math.prod(sizes[name] for name in names) for names in dims)
+        strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        return replace(self, shape=shape, stride=strides)
+
+    def empty(self) -> torch.Tensor:
+        x = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return x.requires_grad_(self.requires_grad)
+
+    def random(self) -> torch.Tensor:
+        """Normal numbers; zeros where they are integers, which may count something."""
+        x = torch.zeros(self.shape, dtype=self.dtype)
+        x = x.normal_() if self.dtype.is_floating_point else x
+        return x.requires_grad_(self.requires_grad)
+
+    def copy_of(self, x: torch.Tensor) -> torch.Tensor:
+        copy = x.detach().to("cpu", self.dtype, copy=True)
+        return copy.requires_grad_(self.requires_grad)
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -20,7 +20,7 @@ from meshwright.costmodel.blocks import known_steps
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
 from meshwright.costmodel.blocks.policies import regathering
-from meshwright.costmodel.blocks.price import BlockPrice, price_block
+from meshwright.costmodel.blocks.price import PassPrice, price_pass
 from meshwright.costmodel.blocks.repeated import least_kept, repeated_ops
 from meshwright.costmodel.graph import Block, Op
 from meshwright.costmodel.kernels.collectives import Group, collective_time
@@ -82,7 +82,7 @@ def test_prices_of_blocks_add_up_to_the_model(name: str) -> None:
     """Where every block reads one value, and for its backward: what one keeps, another holds."""
     of = setup(graph_of(name), microbatches=4)
     prices = [
-        price_block(pricer(of), of.layouts[b.name], of.assignments[b.name], {}) for b in of.blocks
+        price_pass(pricer(of), of.layouts[b.name], of.assignments[b.name], {}) for b in of.blocks
     ]
     assert sum(p.saved_bytes + p.input_bytes for p in prices) == predicted(of)
 
@@ -119,7 +119,7 @@ def layers(dropout: float) -> Traced:
     return cut(model, batch, F.mse_loss, precision="bf16")
 
 
-def layer_price(dropout: float, tp: int, *, sequence: bool) -> BlockPrice:
+def layer_price(dropout: float, tp: int, *, sequence: bool) -> PassPrice:
     """A layer in 16 bits on GPUs, split as Megatron does; with `sequence` all between its products
     along that, too."""
     of = layers(dropout)
@@ -136,7 +136,7 @@ def layer_price(dropout: float, tp: int, *, sequence: bool) -> BlockPrice:
     target, on = Target(name="plain kernels"), Cluster.from_catalog("h100-sxm")
     setting = setting_on(on, tp=tp, rows=B, precision="bf16", target=target)
     prices = Pricer(graph=graph, table=table, setting=setting)
-    return price_block(prices, layouts, assignment, inputs)
+    return price_pass(prices, layouts, assignment, inputs)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -248,7 +248,7 @@ def any_assignments(name: str) -> Mapping[str, Assignment]:
             }
             try:
                 found[block.name] = layouts.complete(entries, inputs)
-                price_block(prices, layouts, found[block.name], inputs)
+                price_pass(prices, layouts, found[block.name], inputs)
                 break
             except ValueError:  # no re-shard leads from one choice to the next
                 continue

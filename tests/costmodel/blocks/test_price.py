@@ -62,10 +62,10 @@ def price(on: Cluster, tp: int = 1, **given: Any) -> BlockPrice:
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_work_and_memory_are_those_of_its_operators(tp: int) -> None:
     found = price(busy(), tp)
-    cost = found.cost
+    cost, passes = found.cost, found.passes
     assert (cost.forward_s, cost.backward_s) == pytest.approx((2 * UP / tp, 4 * UP / tp))
     assert cost.weight_s == pytest.approx(2 * UP / tp)
-    assert (found.saved_bytes, found.input_bytes) == (2 * INNER / tp, X)  # of gelu, and of `down`
+    assert (passes.saved_bytes, passes.input_bytes) == (2 * INNER / tp, X)  # of gelu, and of `down`
     # `up` has made its input's gradient, and holds its weight's, the kept ones being let go
     assert found.parameters == found.unit_parameters == 2 * WIDTH * WIDE / tp
     assert found.shard_parameters == found.parameters and not found.frozen_bytes
@@ -93,10 +93,10 @@ def test_each_pass_sums_over_the_ranks_once(tp: int) -> None:
     ],
 )
 def test_policies(policy: str, seconds: float, freed: float, kernels: int) -> None:
-    own = price(busy()).repeats[policy]
+    own = price(busy()).passes.repeats[policy]
     assert (own.seconds, own.comm_s, own.freed_bytes) == pytest.approx((seconds, 0, freed))
-    assert price(hosted()).repeats[policy].host_s == pytest.approx(kernels)
-    whole = price(busy(), target=dataclasses.replace(EAGER, repeats_whole=True)).repeats
+    assert price(hosted()).passes.repeats[policy].host_s == pytest.approx(kernels)
+    whole = price(busy(), target=dataclasses.replace(EAGER, repeats_whole=True)).passes.repeats
     assert whole[policy].seconds == pytest.approx(2 * UP if policy == "full" else seconds)
     sums = block_sums(price(busy()))
     again = sums.recompute(policy)
@@ -159,5 +159,5 @@ def test_temporaries_and_gradients_of_a_backward() -> None:
 
 def test_alternate_runs_every_other_product_again() -> None:
     """The first one's result stays; of the rest, gelu's is read."""
-    own = price(busy()).repeats["alternate"]
+    own = price(busy()).passes.repeats["alternate"]
     assert (own.seconds, own.freed_bytes) == (pytest.approx(0, abs=1e-20), INNER)

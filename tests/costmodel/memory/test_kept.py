@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op, Ref, TensorMeta
-from meshwright.costmodel.memory.call import Call
+from meshwright.costmodel.memory import Call
 from meshwright.costmodel.memory.kept import PLACED, SPECIAL, keep
 from meshwright.costmodel.memory.storage import (
     Held,

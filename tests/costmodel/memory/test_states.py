@@ -22,13 +22,7 @@ from meshwright.costmodel.memory.optimizers import (
     optimizer_step_bytes,
     optimizer_temporary_bytes,
 )
-from meshwright.costmodel.memory.states import (
-    fixed_bytes,
-    model_state_bytes,
-    model_states,
-    undo_bytes,
-    working_bytes,
-)
+from meshwright.costmodel.memory.states import fixed_bytes, model_states, undo_bytes, working_bytes
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 
@@ -39,7 +33,7 @@ SIZES = st.integers(1, 10**12)
 
 def states(numel: float, zero: int, dp: int, precision: str = "bf16", target: Target = HALF):
     given = {"precision": precision, "optimizer": "adamw", "target": target}
-    return model_state_bytes(numel, zero=zero, dp=dp, **given)
+    return model_states(numel, zero=zero, dp=dp, **given).nbytes
 
 
 @given(SIZES, RANKS)
@@ -66,9 +60,9 @@ def test_arrays_are_priced_as_numbers() -> None:
     numels, ranks = np.array([1.0, 50.0, 1e9]), np.array([1.0, 4.0, 64.0])
     given = {"precision": "bf16", "optimizer": "adamw"}
     for zero in (0, 1, 2, 3):
-        found = model_state_bytes(numels, zero=zero, dp=ranks, **given)
+        found = model_states(numels, zero=zero, dp=ranks, **given).nbytes
         assert found.tolist() == [
-            model_state_bytes(n, zero=zero, dp=r, **given)
+            model_states(n, zero=zero, dp=r, **given).nbytes
             for n, r in zip(numels.tolist(), ranks.tolist(), strict=True)
         ]
 

@@ -82,9 +82,9 @@ def test_a_gradient_that_nobody_wants_is_not_moved_and_a_weights_is_summed_once(
     assert found.reshard(x, R, RP) == Cost()
     weight = next(v for v, fqn in found.graph.parameters.items() if fqn == "down.weight")
     numel = math.prod(found.graph.values[weight].shape)
-    assert found.reshard_parameter(weight, R, RP) == Cost(reduce_s=2 * 4 * numel * 3 / 4)
+    assert found.reshard(weight, R, RP, once=True) == Cost(reduce_s=2 * 4 * numel * 3 / 4)
     rows = Placement("S", 0)
-    assert found.reshard_parameter(weight, rows, R) == found.reshard(weight, rows, R)
+    assert found.reshard(weight, rows, R, once=True) == found.reshard(weight, rows, R)
 
 
 class Words(nn.Module):

@@ -6,8 +6,9 @@ from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules.schedule import SCHEDULES, Streams, build_schedule
+from meshwright.costmodel.schedules import Streams, build_schedule
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
+from meshwright.costmodel.schedules.table import SCHEDULES
 
 Edges = list[tuple[int, int]]
 counts = st.integers(1, 7)
@@ -45,7 +46,9 @@ class Shape:
     def streams(self, edges: Edges | None = None) -> Streams:
         counts = {"num_stages": self.num_stages, "num_microbatches": self.m}
         sizes = {**counts, "num_devices": self.p}
-        return build_schedule(self.name, **sizes, edges=edges, paired=self.paired)
+        return build_schedule(
+            self.name, **sizes, edges=self.chain if edges is None else edges, paired=self.paired
+        )
 
 
 @st.composite

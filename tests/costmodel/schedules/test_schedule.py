@@ -11,16 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules import Moment, fills, in_flight, least_in_flight, moments
-from meshwright.costmodel.schedules.fills import PipelineShape
-from meshwright.costmodel.schedules.schedule import (
+from meshwright.costmodel.schedules import (
     SCHEDULES,
     Action,
     Instruction,
+    Moment,
     backward_follows_forward,
     build_schedule,
+    fills,
+    in_flight,
+    least_in_flight,
+    moments,
     stages_of_devices,
 )
+from meshwright.costmodel.schedules.fills import PipelineShape
 from tests.costmodel.schedules.pipelines import Shape, edges_of, run, shapes, times
 from tests.helpers.source_files import PRODUCT, files_in
 
@@ -34,7 +38,7 @@ def computes(stream: tuple[Instruction, ...]) -> list[Instruction]:
 
 
 def test_the_streams_of_a_small_1f1b_read_as_drawn() -> None:
-    streams = build_schedule("1f1b", num_stages=2, num_microbatches=2)
+    streams = Shape(name="1f1b", p=2, v=1, m=2).streams()
     assert [" ".join(map(str, stream)) for stream in streams] == [
         "F0 sendF0->1 F1 sendF1->1 recvB0<-1 B0 recvB1<-1 B1 reduce",
         "recvF0<-0 F0 B0 sendB0->0 recvF1<-0 F1 B1 sendB1->0 reduce",
@@ -161,15 +165,15 @@ def test_messages_lie_beside_their_compute(data: st.DataObject, shape: Shape) ->
 
 
 def test_stages_are_placed_and_impossible_instructions_refused() -> None:
-    """On as many devices as the schedule asks for by itself."""
-    assert stages_of_devices("1f1b", num_stages=3) == ((0,), (1,), (2,))
-    assert stages_of_devices("zb_v", num_stages=6) == ((0, 5), (1, 4), (2, 3))
+    assert stages_of_devices("1f1b", num_stages=3, num_devices=3) == ((0,), (1,), (2,))
+    assert stages_of_devices("zb_v", num_stages=6, num_devices=3) == ((0, 5), (1, 4), (2, 3))
     placed = stages_of_devices("interleaved_1f1b", num_stages=6, num_devices=2)
     assert placed == ((0, 2, 4), (1, 3, 5))
+    two = dict.fromkeys(("num_stages", "num_microbatches", "num_devices"), 2)
     with pytest.raises(ValueError, match="schedule='zigzag'; legal: gpipe, 1f1b"):
-        in_flight("zigzag", stage=0, num_stages=2, num_microbatches=2)
+        in_flight("zigzag", stage=0, **two)
     with pytest.raises(ValueError, match="stage=2"):
-        in_flight("1f1b", stage=2, num_stages=2, num_microbatches=2)
+        in_flight("1f1b", stage=2, **two)
     for change, message in (
         ({"action": Action.SEND_GRADIENT}, "peer=None"),
         ({"action": F, "peer": 1}, "peer=1"),
@@ -187,14 +191,14 @@ def test_stages_are_placed_and_impossible_instructions_refused() -> None:
         ({"num_devices": 0}, "num_devices=0"),
         ({"num_microbatches": 0}, "num_microbatches=0"),
         ({"num_devices": 1}, "1 stages on each.*num_stages=2 on num_devices=1"),
-        ({"name": "interleaved_1f1b"}, "needs num_devices"),
-        ({"name": "zb_v", "num_stages": 3}, "2 stages on each.*num_stages=3 on num_devices=1"),
+        ({"name": "zb_v", "num_stages": 3}, "2 stages on each.*num_stages=3 on num_devices=2"),
         ({"edges": [(1, 0)]}, r"edge \(1, 0\)"),
         ({"edges": [(0, 2)]}, r"edge \(0, 2\).*< 2"),
     ],
 )
 def test_a_schedule_that_cannot_be_says_why(change: dict[str, Any], message: str) -> None:
     arguments: dict[str, Any] = {"name": "gpipe", "num_stages": 2, "num_microbatches": 2}
+    arguments |= {"num_devices": 2, "edges": [(0, 1)]}
     with pytest.raises(ValueError, match=message):
         build_schedule(**(arguments | change))
 

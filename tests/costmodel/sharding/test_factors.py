@@ -28,6 +28,7 @@ from meshwright.costmodel.sharding.strategies import (
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.tracing.trace import trace
 from tests.costmodel.traces import analysed
+from tests.helpers.traced import with_forward
 from tests.models.experts_models import batch, language_model, token_loss
 
 
@@ -52,16 +53,12 @@ def test_the_batch_goes_on_behind_an_operator_without_a_rule(leafed: bool) -> No
 
     apply = leaf(mixed) if leafed else lambda x, w: (torch.renorm(x, 2, 0, 1.0), w.sum(0))
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y, z = apply(self.first(x), self.first.weight)
+        return (self.last(y) + z).mean()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y, z = apply(self.first(x), self.first.weight)
-            return (self.last(y) + z).mean()
-
-    graph = trace(Net(), (torch.rand(5, 8),), batch_size=4)
+    model = with_forward(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 8))
+    graph = trace(model, (torch.rand(5, 8),), batch_size=4)
     table = analyse(graph)
     (op,) = ops(graph, "leaf" if leafed else "renorm")
     layout = data_layout(graph, table, 2)
@@ -89,7 +86,6 @@ def test_fused_qkv_is_parts_heads_head_dim_of_each_layers_own() -> None:
     call = next(op for op in graph.ops if out in op.operands)
     assert any(heads in dim for dim in table.dims[call.operands[1]])
     assert all(heads not in dim for dim in table.dims[call.results[0]])
-    graph, table = analysed("gpt2")
     weights = [parameter(graph, f"transformer.h.{i}.attn.c_attn.weight") for i in (0, 1)]
     first, second = (table.dims[w] for w in weights)
     assert not set(first[1]) & set(second[1])
@@ -222,12 +218,10 @@ def test_copies_lie_between_dispatch_and_combine_where_no_block_ends() -> None:
         assert bool(inside) or op.short != DISPATCH
         assert not inside or op.short != COMBINE
         assert not inside or ".experts" in op.module
-    graph = routed()
     away = 0
     for k, op in enumerate(graph.ops):  # counted along the way
         assert (k in inside_experts(graph.ops)) == bool(away)
         away += (op.short == DISPATCH) - (op.short == COMBINE)
-    cut = cut_blocks(graph, analyse(graph))
-    for block in cut.blocks:
+    for block in cut_blocks(graph, table).blocks:
         shorts = [op.short for op in block.ops]
         assert shorts.count(DISPATCH) == shorts.count(COMBINE)

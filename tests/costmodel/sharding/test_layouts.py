@@ -42,6 +42,7 @@ from meshwright.costmodel.sharding.strategies import (
 )
 from tests.costmodel.traces import graph_of
 from tests.helpers.planning import Traced, cut, large_gpt2
+from tests.helpers.traced import with_forward
 
 MODELS = ("gpt2_tied", "llama", "bert", "resnet", "mlp", "plain_gpt")
 ROWS, COLUMNS, FUSED = Placement("S", 0), Placement("S", 1), Placement("S", 1, 3)
@@ -321,20 +322,11 @@ def test_what_is_replicated_is_not_moved() -> None:
     assert {type(step) for step in steps} == {Enter, Run, Leave}
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(8, 8, bias=False) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        return self.b(y) + self.c(y)
-
-
 @cache
 def shared() -> Traced:
-    batch = torch.empty(4, 8), torch.empty(4, 8)
-    return cut(Shared(), batch, F.mse_loss, precision="fp32")
+    linears = {name: nn.Linear(8, 8, bias=False) for name in "abc"}
+    model = with_forward(lambda self, x: self.b(y := self.a(x)) + self.c(y), **linears)
+    return cut(model, (torch.empty(4, 8), torch.empty(4, 8)), F.mse_loss, precision="fp32")
 
 
 def moves_of(of: Traced, value: str, entries: Sequence[str]) -> list[Move]:
@@ -359,21 +351,14 @@ def moved(state: str, *readers: str) -> list[tuple[Placement, Placement]]:
     return [(s.source, s.target) for s in found]
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(8, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a(torch.relu(self.a(x)))
-
-
 @pytest.mark.parametrize(("second", "once"), [("b0", True), ("colwise", False)])
 def test_of_a_weight_read_twice_the_gradient_waits_where_both_leave_it_partial(
     second: str, once: bool
 ) -> None:
     batch = torch.empty(4, 6, 8), torch.empty(4, 6, 8)
-    of = cut(Twice(), batch, F.mse_loss, precision="fp32")
+    linear = nn.Linear(8, 8, bias=False)
+    model = with_forward(lambda self, x: self.a(torch.relu(self.a(x))), a=linear)
+    of = cut(model, batch, F.mse_loss, precision="fp32")
     (weight,) = of.graph.parameters
     found = moves_of(of, weight, ["b0", second])
     assert found and all(step.once == once for step in found)

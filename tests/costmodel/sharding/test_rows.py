@@ -6,39 +6,26 @@ from torch import nn
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import analyse
-from meshwright.costmodel.sharding.numbers_of_rows import with_numbers_of
-from meshwright.costmodel.sharding.rows import RowUse, row_use
+from meshwright.costmodel.sharding.rows import RowUse, row_use, with_numbers_of
 from meshwright.planner.tracing.trace import trace
-from tests.helpers.row_losses import EXACT, LENGTH, MEET, ROWS, WIDTH, Loss, Tensor
+from tests.helpers.row_losses import EXACT, LENGTH, MEET, ROWS, WIDTH, Loss
+from tests.helpers.traced import with_forward
 
 
-class Rows(nn.Module):
-    """A linear map of x[b, s, w], and the loss of its result y, the mask [b, s] and the classes."""
-
-    def __init__(self, loss: Loss) -> None:
-        super().__init__()
-        self.map = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.BatchNorm1d(LENGTH)
-        self.register_buffer("weights", torch.rand(WIDTH))
-        self.scale = nn.Parameter(torch.ones(()))
-        self.loss = loss
-
-    def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-        return self.loss(self.map(x), mask, labels)
-
-
-def graph_of(loss: Loss | nn.Module, rows: int = ROWS) -> Graph:
+def graph_of(loss: Loss, rows: int = ROWS, **norm: nn.Module) -> Graph:
+    """The loss of y[b, s, w], a linear map of the input, of the mask [b, s] and the classes."""
     batch = (
         torch.randn(ROWS, LENGTH, WIDTH),
         torch.ones(ROWS, LENGTH, dtype=torch.bool),
         torch.zeros(ROWS, LENGTH, dtype=torch.int64),
     )
-    model = loss if isinstance(loss, nn.Module) else Rows(loss)
+    parts = {"map": nn.Linear(WIDTH, WIDTH), "norm": nn.Identity(), **norm}
+    model = with_forward(lambda self, x, *rest: loss(self.norm(self.map(x)), *rest), **parts)
     return trace(model, batch, batch_size=rows)
 
 
-def use_of(loss: Loss | nn.Module) -> RowUse:
-    graph = graph_of(loss)
+def use_of(loss: Loss, **norm: nn.Module) -> RowUse:
+    graph = graph_of(loss, **norm)
     return row_use(graph, analyse(graph))
 
 
@@ -63,11 +50,8 @@ def test_sums_totals_and_numbers_of_the_batch() -> None:
     assert list(use_of(EXACT["scaled by the longest"]).totals.values()) == ["max"]
     assert use_of(EXACT["by the batch's rows"]).numbers
 
-    class Normed(Rows):
-        def forward(self, x: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
-            return self.norm(self.map(x)).square().mean()
-
-    assert use_of(Normed(EXACT["mean"])).meetings == ()
+    normed = use_of(lambda y, mask, labels: y.square().mean(), norm=nn.BatchNorm1d(LENGTH))
+    assert normed.meetings == ()
     loss = EXACT["by the batch's rows"]
     graph = with_numbers_of(graph_of(loss), graph_of(loss, rows=12))
     assert [op.args[1] for op in graph.ops if op.short == "div"] == [12]

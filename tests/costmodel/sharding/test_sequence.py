@@ -12,22 +12,10 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.planner.tracing.trace import trace
 from tests.costmodel.traces import analysed
+from tests.helpers.traced import with_forward
 
 LENGTH, WIDTH, WORDS = 12, 16, 40
 Head = Callable[[nn.Module, Tensor, Tensor], Tensor]
-
-
-class Decoder(nn.Module):
-    """Embedding, `head` on tokens and labels; the words are predicted by `words`."""
-
-    def __init__(self, head: Head) -> None:
-        super().__init__()
-        self.embed, self.words = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.head = head
-        self.time = nn.GRU(WIDTH, WIDTH, batch_first=True)
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        return self.head(self, tokens, labels)
 
 
 def loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -71,7 +59,12 @@ def last(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
 def decoder(head: Head) -> tuple[Graph, FactorTable]:
     with torch.device("meta"):
         ids = torch.zeros(2, LENGTH, dtype=torch.long)
-        graph = trace(Decoder(head), (ids, ids))
+        parts = {
+            "embed": nn.Embedding(WORDS, WIDTH),
+            "words": nn.Linear(WIDTH, WORDS),  # which predicts them
+            "time": nn.GRU(WIDTH, WIDTH, batch_first=True),
+        }
+        graph = trace(with_forward(head, **parts), (ids, ids))
     return graph, analyse(graph)
 
 

@@ -11,14 +11,7 @@ from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
 from meshwright.costmodel.schedules import Action, moments
 from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, device_peaks, walked
-from meshwright.costmodel.stages.peak import (
-    InFlight,
-    fits,
-    room_bytes,
-    shortfall_bytes,
-    stage_bytes,
-    used_bytes,
-)
+from meshwright.costmodel.stages.peak import InFlight, fits, room_bytes, stage_bytes, used_bytes
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.planner.pricing.course import placed
 from meshwright.profiles.cluster import Cluster
@@ -177,13 +170,11 @@ def test_what_fits() -> None:
     used = stage_bytes(np.array([100.0, 200.0]), np.array([7.0, 5.0]), 3)
     np.testing.assert_array_equal(fits(used, 121.0), [True, False])
     assert room_bytes(reserving(100, 1000)) == 900
-    assert room_bytes(reserving(100, 1000), stages=2) == 450
     # 1F1B: the first of two stages has two micro-batches in flight, the last one
     stages = [costs(650.0, 50.0, 150.0), costs(650.0, 50.0, 150.5)]
     on = {"schedule": "1f1b", "num_microbatches": 4, "num_devices": 2, "reserved": 100.0}
     peaks = [each.nbytes for each in device_peaks(stages, **on)]
     assert peaks == [700 + 2 * 150 + 100, 950.5]
-    assert shortfall_bytes([1100, 951], reserving(100, 1000)) == [100, 0]
     assert used_bytes(stages[0], InFlight(2)) == 1000
     assert used_bytes(stages[0], InFlight(2), 2) == 2 * (650 + 300) + 50
     with_gradients = replace(stages[0], gradient_bytes=40.0)

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.costmodel.memory import model_state_bytes, optimizer_step_bytes
+from meshwright.costmodel.memory import model_states, optimizer_step_bytes
 from meshwright.costmodel.operators import Setting
-from meshwright.costmodel.stages.away import sent_by_block, sent_evenly
-from meshwright.costmodel.stages.offload import host_costs
+from meshwright.costmodel.stages.offload import host_costs, sent_by_block, sent_evenly
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.costmodel.targets import EAGER
@@ -73,7 +72,7 @@ def test_devices_let_go_of_what_lies_in_host_memory(zero: int, microbatches: int
     # those of two buckets on their way are there all the time
     assert (none - all_, none - some) == pytest.approx((freed, freed / 4), rel=0.02)
     states = {"precision": "bf16", "zero": zero, "dp": 8, "optimizer": "adamw"}
-    assert all_ >= model_state_bytes(NUMEL, **states, host=1.0, sent=1.0)
+    assert all_ >= model_states(NUMEL, **states, host=1.0, sent=1.0).nbytes
 
 
 def test_gradients_pass_beside_backwards_once_or_in_each_microbatch() -> None:

@@ -12,22 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.blocks import RECOMPUTE, Excess
-from meshwright.costmodel.blocks.price import BlockPrice
-from meshwright.costmodel.errors import slowest_of
-from meshwright.costmodel.memory.states import model_state_bytes
+from meshwright.costmodel.intervals import slowest_of
+from meshwright.costmodel.memory.states import model_states
 from meshwright.costmodel.operators import Cost, Setting
 from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs
-from meshwright.costmodel.stages.sums import (
-    COLUMNS,
-    FIRST,
-    GROWN,
-    LATER,
-    MAXIMA,
-    SECOND,
-    Sums,
-    block_sums,
-)
+from meshwright.costmodel.stages.sums import COLUMNS, FIRST, GROWN, LATER, MAXIMA, SECOND, Sums
 from meshwright.costmodel.target import Target
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import changed, cluster, setting_on, sums_of
@@ -331,15 +320,12 @@ def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
     sums = {"parameters": 1000, "shard_parameters": 1000 / 2, "frozen_bytes": 64}
     found = stage(zero=zero, target=target, precision="bf16", **sums)
     given = {"precision": "bf16", "zero": zero, "dp": 2, "optimizer": "adamw", "target": target}
-    assert found.static_bytes == pytest.approx(model_state_bytes(1000, **given) + 64)
+    assert found.static_bytes == pytest.approx(model_states(1000, **given).nbytes + 64)
 
 
 def test_seconds_are_named_as_in_the_cost_and_arrays_priced_one_by_one() -> None:
     numbers = {name: float(k) for k, name in enumerate(Cost._fields, 1)}
-    rest = "parameters shard_parameters frozen_bytes saved_bytes input_bytes"
-    excess = dict.fromkeys(RECOMPUTE, Excess())
-    price = BlockPrice(cost=Cost(**numbers), excess=excess, **dict.fromkeys(rest.split(), 0.0))
-    found = block_sums(price)
+    found = Sums.zeros().costing(Cost(**numbers), {})
     assert {name: float(getattr(found, name)) for name in Cost._fields} == numbers
     rng = np.random.default_rng(0)
     sums = Sums(rng.random((3, 4, COLUMNS)))

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Graph, Op, Ref
-from meshwright.costmodel.rules import user as user_rules
 from meshwright.costmodel.rules.language import divided, ein
-from meshwright.costmodel.rules.user import RuleError
+from meshwright.costmodel.rules.registry import GIVEN, RuleError
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import strategies
 from meshwright.costmodel.user_rules.add import rule, verified, verify_call
@@ -46,22 +45,17 @@ registered("project", project_back)
 registered("crooked", halves_back)
 
 
-class Calling(nn.Module):
-    """A parameter on its way through an operator, with further operands as they are."""
-
-    def __init__(self, name: str, shape: Sequence[int], *rest: Any) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(*shape))
-        weights = any(isinstance(each, nn.Parameter) for each in rest)
-        self.rest = nn.ParameterList(rest) if weights else rest
-        self.call = getattr(torch.ops.meshwright_test, name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.call(x * self.weight, *self.rest).square().sum()
-
-
 def graph_calling(name: str, shape: Sequence[int], *rest: Any) -> Graph:
-    return trace(Calling(name, shape, *rest), (torch.randn(4, *shape),))
+    """A parameter on its way through an operator, with further operands as they are."""
+    call = getattr(torch.ops.meshwright_test, name)
+    weights = any(isinstance(each, nn.Parameter) for each in rest)
+    held = nn.ParameterList(rest) if weights else rest
+    model = with_forward(
+        lambda self, x: call(x * self.weight, *self.rest).square().sum(),
+        weight=nn.Parameter(torch.randn(*shape)),
+        rest=held,
+    )
+    return trace(model, (torch.randn(4, *shape),))
 
 
 def graph_of(name: str) -> Graph:
@@ -75,7 +69,7 @@ def op_of(graph: Graph, name: str) -> Op:
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     yield
-    user_rules.GIVEN.clear()
+    GIVEN.clear()
 
 
 def test_operator_without_a_rule_runs_whole_and_with_one_is_split() -> None:
@@ -151,7 +145,7 @@ def test_bad_rules_are_refused(operator: object, spec: str, options: dict, messa
     with pytest.raises(RuleError) as error:
         rule(operator, spec, **options)
     assert message in str(error.value)
-    assert not user_rules.GIVEN
+    assert not GIVEN
 
 
 @pytest.mark.parametrize(
@@ -288,7 +282,7 @@ def test_trials_leave_the_callers_random_numbers_alone(monkeypatch: pytest.Monke
     graph = graph_calling("pairs", (14,))
     op = op_of(graph, "pairs")
     metas = [graph.values[v] for v in op.operands]
-    given = user_rules.GIVEN["meshwright_test.pairs"]
+    given = GIVEN["meshwright_test.pairs"]
     seen: list[torch.Tensor] = []  # what the operator is called on
     monkeypatch.setattr(
         "meshwright.costmodel.user_rules.add.random_operands",

@@ -37,9 +37,10 @@ from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.plan import Plan, PlanError
-from meshwright.planner.report.indivisible import divided, excluded
+from meshwright.planner.pricing.evaluate import Evaluator
+from meshwright.planner.report.tensor_axis import divided, excluded
 from tests.helpers.plan_building import Knobs, build_plan
-from tests.helpers.planning import case, cluster, cut, setting_on
+from tests.helpers.planning import case, cluster, cut, problem_of, setting_on
 from tests.helpers.ranks import on_ranks
 from tests.helpers.single_device import initialised
 from tests.helpers.stored import stored
@@ -120,7 +121,7 @@ def test_products_that_run_in_full_are_named_with_the_degrees_that_divide() -> N
 def test_shared_out_is_what_the_plan_splits() -> None:
     of = _five_heads()
     plan = _split({"transformer.h.*.mlp.c_fc": "colwise"})
-    (share,) = divided(plan, of.graph, of.table, check_plan(plan, of.graph, of.table))
+    (share,) = divided(Evaluator(problem_of(of, cluster(2))).price(plan).priced)
     work = {op.key: op_flops(of.table, op) for op in of.graph.ops}
     mlp = sum(flops for key, flops in work.items() if ".mlp." in key)
     assert share.flops == pytest.approx(mlp / sum(work.values()))

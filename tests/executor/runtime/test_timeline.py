@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwright import ParallelModel
 from meshwright.cli import main
-from meshwright.costmodel.schedules.schedule import Action, Instruction, build_schedule
+from meshwright.costmodel.schedules import Action, Instruction, build_schedule
 from meshwright.costmodel.schedules.simulate import StageTimes as Prices
 from meshwright.costmodel.schedules.simulate import simulate
 from meshwright.executor.ranks import launch

@@ -11,18 +11,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.costmodel.memory.states import model_state_bytes
+from meshwright.costmodel.memory.states import model_states
 from meshwright.planner.alternatives import advice as module
+from meshwright.planner.alternatives import what_if
 from meshwright.planner.alternatives.advice import BETTER, advice, next_batches
 from meshwright.planner.alternatives.lighter import with_advice
-from meshwright.planner.alternatives.what_if import (
-    CHUNKS,
-    RANK,
-    adapter_numel,
-    with_adapters,
-    with_chunked_loss,
-    with_half_sequences,
-)
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.search.search import Search
@@ -117,7 +110,7 @@ def test_logits_that_fill_the_memory_are_named(classes: int, named: bool) -> Non
     assert bool(found) == named
     for row in found:
         assert 4 <= row["logits_bytes"] / (tokens * classes) <= 12.5
-        left = peak - row["logits_bytes"] * (1 - 1 / CHUNKS)
+        left = peak - row["logits_bytes"] * (1 - 1 / what_if.CHUNKS)
         assert row["peak_bytes_without"] == pytest.approx(left)
         assert "chunked" in row["advice"]
 
@@ -151,18 +144,18 @@ def test_states_and_adapters_save_what_their_formulas_say() -> None:
     numel = float(of.graph.num_parameters())
 
     def states(optimizer: str) -> float:
-        return model_state_bytes(numel, precision="bf16", zero=0, dp=1, optimizer=optimizer)
+        return model_states(numel, precision="bf16", zero=0, dp=1, optimizer=optimizer).nbytes
 
     text = message(of, numel * 4)
     for optimizer in ("sgd", "adamw8bit", "adamw_bf16"):
         less = (states("adamw") - states(optimizer)) / GIB
         assert saved(text, f"optimizer='{optimizer}'") == pytest.approx(less, rel=0.01)
     problem = problem_of(of, cluster(1))
-    less = (16 * numel - 18 * adapter_numel(problem)) / GIB
+    less = (16 * numel - 18 * what_if.adapter_numel(problem)) / GIB
     assert saved(text, "LoRA") == pytest.approx(less, rel=0.05)
     wide, ffn = 512, 1024
     each = 4 * 2 * wide + 3 * (wide + ffn)
-    assert adapter_numel(problem) == RANK * (2 * each + wide + 32000)
+    assert what_if.adapter_numel(problem) == what_if.RANK * (2 * each + wide + 32000)
 
 
 def test_what_fits_is_said() -> None:
@@ -190,12 +183,12 @@ def test_what_does_not_apply_is_not_offered() -> None:
 
 def test_smaller_problems_keep_their_weights() -> None:
     problem = problem_of(decoder(), cluster(1))
-    for change in (with_chunked_loss, with_half_sequences, with_adapters):
+    for change in (what_if.with_chunked_loss, what_if.with_half_sequences, what_if.with_adapters):
         changed = change(problem)
         assert changed is not None
         for value in problem.graph.parameters:
             assert changed.graph.values[value].shape == problem.graph.values[value].shape
-    halved = with_half_sequences(problem)
+    halved = what_if.with_half_sequences(problem)
     assert halved is not None
     for op in problem.graph.ops:
         for value in op.results:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from meshwright.planner.alternatives.instead import Explained, instead
-from meshwright.planner.plan.check import check_plan
+from meshwright.planner.pricing.evaluate import Evaluator
 from tests.helpers.planning import cluster, problem_of
 from tests.helpers.tiny import cut, net, plan_for
 from tests.models.models import Traced
@@ -14,7 +14,7 @@ def explained(microbatches: int) -> Explained:
     plan = plan_for(graph, dp=1, tp=2)
     plan = replace(plan, num_microbatches=microbatches, global_batch_size=8 * microbatches)
     problem = problem_of(Traced(graph=graph, table=table), cluster(2), "fp32")
-    (found,) = instead(plan, problem, check_plan(plan, graph, table), "layers.1.up")
+    (found,) = instead(Evaluator(problem).price(plan), problem, "layers.1.up")
     return found
 
 

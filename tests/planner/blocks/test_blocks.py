@@ -14,15 +14,17 @@ from torch.nn import functional as F
 from meshwright.costmodel.graph import Block, Graph, class_hash, verify_graph
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.moe import combine, dispatch, grouped_linear
-from meshwright.planner.blocks.cut import activations_at_cuts, cut_blocks
-from meshwright.planner.blocks.repeats import (
+from meshwright.planner.blocks.cut import (
+    activations_at_cuts,
     bytes_at_cuts,
+    cut_blocks,
     merge_light,
     structural_hash,
     structural_starts,
 )
 from meshwright.planner.plan.ranges import compress_names
 from meshwright.planner.tracing.trace import trace
+from tests.helpers.traced import with_forward
 from tests.parity.parity_cells import graph_of
 
 WIDTH = 16
@@ -85,97 +87,77 @@ class Alternating(nn.Module):
         return x
 
 
-class HeavyWeights(nn.Module):
+class Layers(nn.Module):
+    """Linears that run one after the other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+class HeavyWeights(Layers):
     """Layers in a container, and a product of weights that takes as long for any batch."""
 
-    def __init__(self, layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+    def __init__(self) -> None:
+        super().__init__(3)
         self.a = nn.Parameter(torch.rand(WIDTH, 2 * WIDTH))
         self.b = nn.Parameter(torch.rand(2 * WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return x @ (self.a @ self.b)
+        return super().forward(x) @ (self.a @ self.b)
 
 
-class Alone(nn.Module):
-    """A container of one layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.layers[0](x))
+def expert(self: Any, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    return torch.relu(grouped_linear(rows, self.weight, experts))
 
 
-class Expert(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(4, WIDTH, WIDTH))
+def routed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    kept, experts = self.router(x).softmax(-1).topk(2)
+    rows = dispatch(x, experts)
+    for layer in self.layers:
+        rows = layer(rows, experts)
+    return combine(rows * kept.unsqueeze(-1))
 
-    def forward(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        return torch.relu(grouped_linear(rows, self.weight, experts))
 
-
-class DeepExperts(nn.Module):
+def deep_experts() -> nn.Module:
     """Experts of three layers each, in a container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.layers = nn.Linear(WIDTH, 4), nn.ModuleList(Expert() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        kept, experts = self.router(x).softmax(-1).topk(2)
-        rows = dispatch(x, experts)
-        for layer in self.layers:
-            rows = layer(rows, experts)
-        return combine(rows * kept.unsqueeze(-1))
+    weights = (nn.Parameter(torch.rand(4, WIDTH, WIDTH)) for _ in range(3))
+    layers = nn.ModuleList(with_forward(expert, weight=weight) for weight in weights)
+    return with_forward(routed, router=nn.Linear(WIDTH, 4), layers=layers)
 
 
-class HeavyHead(nn.Module):
+class HeavyHead(Layers):
     """Most of the layers in a container, but heavy ones after it that have names of their own."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        super().__init__(8)
         self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return self.c(torch.relu(self.b(torch.relu(self.a(x)))))
+        return self.c(torch.relu(self.b(torch.relu(self.a(super().forward(x))))))
 
 
-class Group(nn.Module):
-    """Linears that run one after the other, or beside each other on what comes in."""
-
-    def __init__(self, count: int, parallel: bool) -> None:
-        super().__init__()
-        self.parallel = parallel
-        self.members = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+class Beside(Layers):
+    """Linears that run beside each other on what comes in."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.parallel:
-            return x + torch.stack([torch.relu(member(x)) for member in self.members]).mean(0)
-        for member in self.members:
-            x = torch.relu(member(x))
-        return x
+        return x + torch.stack([torch.relu(layer(x)) for layer in self.layers]).mean(0)
 
 
-class Groups(nn.Module):
+def groups(make: Callable[[], nn.Module]) -> nn.Module:
     """Containers in containers, none of which is most of the model."""
 
-    def __init__(self, count: int, parallel: bool) -> None:
-        super().__init__()
-        self.groups = nn.ModuleList(Group(count, parallel) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         for group in self.groups:
             x = group(x)
         return x
+
+    return with_forward(forward, groups=nn.ModuleList(make() for _ in range(3)))
 
 
 def stack(layers: int) -> nn.Sequential:
@@ -194,9 +176,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[torch.Tensor, ...], Any]]
     "sequential": (lambda: nn.Sequential(stack(3), nn.Linear(WIDTH, WIDTH)), VECTORS, F.mse_loss),
     "root sequential": (lambda: stack(6), VECTORS, F.mse_loss),
     "heavy head": (HeavyHead, VECTORS, F.mse_loss),
-    "groups": (lambda: Groups(4, parallel=False), VECTORS, F.mse_loss),
-    "pairs": (lambda: Groups(2, parallel=False), VECTORS, F.mse_loss),
-    "branches": (lambda: Groups(4, parallel=True), VECTORS, F.mse_loss),
+    "groups": (lambda: groups(lambda: Layers(4)), VECTORS, F.mse_loss),
+    "pairs": (lambda: groups(lambda: Layers(2)), VECTORS, F.mse_loss),
+    "branches": (lambda: groups(lambda: Beside(4)), VECTORS, F.mse_loss),
     "one layer": (lambda: nn.Linear(WIDTH, WIDTH), VECTORS, F.mse_loss),
 }
 
@@ -224,7 +206,7 @@ CUTS = {
     "heavy head": ("layers.0-7 head.0-2", "01111111112", "2 2 2 2 2 2 2 2 2 2 2", "01111111111"),
     # a row of equal layers in a container is opened; the first one's input asks for no gradient
     "groups": (
-        "groups.0.members.0-3 groups.1.members.0-3 groups.2.members.0-3 head",
+        "groups.0.layers.0-3 groups.1.layers.0-3 groups.2.layers.0-3 head",
         "0111111111112", "2 2 2 2 2 2 2 2 2 2 2 2 1", "0111111111111",
     ),
     # few layers, and parallel ones, stay together
@@ -290,13 +272,13 @@ def cut_at(model: nn.Module, rows: int) -> tuple[Block, ...]:
 
 
 def test_work_is_compared_at_the_same_rows_and_one_instance_is_no_container() -> None:
-    few, many = ([b.name for b in cut_at(HeavyWeights(3), rows)] for rows in (2, 64))
+    few, many = ([b.name for b in cut_at(HeavyWeights(), rows)] for rows in (2, 64))
     assert few == many == ["layers.0", "layers.1", "layers.2", "head.0", "head.1"]
-    assert not any("layers" in block.name for block in cut_at(Alone(), 64))
+    assert not any("layers" in block.name for block in cut_at(Layers(1), 64))
 
 
 def test_copies_of_tokens_come_home_before_a_block_ends() -> None:
-    blocks = cut_at(DeepExperts(), 8)
+    blocks = cut_at(deep_experts(), 8)
     (inside,) = (b for b in blocks if any(op.short == "grouped_linear" for op in b.ops))
     assert [op.short for op in inside.ops].count("grouped_linear") == 3
     assert "combine" in [op.short for op in inside.ops]
@@ -335,16 +317,17 @@ def test_class_ignores_numbers_but_not_shapes() -> None:
 def test_class_sees_the_wiring() -> None:
     """x·x + y and x·y + x are the same operators on the same shapes."""
 
-    class Wired(nn.Module):
-        def __init__(self, crossed: bool) -> None:
-            super().__init__()
-            self.a, self.b, self.crossed = nn.Linear(4, 4), nn.Linear(4, 4), crossed
+    def wired(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x, y = self.a(x), self.b(x)
+        return (x * y + x if self.crossed else x * x + y).sum()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x, y = self.a(x), self.b(x)
-            return (x * y + x if self.crossed else x * x + y).sum()
-
-    graphs = [trace(Wired(crossed), (torch.rand(3, 4),)) for crossed in (True, False)]
+    graphs = [
+        trace(
+            with_forward(wired, a=nn.Linear(4, 4), b=nn.Linear(4, 4), crossed=crossed),
+            (torch.rand(3, 4),),
+        )
+        for crossed in (True, False)
+    ]
     ids = [cut_blocks(g, analyse(g)).blocks[-1].class_id for g in graphs]
     assert ids[0] != ids[1]
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.operators import Mesh
-from meshwright.costmodel.schedules.schedule import SCHEDULES, stages_of_devices
+from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
 from meshwright.planner.drafts.candidates import place_stages, spread_ranks
 from meshwright.planner.drafts.space import (
     MAX_CUTS,

@@ -21,13 +21,13 @@ from meshwright.costmodel.operators import Batch, Mesh
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy
-from meshwright.planner.intra_op.program import BlockProgram
-from meshwright.planner.intra_op.table import BlockTable
+from meshwright.planner.intra_op.program import BlockProgram, BlockTable
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.profiles.cluster import Cluster
 from tests.helpers import planning
 from tests.helpers.planning import Traced, case, large_bert, large_gpt2, odd_cluster, programs_of
 from tests.helpers.tiers import second_tier
+from tests.helpers.traced import with_forward
 
 # --- the table, the solver and the price agree ---------------------------------------------------
 
@@ -77,19 +77,11 @@ def test_the_objective_is_the_price_of_the_assignment(name: str, seed: int) -> N
             assert price.cost.seconds(m) == pytest.approx(objective, rel=1e-9)
 
 
-class Shifted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8, bias=False)
-        self.register_buffer("shift", torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.shift
-
-
 def test_a_buffer_is_not_read_as_a_partial_sum() -> None:
     batch = torch.empty(4, 6, 8), torch.empty(4, 6, 8)
-    of = planning.cut(Shifted(), batch, F.mse_loss, precision="fp32")
+    parts = {"linear": nn.Linear(8, 8, bias=False), "shift": nn.Buffer(torch.ones(8))}
+    model = with_forward(lambda self, x: self.linear(x) + self.shift, **parts)
+    of = planning.cut(model, batch, F.mse_loss, precision="fp32")
     programs = [table.program for table in tables(of, odd_cluster(0), tp=2)[2]]
     ((program, op),) = [(p, op) for p in programs for op in p.block.ops if op.short == "add"]
     options = program.layouts.options(op)
@@ -132,7 +124,7 @@ def test_another_data_axis_is_as_a_fresh_program(name: str, microbatches: float)
 
 def sharded_only(program: BlockProgram) -> Callable[[str, Placement], bool]:
     """Parameters that can be sharded are."""
-    return lambda value, state: state.sharded or len(program.stored_states(value)) == 1
+    return lambda value, state: state.sharded or len(program.storable[value]) == 1
 
 
 @pytest.mark.parametrize("name", ["gpt2_tied", "llama"])
@@ -141,7 +133,7 @@ def test_what_is_forbidden_to_store_is_not_stored(name: str) -> None:
     _, pricer, solved = tables(case(name), odd_cluster(3), tp=2)
     for table in solved:
         program = table.program
-        split = [v for v in program.block.parameters if len(program.stored_states(v)) > 1]
+        split = [v for v in program.block.parameters if len(program.storable[v]) > 1]
         free, found = program.solve(pricer), program.solve(pricer, sharded_only(program))
         assert (found.costs >= free.costs).all()
         assert all(found.stored(i, v).sharded for i in found.choices for v in split)
@@ -184,10 +176,9 @@ SMALL: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], dict[str, in
 def small(name: str) -> Traced:
     """One of the small models as a single block, with its input among the activations."""
     forward, widths, bias = SMALL[name]
-    model = type("Small", (nn.Module,), {"forward": forward})()
-    for layer, width in widths.items():
-        shape = (8, width) if width > 0 else (-width, 8)
-        model.add_module(layer, nn.Linear(*shape, bias=bias))
+    shapes = {layer: (8, w) if w > 0 else (-w, 8) for layer, w in widths.items()}
+    layers = {layer: nn.Linear(*shape, bias=bias) for layer, shape in shapes.items()}
+    model = with_forward(forward, **layers)
     front = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Tanh())
     batch = (torch.empty(4, 8), torch.empty(4, 8))
     of = planning.cut(nn.Sequential(front, model), batch, F.mse_loss, precision="fp32")
@@ -216,7 +207,7 @@ def every_assignment(
     options = [layouts.options(op) for op in block.ops]
     for chosen in itertools.product(*options):
         strategies = {op.name: s for op, s in zip(block.ops, chosen, strict=True)}
-        free: dict[str, list[Placement]] = {v: program.stored_states(v) for v in block.parameters}
+        free: dict[str, list[Placement]] = {v: program.storable[v] for v in block.parameters}
         for op in block.ops:
             for value, made in zip(op.results, strategies[op.name].results, strict=True):
                 targets = layouts.targets(value, strategies)

@@ -14,7 +14,7 @@ from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from tests.helpers.planning import case, cluster, problem_of
-from tests.helpers.refusals import assert_says, refusals
+from tests.helpers.refusals import refusals, refused
 from tests.planner.overrides.test_restrictions import REFUSED
 
 
@@ -64,9 +64,8 @@ def test_axes_that_a_target_lacks_have_one_degree() -> None:
 @pytest.mark.parametrize(("given", "says"), refusals(REFUSED, "for_target"))
 def test_an_override_that_asks_for_it_is_refused(given: tuple[str, Any], says: str) -> None:
     target, overrides = given
-    with pytest.raises(OverrideError) as caught:
+    with refused(OverrideError, says):
         for_target(Overrides(**overrides), target_named(target))
-    assert_says(caught.value, says)
 
 
 def test_what_a_target_leaves_no_schedule_for_is_refused() -> None:
@@ -82,6 +81,5 @@ def test_a_given_plan_that_can_not_run_is_refused(given: tuple[str, Any], says: 
     target, knobs = given
     check_plan_for(plan(**knobs), EAGER)
     check_plan_for(plan(schedule="gpipe", zero=3), target_named("megatron"))  # of one device group
-    with pytest.raises(PlanError) as caught:
+    with refused(PlanError, says):
         check_plan_for(plan(**knobs), target_named(target))
-    assert_says(caught.value, says)

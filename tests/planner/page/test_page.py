@@ -18,10 +18,10 @@ import vl_convert
 
 from meshwright.planner.page import cells, render_page
 from meshwright.planner.page.blocks import line, operator_words, strategy_words
-from meshwright.planner.page.plans import compared, without_plan
-from meshwright.planner.page.ranks import axes_in_use, rank_rows
+from meshwright.planner.page.rank_map import axes_in_use, rank_rows
 from meshwright.planner.page.specs import charts
-from meshwright.planner.report import timeline
+from meshwright.planner.page.tables import compared, without_plan
+from meshwright.planner.report import diagram
 from tests.helpers.reports import rehearsed_report, report_of_axes
 
 MOST_BYTES = 1_300_000  # of a page of up to 64 devices
@@ -293,8 +293,8 @@ def test_report_writes_it(tmp_path: Path) -> None:
 def test_all_events_of_a_long_step_are_beside_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timeline, "MAX_EVENTS", 20)
-    monkeypatch.setattr(timeline, "MAX_OF_WINDOW", 6)
+    monkeypatch.setattr(diagram, "MAX_EVENTS", 20)
+    monkeypatch.setattr(diagram, "MAX_OF_WINDOW", 6)
     report = report_of_axes()
     assert report.details
     anew = replace(report, details=replace(report.details))

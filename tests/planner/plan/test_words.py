@@ -75,6 +75,9 @@ def plan(*stages: dict[str, Any], **whole: Any) -> Plan:
         (plan({"offload": {"activations": 0.5}}, {"offload": {"activations": 0.25}}),
          "pp2 × dp2×tp1, 1f1b, 2 micro-batches of 4 rows, activations of 50% of the blocks in "
          "host memory"),
+        (plan({"offload": {"activations": 1.0, "optimizer": 0.25}}),
+         "dp2×tp1, 2 micro-batches of 4 rows, 25% of the optimizer states and activations of all "
+         "blocks in host memory"),
     ],
 )  # fmt: skip
 def test_a_plan_in_a_line(made: Plan, text: str) -> None:

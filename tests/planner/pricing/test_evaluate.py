@@ -1,18 +1,16 @@
-"""A plan's price from its stages' components: what crosses devices, what adds up on one device, its
-terms and their parts, communication by axis and memory by what holds it."""
+"""A plan's price from its stages' components: what crosses devices, what adds up on one device."""
 
 import itertools
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from meshwright.costmodel.operators.problem import Problem
-from meshwright.costmodel.sharding import Assignment
+from meshwright.costmodel.operators import Batch, Mesh, Problem
 from meshwright.costmodel.sharding.context_axis import CONTEXT_KINDS
 from meshwright.costmodel.sharding.strategies import replicated
 from meshwright.costmodel.target import Target
@@ -20,25 +18,12 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.flow import crossings, spread_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
-from meshwright.planner.pricing import (
-    Evaluator,
-    Ledger,
-    MemoryParts,
-    Traffic,
-    priced_terms,
-    terms_of,
-)
-from meshwright.planner.pricing.context_kinds import cheapest_kind
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages, transfer
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.profiles import steps
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.profile import no_profile
 from tests.costmodel.operators import test_pricing as operators
-from tests.helpers.planning import changed, cluster
-from tests.helpers.tiers import second_tier
-from tests.helpers.tiny import cut, host, net, plan_for
-from tests.parity.parity_cells import Cell, plan_of
+from tests.helpers.planning import cluster, problem_of
+from tests.helpers.tiny import plan_for
 from tests.planner.plan.test_check import model
 
 NODE = cluster(4, bandwidth=1e6)
@@ -186,8 +171,8 @@ def test_the_cheapest_kind_of_context_parallelism_is_taken() -> None:
         for kind in CONTEXT_KINDS
     }
     seconds = {kind: cost.forward_s + cost.backward_s for kind, cost in costs.items()}
-    on_two = changed(operators.pricer(of, on).setting, cp=2)
-    found = cheapest_kind(of.graph, of.table, on_two, CONTEXT_KINDS)
+    coster = StageCoster(problem_of(of, on, "fp32"))
+    found = coster.setting(Mesh(dp=1, tp=1, cp=2), Batch(rows=operators.ROWS)).mesh.kind
     assert seconds[found] == min(seconds.values())
 
 
@@ -205,138 +190,3 @@ def test_prices_are_made_without_what_decides() -> None:
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert "meshwright.planner.pricing.evaluate" in loaded
     assert not [name for name in loaded if name.startswith(DECIDING)]
-
-
-TENSOR, DATA, SENT = (
-    steps.linked(what, crosses=False)
-    for what in (steps.TENSOR_AXIS, steps.DATA_AXIS, steps.MESSAGES)
-)
-FACTORS = {steps.FORWARD: 1.5, steps.BACKWARD: 0.5, TENSOR: 3.0, DATA: 2.0, SENT: 4.0}
-CORRECTIONS = steps.Corrections(
-    found={name: steps.Correction(factor=f, plans=1, samples=9) for name, f in FACTORS.items()}
-)
-
-
-def small_problem(devices: int) -> Problem:
-    graph, table = cut(net(), rows=4)
-    return Problem(graph=graph, factors=table, cluster=host(devices), precision="fp32")
-
-
-@pytest.mark.parametrize(
-    ("stages", "dp", "tp", "zero"),
-    [
-        (1, 1, 1, 0),
-        (1, 1, 2, 0),
-        (1, 2, 2, 1),
-        (1, 2, 2, 3),
-        (2, 2, 1, 0),
-        pytest.param(1, 2, 1, 0, marks=second_tier("every degree, stage and axis stays once")),
-    ],
-)
-def test_corrected_prices_are_corrected_parts(stages: int, dp: int, tp: int, zero: int) -> None:
-    own = small_problem(stages * dp * tp)
-    plan = plan_for(own.graph, stages=stages, dp=dp, tp=tp)
-    split = {"layers.*.up": "colwise", "layers.*.down": "rowwise"} if tp > 1 else {}
-    plan = replace(plan, stages=tuple(replace(s, zero=zero, shardings=split) for s in plan.stages))
-    empty = no_profile(own.cluster)
-    terms = priced_terms(plan, own, empty)
-    assert set(terms) == set(steps.TERMS)
-    corrected = replace(own, profile=replace(empty, corrections=CORRECTIONS))
-    found = terms_of(Evaluator(corrected).price(plan))
-    plain = terms_of(Evaluator(own).price(plan))
-    for term in steps.TERMS if stages == 1 else ("forward", "backward", "reduction"):
-        parts = terms[term].parts
-        assert terms[term].seconds == plain[term]
-        changed = sum(
-            (FACTORS[name] - 1) * seconds for name, seconds in parts.items() if name in FACTORS
-        )
-        assert found[term] == pytest.approx(plain[term] + changed, rel=1e-6, abs=1e-12)
-    shown = {name for term in terms.values() for name in term.parts}
-    assert {steps.FORWARD, steps.BACKWARD} <= shown
-    assert (TENSOR in shown) == (tp > 1)
-    assert (SENT in terms[steps.STEP].parts) == (stages > 1)
-    if dp > 1:
-        assert DATA in shown
-
-
-def test_a_measured_step_ends_before_the_optimizers() -> None:
-    """Which the device groups run at the same time."""
-    own = small_problem(2)
-    plan = plan_for(own.graph, stages=2, dp=1, tp=1)
-    found = Evaluator(own).price(plan)
-    stepping = sum(costs.optimizer_s for costs in found.stages) / 2
-    assert stepping > 0
-    assert terms_of(found)[steps.STEP] == pytest.approx(found.prediction.step_time_s - stepping)
-
-
-def test_corrections_of_the_profile_change_nothing_of_what_is_kept() -> None:
-    own = small_problem(2)
-    plan, empty = plan_for(own.graph, dp=2, tp=1), no_profile(own.cluster)
-    once = priced_terms(plan, own, empty)
-    again = priced_terms(plan, own, replace(empty, corrections=CORRECTIONS))
-    assert once == again
-
-
-# --- communication by axis, memory by what holds it ----------------------------------------------
-
-CELLS = """
-gpt2_tied    dp2              1f1b m2
-gpt2_untied  dp4              1f1b m2 zero2 shard2 bf16
-llama        dp2xtp2          1f1b m2 zero3 full
-llama        dp2xtp2          1f1b m2 zero1 sequence
-llama        pp2xtp2          zb_v m4
-gpt2_untied  pp2xdp2          1f1b m4 mixed
-moe          dp2              1f1b m2
-resnet       tp2              1f1b m2
-bert         tp4              1f1b m2
-"""
-CLUSTERS = {
-    "local": Cluster.local(4, measure=False),
-    "dgx-a100": Cluster.from_catalog("dgx-a100", num_nodes=1),
-}
-
-
-Audited = tuple[Evaluation, Problem, Sequence[Mapping[str, Assignment]]]
-
-
-def audit(line: str, name: str) -> Audited:
-    plan, of = plan_of(Cell.parse(line))
-    problem = Problem(
-        graph=of.graph, factors=of.table, cluster=CLUSTERS[name], precision=plan.precision
-    )
-    assignments = check_plan(plan, of.graph, of.table)
-    return evaluate(plan, problem, assignments), problem, assignments
-
-
-def traffic(audited: Audited) -> list[Traffic]:
-    evaluation, problem, _ = audited
-    return Ledger.of(evaluation).traffic(problem)
-
-
-@pytest.fixture(
-    scope="module", params=[(c, n) for c in CELLS.strip().splitlines() for n in CLUSTERS], ids=str
-)
-def audited(request: pytest.FixtureRequest) -> Audited:
-    return audit(*request.param)
-
-
-def test_rows_add_up_to_what_is_priced(audited: Audited) -> None:
-    evaluation, *_ = audited
-    plan, ledger, rows = evaluation.plan, Ledger.of(evaluation), traffic(audited)
-    for ranks, work in zip(plan.devices, ledger.work(), strict=True):
-        of_group = [row for row in rows if plan.stages[row.stage].ranks == ranks]
-        sent = sum(row.sent_bytes for row in of_group)
-        assert sent == pytest.approx(sum(work.sent_bytes.values()), rel=1e-6)
-    assert len({(row.stage, row.axis, row.collective, row.link) for row in rows}) == len(rows)
-    for row in rows:
-        assert row.calls > 0
-        assert row.sent_bytes > 0
-        assert 0 <= row.exposed_s <= row.seconds * (1 + 1e-9)
-
-
-def test_parts_of_memory_add_up_to_the_peak(audited: Audited) -> None:
-    evaluation, *_ = audited
-    found = [*map(MemoryParts.at, evaluation.prediction.peaks)]
-    peaks = evaluation.prediction.peak_memory_bytes
-    assert [sum(parts.as_dict().values()) for parts in found] == pytest.approx(peaks, abs=1)
-    assert all(min(parts.as_dict().values()) >= 0 for parts in found)

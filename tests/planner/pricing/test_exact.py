@@ -11,7 +11,7 @@ import pytest
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.intervals import Quantiles
-from meshwright.costmodel.operators.problem import Problem
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.stages.course import BlockBytes
 from meshwright.costmodel.targets import EAGER
@@ -21,10 +21,14 @@ from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.pricing import Evaluation, Evaluator, Prediction
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
-from meshwright.planner.pricing.evaluate import RehearsedMemory, evaluate, transfer
-from meshwright.planner.pricing.held import MemoryParts
-from meshwright.planner.pricing.hosts import by_node, check_host
-from meshwright.planner.pricing.stage_costs import StageCoster, stage_setting
+from meshwright.planner.pricing.evaluate import (
+    RehearsedMemory,
+    by_node,
+    check_host,
+    evaluate,
+    transfer,
+)
+from meshwright.planner.pricing.stage_costs import StageCoster, stage_blocks
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster
 from tests.helpers.tiny import SEQUENCE, WIDTH, cut, net, plan_for, with_stage
@@ -251,16 +255,16 @@ def test_memory_by_what_holds_it(zero: int) -> None:
     of = problem(frozen=True)
     assignments = check_plan(plan, of.graph, of.factors)
     found = evaluate(plan, of, assignments)
-    (parts,) = map(MemoryParts.at, found.prediction.peaks)
+    (parts,) = (peak.by_part for peak in found.prediction.peaks)
     numel = {v: of.graph.values[v].numel for v in of.graph.parameters}
     trained = sum(n for v, n in numel.items() if of.graph.values[v].requires_grad)
     frozen = sum(numel.values()) - trained
-    assert parts.weights == 4 * (trained / (2 if zero == 3 else 1) + frozen)
-    assert parts.optimizer == {0: 8, 3: 8 / 2}.get(zero, (8 + 4) / 2) * trained
+    assert parts["weights"] == 4 * (trained / (2 if zero == 3 else 1) + frozen)
+    assert parts["optimizer"] == {0: 8, 3: 8 / 2}.get(zero, (8 + 4) / 2) * trained
     if zero < 2:
-        assert parts.gradients == 4 * trained
+        assert parts["gradients"] == 4 * trained
     else:
-        assert parts.gradients > 4 * trained / 2
+        assert parts["gradients"] > 4 * trained / 2
 
 
 def test_activations_off_devices_are_those_that_are_not_on_them() -> None:
@@ -286,13 +290,11 @@ def test_what_blocks_send_is_there_for_two_backwards() -> None:
     """The first two blocks send all they keep."""
     graph, table = model()
     plan = with_stage(plan_for(graph, dp=1, tp=1), 0, ranks=(0,), offload={"activations": 0.4})
-    coster, stage = StageCoster(problem()), plan.stages[0]
-    pricer = coster.pricer(stage_setting(plan, 0, coster))
-    blocks = [*coster.entered(pricer, stage, check_plan(plan, graph, table)[0])]
-    assert entering_bytes(blocks, pricer) == [0, *[8 * ROW_BYTES] * 4]
+    own = stage_blocks(plan, 0, StageCoster(problem()), check_plan(plan, graph, table)[0])
+    assert entering_bytes(own) == [0, *[8 * ROW_BYTES] * 4]
     held = [BlockBytes(kept=1e6 + k, passing=10.0, releases=False, course=()) for k in range(5)]
     moved = [1e6, 1e6 + 1, 0, 0, 0]
-    found = sending(held, stage, blocks, pricer)
+    found = sending(own, held)
     assert [own.kept for own in found] == [0, 0, 1e6 + 2, 1e6 + 3, 1e6 + 4]
     both = [own + before for own, before in zip(moved, [0, *moved], strict=False)]
     assert [own.passing - 10 for own in found] == both

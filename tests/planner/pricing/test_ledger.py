@@ -1,13 +1,16 @@
-"""The lines of a ledger add up to what stages cost, on plans of every knob."""
+"""Lines of a ledger add up to what stages cost, its rows to its work, parts of memory to the peak,
+on plans of every knob."""
 
 from collections import defaultdict
+from functools import cache
 
 import pytest
 
 from meshwright.costmodel.operators import Problem
-from meshwright.planner.plan.check import check_plan
-from meshwright.planner.pricing import Ledger
-from meshwright.planner.pricing.evaluate import Evaluation, evaluate
+from meshwright.costmodel.target import Target
+from meshwright.costmodel.targets import EAGER
+from meshwright.planner.plan.plan import Plan
+from meshwright.planner.pricing import Evaluation, Evaluator, Ledger
 from meshwright.profiles.cluster import Cluster
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_matrix import ALL
@@ -17,18 +20,26 @@ CLUSTERS = (
     Cluster.from_catalog("pcie-8-rtx-4090", num_nodes=2),
     Cluster.local(8, measure=False),
 )
+NUMBERS = range(len(CLUSTERS))
 
 
-def priced(cell: Cell, on: Cluster) -> Evaluation:
+def problem_of(cell: Cell, on: Cluster, target: Target = EAGER) -> tuple[Plan, Problem]:
     plan, of = plan_of(cell)
-    problem = Problem(graph=of.graph, factors=of.table, cluster=on, precision=plan.precision)
-    return evaluate(plan, problem, check_plan(plan, of.graph, of.table))
+    return plan, Problem(
+        graph=of.graph, factors=of.table, cluster=on, precision=plan.precision, target=target
+    )
 
 
-@pytest.mark.parametrize("number", range(len(CLUSTERS)))
+@cache
+def priced(number: int) -> list[tuple[str, Evaluation, Problem]]:
+    """A part of all cells on one of the clusters."""
+    cells = [(cell, *problem_of(cell, CLUSTERS[number])) for cell in ALL[number :: len(CLUSTERS)]]
+    return [(cell.name, Evaluator(own).price(plan), own) for cell, plan, own in cells]
+
+
+@pytest.mark.parametrize("number", NUMBERS)
 def test_lines_add_up_to_costs(number: int) -> None:
-    for cell in ALL[number :: len(CLUSTERS)]:
-        evaluation = priced(cell, CLUSTERS[number])
+    for name, evaluation, _ in priced(number):
         stages = Ledger.of(evaluation).stages
         for own, costs, lines in zip(evaluation.priced, evaluation.stages, stages, strict=True):
             m = own.setting.batch.microbatches
@@ -45,4 +56,23 @@ def test_lines_add_up_to_costs(number: int) -> None:
                 (said_s["forward"], m * costs.forward_comm_s),
                 (said_s["backward"], m * costs.backward_comm_s),
             ):
-                assert found == pytest.approx(wanted, rel=1e-9, abs=1e-15), cell.name
+                assert found == pytest.approx(wanted, rel=1e-9, abs=1e-15), name
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_rows_and_parts_of_memory_add_up(number: int) -> None:
+    for name, evaluation, own in priced(number):
+        plan, ledger = evaluation.plan, Ledger.of(evaluation)
+        rows = ledger.traffic(own)
+        for ranks, work in zip(plan.devices, ledger.work(), strict=True):
+            of_group = [row for row in rows if plan.stages[row.stage].ranks == ranks]
+            sent = sum(row.sent_bytes for row in of_group if row.axis != "host")
+            assert sent == pytest.approx(sum(work.sent_bytes.values()), rel=1e-6), name
+        assert len({(row.stage, row.axis, row.collective, row.link) for row in rows}) == len(rows)
+        for row in rows:
+            assert row.calls > 0 and row.sent_bytes > 0, (name, row)
+            assert 0 <= row.exposed_s <= row.seconds * (1 + 1e-9), (name, row)
+        found = [peak.by_part for peak in evaluation.prediction.peaks]
+        peaks = evaluation.prediction.peak_memory_bytes
+        assert [sum(parts.values()) for parts in found] == pytest.approx(peaks, abs=1), name
+        assert all(min(parts.values()) >= 0 for parts in found), name

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.blocks.policies import recomputable
-from meshwright.planner.published.predict import predict, traced
+from meshwright.planner.published.predict import evaluate, traced
 from meshwright.planner.published.rows import read_row
 from meshwright.planner.published.setup import Setup, of_layers
 from scripts.experts import alpa
@@ -28,7 +28,7 @@ def setup(**changes: str) -> Setup:
 def peak(of: Setup, **habits: Any) -> int:
     """Peak bytes with the framework's habits changed."""
     target = replace(of.framework.target, **habits)
-    found = predict(replace(of, framework=replace(of.framework, target=target)))
+    found = evaluate(replace(of, framework=replace(of.framework, target=target))).prediction
     return found.peak_memory_bytes[0]
 
 

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from meshwright import profiles
-from meshwright.planner.published.families import facts_of
-from meshwright.planner.published.frameworks import EXCHANGE_HIDDEN
+from meshwright.planner.published.frameworks import EXCHANGE_HIDDEN, Unpriced
 from meshwright.planner.published.models import Latent, TransformerDims, build
-from meshwright.planner.published.predict import evaluate, predict_row, traced
-from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Unpriced
+from meshwright.planner.published.predict import evaluate, evaluate_row, traced
+from meshwright.planner.published.rows import facts_of, read_row
 from meshwright.profiles.cluster import Cluster
 
 CATALOG = Path(profiles.__file__).parent / "catalog"
@@ -73,7 +71,7 @@ ROW = {
 
 def test_a_published_step_is_in_the_region() -> None:
     """24.7 s (Megatron-Bridge); the margin leaves room for other fits, not for other physics."""
-    assert predict_row(ROW).step_time_s == pytest.approx(24.7, rel=0.35)
+    assert evaluate_row(ROW).prediction.step_time_s == pytest.approx(24.7, rel=0.35)
 
 
 @pytest.mark.parametrize("says", ["EP overlap", "EP comm overlap", "a2a overlap on"])
@@ -99,7 +97,7 @@ def test_checkpoints_of_automodel_stop_early() -> None:
 
 def test_a_model_with_other_layers_is_refused_by_name() -> None:
     with pytest.raises(Unpriced, match=r"Nemotron-3.* state-space layers"):
-        predict_row({**ROW, "model": "Nemotron-3-Nano-30B-A3B"})
+        evaluate_row({**ROW, "model": "Nemotron-3-Nano-30B-A3B"})
 
 
 def test_dense_relatives_keep_their_own_sizes() -> None:

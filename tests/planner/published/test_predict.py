@@ -11,10 +11,10 @@ import itertools
 import pytest
 
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.published.frameworks import framework_of
-from meshwright.planner.published.predict import predict_row, traced
+from meshwright.planner.published.frameworks import Unpriced, framework_of
+from meshwright.planner.published.predict import evaluate_row, traced
 from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Setup, Unpriced, _cuts, make_plan
+from meshwright.planner.published.setup import Setup, _cuts, make_plan
 
 BAND = 0.3
 NEAR = 0.05
@@ -83,7 +83,7 @@ PUBLISHED = [
     ("row", "seconds"), PUBLISHED, ids=[row["framework"] for row, _ in PUBLISHED]
 )
 def test_published_steps_are_in_the_band(row: dict[str, str], seconds: float) -> None:
-    found = predict_row(row)
+    found = evaluate_row(row).prediction
     assert seconds * (1 - BAND) < found.step_time_s < seconds * (1 + BAND)
     assert len(found.peak_memory_bytes) == int(row["pp"])
     assert 0 < found.mfu < 1
@@ -113,7 +113,7 @@ LONG = {
 )  # fmt: skip
 def test_published_steps_in_fp8_are_near(changes: dict[str, str], seconds: float) -> None:
     """Of long sequences, too, whose attention is in 16 bits. Nothing was fitted to them."""
-    found = predict_row({**LONG, **changes})
+    found = evaluate_row({**LONG, **changes}).prediction
     assert found.step_time_s == pytest.approx(seconds, rel=NEAR)
 
 
@@ -132,9 +132,11 @@ def test_published_steps_in_fp8_are_near(changes: dict[str, str], seconds: float
 def test_what_is_unknown_is_the_fastest_that_fits(
     column: str, says: str, row: dict[str, str]
 ) -> None:
-    times = [predict_row({**row, column: count}).step_time_s for count in ("1", "2", "4")]
+    times = [
+        evaluate_row({**row, column: count}).prediction.step_time_s for count in ("1", "2", "4")
+    ]
     assert len(set(times)) == 3
-    chosen = predict_row({**row, column: ""})
+    chosen = evaluate_row({**row, column: ""}).prediction
     assert chosen.step_time_s == min(times)
     assert any(says in text for text in chosen.assumptions)
 
@@ -167,7 +169,7 @@ def test_what_cannot_be_priced_is_refused_with_the_reason(
     changes: dict[str, str], says: str
 ) -> None:
     with pytest.raises(Unpriced, match=says):
-        predict_row({**MEGATRON, **changes})
+        evaluate_row({**MEGATRON, **changes})
 
 
 # --- read ----------------------------------------------------------------------------------------

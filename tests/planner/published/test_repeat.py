@@ -8,11 +8,11 @@ import pytest
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.planner.blocks.cut import cut_blocks
-from meshwright.planner.plan.check import check_plan, fingerprint
+from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.pricing.evaluate import evaluate
+from meshwright.planner.pricing.evaluate import Evaluator
 from meshwright.planner.published.models import TransformerDims, build
-from meshwright.planner.published.repeat import deepen
+from meshwright.planner.published.predict import deepen
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cluster, linears, problem_of
@@ -38,15 +38,14 @@ def traced(style: str, layers: int) -> Graph:
     return cut_blocks(graph, analyse(graph))
 
 
-@cache
-def pair(style: str) -> tuple[Graph, Graph]:
+@pytest.fixture(scope="module", params=STYLES)
+def pair(request: pytest.FixtureRequest) -> tuple[Graph, Graph]:
     """Deepened, and traced at full depth."""
-    return deepen(traced(style, 3), "layers", DEEP), traced(style, DEEP)
+    return deepen(traced(request.param, 3), "layers", DEEP), traced(request.param, DEEP)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_names_are_those_of_a_full_trace(style: str) -> None:
-    deepened, full = pair(style)
+def test_names_are_those_of_a_full_trace(pair: tuple[Graph, Graph]) -> None:
+    deepened, full = pair
     assert [op.key for op in deepened.ops] == [op.key for op in full.ops]
     assert [op.module for op in deepened.ops] == [op.module for op in full.ops]
     assert sorted(deepened.parameters.values()) == sorted(full.parameters.values())
@@ -55,9 +54,8 @@ def test_names_are_those_of_a_full_trace(style: str) -> None:
     assert fingerprint(deepened) == fingerprint(full)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_blocks_are_those_of_a_full_trace(style: str) -> None:
-    deepened, full = pair(style)
+def test_blocks_are_those_of_a_full_trace(pair: tuple[Graph, Graph]) -> None:
+    deepened, full = pair
     for found, expected in zip(deepened.blocks, full.blocks, strict=True):
         assert found.name == expected.name
         assert [op.key for op in found.ops] == [op.key for op in expected.ops]
@@ -75,9 +73,8 @@ def test_blocks_are_those_of_a_full_trace(style: str) -> None:
     assert classes(deepened) == classes(full)
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_every_value_is_made_once_and_before_it_is_read(style: str) -> None:
-    deepened, full = pair(style)
+def test_every_value_is_made_once_and_before_it_is_read(pair: tuple[Graph, Graph]) -> None:
+    deepened, full = pair
     outside = {*deepened.inputs, *deepened.parameters, *deepened.buffers, *deepened.constants}
     known = outside | {r for op in deepened.derived for r in op.results}
     for op in deepened.ops:
@@ -108,14 +105,12 @@ def plan_of(graph: Graph) -> Plan:
     return with_stage(with_stage(plan, zero=0), 1, recompute="full")
 
 
-@pytest.mark.parametrize("style", STYLES)
-def test_a_plan_costs_the_same(style: str) -> None:
+def test_a_plan_costs_the_same(pair: tuple[Graph, Graph]) -> None:
     plans, prices = [], []
-    for graph in pair(style):
-        table = analyse(graph)
+    for graph in pair:
         plans.append(plan_of(graph))
-        problem = problem_of(Traced(graph=graph, table=table), cluster(8))
-        prices.append(evaluate(plans[-1], problem, check_plan(plans[-1], graph, table)))
+        problem = problem_of(Traced(graph=graph, table=analyse(graph)), cluster(8))
+        prices.append(Evaluator(problem).price(plans[-1]))
     assert plans[0] == plans[1]
     found, wanted = (price.prediction for price in prices)
     assert found.step_time_s == pytest.approx(wanted.step_time_s)

@@ -10,8 +10,7 @@ import pytest
 from meshwright.costmodel.operators import Problem
 from meshwright.monitor.metrics import Predicted
 from meshwright.planner.page.answers import answers
-from meshwright.planner.page.plans import compared
-from meshwright.planner.page.tables import facts, tables
+from meshwright.planner.page.tables import compared, facts, tables
 from meshwright.planner.plan import passes_of, peak_words, seconds, sized
 from meshwright.planner.pricing import Evaluation, Evaluator, Ledger
 from meshwright.planner.report import Report, explain_plan

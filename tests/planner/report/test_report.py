@@ -16,7 +16,7 @@ from meshwright import Cluster, Overrides, ParallelModel
 from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.plan.words import describe, seconds
 from meshwright.planner.report.components import Components, why_slower
-from meshwright.planner.report.ulysses import ulysses_notes
+from meshwright.planner.report.tensor_axis import ulysses_notes
 from meshwright.planner.search.search import Search
 from tests.helpers.planning import cluster, large_llama, problem_of
 from tests.helpers.tiny import batch, net, planned, slow_host
@@ -246,7 +246,7 @@ def notes(**shardings: str) -> list[str]:
     of = large_llama()
     overrides = Overrides(tp=4, pp=1, num_microbatches=2, zero=0, shardings=shardings)
     best = Search(problem_of(of, cluster(4)), 8, overrides).run().best
-    return ulysses_notes(best.plan, of.graph, of.table, best.assignments)
+    return ulysses_notes(best.evaluation.priced)
 
 
 def test_attention_by_heads_between_projections_by_tokens_is_ulysses() -> None:

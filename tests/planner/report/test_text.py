@@ -8,8 +8,7 @@ from meshwright.planner.alternatives.alternatives import Alternative
 from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.plan.words import sized
-from meshwright.planner.report.document import MAX_CELL, Document, Table
-from meshwright.planner.report.text import MAX_OTHERS, MAX_PARTS, MAX_STAGES, _parts_of
+from meshwright.planner.report import text
 from tests.planner.report.test_report import overridden, searched
 
 
@@ -35,7 +34,7 @@ def test_the_nearest_plans_are_few_and_no_faster_than_the_chosen_but_for_ties() 
     rows = [*report.known_alternatives, *report.runners_up]
     plans = {row["plan"] for row in rows}
     short = str(report)
-    assert 0 < sum(plan in short for plan in plans) <= MAX_OTHERS
+    assert 0 < sum(plan in short for plan in plans) <= text.MAX_OTHERS
     assert all(row["tie"] == (abs(row["slower"]) <= 0.03) for row in rows)
     every = {row["family"]: row["step_time_s"] for row in report.alternatives if row["plan"]}
     for row in report.known_alternatives:
@@ -43,9 +42,9 @@ def test_the_nearest_plans_are_few_and_no_faster_than_the_chosen_but_for_ties() 
 
 
 def test_the_largest_parts_of_the_memory_are_named_and_the_rest_is_their_sum() -> None:
-    parts = {f"part {k}": 2**30 * (k + 1) for k in range(MAX_PARTS + 2)}
+    parts = {f"part {k}": 2**30 * (k + 1) for k in range(text.MAX_PARTS + 2)}
     named = [f"{name} {sized(parts[name])}" for name in [*parts][:1:-1]]
-    assert _parts_of({"parts": parts}) == ", ".join([*named, f"other {sized(3 * 2**30)}"])
+    assert text._parts_of({"parts": parts}) == ", ".join([*named, f"other {sized(3 * 2**30)}"])
 
 
 def test_a_near_tie_is_called_one() -> None:
@@ -84,7 +83,7 @@ def test_many_stages_are_shortened_to_those_that_matter() -> None:
     stages[30]["memory_bytes"] *= 2
     many = replace(report, stages=stages)
     shown = [x for x in str(many).splitlines() if f" {row['mesh']} " in x and " r" in x]
-    assert len(shown) == MAX_STAGES
+    assert len(shown) == text.MAX_STAGES
     assert [x.split()[0] for x in shown[-3:]] == ["20", "30", "39"]
     assert "(8 of 40 stages" in str(many) and " r25 " in many.text(full=True)
 
@@ -109,24 +108,24 @@ def test_tokens_are_told_where_there_is_a_sequence() -> None:
 
 def test_a_table_is_aligned_or_says_it_in_other_words() -> None:
     rows = [("0", "x" * 200, "0-3"), ("10", "y", "4")]
-    lines = str(Table(heads=("stage", "blocks", "ranks"), rows=rows)).splitlines()
+    lines = str(text.Table(heads=("stage", "blocks", "ranks"), rows=rows)).splitlines()
     ends = zip(lines, ("ranks", "0-3", "4"), strict=True)
     assert len({line.index(end) for line, end in ends}) == 1
-    assert max(map(len, lines)) < MAX_CELL + 20
+    assert max(map(len, lines)) < text.MAX_CELL + 20
     assert lines[1].endswith("...  0-3")
-    assert str(Table(heads=("a",), rows=[("b",)], plain=["one", "two"])) == "one\ntwo"
+    assert str(text.Table(heads=("a",), rows=[("b",)], plain=["one", "two"])) == "one\ntwo"
 
 
 def test_sections_have_a_line_between_them() -> None:
-    table = Table(heads=("a",), rows=[("b",)])
-    assert str(Document.of(["one", table], [], ["two"])) == "one\n  a\n  b\n\ntwo"
+    table = text.Table(heads=("a",), rows=[("b",)])
+    assert str(text.Document.of(["one", table], [], ["two"])) == "one\n  a\n  b\n\ntwo"
 
 
 def test_the_reports_tables_say_what_its_text_says() -> None:
     report = searched().report
     for full in (False, True):
         document = report.document(full=full)
-        tables = [part for part in document.parts if isinstance(part, Table)]
+        tables = [part for part in document.parts if isinstance(part, text.Table)]
         assert str(document) == report.text(full=full)
         assert all(len(row) == len(each.heads) for each in tables for row in each.rows)
         cells = "\n".join(cell for each in tables for row in each.rows for cell in row)

@@ -7,8 +7,7 @@ import pytest
 
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
-from meshwright.planner.overrides.dropped import each_dropped
-from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.overrides import Overrides, each_dropped
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.search.relaxations import MOST

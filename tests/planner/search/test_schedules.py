@@ -22,6 +22,7 @@ from meshwright.planner.pricing import Evaluator, Ledger
 from meshwright.planner.pricing.copies import exchanges
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.report.explain import explain_plan
+from tests.costmodel.schedules.pipelines import Shape
 from tests.helpers.enumeration import limited
 from tests.helpers.planning import cluster, linears, problem_of
 from tests.parity.parity_cells import Cell, plan_of
@@ -190,16 +191,16 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_its_streams_are_built_and_hold_what_its_record_says(added: str) -> None:
-    streams = build_schedule(added, num_stages=2, num_microbatches=3)
+    streams = Shape(name=added, p=2, v=1, m=3).streams()
     assert [" ".join(map(str, stream)) for stream in streams] == [
         "F0 sendF0->1 F1 sendF1->1 F2 sendF2->1 recvB0<-1 B0 recvB1<-1 B1 recvB2<-1 B2 reduce",
         "recvF0<-0 F0 recvF1<-0 F1 B0 sendB0->0 recvF2<-0 F2 B1 sendB1->0 B2 sendB2->0 reduce",
     ]
-    for stage, stream in enumerate(build_schedule(added, num_stages=4, num_microbatches=9)):
+    for stage, stream in enumerate(Shape(name=added, p=4, v=1, m=9).streams()):
         changes = [
             (each.action is Action.FORWARD) - (each.action is Action.BACKWARD) for each in stream
         ]
-        held = in_flight(added, stage=stage, num_stages=4, num_microbatches=9)
+        held = in_flight(added, stage=stage, num_stages=4, num_microbatches=9, num_devices=4)
         assert held == max(accumulate(changes))
 
 

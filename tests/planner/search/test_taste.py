@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.errors import COMMUNICATION_ERROR, compute_error
+from meshwright.costmodel.intervals import COMMUNICATION_ERROR, compute_error
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search import taste
 from meshwright.planner.search.result import SearchResult

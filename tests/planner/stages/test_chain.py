@@ -250,7 +250,6 @@ def test_a_stage_is_the_sum_of_its_blocks_on_its_path(name: str) -> None:
         following = functools.reduce(Sums.then, map(Sums, parts.array))
         if not chain.shared:
             np.testing.assert_allclose(sums.array[-MAXIMA:], following.array[-MAXIMA:], rtol=1e-9)
-        if not chain.shared:
             added = parts.array[:, :-MAXIMA].sum(axis=0)
             np.testing.assert_allclose(sums.array[:-MAXIMA], added, rtol=1e-9)
         else:

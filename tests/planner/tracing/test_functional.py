@@ -17,10 +17,9 @@ from torch.nn import functional as F
 
 from meshwright import Cluster, MeshwrightError, ParallelModel, auto_parallelize
 from meshwright.costmodel.graph import Block, Graph, argument, verify_graph
-from meshwright.planner.tracing.batch import FakeBatch
-from meshwright.planner.tracing.numbers import Number, NumberNeeded, tensor_of
+from meshwright.costmodel.rules import overload
+from meshwright.planner.tracing.batch import FakeBatch, Number, NumberNeeded, tensor_of
 from meshwright.planner.tracing.trace import TraceError, trace
-from meshwright.planner.tracing.values.functional import overload
 from tests.helpers.traced import (
     ROWS,
     SEQUENCE,

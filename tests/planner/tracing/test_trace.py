@@ -128,21 +128,16 @@ def perceptron() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 5), nn.ReLU(inplace=True), nn.Linear(5, 4))
 
 
-class Named(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = perceptron()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
-
-
 @pytest.mark.parametrize(
     ("model", "batch", "loss_fn"),
     [
         (perceptron(), (rows(WIDTH), rows(4)), F.mse_loss),
         (perceptron(), (rows(WIDTH), torch.tensor([0, 3, 1])), nn.CrossEntropyLoss(rows(4)[0])),
-        (Named(), {"x": rows(WIDTH), "targets": rows(4)}, F.l1_loss),
+        (
+            with_forward(lambda self, x: self.net(x), net=perceptron()),
+            {"x": rows(WIDTH), "targets": rows(4)},
+            F.l1_loss,
+        ),
         (perceptron(), (rows(WIDTH),), lambda output: output.square().sum()),
         (perceptron(), rows(WIDTH), lambda output: output.sum()),
         (perceptron(), (rows(WIDTH),), lambda output: output.mean().view(1, 1)),

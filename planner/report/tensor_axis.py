@@ -1,4 +1,4 @@
-"""Indivisible products: the share of a model that a tensor-parallel degree leaves whole, and why.
+"""The tensor axis of a plan: the share of a model that a degree leaves whole, and why; Ulysses.
 
 Of a stage with tp > 1 its ranks share out the FLOPs of the products that the plan splits by a
 factor, and the elements of the parameters that it stores in parts; everything else each of them
@@ -6,6 +6,11 @@ does, or holds, in full. A product is *excluded* from a degree by a factor that 
 (heads) and that so many ranks can't (25 heads on 8); it runs in full where no other factor of it
 can be split instead. One with a weight counts where it runs in full alone: any dim of the weight is
 as good as another.
+
+Ulysses is attention whose ranks split the sequence before and after it, and its heads inside. The
+intra-op program finds it without knowing the name: of what attention reads or gives, the tensor
+axis moves from a dim that has tokens to one that has heads, or back, by an all-to-all (DeepSpeed
+Ulysses, arXiv 2309.14509).
 """
 
 from __future__ import annotations
@@ -18,14 +23,18 @@ from typing import Any
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.operators import op_flops
+from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
-    Assignment,
     FactorTable,
+    Move,
+    Placement,
     indivisible,
     splitting_degrees,
     strategies,
 )
-from meshwright.planner.plan import Plan
+from meshwright.planner.pricing import Entered, StageBlocks
+
+TOKENS, HEADS = ("s", "t"), ("heads", "group")  # factors of attention, as its rule names them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,27 +128,25 @@ def _refused(table: FactorTable, op: Op, degree: int) -> tuple[str, ...]:
     )
 
 
-def divided(
-    plan: Plan, graph: Graph, table: FactorTable, assignments: Sequence[Mapping[str, Assignment]]
-) -> tuple[Divided, ...]:
-    """Shares of each stage that its tensor axis divides; `assignments` as of `check_plan`."""
-    blocks = {block.name: block for block in graph.blocks}
+def divided(stages: Sequence[StageBlocks]) -> tuple[Divided, ...]:
+    """Shares of each stage that its tensor axis divides."""
     found = []
-    for stage, chosen in zip(plan.stages, assignments, strict=True):
+    for own in stages:
         work = split = 0.0
         parts: dict[str, bool] = {}
-        for name in stage.blocks if stage.tp > 1 else ():
-            for op in blocks[name].ops:
-                flops = op_flops(table, op)
+        for each in own.blocks if own.stage.tp > 1 else ():
+            chosen = each.assignment
+            for op in each.block.ops:
+                flops = op_flops(own.pricer.table, op)
                 work += flops
-                split += flops * bool(chosen[name].strategies[op.name].split_factor)
-            for value in blocks[name].parameters:
-                parts[value] = chosen[name].states[value].sharded
-        held = sum(graph.values[v].numel for v in parts)
-        shared = sum(graph.values[v].numel for v, sharded in parts.items() if sharded)
+                split += flops * bool(chosen.strategies[op.name].split_factor)
+            parts |= {value: chosen.states[value].sharded for value in each.block.parameters}
+        values = own.pricer.graph.values
+        held = sum(values[v].numel for v in parts)
+        shared = sum(values[v].numel for v, sharded in parts.items() if sharded)
         found.append(
             Divided(
-                tp=stage.tp,
+                tp=own.stage.tp,
                 flops=split / work if work else 0.0,
                 parameters=shared / held if held else 0.0,
             )
@@ -199,3 +206,42 @@ def _either(numbers: Sequence[int]) -> str:
 def _span(shares: Sequence[float]) -> str:
     low, high = (f"{share:.0%}" for share in (min(shares), max(shares)))
     return low if low == high else f"{low} to {high}"
+
+
+# --- Ulysses -------------------------------------------------------------------------------------
+
+
+def ulysses_notes(stages: Sequence[StageBlocks]) -> list[str]:
+    """A line for each tensor-parallel degree that moves attention between tokens and heads."""
+    found: dict[int, list[bool]] = {}
+    for own in stages:
+        for each in own.blocks if own.stage.tp > 1 else ():
+            if any(traits_of(op).kernel == "attention" for op in each.block.ops):
+                found.setdefault(own.stage.tp, []).append(_exchanges(own.pricer.table, each))
+    return [
+        f"Ulysses on the tensor axis: tp {tp} splits the sequence around attention and the heads "
+        f"inside, by all-to-all, in {sum(has)} of {len(has)} blocks with attention"
+        for tp, has in sorted(found.items())
+        if any(has)
+    ]
+
+
+def _exchanges(table: FactorTable, found: Entered) -> bool:
+    """Whether a block moves a value from the tokens of its attention to the heads, or back."""
+    tokens, heads = set[int](), set[int]()
+    for op in found.block.ops:
+        if traits_of(op).kernel == "attention":
+            letters = table.letters[op.name]
+            tokens.update(a for name in TOKENS for a in letters.get(name, ()))
+            heads.update(a for name in HEADS for a in letters.get(name, ()))
+
+    def split(move: Move, state: Placement) -> set[int]:
+        return set(table.dims[move.value][state.dim]) if state.sharded else set()
+
+    steps = (step for step in found.steps if isinstance(step, Move))
+    ends = ((split(move, move.source), split(move, move.target)) for move in steps)
+    return any(
+        (not tokens.isdisjoint(a) and not heads.isdisjoint(b))
+        or (not heads.isdisjoint(a) and not tokens.isdisjoint(b))
+        for a, b in ends
+    )
