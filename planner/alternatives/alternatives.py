@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from meshwright.planner.alternatives.families import Family, families
-from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, PlanDraft
+from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, PlanDraft, Waiting
 from meshwright.planner.report import Excluded, excluded
 from meshwright.planner.search import (
     Effort,
@@ -112,7 +112,7 @@ def _promising(
             for choice in priced
             if family.policies is None and family.choice(choice)
             for one in equal.combinations(choice)
-            if _accepts(family, one) and not one.waits
+            if _accepts(family, one)
         ]
         if own:
             found.append((family, sorted(own, key=_promised_s)))
@@ -184,6 +184,10 @@ class _Families:
             for one in (equal if family.forced else self.search.equal).combinations(choice):
                 if _accepts(family, one):
                     queue.add(_promised_s(one), one)
+            for own in filter(
+                lambda own: family.setup(own.setup), self.search.equal.waiting(choice)
+            ):
+                queue.add(max(own.estimate_s, own.bound_s), own)
         others = sorted((c for c in choices if not known(c)), key=lambda choice: choice.bound_s)
         for choice in others[:MAX_MESHES]:
             queue.add(choice.bound_s, choice)
@@ -202,7 +206,7 @@ class _Families:
             trust=1.0,
             known_s=known_s,
         )
-        alone = [one for one in queue.combinations() if one.groups == 1 and not one.waits]
+        alone = [one for one in queue.combinations() if one.groups == 1]
         own = equal is self.search.equal
         for one in sorted(alone, key=_promised_s)[: int(own)]:  # whose estimate is exact
             found = explorer.cut(one, known_s)
@@ -221,8 +225,8 @@ class _Families:
             if left_s >= limit:
                 break
             _, _, what, _ = queue.pop()
-            if isinstance(what, Combination) and what.waits:
-                for one in equal.relieved(what):
+            if isinstance(what, Waiting):
+                for one in (each for each in equal.relieved(what) if _accepts(family, each)):
                     again[id(one)] = one
                     queue.add(_promised_s(one), one)
             elif isinstance(what, Combination):
@@ -246,10 +250,10 @@ class _Families:
 
 
 def _accepts(family: Family, one: Combination) -> bool:
-    fits = one.groups > 1 or one.waits or not one.tight
+    fits = one.groups > 1 or not one.tight
     return fits and family.setup(one.setup) and family.schedule(one.schedule)
 
 
 def _promised_s(one: Combination) -> float:
     """The estimate of a combination; where equal stages don't fit it is too low."""
-    return max(one.estimate_s * (TIGHT if one.tight and not one.waits else 1.0), one.bound_s)
+    return max(one.estimate_s * (TIGHT if one.tight else 1.0), one.bound_s)

@@ -59,6 +59,8 @@ class Bounds:
             if self.equal.known(choice):
                 own = self.equal.combinations(choice)
                 waiting += [(one.bound_s, next(order), one) for one in own]
+                left = self.equal.waiting(choice)
+                waiting += [(one.bound_s, next(order), None) for one in left]
             else:
                 waiting.append((choice.bound_s, next(order), None))
         heapq.heapify(waiting)
@@ -74,8 +76,7 @@ class Bounds:
     def of_combination(self, one: Combination, below_s: float = math.inf) -> float:
         """No plan with this combination takes less; no better bound than `below_s` is looked
         for."""
-        # typical blocks are no bound where stages may split otherwise, nor where they give up more
-        if one.setup.mesh.tp > 1 or one.waits:
+        if one.setup.mesh.tp > 1:  # typical blocks are no bound there: stages may split otherwise
             return one.bound_s
         m, p = one.num_microbatches, one.groups
         policies = self.equal.policies(one.setup, one.schedule)

@@ -59,8 +59,7 @@ class MeshChoice:
 class Combination:
     """Stage setup, micro-batches and schedule: `estimate_s` of its step orders the search,
     `bound_s` is a lower bound on the step of any plan with it. Where stages are `tight`, equal ones
-    don't fit; what `repeats` runs blocks again, or is tight. One that `waits` stands for all
-    reliefs: it is estimated as if nothing had to be given up."""
+    don't fit; what `repeats` runs blocks again, or is tight."""
 
     setup: StageSetup
     num_microbatches: int
@@ -71,11 +70,25 @@ class Combination:
     bound_s: float
     tight: bool
     repeats: bool
-    waits: bool = False
 
     @property
     def num_stages(self) -> int:
         return self.groups * self.stages_per_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Combinations of a setup that repeat blocks, or don't fit (some are `tight`), with each of the
+    (schedule, stages per device group) `offered`: what they take at least once they are relieved.
+    None of them takes less than `bound_s`."""
+
+    setup: StageSetup
+    num_microbatches: int
+    groups: int
+    offered: tuple[tuple[str, int], ...]
+    estimate_s: float
+    bound_s: float
+    tight: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

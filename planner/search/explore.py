@@ -20,6 +20,7 @@ from meshwright.planner.drafts import (
     PlanDraft,
     StageDraft,
     StageSetup,
+    Waiting,
 )
 from meshwright.planner.intra_op import TimeLimit
 from meshwright.planner.plan import seconds, slower
@@ -61,7 +62,9 @@ class Queue:
     cut). Meshes without a bound come last."""
 
     def __init__(self, choices: Iterable[MeshChoice] = ()) -> None:
-        self._heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
+        self._heap: list[
+            tuple[float, int, MeshChoice | Combination | Waiting, list[StageDraft] | None]
+        ] = []
         self._count = itertools.count()
         own = list(choices)
         last_s = max((choice.bound_s for choice in own), default=0.0)
@@ -76,11 +79,14 @@ class Queue:
         return [what for _, _, what, _ in self._heap if isinstance(what, Combination)]
 
     def add(
-        self, promised_s: float, what: MeshChoice | Combination, cut: list[StageDraft] | None = None
+        self,
+        promised_s: float,
+        what: MeshChoice | Combination | Waiting,
+        cut: list[StageDraft] | None = None,
     ) -> None:
         heapq.heappush(self._heap, (promised_s, next(self._count), what, cut))
 
-    def pop(self) -> tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]:
+    def pop(self) -> tuple[float, int, MeshChoice | Combination | Waiting, list[StageDraft] | None]:
         return heapq.heappop(self._heap)
 
     @property
@@ -135,7 +141,7 @@ class Explorer:
                 continue
             if isinstance(what, MeshChoice):
                 self.expand(what, queue)
-            elif what.waits:
+            elif isinstance(what, Waiting):
                 self.relieve(what, queue, limit)
             elif cut is None:
                 found = self.cut(what, limit)
@@ -158,22 +164,24 @@ class Explorer:
         for one in self.effort.timed("price stages", self.equal.combinations, choice):
             if self.accept(one):
                 self.add(one, queue)
+        for own in self.equal.waiting(choice):
+            queue.add(self.promised_s(own), own)
 
-    def relieve(self, waiting: Combination, queue: Queue, limit_s: float) -> None:
-        """Queue a combination that waits with each relief with which it may take less."""
+    def relieve(self, waiting: Waiting, queue: Queue, limit_s: float) -> None:
+        """Queue combinations that wait with each relief with which they may take less."""
         hosts = self.promised_s(waiting) * self.reluctance < limit_s
         found = self.effort.timed(
             "price stages", lambda: [*self.equal.relieved(waiting, hosts=hosts)]
         )
         for one in found:
-            if self.promised_s(one) < limit_s:
+            if self.accept(one) and self.promised_s(one) < limit_s:
                 self.add(one, queue)
 
     def add(self, one: Combination, queue: Queue) -> None:
         """Queue a combination by what it promises."""
         queue.add(self.promised_s(one), one)
 
-    def promised_s(self, one: Combination) -> float:
+    def promised_s(self, one: Combination | Waiting) -> float:
         """What a combination takes at least, as it is compared."""
         return self._weight(one.setup) * max(one.estimate_s * self.trust, one.bound_s)
 

@@ -143,8 +143,7 @@ def plan_that_fits(drafter: Drafter) -> PlanDraft | None:
         for choice in least_memory_choices(drafter.space)[:MAX_MESHES]
         if any(need.excess_bytes <= 0 for need in memory_needs(equal, choice))
     ]
-    offered = (one for choice in fitting for one in equal.combinations(choice))
-    combinations = [one for one in offered if not one.waits]
+    combinations = [one for choice in fitting for one in equal.combinations(choice)]
     for one in sorted(combinations, key=lambda c: (c.estimate_s, c.setup.mesh, c.schedule)):
         if best is not None and (effort <= 0 or one.estimate_s >= best.step_time_s):
             break
@@ -165,7 +164,7 @@ def some_plan_fits(drafter: Drafter) -> bool:
         if not any(need.excess_bytes <= 0 for need in memory_needs(equal, choice)):
             continue
         for one in sorted(equal.combinations(choice), key=lambda c: (c.tight, c.estimate_s)):
-            found = None if one.waits else equal.solve(one, math.inf)
+            found = equal.solve(one, math.inf)
             draft = drafter.draft(one, found[1]) if found else None
             if draft is not None and draft.fits:
                 equal.forget()

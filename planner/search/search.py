@@ -22,7 +22,7 @@ from typing import Any, Unpack
 
 from meshwright.costmodel.operators import Batch, Mesh, Problem
 from meshwright.planner.bounds import Bounds
-from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft
+from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft, Waiting
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
@@ -199,7 +199,7 @@ class Search(Drafter):
                 if axes_of([what.mesh], what.groups) <= axes:
                     self._explorer.expand(what, queue)
                 continue
-            if what.waits:
+            if isinstance(what, Waiting):
                 self._explorer.relieve(what, queue, limit)
                 continue
             kind = kind_of_mesh(what)
