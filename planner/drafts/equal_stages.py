@@ -46,6 +46,7 @@ from meshwright.planner.stages import (
 SHARED_SLACK = 1.3  # by which a cut into even stages may exceed one into even devices
 ROUNDING = 1e-9  # of sums that may fill a device to the last byte
 SPLIT_MORE = 0.7  # of typical bytes, what a stage needs at least on a tensor axis
+HOST_SHARE = 0.9  # of the hosts' memory that activations may fill
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 
 
@@ -177,7 +178,9 @@ class EqualStages:
         held = [held_at_peak(name, groups * v, m, groups) for name, v in offered]
         average = InFlight(*np.array([np.array(own).mean(axis=0) for own in held]).T)
         chosen = levels.choose(average, self.room, per_device=each)
-        over = self._overfull(setup, levels.policies[-1], groups, each, own_each, held, m)
+        over = [False] * len(offered)
+        if not chosen.fits.all():  # on average; a first stage with fewer blocks may fit
+            over = self._overfull(setup, levels.policies[-1], groups, each, own_each, held, m)
         uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
 
         def estimate_s(k: int, own: StageCosts[float]) -> float:
@@ -189,7 +192,7 @@ class EqualStages:
 
         found, waiting = list[Combination](), list[int]()
         for k, (name, stages) in enumerate(offered):
-            tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
+            tight = not chosen.fits[k]
             repeats = bool(over[k] or tight or chosen.level[k] or chosen.fraction[k])
             waiting += [k] * repeats
             if not over[k]:
@@ -264,9 +267,10 @@ class EqualStages:
         `hosts` too; none that gives up more than another with which nothing runs again."""
         zero, sharing = own.setup.zero, own.setup.sharing
         sent = sharing.hpz or sharing.quantized != "none"
-        enough = list[HostParts]()
+        enough, sends = list[HostParts](), self._sendable(own) if hosts else 0.0
         for relief in self.space.reliefs[1:]:
-            host, setup = relief.host, replace(own.setup, relief=relief)
+            host = replace(relief.host, activations=min(sends, 1.0) * relief.host.activations)
+            setup = replace(own.setup, relief=replace(relief, host=host))
             if (relief.segmented and not own.tight) or (host and not hosts):
                 continue
             if (zero == 3 and (host.weights or host.files)) or (host.states and sent):
@@ -278,6 +282,19 @@ class EqualStages:
             if len(found) == len(left) and not any(one.repeats for one in found):
                 enough.append(host)
             yield from found
+
+    def _sendable(self, own: Waiting) -> float:
+        """The part of all activations that the hosts hold, roughly, or more than all."""
+        host, (name, each) = self.space.cluster.host, own.offered[0]
+        if host is None or not self.space.most_away.activations:
+            return 0.0
+        setting = replace(own.setup.setting, host=HostParts(activations=1.0))
+        parts = own.setup.chain.typical().times(1 / own.groups)
+        away = stage_costs(parts, setting, self.policies(own.setup, name)[0]).away_bytes
+        held = held_at_peak(name, own.groups * each, own.num_microbatches, own.groups)
+        active = sum(float(one.active) for one in held) / len(held)
+        room = HOST_SHARE * host.memory_bytes / self.space.cluster.devices_per_node
+        return room / max(float(away) * active, 1.0)
 
     def policies(self, setup: StageSetup, schedule: str) -> tuple[str, ...]:
         """The recompute policies that blocks of a setup may have under a schedule."""

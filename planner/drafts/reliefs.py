@@ -16,7 +16,7 @@ from meshwright.costmodel.memory import FP32, optimizer_bytes
 from meshwright.costmodel.operators import NOT_AWAY, HostParts, Problem
 from meshwright.planner.overrides import Restrictions
 
-SENT = (0.5, 1.0)  # parts of the blocks whose activations are tried in host memory
+SENT = (0.25, 0.5, 0.75, 1.0)  # parts of the blocks whose activations are tried in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,7 +117,11 @@ class Explorer:
 
     def compared_s(self, draft: PlanDraft) -> float:
         """The seconds by which a draft is compared."""
-        return draft.step_time_s * self._weight(draft.stages[0].setup)
+        return draft.step_time_s * self.weight(draft)
+
+    def weight(self, draft: PlanDraft) -> float:
+        """How many times its seconds a draft is compared by."""
+        return self._weight(draft.stages[0].setup)
 
     def _weight(self, setup: StageSetup) -> float:
         more = setup.relief.host != self.equal.space.reliefs[0].host

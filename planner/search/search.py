@@ -314,10 +314,11 @@ class Search(Drafter):
 
     def _written_by_taste(self, drafts: Sequence[PlanDraft]) -> list[Candidate | PlanDraft]:
         """The first draft by taste that fits when it is written out, then the fastest others."""
-        least_s = min((d.step_time_s for d in drafts), default=math.inf)
-        near = [d for d in drafts if d.step_time_s <= least_s * (1 + 2 * TIE)]
+        compared_s = self._explorer.compared_s
+        least_s = min(map(compared_s, drafts), default=math.inf)
+        near = [d for d in drafts if compared_s(d) <= least_s * (1 + 2 * TIE)]
         refused: list[PlanDraft] = []
-        for judged in by_taste(near, self.programs.coster):
+        for judged in by_taste(near, self.programs.coster, self._explorer.weight):
             candidate = self.written(judged.draft)
             if candidate.fits and candidate.step_time_s <= judged.draft.step_time_s * (1 + TIE):
                 others = [d for d in drafts if all(d is not x for x in (judged.draft, *refused))]
