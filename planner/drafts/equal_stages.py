@@ -275,7 +275,7 @@ class EqualStages:
                 continue
             if (zero == 3 and (host.weights or host.files)) or (host.states and sent):
                 continue
-            if any(map(host.exceeds, enough)):
+            if not host.files and any(map(host.exceeds, enough)):
                 continue
             left = [(n, v) for n, v in own.offered if not host or SCHEDULES[n].copies == 1]
             found = self._by_policies(setup, own.num_microbatches, own.groups, left)[0]
