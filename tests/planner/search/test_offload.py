@@ -172,7 +172,10 @@ def test_no_more_activations_go_at_no_cost_than_save_recompute(
 ) -> None:
     """Where no states go there, at no cost either."""
     sent = tuple(HostParts(activations=part) for part in SENT)
-    monkeypatch.setattr("meshwright.planner.drafts.reliefs._away", lambda *_: sent)
+    monkeypatch.setattr(
+        "meshwright.planner.drafts.reliefs._away",
+        lambda _, over: sent if over.host_states is None else (),
+    )
     both = [
         priced(roomy, recompute="none", offload={"activations": f} if f else {}) for f in (0, 1)
     ]
