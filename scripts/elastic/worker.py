@@ -22,7 +22,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers import logging as transformers_logging
 
-from meshwright import distributed, fit
+from meshwright import Overrides, distributed, fit
 from meshwright.executor.files import atomic_folder
 from meshwright.executor.ranks import launch
 from meshwright.executor.ranks.watchdog import progress
@@ -129,7 +129,7 @@ def train(folder: Path, steps: int, hosts: tuple[int, ...], strike: Strike) -> s
     return fit(
         model(),
         Tokens(SAMPLES, strike),
-        planning={"global_batch_size": ROWS, "precision": "fp32"},
+        planning={"global_batch_size": ROWS, "precision": "fp32", "overrides": Overrides(pp=1)},
         optimizer=optimizer,
         steps=steps,
         evaluation=Tokens(ROWS, strike),

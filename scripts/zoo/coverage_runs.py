@@ -79,10 +79,11 @@ def _gradients(model: nn.Module) -> Tensors:
 
 
 def free_links(cluster: Cluster) -> Cluster:
-    """The same with links that cost next to nothing, on which small models are sharded as far as
-    their rules allow."""
+    """The same with links that cost next to nothing, nor to issue a message, on which small models
+    are sharded as far as their rules allow."""
     link = Link(name="free", latency_s=1e-12, bandwidth=1e18)
-    return dataclasses.replace(cluster, intra_link=link, inter_link=link)
+    device = dataclasses.replace(cluster.device, launch_overhead_s=0.0)
+    return dataclasses.replace(cluster, device=device, intra_link=link, inter_link=link)
 
 
 def _held(parameters: Iterable[nn.Parameter]) -> float:

@@ -60,10 +60,11 @@ def batch_of(user: UserModel, step: int, rows: int = ROWS) -> Any:
 
 
 def free_links(ranks: int) -> Cluster:
-    """Local ranks whose links cost next to nothing."""
+    """Local ranks whose links cost next to nothing, nor to issue a message."""
     link = Link(name="free", latency_s=1e-12, bandwidth=1e18)
     local = Cluster.local(ranks, measure=False)
-    return dataclasses.replace(local, intra_link=link, inter_link=link)
+    device = dataclasses.replace(local.device, launch_overhead_s=0.0)
+    return dataclasses.replace(local, device=device, intra_link=link, inter_link=link)
 
 
 _planned: dict[str, ParallelModel] = {}
