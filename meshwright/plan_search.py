@@ -97,8 +97,6 @@ def _searched(
             result = search.run()
         except InfeasibleError as error:
             raise (error if limit.over() else with_advice(search, error)) from None
-    if result.host != search.space.host:
-        search = search.offloading(result.host)  # the space of what is compared
     report = explain_search(result, problem, phases_s)
     given = restrict(request.overrides, problem.graph, allow=problem.allow)
     unheeded = without_effect(given, result.best.plan, result.best.assignments)

@@ -6,7 +6,7 @@ asked for with the parts that it depends on, and with no others (`Setting.of_pas
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -132,6 +132,11 @@ class HostParts:
 
     def __bool__(self) -> bool:
         return self != NOT_AWAY
+
+    def exceeds(self, other: HostParts) -> bool:
+        """Whether no less of anything is away than of another."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(own >= less for own, less in pairs)
 
 
 NOT_AWAY, UNSHARED = HostParts(), Sharing()

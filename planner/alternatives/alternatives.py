@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from meshwright.planner.alternatives.families import Family, families
-from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, PlanDraft
+from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, PlanDraft, Waiting
 from meshwright.planner.report import Excluded, excluded
 from meshwright.planner.search import (
     Effort,
@@ -184,6 +184,10 @@ class _Families:
             for one in (equal if family.forced else self.search.equal).combinations(choice):
                 if _accepts(family, one):
                     queue.add(_promised_s(one), one)
+            for own in filter(
+                lambda own: family.setup(own.setup), self.search.equal.waiting(choice)
+            ):
+                queue.add(max(own.estimate_s, own.bound_s), own)
         others = sorted((c for c in choices if not known(c)), key=lambda choice: choice.bound_s)
         for choice in others[:MAX_MESHES]:
             queue.add(choice.bound_s, choice)
@@ -221,7 +225,11 @@ class _Families:
             if left_s >= limit:
                 break
             _, _, what, _ = queue.pop()
-            if isinstance(what, Combination):
+            if isinstance(what, Waiting):
+                for one in (each for each in equal.relieved(what) if _accepts(family, each)):
+                    again[id(one)] = one
+                    queue.add(_promised_s(one), one)
+            elif isinstance(what, Combination):
                 if own or id(what) in again:
                     found = explorer.cut(what, limit)
                     tried += FITS_NOT if found is None else 1

@@ -59,6 +59,8 @@ class Bounds:
             if self.equal.known(choice):
                 own = self.equal.combinations(choice)
                 waiting += [(one.bound_s, next(order), one) for one in own]
+                left = self.equal.waiting(choice)
+                waiting += [(one.bound_s, next(order), None) for one in left]
             else:
                 waiting.append((choice.bound_s, next(order), None))
         heapq.heapify(waiting)
@@ -77,7 +79,7 @@ class Bounds:
         if one.setup.mesh.tp > 1:  # typical blocks are no bound there: stages may split otherwise
             return one.bound_s
         m, p = one.num_microbatches, one.groups
-        policies = self.space.policies(one.schedule)
+        policies = self.equal.policies(one.setup, one.schedule)
         own = self._loads_of(one.setup, policies, single=one.num_stages == 1)
         room = self.equal.room - own.fixed_bytes
         if room <= 0:

@@ -1,14 +1,19 @@
 """Drafts of plans: the space of choices, estimates and cuts of stages, and their price."""
 
 from meshwright.planner.drafts.candidates import Candidate, PlanDraft, priced_fits
-from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
+from meshwright.planner.drafts.combinations import (
+    Combination,
+    MeshChoice,
+    StageDraft,
+    StageSetup,
+    Waiting,
+)
 from meshwright.planner.drafts.drafter import Drafter, Given
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import Space, groups_of
 from meshwright.planner.drafts.unequal_stages import UnequalStages
 
 __all__ = [
-    "Candidate", "Combination", "Drafter", "EqualStages", "Given",
-    "MeshChoice", "PlanDraft", "Space", "StageDraft", "StageSetup", "UnequalStages", "groups_of",
-    "priced_fits",
+    "Candidate", "Combination", "Drafter", "EqualStages", "Given", "MeshChoice", "PlanDraft",
+    "Space", "StageDraft", "StageSetup", "UnequalStages", "Waiting", "groups_of", "priced_fits",
 ]  # fmt: skip

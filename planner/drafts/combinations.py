@@ -6,21 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.operators import NOT_AWAY, HostParts, Mesh, Setting, Sharing
+from meshwright.costmodel.operators import Mesh, Setting, Sharing
 from meshwright.costmodel.stages import InFlight, StageCosts, mixed, of_one, stage_costs
+from meshwright.planner.drafts.reliefs import NO_RELIEF, Relief
 from meshwright.planner.plan import OFFLOADS
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSetup:
-    """Mesh of a pipeline stage as it was asked for, how its states are shared out, what lies in
-    host memory, and the chain that gives its costs; `validated` as in `Setting`."""
+    """Mesh of a pipeline stage as it was asked for, how its states are shared out, what it gives up
+    for memory, and the chain that gives its costs; `validated` as in `Setting`."""
 
     mesh: Mesh
     sharing: Sharing
     chain: Chain
-    host: HostParts = NOT_AWAY
+    relief: Relief = NO_RELIEF
     validated: bool = False
 
     @property
@@ -29,7 +30,8 @@ class StageSetup:
 
     @property
     def setting(self) -> Setting:
-        host = self.host if self.zero < 3 else replace(self.host, weights=0.0, files=0.0)
+        host = self.relief.host
+        host = host if self.zero < 3 else replace(host, weights=0.0, files=0.0)
         return replace(
             self.chain.setting, sharing=self.sharing, host=host, validated=self.validated
         )
@@ -57,7 +59,7 @@ class MeshChoice:
 class Combination:
     """Stage setup, micro-batches and schedule: `estimate_s` of its step orders the search,
     `bound_s` is a lower bound on the step of any plan with it. Where stages are `tight`, equal ones
-    don't fit."""
+    don't fit; what `repeats` runs blocks again, or is tight."""
 
     setup: StageSetup
     num_microbatches: int
@@ -67,10 +69,26 @@ class Combination:
     estimate_s: float
     bound_s: float
     tight: bool
+    repeats: bool
 
     @property
     def num_stages(self) -> int:
         return self.groups * self.stages_per_group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waiting:
+    """Combinations of a setup that repeat blocks, or don't fit (some are `tight`), with each of the
+    (schedule, stages per device group) `offered`: what they take at least once they are relieved.
+    None of them takes less than `bound_s`."""
+
+    setup: StageSetup
+    num_microbatches: int
+    groups: int
+    offered: tuple[tuple[str, int], ...]
+    estimate_s: float
+    bound_s: float
+    tight: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Self, TypedDict
 
-from meshwright.costmodel.operators import HostParts, Problem
+from meshwright.costmodel.operators import Problem
+from meshwright.planner.drafts.away import brought_back
 from meshwright.planner.drafts.candidates import (
     Candidate,
     PipelineSetup,
@@ -32,7 +33,6 @@ class Given(TypedDict, total=False):
 
     executable: bool
     memory_margin: float
-    segmented: bool
     programs: BlockPrograms | None
 
 
@@ -41,8 +41,8 @@ class Drafter:
     and `unequal` meshes.
 
     `executable` leaves only what the executor runs; `memory_margin` is the part of a device's
-    memory that stays free; `segmented` allows segments. `programs` are another drafter's of the
-    same problem, to reuse what it priced. Raises `OverrideError` for overrides that contradict the
+    memory that stays free. `programs` are another drafter's of the same problem, to reuse what it
+    priced. Raises `OverrideError` for overrides that contradict the
     model or each other.
     """
 
@@ -54,7 +54,6 @@ class Drafter:
         *,
         executable: bool = False,
         memory_margin: float = 0.0,
-        segmented: bool = False,
         programs: BlockPrograms | None = None,
     ) -> None:
         graph = problem.graph
@@ -63,8 +62,6 @@ class Drafter:
         self.overrides = overrides
         self.executable = executable
         self.memory_margin = memory_margin
-        self.segmented = segmented
-        self.host_said = ""  # why host memory doesn't help, where that was tried
         self.restrictions = restrict(
             overrides,
             graph,
@@ -82,13 +79,6 @@ class Drafter:
             global_batch_size=global_batch_size,
             restrictions=self.restrictions,
             memory_margin=memory_margin,
-            segmented=segmented,
-            host=HostParts(
-                states=self.restrictions.host_states or 0.0,
-                weights=self.restrictions.host_weights,
-                activations=self.restrictions.host_activations or 0.0,
-                files=self.restrictions.host_files,
-            ),
         )
         at = self.space.cut_at
         if programs is None:
@@ -99,25 +89,11 @@ class Drafter:
         self.unequal = UnequalStages(self.space, self.equal)
 
     def like(self, **changes: Any) -> Self:
-        """The same with other arguments, in the same time, with as many states in host memory.
-        What was priced is used again, for another problem nothing."""
+        """The same with other arguments, in the same time. What was priced is used again, for
+        another problem nothing."""
         programs = None if "problem" in changes else self.programs
         made = type(self)(**{**self._arguments(), "programs": programs, **changes})
         made.programs.time = self.programs.time
-        if made.restrictions.host_states is None and self.space.host:
-            made.offload(self.space.host)
-        return made
-
-    def offload(self, host: HostParts) -> None:
-        """Draft with these parts in host memory, where the overrides leave them free."""
-        self.space = replace(self.space, host=host)
-        self.equal = EqualStages(self.space, self.programs)
-        self.unequal = UnequalStages(self.space, self.equal)
-
-    def offloading(self, host: HostParts) -> Self:
-        """The same with these parts in host memory."""
-        made = self.like()
-        made.offload(host)
         return made
 
     def _arguments(self) -> dict[str, Any]:
@@ -128,7 +104,6 @@ class Drafter:
             "overrides": self.overrides,
             "executable": self.executable,
             "memory_margin": self.memory_margin,
-            "segmented": self.segmented,
         }
 
     def on_nodes(self, num_nodes: int) -> Self:
@@ -162,8 +137,10 @@ class Drafter:
         return make_draft(self.programs.coster, stages, pipeline, self.space.memory_bytes)
 
     def written(self, draft: PlanDraft) -> Candidate:
-        """The plan of a draft, written out and priced from what is written."""
-        return make_candidate(self.programs.coster, draft, self.space.memory_bytes)
+        """The plan of a draft, written out and priced from what is written, with as little off its
+        devices as fits."""
+        found = make_candidate(self.programs.coster, draft, self.space.memory_bytes)
+        return brought_back(found, self.programs, self.space)
 
     def forget(self) -> None:
         """Give back the memory of what was cut; prices stay."""

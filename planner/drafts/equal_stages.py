@@ -10,19 +10,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.operators import UNSHARED, Batch, Mesh, Setting, Sharing
+from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Setting, Sharing
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape
-from meshwright.costmodel.stages import InFlight, Sums, of_one, stage_costs, used_bytes
-from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
+from meshwright.costmodel.stages import InFlight, StageCosts, Sums, of_one, stage_costs, used_bytes
+from meshwright.planner.drafts.combinations import (
+    Combination,
+    MeshChoice,
+    StageDraft,
+    StageSetup,
+    Waiting,
+)
 from meshwright.planner.drafts.fills import filling_s, held_at_peak
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
+from meshwright.planner.drafts.reliefs import Relief
 from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Space, groups_of
 from meshwright.planner.drafts.transports import transports
@@ -39,6 +46,7 @@ from meshwright.planner.stages import (
 SHARED_SLACK = 1.3  # by which a cut into even stages may exceed one into even devices
 ROUNDING = 1e-9  # of sums that may fill a device to the last byte
 SPLIT_MORE = 0.7  # of typical bytes, what a stage needs at least on a tensor axis
+HOST_SHARE = 0.9  # of the hosts' memory that activations may fill
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 
 
@@ -49,12 +57,13 @@ class EqualStages:
     space: Space
     programs: BlockPrograms
     _combinations: dict[MeshChoice, tuple[Combination, ...]] = field(default_factory=dict)
+    _waiting: dict[MeshChoice, tuple[Waiting, ...]] = field(default_factory=dict)
     cuts: np.ndarray = field(init=False)
     classes: list[str] = field(init=False)
     parameters: int = field(init=False)
     floor: MemoryFloor = field(init=False)
     legal: np.ndarray = field(init=False)
-    _levels: dict[tuple[Chain, Sharing, tuple[str, ...]], RecomputeLevels] = field(
+    _levels: dict[tuple[Chain, Sharing, Relief, tuple[str, ...]], RecomputeLevels] = field(
         default_factory=dict
     )
     _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
@@ -73,8 +82,10 @@ class EqualStages:
 
     # --- setups ---
 
-    def setups(self, mesh: Mesh, m: int) -> Iterator[StageSetup]:
-        """A mesh in every mode that may pay, with every ZeRO stage it may have."""
+    def setups(self, mesh: Mesh, m: int, relief: Relief | None = None) -> Iterator[StageSetup]:
+        """A mesh in every mode that may pay, with every ZeRO stage it may have, with what the user
+        decided to give up for memory, or a `relief`."""
+        relief = relief or self.space.reliefs[0]
         validated = bool(self.space.restrictions.post_validation)
         for transport, ways in transports(self.space, mesh).items():
             fast: Chain | None = None
@@ -85,11 +96,7 @@ class EqualStages:
                 fast = fast or chain
                 for sharing in ways:
                     yield StageSetup(
-                        mesh=mesh,
-                        sharing=sharing,
-                        chain=chain,
-                        host=self.space.host,
-                        validated=validated,
+                        mesh=mesh, sharing=sharing, chain=chain, relief=relief, validated=validated
                     )
 
     def _setting(self, mesh: Mesh, m: int, sharing: Sharing = UNSHARED) -> Setting:
@@ -136,28 +143,32 @@ class EqualStages:
         """All combinations on a mesh that may fit, estimated."""
         if choice not in self._combinations:
             m, groups = choice.num_microbatches, choice.groups
-            work = self._work(choice.mesh, m, groups)
-            found: list[Combination] = []
+            found, waiting = list[Combination](), list[Waiting]()
             for setup in self.setups(choice.mesh, m):
                 offered = self.space.schedules(groups, m, setup.zero)
-                for policies in dict.fromkeys(self.space.policies(name) for name, _ in offered):
-                    alike = [one for one in offered if self.space.policies(one[0]) == policies]
-                    found += self._estimated(choice, setup, policies, alike, work)
-            self._combinations[choice] = tuple(found)
+                more, left = self._by_policies(setup, m, groups, offered)
+                found, waiting = found + more, waiting + left
+            self._combinations[choice], self._waiting[choice] = tuple(found), tuple(waiting)
         return self._combinations[choice]
 
+    def _by_policies(
+        self, setup: StageSetup, m: int, groups: int, offered: Sequence[tuple[str, int]]
+    ) -> tuple[list[Combination], list[Waiting]]:
+        """The same for schedules that may differ in their policies."""
+        found, waiting = list[Combination](), list[Waiting]()
+        for policies in dict.fromkeys(self.policies(setup, name) for name, _ in offered):
+            alike = [one for one in offered if self.policies(setup, one[0]) == policies]
+            more, left = self._estimated(setup, m, groups, alike)
+            found, waiting = found + more, waiting + left
+        return found, waiting
+
     def _estimated(
-        self,
-        choice: MeshChoice,
-        setup: StageSetup,
-        policies: Sequence[str],
-        offered: Sequence[tuple[str, int]],
-        work: tuple[float, float],
-    ) -> Iterator[Combination]:
+        self, setup: StageSetup, m: int, groups: int, offered: Sequence[tuple[str, int]]
+    ) -> tuple[list[Combination], list[Waiting]]:
         """Combinations of a setup with each (schedule, stages per device group) `offered`, all
-        under these recompute policies, of which some device may fit an even share: estimated from
-        the sums of the whole model and `_work`."""
-        m, groups = choice.num_microbatches, choice.groups
+        under the same recompute policies, of which some device may fit an even share: estimated
+        from the sums of the whole model and `_work`. And those that may be relieved, together."""
+        policies, work = self.policies(setup, offered[0][0]), self._work(setup.mesh, m, groups)
         shapes = [PipelineShape(m, groups, each) for _, each in offered]
         each = np.array([shape.v for shape in shapes])
         # stages of one copy of the model per device group
@@ -167,57 +178,134 @@ class EqualStages:
         held = [held_at_peak(name, groups * v, m, groups) for name, v in offered]
         average = InFlight(*np.array([np.array(own).mean(axis=0) for own in held]).T)
         chosen = levels.choose(average, self.room, per_device=each)
-        most = levels.costs[-1]
-        in_flight = np.array([min(h.active if m > 1 else h.first for h in own) for own in held])
-        parts = whole.without_maxima().shared_out(
-            groups * own_each
-        )  # of buffers not all have the most
-        least = stage_costs(parts, setup.setting, levels.policies[-1])
-        states, sure = least.kept_bytes, 1 - ROUNDING
-        if choice.mesh.tp > 1 and groups > 1:  # as blocks prefer; those of a stage may split more
-            split = self.parameters / (choice.mesh.tp * choice.mesh.ep * groups * own_each)
-            states = states * np.minimum(1.0, split / np.maximum(least.parameters, 1.0))
-            sure = SPLIT_MORE
-        load = groups * each * (states + in_flight * least.activation_bytes)
-        kinds = stage_costs(self._kinds(setup, groups), setup.setting, levels.policies[-1])
-        single = segment_policy(levels.policies[-1])[1] == 1  # else passing is the most, not least
-        for k in range(len(offered)):
-            passing = kinds.half_bytes if held[k][0].split else kinds.passing_bytes
-            if single and overfull(float(load[k]), passing, self.room / sure, groups):
-                continue
+        over = [False] * len(offered)
+        if not chosen.fits.all():  # on average; a first stage with fewer blocks may fit
+            over = self._overfull(setup, levels.policies[-1], groups, each, own_each, held, m)
+        uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
+
+        def estimate_s(k: int, own: StageCosts[float]) -> float:
             schedule = SCHEDULES[offered[k][0]]
-            tight = not chosen.fits[k]  # on average; a first stage with fewer blocks may fit
-            own = of_one(most, k) if tight else levels.at(k, chosen)
             sent = 0.0 if schedule.hides_sends else _sent_s(setup, int(groups * each[k]))
             turn = own_each[k] * (own.amortised_s(m) + sent)
             fill = float(filling_s(schedule, own, shapes[k]))
-            uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
-            estimate = m * turn * uneven + (groups - 1) * fill
-            yield Combination(
-                setup=setup,
-                num_microbatches=m,
-                schedule=offered[k][0],
-                groups=groups,
-                stages_per_group=int(each[k]),
-                estimate_s=float(estimate) * (TIGHT if tight else 1.0),
-                bound_s=schedule.bound_s(*work, m, groups),
-                tight=bool(tight),
+            return float(m * turn * uneven + (groups - 1) * fill)
+
+        found, waiting = list[Combination](), list[int]()
+        for k, (name, stages) in enumerate(offered):
+            tight = not chosen.fits[k]
+            repeats = bool(over[k] or tight or chosen.level[k] or chosen.fraction[k])
+            waiting += [k] * repeats
+            if not over[k]:
+                own = of_one(levels.costs[-1], k) if tight else levels.at(k, chosen)
+                one = Combination(
+                    setup=setup,
+                    num_microbatches=m,
+                    schedule=name,
+                    groups=groups,
+                    stages_per_group=stages,
+                    estimate_s=estimate_s(k, own) * (TIGHT if tight else 1.0),
+                    bound_s=SCHEDULES[name].bound_s(*work, m, groups),
+                    tight=bool(tight),
+                    repeats=repeats,
+                )
+                found.append(one)
+        if not waiting or setup.relief != self.space.reliefs[0] or len(self.space.reliefs) == 1:
+            return found, []
+        left = Waiting(
+            setup=setup,
+            num_microbatches=m,
+            groups=groups,
+            offered=tuple(offered[k] for k in waiting),
+            estimate_s=min(estimate_s(k, of_one(levels.costs[0], k)) for k in waiting),
+            bound_s=min(SCHEDULES[offered[k][0]].bound_s(*work, m, groups) for k in waiting),
+            tight=any(over[k] or not chosen.fits[k] for k in waiting),
+        )
+        return found, [left]
+
+    def _overfull(
+        self,
+        setup: StageSetup,
+        policy: str,
+        groups: int,
+        each: NDArray[Any],
+        own_each: NDArray[Any],
+        held: Sequence[Sequence[InFlight]],
+        m: int,
+    ) -> list[bool]:
+        """Whether an even share of the model can't fit even under the policy that keeps least, for
+        each number of stages on a device."""
+        if segment_policy(policy)[1] > 1:  # passing is the most, not least
+            return [False] * len(each)
+        whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
+        parts = whole.without_maxima().shared_out(groups * own_each)  # of buffers not all the most
+        least = stage_costs(parts, setup.setting, policy)
+        states, sure = least.kept_bytes, 1 - ROUNDING
+        if setup.mesh.tp > 1 and groups > 1:  # as blocks prefer; those of a stage may split more
+            split = self.parameters / (setup.mesh.tp * setup.mesh.ep * groups * own_each)
+            states = states * np.minimum(1.0, split / np.maximum(least.parameters, 1.0))
+            sure = SPLIT_MORE
+        in_flight = np.array([min(h.active if m > 1 else h.first for h in own) for own in held])
+        load = groups * each * (states + in_flight * least.activation_bytes)
+        kinds = stage_costs(self._kinds(setup, groups), setup.setting, policy)
+        return [
+            overfull(
+                float(load[k]),
+                kinds.half_bytes if own[0].split else kinds.passing_bytes,
+                self.room / sure,
+                groups,
             )
+            for k, own in enumerate(held)
+        ]
+
+    def waiting(self, choice: MeshChoice) -> tuple[Waiting, ...]:
+        """Combinations on a mesh that repeat blocks or don't fit, and may be relieved."""
+        self.combinations(choice)
+        return self._waiting[choice]
+
+    def relieved(self, own: Waiting, *, hosts: bool = True) -> Iterator[Combination]:
+        """Combinations that wait, with each relief that they may have, where that may fit, of
+        `hosts` too; none that gives up more than another with which nothing runs again."""
+        zero, sharing = own.setup.zero, own.setup.sharing
+        sent = sharing.hpz or sharing.quantized != "none"
+        enough, sends = list[HostParts](), self._sendable(own) if hosts else 0.0
+        for relief in self.space.reliefs[1:]:
+            host = replace(relief.host, activations=min(sends, 1.0) * relief.host.activations)
+            setup = replace(own.setup, relief=replace(relief, host=host))
+            if (relief.segmented and not own.tight) or (host and not hosts):
+                continue
+            if (zero == 3 and (host.weights or host.files)) or (host.states and sent):
+                continue
+            if not host.files and any(map(host.exceeds, enough)):
+                continue
+            left = [(n, v) for n, v in own.offered if not host or SCHEDULES[n].copies == 1]
+            found = self._by_policies(setup, own.num_microbatches, own.groups, left)[0]
+            if len(found) == len(left) and not any(one.repeats for one in found):
+                enough.append(host)
+            yield from found
+
+    def _sendable(self, own: Waiting) -> float:
+        """The part of all activations that the hosts hold, roughly, or more than all."""
+        host, (name, each) = self.space.cluster.host, own.offered[0]
+        if host is None or not self.space.most_away.activations:
+            return 0.0
+        setting = replace(own.setup.setting, host=HostParts(activations=1.0))
+        parts = own.setup.chain.typical().times(1 / own.groups)
+        away = stage_costs(parts, setting, self.policies(own.setup, name)[0]).away_bytes
+        held = held_at_peak(name, own.groups * each, own.num_microbatches, own.groups)
+        active = sum(float(one.active) for one in held) / len(held)
+        room = HOST_SHARE * host.memory_bytes / self.space.cluster.devices_per_node
+        return room / max(float(away) * active, 1.0)
+
+    def policies(self, setup: StageSetup, schedule: str) -> tuple[str, ...]:
+        """The recompute policies that blocks of a setup may have under a schedule."""
+        return self.space.policies(schedule, segmented=setup.relief.segmented)
 
     def estimated(self, other: Combination) -> Combination | None:
         """A combination of stages that may recompute otherwise, under these policies; None where it
         can't fit."""
-        choice = MeshChoice(
-            mesh=other.setup.mesh,
-            num_microbatches=other.num_microbatches,
-            groups=other.groups,
-            bound_s=other.bound_s,
-        )
-        policies = self.space.policies(other.schedule)
-        offered = other.schedule, other.stages_per_group
-        work = self._work(choice.mesh, choice.num_microbatches, choice.groups)
-        found = self._estimated(choice, other.setup, policies, [offered], work)
-        return next(found, None)
+        offered = [(other.schedule, other.stages_per_group)]
+        found, _ = self._estimated(other.setup, other.num_microbatches, other.groups, offered)
+        return found[0] if found else None
 
     def _work(self, mesh: Mesh, m: int, groups: int) -> tuple[float, float]:
         """Least seconds per micro-batch of all stages and of the slowest device group."""
@@ -247,8 +335,8 @@ class EqualStages:
 
     def levels(self, setup: StageSetup, schedule: str) -> RecomputeLevels:
         """Every run of blocks (`Runs`) of a setup, with the policies that a schedule allows."""
-        policies = self.space.policies(schedule)
-        key = setup.chain, setup.sharing, policies
+        policies = self.policies(setup, schedule)
+        key = setup.chain, setup.sharing, setup.relief, policies
         if key not in self._levels:
             runs = setup.chain.runs
             self._levels[key] = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
@@ -364,7 +452,7 @@ class EqualStages:
         setup, each = combination.setup, combination.stages_per_group
         if each == 1:
             return [0.0] * len(in_flight)
-        policies = self.space.policies(combination.schedule)
+        policies = self.policies(setup, combination.schedule)
         copies = SCHEDULES[combination.schedule].copies
         whole, stages = setup.chain.typical(), np.array([combination.num_stages // copies])
         levels = self._even_levels(whole, setup.setting, policies, stages)

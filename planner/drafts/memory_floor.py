@@ -70,7 +70,9 @@ class MemoryFloor:
 
     @property
     def _segments(self) -> bool:
-        return may_segment(self.space.restrictions, free=self.space.segmented)
+        return may_segment(
+            self.space.restrictions, free=any(own.segmented for own in self.space.reliefs)
+        )
 
     @property
     def _room(self) -> float:
@@ -88,12 +90,12 @@ class MemoryFloor:
                 dp=shard or mesh.dp * mesh.cp,
                 optimizer=problem.optimizer,
                 target=problem.target,
-                host=self.space.host.states,
-                sent=self.space.host.states,
+                host=self.space.most_away.states,
+                sent=self.space.most_away.states,
             ).nbytes
             for zero, shard in self.space.zeros(mesh)
         )
-        there = self.space.host.weights * part * DTYPE_BYTES[problem.precision]
+        there = self.space.most_away.weights * part * DTYPE_BYTES[problem.precision]
         return any(fits(float(needed) - there, self.space.room_bytes) for needed in states)
 
     def _needs(self, mesh: Mesh, m: int, kinds: Sums, policy: str) -> list[tuple[Floats, Floats]]:
@@ -104,7 +106,7 @@ class MemoryFloor:
         found = []
         for zero, shard in self.space.zeros(mesh):
             kinds.shard_parameters = among / (shard or mesh.dp * mesh.cp)
-            host = self.space.host
+            host = self.space.most_away
             own = replace(
                 setting,
                 sharing=Sharing(zero=zero, dp_shard=shard),

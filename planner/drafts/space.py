@@ -17,17 +17,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators import NOT_AWAY, HostParts, Mesh, Problem
+from meshwright.costmodel.operators import HostParts, Mesh, Problem
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding import ULYSSES, FactorTable
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
+from meshwright.planner.drafts.reliefs import Relief, reliefs
 from meshwright.planner.drafts.segments import with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import divisors, fewest_experts, kept_together, ulysses_degrees
@@ -42,15 +43,12 @@ PIPELINE_INSIDE = "tp,pp,dp"
 @dataclass(frozen=True, kw_only=True)
 class Space:
     """The choices for one model, cluster and batch, within the user's restrictions. A
-    `memory_margin` of each device is left free; of stages the parts `host` lie in host memory."""
+    `memory_margin` of each device is left free."""
 
     problem: Problem
     global_batch_size: int
     restrictions: Restrictions
     memory_margin: float = 0.0
-    host: HostParts = NOT_AWAY
-    segmented: bool = False
-    """Whether stages may run again in segments, where single blocks don't free enough."""
 
     @property
     def memory_bytes(self) -> float:
@@ -86,12 +84,23 @@ class Space:
         several = self.cluster.num_devices > 1 and over.pp != 1
         return over.unequal_meshes and several and over.placements != (PIPELINE_INSIDE,)
 
-    def policies(self, schedule: str) -> tuple[str, ...]:
+    @cached_property
+    def reliefs(self) -> tuple[Relief, ...]:
+        """What the user decided, or nothing; then what plans may give up to fit."""
+        return reliefs(self.problem, self.restrictions)
+
+    @cached_property
+    def most_away(self) -> HostParts:
+        """The most of each kind that may lie in host memory."""
+        hosts = [asdict(each.host) for each in self.reliefs]
+        return HostParts(**{name: max(own[name] for own in hosts) for name in hosts[0]})
+
+    def policies(self, schedule: str, *, segmented: bool = False) -> tuple[str, ...]:
         """Recompute policies that a schedule allows; "none" always. Last come those in segments,
         from the fastest on."""
         allowed = SCHEDULES[schedule].recomputed
         if allowed is None:
-            return with_segments(self.restrictions, free=self.segmented)
+            return with_segments(self.restrictions, free=segmented)
         left = tuple(policy for policy in self.restrictions.policies if policy in allowed)
         return left or allowed[:1]
 
@@ -302,7 +311,7 @@ class Space:
         """(schedule, stages per device group) for equal meshes. On one device group schedules take
         the same time: the one with the fewest micro-batches in flight."""
         over, most = self.restrictions, len(self.cut_at) - 1
-        if self._held_twice and (over.post_validation or self.host):
+        if self._held_twice and (over.post_validation or self.reliefs[0].host):
             return []
         left = {
             name: schedule

@@ -32,7 +32,7 @@ def secondaries(space: Space, mesh: Mesh, zero: int, shard: int) -> list[int]:
         return [0] if None in over.hpz or ranks == 1 else []
     shards = shard or ranks
     found = {0} if None in over.hpz or shards in asked else set()
-    if mesh.ep == 1 and not space.host.states:
+    if mesh.ep == 1 and not space.reliefs[0].host.states:
         found |= {n for n in asked if 1 < n < shards and shards % n == 0}
         node = _node(space, mesh)
         if over.secondary_shards and None in over.hpz and 1 < node < shards:
@@ -47,7 +47,7 @@ def quantizations(space: Space, mesh: Mesh, zero: int) -> list[str]:
     left |= set(over.quantizations) if None in over.quantized else set()
     if ranks == 1:  # nothing is sent
         return ["none"]
-    may = zero == 3 and mesh.ep == 1 and not space.host.states
+    may = zero == 3 and mesh.ep == 1 and not space.reliefs[0].host.states
     return [choice for choice in QUANTIZED if choice in left and (may or choice == "none")]
 
 

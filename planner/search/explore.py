@@ -19,6 +19,8 @@ from meshwright.planner.drafts import (
     MeshChoice,
     PlanDraft,
     StageDraft,
+    StageSetup,
+    Waiting,
 )
 from meshwright.planner.intra_op import TimeLimit
 from meshwright.planner.plan import seconds, slower
@@ -29,6 +31,7 @@ progress = logging.getLogger("meshwright.progress")  # heard where somebody watc
 
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 LATE_TRIES = 16  # meshes, combinations and cuts looked at for a first plan when the time is over
+RELUCTANCE = 1 / 0.95  # of what lies in host memory: no host link was measured
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 
 
@@ -59,7 +62,9 @@ class Queue:
     cut). Meshes without a bound come last."""
 
     def __init__(self, choices: Iterable[MeshChoice] = ()) -> None:
-        self._heap: list[tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]] = []
+        self._heap: list[
+            tuple[float, int, MeshChoice | Combination | Waiting, list[StageDraft] | None]
+        ] = []
         self._count = itertools.count()
         own = list(choices)
         last_s = max((choice.bound_s for choice in own), default=0.0)
@@ -74,11 +79,14 @@ class Queue:
         return [what for _, _, what, _ in self._heap if isinstance(what, Combination)]
 
     def add(
-        self, promised_s: float, what: MeshChoice | Combination, cut: list[StageDraft] | None = None
+        self,
+        promised_s: float,
+        what: MeshChoice | Combination | Waiting,
+        cut: list[StageDraft] | None = None,
     ) -> None:
         heapq.heappush(self._heap, (promised_s, next(self._count), what, cut))
 
-    def pop(self) -> tuple[float, int, MeshChoice | Combination, list[StageDraft] | None]:
+    def pop(self) -> tuple[float, int, MeshChoice | Combination | Waiting, list[StageDraft] | None]:
         return heapq.heappop(self._heap)
 
     @property
@@ -91,7 +99,8 @@ class Queue:
 class Explorer:
     """Drafts the best plans of a drafter's `equal` stages among the combinations that `accept`
     lets through. `trust` is the part of an estimate that a plan is believed to take at least;
-    `known_s` a step to beat."""
+    `known_s` a step to beat; plans with parts in host memory have to be faster by the factor of
+    `reluctance`, and are compared with so much added."""
 
     drafter: Drafter
     equal: EqualStages
@@ -99,11 +108,24 @@ class Explorer:
     accept: Callable[[Combination], bool] = lambda _: True
     trust: float = OPTIMISM
     known_s: float = math.inf
+    reluctance: float = 1.0
     drafts: list[PlanDraft] = field(default_factory=list)
 
     def limit_s(self) -> float:
         """Step time to beat: that of the fastest draft that fits."""
-        return min((d.step_time_s for d in self.drafts if d.fits), default=self.known_s)
+        return min((self.compared_s(d) for d in self.drafts if d.fits), default=self.known_s)
+
+    def compared_s(self, draft: PlanDraft) -> float:
+        """The seconds by which a draft is compared."""
+        return draft.step_time_s * self.weight(draft)
+
+    def weight(self, draft: PlanDraft) -> float:
+        """How many times its seconds a draft is compared by."""
+        return self._weight(draft.stages[0].setup)
+
+    def _weight(self, setup: StageSetup) -> float:
+        more = setup.relief.host != self.equal.space.reliefs[0].host
+        return self.reluctance if more else 1.0
 
     def explore(self, queue: Queue, tries: int = LATE_TRIES) -> None:
         """Draft what promises most until nothing left in the queue can be faster. When the time is
@@ -123,10 +145,13 @@ class Explorer:
                 continue
             if isinstance(what, MeshChoice):
                 self.expand(what, queue)
+            elif isinstance(what, Waiting):
+                self.relieve(what, queue, limit)
             elif cut is None:
                 found = self.cut(what, limit)
                 if found is not None:
-                    queue.add(max(found[0], what.bound_s), what, found[1])
+                    weight = self._weight(what.setup)
+                    queue.add(weight * max(found[0], what.bound_s), what, found[1])
             else:
                 self.simulate(what, cut)
 
@@ -142,7 +167,27 @@ class Explorer:
         """Queue the combinations of a mesh."""
         for one in self.effort.timed("price stages", self.equal.combinations, choice):
             if self.accept(one):
-                queue.add(max(one.estimate_s * self.trust, one.bound_s), one)
+                self.add(one, queue)
+        for own in self.equal.waiting(choice):
+            queue.add(self.promised_s(own), own)
+
+    def relieve(self, waiting: Waiting, queue: Queue, limit_s: float) -> None:
+        """Queue combinations that wait with each relief with which they may take less."""
+        hosts = self.promised_s(waiting) * self.reluctance < limit_s
+        found = self.effort.timed(
+            "price stages", lambda: [*self.equal.relieved(waiting, hosts=hosts)]
+        )
+        for one in found:
+            if self.accept(one) and self.promised_s(one) < limit_s:
+                self.add(one, queue)
+
+    def add(self, one: Combination, queue: Queue) -> None:
+        """Queue a combination by what it promises."""
+        queue.add(self.promised_s(one), one)
+
+    def promised_s(self, one: Combination | Waiting) -> float:
+        """What a combination takes at least, as it is compared."""
+        return self._weight(one.setup) * max(one.estimate_s * self.trust, one.bound_s)
 
     def cut(
         self, combination: Combination, limit_s: float, **given: Any
@@ -150,7 +195,7 @@ class Explorer:
         """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
         the simulation may hide all of what it sends. `given` as to `EqualStages.solve`."""
         sent_s = self.equal.sends_s(combination)
-        cutoff_s = limit_s * OVERSHOOT + sent_s
+        cutoff_s = limit_s / self._weight(combination.setup) * OVERSHOOT + sent_s
         found = self.effort.timed(
             "cut stages", lambda: self.equal.solve(combination, cutoff_s, **given)
         )

@@ -39,7 +39,8 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
         f"the model does not fit {cluster.describe()} "
         f"({sized(drafter.space.room_bytes)} usable per device{_margin(drafter)}). "
         f"The closest plan ({how}) lacks {sized(excess)} on its fullest stage; "
-        f"shortfall by stage: {short}. {way_out(found)}{_together(drafter)}{_host(drafter)}",
+        f"shortfall by stage: {short}. {way_out(found)}{_together(drafter)}"
+        f"{_host(drafter, drafts)}",
         per_stage,
         found,
     )
@@ -133,9 +134,28 @@ def _together(drafter: Drafter) -> str:
     return f". All plans have one micro-batch: {kept_together(meetings)}" if meetings else ""
 
 
-def _host(drafter: Drafter) -> str:
+def _host(drafter: Drafter, drafts: Sequence[PlanDraft]) -> str:
     """Why host memory doesn't help."""
-    return f" {drafter.host_said}." if drafter.host_said else ""
+    cluster, tried = drafter.problem.cluster, drafter.space.most_away
+    if cluster.host is None or not tried or tried == drafter.space.reliefs[0].host:
+        return ""
+    part, host = tried.states, cluster.host
+    said = f" With {'all' if part == 1 else f'{part:.0%}'} of the optimizer states "
+    said += f"{'and all weights ' if tried.weights else ''}in host memory"
+    said += f"{' and files on flash' if tried.files else ''} nothing fits, either"
+    lacks = [draft.evaluation.prediction for draft in drafts]
+    short = [p.host_shortfall(cluster) for p in lacks if p.host_shortfall(cluster)]
+    filed = [p.flash_shortfall(cluster) for p in lacks if p.flash_shortfall(cluster)]
+    if part < 1:
+        lacking = host.memory_bytes * (1 / part - 1)
+        said += f": for all of them a host lacks {sized(lacking)}"
+    elif short:
+        said += f": the closest plan lacks {sized(min(short))} of a host's memory"
+    elif filed:
+        said += f": the closest plan lacks {sized(min(filed))} of a node's flash"
+    said += f" ({sized(host.memory_bytes)} a node"
+    said += f", {sized(host.nvme_bytes)} of flash)" if host.has_flash else ")"
+    return f"{said}."
 
 
 def _margin(drafter: Drafter) -> str:

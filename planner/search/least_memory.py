@@ -69,7 +69,7 @@ def memory_needs(
         needs = []
         for name, per_group in equal.space.schedules(groups, m, setup.zero):
             if schedule(name):
-                stages, policies = groups * per_group, equal.space.policies(name)
+                stages, policies = groups * per_group, equal.policies(setup, name)
                 part = setup.chain.typical().times(1 / stages)
                 levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
                 costs = of_one(levels.costs[-1])

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.operators import NOT_AWAY, HostParts
 from meshwright.planner.drafts import Candidate, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import Certificate
 
@@ -19,8 +18,7 @@ class SearchResult:
 
     No plan that the search may choose takes less than `bound_s` under the cost model; 0 where
     there was no time to bound them all. `complete` says that no time limit cut the search, or a
-    block's program, short. `host` are the parts in host memory of the space that the plan was found
-    in.
+    block's program, short.
     """
 
     candidates: tuple[Candidate | PlanDraft, ...]
@@ -31,7 +29,6 @@ class SearchResult:
     drafts: tuple[PlanDraft, ...]
     bound_s: float
     complete: bool = True
-    host: HostParts = NOT_AWAY
 
     @property
     def best(self) -> Candidate:
@@ -45,16 +42,10 @@ class SearchResult:
         bound."""
         return max(0.0, self.best.step_time_s / self.bound_s - 1.0) if self.bound_s else math.inf
 
-    def led_by(self, best: Candidate, host_states: float) -> SearchResult:
-        """The result with another plan as the best, found with so many states in host memory."""
+    def led_by(self, best: Candidate) -> SearchResult:
+        """The result with another plan as the best."""
         return replace(
             self,
             candidates=(best, *self.candidates[1:]),
             bound_s=min(self.bound_s, best.step_time_s),
-            host=replace(
-                self.host,
-                states=host_states,
-                weights=max(s.offload.get("weights", 0.0) for s in best.plan.stages),
-                activations=max(s.offload.get("activations", 0.0) for s in best.plan.stages),
-            ),
         )

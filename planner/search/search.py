@@ -20,20 +20,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from meshwright.costmodel.operators import Batch, HostParts, Mesh, Problem
+from meshwright.costmodel.operators import Batch, Mesh, Problem
 from meshwright.planner.bounds import Bounds
-from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft
+from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft, Waiting
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan, check_plan
 from meshwright.planner.pricing import mesh_of
-from meshwright.planner.search.activations import if_activations_pay
-from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
-from meshwright.planner.search.failure import LATE_MESHES
+from meshwright.planner.search.explore import OVERSHOOT, RELUCTANCE, Effort, Explorer, Queue
+from meshwright.planner.search.failure import LATE_MESHES, failure
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
-from meshwright.planner.search.offload import if_it_pays
-from meshwright.planner.search.relieved import relieved
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, order, shape
 from meshwright.planner.search.validated import if_validated_pays
@@ -70,12 +67,11 @@ class Search(Drafter):
         self.objective = objective
         self.time_limit_s = time_limit_s
         self._effort = Effort(self.programs.time)
-        self._explorer = Explorer(drafter=self, equal=self.equal, effort=self._effort)
+        reluctance = RELUCTANCE if objective == "robust" else 1.0
+        self._explorer = Explorer(
+            drafter=self, equal=self.equal, effort=self._effort, reluctance=reluctance
+        )
         self.drafts = self._explorer.drafts
-
-    def offload(self, host: HostParts) -> None:
-        super().offload(host)
-        self._explorer.equal = self.equal
 
     def again(self, overrides: Overrides) -> SearchResult:
         """The same search under other overrides, on what was priced. Raises as `run` does."""
@@ -97,13 +93,12 @@ class Search(Drafter):
         """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds. After
         the time limit a first plan is still looked for where it is likely."""
         with self.programs.time.until(self.programs.time.after(self.time_limit_s)):
-            found = self.attempt()
+            found = self._attempt()
             if found is None:
-                return relieved(self)
-            found = if_it_pays(self, if_activations_pay(self, found))
+                raise failure(self, self.drafts)
             return if_validated_pays(self, found)
 
-    def attempt(self) -> SearchResult | None:
+    def _attempt(self) -> SearchResult | None:
         """`run`; None where no plan that was written out fits."""
         limit, given_s = self.programs.time, self.time_limit_s
         ends_s = limit.after(given_s)
@@ -147,7 +142,6 @@ class Search(Drafter):
             drafts=tuple(self.drafts),
             bound_s=min(equal_s, different_s, self._limit(), best.step_time_s),
             complete=self._effort.complete and not self.programs.unproved,
-            host=self.space.host,
         )
 
     def _unproved(self) -> list[str]:
@@ -204,6 +198,9 @@ class Search(Drafter):
             if isinstance(what, MeshChoice):
                 if axes_of([what.mesh], what.groups) <= axes:
                     self._explorer.expand(what, queue)
+                continue
+            if isinstance(what, Waiting):
+                self._explorer.relieve(what, queue, limit)
                 continue
             kind = kind_of_mesh(what)
             if axes_of([what.setup.mesh], what.groups) > axes or seen[kind] >= MAX_SIMPLER:
@@ -317,10 +314,11 @@ class Search(Drafter):
 
     def _written_by_taste(self, drafts: Sequence[PlanDraft]) -> list[Candidate | PlanDraft]:
         """The first draft by taste that fits when it is written out, then the fastest others."""
-        least_s = min((d.step_time_s for d in drafts), default=math.inf)
-        near = [d for d in drafts if d.step_time_s <= least_s * (1 + 2 * TIE)]
+        compared_s = self._explorer.compared_s
+        least_s = min(map(compared_s, drafts), default=math.inf)
+        near = [d for d in drafts if compared_s(d) <= least_s * (1 + 2 * TIE)]
         refused: list[PlanDraft] = []
-        for judged in by_taste(near, self.programs.coster):
+        for judged in by_taste(near, self.programs.coster, self._explorer.weight):
             candidate = self.written(judged.draft)
             if candidate.fits and candidate.step_time_s <= judged.draft.step_time_s * (1 + TIE):
                 others = [d for d in drafts if all(d is not x for x in (judged.draft, *refused))]

@@ -15,7 +15,7 @@ the order of `simplicity`. The errors are the scoreboard's (`costmodel/intervals
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,11 +132,13 @@ def _of_draft(draft: PlanDraft, cluster: Cluster) -> Simplicity:
     return simplicity(evaluation.plan, peak, cluster.device.memory_bytes)
 
 
-def by_taste(drafts: Sequence[PlanDraft], coster: StageCoster) -> list[Judged]:
+def by_taste(
+    drafts: Sequence[PlanDraft], coster: StageCoster, weight: Callable[[PlanDraft], float]
+) -> list[Judged]:
     """The drafts in the order in which they should be chosen: ties by simplicity, then the rest by
-    their quantile."""
-    fastest = sorted(drafts, key=lambda d: d.step_time_s)[:MOST_JUDGED]
-    judged = [Judged(draft=d, quantile_s=quantile_s(d, coster)) for d in fastest]
+    their quantile; each by as many times its seconds as its `weight` says."""
+    fastest = sorted(drafts, key=lambda d: weight(d) * d.step_time_s)[:MOST_JUDGED]
+    judged = [Judged(draft=d, quantile_s=weight(d) * quantile_s(d, coster)) for d in fastest]
     least = min((j.quantile_s for j in judged), default=math.inf)
 
     def order(own: Judged) -> tuple[bool, Simplicity | tuple[()], float, str]:

@@ -28,4 +28,4 @@ def if_validated_pays(search: Search, found: SearchResult) -> SearchResult:
     other = there.on_meshes_of(plan)
     if other is None or other.step_time_s >= PAYS * best.step_time_s:
         return found
-    return found.led_by(other, found.host.states)
+    return found.led_by(other)

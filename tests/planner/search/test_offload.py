@@ -11,14 +11,15 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright import Overrides, ParallelModel, auto_parallelize
+from meshwright.costmodel.operators import HostParts, Problem
+from meshwright.planner.drafts.reliefs import SENT, held_by_flash, held_by_hosts
+from meshwright.planner.overrides import restrict
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.words import sized
 from meshwright.planner.pricing.evaluate import Evaluator, Prediction
-from meshwright.planner.search.offload import held_by_flash, held_by_hosts
-from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import cluster, linears, problem_of
 from tests.helpers.tiers import second_tier
@@ -88,14 +89,14 @@ def test_what_hosts_and_flash_hold_by_hand() -> None:
     assert on.host is not None
     host = replace(on.host, memory_bytes=numel, nvme_bytes=4 * numel, **SPEED)
 
-    def search(**changes: Any) -> Search:
-        whole = replace(on, host=replace(host, **changes))
-        return Search(problem_of(of, whole), 4, Overrides())
+    def problem(**changes: Any) -> Problem:
+        return problem_of(of, replace(on, host=replace(host, **changes)))
 
-    assert held_by_hosts(search()) == pytest.approx(3 * numel / (16 * numel))
-    assert held_by_hosts(search(memory_bytes=6 * numel)) == 1
-    assert held_by_flash(search()) == pytest.approx(3 * 4 * numel / (12 * numel))
-    assert held_by_flash(search(nvme_bytes=0)) == 0
+    free = restrict(Overrides(), of.graph)
+    assert held_by_hosts(problem(), free) == pytest.approx(3 * numel / (16 * numel))
+    assert held_by_hosts(problem(memory_bytes=6 * numel), free) == 1
+    assert held_by_flash(problem()) == pytest.approx(3 * 4 * numel / (12 * numel))
+    assert held_by_flash(problem(nvme_bytes=0)) == 0
 
 
 def test_all_stays_on_devices_that_have_room(roomy: ParallelModel) -> None:
@@ -104,9 +105,12 @@ def test_all_stays_on_devices_that_have_room(roomy: ParallelModel) -> None:
     assert "host memory" not in str(roomy.report)
 
 
-def test_no_more_goes_to_the_host_than_must(roomy: ParallelModel) -> None:
+def test_no_more_goes_to_the_host_than_must(
+    roomy: ParallelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshwright.planner.drafts.reliefs.SENT", ())
     room = (3 * least(roomy, 0.0, "none") + least(roomy, 1.0, "none")) // 4
-    result = on(gpus(room), recompute="none")
+    result = on(gpus(room), recompute="none", num_microbatches=8)
     own = part(result)
     assert 0 < own < 1
     less, enough = (
@@ -148,7 +152,7 @@ def test_weights_go_to_the_host_where_states_do_not_suffice(roomy: ParallelModel
 def test_freed_memory_that_pays_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host at no cost: what a device then has room for need not be computed again. Activations,
     which would go there first, stay."""
-    monkeypatch.setattr("meshwright.planner.search.activations.may_send", lambda _: False)
+    monkeypatch.setattr("meshwright.planner.drafts.reliefs.SENT", ())
     tight = on(gpus(2**33), num_microbatches=1)
     room = tight.prediction.peak_memory_bytes[0] - NUMEL * 12 // 2
     with_it, without = (
@@ -163,7 +167,15 @@ def test_freed_memory_that_pays_is_freed(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- activations ---------------------------------------------------------------------------------
 
 
-def test_no_more_activations_go_at_no_cost_than_save_recompute(roomy: ParallelModel) -> None:
+def test_no_more_activations_go_at_no_cost_than_save_recompute(
+    roomy: ParallelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no states go there, at no cost either."""
+    sent = tuple(HostParts(activations=part) for part in SENT)
+    monkeypatch.setattr(
+        "meshwright.planner.drafts.reliefs._away",
+        lambda _, over: sent if over.host_states is None else (),
+    )
     both = [
         priced(roomy, recompute="none", offload={"activations": f} if f else {}) for f in (0, 1)
     ]

@@ -80,7 +80,9 @@ def test_errors_only_add() -> None:
 def test_ties_go_to_the_simplest_and_stay_within_the_tolerance() -> None:
     (_, fastest), (search, robust) = searched("fastest"), searched("robust")
     assert robust.best.step_time_s >= fastest.best.step_time_s * (1 - 0.005)
-    first, *others = by_taste([d for d in robust.drafts if d.fits], search.programs.coster)
+    first, *others = by_taste(
+        [d for d in robust.drafts if d.fits], search.programs.coster, lambda _: 1.0
+    )
     least = min(own.quantile_s for own in (first, *others))
     assert first.quantile_s <= least * (1 + TIE)
     tied = [own.draft.plan for own in (first, *others) if own.quantile_s <= least * (1 + TIE)]

@@ -1,0 +1,121 @@
+"""What a plan has in host memory comes back to its devices as far as they have room.
+
+A draft is made with all that its relief allows: alike on all stages. Written out, each device group
+takes back the activations of as many blocks, each stage as many of its states, or where weights lie
+there, too, of these, as fit; found by halving, for the peak of a device depends on its own stages
+alone. Last, as few states as the hosts have no room for stay in files.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from meshwright.costmodel.stages import fits
+from meshwright.planner.drafts.candidates import Candidate, priced_fits
+from meshwright.planner.drafts.space import Space
+from meshwright.planner.plan import Plan, StagePlan
+from meshwright.planner.plan.offload import parts, trained_sizes
+from meshwright.planner.pricing import evaluate
+from meshwright.planner.stages import BlockPrograms
+
+TIE = 1.01  # of steps, below which the plan with less off its devices is taken
+
+
+def brought_back(given: Candidate, programs: BlockPrograms, space: Space) -> Candidate:
+    """The plan with as little off its devices as fits, but for what the user decided."""
+    decided = space.reliefs[0].host
+    if not given.fits or not any(stage.offload for stage in given.plan.stages):
+        return given
+    back = _Back(programs, space)
+    best = given if decided.activations else back.less_sent(given)
+    return best if decided.states else back.less_held(best)
+
+
+@dataclass(frozen=True, slots=True)
+class _Back:
+    """How parts come back."""
+
+    programs: BlockPrograms
+    space: Space
+
+    def less_sent(self, given: Candidate) -> Candidate:
+        """The plan with as few activations in host memory as fit, by device group."""
+        plan, room = given.plan, self.space.memory_bytes
+        blocks = max(len(stage.blocks) for stage in plan.stages)
+        sent = {s.ranks: round(s.offload.get("activations", 0.0) * blocks) for s in plan.stages}
+
+        def at(counts: Mapping[tuple[int, ...], int]) -> Candidate:
+            parts_of = {
+                k: {"activations": counts[s.ranks] / blocks} for k, s in enumerate(plan.stages)
+            }
+            return self._at(given, parts_of)
+
+        low, high, best = dict.fromkeys(sent, -1), sent, given
+        while any(high[ranks] - low[ranks] > 1 for ranks in high):
+            if self.programs.time.over():
+                return best
+            middle = {ranks: (max(low[ranks], 0) + high[ranks]) // 2 for ranks in high}
+            priced = at(middle)
+            peaks = priced.evaluation.prediction.peak_memory_bytes
+            for ranks, peak in zip(plan.devices, peaks, strict=True):
+                (high if fits(peak, room) else low)[ranks] = middle[ranks]
+            best = priced if priced.fits and priced.step_time_s <= best.step_time_s else best
+        found = at(high)
+        return found if found.fits and found.step_time_s <= TIE * best.step_time_s else best
+
+    def less_held(self, given: Candidate) -> Candidate:
+        """The plan with as few states in host memory as fit, stage by stage, or where weights lie
+        there, too, with as few of these: they come in each pass. Then with as few states in files
+        as the hosts have no room for: alike on all stages, and less on those with the most."""
+        sizes = [trained_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
+        best = given
+        for k, stage in enumerate(given.plan.stages):
+            kind = "weights" if stage.offload.get("weights") else "optimizer"
+            levels = [p for p in parts(sizes[k]) if p <= stage.offload.get(kind, 0.0)]
+            best = self._least(best, levels, {k: kind})
+        held = {k: float(costs.flash_bytes) for k, costs in enumerate(given.evaluation.stages)}
+        filed = sorted((k for k in held if held[k]), key=held.__getitem__, reverse=True)
+        for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
+            levels = sorted({p for k in own for p in parts(sizes[k])})
+            most = max(best.plan.stages[k].offload.get("nvme", 0.0) for k in own)
+            count = (
+                bisect.bisect_right(levels, most) + 1
+            )  # whole blocks, which reach the next level
+            best = self._least(best, levels[:count], dict.fromkeys(own, "nvme"))
+        return best if best.step_time_s <= TIE * given.step_time_s else given
+
+    def _least(
+        self, best: Candidate, levels: Sequence[float], kinds: Mapping[int, str]
+    ) -> Candidate:
+        """The plan with the least of the rising `levels` of each stage's kind that fits; the plan
+        itself where none does."""
+        low, high = 0, len(levels)  # from `high` on all fit, as what was found does
+        while low < high and not self.programs.time.over():
+            middle = (low + high) // 2
+            other = self._at(best, {k: {kind: levels[middle]} for k, kind in kinds.items()})
+            if other.fits:
+                best, high = other, middle
+            else:
+                low = middle + 1
+        return best
+
+    def _at(self, best: Candidate, given: Mapping[int, Mapping[str, float]]) -> Candidate:
+        """The plan with other parts of some stages off their devices, priced."""
+        stages = list(best.plan.stages)
+        for k, parts_of in given.items():
+            stages[k] = _with(stages[k], parts_of)
+        plan: Plan = dataclasses.replace(best.plan, stages=tuple(stages))
+        priced = evaluate(plan, self.space.problem, best.assignments, self.programs.coster)
+        fit = priced_fits(priced, self.space.problem.cluster, self.space.memory_bytes)
+        return Candidate(evaluation=priced, assignments=best.assignments, fits=fit)
+
+
+def _with(stage: StagePlan, parts_of: Mapping[str, float]) -> StagePlan:
+    there = {**stage.offload, **parts_of}
+    if "nvme" in there:  # a part of those off the devices
+        there["nvme"] = min(there["nvme"], there.get("optimizer", 0.0))
+    there = {name: part for name, part in there.items() if part}
+    return dataclasses.replace(stage, offload=there)
