@@ -141,7 +141,13 @@ class _Families:
             return Alternative(family=family.name, draft=draft, bound_s=bound_s)
         drafts += [d for d in self.drafted if d.fits and family.has(d.plan)]
         equal, known_s = self._equal(family), min(map(_step, drafts), default=math.inf)
-        drafts += self._explored(family, equal, self._queue(family, equal, choices), known_s)
+        queue = self._queue(family, equal, choices)
+        if chosen_away := any(s.offload or s.segments > 1 for s in self.result.best.plan.stages):
+            self._add_waiting(family, queue, choices)
+        drafts += self._explored(family, equal, queue, known_s)
+        if not drafts and not chosen_away:  # what the choice did without
+            self._add_waiting(family, queue := Queue(), choices)
+            drafts += self._explored(family, equal, queue, math.inf)
         need = None if drafts else self._least_memory(family, equal)
         if need is not None and need.excess_bytes <= 0:
             drafts += self._explored(family, equal, Queue([need.choice]), math.inf)
@@ -184,14 +190,17 @@ class _Families:
             for one in (equal if family.forced else self.search.equal).combinations(choice):
                 if _accepts(family, one):
                     queue.add(_promised_s(one), one)
-            for own in filter(
-                lambda own: family.setup(own.setup), self.search.equal.waiting(choice)
-            ):
-                queue.add(max(own.estimate_s, own.bound_s), own)
         others = sorted((c for c in choices if not known(c)), key=lambda choice: choice.bound_s)
         for choice in others[:MAX_MESHES]:
             queue.add(choice.bound_s, choice)
         return queue
+
+    def _add_waiting(self, family: Family, queue: Queue, choices: Sequence[MeshChoice]) -> None:
+        """What of a family may be relieved, of what the search priced."""
+        for choice in filter(self.search.equal.known, choices):
+            for own in self.search.equal.waiting(choice):
+                if family.setup(own.setup):
+                    queue.add(max(own.estimate_s, own.bound_s), own)
 
     def _explored(
         self, family: Family, equal: EqualStages, queue: Queue, known_s: float

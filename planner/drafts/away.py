@@ -3,7 +3,8 @@
 A draft is made with all that its relief allows: alike on all stages. Written out, each device group
 takes back the activations of as many blocks, each stage as many of its states, or where weights lie
 there, too, of these, as fit; found by halving, for the peak of a device depends on its own stages
-alone. Last, as few states as the hosts have no room for stay in files.
+alone. Each policy of recompute is tried anew with as many activations away as that takes. Last, as
+few states as the hosts have no room for stay in files.
 """
 
 from __future__ import annotations
@@ -13,14 +14,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from meshwright.costmodel.blocks import parts_of
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.candidates import Candidate, priced_fits
 from meshwright.planner.drafts.space import Space
-from meshwright.planner.plan import Plan, StagePlan
+from meshwright.planner.plan import StagePlan, recompute_of
 from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.pricing import evaluate
 from meshwright.planner.stages import BlockPrograms
 
+LEAST = 1 / 8  # of a stage's blocks: what sends less frees little
 TIE = 1.01  # of steps, below which the plan with less off its devices is taken
 
 
@@ -30,7 +33,7 @@ def brought_back(given: Candidate, programs: BlockPrograms, space: Space) -> Can
     if not given.fits or not any(stage.offload for stage in given.plan.stages):
         return given
     back = _Back(programs, space)
-    best = given if decided.activations else back.less_sent(given)
+    best = given if decided.activations else back.otherwise_repeated(back.less_sent(given))
     return best if decided.states else back.less_held(best)
 
 
@@ -53,18 +56,41 @@ class _Back:
             }
             return self._at(given, parts_of)
 
-        low, high, best = dict.fromkeys(sent, -1), sent, given
+        low, high, best = dict.fromkeys(sent, -1), sent, given if given.fits else None
         while any(high[ranks] - low[ranks] > 1 for ranks in high):
             if self.programs.time.over():
-                return best
+                return best or given
             middle = {ranks: (max(low[ranks], 0) + high[ranks]) // 2 for ranks in high}
             priced = at(middle)
             peaks = priced.evaluation.prediction.peak_memory_bytes
             for ranks, peak in zip(plan.devices, peaks, strict=True):
                 (high if fits(peak, room) else low)[ranks] = middle[ranks]
-            best = priced if priced.fits and priced.step_time_s <= best.step_time_s else best
+            if priced.fits and (best is None or priced.step_time_s <= best.step_time_s):
+                best = priced
         found = at(high)
-        return found if found.fits and found.step_time_s <= TIE * best.step_time_s else best
+        if found.fits and (best is None or found.step_time_s <= TIE * best.step_time_s):
+            return found
+        return best or given
+
+    def otherwise_repeated(self, given: Candidate) -> Candidate:
+        """The plan, or a faster one whose blocks that run again do so by another policy, all of them,
+        with as many activations in host memory as that takes."""
+        plan, over = given.plan, self.space.restrictions
+        free = all(own is None for own in (*over.recompute, *over.segments))
+        if not free or not any(stage.offload.get("activations") for stage in plan.stages):
+            return given
+        best, gathered = given, any(stage.tp > 1 for stage in plan.stages)
+        for policy in self.space.policies(plan.schedule):
+            if (parts_of(policy)[1] and not gathered) or self.programs.time.over():
+                continue
+            least, most = (
+                self._priced(given, [_repeating(stage, policy, part) for stage in plan.stages])
+                for part in (LEAST, 1.0)
+            )
+            if least.step_time_s < best.step_time_s:
+                found = self.less_sent(most)
+                best = min(best, found, key=lambda own: (not own.fits, own.step_time_s))
+        return best
 
     def less_held(self, given: Candidate) -> Candidate:
         """The plan with as few states in host memory as fit, stage by stage, or where weights lie
@@ -105,17 +131,30 @@ class _Back:
     def _at(self, best: Candidate, given: Mapping[int, Mapping[str, float]]) -> Candidate:
         """The plan with other parts of some stages off their devices, priced."""
         stages = list(best.plan.stages)
-        for k, parts_of in given.items():
-            stages[k] = _with(stages[k], parts_of)
-        plan: Plan = dataclasses.replace(best.plan, stages=tuple(stages))
+        for k, own in given.items():
+            stages[k] = _with(stages[k], own)
+        return self._priced(best, stages)
+
+    def _priced(self, best: Candidate, stages: Sequence[StagePlan]) -> Candidate:
+        """The plan with other stages, of the same shardings."""
+        plan = dataclasses.replace(best.plan, stages=tuple(stages))
         priced = evaluate(plan, self.space.problem, best.assignments, self.programs.coster)
         fit = priced_fits(priced, self.space.problem.cluster, self.space.memory_bytes)
         return Candidate(evaluation=priced, assignments=best.assignments, fits=fit)
 
 
-def _with(stage: StagePlan, parts_of: Mapping[str, float]) -> StagePlan:
-    there = {**stage.offload, **parts_of}
+def _with(stage: StagePlan, own: Mapping[str, float]) -> StagePlan:
+    there = {**stage.offload, **own}
     if "nvme" in there:  # a part of those off the devices
         there["nvme"] = min(there["nvme"], there.get("optimizer", 0.0))
     there = {name: part for name, part in there.items() if part}
     return dataclasses.replace(stage, offload=there)
+
+
+def _repeating(stage: StagePlan, policy: str, part: float) -> StagePlan:
+    """A stage whose blocks that run again do so by this policy, each by itself, with a part of its
+    activations in host memory."""
+    kept = "none" if stage.segments == 1 else policy
+    policies = [kept if own == "none" else policy for own in stage.policies]
+    recompute = recompute_of(stage.blocks, policies)
+    return dataclasses.replace(_with(stage, {"activations": part}), recompute=recompute, segments=1)
