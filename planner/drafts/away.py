@@ -73,7 +73,7 @@ class _Back:
         return best or given
 
     def otherwise_repeated(self, given: Candidate) -> Candidate:
-        """The plan, or a faster one whose blocks that run again do so by another policy, all of them,
+        """The plan, or a faster one all of whose blocks that run again do so by another policy,
         with as many activations in host memory as that takes."""
         plan, over = given.plan, self.space.restrictions
         free = all(own is None for own in (*over.recompute, *over.segments))
