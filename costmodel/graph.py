@@ -162,6 +162,11 @@ class Graph:
         """Elements of all parameters; tied ones count once."""
         return sum(self.values[name].numel for name in self.parameters)
 
+    def num_trained(self) -> int:
+        """Elements of those that have a gradient."""
+        own = map(self.values.__getitem__, self.parameters)
+        return sum(value.numel for value in own if value.requires_grad)
+
 
 def short_name(target: str) -> str:
     """An operator's name: `add` for `aten.add.Tensor`; with its namespace for others' operators,

@@ -33,7 +33,9 @@ def brought_back(given: Candidate, programs: BlockPrograms, space: Space) -> Can
     if not given.fits or not any(stage.offload for stage in given.plan.stages):
         return given
     back = _Back(programs, space)
-    best = given if decided.activations else back.otherwise_repeated(back.less_sent(given))
+    best = given
+    if not decided.activations and any(s.offload.get("activations") for s in given.plan.stages):
+        best = back.otherwise_repeated(back.less_sent(given))
     return best if decided.states else back.less_held(best)
 
 
@@ -51,10 +53,8 @@ class _Back:
         sent = {s.ranks: round(s.offload.get("activations", 0.0) * blocks) for s in plan.stages}
 
         def at(counts: Mapping[tuple[int, ...], int]) -> Candidate:
-            parts_of = {
-                k: {"activations": counts[s.ranks] / blocks} for k, s in enumerate(plan.stages)
-            }
-            return self._at(given, parts_of)
+            own = {k: {"activations": counts[s.ranks] / blocks} for k, s in enumerate(plan.stages)}
+            return self._at(given, own)
 
         low, high, best = dict.fromkeys(sent, -1), sent, given if given.fits else None
         while any(high[ranks] - low[ranks] > 1 for ranks in high):
@@ -83,12 +83,8 @@ class _Back:
         for policy in self.space.policies(plan.schedule):
             if (parts_of(policy)[1] and not gathered) or self.programs.time.over():
                 continue
-            least, most = (
-                self._priced(given, [_repeating(stage, policy, part) for stage in plan.stages])
-                for part in (LEAST, 1.0)
-            )
-            if least.step_time_s < best.step_time_s:
-                found = self.less_sent(most)
+            if self._repeating(given, policy, LEAST).step_time_s < best.step_time_s:
+                found = self.less_sent(self._repeating(given, policy, 1.0))
                 best = min(best, found, key=lambda own: (not own.fits, own.step_time_s))
         return best
 
@@ -107,9 +103,7 @@ class _Back:
         for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
             levels = sorted({p for k in own for p in parts(sizes[k])})
             most = max(best.plan.stages[k].offload.get("nvme", 0.0) for k in own)
-            count = (
-                bisect.bisect_right(levels, most) + 1
-            )  # whole blocks, which reach the next level
+            count = bisect.bisect_right(levels, most) + 1  # whole blocks reach the next level
             best = self._least(best, levels[:count], dict.fromkeys(own, "nvme"))
         return best if best.step_time_s <= TIE * given.step_time_s else given
 
@@ -134,6 +128,11 @@ class _Back:
         for k, own in given.items():
             stages[k] = _with(stages[k], own)
         return self._priced(best, stages)
+
+    def _repeating(self, given: Candidate, policy: str, part: float) -> Candidate:
+        """The plan whose blocks that run again do so by this policy, with a part of the activations
+        in host memory."""
+        return self._priced(given, [_repeating(s, policy, part) for s in given.plan.stages])
 
     def _priced(self, best: Candidate, stages: Sequence[StagePlan]) -> Candidate:
         """The plan with other stages, of the same shardings."""

@@ -9,7 +9,6 @@ micro-batches of many rows would cost.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -36,9 +35,7 @@ class MemoryFloor:
     _small: dict[Mesh, tuple[Floats, tuple[Sums, ...]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        graph = self.space.graph
-        values = (graph.values[name] for name in graph.parameters)
-        self._trained = sum(math.prod(v.shape) for v in values if v.requires_grad)
+        self._trained = self.space.graph.num_trained()
 
     def allows(self, mesh: Mesh, m: int, groups: int) -> bool:
         """Whether m micro-batches of the model may fit on such a mesh for each of so many device

@@ -3,12 +3,11 @@
 Every candidate that has to run blocks again, or does not fit, is completed by each of these in
 turn: parts of its states, weights and activations in host memory or on flash, or segments of blocks
 that run again. What the chosen plan then has room for comes back to its devices, stage by stage
-(`planner/search/away.py`).
+(`planner/drafts/away.py`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -69,7 +68,7 @@ def held_by_hosts(problem: Problem, over: Restrictions) -> float:
         return 0.0
     if over.host_states is not None or over.post_validation:
         return 0.0
-    states = _trained(problem) * (2 * FP32 + optimizer_bytes(problem.optimizer))
+    states = problem.graph.num_trained() * (2 * FP32 + optimizer_bytes(problem.optimizer))
     return min(1.0, problem.cluster.num_nodes * host.memory_bytes / max(states, 1))
 
 
@@ -80,10 +79,4 @@ def held_by_flash(problem: Problem) -> float:
     if host is None or not host.has_flash:
         return 0.0
     filed = FP32 + optimizer_bytes(problem.optimizer)
-    return cluster.num_nodes * host.nvme_bytes / (filed * max(_trained(problem), 1))
-
-
-def _trained(problem: Problem) -> int:
-    """Elements of all trained parameters."""
-    values = (problem.graph.values[v] for v in problem.graph.parameters)
-    return sum(math.prod(value.shape) for value in values if value.requires_grad)
+    return cluster.num_nodes * host.nvme_bytes / (filed * max(problem.graph.num_trained(), 1))

@@ -169,7 +169,7 @@ class Explorer:
             if self.accept(one):
                 self.add(one, queue)
         for own in self.equal.waiting(choice):
-            queue.add(self.promised_s(own), own)
+            self.add(own, queue)
 
     def relieve(self, waiting: Waiting, queue: Queue, limit_s: float) -> None:
         """Queue combinations that wait with each relief with which they may take less."""
@@ -181,8 +181,8 @@ class Explorer:
             if self.accept(one) and self.promised_s(one) < limit_s:
                 self.add(one, queue)
 
-    def add(self, one: Combination, queue: Queue) -> None:
-        """Queue a combination by what it promises."""
+    def add(self, one: Combination | Waiting, queue: Queue) -> None:
+        """Queue a combination, or those that wait, by what it promises."""
         queue.add(self.promised_s(one), one)
 
     def promised_s(self, one: Combination | Waiting) -> float:
