@@ -2,7 +2,13 @@
 
 from meshwright.costmodel.stages.course import BlockBytes, StageBytes, Walked, walked
 from meshwright.costmodel.stages.memory import communicator_bytes, secondary_bytes
-from meshwright.costmodel.stages.offload import Sent, blocks_here, host_bandwidth, sent_by_block
+from meshwright.costmodel.stages.offload import (
+    Sent,
+    blocks_here,
+    held_bytes,
+    host_bandwidth,
+    sent_by_block,
+)
 from meshwright.costmodel.stages.peak import (
     InFlight,
     Peak,
@@ -36,7 +42,7 @@ from meshwright.costmodel.stages.sums import (
 __all__ = [
     "LATER", "NO_RECOMPUTE", "Beside", "BlockBytes", "Floats", "InFlight", "Passes", "Peak",
     "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "as_rows", "block_sums",
-    "blocks_here", "communicator_bytes", "device_peaks", "fits", "host_bandwidth", "mixed",
-    "of_one", "of_rows", "parameter_sums", "room_bytes", "secondary_bytes", "sent_by_block",
-    "stage_bytes", "stage_costs", "stage_passes", "used_bytes", "walked",
+    "blocks_here", "communicator_bytes", "device_peaks", "fits", "held_bytes", "host_bandwidth",
+    "mixed", "of_one", "of_rows", "parameter_sums", "room_bytes", "secondary_bytes",
+    "sent_by_block", "stage_bytes", "stage_costs", "stage_passes", "used_bytes", "walked",
 ]  # fmt: skip

@@ -39,6 +39,7 @@ from meshwright.costmodel.stages.offload import (
     Sent,
     host_bandwidth,
     host_costs,
+    pinned_bytes,
     sends_each,
     sent_evenly,
 )
@@ -390,5 +391,5 @@ def stage_costs(
         parameters=sums.parameters,
         host_bytes=host.nbytes,
         flash_bytes=host.flash_bytes,
-        away_bytes=sent.nbytes,
+        away_bytes=pinned_bytes(sent.nbytes, setting.cluster.device),
     )

@@ -1,42 +1,41 @@
 """What a plan has in host memory comes back to its devices as far as they have room.
 
-A draft is made with all that its relief allows: alike on all stages. Written out, each device group
-takes back the activations of as many blocks, each stage as many of its states, or where weights lie
-there, too, of these, as fit; found by halving, for the peak of a device depends on its own stages
-alone. Each policy of recompute is tried anew with as many activations away as that takes. Last, as
-few states as the hosts have no room for stay in files.
+A draft has as many activations away as its levels say, and all states and weights that its relief
+allows, alike on all stages. Written out, each device group takes back the activations of as many
+blocks, each stage as many of its states, or where weights lie there, too, of these, as fit; found
+by halving, for the peak of a device depends on its own stages alone. One that does not fit as its
+draft did sends more. Last, as few states as the hosts have no room for stay in files.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.costmodel.blocks import parts_of
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.candidates import Candidate, priced_fits
 from meshwright.planner.drafts.space import Space
-from meshwright.planner.plan import StagePlan, recompute_of
+from meshwright.planner.plan import StagePlan
 from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.pricing import evaluate
 from meshwright.planner.stages import BlockPrograms
 
-LEAST = 1 / 8  # of a stage's blocks: what sends less frees little
 TIE = 1.01  # of steps, below which the plan with less off its devices is taken
 
 
-def brought_back(given: Candidate, programs: BlockPrograms, space: Space) -> Candidate:
-    """The plan with as little off its devices as fits, but for what the user decided."""
-    decided = space.reliefs[0].host
-    if not given.fits or not any(stage.offload for stage in given.plan.stages):
-        return given
-    back = _Back(programs, space)
-    best = given
-    if not decided.activations and any(s.offload.get("activations") for s in given.plan.stages):
-        best = back.otherwise_repeated(back.less_sent(given))
-    return best if decided.states else back.less_held(best)
+def brought_back(
+    given: Candidate, programs: BlockPrograms, space: Space, sends: float
+) -> Candidate:
+    """The plan with as little off its devices as fits, but for what the user decided; such a part
+    of its blocks may send their activations at most."""
+    decided, back, best = space.reliefs[0].host, _Back(programs, space), given
+    if any(s.offload.get("activations") for s in given.plan.stages) and sends:
+        best = back.less_sent(given, sends)
+    held = any(set(stage.offload) - {"activations"} for stage in best.plan.stages)
+    return back.less_held(best) if best.fits and held and not decided.states else best
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +45,13 @@ class _Back:
     programs: BlockPrograms
     space: Space
 
-    def less_sent(self, given: Candidate) -> Candidate:
+    def less_sent(self, given: Candidate, sends: float) -> Candidate:
         """The plan with as few activations in host memory as fit, by device group."""
         plan, room = given.plan, self.space.memory_bytes
         blocks = max(len(stage.blocks) for stage in plan.stages)
         sent = {s.ranks: round(s.offload.get("activations", 0.0) * blocks) for s in plan.stages}
+        if not given.fits:
+            sent = dict.fromkeys(sent, math.ceil(sends * blocks))
 
         def at(counts: Mapping[tuple[int, ...], int]) -> Candidate:
             own = {k: {"activations": counts[s.ranks] / blocks} for k, s in enumerate(plan.stages)}
@@ -71,22 +72,6 @@ class _Back:
         if found.fits and (best is None or found.step_time_s <= TIE * best.step_time_s):
             return found
         return best or given
-
-    def otherwise_repeated(self, given: Candidate) -> Candidate:
-        """The plan, or a faster one all of whose blocks that run again do so by another policy,
-        with as many activations in host memory as that takes."""
-        plan, over = given.plan, self.space.restrictions
-        free = all(own is None for own in (*over.recompute, *over.segments))
-        if not free or not any(stage.offload.get("activations") for stage in plan.stages):
-            return given
-        best, gathered = given, any(stage.tp > 1 for stage in plan.stages)
-        for policy in self.space.policies(plan.schedule):
-            if (parts_of(policy)[1] and not gathered) or self.programs.time.over():
-                continue
-            if self._repeating(given, policy, LEAST).step_time_s < best.step_time_s:
-                found = self.less_sent(self._repeating(given, policy, 1.0))
-                best = min(best, found, key=lambda own: (not own.fits, own.step_time_s))
-        return best
 
     def less_held(self, given: Candidate) -> Candidate:
         """The plan with as few states in host memory as fit, stage by stage, or where weights lie
@@ -129,11 +114,6 @@ class _Back:
             stages[k] = _with(stages[k], own)
         return self._priced(best, stages)
 
-    def _repeating(self, given: Candidate, policy: str, part: float) -> Candidate:
-        """The plan whose blocks that run again do so by this policy, with a part of the activations
-        in host memory."""
-        return self._priced(given, [_repeating(s, policy, part) for s in given.plan.stages])
-
     def _priced(self, best: Candidate, stages: Sequence[StagePlan]) -> Candidate:
         """The plan with other stages, of the same shardings."""
         plan = dataclasses.replace(best.plan, stages=tuple(stages))
@@ -148,12 +128,3 @@ def _with(stage: StagePlan, own: Mapping[str, float]) -> StagePlan:
         there["nvme"] = min(there["nvme"], there.get("optimizer", 0.0))
     there = {name: part for name, part in there.items() if part}
     return dataclasses.replace(stage, offload=there)
-
-
-def _repeating(stage: StagePlan, policy: str, part: float) -> StagePlan:
-    """A stage whose blocks that run again do so by this policy, each by itself, with a part of its
-    activations in host memory."""
-    kept = "none" if stage.segments == 1 else policy
-    policies = [kept if own == "none" else policy for own in stage.policies]
-    recompute = recompute_of(stage.blocks, policies)
-    return dataclasses.replace(_with(stage, {"activations": part}), recompute=recompute, segments=1)

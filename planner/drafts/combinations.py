@@ -36,6 +36,11 @@ class StageSetup:
             self.chain.setting, sharing=self.sharing, host=host, validated=self.validated
         )
 
+    def sending(self, part: float) -> StageSetup:
+        """The same with the activations of such a part of its blocks in host memory."""
+        host = replace(self.relief.host, activations=part)
+        return replace(self, relief=replace(self.relief, host=host)) if part else self
+
     @property
     def offload(self) -> dict[str, float]:
         """What lies in host memory, as a plan has it."""
@@ -74,6 +79,11 @@ class Combination:
     @property
     def num_stages(self) -> int:
         return self.groups * self.stages_per_group
+
+    @property
+    def offered(self) -> tuple[tuple[str, int], ...]:
+        """Its (schedule, stages per device group), alone."""
+        return ((self.schedule, self.stages_per_group),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +137,19 @@ class StageDraft:
         policy, size = segment_policy(names[0])
         return self.overridden([policy] * len(names)), self.given or size
 
+    @property
+    def sent(self) -> float:
+        """The part of its blocks that the levels send to host memory."""
+        level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
+        own = self.levels.sent[level : level + 2]
+        return float((1 - part) * own[0] + part * own[-1])
+
+    @property
+    def offload(self) -> dict[str, float]:
+        """What lies in host memory, as a plan has it."""
+        own = self.setup.offload
+        return own | {"activations": self.sent} if self.sent else own
+
     def _level(self) -> int:
         """The level of the first block."""
         level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
@@ -143,17 +166,22 @@ class StageDraft:
         return [names[min(level + (k < more), len(names) - 1)] for k in range(count)]
 
     def repriced(
-        self, *, compute: float, communication: float, data_axis: float
+        self, *, compute: float, communication: float, data_axis: float, host: float
     ) -> StageCosts[float]:
-        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`."""
+        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`, and
+        those of links to host memory that were not measured."""
         sums = self.setup.chain.runs.sums[self.run].scaled(
             compute=compute, communication=communication, data_axis=data_axis
         )
         level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
-        low, *high = [
-            of_one(stage_costs(sums, self.setup.setting, policy))
-            for policy in self.levels.policies[level : level + 1 + (part > 0)]
-        ]
+        found = list[StageCosts[float]]()
+        for k in range(level, level + 1 + (part > 0)):
+            setting = self.setup.sending(self.levels.sent[k]).setting
+            if self.offload and host > 1 and (own := setting.cluster.host) is not None:
+                slower = replace(setting.cluster, host=own.slower(host))
+                setting = replace(setting, problem=replace(setting.problem, cluster=slower))
+            found.append(of_one(stage_costs(sums, setting, self.levels.policies[k])))
+        low, *high = found
         return mixed(low, high[0], part) if high else low
 
     def overridden(self, free: Sequence[str]) -> tuple[str, ...]:

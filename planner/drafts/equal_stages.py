@@ -46,7 +46,6 @@ from meshwright.planner.stages import (
 SHARED_SLACK = 1.3  # by which a cut into even stages may exceed one into even devices
 ROUNDING = 1e-9  # of sums that may fill a device to the last byte
 SPLIT_MORE = 0.7  # of typical bytes, what a stage needs at least on a tensor axis
-HOST_SHARE = 0.9  # of the hosts' memory that activations may fill
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 
 
@@ -174,13 +173,14 @@ class EqualStages:
         # stages of one copy of the model per device group
         own_each = np.array([v / SCHEDULES[name].copies for name, v in offered])
         whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
-        levels = self._even_levels(whole, setup.setting, policies, groups * own_each)
+        levels = self._even_levels(whole, setup, policies, groups * own_each)
         held = [held_at_peak(name, groups * v, m, groups) for name, v in offered]
         average = InFlight(*np.array([np.array(own).mean(axis=0) for own in held]).T)
         chosen = levels.choose(average, self.room, per_device=each)
         over = [False] * len(offered)
         if not chosen.fits.all():  # on average; a first stage with fewer blocks may fit
-            over = self._overfull(setup, levels.policies[-1], groups, each, own_each, held, m)
+            least = setup.sending(levels.sent[-1])
+            over = self._overfull(least, levels.policies[-1], groups, each, own_each, held, m)
         uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
 
         def estimate_s(k: int, own: StageCosts[float]) -> float:
@@ -262,16 +262,16 @@ class EqualStages:
         self.combinations(choice)
         return self._waiting[choice]
 
-    def relieved(self, own: Waiting, *, hosts: bool = True) -> Iterator[Combination]:
-        """Combinations that wait, with each relief that they may have, where that may fit, of
-        `hosts` too; none that gives up more than another with which nothing runs again."""
+    def relieved(self, own: Waiting) -> Iterator[Combination]:
+        """Combinations that wait, with each relief that they may have, where that may fit; none
+        that gives up more than another with which nothing runs again."""
         zero, sharing = own.setup.zero, own.setup.sharing
         sent = sharing.hpz or sharing.quantized != "none"
-        enough, sends = list[HostParts](), self._sendable(own) if hosts else 0.0
+        enough, sends = list[HostParts](), self._sendable(own)
         for relief in self.space.reliefs[1:]:
-            host = replace(relief.host, activations=min(sends, 1.0) * relief.host.activations)
-            setup = replace(own.setup, relief=replace(relief, host=host))
-            if (relief.segmented and not own.tight) or (host and not hosts):
+            relief = replace(relief, sends=min(sends, 1.0) * relief.sends)
+            host, setup = relief.most, replace(own.setup, relief=relief)
+            if relief.segmented and not own.tight:
                 continue
             if (zero == 3 and (host.weights or host.files)) or (host.states and sent):
                 continue
@@ -293,7 +293,7 @@ class EqualStages:
         away = stage_costs(parts, setting, self.policies(own.setup, name)[0]).away_bytes
         held = held_at_peak(name, own.groups * each, own.num_microbatches, own.groups)
         active = sum(float(one.active) for one in held) / len(held)
-        room = HOST_SHARE * host.memory_bytes / self.space.cluster.devices_per_node
+        room = host.room_bytes / self.space.cluster.devices_per_node
         return room / max(float(away) * active, 1.0)
 
     def policies(self, setup: StageSetup, schedule: str) -> tuple[str, ...]:
@@ -320,12 +320,13 @@ class EqualStages:
         return Sums(np.stack([kind.sums.times(kind.count).array for kind in kinds]))
 
     def _even_levels(
-        self, whole: Sums, setting: Setting, policies: Sequence[str], stages: NDArray[Any]
+        self, whole: Sums, setup: StageSetup, policies: Sequence[str], stages: NDArray[Any]
     ) -> RecomputeLevels:
         """A stage of the `whole` model shared out evenly among so many, an entry for each number of
         `stages`."""
         blocks = len(self.classes) / stages
-        return recompute_levels(whole.shared_out(stages), setting, policies, blocks)
+        parts, sends = whole.shared_out(stages), setup.relief.sends
+        return recompute_levels(parts, setup.setting, policies, blocks, sends)
 
     @property
     def room(self) -> float:
@@ -339,7 +340,9 @@ class EqualStages:
         key = setup.chain, setup.sharing, setup.relief, policies
         if key not in self._levels:
             runs = setup.chain.runs
-            self._levels[key] = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
+            self._levels[key] = recompute_levels(
+                runs.sums, setup.setting, policies, runs.blocks, setup.relief.sends
+            )
         return self._levels[key]
 
     def forget(self) -> None:
@@ -455,7 +458,7 @@ class EqualStages:
         policies = self.policies(setup, combination.schedule)
         copies = SCHEDULES[combination.schedule].copies
         whole, stages = setup.chain.typical(), np.array([combination.num_stages // copies])
-        levels = self._even_levels(whole, setup.setting, policies, stages)
+        levels = self._even_levels(whole, setup, policies, stages)
         found = []
         for own in in_flight:
             chosen = levels.choose(own, self.room, per_device=each)

@@ -92,7 +92,7 @@ class Space:
     @cached_property
     def most_away(self) -> HostParts:
         """The most of each kind that may lie in host memory."""
-        hosts = [asdict(each.host) for each in self.reliefs]
+        hosts = [asdict(each.most) for each in self.reliefs]
         return HostParts(**{name: max(own[name] for own in hosts) for name in hosts[0]})
 
     def policies(self, schedule: str, *, segmented: bool = False) -> tuple[str, ...]:

@@ -129,12 +129,12 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
     if prediction.host_memory_bytes and cluster.host is not None:
         summary |= {
             "host_memory_bytes": list(prediction.host_memory_bytes),
-            "host_room_bytes": cluster.host.memory_bytes,
+            "host_room_bytes": cluster.host.room_bytes,
         }
     if prediction.flash_bytes and cluster.host is not None:
         summary |= {
             "flash_bytes": list(prediction.flash_bytes),
-            "flash_room_bytes": cluster.host.nvme_bytes,
+            "flash_room_bytes": cluster.host.flash_room_bytes,
         }
     if (found := prediction.rehearsed) is None:
         return summary
