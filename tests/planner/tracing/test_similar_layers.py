@@ -59,7 +59,7 @@ def test_a_short_stack_is_traced_in_full() -> None:
         ("layers.0", "layers.1", "layers.4"),
         ("layers.2", "layers.3"),
     )
-    assert group.numbers == (("", "index"),)
+    assert group.identifiers == (("", "index"),)
 
 
 def test_layers_that_count_statistics_are_traced_each() -> None:
