@@ -112,7 +112,7 @@ class StandIns:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Context of one forward of the model's own, in which a look into a spared member raises."""
+        """Context of one forward of the model, in which a look into a spared member raises."""
         self.calls.clear()
         self.before = {name: snapshot(modules) for name, modules in self.modules.items()}
         self.watching = True
