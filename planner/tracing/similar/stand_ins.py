@@ -340,6 +340,8 @@ class _Identifier:
         return bool(self.used())
 
     def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":  # what copies ask for
+            raise AttributeError(name)
         return getattr(self.used(), name)
 
 
