@@ -207,6 +207,19 @@ def price_pass(
     )
 
 
+def repriced(passes: PassPrice, pricer: Pricer, steps: Sequence[Step]) -> PassPrice:
+    """The price of a block's `steps` on another data axis, on which they keep what they do in
+    `passes`, and take other seconds."""
+    return replace(
+        passes,
+        cost=total(map(pricer.step_cost, priced_steps(steps))),
+        repeats={
+            policy: Repeats.of(own.steps, pricer.step_cost, own.freed_bytes, own.hiding)
+            for policy, own in passes.repeats.items()
+        },
+    )
+
+
 def _excess(
     pricer: Pricer,
     block: Block,
@@ -263,7 +276,7 @@ class PassNeeds:
         all."""
         mesh, several = setting.mesh, min(setting.batch.microbatches, 2)
         mesh = replace(mesh, ep=mesh.ep if self.experts else min(mesh.ep, 2))
-        batch = Batch(rows=setting.batch.rows, microbatches=several if self.met or self.loss else 1)
+        batch = Batch(rows=setting.batch.rows, microbatches=several if self.loss else 1)
         if not self.met:
             ranks = min(mesh.dp, 2) if self.loss else 1
             mesh = replace(mesh.alone, dp=max(mesh.alone.dp, ranks))

@@ -134,6 +134,10 @@ class Pricer(ReshardPricer):
         optimizer step of one parameter."""
         return self.parameters.priced(value, placement)[1]
 
+    def meets_batch(self, op: Op) -> bool:
+        """Whether an operator takes more than its rank's rows of a batch that others have, too."""
+        return takes_batch_statistics(op) or self.gathers_batch(op)
+
     def gathers_batch(self, op: Op) -> bool:
         """Whether the data axis gathers the batch for an operator."""
         if op.name not in self._splits:

@@ -21,6 +21,7 @@ from meshwright.costmodel.blocks import (
     price_block,
     price_pass,
     repeated_by_policy,
+    repriced,
 )
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_quantiles
@@ -295,7 +296,14 @@ class StageCoster:
         block, known = layouts.block, self._known
         own = self.needs(block).narrowed(setting)
         key = own.mesh, own.batch, (block.class_id, assignment.choices, tuple(inputs.values()))
-        if key not in known.passes:
+        alone = own.mesh.alone
+        # what is kept depends on whether there are several ranks on the data axis
+        alike = replace(own, mesh=replace(alone, dp=max(alone.dp, min(own.mesh.dp, 2))))
+        if key not in known.passes and alike != own:
+            passes = self._pass(alike, layouts, assignment, inputs)
+            steps = self._steps(layouts, assignment, inputs).steps
+            known.passes[key] = repriced(passes, self.pricer(own), steps)
+        elif key not in known.passes:
             pricer = self.pricer(own)
             if block.class_id not in known.repeated:
                 known.repeated[block.class_id] = repeated_by_policy(pricer, block)

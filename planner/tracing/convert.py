@@ -211,17 +211,18 @@ class _Converter:
     # --- placeholders ---
 
     def _placeholders(self, environment: _Environment) -> None:
-        signature = self.program.graph_signature
+        signature = self.program.graph_signature  # which looks through all of it at each question
+        parameters, buffers = signature.inputs_to_parameters, signature.inputs_to_buffers
         constants = signature.inputs_to_lifted_tensor_constants
         user_inputs = iter(self.module.batch.inputs)
         for node in self.program.graph.nodes:
             if node.op != "placeholder":
                 continue
             name = node.name
-            if name in signature.inputs_to_parameters:
-                slot = self._parameter(signature.inputs_to_parameters[name])
-            elif name in signature.inputs_to_buffers:
-                slot = self._buffer(signature.inputs_to_buffers[name], node)
+            if name in parameters:
+                slot = self._parameter(parameters[name])
+            elif name in buffers:
+                slot = self._buffer(buffers[name], node)
             elif name in constants:
                 tensor = self.program.constants[constants[name]]
                 slot = self.state.constant(name, tensor, meta_of(node.meta["val"]))

@@ -175,9 +175,16 @@ class _Tracer:
 
     def short_graph(self, leaves: Mapping[str, str]) -> Graph | None:
         """The graph by way of similar layers; None where only a full trace can tell."""
+        apart: Sequence[str] = ()
         try:
-            groups = find_similar_layers(self.model)
-            return self.graph(groups, leaves) if groups else None
+            while groups := find_similar_layers(self.model, apart):
+                try:
+                    return self.graph(groups, leaves)
+                except Irregular as error:
+                    if apart or not error.apart:
+                        raise
+                    apart = error.apart
+            return None
         except Exception:  # a full trace is the judge of whatever went wrong, and gives the message
             log.debug("traced in full", exc_info=True)
             return None
@@ -273,13 +280,12 @@ def _check_second_forward(
 ) -> None:
     """Raise `TraceError` where the forward of the exported `module` leaves something that changes
     the next one, `KeptTensors` where that can be carried."""
-    if module.stand_ins.groups:
-        raise Irregular("the forward changes attributes")
     again = make()
     tensors, mode = again.batch.tensors, again.batch.mode
     with _tracing(again, dtype), mock.patch.object(mode, "allow_non_fake_inputs", True), mode:
         known = (*tensors, *again.parameters())
         carried = kept_tensors(lambda: again.once(*tensors), again.watch, known)
+        again.stand_ins.check()
     if carried:
         raise KeptTensors(carried)
 
