@@ -3,7 +3,7 @@
 `isinf(x)` is false of every finite x, and so is what `any` makes of it. Clamps behind such a bit,
 as half precision needs them, leave each row to itself although the bit is one of all rows. Nothing
 is claimed of what need not be finite: raw inputs (missing labels are NaN), infinities that the
-graph writes, as masks do, logarithms of zero; up to the softmax or the product that reads them.
+graph writes, as masks do, logarithms of zero; up to the product that reads what comes of them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ OF_BITS: Mapping[str, Callable[[Sequence[bool]], bool]] = {
     **dict.fromkeys(("logical_not", "bitwise_not"), lambda bits: not all(bits)),
 }
 POLES = frozenset({"log", "log2", "log10", "log1p", "logit", "xlogy"})
-BOUNDED = frozenset({
-    "softmax", "_softmax", "scaled_dot_product_attention", "sigmoid", "tanh", "nan_to_num",
-})  # fmt: skip
+MADE_FINITE = frozenset({"nan_to_num"})
 
 
 class FiniteBits:
@@ -67,7 +65,7 @@ class FiniteBits:
         """Whether what an operator makes need not be finite."""
         if op.short in POLES or "." in op.short or traits_of(op).leaf:  # others' may do anything
             return True
-        if op.short in BOUNDED or traits_of(op).main:
+        if op.short in MADE_FINITE or traits_of(op).main:
             return False
         floats = any(self.graph.values[v].dtype.is_floating_point for v in op.results)
         own = any(True for _ in _infinities((op.args, *op.kwargs.values())))

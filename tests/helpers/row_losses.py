@@ -44,7 +44,9 @@ def thresholded(y: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
 
 def clamped(y: Tensor, mask: Tensor, labels: Tensor) -> Tensor:
     """T5's clamp, and one that some rows need: they overflow where their first class is odd."""
-    y = y + torch.where(y < y.mean(-1, keepdim=True), -torch.inf, y).softmax(-1)
+    scores = y @ y.transpose(1, 2)
+    scores = torch.where(scores < scores.mean(-1, keepdim=True), -torch.inf, scores)
+    y = y + scores.softmax(-1) @ y
     bound = torch.where(torch.isinf(y).any(), 0.1, torch.finfo(y.dtype).max)
     y = torch.clamp(y, min=-bound, max=bound)
     high = y + 2 * (torch.finfo(y.dtype).max * (labels[:, :1, None] % 2))
