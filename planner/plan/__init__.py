@@ -3,7 +3,9 @@
 from meshwright.planner.plan.assignments import Known
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.context_parallel import ulysses_degrees
+from meshwright.planner.plan.expert_legs import legs, refused
 from meshwright.planner.plan.expert_parallel import (
+    check_blocks,
     check_experts_run,
     expert_weights,
     fewest_experts,
@@ -65,13 +67,13 @@ from meshwright.planner.plan.words import (
 
 __all__ = [
     "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RUNS", "ZERO", "InfeasibleError", "Known",
-    "Plan", "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_experts_run",
-    "check_offload", "check_plan", "check_runs", "compress_names", "compress_ranks", "counted",
-    "crossings", "describe", "divisors", "expand_names", "expand_ranks", "expert_weights",
-    "express_shardings", "fewest_experts", "fingerprint", "folds", "glob", "has_experts",
-    "in_files", "kept_together", "margin_beside", "meeting_words", "mesh_words",
-    "offloaded_parameters", "offloaded_weights", "passes_of", "peak_words", "pipelines",
-    "placement_of", "recompute_of", "recompute_words", "resolve_shardings", "runs_experts",
-    "seconds", "segments_of", "shared_apart", "sized", "slower", "spread_of", "stage_of",
-    "stages_of_parameters", "ulysses_degrees",
+    "Plan", "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_blocks",
+    "check_experts_run", "check_offload", "check_plan", "check_runs", "compress_names",
+    "compress_ranks", "counted", "crossings", "describe", "divisors", "expand_names",
+    "expand_ranks", "expert_weights", "express_shardings", "fewest_experts", "fingerprint", "folds",
+    "glob", "has_experts", "in_files", "kept_together", "legs", "margin_beside", "meeting_words",
+    "mesh_words", "offloaded_parameters", "offloaded_weights", "passes_of", "peak_words",
+    "pipelines", "placement_of", "recompute_of", "recompute_words", "refused", "resolve_shardings",
+    "runs_experts", "seconds", "segments_of", "shared_apart", "sized", "slower", "spread_of",
+    "stage_of", "stages_of_parameters", "ulysses_degrees",
 ]  # fmt: skip

@@ -308,14 +308,19 @@ def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
             f"stages on different ranks share {_several(apart)}: its gradients meet before the "
             "optimizer's step, so that validating it afterwards gains nothing"
         )
-    meetings, count = row_use(graph, factors).meetings, evaluation.plan.num_microbatches
-    if meetings:
+    use, count = row_use(graph, factors), evaluation.plan.num_microbatches
+    if use.meetings:
         how = (
             f"each of {count} micro-batches by itself, which is another loss than the whole batch's"
             if count > 1
             else "the batch is one micro-batch, and its loss exact"
         )
-        notes.append(f"rows meet in {meeting_words(meetings)}: {how}")
+        notes.append(f"rows meet in {meeting_words(use.meetings)}: {how}")
+    if use.finite and count > 1:
+        notes.append(
+            f"each of {count} micro-batches looks by itself for numbers that are not finite, "
+            f"which is exact while there are none: {meeting_words(use.finite)}"
+        )
     return notes
 
 

@@ -73,6 +73,10 @@ def _obstacle(drafter: Drafter) -> str:
         whole = {space.undivided(mesh) for mesh in meshes if mesh.dp * mesh.cp > 1}
         if whole and None not in whole:
             return f"zero=1 can't divide {min(filter(None, whole))} among the data axis"
+    if devices > 1 and space.own_draws:
+        return space.own_draws
+    if space.unshared_experts and any((ep or 1) > 1 for ep in over.ep):
+        return space.unshared_experts
     if devices == 1 or over.pp == 1:
         return (
             "one device group has no virtual stages, no second placement and no use for a "

@@ -318,6 +318,7 @@ def _only(names: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
 
 IGNORED_KWARGS = ("pin_memory", "layout")
 CASTS = ("to", "_to_copy", "type_as")
+BITS = ("aten.any.default", "aten.all.default")
 PROMOTE = frozenset({"cat", "stack", "where"})  # beside pointwise operators
 # may change nothing at one row alone: a class token's expand, the transpose of one row of one
 ARRANGES = RESHAPES | {
@@ -426,6 +427,8 @@ class _Calls:
         metas = [meta_of(t) for t in results]
         if environment.autocast and short_name(target) not in CASTS:
             args, kwargs = self._autocast(target, args, kwargs, metas[0].dtype, origin)
+        if target in BITS and len(self.builder.values[args[0].name].shape) > 1:
+            args = self._by_row(target, args[0], origin)
         if short_name(target) in CASTS:  # the device in their arguments is the tracer's
             target, args, kwargs = "aten.to.dtype", (args[0], metas[0].dtype), {}
         several = isinstance(node.meta["val"], (tuple, list))
@@ -445,6 +448,13 @@ class _Calls:
             self.slots.new(v, slot if view else None) for v, view in zip(values, views, strict=True)
         ]
         return slots if several else slots[0]
+
+    def _by_row(self, target: str, whole: Ref, origin: Origin) -> tuple[Ref]:
+        """The bits of each row, of which one is made then: data ranks gather those, and not all
+        elements."""
+        dims = [*range(1, len(self.builder.values[whole.name].shape))]
+        (rows,) = self.builder.add(target.replace("default", "dims"), (whole, dims), {}, origin)
+        return (Ref(rows),)
 
     def _leaf(self, node: fx.Node, environment: _Environment) -> list[str]:
         """A leaf's call, with the `Leaf` itself as the argument in the place of its number."""
