@@ -30,11 +30,14 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """Shape and dtype of a value; `requires_grad` says whether a gradient flows into it."""
+    """Shape and dtype of a value; `requires_grad` says whether a gradient flows into it. `stored`
+    is the dtype that a frozen parameter has in the user's model, where it is computed with in
+    another."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    stored: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -276,7 +279,8 @@ def class_hash(graph: Graph, block: Block, *, exact: bool = False) -> str:
         meta = graph.values[name]
         kind = "p" if name in graph.parameters else "b" if name in graph.buffers else "v"
         index = local.setdefault(name, len(local))
-        return f"{kind}{index}{meta.shape}{meta.dtype}{meta.requires_grad}"
+        stored = meta.stored or ""
+        return f"{kind}{index}{meta.shape}{meta.dtype}{meta.requires_grad}{stored}"
 
     lines = [str([number(n) for n in block.inputs])]
     for op in block.ops:

@@ -55,7 +55,7 @@ class Pricer(ReshardPricer):
 
     step: Setting = field(init=False)
     fusion: Fusion = field(default_factory=Fusion)
-    unit_numel: Mapping[str, float] = field(default_factory=dict)
+    unit_numel: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     parameters: ParameterPricer = field(init=False)
     _ops: dict[tuple[str, str], Priced] = field(default_factory=dict)
     known_parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)
