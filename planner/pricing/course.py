@@ -234,9 +234,9 @@ def _parameters(
 
 def _gathered(
     parameters: Sequence[Trained | Frozen], blocks: int, setting: Setting
-) -> list[tuple[float, float]]:
-    """Bytes of weights that `fully_shard` holds under ZeRO-3 as each block's forward begins: its
-    own, as they were gathered, too, beside those of the block before as they were; and in its
+) -> list[tuple[tuple[float, float], float]]:
+    """Bytes of weights that `fully_shard` holds under ZeRO-3 in each block's forward: its own, also
+    as they were gathered, and as it begins those of the block before as they were; and in its
     backward: its own, and those of the block before it as they come, without the secondary shards
     of what is whole again. All that time those that several blocks read."""
     numels, always = [0.0] * blocks, 0.0
@@ -251,7 +251,10 @@ def _gathered(
     weight_bytes, secondary = DTYPE_BYTES[setting.precision], secondary_bytes(setting)
     return [
         (
-            weight_bytes * (always + 2 * a + b) + buffer_bytes(a, setting.sharing.quantized),
+            (
+                weight_bytes * (always + 2 * a) + buffer_bytes(a, setting.sharing.quantized),
+                weight_bytes * b,
+            ),
             weight_bytes * (always + a + b)
             - secondary * again
             + buffer_bytes(max(a, b), setting.sharing.quantized),

@@ -52,12 +52,13 @@ ROUND = (
     "zero3 virtual", "virtual uneven", "uneven hybrid", "hybrid dp2tp2", "virtual alone",
     "alone zero2",
 )  # fmt: skip
-FIRST = (*(f"{GPT2} {pair}" for pair in ROUND), "resnet dp2 pp2")
+FIRST = (*(f"{GPT2} {pair}" for pair in ROUND), "resnet dp2 pp2", "llama_lora zero3 pp2")
 PAIRS = (
     *FIRST,
     *(f"{GPT2} {plan} {plan}" for plan in FOUR),
     *(f"{GPT2} dp2tp2 {plan}" for plan in (*FOUR[1:], "pp2dp2tp2", "dp2", "pp2")),
     *(f"{GPT2} {plan} dp2tp2" for plan in ("pp4", "tp4", "zero2")),
+    *(f"llama_lora {pair}" for pair in ("dp2 zero3", "zero3 virtual", "zero3 zero3")),
     *(f"resnet dp2tp2 {plan}" for plan in ("dp2tp2", "virtual", "alone")),
 )
 MORE = "the change tier saves plans of all kinds, and loads each kind under another"
