@@ -155,6 +155,17 @@ class Graph:
         return frozenset(value for value, count in reads.items() if count == 1)
 
     @cached_property
+    def gathered_twice(self) -> frozenset[str]:
+        """Parameters that ZeRO-3 gathers for a backward, too: of blocks that have one, and of one
+        block before these, which comes ahead."""
+        found, ahead = set[str](), False
+        for block in reversed(self.blocks):
+            backward = any(self.values[r].requires_grad for op in block.ops for r in op.results)
+            found.update(block.parameters if backward or ahead else ())
+            ahead = backward
+        return frozenset(found)
+
+    @cached_property
     def in_layers(self) -> frozenset[str]:
         """Operators of blocks of which there are several: the same program on other parameters."""
         alike = Counter(block.class_id for block in self.blocks)

@@ -45,7 +45,8 @@ from meshwright.profiles.steps import BACKWARD
 
 # a collective of ZeRO-3: column, kind, bytes in full, group
 Zero3: TypeAlias = Callable[[str, str, float, Group], Entry]
-GATHERED = ("zero3_gather_s", "zero3_secondary_s")  # of all parameters, frozen ones, too
+# columns of frozen parameters, too
+GATHERED = ("zero3_gather_s", "zero3_again_s", "zero3_secondary_s")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +79,8 @@ class ParameterPricer:
     def _alike(self, value: str, placement: Placement) -> Priced:
         """The same for all parameters of one size that travel with as many others."""
         meta, unit = self.graph.values[value], self.unit_numel.get(value)
-        size = self.numel(value, placement), meta.numel, unit, meta.requires_grad
+        twice = value in self.graph.gathered_twice
+        size = self.numel(value, placement), meta.numel, unit, meta.requires_grad, twice
         # also of settings that differ in who shares experts out
         of = self.setting
         where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch
@@ -112,8 +114,12 @@ class ParameterPricer:
             return own._replace(calls=own.calls * slower, sent_bytes=own.sent_bytes * slower)
 
         near = group(math.gcd(setting.secondary, shards.size))
-        yield from self._gathered(numel, shards, zero3)
-        yield zero3("zero3_secondary_s", "all_gather", weights, near)
+        for own in self._gathered(numel, shards, zero3):
+            yield own
+            if value in self.graph.gathered_twice:
+                yield own._replace(column="zero3_again_s")
+        if value in self.graph.gathered_twice:
+            yield zero3("zero3_secondary_s", "all_gather", weights, near)
         if not self.graph.values[value].requires_grad:
             return
         if setting.batch.microbatches > 1 and not target.fused_accumulation:

@@ -176,8 +176,9 @@ class Pricer(ReshardPricer):
         if measured := self._measured(op, strategy):
             *seconds, source = measured
             found = [_timed(*each, source) for each in zip(found, seconds, strict=True)]
-        forward = setting.correction(FORWARD)
-        backward = setting.correction(BACKWARD) * differentiable
+        if not differentiable:
+            found = [entry for entry in found if entry.column == FORWARD_S]
+        forward, backward = setting.correction(FORWARD), setting.correction(BACKWARD)
         if forward == backward == 1.0 and setting.target.defers_weights:
             return found
         return [

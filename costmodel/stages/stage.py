@@ -210,7 +210,9 @@ def _data_axis(
     elif zero == 3:
         several = setting.batch.microbatches > 1
         gathered = {"zero3_gather_s": sums.zero3_gather_s, "fetched_s": host.fetched_s}
-        again = {"zero3_secondary_s": sums.zero3_secondary_s} if setting.sharing.hpz else gathered
+        again = {"zero3_again_s": sums.zero3_again_s, "fetched_s": host.fetched_s}
+        if setting.sharing.hpz:
+            again = {"zero3_secondary_s": sums.zero3_secondary_s}
         scattered = {"zero3_scatter_s": sums.zero3_scatter_s}
         returned = {"returned_s": host.returned_s}
         moved = again | scattered | ({} if several else returned)

@@ -133,6 +133,7 @@ class Sums:
     replicate_s = _Column()
     zero3_scatter_s = _Column()
     zero3_gather_s = _Column()
+    zero3_again_s = _Column()
     zero3_secondary_s = _Column()
     zero3_replicate_s = _Column()
     optimizer_s = _Column()
@@ -409,7 +410,7 @@ _COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "optimizer_s", "sha
 _COMMUNICATION = ("forward_comm_s", "backward_comm_s", "forward_exchange_s", "backward_exchange_s")
 _DATA_AXIS = (
     "reduce_s", "scatter_s", "gather_s", "replicate_s", "zero3_scatter_s", "zero3_gather_s",
-    "zero3_secondary_s", "zero3_replicate_s",
+    "zero3_again_s", "zero3_secondary_s", "zero3_replicate_s",
 )  # fmt: skip
 MAXIMA = 4 + _EXCESS[0] * _EXCESS[1]
 COLUMNS = Sums.__dict__["first_parameters"].at + 1 + _EXCESS[0] * _EXCESS[1]

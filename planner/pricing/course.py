@@ -167,7 +167,7 @@ def _fixed_bytes(
     there = sorted(away)  # of these blocks one and the next have weights
     here = max((away[a] + away[b] for a, b in pairwise([*there, -1])), default=0.0)
     weights = DTYPE_BYTES[setting.precision] * (here - sum(away.values()))
-    again = sum(p.numel for p in (*trained, *others) if p.shards > 1)
+    again = sum(p.numel for group in (trained, others) for p in group if p.shards > 1)
     weights += secondary_bytes(setting) * again + sum(p.nbytes for p in others)
     zero, optimizer = setting.sharing.zero, setting.optimizer
     states = setting.validated * sum(

@@ -57,6 +57,13 @@ def llama(**options: Any) -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
+def llama_tower() -> nn.Module:
+    """Its head alone is trained."""
+    model = llama().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    return model
+
+
 def llama_lora(rank: int = 4) -> nn.Module:
     model = llama().requires_grad_(False)
     for layer in model.model.layers:

@@ -32,6 +32,7 @@ from tests.models.architectures import (
     gpt2,
     llama,
     llama_lora,
+    llama_tower,
     token_loss,
 )
 from tests.models.branching_models import MoE, UNet, moe_loss, t5
@@ -222,6 +223,9 @@ CASES: Mapping[str, Case] = {
     ),
     "llama_lora": Case(
         build=llama_lora, batch=causal_batch, optimizer=adamw, shardings=_LORA_SHARDINGS
+    ),
+    "llama_tower": Case(
+        build=llama_tower, batch=causal_batch, optimizer=adamw, shardings=_LLAMA_SHARDINGS
     ),
     "bert": Case(build=bert, batch=masked_batch, optimizer=sgd, shardings=_BERT_SHARDINGS),
     "resnet": Case(

@@ -302,6 +302,7 @@ llama_lora   dp4          1f1b m2 zero3 hpz2 bf16
 llama_lora   dp4          gpipe m2 zero3 shard2
 llama_lora   dp4          1f1b m2 zero3 seg2
 llama_lora   dp2xcp2      1f1b m2 zero3 ring
+llama_tower  dp2xtp2      1f1b m2 zero3
 """
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.operators.parameter_costs import GATHERED
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.quantized import wire_bytes
 from meshwright.costmodel.sharding.strategies import R
@@ -180,7 +181,7 @@ def test_frozen_weights_are_gathered_by_zero_3_alone() -> None:
     own, trained = (pricer_of(net(frozen=frozen), talking(), dp=4) for frozen in (True, False))
     value = next(v for v, fqn in own.graph.parameters.items() if fqn == "down.weight")
     numel, gathered = own.graph.values[value].numel, trained.parameter_cost(value, R).zero3_gather_s
-    wanted = Cost(zero3_gather_s=gathered, zero3_secondary_s=gathered)
+    wanted = Cost(**dict.fromkeys(GATHERED, gathered))
     assert own.parameter_cost(value, R) == wanted != Cost()
     assert own.parameters.frozen_bytes(value, R) == (4 * numel, 4 * numel / 4)
     by_block = dataclasses.replace(PLAIN, unit="block", gathered_unit="block")

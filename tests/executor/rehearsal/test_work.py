@@ -48,13 +48,14 @@ UNLIKE = {
     "gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized": ((-6_018,), FILLED),
     "llama dp2xtp2 1f1b m2 zero3 full": ((-6_272,), KEPT),
     "llama_lora dp2 1f1b m2 zero3": ((-12_288,), KEPT),
+    "llama_tower dp2 1f1b m2 zero3": ((-12_288,), KEPT),
     "llama pp2xdp2 1f1b m4 zero3 full": ((18_560, -24_832), f"{AHEAD}; {KEPT}"),
     "llama dp2xtp2 1f1b m2 zero1 sequence": ((768,), NORMS),
     "bert dp2 1f1b m2": ((16_256,), TYPES),
     "bert tp4 1f1b m2": ((18_432,), TABLE),
 }
 FIRST_UNLIKE = {
-    "gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized", "llama_lora dp2 1f1b m2 zero3",
+    "gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized", "llama_tower dp2 1f1b m2 zero3",
 }  # fmt: skip
 REGATHERING = (
     ("llama tp2 1f1b m2 sequence", " regather"),
