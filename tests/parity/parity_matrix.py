@@ -296,7 +296,7 @@ llama_lora   dp2          gpipe m2 zero3 full bf16
 llama_lora   dp2xtp2      1f1b m4 zero3 pointwise
 llama_lora   dp2xtp2      1f1b m2 zero2 bf16
 llama_lora   pp2xdp2      1f1b m4 zero3
-llama_lora   pp2xdp2      interleaved_1f1b m4 v2 zero3 spread
+llama_lora   pp2xdp2      eager_1f1b m4 zero3 mixed spread
 llama_lora   dp2|tp2      eager_1f1b m4 zero3 fp16
 llama_lora   dp4          1f1b m2 zero3 hpz2 bf16
 llama_lora   dp4          gpipe m2 zero3 shard2
