@@ -13,9 +13,9 @@ in fp32,
                   Weights that lie there: beside both passes of each micro-batch, in the precision
                   that is computed in; once a step a copy of that goes there, where it is another
                   than what is stored
-    ZeRO-3        per micro-batch: weights before each gather, twice, and gradients as they are
-                  scattered, beside compute; where there are several micro-batches, torch waits for
-                  each gradient and adds it up on the host
+    ZeRO-3        per micro-batch: weights, frozen ones too, before each gather, twice, and
+                  gradients as they are scattered, beside compute; where there are several
+                  micro-batches, torch waits for each gradient and adds it up on the host
 
 Of the states, those in files on the node's flash (`host_files`) leave host memory but for their
 gradients. What is read of files, weights before each first forward, all that the optimizer reads,
@@ -45,7 +45,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from meshwright.costmodel.memory import FP32, fused, optimizer_bytes, optimizer_step_bytes
+from meshwright.costmodel.memory import FP32, divides, fused, optimizer_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Problem, Setting
 from meshwright.costmodel.stages.sums import Floats, Sums
 from meshwright.profiles.cluster import Device
@@ -88,6 +88,7 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     bandwidth = host_bandwidth(setting, HOST_STEP) / setting.cluster.devices_per_node
     step_bytes = optimizer_step_bytes(1.0, optimizer=fused(setting.optimizer))
     to_device, to_host = (host_bandwidth(setting, kind) for kind in COPIES)
+    frozen = frozen_there(sums, setting)
     weights = weights_there(sums, setting)
     part = setting.host.weights  # of the weights, of which a step keeps copies
     if setting.precision == "fp32" and not setting.sharing.zero:
@@ -97,14 +98,16 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     filed = (FP32 + optimizer_bytes(setting.optimizer)) * setting.host.files * numel
     weights_filed = FP32 * setting.host.files * numel
     return HostCosts(
-        fetched_s=FP32 * moved / to_device,
+        fetched_s=(FP32 * moved + frozen) / to_device,
         returned_s=FP32 * moved / to_host,
         added_s=3 * FP32 * moved / bandwidth,
         step_s=step_bytes * moved / bandwidth + files_s(filed + weights_filed, filed, setting),
         weights_s=weights / to_device,
         kept_s=copied / to_host,
         nbytes=optimizer_bytes(setting.optimizer) * here
-        + pinned_bytes(FP32 * (moved + here) + copied + staged_bytes(sums, setting), device),
+        + pinned_bytes(
+            FP32 * (moved + here) + copied + frozen + staged_bytes(sums, setting), device
+        ),
         flash_bytes=filed,
     )
 
@@ -140,6 +143,13 @@ def sent_gradients(setting: Setting) -> float:
     """The part of the gradients that goes to the host as backwards make it, below ZeRO-3."""
     last = setting.batch.microbatches == 1 and setting.shards == setting.mesh.holders
     return setting.host.states if last or sends_each(setting) else 0.0
+
+
+def frozen_there(sums: Sums, setting: Setting) -> Floats:
+    """Bytes of frozen parameters in host memory: ZeRO-3 keeps the shards of a block together."""
+    part = setting.host.states * divides(setting.sharing.zero, trained=False)
+    found: Floats = part * sums.frozen_shard_bytes
+    return found
 
 
 def weights_there(sums: Sums, setting: Setting) -> Floats:

@@ -19,7 +19,7 @@ from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.candidates import Candidate, priced_fits
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.plan import StagePlan
-from meshwright.planner.plan.offload import parts, trained_sizes
+from meshwright.planner.plan.offload import moved_sizes, parts
 from meshwright.planner.pricing import evaluate
 from meshwright.planner.stages import BlockPrograms
 
@@ -77,7 +77,7 @@ class _Back:
         """The plan with as few states in host memory as fit, stage by stage, or where weights lie
         there, too, with as few of these: they come in each pass. Then with as few states in files
         as the hosts have no room for: alike on all stages, and less on those with the most."""
-        sizes = [trained_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
+        sizes = [moved_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
         best = given
         for k, stage in enumerate(given.plan.stages):
             kind = "weights" if stage.offload.get("weights") else "optimizer"

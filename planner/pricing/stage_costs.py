@@ -122,7 +122,7 @@ class _Known:
     pricers_of_pass: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
     pricers: dict[Parts, Pricer] = field(default_factory=dict)
     parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)  # of `ParameterPricer`
-    blocks: dict[tuple[Mesh, Batch, Sharing, Decided], tuple[PassPrice, Sums]] = field(
+    blocks: dict[tuple[Mesh, Batch, Sharing, Decided, bool], tuple[PassPrice, Sums]] = field(
         default_factory=dict
     )
     # by the setting of a step: blocks by name and what was decided of them
@@ -276,7 +276,8 @@ class StageCoster:
         """The price of a block per micro-batch, and its contribution to the sums of its stage."""
         own, known = pricer.step.of_step, self._known.blocks
         decided = block.class_id, assignment.choices, tuple(inputs.values())
-        key = own.mesh, own.batch, own.sharing, decided
+        twice = not self.graph.gathered_twice.isdisjoint(block.parameters)
+        key = own.mesh, own.batch, own.sharing, decided, twice
         if key not in known:
             layouts = self.layouts(block, own.mesh.tp)
             passes = self._pass(own, layouts, assignment, inputs)

@@ -19,7 +19,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -120,8 +120,19 @@ def trace(
             fix |= batch.asked or batch.numbers.keys()
         else:
             if not batch.asked:
-                return graph
+                return _as_stored(graph, model)
             fix |= batch.asked  # the model's code caught what was raised
+
+
+def _as_stored(graph: Graph, model: nn.Module) -> Graph:
+    """The graph, whose frozen parameters say what dtype they have in the model: no copy of them is
+    made that an optimizer would step."""
+    stored = {}
+    for value, fqn in graph.parameters.items():
+        meta, dtype = graph.values[value], model.get_parameter(fqn).dtype
+        if not meta.requires_grad and dtype != meta.dtype:
+            stored[value] = replace(meta, stored=dtype)
+    return replace(graph, values={**graph.values, **stored}) if stored else graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,9 +42,7 @@ def test_complexity_by_hand() -> None:
     plan = plan_for(graph, stages=2)
     assert len(plan.stages[0].blocks) - len(plan.stages[1].blocks) == 3
     looks = looks_of(plan, 33.0, 100.0)
-    assert sum(looks.parts()) == pytest.approx(
-        2 * 0.24 + 2 * 0.03 + 0.03 + 0.015 + 0.03 * 0.33
-    )
+    assert sum(looks.parts()) == pytest.approx(2 * 0.24 + 2 * 0.03 + 0.03 + 0.015 + 0.03 * 0.33)
     other = with_stage(plan, dp=4, tp=1, dp_shard=2, zero=3, recompute="full", offload=AWAY)
     other = dataclasses.replace(other, schedule="zb_h1", num_microbatches=1)
     more = looks_of(other, 33.0, 100.0)
