@@ -17,6 +17,7 @@ from meshwright.costmodel.schedules.simulate import (
     chrome_trace,
     event_of,
     simulate,
+    step_times,
 )
 from meshwright.costmodel.schedules.table import SCHEDULES, Schedule, stages_of_devices
 
@@ -24,5 +25,5 @@ __all__ = [
     "SCHEDULES", "Action", "Early", "Event", "Instruction", "Message", "Moment", "PipelineShape",
     "Schedule", "StageTimes", "Streams", "Timeline", "backward_follows_forward", "build_schedule",
     "chrome_trace", "early_parts", "event_of", "in_flight", "least_in_flight", "moments",
-    "simulate", "stages_of_devices",
+    "simulate", "stages_of_devices", "step_times",
 ]  # fmt: skip

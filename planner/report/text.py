@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.plan import counted, peak_words, seconds, sized, slower
+from meshwright.planner.plan import counted, layout_words, peak_words, seconds, sized, slower
 
 if TYPE_CHECKING:
     from meshwright.planner.report.details import Row
@@ -128,9 +128,19 @@ def _head(report: Report, proof: Row) -> list[str]:
         f"  step {seconds(s['step_time_s'])}, {_rate(s['rows_per_s'])} rows/s, {tokens}"
         f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
         f"peak memory {_peak(s)} of {sized(s['memory_bytes'])}",
+        *_layout(report),
         _intervals(report),
         *_bounds(report, proof),
     ]
+
+
+def _layout(report: Report) -> list[str]:
+    """The blocks of a pipeline's stages, and Megatron's notation of them."""
+    if "layout" not in report.summary:
+        return []
+    notation = report.summary["megatron_layout"]
+    said = f'; --pipeline-model-parallel-layout "{notation}" in Megatron' if notation else ""
+    return [f"  blocks of stages by device group: {layout_words(report.plan)}{said}"]
 
 
 def _rate(value: float) -> str:

@@ -32,6 +32,7 @@ progress = logging.getLogger("meshwright.progress")  # heard where somebody watc
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 LATE_TRIES = 16  # meshes, combinations and cuts looked at for a first plan when the time is over
 RELUCTANCE = 1 / 0.95  # of what lies in host memory: no host link was measured
+MOVES_GAIN = 0.1  # of a step, what moves of blocks between stages may gain
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 
 
@@ -203,15 +204,22 @@ class Explorer:
 
     def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
         """Draft a cut; where it does not fit, one with as much less room as it lacks and its levels
-        left; of several stages of a device one of equal shares."""
+        left; where devices have several stages, the same after moves of blocks between them."""
+        draft, less = self._drafted(combination, cut), 0.0
+        if not draft.fits and draft.lacks_bytes > 0:
+            less = draft.lacks_bytes + self.equal.spare_bytes(combination, cut)
+            found = self.cut(combination, self.limit_s(), less_bytes=less)
+            if found is None:
+                return
+            draft, cut = self._drafted(combination, found[1]), found[1]
+        worth = self.compared_s(draft) * (1 - MOVES_GAIN) < self.limit_s()
+        if combination.stages_per_group > 1 and draft.fits and worth:
+            sends = {edge: own.seconds for edge, own in draft.evaluation.transfers.items()}
+            moved = self.effort.timed("cut stages", self.equal.moved, combination, cut, sends, less)
+            if moved is not None:
+                self._drafted(combination, moved)
+
+    def _drafted(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
         draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
         self.drafts.append(draft)
-        for alike in (False, True) if combination.stages_per_group > 1 else (False,):
-            if draft.fits or draft.lacks_bytes <= 0:
-                break
-            spare = self.equal.spare_bytes(combination, cut)
-            less = 0.0 if alike else draft.lacks_bytes + spare
-            found = self.cut(combination, self.limit_s(), alike=alike, less_bytes=less)
-            if found is not None:
-                draft = self.effort.timed("simulate", self.drafter.draft, combination, found[1])
-                self.drafts.append(draft)
+        return draft

@@ -1,0 +1,225 @@
+"""Layouts: the blocks of stages that share devices, with as little recompute as their devices need.
+
+Several stages of a device are cut together: by the sum of their seconds and their bytes at the
+device's peak (`planner.inter_op.shared_devices`), from as many layers for each stage and from equal
+shares of the work. In which of a device's stages an odd layer is best depends on who waits for it:
+moves from there are judged by simulation, of a few rounds of micro-batches and what each further
+round adds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshwright.costmodel.blocks import segment_policy
+from meshwright.costmodel.schedules import SCHEDULES, build_schedule, step_times
+from meshwright.costmodel.stages import (
+    COSTS,
+    HELD,
+    Floats,
+    StageCosts,
+    communicator_bytes,
+    held_weights,
+    of_rows,
+)
+from meshwright.planner.drafts.combinations import Combination
+from meshwright.planner.drafts.space import groups_of
+from meshwright.planner.inter_op import Judged, SharedDevices, cut_evenly, evenly
+from meshwright.planner.stages import ChosenLevel, RecomputeLevels
+
+ROUNDS = 3  # of micro-batches that are simulated, one more for what each further one adds
+MOST_ROUNDS = 4  # of moves that are simulated
+MOST_SIMULATED = 96  # layouts in one of them, the least busy
+WORTH = 1e-4  # of a step, what a move has to gain
+
+_ACTIVE = HELD.index("activation_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """All layouts of a combination, on the levels of its runs. Cuts are positions where stages may
+    start and end; those of one copy of the model, where there are two."""
+
+    combination: Combination
+    levels: RecomputeLevels
+    shared: SharedDevices
+    groups: Sequence[int]
+    """The device group of each stage, of both copies."""
+
+    @staticmethod
+    def of(
+        combination: Combination, levels: RecomputeLevels, legal: np.ndarray, room_bytes: float
+    ) -> Layouts:
+        """With `legal` stages between positions, (C, C), and so much room on each device."""
+        setup, runs = combination.setup, combination.setup.chain.runs
+        counts = {"num_stages": combination.num_stages, "num_devices": combination.groups}
+        m, copies = combination.num_microbatches, SCHEDULES[combination.schedule].copies
+        groups = groups_of(combination.schedule, combination.groups, combination.stages_per_group)
+        stages = np.argsort(groups, kind="stable").reshape(combination.groups, -1)
+        held = levels.rows[:, [COSTS.index(name) for name in HELD]]
+        shared = SharedDevices(
+            time_s=of_rows(np.moveaxis(levels.rows, 1, 0)).amortised_s(m),
+            held=np.moveaxis(held, 1, 2),
+            index=np.where(legal & np.isfinite(runs.seconds)[runs.index], runs.index, 0),
+            weights=held_weights(combination.schedule, num_microbatches=m, **counts),
+            stages=stages % (combination.num_stages // copies),
+            whole=np.array([segment_policy(policy)[1] > 1 for policy in levels.policies]),
+            room_bytes=room_bytes - communicator_bytes(setup.setting),
+        )
+        return Layouts(combination=combination, levels=levels, shared=shared, groups=groups)
+
+    @property
+    def copies(self) -> int:
+        return SCHEDULES[self.combination.schedule].copies
+
+    @property
+    def turns(self) -> float:
+        """Micro-batches of each copy."""
+        return self.combination.num_microbatches / self.copies
+
+    # --- by device ---
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(N, P+1): cuts where equal shares would have them, and after moves by device, the layout
+        first whose busiest device is least busy; none where none fits."""
+        found = [own for start in self._even() for own in (self.shared.evened(start), start)]
+        if not found:
+            return np.zeros((0, 1), dtype=np.int64)
+        cuts = np.unique(found, axis=0)
+        judged = self.shared.judged(cuts)
+        busiest = np.where(judged.lacks.any(axis=1), np.inf, judged.load_s.max(axis=1))
+        kept: np.ndarray = cuts[np.argsort(busiest, kind="stable")[: np.isfinite(busiest).sum()]]
+        return kept
+
+    def _even(self) -> list[np.ndarray]:
+        """Cuts of equal numbers of layers, and of equal shares of the work, and best stage by
+        stage, that are legal."""
+        setup, runs, shared = self.combination.setup, self.combination.setup.chain.runs, self.shared
+        stages, kinds = self.combination.num_stages // self.copies, setup.chain.kinds
+        usual, _ = Counter(kinds).most_common(1)[0]
+        layers = np.concatenate([[0], np.cumsum([kind == usual for kind in kinds])])
+        pieces = np.arange(len(runs.index) - 1)
+        seconds = runs.seconds[runs.index[pieces, pieces + 1]]
+        tried = [
+            evenly(np.diff(layers[list(setup.chain.at)]).astype(float), stages),
+            evenly(np.where(np.isfinite(seconds), seconds, 0.0), stages),
+        ]
+        times = np.where(shared.index > 0, shared.time_s[0][shared.index], np.inf)
+        cut = cut_evenly(times[None], None, [0] * stages, later=self.turns)
+        tried += [] if cut is None else [np.array(cut.cuts)]
+        return [cuts for cuts in tried if np.isfinite(shared.judged(cuts[None]).load_s).all()]
+
+    def busiest_s(self, cuts: np.ndarray) -> float:
+        """Seconds of a step that the busiest device computes."""
+        return self.turns * float(self.shared.judged(cuts[None]).load_s.max())
+
+    def chosen(self, cuts: np.ndarray) -> list[ChosenLevel]:
+        """Per stage, of both copies, its level and the part of its blocks on the next one: as few
+        blocks of a device as it takes, first of its stages with most micro-batches in flight."""
+        judged, stages = self.shared.judged(cuts[None]), len(cuts) - 1
+        runs = self.shared.index[cuts[:-1], cuts[1:]]
+        every = self.combination.setup.chain.runs.seconds.shape
+        parts = {
+            (device, k): part
+            for device, own in enumerate(self.shared.stages.tolist())
+            for k, part in zip(own, self._parts(device, runs[own], judged), strict=True)
+        }
+        return [
+            ChosenLevel(
+                level=np.broadcast_to(judged.level[0, g], every),
+                fraction=np.broadcast_to(parts[g, k % stages], every),
+                fits=np.broadcast_to(np.True_, every),
+            )
+            for k, g in enumerate(self.groups)
+        ]
+
+    def _parts(self, device: int, runs: np.ndarray, judged: Judged) -> Floats:
+        """(v,): the part of each stage of a device, with these runs, that is on the next level."""
+        level, part = int(judged.level[0, device]), float(judged.part[0, device])
+        if not part or self.shared.whole[level + 1]:
+            return np.full(len(runs), part)
+        blocks = self.levels.blocks[runs]
+        often = self.shared.weights[device, :, :, _ACTIVE].max(axis=0)
+        order = np.argsort(-often, kind="stable")
+        before = np.empty(len(runs))
+        before[order] = np.cumsum(blocks[order]) - blocks[order]
+        tried = np.arange(int(blocks.sum()) + 1)[:, None]
+        parts: Floats = np.clip(tried - before, 0, blocks) / blocks
+        low, high = self.shared.held[level, runs], self.shared.held[level + 1, runs]
+        held = low + parts[..., None] * (high - low)
+        used = self.shared.used_bytes(np.full(len(tried), device), held)
+        fits = used <= self.shared.room_bytes
+        fewest: Floats = parts[int(fits.argmax()) if fits.any() else -1]
+        return fewest
+
+    # --- by simulation ---
+
+    def improved(self, sends: Mapping[tuple[int, int], float]) -> np.ndarray:
+        """The best start by simulation, where stages send for so many seconds, after moves of
+        blocks that shorten the step."""
+        steps = self._steps_s(self.starts, sends)
+        cuts, best_s = self.starts[steps.argmin()], float(steps.min())
+        for _ in range(MOST_ROUNDS):
+            tried = self.shared.moves(cuts, np.arange(len(cuts) - 1))
+            judged = self.shared.judged(tried)
+            busiest_s = self.turns * judged.load_s.max(axis=1)
+            worth = (busiest_s < best_s) & ~judged.lacks.any(axis=1)
+            tried, promise = tried[worth], (busiest_s + self.turns * judged.in_turn_s)[worth]
+            tried = tried[np.argsort(promise, kind="stable")[:MOST_SIMULATED]]
+            if not len(tried):
+                break
+            steps = self._steps_s(tried, sends)
+            first = int(steps.argmin())
+            if steps[first] > best_s * (1 - WORTH):
+                break
+            cuts, best_s = tried[first], float(steps[first])
+        return cuts
+
+    def _steps_s(self, cuts: np.ndarray, sends: Mapping[tuple[int, int], float]) -> Floats:
+        """(N,): about the seconds of steps of layouts, (N, P+1)."""
+        combination, groups = self.combination, self.combination.groups
+        m, costs = combination.num_microbatches, self.costs(cuts)
+        few = ROUNDS * groups + m % groups
+        if few + groups >= m:
+            return self._simulated_s(costs, sends, m)
+        first, more = (self._simulated_s(costs, sends, n) for n in (few, few + groups))
+        steps: Floats = first + (more - first) * (m - few) / groups
+        return steps
+
+    def costs(self, cuts: np.ndarray) -> StageCosts[Floats]:
+        """(N, stages): costs of the stages of layouts, of both copies."""
+        judged = self.shared.judged(cuts)
+        runs = self.shared.index[cuts[:, :-1], cuts[:, 1:]]
+        runs = np.concatenate([runs] * self.copies, axis=1)
+        level, part = judged.level[:, self.groups], judged.part[:, self.groups, None]
+        after = np.minimum(level + 1, len(self.levels.rows) - 1)
+        low, high = self.levels.rows[level, :, runs], self.levels.rows[after, :, runs]
+        return of_rows(np.moveaxis(low + part * (high - low), 2, 0))
+
+    def _simulated_s(
+        self, costs: StageCosts[Floats], sends: Mapping[tuple[int, int], float], m: int
+    ) -> Floats:
+        """(N,): seconds of a step of so many micro-batches."""
+        streams = build_schedule(
+            self.combination.schedule,
+            num_stages=self.combination.num_stages,
+            num_microbatches=m,
+            edges=frozenset(sends),
+            num_devices=self.combination.groups,
+            paired=False,
+        )
+        return step_times(
+            streams,
+            forward_s=costs.forward_s,
+            backward_s=costs.backward_s,
+            weight_s=costs.weight_s,
+            reduce_s=costs.reduce_s,
+            optimizer_s=costs.optimizer_s,
+            transfer_s=sends,
+        )
