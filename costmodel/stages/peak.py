@@ -17,7 +17,14 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.schedules import Action, Message, Moment, moments, stages_of_devices
+from meshwright.costmodel.schedules import (
+    Action,
+    Message,
+    Moment,
+    fewest_alike,
+    moments,
+    stages_of_devices,
+)
 from meshwright.costmodel.stages.memory import A
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.stages.sums import Floats
@@ -26,11 +33,10 @@ from meshwright.profiles.cluster import Cluster
 PARTS = (
     "weights", "gradients", "optimizer", "activations", "buffers", "transient", "reserved",
 )  # fmt: skip
-# of `StageMemory` and a micro-batch in flight, what moments differ in
+# kinds of bytes of `StageMemory`, but for what is known of blocks alone, and of a micro-batch
 HELD = (
     "fixed_bytes", "activation_bytes", "put_off_bytes", "gradient_bytes", "begun_bytes",
-    "first_bytes", "later_bytes", "half_bytes", "second_bytes", "last_bytes", "end_bytes",
-    "step_bytes",
+    "first_bytes", "later_bytes", "half_bytes", "second_bytes", "step_bytes",
 )  # fmt: skip
 
 
@@ -197,7 +203,6 @@ def _passing(moment: Moment, own: int) -> dict[str, int]:
     return {"first_bytes": 1}
 
 
-@lru_cache(maxsize=256)
 def held_weights(
     schedule: str, *, num_stages: int, num_microbatches: int, num_devices: int
 ) -> Floats:
@@ -205,24 +210,41 @@ def held_weights(
     each of its stages, in the order of the data, at the moments that can be its peak, messages
     apart; those that are left are the optimizer's step. Its peak is the most of these sums, and the
     bytes of communicators. Raises ValueError as `device_peaks`."""
-    found = moments(
-        schedule, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
-    )
+    counts = {"num_stages": num_stages, "num_devices": num_devices}
+    few = fewest_alike(schedule, num_microbatches=num_microbatches, **counts)
+    return _held_weights(schedule, num_stages, few, num_devices)
+
+
+@lru_cache(maxsize=256)
+def _held_weights(schedule: str, num_stages: int, m: int, num_devices: int) -> Floats:
+    found = moments(schedule, num_stages=num_stages, num_microbatches=m, num_devices=num_devices)
     placed = stages_of_devices(schedule, num_stages=num_stages, num_devices=num_devices)
-    most = 1 + max(map(len, found))
-    weights = np.zeros((len(placed), most, len(placed[0]), len(HELD)))
-    weights[..., HELD.index("fixed_bytes")] = 1.0
-    weights[..., HELD.index("step_bytes")] = 1.0
-    for d, (members, own) in enumerate(zip(placed, found, strict=True)):
-        for q, moment in enumerate(own):
-            weights[d, q, :, HELD.index("step_bytes")] = 0.0
-            for k, there in enumerate(_between(moment)):
-                for name, n in there.items():
-                    weights[d, q, k, HELD.index(name)] = n
-            acting = members.index(moment.stage)
-            for name, n in _passing(moment, acting).items():
-                weights[d, q, acting, HELD.index(name)] += n
+    rows = [
+        _most([_weights(q, members) for q in {q._replace(last=False) for q in own}])
+        for members, own in zip(placed, found, strict=True)
+    ]
+    weights = np.zeros((len(placed), 1 + max(map(len, rows)), len(placed[0]), len(HELD)))
+    weights[..., [HELD.index("fixed_bytes"), HELD.index("step_bytes")]] = 1.0
+    for own, there in zip(weights, rows, strict=True):
+        own[: len(there)] = there
     return weights
+
+
+def _weights(moment: Moment, members: Sequence[int]) -> Floats:
+    """(stages of the device, `HELD`) of a moment."""
+    acting = members.index(moment.stage)
+    every = [{"fixed_bytes": 1, **between} for between in _between(moment)]
+    for name, n in _passing(moment, acting).items():
+        every[acting][name] = every[acting].get(name, 0) + n
+    return np.array([[own.get(name, 0) for name in HELD] for own in every], dtype=np.float64)
+
+
+def _most(rows: Sequence[Floats]) -> Floats:
+    """Those of moments that hold no less of something than each other one."""
+    flat = np.unique(np.stack(rows).reshape(len(rows), -1), axis=0)
+    exceeds = (flat[:, None] >= flat[None]).all(axis=2) & ~np.eye(len(flat), dtype=bool)
+    found: Floats = flat[~exceeds.any(axis=0)].reshape(-1, *rows[0].shape)
+    return found
 
 
 def _message_bytes(message: Message, sizes: Mapping[tuple[int, int], tuple[float, float]]) -> float:
