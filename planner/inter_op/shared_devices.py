@@ -104,12 +104,17 @@ class SharedDevices:
         return level, np.where(level == last, 0.0, np.where(self.whole[after], np.ceil(part), part))
 
     def evened(self, cuts: Ints) -> Ints:
-        """The cuts, (P+1,), after all moves that make the layout better."""
-        for _ in range(MOST_MOVES):
+        """The cuts, (P+1,), after all moves that make the layout better; those that fill devices to
+        more than their room only as far as so many moves may still mend that."""
+        lacks = np.inf
+        for left in range(MOST_MOVES, 0, -1):
             own = self.judged(cuts[None])
-            worst = (own.lacks if own.lacks.any() else own.load_s).argmax()
+            gained, lacks = lacks - own.lacks.sum(), float(own.lacks.sum())
+            if lacks > gained * left:
+                break
+            worst = (own.lacks if lacks else own.load_s).argmax()
             found = self._better(cuts, np.unique(self.stages[worst]))
-            if found is None and len(cuts) - 1 <= FEW_STAGES:
+            if found is None and len(cuts) <= FEW_STAGES:
                 found = self._better(cuts, np.arange(len(cuts) - 1))
             if found is None:
                 break
