@@ -13,13 +13,17 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.targets import target_named
 from meshwright.planner.drafts import Combination, PlanDraft
 from meshwright.planner.inter_op import SharedDevices
 from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.plan import megatron_layout
+from meshwright.planner.published import read_row, traced
 from meshwright.planner.search.search import Search
+from scripts.experts.rows import fp8_rows
 from tests.helpers.planning import Traced, cluster, cut, problem_of
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 
 SHAPES = ((2, 2), (3, 3), (2, 1))  # stages on each device, rounds of micro-batches
 MEMORY = (None, 1.02, 0.85, 0.7)  # of the least that a plan without recompute needs
@@ -165,3 +169,32 @@ def _repeats_least(
     assert used(counts) <= shared.room_bytes
     assert all(used(counts - (np.arange(len(runs)) == k)) > shared.room_bytes for k in last)
     return bool(level or len(last))
+
+
+@second_tier("the nets above stay, and what devices repeat")
+def test_llama_70b_in_fp8_on_64_h100() -> None:
+    """NVIDIA's recipe, five stages on each of eight device groups: the layer beside the head is
+    better off elsewhere, though the even layout fits, too."""
+    row = next(row for row in fp8_rows("26.04.01") if row["params_b"] == "70.6")
+    setup = read_row(row)
+    graph, table = traced(setup.dims, setup.precision)
+    problem = Problem(
+        graph=graph, factors=table, cluster=setup.cluster, precision=setup.precision,
+        target=setup.framework.target,
+    )  # fmt: skip
+    m = setup.global_batch // setup.dp // setup.micro_batch
+    given: dict[str, Any] = {"tp": setup.tp, "pp": setup.pp, "virtual_stages": setup.chunks}
+    names = [block.name for block in graph.blocks]
+    ends = [0, *range(3, 80, 2), 82]
+    even = [names[i:j] for i, j in itertools.pairwise(ends)]
+    free, forced = (
+        Search(
+            problem, setup.global_batch, Overrides(**given, num_microbatches=m, **more),
+            memory_margin=0.05,
+        ).run().best
+        for more in ({}, {"stages": even})
+    )  # fmt: skip
+    assert megatron_layout(forced.plan) == "Ett|(tt|)*38ttL"
+    assert free.step_time_s <= 0.97 * forced.step_time_s
+    sizes = [len(stage.blocks) for stage in free.plan.stages]
+    assert sorted(sizes) == [2] * 38 + [3] * 2 and (sizes[0], sizes[-1]) == (3, 2)
