@@ -164,9 +164,10 @@ class Layouts:
         """The best start by simulation, where stages send for so many seconds, after moves of
         blocks that shorten the step."""
         steps = self._steps_s(self.starts, sends)
-        cuts, best_s = self.starts[steps.argmin()], float(steps.min())
+        cuts: np.ndarray = self.starts[steps.argmin()]
+        best_s = float(steps.min())
         for _ in range(MOST_ROUNDS):
-            tried = self.shared.moves(cuts, np.arange(len(cuts) - 1))
+            tried = self.shared.moves(cuts)
             judged = self.shared.judged(tried)
             busiest_s = self.turns * judged.load_s.max(axis=1)
             worth = (busiest_s < best_s) & ~judged.lacks.any(axis=1)

@@ -112,24 +112,26 @@ class SharedDevices:
             gained, lacks = lacks - own.lacks.sum(), float(own.lacks.sum())
             if lacks > gained * left:
                 break
-            worst = (own.lacks if lacks else own.load_s).argmax()
-            found = self._better(cuts, np.unique(self.stages[worst]))
-            if found is None and len(cuts) <= FEW_STAGES:
-                found = self._better(cuts, np.arange(len(cuts) - 1))
+            found = self._better(cuts, self.moves(cuts))
             if found is None:
                 break
             cuts = found
         return cuts
 
-    def _better(self, cuts: Ints, sources: Ints) -> Ints | None:
-        """The best layout after a move from one of these stages, if it is better."""
-        tried = np.concatenate([cuts[None], self.moves(cuts, sources)])
+    def _better(self, cuts: Ints, moves: Ints) -> Ints | None:
+        """The best layout of these moves, if it is better."""
+        tried = np.concatenate([cuts[None], moves])
         best = int(np.lexsort(_order(self.judged(tried)).T[::-1])[0])
         return tried[best] if best else None
 
-    def moves(self, cuts: Ints, sources: Ints) -> Ints:
-        """(N, P+1): the cuts, (P+1,), after each move of a block from one of these stages."""
+    def moves(self, cuts: Ints) -> Ints:
+        """(N, P+1): the cuts, (P+1,), after each move of a block from a stage of the worst device;
+        of few stages from any."""
         count = len(cuts) - 1
+        sources = np.arange(count)
+        if count > FEW_STAGES:
+            own = self.judged(cuts[None])
+            sources = self.stages[(own.lacks if own.lacks.any() else own.load_s).argmax()]
         source, target = np.meshgrid(sources, np.arange(count))
         source, target = source.reshape(-1, 1), target.reshape(-1, 1)
         at = np.arange(count + 1)
