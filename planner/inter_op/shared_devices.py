@@ -27,7 +27,7 @@ import numpy as np
 from meshwright.planner.inter_op.table import Floats, Ints, Masks
 
 MOST_MOVES = 64
-FEW_STAGES = 40  # of which all moves are tried
+FEW_STAGES = 24  # of which all moves are tried
 ROUNDED = 4  # digits of loads that are compared, over the most
 
 
