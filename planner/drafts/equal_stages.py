@@ -9,7 +9,7 @@ a pipeline takes to fill and what no plan undercuts is the schedule's (`costmode
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from meshwright.costmodel.stages import (
     of_one,
     stage_costs,
 )
+from meshwright.planner.drafts.candidates import PlanDraft
 from meshwright.planner.drafts.combinations import (
     Combination,
     MeshChoice,
@@ -35,7 +36,7 @@ from meshwright.planner.drafts.combinations import (
     Waiting,
 )
 from meshwright.planner.drafts.fills import filling_s, held_at_peak
-from meshwright.planner.drafts.layouts import Layouts
+from meshwright.planner.drafts.layouts import WORTH, Layouts
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.reliefs import Relief
 from meshwright.planner.drafts.segments import given_segments
@@ -393,43 +394,33 @@ class EqualStages:
         if not len(layouts.starts):
             return None
         cuts = layouts.starts[0]
-        setup, m, each = (
-            combination.setup,
-            combination.num_microbatches,
-            combination.stages_per_group,
-        )
-        schedule, shape = (
-            SCHEDULES[combination.schedule],
-            PipelineShape(m, combination.groups, each),
-        )
-        costs, sent = layouts.costs(cuts[None]), self.sent(setup)[cuts[:-1], cuts[1:]]
-        fill_s = filling_s(schedule, costs, shape, setup.validated).mean() + sent.mean()
-        turns = 0 if schedule.hides_sends else m * each / schedule.copies
-        objective_s = layouts.busiest_s(cuts) + (combination.groups - 1) * float(fill_s)
-        objective_s += turns * float(sent.mean())
+        objective_s = layouts.objective_s(cuts)
         if objective_s >= cutoff_s:
             return None
         return objective_s, self._stages(combination, layouts.chosen(cuts), cuts.tolist())
 
     def moved(
-        self,
-        combination: Combination,
-        cut: Sequence[StageDraft],
-        sends: Mapping[tuple[int, int], float],
-        less_bytes: float,
+        self, combination: Combination, draft: PlanDraft, limit_s: float, less_bytes: float
     ) -> list[StageDraft] | None:
-        """The stages of a combination's cut after moves of blocks between them that shorten its
-        simulated step, where they send for so many seconds; None where none does."""
+        """The stages of a combination's draft after moves of blocks between them that shorten its
+        simulated step to less than a limit; None where none does, or it can hardly be."""
         layouts = self._layouts(combination, less_bytes)
-        cuts = layouts.improved(sends)
-        if [int(self.cuts[at]) for at in cuts[:-1]] == [own.start for own in cut[: len(cuts) - 1]]:
+        limit_s = min(limit_s, draft.step_time_s * (1 - WORTH))
+        if layouts.objective_s(layouts.starts[0]) >= limit_s:
+            return None
+        stages = draft.stages[: len(layouts.starts[0]) - 1]
+        own = np.searchsorted(self.cuts, [0, *(stage.stop for stage in stages)])
+        sends = {edge: sent.seconds for edge, sent in draft.evaluation.transfers.items()}
+        cuts, part = layouts.improved(own, sends)
+        if draft.step_time_s * part >= limit_s:
             return None
         return self._stages(combination, layouts.chosen(cuts), cuts.tolist())
 
     def _layouts(self, combination: Combination, less_bytes: float) -> Layouts:
         levels = self.levels(combination.setup, combination.schedule)
         legal = self.legal & self.allowed(combination.setup)
-        return Layouts.of(combination, levels, legal, self.room - less_bytes)
+        sent = self.sent(combination.setup)
+        return Layouts.of(combination, levels, legal, sent, self.room - less_bytes)
 
     def _stages(
         self, combination: Combination, chosen: Sequence[ChosenLevel], cuts: Sequence[int]

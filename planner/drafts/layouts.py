@@ -17,17 +17,19 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.schedules import SCHEDULES, build_schedule, step_times
+from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, build_schedule, step_times
 from meshwright.costmodel.stages import (
     COSTS,
     HELD,
     Floats,
     StageCosts,
+    as_rows,
     communicator_bytes,
     held_weights,
     of_rows,
 )
 from meshwright.planner.drafts.combinations import Combination
+from meshwright.planner.drafts.fills import filling_s
 from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.inter_op import Judged, SharedDevices, cut_evenly, evenly
 from meshwright.planner.stages import ChosenLevel, RecomputeLevels
@@ -35,7 +37,7 @@ from meshwright.planner.stages import ChosenLevel, RecomputeLevels
 ROUNDS = 3  # of micro-batches that are simulated, one more for what each further one adds
 MOST_ROUNDS = 4  # of moves that are simulated
 MOST_SIMULATED = 96  # layouts in one of them, the least busy
-WORTH = 1e-4  # of a step, what a move has to gain
+WORTH = 1e-3  # of a step, what a move has to gain
 
 _ACTIVE = HELD.index("activation_bytes")
 
@@ -47,23 +49,33 @@ class Layouts:
 
     combination: Combination
     levels: RecomputeLevels
+    rows: Floats
+    """(levels, `COSTS`, runs)"""
     shared: SharedDevices
+    sent_s: Floats
+    """(C, C): seconds that a stage between two positions sends per micro-batch and direction."""
     groups: Sequence[int]
     """The device group of each stage, of both copies."""
 
     @staticmethod
     def of(
-        combination: Combination, levels: RecomputeLevels, legal: np.ndarray, room_bytes: float
+        combination: Combination,
+        levels: RecomputeLevels,
+        legal: np.ndarray,
+        sent_s: Floats,
+        room_bytes: float,
     ) -> Layouts:
-        """With `legal` stages between positions, (C, C), and so much room on each device."""
+        """With `legal` stages between positions, and what they send, (C, C) each, and so much room
+        on each device."""
         setup, runs = combination.setup, combination.setup.chain.runs
         counts = {"num_stages": combination.num_stages, "num_devices": combination.groups}
         m, copies = combination.num_microbatches, SCHEDULES[combination.schedule].copies
         groups = groups_of(combination.schedule, combination.groups, combination.stages_per_group)
         stages = np.argsort(groups, kind="stable").reshape(combination.groups, -1)
-        held = levels.rows[:, [COSTS.index(name) for name in HELD]]
+        rows = np.stack([as_rows(own) for own in levels.costs])
+        held = rows[:, [COSTS.index(name) for name in HELD]]
         shared = SharedDevices(
-            time_s=of_rows(np.moveaxis(levels.rows, 1, 0)).amortised_s(m),
+            time_s=of_rows(np.moveaxis(rows, 1, 0)).amortised_s(m),
             held=np.moveaxis(held, 1, 2),
             index=np.where(legal & np.isfinite(runs.seconds)[runs.index], runs.index, 0),
             weights=held_weights(combination.schedule, num_microbatches=m, **counts),
@@ -71,7 +83,14 @@ class Layouts:
             whole=np.array([segment_policy(policy)[1] > 1 for policy in levels.policies]),
             room_bytes=room_bytes - communicator_bytes(setup.setting),
         )
-        return Layouts(combination=combination, levels=levels, shared=shared, groups=groups)
+        return Layouts(
+            combination=combination,
+            levels=levels,
+            rows=rows,
+            shared=shared,
+            sent_s=sent_s,
+            groups=groups,
+        )
 
     @property
     def copies(self) -> int:
@@ -115,9 +134,17 @@ class Layouts:
         tried += [] if cut is None else [np.array(cut.cuts)]
         return [cuts for cuts in tried if np.isfinite(shared.judged(cuts[None]).load_s).all()]
 
-    def busiest_s(self, cuts: np.ndarray) -> float:
-        """Seconds of a step that the busiest device computes."""
-        return self.turns * float(self.shared.judged(cuts[None]).load_s.max())
+    def objective_s(self, cuts: np.ndarray) -> float:
+        """Seconds that the busiest device computes in a step, and what all but one add to fill the
+        pipeline: the step where no device waits for others in between."""
+        combination = self.combination
+        schedule, m = SCHEDULES[combination.schedule], combination.num_microbatches
+        shape = PipelineShape(m, combination.groups, combination.stages_per_group)
+        costs, sent_s = self.costs(cuts[None]), float(self.sent_s[cuts[:-1], cuts[1:]].mean())
+        fill_s = float(filling_s(schedule, costs, shape, combination.setup.validated).mean())
+        turns = 0.0 if schedule.hides_sends else self.turns * combination.stages_per_group
+        busiest_s = self.turns * float(self.shared.judged(cuts[None]).load_s.max())
+        return busiest_s + (combination.groups - 1) * (fill_s + sent_s) + turns * sent_s
 
     def chosen(self, cuts: np.ndarray) -> list[ChosenLevel]:
         """Per stage, of both copies, its level and the part of its blocks on the next one: as few
@@ -160,12 +187,14 @@ class Layouts:
 
     # --- by simulation ---
 
-    def improved(self, sends: Mapping[tuple[int, int], float]) -> np.ndarray:
+    def improved(
+        self, own: np.ndarray, sends: Mapping[tuple[int, int], float]
+    ) -> tuple[np.ndarray, float]:
         """The best start by simulation, where stages send for so many seconds, after moves of
-        blocks that shorten the step."""
-        steps = self._steps_s(self.starts, sends)
-        cuts: np.ndarray = self.starts[steps.argmin()]
-        best_s = float(steps.min())
+        blocks that shorten the step; and the part that it takes of one with its `own` cuts."""
+        steps = self._steps_s(np.concatenate([own[None], self.starts]), sends)
+        cuts: np.ndarray = self.starts[steps[1:].argmin()]
+        own_s, best_s = float(steps[0]), float(steps[1:].min())
         for _ in range(MOST_ROUNDS):
             tried = self.shared.moves(cuts)
             judged = self.shared.judged(tried)
@@ -180,7 +209,7 @@ class Layouts:
             if steps[first] > best_s * (1 - WORTH):
                 break
             cuts, best_s = tried[first], float(steps[first])
-        return cuts
+        return cuts, best_s / own_s
 
     def _steps_s(self, cuts: np.ndarray, sends: Mapping[tuple[int, int], float]) -> Floats:
         """(N,): about the seconds of steps of layouts, (N, P+1)."""
@@ -199,8 +228,8 @@ class Layouts:
         runs = self.shared.index[cuts[:, :-1], cuts[:, 1:]]
         runs = np.concatenate([runs] * self.copies, axis=1)
         level, part = judged.level[:, self.groups], judged.part[:, self.groups, None]
-        after = np.minimum(level + 1, len(self.levels.rows) - 1)
-        low, high = self.levels.rows[level, :, runs], self.levels.rows[after, :, runs]
+        after = np.minimum(level + 1, len(self.rows) - 1)
+        low, high = self.rows[level, :, runs], self.rows[after, :, runs]
         return of_rows(np.moveaxis(low + part * (high - low), 2, 0))
 
     def _simulated_s(

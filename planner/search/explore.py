@@ -32,7 +32,6 @@ progress = logging.getLogger("meshwright.progress")  # heard where somebody watc
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 LATE_TRIES = 16  # meshes, combinations and cuts looked at for a first plan when the time is over
 RELUCTANCE = 1 / 0.95  # of what lies in host memory: no host link was measured
-MOVES_GAIN = 0.1  # of a step, what moves of blocks between stages may gain
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 
 
@@ -211,11 +210,12 @@ class Explorer:
             found = self.cut(combination, self.limit_s(), less_bytes=less)
             if found is None:
                 return
-            draft, cut = self._drafted(combination, found[1]), found[1]
-        worth = self.compared_s(draft) * (1 - MOVES_GAIN) < self.limit_s()
-        if combination.stages_per_group > 1 and draft.fits and worth:
-            sends = {edge: own.seconds for edge, own in draft.evaluation.transfers.items()}
-            moved = self.effort.timed("cut stages", self.equal.moved, combination, cut, sends, less)
+            draft = self._drafted(combination, found[1])
+        if combination.stages_per_group > 1 and draft.fits:
+            limit_s = self.limit_s() / self.weight(draft)
+            moved = self.effort.timed(
+                "cut stages", self.equal.moved, combination, draft, limit_s, less
+            )
             if moved is not None:
                 self._drafted(combination, moved)
 

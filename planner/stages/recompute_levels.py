@@ -99,7 +99,7 @@ class RecomputeLevels:
             (chosen.level == k) * (1 - chosen.fraction) + (chosen.level == k - 1) * chosen.fraction
             for k in range(len(self.costs))
         ]
-        return of_rows(np.einsum("k...,kc...->c...", np.stack(weights), self.rows))
+        return of_rows(np.einsum("k...,kc...->c...", np.stack(weights), self._rows))
 
     def at(self, stage: Any, chosen: ChosenLevel) -> StageCosts[float]:
         """The costs of one stage on its chosen level; `stage` indexes the arrays."""
@@ -108,8 +108,8 @@ class RecomputeLevels:
         return found if not part else mixed(found, of_one(self.costs[k + 1], stage), part)
 
     @cached_property
-    def rows(self) -> Floats:
-        """(levels, `COSTS`, ...)."""
+    def _rows(self) -> Floats:
+        """(levels, costs, ...)."""
         return np.stack([as_rows(own) for own in self.costs])
 
 
