@@ -220,7 +220,7 @@ def _held_weights(schedule: str, num_stages: int, m: int, num_devices: int) -> F
     found = moments(schedule, num_stages=num_stages, num_microbatches=m, num_devices=num_devices)
     placed = stages_of_devices(schedule, num_stages=num_stages, num_devices=num_devices)
     rows = [
-        _most([_weights(q, members) for q in {q._replace(last=False) for q in own}])
+        _most(_weights([*{q._replace(last=False) for q in own}], members))
         for members, own in zip(placed, found, strict=True)
     ]
     weights = np.zeros((len(placed), 1 + max(map(len, rows)), len(placed[0]), len(HELD)))
@@ -230,20 +230,35 @@ def _held_weights(schedule: str, num_stages: int, m: int, num_devices: int) -> F
     return weights
 
 
-def _weights(moment: Moment, members: Sequence[int]) -> Floats:
-    """(stages of the device, `HELD`) of a moment."""
-    acting = members.index(moment.stage)
-    every = [{"fixed_bytes": 1, **between} for between in _between(moment)]
-    for name, n in _passing(moment, acting).items():
-        every[acting][name] = every[acting].get(name, 0) + n
-    return np.array([[own.get(name, 0) for name in HELD] for own in every], dtype=np.float64)
+def _weights(found: Sequence[Moment], members: Sequence[int]) -> Floats:
+    """(moments, stages of the device, `HELD`)."""
+    weights = np.zeros((len(found), len(members), len(HELD)))
+    later, begun = (np.array([getattr(q, name) for q in found]) for name in ("later", "begun"))
+    columns = {
+        "fixed_bytes": 1.0,
+        "activation_bytes": [q.active for q in found],
+        "put_off_bytes": [q.put_off for q in found],
+        "gradient_bytes": later,
+        "begun_bytes": begun & ~later,
+    }
+    for name, column in columns.items():
+        weights[..., HELD.index(name)] = column
+    for own, moment in zip(weights, found, strict=True):
+        acting = members.index(moment.stage)
+        for name, n in _passing(moment, acting).items():
+            if name in HELD:
+                own[acting, HELD.index(name)] += n
+    return weights
 
 
-def _most(rows: Sequence[Floats]) -> Floats:
+def _most(rows: Floats) -> Floats:
     """Those of moments that hold no less of something than each other one."""
-    flat = np.unique(np.stack(rows).reshape(len(rows), -1), axis=0)
-    exceeds = (flat[:, None] >= flat[None]).all(axis=2) & ~np.eye(len(flat), dtype=bool)
-    found: Floats = flat[~exceeds.any(axis=0)].reshape(-1, *rows[0].shape)
+    flat = np.unique(rows.reshape(len(rows), -1), axis=0)
+    kept = np.ones(len(flat), dtype=bool)
+    for k in flat.sum(axis=1).argsort():  # the least first
+        kept[k] = False
+        kept[k] = not (flat[kept] >= flat[k]).all(axis=1).any()
+    found: Floats = flat[kept].reshape(-1, *rows.shape[1:])
     return found
 
 

@@ -86,10 +86,12 @@ class SharedDevices:
 
     def used_bytes(self, device: Ints, held: Floats) -> Floats:
         """(..., U): bytes at the peak of each `device`, (U,), whose stages have (..., U, v, H)."""
-        weights = self.weights[device]
-        kinds = held.shape[-2] * held.shape[-1]
-        flat = held.reshape(*held.shape[:-2], kinds, 1)
-        used: Floats = (weights.reshape(*weights.shape[:2], kinds) @ flat)[..., 0].max(axis=-1)
+        flat = held.reshape(*held.shape[:-2], held.shape[-2] * held.shape[-1])
+        used: Floats = np.empty(flat.shape[:-1])
+        for d, weights in enumerate(self.weights):
+            own = device == d
+            moments = weights.reshape(len(weights), -1)
+            used[..., own] = (flat[..., own, :] @ moments.T).max(axis=-1)
         return used
 
     def _least(self, used: Floats) -> tuple[Ints, Floats]:
