@@ -37,6 +37,7 @@ from meshwright.planner.stages import ChosenLevel, RecomputeLevels
 ROUNDS = 3  # of micro-batches that are simulated, one more for what each further one adds
 MOST_ROUNDS = 4  # of moves that are simulated
 MOST_SIMULATED = 96  # layouts in one of them, the least busy
+EVEN = 1.02  # of what devices compute on average: no start is sought that is more even
 WORTH = 1e-3  # of a step, what a move has to gain
 
 _ACTIVE = HELD.index("activation_bytes")
@@ -107,7 +108,12 @@ class Layouts:
     def starts(self) -> np.ndarray:
         """(N, P+1): cuts where equal shares would have them, and after moves by device, the layout
         first whose busiest device is least busy; none where none fits."""
-        found = [own for start in self._even() for own in (self.shared.evened(start), start)]
+        found = list[np.ndarray]()
+        for start in self._even():
+            found += [self.shared.evened(start), start]
+            judged = self.shared.judged(found[-2][None])
+            if not judged.lacks.any() and judged.load_s.max() <= EVEN * judged.load_s.mean():
+                break
         if not found:
             return np.zeros((0, 1), dtype=np.int64)
         cuts = np.unique(found, axis=0)

@@ -67,11 +67,10 @@ class SharedDevices:
         devices, each = self.stages.shape
         runs = self.index[cuts[:, :-1], cuts[:, 1:]][:, self.stages]
         in_turn = self.time_s[0][runs].max(axis=1).sum(axis=1)
-        # layouts have most of their devices in common
-        codes = np.broadcast_to(np.arange(devices), runs.shape[:2]).ravel()
-        for column in runs.reshape(-1, each).T:
-            numbers = codes * self.held.shape[1] + column
-            _, first, codes = np.unique(numbers, return_index=True, return_inverse=True)
+        # layouts have most of their devices in common: told apart by sums that hardly ever agree
+        random = np.random.default_rng(0).integers(2**62, size=each + 1)
+        codes = (runs @ random[:each] + np.arange(devices) * random[each]).ravel()
+        _, first, back = np.unique(codes, return_index=True, return_inverse=True)
         device, runs = first % devices, runs.reshape(-1, each)[first]
         seconds = self.time_s[:, runs].sum(axis=2)
         used = self.used_bytes(device, self.held[:, runs])
@@ -81,7 +80,7 @@ class SharedDevices:
         load = (1 - part) * seconds[level, at] + part * seconds[after, at]
         load = np.where((runs > 0).all(axis=1), load, np.inf)
         lacks = np.maximum(used.min(axis=0) - self.room_bytes, 0.0)
-        back = codes.reshape(len(cuts), devices)
+        back = back.reshape(len(cuts), devices)
         return Judged(load[back], lacks[back], level[back], part[back], in_turn)
 
     def used_bytes(self, device: Ints, held: Floats) -> Floats:
