@@ -406,7 +406,7 @@ class EqualStages:
         simulated step to less than a limit; None where none does, or it can hardly be."""
         layouts = self._layouts(combination, less_bytes)
         limit_s = min(limit_s, draft.step_time_s * (1 - WORTH))
-        if layouts.objective_s(layouts.starts[0]) >= limit_s:
+        if layouts.busiest_s(layouts.starts[0]) >= limit_s:
             return None
         stages = draft.stages[: len(layouts.starts[0]) - 1]
         own = np.searchsorted(self.cuts, [0, *(stage.stop for stage in stages)])

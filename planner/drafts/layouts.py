@@ -149,8 +149,12 @@ class Layouts:
         costs, sent_s = self.costs(cuts[None]), float(self.sent_s[cuts[:-1], cuts[1:]].mean())
         fill_s = float(filling_s(schedule, costs, shape, combination.setup.validated).mean())
         turns = 0.0 if schedule.hides_sends else self.turns * combination.stages_per_group
-        busiest_s = self.turns * float(self.shared.judged(cuts[None]).load_s.max())
-        return busiest_s + (combination.groups - 1) * (fill_s + sent_s) + turns * sent_s
+        filled_s = (combination.groups - 1) * (fill_s + sent_s) + turns * sent_s
+        return self.busiest_s(cuts) + filled_s
+
+    def busiest_s(self, cuts: np.ndarray) -> float:
+        """Seconds that the busiest device computes in a step."""
+        return self.turns * float(self.shared.judged(cuts[None]).load_s.max())
 
     def chosen(self, cuts: np.ndarray) -> list[ChosenLevel]:
         """Per stage, of both copies, its level and the part of its blocks on the next one: as few

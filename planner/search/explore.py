@@ -33,7 +33,6 @@ OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 LATE_TRIES = 16  # meshes, combinations and cuts looked at for a first plan when the time is over
 RELUCTANCE = 1 / 0.95  # of what lies in host memory: no host link was measured
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
-SHARED_OVERSHOOT = 1.005  # where devices have several stages, that of the busiest one
 
 
 class Effort:
@@ -196,12 +195,11 @@ class Explorer:
         """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
         the simulation may hide all of what it sends. `given` as to `EqualStages.solve`."""
         sent_s = self.equal.sends_s(combination)
-        overshoot = SHARED_OVERSHOOT if combination.stages_per_group > 1 else OVERSHOOT
-        cutoff_s = limit_s / self._weight(combination.setup) * overshoot + sent_s
+        cutoff_s = limit_s / self._weight(combination.setup) * OVERSHOOT + sent_s
         found = self.effort.timed(
             "cut stages", lambda: self.equal.solve(combination, cutoff_s, **given)
         )
-        return None if found is None else ((found[0] - sent_s) / overshoot, found[1])
+        return None if found is None else ((found[0] - sent_s) / OVERSHOOT, found[1])
 
     def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
         """Draft a cut; where it does not fit, one with as much less room as it lacks and its levels
