@@ -308,11 +308,12 @@ def step_times(
     seconds = [*np.ascontiguousarray(slots.reshape(count, -1).T)]
     seconds += [np.full(count, transfer_s[edge]) for edge in program.edges]
     seconds.append(np.zeros(count))  # NOTHING
-    ends = [*np.zeros((1 + len(program.steps), count))]
+    table = np.zeros((1 + len(program.steps), count))
+    ends, maximum, add = [*table], np.maximum, np.add
     for end_s, (first, second, index) in zip(ends[1:], program.steps, strict=True):
-        np.maximum(ends[first], ends[second], out=end_s)
-        end_s += seconds[index]
-    steps: Floats = np.max(ends, axis=0)
+        maximum(ends[first], ends[second], end_s)
+        add(end_s, seconds[index], end_s)
+    steps: Floats = table.max(axis=0)
     return steps
 
 

@@ -36,7 +36,7 @@ from meshwright.planner.drafts.combinations import (
     Waiting,
 )
 from meshwright.planner.drafts.fills import filling_s, held_at_peak
-from meshwright.planner.drafts.layouts import WORTH, Layouts
+from meshwright.planner.drafts.layouts import GAIN, WORTH, Layouts
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.reliefs import Relief
 from meshwright.planner.drafts.segments import given_segments
@@ -404,6 +404,8 @@ class EqualStages:
     ) -> list[StageDraft] | None:
         """The stages of a combination's draft after moves of blocks between them that shorten its
         simulated step to less than a limit; None where none does, or it can hardly be."""
+        if draft.step_time_s * (1 - GAIN) >= limit_s:
+            return None
         layouts = self._layouts(combination, less_bytes)
         limit_s = min(limit_s, draft.step_time_s * (1 - WORTH))
         if layouts.busiest_s(layouts.starts[0]) >= limit_s:

@@ -35,10 +35,12 @@ from meshwright.planner.inter_op import Judged, SharedDevices, cut_evenly, evenl
 from meshwright.planner.stages import ChosenLevel, RecomputeLevels
 
 ROUNDS = 3  # of micro-batches that are simulated, one more for what each further one adds
+ALL_ROUNDS = 8  # of so many no fewer are simulated
 MOST_ROUNDS = 4  # of moves that are simulated
 MOST_SIMULATED = 96  # layouts in one of them, the least busy
 EVEN = 1.02  # of what devices compute on average: no start is sought that is more even
 WORTH = 1e-3  # of a step, what a move has to gain
+GAIN = 0.05  # of a step, what all moves may gain: drawn nets 1 % on average
 
 _ACTIVE = HELD.index("activation_bytes")
 
@@ -202,31 +204,37 @@ class Layouts:
     ) -> tuple[np.ndarray, float]:
         """The best start by simulation, where stages send for so many seconds, after moves of
         blocks that shorten the step; and the part that it takes of one with its `own` cuts."""
-        steps = self._steps_s(np.concatenate([own[None], self.starts]), sends)
-        cuts: np.ndarray = self.starts[steps[1:].argmin()]
-        own_s, best_s = float(steps[0]), float(steps[1:].min())
+        tried = np.concatenate([own[None], self.starts, self._promising(own, np.inf)])
+        cuts, own_s, best_s = own, 0.0, np.inf
         for _ in range(MOST_ROUNDS):
-            tried = self.shared.moves(cuts)
-            judged = self.shared.judged(tried)
-            busiest_s = self.turns * judged.load_s.max(axis=1)
-            worth = (busiest_s < best_s) & ~judged.lacks.any(axis=1)
-            tried, promise = tried[worth], (busiest_s + self.turns * judged.in_turn_s)[worth]
-            tried = tried[np.argsort(promise, kind="stable")[:MOST_SIMULATED]]
-            if not len(tried):
-                break
             steps = self._steps_s(tried, sends)
+            own_s = own_s or float(steps[0])
             first = int(steps.argmin())
             if steps[first] > best_s * (1 - WORTH):
                 break
             cuts, best_s = tried[first], float(steps[first])
+            tried = self._promising(cuts, best_s)
+            if not len(tried):
+                break
         return cuts, best_s / own_s
+
+    def _promising(self, cuts: np.ndarray, limit_s: float) -> np.ndarray:
+        """(N, P+1): moves whose step may take less than a limit, those first whose devices are
+        least busy and wait least for each other."""
+        tried = self.shared.moves(cuts)
+        judged = self.shared.judged(tried)
+        busiest_s = self.turns * judged.load_s.max(axis=1)
+        worth = (busiest_s < limit_s) & ~judged.lacks.any(axis=1)
+        promise = (busiest_s + self.turns * judged.in_turn_s)[worth]
+        found: np.ndarray = tried[worth][np.argsort(promise, kind="stable")[:MOST_SIMULATED]]
+        return found
 
     def _steps_s(self, cuts: np.ndarray, sends: Mapping[tuple[int, int], float]) -> Floats:
         """(N,): about the seconds of steps of layouts, (N, P+1)."""
         combination, groups = self.combination, self.combination.groups
         m, costs = combination.num_microbatches, self.costs(cuts)
         few = ROUNDS * groups + m % groups
-        if few + groups >= m:
+        if m <= ALL_ROUNDS * groups:  # which a draft has been simulated with
             return self._simulated_s(costs, sends, m)
         first, more = (self._simulated_s(costs, sends, n) for n in (few, few + groups))
         steps: Floats = first + (more - first) * (m - few) / groups
