@@ -55,14 +55,17 @@ from meshwright.planner.plan.words import (
     counted,
     describe,
     kept_together,
+    layout_words,
     margin_beside,
     meeting_words,
+    megatron_layout,
     mesh_words,
     peak_words,
     recompute_words,
     seconds,
     sized,
     slower,
+    stage_layout,
 )
 
 __all__ = [
@@ -71,9 +74,10 @@ __all__ = [
     "check_experts_run", "check_offload", "check_plan", "check_runs", "compress_names",
     "compress_ranks", "counted", "crossings", "describe", "divisors", "expand_names",
     "expand_ranks", "expert_weights", "express_shardings", "fewest_experts", "fingerprint", "folds",
-    "glob", "has_experts", "in_files", "kept_together", "legs", "margin_beside", "meeting_words",
-    "mesh_words", "offloaded_parameters", "offloaded_weights", "passes_of", "peak_words",
-    "pipelines", "placement_of", "recompute_of", "recompute_words", "refused", "resolve_shardings",
-    "runs_experts", "seconds", "segments_of", "shared_apart", "sized", "slower", "spread_of",
-    "stage_of", "stages_of_parameters", "ulysses_degrees",
+    "glob", "has_experts", "in_files", "kept_together", "layout_words", "legs", "margin_beside",
+    "meeting_words", "megatron_layout", "mesh_words", "offloaded_parameters", "offloaded_weights",
+    "passes_of", "peak_words", "pipelines", "placement_of", "recompute_of", "recompute_words",
+    "refused", "resolve_shardings", "runs_experts", "seconds", "segments_of", "shared_apart",
+    "sized", "slower", "spread_of", "stage_layout", "stage_of", "stages_of_parameters",
+    "ulysses_degrees",
 ]  # fmt: skip

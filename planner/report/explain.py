@@ -13,16 +13,19 @@ from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import data_layout, row_use
 from meshwright.costmodel.target import Target
 from meshwright.planner.plan import (
+    Plan,
     compress_names,
     compress_ranks,
     describe,
     divisors,
     meeting_words,
+    megatron_layout,
     mesh_words,
     recompute_words,
     seconds,
     shared_apart,
     sized,
+    stage_layout,
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import busiest, device_groups
@@ -85,6 +88,7 @@ def explain(
         **details.rates,
         "mfu": prediction.mfu,
         "bubble_fraction": prediction.bubble_fraction,
+        **_layout(plan),
         **memory_summary(prediction, cluster),
         "rests_on": evaluation.rests_on(),
         **(searched.bound if searched else {}),
@@ -114,6 +118,13 @@ def explain(
         timeline=evaluation.timeline.chrome_trace(),
         details=details,
     )
+
+
+def _layout(plan: Plan) -> Row:
+    """Which stages a pipeline's device groups have: their blocks, and in Megatron's notation."""
+    if len(plan.devices) == 1:
+        return {}
+    return {"layout": stage_layout(plan), "megatron_layout": megatron_layout(plan)}
 
 
 def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:

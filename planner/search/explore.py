@@ -206,13 +206,18 @@ class Explorer:
 
     def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
         """Draft a cut; where it does not fit, one with as much less room as it lacks and its levels
-        left; of several stages of a device one of equal shares."""
-        draft = self._draft(combination, cut)
-        for alike in (False, True) if combination.stages_per_group > 1 else (False,):
-            if draft.fits or draft.lacks_bytes <= 0:
-                break
-            spare = self.equal.spare_bytes(combination, cut)
-            less = 0.0 if alike else draft.lacks_bytes + spare
-            found = self.cut(combination, self.limit_s(), alike=alike, less_bytes=less)
-            if found is not None:
-                draft = self._draft(combination, found[1])
+        left; where devices have several stages, the same after moves of blocks between them."""
+        draft, less = self._draft(combination, cut), 0.0
+        if not draft.fits and draft.lacks_bytes > 0:
+            less = draft.lacks_bytes + self.equal.spare_bytes(combination, cut)
+            found = self.cut(combination, self.limit_s(), less_bytes=less)
+            if found is None:
+                return
+            draft = self._draft(combination, found[1])
+        if combination.stages_per_group > 1 and draft.fits:
+            limit_s = self.limit_s() / self.taste.weight(draft)
+            moved = self.effort.timed(
+                "cut stages", self.equal.moved, combination, draft, limit_s, less
+            )
+            if moved is not None:
+                self._draft(combination, moved)

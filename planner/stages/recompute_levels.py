@@ -68,21 +68,15 @@ class RecomputeLevels:
     blocks: Floats | NDArray[np.int64]
 
     def choose(
-        self,
-        in_flight: InFlight,
-        room_bytes: float,
-        *,
-        per_device: int | NDArray[np.int64] = 1,
-        others_bytes: float = 0.0,
+        self, in_flight: InFlight, room_bytes: float, *, per_device: int | NDArray[np.int64] = 1
     ) -> ChosenLevel:
         """The least recompute with which each stage fits `room_bytes` with so many micro-batches in
-        flight, and the others of `per_device` on a device (numbers, or arrays of the stages'
-        shape): they are like it, or hold `others_bytes`. One of them is in a backward at a time,
-        and which of the device's blocks recompute is decided for all of them together."""
-        alike = 1 if others_bytes else per_device
+        flight, beside the others of `per_device` on a device (numbers, or arrays of the stages'
+        shape), which are like it. One of them is in a backward at a time, and which of the device's
+        blocks recompute is decided for all of them together."""
 
         def used(costs: StageCosts[Floats], passing: StageCosts[Floats]) -> Floats:
-            return used_bytes(costs, in_flight, alike, passing) + others_bytes
+            return used_bytes(costs, in_flight, per_device, passing)
 
         first = self.costs[0]
         done = np.asarray(fits(used(first, first), room_bytes))
