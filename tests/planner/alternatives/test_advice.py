@@ -101,7 +101,7 @@ def test_what_trains_more_rows_on_less_is_found_again(
 
 def test_nodes_that_compute_most_of_the_step_are_not_left_idle() -> None:
     on = cluster(2, nodes=2, bandwidth=1e13, node_bandwidth=1e13)
-    search = Search(problem_of(linears(512, 4, 8), on), 8, Overrides())
+    search = Search(problem_of(linears(512, 4, 8, 512), on), 8, Overrides())
     assert not [*module._fewer(search, search.run())]
 
 
