@@ -62,17 +62,19 @@ class Answers:
     _proof: dict[str, Any] | None = None
     _spent_s: float = 0.0
 
-    def _left_s(self) -> float | None:
-        """What is left of the time limit; None without one."""
+    def _left_s(self) -> float:
+        """What is left of the time limit."""
         given_s = self.search.time_limit_s
-        return None if given_s is None else max(0.0, given_s - self._spent_s)
+        return math.inf if given_s is None else max(0.0, given_s - self._spent_s)
 
-    def _timed(self, what: str, work: Callable[[], T]) -> T:
-        progress.debug("report: %s", what)
+    def _timed(self, what: str, work: Callable[[], T], most_s: float = math.inf) -> T:
+        """Work in the time that is left; no line is shown for what is done in a moment."""
+        if most_s == math.inf:
+            progress.debug("report: %s", what)
         limit = self.search.programs.time
         started = limit.clock()
         try:
-            with limit.until(limit.after(self._left_s())):
+            with limit.until(limit.after(min(self._left_s(), most_s))):
                 return work()
         finally:
             self._spent_s += limit.clock() - started
@@ -86,11 +88,12 @@ class Answers:
     def known_alternatives(self) -> list[dict[str, Any]]:
         """The best plan of each family that is found in a moment, the most promising first."""
         if not self._others:
-            limit = self.search.programs.time
-            with limit.until(limit.after(KNOWN_S)):
-                for family in sorted(self.families, key=self._promised_s):
-                    self._others[family.name] = alternative(self.search, family)
+            self._timed("families for a moment", self._look_around, KNOWN_S)
         return self._rows(tuple(filter(None, self._others.values())))
+
+    def _look_around(self) -> None:
+        for family in sorted(self.families, key=self._promised_s):
+            self._others[family.name] = alternative(self.search, family)
 
     def runners_up(self) -> list[dict[str, Any]]:
         """The next best plans of other shapes that fit as they are written out."""
@@ -220,14 +223,13 @@ class Answers:
 
     def _best(self, overrides: Overrides) -> Candidate | str:
         """What the same search finds under other overrides, in the time that is left."""
-        search, left_s = self.search, self._left_s()
-        if left_s == 0:
+        if self._left_s() == 0:
             return CUT_SHORT
         try:
-            there = search.like(overrides=overrides, time_limit_s=left_s)
+            there = self.search.like(overrides=overrides)
             result = self._timed("a plan without an override", there.run)
         except (InfeasibleError, OverrideError):
-            return "without it no plan was found" if self._left_s() != 0 else CUT_SHORT
+            return CUT_SHORT if self._left_s() == 0 else "without it no plan was found"
         return result.best if self._whole(result) else CUT_SHORT
 
     def _whole(self, result: SearchResult) -> bool:

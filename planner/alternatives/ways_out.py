@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import attrgetter
 
@@ -200,6 +200,7 @@ class _Otherwise:
     search: Search
     choices: Sequence[MeshChoice]
     lacking: float
+    _made: dict[tuple[Change, ...], Search | None] = field(default_factory=dict)
 
     @staticmethod
     def of(search: Search) -> _Otherwise:
@@ -212,51 +213,44 @@ class _Otherwise:
     def ways(self) -> Iterator[Relaxation]:
         """What is enough by itself, else the first that are together, those that save most
         first."""
-        left, alone = list[tuple[float, Change]](), list[Relaxation]()
-        for change in self._changes():
-            excess_bytes = self._excess_bytes(change)
-            if excess_bytes is not None and excess_bytes < self.lacking:
-                left.append((excess_bytes, change))
-                alone += filter(None, [self._relaxed(change)])
+        excess = {change: self._excess_bytes(change) for change in self._changes()}
+        helps = [change for change in excess if excess[change] < self.lacking]
+        alone = list(filter(None, map(self._enough, helps)))
         yield from alone
         taken: list[Change] = []
-        for _, change in () if alone else sorted(left, key=lambda each: each[0]):
+        for change in () if alone else sorted(helps, key=excess.__getitem__):
             if change.kind not in {own.kind for own in taken}:
                 taken.append(change)
-                if len(taken) > 1 and (found := self._relaxed(*taken)) is not None:
+                if len(taken) > 1 and (found := self._enough(*taken)) is not None:
                     yield found
                     return
 
     def logits(self) -> str:
         """A sentence where the logits are what does not fit."""
-        left = self._excess_bytes(_CHUNKED)
-        if left is None:
-            return ""
-        taken = (self.lacking - left) / (1 - 1 / what_if.CHUNKS)
+        taken = (self.lacking - self._excess_bytes(_CHUNKED)) / (1 - 1 / what_if.CHUNKS)
         if taken < LOGITS * self.search.problem.cluster.device.usable_bytes:
             return ""
         return f"The logits and their gradients alone take {sized(taken)}."
 
-    def _there(self, changes: Sequence[Change]) -> Search | None:
+    def _there(self, *changes: Change) -> Search | None:
         """The search of the changed problem; None where a change does not apply."""
-        problem: Problem | None = self.search.problem
-        for change in changes:
-            problem = problem and change.apply(problem)
-        return None if problem is None else self.search.like(problem=problem)
+        if changes not in self._made:
+            problem: Problem | None = self.search.problem
+            for change in changes:
+                problem = problem and change.apply(problem)
+            self._made[changes] = None if problem is None else self.search.like(problem=problem)
+        return self._made[changes]
 
-    def _excess_bytes(self, change: Change) -> float | None:
-        """What the leanest plan lacks then; None where there is none."""
-        try:
-            there = self._there([change])
-        except OverrideError:
-            return None
+    def _excess_bytes(self, change: Change) -> float:
+        """What the leanest plan lacks then; inf where there is none."""
+        there = self._there(change)
         need = there and least_memory(there.equal, self.choices)
-        return need.excess_bytes if need else None
+        return need.excess_bytes if need else math.inf
 
-    def _relaxed(self, *changes: Change) -> Relaxation | None:
-        there = self._there(changes)
+    def _enough(self, *changes: Change) -> Relaxation | None:
+        there = self._there(*changes)
         said = " and ".join(change.what for change in changes)
-        found = _relaxed(said, lambda: there, self.choices) if there else None
+        found = None if there is None else _relaxed(said, lambda: there, self.choices)
         timed = all(change.timed for change in changes)
         return found if timed or found is None else replace(found, step_time_s=None)
 

@@ -47,9 +47,8 @@ CASES: dict[str, tuple[Any, Cluster, int, str]] = {
     ),
     "gpt2": (large_gpt2, Cluster.from_catalog("dgx-h100", num_nodes=2), 64, "eager"),
 }  # fmt: skip
-NAMES = tiered(
-    CASES, ON.__contains__, "a search for each family of larger clusters; three small ones stay"
-)
+
+FIRST = [("fast wires", "fastest"), ("two nodes", "robust")]
 
 
 def searching(
@@ -71,10 +70,12 @@ def lines(of: Search) -> dict[str, Alternative]:
     return {a.family: a for a in Answers(search=of, result=of.run()).others}
 
 
-@pytest.mark.parametrize("name", ON)
-def test_every_family_but_those_of_the_chosen_plan_has_a_plan_that_fits(name: str) -> None:
+@pytest.mark.parametrize(("name", "objective"), FIRST)
+def test_every_family_but_those_of_the_chosen_plan_has_a_plan_that_fits(
+    name: str, objective: str
+) -> None:
     """Memory is ample."""
-    own = searched(name)
+    own = searched(name, objective)
     found = {a.family: a for a in own.others}
     assert len(found) == len(own.others) and "full recompute" in found
     for family in families(own.search, own.result):
@@ -85,8 +86,8 @@ def test_every_family_but_those_of_the_chosen_plan_has_a_plan_that_fits(name: st
 
 
 def test_what_runs_here_is_offered_unless_nothing_else_was_searched() -> None:
-    for n in ON:
-        here = {a.family: a.best for a in searched(n).others}.get(RUNS_HERE)
+    for name, objective in FIRST:
+        here = {a.family: a.best for a in searched(name, objective).others}.get(RUNS_HERE)
         assert here is None or runs_here(here.plan)
     search = searching(ON["two nodes"], executable=True)
     found = Answers(search=search, result=search.run())
@@ -114,10 +115,18 @@ def test_what_does_not_fit_lacks_as_much_as_makes_it_fit() -> None:
 # --- what forcing a family finds ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("objective", ["fastest", "robust"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_line_is_what_forcing_its_family_finds(name: str, objective: str) -> None:
+FORCED = tiered(
+    [(name, objective) for name in CASES for objective in ("fastest", "robust")],
+    FIRST.__contains__,
+    "two searches for each family; one of each objective stays",
+    "-".join,
+)
+
+
+@pytest.mark.parametrize("case", FORCED)
+def test_a_line_is_what_forcing_its_family_finds(case: tuple[str, str]) -> None:
     """In a search that knows nothing of the first."""
+    name, objective = case
     own = searched(name, objective)
     make, on, batch, target = CASES[name]
     known = {a.family: a for a in own.others}
@@ -134,9 +143,9 @@ def test_a_line_is_what_forcing_its_family_finds(name: str, objective: str) -> N
         assert line.step_time_s == pytest.approx(best.step_time_s, rel=AS_FORCED), family.name
 
 
-@pytest.mark.parametrize("objective", ["fastest", "robust"])
-@pytest.mark.parametrize("name", NAMES)
-def test_no_line_is_faster_than_the_choice(name: str, objective: str) -> None:
+@pytest.mark.parametrize("case", FORCED)
+def test_no_line_is_faster_than_the_choice(case: tuple[str, str]) -> None:
+    name, objective = case
     own = searched(name, objective)
     tied = 1 + TIE if objective == "robust" else 1.0
     least_s = own.result.best.step_time_s / tied * (1 - 1e-9)
