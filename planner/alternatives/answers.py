@@ -19,14 +19,15 @@ from typing import Any, TypeVar
 from meshwright.planner.alternatives.advice import advice
 from meshwright.planner.alternatives.alternatives import (
     Alternative,
+    Family,
     SmallerMargin,
     alternative,
+    families,
     smaller_margin,
     with_margin,
     worth_s,
 )
 from meshwright.planner.alternatives.explain import alternative_row, plan_row
-from meshwright.planner.alternatives.families import Family, families
 from meshwright.planner.alternatives.sensitivity import Flip, Rival, Sensitivity
 from meshwright.planner.drafts import Candidate, PlanDraft
 from meshwright.planner.overrides import OverrideError, Overrides, each_dropped

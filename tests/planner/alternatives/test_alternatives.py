@@ -9,10 +9,9 @@ import pytest
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER, target_named
 from meshwright.planner.alternatives import answers as module
-from meshwright.planner.alternatives.alternatives import Alternative
+from meshwright.planner.alternatives.alternatives import RUNS_HERE, Alternative, families, runs_here
 from meshwright.planner.alternatives.answers import CUT_SHORT, Answers
 from meshwright.planner.alternatives.explain import alternative_row
-from meshwright.planner.alternatives.families import RUNS_HERE, families, runs_here
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
