@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request, check_units, in_tf32, planned_to_run
 from meshwright.executor.ranks import launch
-from meshwright.planner.alternatives import Answers, explain_search, with_advice
+from meshwright.planner.alternatives import Answers, explain_search, with_ways_out
 from meshwright.planner.overrides import check_overrides, restrict, without_effect
 from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.search import Search
@@ -96,7 +96,7 @@ def _searched(
         try:
             result = search.run()
         except InfeasibleError as error:
-            raise (error if limit.over() else with_advice(search, error)) from None
+            raise (error if limit.over() else with_ways_out(search, error)) from None
     report = explain_search(result, problem, phases_s)
     given = restrict(request.overrides, problem.graph, allow=problem.allow)
     unheeded = without_effect(given, result.best.plan, result.best.assignments)

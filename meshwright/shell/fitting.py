@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from meshwright.planner.alternatives import lighter, with_sequences
+from meshwright.planner.alternatives import with_sequences, with_ways_out
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import InfeasibleError, Relaxation, describe, sized
 from meshwright.planner.report import sequence_length
@@ -85,7 +85,7 @@ def fit(search: Search) -> Fit:
     try:
         found = search.run().best
     except InfeasibleError as error:
-        refused = error
+        refused = with_ways_out(search, error)
     shared: dict[str, Any] = {
         "memory_bytes": float(problem.cluster.device.memory_bytes),
         "batch": search.global_batch_size,
@@ -95,7 +95,7 @@ def fit(search: Search) -> Fit:
     }
     if found is None:
         said = "anything that changes the model, the optimizer or the precision"
-        helps = [*map(str, refused.relaxations), *filter(None, [lighter(search)])]
+        helps = list(map(str, refused.relaxations))
         return Fit(
             verdict=NOT,
             probability=0.0,

@@ -1,28 +1,43 @@
-"""Advice: what the user may change, beyond the plan, so that the same devices do more.
+"""Advice: what the user may change, beyond the plan, so that devices do more.
 
-batch     one that shares out badly, against the next that share out well: searched again on
-          what was priced, without unequal meshes
+margin    memory that the margin forbids and a faster plan needs
+batch     one that shares out badly, against the next that share out well
+devices   fewer nodes, or devices of a node left idle, where the others are faster without them
 sizes     heads that a plan's tensor axis can't split, and the next numbers that it could;
           words that 16-bit kernels don't take well, and the next number that they do
 logits    that take much of the peak, and what a loss in chunks leaves of it
+
+Margins, batches and devices are searched again, without unequal meshes and for a short time: what
+is named was found to fit as a chosen plan is.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from typing import Any
 
+from meshwright.planner.alternatives.alternatives import SmallerMargin
 from meshwright.planner.alternatives.what_if import CHUNKS, with_chunked_loss
+from meshwright.planner.drafts import Candidate
 from meshwright.planner.overrides import OverrideError
-from meshwright.planner.plan import InfeasibleError, describe, divisors, seconds, sized
+from meshwright.planner.plan import (
+    InfeasibleError,
+    Plan,
+    describe,
+    divisors,
+    seconds,
+    sized,
+    slower,
+)
 from meshwright.planner.pricing import StageCoster, evaluate
-from meshwright.planner.report import excluded
-from meshwright.planner.search import Search, SearchResult
+from meshwright.planner.report import busiest, device_groups, excluded
+from meshwright.planner.search import TIE, Search, SearchResult, axes_of
 
-BETTER = 0.1  # more rows per second that make another batch worth a line
 MAX_BATCHES = 3  # searched
 SEARCH_S = 0.5  # for each of them, no new one after twice as long
 LOGITS = 0.25  # of the peak, from which on a loss in chunks is worth a line
@@ -30,14 +45,123 @@ KERNEL_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that tensor cores loa
 PAD_TO = 64  # which also fills their tiles
 
 
-def advice(search: Search, result: SearchResult) -> list[dict[str, Any]]:
-    """What is worth changing, as rows with a sentence each (`advice`) and its numbers; when the
-    time is over no further batch is searched."""
-    found = [each(search, result) for each in (_heads, _words, _logits)]
-    return [row for rows in (_batches(search, result), *found) for row in rows]
+def advice(
+    search: Search, result: SearchResult, margin: SmallerMargin | None = None
+) -> list[dict[str, Any]]:
+    """What is worth changing, as rows with a sentence each (`advice`) and its numbers, a smaller
+    `margin` that was found first; when the time is over no further batch is searched."""
+    found = [each(search, result) for each in (_faster, _heads, _words, _logits)]
+    return [*_margin(search, margin, result.best.step_time_s), *(r for rows in found for r in rows)]
 
 
-# --- batch ---------------------------------------------------------------------------------------
+# --- searched again ------------------------------------------------------------------------------
+
+
+def _margin(
+    search: Search, margin: SmallerMargin | None, ours_s: float
+) -> Iterator[dict[str, Any]]:
+    """The memory margin with which a plan fits that takes less."""
+    if margin is not None:
+        step_s, less = margin.best.step_time_s, margin.memory_margin
+        yield {
+            "kind": "margin",
+            "memory_margin": less,
+            "step_time_s": step_s,
+            "advice": f"memory_margin={less:g} instead of {search.memory_margin:g}: "
+            f"{seconds(step_s)} instead of {seconds(ours_s)} ({slower(step_s / ours_s - 1)}): "
+            f"{describe(margin.best.plan)}",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Try:
+    """What to train instead: in words, as data, as a search, and how long that may take."""
+
+    kind: str
+    what: str
+    data: Mapping[str, int]
+    made: Callable[..., Search]
+    time_limit_s: float
+
+
+def _faster(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
+    """Other batches and fewer devices that train more rows per second by more than a tie, or more
+    of them on fewer axes; most first."""
+    best, found = result.best, list[tuple[float, _Try, Candidate]]()
+    ours = search.global_batch_size / best.step_time_s
+    for other in chain(_batches(search), _fewer(search, result)):
+        plan = _searched(search, other)
+        if plan is None:
+            continue
+        rate = plan.plan.global_batch_size / plan.step_time_s
+        simpler = _axes(plan.plan) < _axes(best.plan)
+        if rate > ours * (1.0 if simpler else 1 + TIE):
+            found.append((rate, other, plan))
+    for rate, other, plan in sorted(found, key=lambda each: -each[0]):
+        less = f", in {seconds(plan.step_time_s)} instead of {seconds(best.step_time_s)}"
+        yield {
+            "kind": other.kind,
+            **other.data,
+            "rows_per_s": rate,
+            "step_time_s": plan.step_time_s,
+            "advice": f"{other.what}: {rate:.4g} rows/s instead of {ours:.4g} "
+            f"({rate / ours - 1:+.0%}){less}: {describe(plan.plan)}",
+        }
+
+
+def _axes(plan: Plan) -> int:
+    return axes_of(plan.stages, len(plan.devices))
+
+
+def _batches(search: Search) -> Iterator[_Try]:
+    started = time.process_time()
+    for batch in next_batches(search.global_batch_size, search.problem.cluster.num_devices):
+        if time.process_time() - started > 2 * SEARCH_S:
+            return
+        yield _Try(
+            kind="batch",
+            what=f"batch {batch}",
+            data={"global_batch_size": batch},
+            made=partial(search.like, global_batch_size=batch),
+            time_limit_s=SEARCH_S,
+        )
+
+
+def _fewer(search: Search, result: SearchResult) -> Iterator[_Try]:
+    """Fewer nodes, and devices of each node left idle so that the batch shares out over more of the
+    rest; those that would not compute longer than the chosen plan takes."""
+    cluster, batch = search.problem.cluster, search.global_batch_size
+    nodes, each, shared = cluster.num_nodes, cluster.devices_per_node, cluster.num_devices
+    parts = [
+        (replace(cluster, num_nodes=n), f"{n} of {nodes} nodes") for n in divisors(nodes)[-2::-1]
+    ]
+    better = [n for n in range(1, each) if math.gcd(batch, n * nodes) > math.gcd(batch, shared)]
+    parts += [
+        (replace(cluster, devices_per_node=n), f"{n} of {each} devices of each node")
+        for n in better[-1:]
+    ]
+    computed_s = busiest(device_groups(result.best.evaluation)).compute_s
+    for part, what in parts:
+        if computed_s * cluster.num_devices < result.best.step_time_s * part.num_devices:
+            yield _Try(
+                kind="devices",
+                what=what,
+                data={"num_nodes": part.num_nodes, "devices_per_node": part.devices_per_node},
+                made=partial(search.like, problem=replace(search.problem, cluster=part)),
+                time_limit_s=max(SEARCH_S, sum(result.phases_s.values())),  # new prices
+            )
+
+
+def _searched(search: Search, other: _Try) -> Candidate | None:
+    """The plan of a short search over equal meshes; None where none is found in time."""
+    if search.programs.time.over():
+        return None
+    forbid = sorted({*search.overrides.forbid, "unequal_meshes"})
+    try:
+        overrides = replace(search.overrides, forbid=forbid)
+        return other.made(overrides=overrides, time_limit_s=other.time_limit_s).run().best
+    except (InfeasibleError, OverrideError):
+        return None
 
 
 def next_batches(batch: int, devices: int) -> list[int]:
@@ -51,46 +175,6 @@ def next_batches(batch: int, devices: int) -> list[int]:
     near = {step * k for step in steps for k in (batch // step, batch // step + 1)}
     better = [n for n in near if n > 0 and math.gcd(n, devices) > common]
     return sorted(better, key=lambda n: (-math.gcd(n, devices), abs(n - batch), n))[:MAX_BATCHES]
-
-
-def _batches(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
-    """Batches that train more rows per second, most first."""
-    batch, best = search.global_batch_size, result.best
-    ours, found = batch / best.step_time_s, []
-    started = time.process_time()
-    for other in next_batches(batch, search.problem.cluster.num_devices):
-        if time.process_time() - started > 2 * SEARCH_S or search.programs.time.over():
-            break
-        step = _searched(search, other)
-        if step is not None and other / step[0] > ours * (1 + BETTER):
-            found.append((other / step[0], other, *step))
-    for rows_per_s, other, step_s, plan in sorted(found, reverse=True):
-        less = f", in {seconds(step_s)} instead of {seconds(best.step_time_s)}"
-        yield {
-            "kind": "batch",
-            "global_batch_size": other,
-            "rows_per_s": rows_per_s,
-            "step_time_s": step_s,
-            "advice": f"batch {other}: {rows_per_s:.4g} rows/s instead of {ours:.4g} "
-            f"({rows_per_s / ours - 1:+.0%}){less}: {plan}",
-        }
-
-
-def _searched(search: Search, batch: int) -> tuple[float, str] | None:
-    """Step time and plan of another batch, in a short search over equal meshes; None where none is
-    found."""
-    given = search.overrides
-    try:
-        other = search.like(
-            global_batch_size=batch,
-            overrides=replace(given, forbid=sorted({*given.forbid, "unequal_meshes"})),
-            objective="fastest",
-            time_limit_s=SEARCH_S,
-        )
-        best = other.run()
-    except (InfeasibleError, OverrideError):
-        return None
-    return best.best.step_time_s, describe(best.best.plan)
 
 
 # --- sizes ---------------------------------------------------------------------------------------

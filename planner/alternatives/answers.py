@@ -3,23 +3,31 @@ which change of the cluster would flip the decision, what the user may change.
 
 All rest on what the search has priced. An override costs the seconds by which the plan is slower
 than the best plan without it, all others kept; all together, against the free optimum. Under a time
-limit the answers together take no more than the search was given.
+limit the answers together take no more than the search was given; of two plans of which one was cut
+short the difference says nothing, and is left out.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from meshwright.planner.alternatives.advice import advice
 from meshwright.planner.alternatives.alternatives import (
     Alternative,
-    alternatives,
-    known_alternatives,
+    Family,
+    SmallerMargin,
+    alternative,
+    families,
+    smaller_margin,
+    with_margin,
+    worth_s,
 )
-from meshwright.planner.alternatives.explain import alternative_row
+from meshwright.planner.alternatives.explain import alternative_row, plan_row
 from meshwright.planner.alternatives.sensitivity import Flip, Rival, Sensitivity
 from meshwright.planner.drafts import Candidate, PlanDraft
 from meshwright.planner.overrides import OverrideError, Overrides, each_dropped
@@ -31,9 +39,11 @@ T = TypeVar("T")
 
 progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
+KNOWN_S = 1.5  # that families are searched for a short text
 MAX_EACH = 6  # overrides that are priced one by one
 MAX_RIVALS = 8  # plans that are priced again on changed clusters
 EQUAL = 1e-9
+CUT_SHORT = "cost not known: the time limit cut a search short"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -42,46 +52,101 @@ class Answers:
 
     search: Search
     result: SearchResult
-    _others: tuple[Alternative, ...] | None = None
+    _families: list[Family] | None = None
+    _others: dict[str, Alternative | None] = field(default_factory=dict)
+    _all: bool = False  # in all the time that there is
+    _margin: list[SmallerMargin | None] = field(default_factory=list)
+    _runners_up: list[Candidate] | None = None
     _overrides: list[dict[str, Any]] | None = None
     _sensitivity: list[dict[str, Any]] | None = None
     _advice: list[dict[str, Any]] | None = None
     _proof: dict[str, Any] | None = None
     _spent_s: float = 0.0
 
-    def _left_s(self) -> float | None:
-        """What is left of the time limit; None without one."""
+    def _left_s(self) -> float:
+        """What is left of the time limit."""
         given_s = self.search.time_limit_s
-        return None if given_s is None else max(0.0, given_s - self._spent_s)
+        return math.inf if given_s is None else max(0.0, given_s - self._spent_s)
 
-    def _timed(self, what: str, work: Callable[[], T]) -> T:
-        progress.debug("report: %s", what)
+    def _timed(self, what: str, work: Callable[[], T], most_s: float = math.inf) -> T:
+        """Work in the time that is left; no line is shown for what is done in a moment."""
+        if most_s == math.inf:
+            progress.debug("report: %s", what)
         limit = self.search.programs.time
         started = limit.clock()
         try:
-            with limit.until(limit.after(self._left_s())):
+            with limit.until(limit.after(min(self._left_s(), most_s))):
                 return work()
         finally:
             self._spent_s += limit.clock() - started
 
-    @property
-    def others(self) -> tuple[Alternative, ...]:
-        if self._others is None:
-            self._others = self._timed(
-                "the best plan of each family", lambda: alternatives(self.search, self.result)
-            )
-        return self._others
+    # --- other plans ---
 
     def alternatives(self) -> list[dict[str, Any]]:
         """The best plan of each family."""
-        return [alternative_row(other, self.result.best.evaluation) for other in self.others]
+        return self._rows(self.others)
 
     def known_alternatives(self) -> list[dict[str, Any]]:
-        """The best plan of each family that is known without looking for more."""
-        known = self._others
-        if known is None:
-            known = known_alternatives(self.search, self.result)
-        return [alternative_row(other, self.result.best.evaluation) for other in known]
+        """The best plan of each family that is found in a moment, the most promising first."""
+        if not self._others:
+            self._timed("families for a moment", self._look_around, KNOWN_S)
+        return self._rows(tuple(filter(None, self._others.values())))
+
+    def _look_around(self) -> None:
+        for family in sorted(self.families, key=self._promised_s):
+            self._others[family.name] = alternative(self.search, family)
+
+    def runners_up(self) -> list[dict[str, Any]]:
+        """The next best plans of other shapes that fit as they are written out."""
+        if self._runners_up is None:
+            others = self.result.candidates[1:]
+            written = [c if isinstance(c, Candidate) else self.search.written(c) for c in others]
+            self._runners_up = sorted((c for c in written if c.fits), key=attrgetter("step_time_s"))
+        best = self.result.best.evaluation
+        return [plan_row(c.evaluation, best) for c in self._runners_up]
+
+    @property
+    def families(self) -> list[Family]:
+        if self._families is None:
+            self._families = families(self.search, self.result)
+        return self._families
+
+    @property
+    def others(self) -> tuple[Alternative, ...]:
+        """What was found of each family, in all the time that is left."""
+        if not self._all:
+            self._all = True
+            self._timed("the best plan of each family", self._look)
+        return tuple(filter(None, (self._others[f.name] for f in self.families)))
+
+    def _look(self) -> None:
+        search = self.search
+        below_s = worth_s(search, self.result.best.step_time_s) if self.margin else None
+        for family in self.families:
+            found = self._others.get(family.name)
+            if family.name not in self._others or (found and not found.searched):
+                found = alternative(search, family)
+            self._others[family.name] = found and with_margin(found, search, family, below_s)
+
+    @property
+    def margin(self) -> SmallerMargin | None:
+        """A smaller memory margin, with which some plan is faster than the chosen one."""
+        if not self._margin:
+            below_s = worth_s(self.search, self.result.best.step_time_s)
+            self._margin.append(smaller_margin(self.search, below_s))
+        return self._margin[0]
+
+    def _promised_s(self, family: Family) -> float:
+        """What the search drafted of a family, that it would not have looked at if it were far."""
+        return min(
+            (d.step_time_s for d in self.result.drafts if d.fits and family.has(d.plan)),
+            default=math.inf,
+        )
+
+    def _rows(self, others: Sequence[Alternative]) -> list[dict[str, Any]]:
+        return [alternative_row(other, self.result.best.evaluation) for other in others]
+
+    # --- what is asked once ---
 
     def overrides(self) -> list[dict[str, Any]]:
         """All given overrides together, then each of several."""
@@ -102,7 +167,9 @@ class Answers:
     def advice(self) -> list[dict[str, Any]]:
         """What the user may change for more rows per second, or less memory."""
         if self._advice is None:
-            self._advice = self._timed("advice", lambda: advice(self.search, self.result))
+            self._advice = self._timed(
+                "advice", lambda: advice(self.search, self.result, self.margin)
+            )
         return self._advice
 
     def proof(self) -> dict[str, Any]:
@@ -121,27 +188,25 @@ class Answers:
         given = self.search.overrides.given()
         if not given:
             return []
-        if self._left_s() == 0:
-            return [{"override": _said(given), "effect": "not priced in the time given"}]
-        free = self._best(Overrides())
+        free = self._best(Overrides()) if self._whole(self.result) else CUT_SHORT
         rows = [self._row(_said(given), free, "the free optimum")]
-        if free is not None:
-            rows[0]["free_step_time_s"] = free.step_time_s
+        if isinstance(free, str):
+            return rows
+        rows[0]["free_step_time_s"] = free.step_time_s
         each = list(each_dropped(self.search.overrides))
         if len(each) > MAX_EACH:
             rows[0]["effect"] += f" (with more than {MAX_EACH} overrides not priced one by one)"
         elif len(each) > 1:
-            for one in each:
-                if self._left_s() == 0:
-                    rows[0]["effect"] += " (not all of them priced in the time given)"
-                    break
-                best = self._best(one.left)
-                rows.append(self._row(one.said, best, "the best with the rest kept"))
+            rows += [
+                self._row(one.said, self._best(one.left), "the best with the rest kept")
+                for one in each
+            ]
         return rows
 
-    def _row(self, text: str, without: Candidate | None, name: str) -> dict[str, Any]:
-        if without is None:
-            return {"override": text, "effect": "without it no plan was found"}
+    def _row(self, text: str, without: Candidate | str, name: str) -> dict[str, Any]:
+        """An override against the best plan without it, or why that is not known."""
+        if isinstance(without, str):
+            return {"override": text, "effect": without}
         ours, best = self.result.best.step_time_s, without.step_time_s
         cost_s = max(0.0, ours - best)
         effect = f"cost nothing: {name} is no faster"
@@ -157,13 +222,20 @@ class Answers:
             )
         return {"override": text, "effect": effect, "cost_s": cost_s, "cost": cost_s / best}
 
-    def _best(self, overrides: Overrides) -> Candidate | None:
-        """The same search under other overrides, in the time that is left."""
-        search = self.search.like(overrides=overrides, time_limit_s=self._left_s())
+    def _best(self, overrides: Overrides) -> Candidate | str:
+        """What the same search finds under other overrides, in the time that is left."""
+        if self._left_s() == 0:
+            return CUT_SHORT
         try:
-            return self._timed("a plan without an override", search.run).best
+            there = self.search.like(overrides=overrides)
+            result = self._timed("a plan without an override", there.run)
         except (InfeasibleError, OverrideError):
-            return None
+            return CUT_SHORT if self._left_s() == 0 else "without it no plan was found"
+        return result.best if self._whole(result) else CUT_SHORT
+
+    def _whole(self, result: SearchResult) -> bool:
+        """Whether no time limit cut a search short."""
+        return result.complete or self.search.time_limit_s is None
 
     # --- sensitivity ---
 
@@ -172,16 +244,18 @@ class Answers:
         known = {describe(best.plan)}
         rivals: list[Rival] = []
         bigger: list[Rival] = []
-        drafts = [a.draft for a in self.others if a.draft] + [*self.result.drafts]
-        for draft in sorted(drafts, key=lambda d: d.step_time_s):
-            room = rivals if draft.fits else bigger
-            if describe(draft.plan) in known or len(room) >= MAX_RIVALS:
+        others: list[Candidate | PlanDraft] = [o.best for o in self.others if o.best]
+        others += self.result.drafts
+        for found in sorted(others, key=attrgetter("step_time_s")):
+            room = rivals if found.fits else bigger
+            if describe(found.plan) in known or len(room) >= MAX_RIVALS:
                 continue
-            known.add(describe(draft.plan))
-            if draft.fits:
-                rivals.append(_rival(search.written(draft)))
-            elif draft.step_time_s < best.step_time_s:
-                bigger.append(_rival(draft))
+            known.add(describe(found.plan))
+            if found.fits:
+                own = found if isinstance(found, Candidate) else search.written(found)
+                rivals += [_rival(own)] * own.fits
+            elif found.step_time_s < best.step_time_s:
+                bigger.append(_rival(found))
         evaluator = Evaluator(replace(search.problem, profile=None))
         return Sensitivity(
             evaluator=evaluator,

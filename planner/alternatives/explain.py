@@ -1,4 +1,4 @@
-"""The report of a search: its plan, the next best ones, the proofs, and alternatives as rows."""
+"""The report of a search: its plan and the proofs, and other plans as rows."""
 
 from __future__ import annotations
 
@@ -18,16 +18,6 @@ def explain_search(
 ) -> report.Report:
     """The report of a search; its deferred answers are not in it yet."""
     best = result.best.evaluation
-    chosen = report.busiest(report.device_groups(best))
-    runners = [
-        {
-            "plan": describe(c.plan),
-            "step_time_s": c.step_time_s,
-            **_slower(c.step_time_s, result.best.step_time_s),
-            **_against(chosen, c.evaluation),
-        }
-        for c in result.candidates[1:]
-    ]
     proofs = [
         {
             "block": name,
@@ -49,9 +39,7 @@ def explain_search(
             *_ties(result, problem.cluster.device.memory_bytes),
             *result.notes,
         ),
-        searched=report.Searched(
-            runners_up=runners, solver=proofs, bound={"complete": result.complete, **bound}
-        ),
+        searched=report.Searched(solver=proofs, bound={"complete": result.complete, **bound}),
     )
 
 
@@ -95,33 +83,37 @@ def _not_run_yet(plan: Plan) -> list[str]:
     return []
 
 
-def alternative_row(alternative: Alternative, best: Evaluation) -> dict[str, Any]:
-    """An alternative as data, against the chosen plan; `components_s` are its seconds less ours."""
-    draft, chosen = alternative.draft, report.busiest(report.device_groups(best))
-    row: dict[str, Any] = {"family": alternative.family, "plan": None}
-    if alternative.excluded:
-        row["excluded"] = list(map(str, alternative.excluded))
-    if alternative.bound_s is not None:
-        row["bound_s"] = alternative.bound_s
-    if draft is None and alternative.bound_s is not None:
-        least = f"at least {seconds(alternative.bound_s)}; " if alternative.bound_s else ""
-        return {**row, "why": f"{least}not explored in the time given"}
-    if draft is None:
-        short = alternative.shortfall_bytes or 0.0
-        lacks = f"the leanest lacks {sized(short)} a device"
-        why = f"no plan with equal stages was found to fit{': ' + lacks if short else ''}"
-        return {**row, "shortfall_bytes": short, "why": why}
-    compared, other = _against(chosen, draft.evaluation), alternative.instead
-    if other is not None:
-        more = slower(other.step_time_s / best.prediction.step_time_s - 1)
-        row["instead"] = {"plan": describe(other.plan), "step_time_s": other.step_time_s}
-        compared["why"] += f"; its override alone gives no pipeline, {more}"
+def alternative_row(other: Alternative, best: Evaluation) -> dict[str, Any]:
+    """An alternative as data, against the chosen plan; `asks` are the overrides that find it."""
+    row: dict[str, Any] = {"family": other.family, "plan": None, "asks": dict(other.asks)}
+    row |= {"excluded": [*map(str, other.excluded)]} if other.excluded else {}
+    if other.best is not None:
+        row |= plan_row(other.best.evaluation, best)
+    elif other.shortfall_bytes is not None:
+        lacks = f": the closest lacks {sized(other.shortfall_bytes)} a device"
+        row |= {"shortfall_bytes": other.shortfall_bytes}
+        row |= {"why": f"no plan was found to fit{lacks if other.shortfall_bytes else ''}"}
+    else:
+        least = f"at least {seconds(other.bound_s)}; " if other.bound_s else ""
+        row |= {
+            "bound_s": other.bound_s,
+            "why": f"{least}not searched to the end in the time given",
+        }
+    if (smaller := other.smaller) is not None:
+        there, margin = plan_row(smaller.best.evaluation, best), smaller.memory_margin
+        row["smaller_margin"] = {"memory_margin": margin, **there}
+        row["why"] += f"; {slower(there['slower'])} with memory_margin={margin:g}: {there['plan']}"
+    return row
+
+
+def plan_row(other: Evaluation, best: Evaluation) -> dict[str, Any]:
+    """Another plan as data, against the chosen one; `components_s` are its seconds less ours."""
+    step_s, chosen = other.prediction.step_time_s, report.busiest(report.device_groups(best))
     return {
-        **row,
-        "plan": describe(draft.plan),
-        "step_time_s": draft.step_time_s,
-        **_slower(draft.step_time_s, best.prediction.step_time_s),
-        **compared,
+        "plan": describe(other.plan),
+        "step_time_s": step_s,
+        **_slower(step_s, best.prediction.step_time_s),
+        **_against(chosen, other),
     }
 
 

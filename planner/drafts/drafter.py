@@ -111,13 +111,6 @@ class Drafter:
         cluster = replace(self.problem.cluster, num_nodes=num_nodes)
         return self.like(problem=replace(self.problem, cluster=cluster))
 
-    def equal_with(self, policies: tuple[str, ...]) -> EqualStages:
-        """Stages of equal meshes under these recompute policies only."""
-        if policies == self.restrictions.policies:
-            return self.equal
-        restricted = replace(self.restrictions, policies=policies)
-        return EqualStages(replace(self.space, restrictions=restricted), self.programs)
-
     def draft(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
         """A combination cut into stages, simulated."""
         return self.simulated(

@@ -308,13 +308,6 @@ class EqualStages:
         """The recompute policies that blocks of a setup may have under a schedule."""
         return self.space.policies(schedule, segmented=setup.relief.segmented)
 
-    def estimated(self, other: Combination) -> Combination | None:
-        """A combination of stages that may recompute otherwise, under these policies; None where it
-        can't fit."""
-        offered = [(other.schedule, other.stages_per_group)]
-        found, _ = self._estimated(other.setup, other.num_microbatches, other.groups, offered)
-        return found[0] if found else None
-
     def _work(self, mesh: Mesh, m: int, groups: int) -> tuple[float, float]:
         """Least seconds per micro-batch of all stages and of the slowest device group."""
         least = self.least(mesh, m)

@@ -12,21 +12,22 @@ from meshwright.profiles.inputs import MeshwrightError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
-    """One restriction to let go of (`what`), the nodes that adds, and in words a plan that is
-    possible then, with its step time."""
+    """One thing to change (`what`), the nodes that adds, and in words a plan that is possible
+    then, with its step time; None where that is not known."""
 
     what: str
     more_nodes: int
     plan: str
-    step_time_s: float
+    step_time_s: float | None
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.plan}: {seconds(self.step_time_s)} a step)"
+        step = "" if self.step_time_s is None else f": {seconds(self.step_time_s)} a step"
+        return f"{self.what} ({self.plan}{step})"
 
 
 class InfeasibleError(MeshwrightError):
     """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
-    closest; `relaxations`, what would help by itself, the cheapest first."""
+    closest; `relaxations`, what would help, what changes least first."""
 
     PLACE = "memory of the devices"
     LEGAL = "plans whose stages fit it"

@@ -49,10 +49,9 @@ HOST_STEP = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """The part of a report that only a search can give: the next best plans, the solver's proofs,
-    and for the summary the bound on all step times and the gap to it."""
+    """The part of a report that only a search can give: the solver's proofs, and for the summary
+    the bound on all step times and the gap to it."""
 
-    runners_up: Sequence[Row] = ()
     solver: Sequence[Row] = ()
     bound: Row
 
@@ -101,7 +100,6 @@ def explain(
             for row, share in zip(_stage_rows(evaluation), shares, strict=True)
         ],
         device_groups=details.components,
-        runners_up=searched.runners_up if searched else [],
         solver=searched.solver if searched else [],
         assumptions=(*cluster.assumptions, *_assumptions(evaluation, problem)),
         notes=(

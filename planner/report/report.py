@@ -26,6 +26,8 @@ class DeferredAnswers(Protocol):
 
     def known_alternatives(self) -> Sequence[Row]: ...
 
+    def runners_up(self) -> Sequence[Row]: ...
+
     def overrides(self) -> Sequence[Row]: ...
 
     def sensitivity(self) -> Sequence[Row]: ...
@@ -49,18 +51,17 @@ class Report:
     it, `to_dict()` the same as data.
 
     `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
-    `alternatives`, `overrides`, `advice` and `sensitivity()` are `deferred`: found when they are
-    first asked for, of several ranks by the one that priced the plan; so are `details`: memory by
-    what holds it, communication by axis and link, throughput. `rehearsed` is there after a
-    rehearsal of this plan: the summary's verdict on memory rests on it then. `aside` are those of
-    the `notes` that are about other plans.
+    `alternatives`, `runners_up`, `overrides`, `advice` and `sensitivity()` are `deferred`: found
+    when they are first asked for, of several ranks by the one that priced the plan; so are
+    `details`: memory by what holds it, communication by axis and link, throughput. `rehearsed` is
+    there after a rehearsal of this plan: the summary's verdict on memory rests on it then. `aside`
+    are those of the `notes` that are about other plans.
     """
 
     plan: Plan
     summary: Row
     stages: Sequence[Row]
     device_groups: Sequence[Components]
-    runners_up: Sequence[Row]
     solver: Sequence[Row]
     assumptions: Sequence[str]
     notes: Sequence[str]
@@ -79,16 +80,22 @@ class Report:
 
     @property
     def alternatives(self) -> Sequence[Row]:
-        """The best plan of each family that the chosen one does not belong to: its step time, how
-        much `slower`, seconds more by component (`components_s`); or what it lacks
-        (`shortfall_bytes`), or takes at least (`bound_s`)."""
+        """What the search finds of each family that the chosen plan does not belong to, under the
+        overrides that it `asks` for: step time, how much `slower`, seconds more by component
+        (`components_s`); or what it lacks (`shortfall_bytes`), or takes at least (`bound_s`) where
+        the time was too short; with a `smaller_margin` what memory forbids."""
         return self.deferred.alternatives() if self.deferred else []
 
     @property
     def known_alternatives(self) -> Sequence[Row]:
-        """Rows like `alternatives`, of what the search priced anyway: nothing is explored, and a
-        family may have a better plan."""
+        """Rows like `alternatives`, of the families that are searched in a moment; of the others
+        that they were not."""
         return self.deferred.known_alternatives() if self.deferred else []
+
+    @property
+    def runners_up(self) -> Sequence[Row]:
+        """The next best plans that fit, whatever their families."""
+        return self.deferred.runners_up() if self.deferred else []
 
     @property
     def overrides(self) -> Sequence[Row]:

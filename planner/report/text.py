@@ -285,11 +285,14 @@ def _where(report: Report, least: float) -> list[Part]:
 
 
 def _nearest(report: Report) -> list[Part]:
-    """The fastest other plans that the search knows."""
-    rows = _by_plan((*report.known_alternatives, *report.runners_up))
-    title = "Why not something else (the nearest that the search priced)"
+    """The fastest other plans that are known; the families that are not."""
+    known = report.known_alternatives
+    rows = _by_plan((*known, *report.runners_up))
     shown = [(names, {**row, "excluded": ()}) for names, row in rows[:MAX_OTHERS]]
-    return [title, _compared(shown)] if rows else []
+    late = ", ".join(row["family"] for row in known if "bound_s" in row)
+    lines: list[Part] = [_compared(shown)] if rows else []
+    lines += [f"  not searched for this text: {late}"] * bool(late)
+    return ["Why not something else (the nearest)", *lines] if lines else []
 
 
 def _families(report: Report) -> list[Part]:

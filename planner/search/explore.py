@@ -74,10 +74,6 @@ class Queue:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def combinations(self) -> list[Combination]:
-        """The combinations in it."""
-        return [what for _, _, what, _ in self._heap if isinstance(what, Combination)]
-
     def add(
         self,
         promised_s: float,

@@ -1,4 +1,5 @@
-"""Why a search found no plan: memory is short, or the overrides leave nothing to choose from."""
+"""Why a search found no plan: memory is short, or the overrides leave nothing to choose from. What
+would help is looked for where somebody asks (`planner/alternatives/ways_out.py`)."""
 
 from __future__ import annotations
 
@@ -10,14 +11,13 @@ from meshwright.planner.drafts import Drafter, PlanDraft
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import InfeasibleError, describe, kept_together, sized
 from meshwright.planner.search.least_memory import least_memory, least_memory_choices
-from meshwright.planner.search.relaxations import relaxations, way_out
 
 LATE_MESHES = 2  # of those that need least memory, looked at when the time is over
 
 
 def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | OverrideError:
-    """The error to raise where none of the `drafts` fits: by how much the closest plan does not,
-    and the way out; or which override leaves no plan."""
+    """The error to raise where none of the `drafts` fits: by how much the closest plan does not; or
+    which override leaves no plan."""
     cluster = drafter.problem.cluster
     if drafter.programs.time.over():
         return _late(drafter)
@@ -34,15 +34,12 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
         )
     excess, per_stage, how = closest
     short = ", ".join(f"stage {k}: {sized(max(x, 0))}" for k, x in enumerate(per_stage))
-    found = relaxations(drafter)
     return InfeasibleError(
         f"the model does not fit {cluster.describe()} "
         f"({sized(drafter.space.room_bytes)} usable per device{_margin(drafter)}). "
         f"The closest plan ({how}) lacks {sized(excess)} on its fullest stage; "
-        f"shortfall by stage: {short}. {way_out(found)}{_together(drafter)}"
-        f"{_host(drafter, drafts)}",
+        f"shortfall by stage: {short}{_together(drafter)}.{_host(drafter, drafts)}",
         per_stage,
-        found,
     )
 
 

@@ -2,22 +2,38 @@
 
 Of every mesh only the largest number of micro-batches is looked at, since smaller ones hold less.
 A stage is taken for an equal share of the model and recomputes all it may; a device needs what
-such stages hold at its peak, one of them in a backward (`costmodel.blocks.peak`).
-
-The setup that needs least is then cut into stages exactly
-(`planner.inter_op.partition.minimal_shortfall`).
+such stages hold at its peak, one of them in a backward (`costmodel.blocks.peak`). A plan is found
+on such meshes by cutting what is estimated, with every relief where nothing fits without.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
+from operator import attrgetter
 
 import numpy as np
 
 from meshwright.costmodel.stages import device_peaks, of_one
-from meshwright.planner.drafts import EqualStages, MeshChoice, Space, StageSetup, UnequalStages
+from meshwright.planner.drafts import (
+    Candidate,
+    Combination,
+    Drafter,
+    EqualStages,
+    MeshChoice,
+    PlanDraft,
+    Space,
+    StageSetup,
+)
+from meshwright.planner.search.explore import Effort, Explorer
+from meshwright.planner.search.taste import Taste
 from meshwright.planner.stages import recompute_levels
+
+MAX_MESHES = 12  # looked at for a plan that fits, those that divide the weights most
+MAX_CUTS = 24  # combinations cut for one, without relief and with
+MAX_DRAFTS = 6  # that fit, of which the fastest is written out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,54 +59,80 @@ def least_memory_choices(space: Space) -> list[MeshChoice]:
     return sorted(found.values(), key=lambda s: (-s.mesh.tp * s.groups, s.mesh, s.groups))
 
 
-def least_memory(
-    equal: EqualStages,
-    choices: Iterable[MeshChoice],
-    setup: Callable[[StageSetup], bool] = lambda own: True,
-    schedule: Callable[[str], bool] = lambda name: True,
-) -> MemoryNeed | None:
-    """The least need of these meshes, of the setups and schedules that the predicates let through;
-    None where there is none."""
-    needs = [
-        need
-        for choice in choices
-        for need in memory_needs(equal, choice, schedule)
-        if setup(need.setup)
-    ]
+def least_memory(equal: EqualStages, choices: Iterable[MeshChoice]) -> MemoryNeed | None:
+    """The least need of these meshes; None where there is none."""
+    needs = [need for choice in choices for need in memory_needs(equal, choice)]
     return min(needs, key=lambda need: need.excess_bytes, default=None)
 
 
-def memory_needs(
-    equal: EqualStages, choice: MeshChoice, schedule: Callable[[str], bool] = lambda name: True
-) -> Iterator[MemoryNeed]:
+def memory_needs(equal: EqualStages, choice: MeshChoice) -> Iterator[MemoryNeed]:
     """Every setup on a mesh, under the schedule that needs least."""
     m, groups = choice.num_microbatches, choice.groups
     for setup in equal.setups(choice.mesh, m):
         needs = []
         for name, per_group in equal.space.schedules(groups, m, setup.zero):
-            if schedule(name):
-                stages, policies = groups * per_group, equal.policies(setup, name)
-                part = setup.chain.typical().times(1 / stages)
-                levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
-                costs = of_one(levels.costs[-1])
-                peaks = device_peaks(
-                    [costs] * stages,
-                    schedule=name,
-                    num_microbatches=m,
-                    num_devices=groups,
-                    reserved=equal.space.cluster.device.reserved_bytes,
-                )
-                needs.append(max(peak.nbytes for peak in peaks))
-        if needs:
-            yield MemoryNeed(
-                choice=choice, setup=setup, excess_bytes=min(needs) - equal.space.memory_bytes
+            stages, policies = groups * per_group, equal.policies(setup, name)
+            part = setup.chain.typical().times(1 / stages)
+            levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
+            peaks = device_peaks(
+                [of_one(levels.costs[-1])] * stages,
+                schedule=name,
+                num_microbatches=m,
+                num_devices=groups,
+                reserved=equal.space.cluster.device.reserved_bytes,
             )
+            needs.append(max(peak.nbytes for peak in peaks))
+        if needs:
+            excess_bytes = min(needs) - equal.space.memory_bytes
+            yield MemoryNeed(choice=choice, setup=setup, excess_bytes=excess_bytes)
 
 
-def shortfall_bytes(unequal: UnequalStages, need: MemoryNeed) -> float:
-    """Bytes that the fullest stage lacks in the best cut of a setup; no less than an equal share
-    does."""
-    m = need.choice.num_microbatches
-    table, _ = unequal.table(m, [need.setup])
-    exact = unequal.shortfall(table, m)
-    return max(0.0, need.excess_bytes, exact.excess_bytes if exact else 0.0)
+# --- a plan that fits, of those meshes ------------------------------------------------------------
+
+
+def plan_that_fits(drafter: Drafter, choices: Sequence[MeshChoice] = ()) -> Candidate | None:
+    """A plan that fits as it is written out, the fastest of the few that are looked at; None where
+    none is found."""
+    drafts = _fitting(drafter, choices or least_memory_choices(drafter.space)[:MAX_MESHES])
+    near = sorted(islice(drafts, MAX_DRAFTS), key=attrgetter("step_time_s"))
+    written = map(drafter.written, chain(near, islice(drafts, MAX_DRAFTS)))
+    found = next((candidate for candidate in written if candidate.fits), None)
+    drafter.forget()
+    return found
+
+
+def some_plan_fits(drafter: Drafter) -> bool:
+    """Whether a plan is found that fits as it is written out; no more meshes are asked than it
+    takes."""
+    choices = least_memory_choices(drafter.space)[:MAX_MESHES]
+    drafts = (draft for choice in choices for draft in _fitting(drafter, [choice]))
+    found = any(drafter.written(draft).fits for draft in islice(drafts, 2 * MAX_DRAFTS))
+    drafter.forget()
+    return found
+
+
+def _fitting(drafter: Drafter, choices: Sequence[MeshChoice]) -> Iterator[PlanDraft]:
+    """Drafts that fit, without a relief, then with one; of each kind a few, the most promising
+    first."""
+    equal = drafter.equal
+    explorer = Explorer(
+        drafter=drafter,
+        equal=equal,
+        effort=Effort(drafter.programs.time),
+        taste=Taste(coster=drafter.programs.coster, robust=False),
+    )
+
+    def drafted(combinations: Iterable[Combination]) -> Iterator[PlanDraft]:
+        order = sorted(
+            combinations, key=lambda c: (c.tight, c.estimate_s, c.setup.mesh, c.schedule)
+        )
+        for one in order[:MAX_CUTS]:
+            if (found := explorer.cut(one, math.inf)) is not None:
+                before = len(explorer.drafts)
+                explorer.simulate(one, found[1])
+                yield from (draft for draft in explorer.drafts[before:] if draft.fits)
+
+    roomy = [c for c in choices if any(n.excess_bytes <= 0 for n in memory_needs(equal, c))]
+    yield from drafted(one for choice in roomy for one in equal.combinations(choice))
+    waiting = [own for choice in choices for own in equal.waiting(choice)]
+    yield from drafted(one for own in waiting for one in equal.relieved(own))

@@ -1,0 +1,297 @@
+"""Ways out where nothing fits: one change each, and a plan that is possible then, written out and
+priced as a chosen plan is.
+
+    overrides   one dropped, what is forbidden allowed; a smaller memory margin; what can't run yet
+    training    an optimizer in one kernel or with smaller states, a loss in chunks, adapters on a
+                frozen model, shorter sequences; together where none is enough
+    batch       a smaller one, where it can't be shared out into micro-batches
+    nodes       as few more as are enough
+
+Plans are looked for on the meshes that need least memory, with every relief. Numbers of nodes are
+tried in steps of up to a quarter until something fits, and the last step is halved; they start at
+
+    k  >=  bytes of all weights, gradients and optimizer states / usable bytes of a node
+
+below which no way to divide them helps. First comes what changes least: of the overrides the one
+with which a step takes the least time, more nodes last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
+
+from meshwright.costmodel.memory import fused, model_states, optimizer_named
+from meshwright.costmodel.operators import Problem
+from meshwright.planner.alternatives import what_if
+from meshwright.planner.drafts import Candidate, MeshChoice
+from meshwright.planner.overrides import OverrideError, each_dropped, without
+from meshwright.planner.plan import InfeasibleError, Relaxation, describe, margin_beside, sized
+from meshwright.planner.search import (
+    Search,
+    least_memory,
+    least_memory_choices,
+    plan_that_fits,
+    some_plan_fits,
+)
+
+MOST = 64  # times as many nodes, at most
+MAX_MESHES = 8  # looked at for those on which training otherwise helps
+LEANEST = 3  # of them
+LOGITS = 0.3  # of the memory: logits that take more are called by name
+TOGETHER = ("num_microbatches", "microbatch_size")  # both fix what a device holds of the batch
+SMALLER = ("adamw_bf16", "adamw8bit", "sgd")  # optimizers to train with instead
+
+Made = Callable[[], Search]
+
+
+def with_ways_out(search: Search, error: InfeasibleError) -> InfeasibleError:
+    """The error of a search that found nothing, with the ways out."""
+    otherwise = _Otherwise.of(search)
+    freed = sorted(_freed(search), key=lambda found: (found.step_time_s, found.what))
+    found = [*freed, *_batches(search), *otherwise.ways(), *_wider(search)]
+    said = f"Way out: {'; or '.join(map(str, found))}."
+    if not found:
+        said = (
+            f"Nothing was found with up to {MOST} times as many nodes, by dropping one override or "
+            "by training otherwise: change the model."
+        )
+    text = " ".join(filter(None, [str(error), otherwise.logits(), said]))
+    return InfeasibleError(text, error.shortfall_bytes, found)
+
+
+def _relaxed(what: str, made: Made, choices: Sequence[MeshChoice] = ()) -> Relaxation | None:
+    """A change with a plan that fits then; None where there is none, or what is left contradicts
+    itself, the cluster or the batch."""
+    try:
+        found = plan_that_fits(made(), choices)
+    except OverrideError:
+        return None
+    return None if found is None else _relaxation(what, found)
+
+
+def _relaxation(what: str, found: Candidate, more_nodes: int = 0) -> Relaxation:
+    plan, step_s = describe(found.plan), found.step_time_s
+    return Relaxation(what=what, more_nodes=more_nodes, plan=plan, step_time_s=step_s)
+
+
+# --- overrides -----------------------------------------------------------------------------------
+
+
+def _freed(search: Search) -> Iterator[Relaxation]:
+    """Overrides dropped one at a time, a smaller margin, and what the executor can't run yet."""
+    overrides = search.overrides
+    tried: list[tuple[str, Made]] = [
+        (one.what, partial(search.like, overrides=one.left)) for one in each_dropped(overrides)
+    ]
+    if all(getattr(overrides, name) is not None for name in TOGETHER):
+        free = without(overrides, *TOGETHER)
+        said = f"leave {' and '.join(TOGETHER)} free"
+        tried.append((said, partial(search.like, overrides=free)))
+    if search.executable:
+        said = "plan what can't be run yet (executable=False)"
+        tried.append((said, partial(search.like, executable=False)))
+    yield from filter(None, (_relaxed(what, made) for what, made in tried))
+    if search.memory_margin:
+        found = plan_that_fits(search.like(memory_margin=0.0))
+        if found is not None:
+            yield _relaxation(_smaller_margin(search, found), found)
+
+
+def _smaller_margin(search: Search, found: Candidate) -> str:
+    """The memory margin that leaves room for a plan, with the numbers."""
+    memory = search.problem.cluster.device.memory_bytes
+    peak = found.evaluation.prediction.fullest_bytes
+    return (
+        f"memory_margin={margin_beside(peak, memory):g} instead of {search.memory_margin:g} (a "
+        f"plan takes {sized(peak)} of a device's {sized(memory)}, the margin leaves "
+        f"{sized(search.space.memory_bytes)})"
+    )
+
+
+# --- batch, nodes --------------------------------------------------------------------------------
+
+
+def _batches(search: Search) -> Iterator[Relaxation]:
+    """The largest part of the batch, by halves, where its micro-batches are not free."""
+    batch, fixed = search.global_batch_size, search.restrictions.num_microbatches
+    halves = [batch >> k for k in range(1, batch.bit_length()) if batch % (1 << k) == 0]
+    for rows in halves if search.problem.meetings or fixed else ():
+        found = _relaxed(f"a batch of {rows}", partial(search.like, global_batch_size=rows))
+        if found is not None:
+            yield found
+            return
+
+
+def _wider(search: Search) -> Iterator[Relaxation]:
+    """The fewest nodes with which something fits."""
+    here = search.problem.cluster.num_nodes
+    known: dict[int, bool] = {}
+
+    def fits(nodes: int) -> bool:
+        if nodes not in known:
+            try:
+                known[nodes] = some_plan_fits(search.on_nodes(nodes))
+            except OverrideError:
+                known[nodes] = False
+        return known[nodes]
+
+    start = max(here + 1, _least_nodes(search))
+    tries = _counts(start, here * MOST)
+    enough = next((n for n in tries if fits(n)), None)
+    if enough is None:
+        return
+    low, high = max((n for n in tries if n < enough), default=start - 1), enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    found = plan_that_fits(search.on_nodes(high))
+    if found is not None:
+        yield _relaxation(f"{high} nodes", found, high - here)
+
+
+def _counts(start: int, most: int) -> list[int]:
+    """Numbers of nodes to try, rising by an eighth to a quarter: 4 to 7 times a power of two, which
+    more splits divide than the numbers between them."""
+    grid = {a << k for a in (1, 3, 5, 7) for k in range(most.bit_length())}
+    return sorted(n for n in grid | {start, most} if start <= n <= most)
+
+
+def _least_nodes(search: Search) -> int:
+    """Nodes that the model's states alone fill, however they are divided."""
+    problem = search.problem
+    numel, cluster = problem.graph.num_parameters(), problem.cluster
+    states = min(_states_bytes(problem, numel, zero) for zero in (0, 3))
+    return math.ceil(states / (cluster.device.usable_bytes * cluster.devices_per_node))
+
+
+def _states_bytes(problem: Problem, numel: float, zero: int = 0) -> float:
+    return model_states(
+        float(numel),
+        precision=problem.precision,
+        zero=zero,
+        dp=1,
+        optimizer=problem.optimizer,
+        target=problem.target,
+    ).nbytes
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """A way to train with less memory; changes of one `kind` exclude each other. Of one that
+    changes the work of a step, its seconds are not known (`timed`)."""
+
+    what: str
+    kind: str
+    apply: Callable[[Problem], Problem | None]
+    timed: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Otherwise:
+    """Training otherwise on the meshes whose leanest plans lack least: `lacking` bytes."""
+
+    search: Search
+    choices: Sequence[MeshChoice]
+    lacking: float
+    _made: dict[tuple[Change, ...], Search | None] = field(default_factory=dict)
+
+    @staticmethod
+    def of(search: Search) -> _Otherwise:
+        choices = least_memory_choices(search.space)[:MAX_MESHES]
+        needs = [need for choice in choices if (need := least_memory(search.equal, [choice]))]
+        near = sorted(needs, key=attrgetter("excess_bytes"))[:LEANEST]
+        lacking = near[0].excess_bytes if near else 0.0
+        return _Otherwise(search=search, choices=[need.choice for need in near], lacking=lacking)
+
+    def ways(self) -> Iterator[Relaxation]:
+        """What is enough by itself, else the first that are together, those that save most
+        first."""
+        excess = {change: self._excess_bytes(change) for change in self._changes()}
+        helps = [change for change in excess if excess[change] < self.lacking]
+        alone = list(filter(None, map(self._enough, helps)))
+        yield from alone
+        taken: list[Change] = []
+        for change in () if alone else sorted(helps, key=excess.__getitem__):
+            if change.kind not in {own.kind for own in taken}:
+                taken.append(change)
+                if len(taken) > 1 and (found := self._enough(*taken)) is not None:
+                    yield found
+                    return
+
+    def logits(self) -> str:
+        """A sentence where the logits are what does not fit."""
+        taken = (self.lacking - self._excess_bytes(_CHUNKED)) / (1 - 1 / what_if.CHUNKS)
+        if taken < LOGITS * self.search.problem.cluster.device.usable_bytes:
+            return ""
+        return f"The logits and their gradients alone take {sized(taken)}."
+
+    def _there(self, *changes: Change) -> Search | None:
+        """The search of the changed problem; None where a change does not apply."""
+        if changes not in self._made:
+            problem: Problem | None = self.search.problem
+            for change in changes:
+                problem = problem and change.apply(problem)
+            self._made[changes] = None if problem is None else self.search.like(problem=problem)
+        return self._made[changes]
+
+    def _excess_bytes(self, change: Change) -> float:
+        """What the leanest plan lacks then; inf where there is none."""
+        there = self._there(change)
+        need = there and least_memory(there.equal, self.choices)
+        return need.excess_bytes if need else math.inf
+
+    def _enough(self, *changes: Change) -> Relaxation | None:
+        there = self._there(*changes)
+        said = " and ".join(change.what for change in changes)
+        found = None if there is None else _relaxed(said, lambda: there, self.choices)
+        timed = all(change.timed for change in changes)
+        return found if timed or found is None else replace(found, step_time_s=None)
+
+    def _changes(self) -> Iterator[Change]:
+        """What may be changed, what changes the training least first."""
+        own = self.search.problem.optimizer
+        quick = fused(own)
+        if quick != own:
+            said = f"{own} in one kernel (fused=True, planned as optimizer={quick!r})"
+            yield Change(what=said, kind="optimizer", apply=partial(replace, optimizer=quick))
+        yield _CHUNKED
+        for name in SMALLER:
+            if optimizer_named(name).moments < optimizer_named(own).moments:
+                smaller = partial(replace, optimizer=name)
+                yield Change(what=f"optimizer={name!r}", kind="optimizer", apply=smaller)
+        share = min((c.groups * c.mesh.tp for c in self.choices), default=1)
+        yield Change(
+            what=f"LoRA (matrices frozen, adapters of rank {what_if.RANK} trained)",
+            kind="adapters",
+            apply=partial(with_adapters, share=share),
+        )
+        half_long = what_if.with_half_sequences
+        yield Change(what="sequences half as long", kind="sequence", apply=half_long, timed=False)
+
+
+_CHUNKED = Change(
+    what=f"a chunked or fused loss (logits in {what_if.CHUNKS} parts)",
+    kind="loss",
+    apply=what_if.with_chunked_loss,
+)
+
+
+def with_adapters(problem: Problem, share: int) -> Problem | None:
+    """Frozen but for adapters, whose states are reserved on each of the devices that share the
+    model out among so many."""
+    frozen = what_if.with_adapters(problem)
+    if frozen is None:
+        return None
+    device = problem.cluster.device
+    held = math.ceil(_states_bytes(problem, what_if.adapter_numel(problem)) / share)
+    if held >= device.usable_bytes:
+        return None
+    device = replace(device, reserved_bytes=device.reserved_bytes + held)
+    return replace(frozen, cluster=replace(problem.cluster, device=device))
