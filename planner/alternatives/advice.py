@@ -21,7 +21,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from meshwright.planner.alternatives.alternatives import SmallerMargin
+from meshwright.planner.alternatives.alternatives import WORTH, SmallerMargin
 from meshwright.planner.alternatives.what_if import CHUNKS, with_chunked_loss
 from meshwright.planner.drafts import Candidate
 from meshwright.planner.overrides import OverrideError
@@ -36,7 +36,7 @@ from meshwright.planner.plan import (
 )
 from meshwright.planner.pricing import StageCoster, evaluate
 from meshwright.planner.report import busiest, device_groups, excluded
-from meshwright.planner.search import TIE, Search, SearchResult, axes_of
+from meshwright.planner.search import Search, SearchResult, axes_of
 
 MAX_BATCHES = 3  # searched
 SEARCH_S = 0.5  # for each of them, no new one after twice as long
@@ -85,7 +85,7 @@ class _Try:
 
 
 def _faster(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
-    """Other batches and fewer devices that train more rows per second by more than a tie, or more
+    """Other batches and fewer devices that train more rows per second by what is worth a line, or more
     of them on fewer axes; most first."""
     best, found = result.best, list[tuple[float, _Try, Candidate]]()
     ours = search.global_batch_size / best.step_time_s
@@ -95,7 +95,7 @@ def _faster(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
             continue
         rate = plan.plan.global_batch_size / plan.step_time_s
         simpler = _axes(plan.plan) < _axes(best.plan)
-        if rate > ours * (1.0 if simpler else 1 + TIE):
+        if rate > ours * (1.0 if simpler else 1 + WORTH):
             found.append((rate, other, plan))
     for rate, other, plan in sorted(found, key=lambda each: -each[0]):
         less = f", in {seconds(plan.step_time_s)} instead of {seconds(best.step_time_s)}"

@@ -29,7 +29,7 @@ from meshwright.planner.plan import (
     spread_of,
 )
 from meshwright.planner.report import Excluded, excluded
-from meshwright.planner.search import TIE, Search, SearchResult
+from meshwright.planner.search import Search, SearchResult
 
 RUNS_HERE = "runs here"
 NEAR = 2  # numbers of device groups below the chosen one, and above, that are families
@@ -37,7 +37,7 @@ WITHOUT: Mapping[str, str] = {
     "tp": "no tensor parallelism", "cp": "no context parallelism", "ep": "no expert parallelism",
 }  # fmt: skip
 MAX_MARGINS = 3  # tried, the largest
-WORTH = 0.01  # of a step, where prices are taken for exact
+WORTH = 0.02  # of a step, from which on a faster plan is worth a line
 
 
 # --- families ------------------------------------------------------------------------------------
@@ -265,6 +265,6 @@ def smaller_margin(search: Search, below_s: float) -> SmallerMargin | None:
     return None
 
 
-def worth_s(search: Search, step_s: float) -> float:
+def worth_s(step_s: float) -> float:
     """Below it another plan is faster than one of so many seconds by what is worth a line."""
-    return step_s / (1 + (TIE if search.objective == "robust" else WORTH))
+    return step_s / (1 + WORTH)

@@ -121,7 +121,7 @@ class Answers:
 
     def _look(self) -> None:
         search = self.search
-        below_s = worth_s(search, self.result.best.step_time_s) if self.margin else None
+        below_s = worth_s(self.result.best.step_time_s) if self.margin else None
         for family in self.families:
             found = self._others.get(family.name)
             if family.name not in self._others or (found and not found.searched):
@@ -132,7 +132,7 @@ class Answers:
     def margin(self) -> SmallerMargin | None:
         """A smaller memory margin, with which some plan is faster than the chosen one."""
         if not self._margin:
-            below_s = worth_s(self.search, self.result.best.step_time_s)
+            below_s = worth_s(self.result.best.step_time_s)
             self._margin.append(smaller_margin(self.search, below_s))
         return self._margin[0]
 

@@ -8,6 +8,7 @@ from meshwright.planner.alternatives import answers as module
 from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.plan.words import sized
 from meshwright.planner.report import text
+from meshwright.planner.search import TIE
 from tests.planner.report.test_report import overridden, searched
 
 
@@ -42,7 +43,7 @@ def test_the_nearest_plans_are_few_and_no_faster_than_the_chosen_but_for_ties() 
     plans = {row["plan"] for row in rows}
     short = str(report)
     assert 0 < sum(plan in short for plan in plans) <= text.MAX_OTHERS
-    assert all(row["tie"] == (abs(row["slower"]) <= 0.03) for row in rows)
+    assert all(row["tie"] == (abs(row["slower"]) <= TIE) for row in rows)
     every = {row["family"]: row for row in report.alternatives}
     assert all(every[row["family"]] == row for row in report.known_alternatives if row["plan"])
 
