@@ -85,8 +85,8 @@ class _Try:
 
 
 def _faster(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
-    """Other batches and fewer devices that train more rows per second by what is worth a line, or more
-    of them on fewer axes; most first."""
+    """Other batches and fewer devices that train more rows per second by what is worth a line, or
+    more of them on fewer axes; most first."""
     best, found = result.best, list[tuple[float, _Try, Candidate]]()
     ours = search.global_batch_size / best.step_time_s
     for other in chain(_batches(search), _fewer(search, result)):
