@@ -8,6 +8,7 @@ a pipeline takes to fill and what no plan undercuts is the schedule's (`costmode
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -274,35 +275,44 @@ class EqualStages:
         """Combinations that wait, with each relief that they may have, where that may fit; none
         that gives up more than another with which nothing runs again."""
         zero, sharing = own.setup.zero, own.setup.sharing
-        sent = sharing.hpz or sharing.quantized != "none"
-        enough, sends = list[HostParts](), self._sendable(own)
+        apart = sharing.hpz or sharing.quantized != "none"
+        enough = list[HostParts]()
         for relief in self.space.reliefs[1:]:
-            relief = replace(relief, sends=min(sends, 1.0) * relief.sends)
-            host, setup = relief.most, replace(own.setup, relief=relief)
+            host = relief.most
             if relief.segmented and not own.tight:
                 continue
-            if (zero == 3 and (host.weights or host.files)) or (host.states and sent):
+            if (zero == 3 and (host.weights or host.files)) or (host.states and apart):
                 continue
             if not host.files and any(map(host.exceeds, enough)):
                 continue
             left = [(n, v) for n, v in own.offered if not host or SCHEDULES[n].copies == 1]
-            found = self._by_policies(setup, own.num_microbatches, own.groups, left)[0]
+            sent = [relief.sends and self._sendable(own, relief, *one) for one in left]
+            found = list[Combination]()
+            for sends in dict.fromkeys(sent):
+                setup = replace(own.setup, relief=replace(relief, sends=sends))
+                alike = [one for one, part in zip(left, sent, strict=True) if part == sends]
+                if sends or not relief.sends:  # else it is another relief
+                    found += self._by_policies(setup, own.num_microbatches, own.groups, alike)[0]
             if len(found) == len(left) and not any(one.repeats for one in found):
                 enough.append(host)
             yield from found
 
-    def _sendable(self, own: Waiting) -> float:
-        """The part of all activations that the hosts hold, roughly, or more than all."""
-        host, (name, each) = self.space.cluster.host, own.offered[0]
-        if host is None or not self.space.most_away.activations:
+    def _sendable(self, own: Waiting, relief: Relief, schedule: str, each: int) -> float:
+        """The part of the blocks of a typical stage, whole ones, whose activations the hosts hold
+        beside what else a relief has there, with `each` stages on a device."""
+        host = self.space.cluster.host
+        if host is None:
             return 0.0
-        setting = replace(own.setup.setting, host=HostParts(activations=1.0))
+        there = replace(relief.host, activations=1.0)
+        setting = replace(own.setup, relief=replace(relief, host=there)).setting
         parts = own.setup.chain.typical().times(1 / own.groups)
-        away = stage_costs(parts, setting, self.policies(own.setup, name)[0]).away_bytes
-        held = held_at_peak(name, own.groups * each, own.num_microbatches, own.groups)
+        costs = stage_costs(parts, setting, self.policies(own.setup, schedule)[0])
+        held = held_at_peak(schedule, own.groups * each, own.num_microbatches, own.groups)
         active = sum(float(one.active) for one in held) / len(held)
-        room = host.room_bytes / self.space.cluster.devices_per_node
-        return room / max(float(away) * active, 1.0)
+        room = host.room_bytes / self.space.cluster.devices_per_node - float(costs.host_bytes)
+        part = max(0.0, room) / max(float(costs.away_bytes) * active, 1.0)
+        blocks = len(self.classes) / (own.groups * each)
+        return math.floor(min(part, 1.0) * blocks) / blocks if part < 1 else 1.0
 
     def policies(self, setup: StageSetup, schedule: str) -> tuple[str, ...]:
         """The recompute policies that blocks of a setup may have under a schedule."""

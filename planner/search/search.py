@@ -31,7 +31,7 @@ from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES, failure
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.result import SearchResult
-from meshwright.planner.search.taste import TIE, Taste, order, shape
+from meshwright.planner.search.taste import Taste, order, shape
 from meshwright.planner.search.validated import if_validated_pays
 from meshwright.planner.stages import boundary_index
 
@@ -267,36 +267,32 @@ class Search(Drafter):
     # --- the answer ---
 
     def _written(self) -> list[Candidate | PlanDraft]:
-        """The fastest drafts of different shapes, fastest first; the first is written out as a
-        plan."""
+        """The best plan, written out, then the fastest others of different shapes. Written out, a
+        plan may take a little longer than its draft, as whole blocks are recomputed or sent: drafts
+        are written until none left is better than the best of them."""
         kept: dict[Any, PlanDraft] = {}
         for draft in sorted((d for d in self.drafts if d.fits), key=order):
             kept.setdefault(shape(draft), draft)
-        waiting = list(kept.values())
-        if self.taste.robust and (found := self._written_by_taste(waiting)):
-            return found
-        written: list[Candidate] = []
-        # written out, a plan may take a little longer than its draft: whole blocks are recomputed
-        while waiting and not (written and written[0].step_time_s <= waiting[0].step_time_s):
-            candidate = self.written(waiting.pop(0))
-            written = sorted([*written, *[candidate] * candidate.fits], key=order)
-        others: list[Candidate | PlanDraft] = [*written, *waiting]
-        return others[:MAX_KEPT] if written else []
-
-    def _written_by_taste(self, drafts: Sequence[PlanDraft]) -> list[Candidate | PlanDraft]:
-        """The first draft by taste that fits when it is written out, then the fastest others."""
-        refused, more = list[PlanDraft](), list[PlanDraft]()
-        if (best := self._best_draft()) and not self._effort.late():
+        drafts, more = list(kept.values()), list[PlanDraft]()
+        if self.taste.robust and (best := self._best_draft()) and not self._effort.late():
             more = [draft for draft in self._explorer.roomier(best) if draft.fits]
-        for draft in self.taste.judged([*drafts, *more]):
+        written, refused = list[tuple[float, Candidate]](), list[PlanDraft]()
+        for number_s, draft in self.taste.judged([*drafts, *more]):
+            if written and written[0][0] <= number_s:
+                break
             candidate = self.written(draft)
-            if candidate.fits and candidate.step_time_s <= draft.step_time_s * (1 + TIE):
-                others = [d for d in drafts if all(d is not x for x in refused)]
-                others = [d for d in others if shape(d) != shape(draft)]
-                return [candidate, *others[: MAX_KEPT - 1]]
-            if not candidate.fits:
+            if candidate.fits:
+                longer = candidate.step_time_s / draft.step_time_s
+                written.append((longer * number_s, candidate))
+                written.sort(key=lambda own: own[0])
+            else:
                 refused.append(draft)
-        return []
+        if not written:
+            return []
+        first = written[0][1]
+        others = [d for d in drafts if all(d is not x for x in refused)]
+        found: list[Candidate | PlanDraft] = [first]
+        return [*found, *(d for d in others if shape(d) != shape(first))][:MAX_KEPT]
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
         """An independent proof of the block programs on the chosen meshes: the whole integer

@@ -205,17 +205,22 @@ class Taste:
         probable = draft.evaluation.prediction.memory_probability(self.coster.cluster)
         return quantile_s(draft, self.coster) * (1 + RISK * (1 - probable)) * self.weight(draft)
 
-    def judged(self, drafts: Sequence[PlanDraft]) -> list[PlanDraft]:
-        """The most promising of these drafts, in the order in which they should be chosen."""
-        weighed = {id(d): self.weight(d) * d.step_time_s for d in drafts}
-        least = min(weighed.values(), default=math.inf)
-        near = [d for d in drafts if weighed[id(d)] <= least * (1 + 2 * TIE)]
-        fastest = sorted(near, key=lambda d: weighed[id(d)])[:MOST_JUDGED]
+    def judged(self, drafts: Sequence[PlanDraft]) -> list[tuple[float, PlanDraft]]:
+        """The drafts in the order in which they should be chosen, each with its number: of the most
+        promising ones exactly, and behind them the rest by what they take as it is weighed."""
+        weighed = sorted(((self.weight(d) * d.step_time_s, d) for d in drafts), key=_first)
+        least = min((number for number, _ in weighed), default=math.inf)
+        near = [d for number, d in weighed if number <= least * (1 + 2 * TIE)][:MOST_JUDGED]
+        exact = [(self.number_s(d), sum(self.looks(d).parts()), order(d), d) for d in near]
+        exact.sort(key=lambda own: own[:3])
+        found = [(number, d) for number, _, _, d in exact]
+        known = set(map(id, near))
+        last = max((number for number, _ in found), default=0.0)
+        return found + [(max(last, own), d) for own, d in weighed if id(d) not in known]
 
-        def order_of(draft: PlanDraft) -> tuple[float, float, str]:
-            return self.number_s(draft), sum(self.looks(draft).parts()), draft.plan.to_json()
 
-        return sorted(fastest, key=order_of)
+def _first(own: tuple[float, PlanDraft]) -> tuple[Any, ...]:
+    return own[0], order(own[1])
 
 
 def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
@@ -260,7 +265,7 @@ def order(found: PlanDraft | Candidate) -> tuple[Any, ...]:
     return found.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
 
 
-def shape(draft: PlanDraft) -> tuple[Any, ...]:
+def shape(draft: PlanDraft | Candidate) -> tuple[Any, ...]:
     """What makes a plan another one for a reader: more than micro-batches."""
     plan = draft.evaluation.plan
     return plan.schedule, *((*mesh_of(stage), stage.policies[0]) for stage in plan.stages)

@@ -116,7 +116,8 @@ def test_errors_only_add() -> None:
 def test_no_draft_beats_the_choice_in_seconds_memory_and_simplicity() -> None:
     (_, fastest), (search, robust) = searched("fastest"), searched("robust")
     assert robust.best.step_time_s >= fastest.best.step_time_s * (1 - 0.005)
-    first, *others = search.taste.judged([d for d in robust.drafts if d.fits])
+    judged = search.taste.judged([d for d in robust.drafts if d.fits])
+    first, *others = [draft for _, draft in judged]
     assert others
 
     def three(draft: Any) -> tuple[float, float, float]:
