@@ -93,16 +93,12 @@ class Queue:
 
 @dataclass(slots=True, kw_only=True)
 class Explorer:
-    """Drafts the best plans of a drafter's `equal` stages among the combinations that `accept`
-    lets through. `trust` is the part of an estimate that a plan is believed to take at least;
-    `known_s` a step to beat. Seconds are compared as the `taste` weighs them."""
+    """Drafts the best plans of a drafter's `equal` stages; seconds are compared as the `taste`
+    weighs them."""
 
     drafter: Drafter
     equal: EqualStages
     effort: Effort
-    accept: Callable[[Combination], bool] = lambda _: True
-    trust: float = OPTIMISM
-    known_s: float = math.inf
     taste: Taste
     drafts: list[PlanDraft] = field(default_factory=list)
     _drafted: dict[int, Combination] = field(default_factory=dict)  # by the draft's id
@@ -110,7 +106,7 @@ class Explorer:
     def limit_s(self) -> float:
         """Weighed step time to beat: that of the best draft that fits."""
         weighed = (self.taste.weight(d) * d.step_time_s for d in self.drafts if d.fits)
-        return min(weighed, default=self.known_s)
+        return min(weighed, default=math.inf)
 
     def explore(self, queue: Queue, tries: int = LATE_TRIES) -> None:
         """Draft what promises most until nothing left in the queue can be faster. When the time is
@@ -151,8 +147,7 @@ class Explorer:
     def expand(self, choice: MeshChoice, queue: Queue) -> None:
         """Queue the combinations of a mesh."""
         for one in self.effort.timed("price stages", self.equal.combinations, choice):
-            if self.accept(one):
-                self.add(one, queue)
+            self.add(one, queue)
         for own in self.equal.waiting(choice):
             self.add(own, queue)
 
@@ -160,7 +155,7 @@ class Explorer:
         """Queue combinations that wait with each relief with which they may take less."""
         found = self.effort.timed("price stages", lambda: [*self.equal.relieved(waiting)])
         for one in found:
-            if self.accept(one) and self.promised_s(one) < limit_s:
+            if self.promised_s(one) < limit_s:
                 self.add(one, queue)
 
     def add(self, one: Combination | Waiting, queue: Queue) -> None:
@@ -169,7 +164,7 @@ class Explorer:
 
     def promised_s(self, one: Combination | Waiting) -> float:
         """What a combination takes at least, as it is compared."""
-        return self.taste.ahead(one) * max(one.estimate_s * self.trust, one.bound_s)
+        return self.taste.ahead(one) * max(one.estimate_s * OPTIMISM, one.bound_s)
 
     def cut(
         self, combination: Combination, limit_s: float, **given: Any
