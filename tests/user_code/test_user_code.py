@@ -150,13 +150,14 @@ def test_frozen_parameters_are_priced_so() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_static_bytes_are_those_of_inference(kind: str) -> None:
-    """bf16 weights: 2 B each; trained ones also fp32 masters, gradients and Adam's moments."""
+    """bf16 weights: 2 B each; trained ones also fp32 masters, gradients and Adam's moments, frozen
+    ones also what the model has, in fp32."""
     graph, priced = _priced(kind)
     sizes = [graph.values[v] for v in graph.parameters]
     count, trained = (sum(m.numel for m in sizes if m.requires_grad >= least) for least in (0, 1))
     stage = priced.stages[0]
     held = stage.fixed_bytes + stage.gradient_bytes
-    assert held == 2 * count + TRAINED_BYTES * trained
+    assert held == 2 * count + TRAINED_BYTES * trained + 4 * (count - trained)
 
 
 # --- written buffers and stages -------------------------------------------------------------------
