@@ -309,10 +309,10 @@ def step_times(
     seconds += [np.full(count, transfer_s[edge]) for edge in program.edges]
     seconds.append(np.zeros(count))  # NOTHING
     table = np.zeros((1 + len(program.steps), count))
-    ends, maximum, add = [*table], np.maximum, np.add
+    ends = [*table]
     for end_s, (first, second, index) in zip(ends[1:], program.steps, strict=True):
-        maximum(ends[first], ends[second], end_s)
-        add(end_s, seconds[index], end_s)
+        np.maximum(ends[first], ends[second], out=end_s)
+        end_s += seconds[index]
     steps: Floats = table.max(axis=0)
     return steps
 
