@@ -9,7 +9,8 @@ its overrides; a case has a violation where
   `TOLERANCE`, or than the choice of `robust` at all;
 - `robust` has a larger number than one of these by more than its tie. Its number is the quantile of
   a step over the errors of its price (`planner/search/taste.py`), found here from the plan alone,
-  by prices that are corrected by so much;
+  by prices that are corrected by so much, and more where something lies in host memory
+  (`RELUCTANCE`);
 - a search that was cut short by a time limit found a faster plan than the whole one;
 - nothing fits, but a plan that was forced.
 
@@ -37,6 +38,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.planner.plan import InfeasibleError, Plan, describe, seconds
 from meshwright.planner.pricing import Evaluator
 from meshwright.planner.search import TIE
+from meshwright.planner.search.explore import RELUCTANCE
 from meshwright.planner.search.taste import QUANTILE
 from meshwright.profiles.profile import no_profile
 from meshwright.profiles.steps import Correction, Corrections
@@ -187,7 +189,10 @@ class _Compared:
                     self._robust("robust, listed", other.family, written.plan, step_s)
 
     def cut_short(self, limit_s: float) -> None:
-        found = self.fastest.replan(time_limit_s=limit_s)
+        try:
+            found = self.fastest.replan(time_limit_s=limit_s)
+        except InfeasibleError:  # none was found by then
+            return
         self._fastest("more time", f"{limit_s:g} s", *_step(found), tolerance=EXACT)
 
     def _fastest(
@@ -224,19 +229,20 @@ def _step(found: ParallelModel) -> tuple[str, float]:
 
 @dataclass(slots=True)
 class Quantiles:
-    """Quantiles of steps over the errors of their prices, of plans of one problem."""
+    """The numbers by which `robust` compares plans of one problem, in seconds."""
 
     problem: Problem
     _off: dict[int, tuple[Evaluator, Evaluator]] = field(default_factory=dict)
 
     def of(self, plan: Plan, step_s: float) -> float:
-        """That of a plan with a step of so many seconds."""
+        """The quantile of a plan with a step of so many seconds, weighted as the search does."""
         node = self.problem.cluster.devices_per_node
         nodes = max(len({rank // node for rank in stage.ranks}) for stage in plan.stages)
         if nodes not in self._off:
             self._off[nodes] = self._prices(nodes)
         more = (own.price(plan).prediction.step_time_s - step_s for own in self._off[nodes])
-        return step_s + QUANTILE * math.hypot(*more)
+        weight = RELUCTANCE if any(any(own.offload.values()) for own in plan.stages) else 1.0
+        return weight * (step_s + QUANTILE * math.hypot(*more))
 
     def _prices(self, nodes: int) -> tuple[Evaluator, Evaluator]:
         """Prices where computing takes longer by its error, and where communication does, of plans

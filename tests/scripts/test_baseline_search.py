@@ -35,7 +35,7 @@ def test_finds_the_best_of_all(method: str) -> None:
     space = Table()
     every = (space.cost(c) for c in itertools.product(range(6), repeat=4))
     best = min(cost for cost, fits in every if fits)
-    run = Run(space, np.random.default_rng(0), 1.0)
+    run = Run(space, np.random.default_rng(0), 0.5)
     METHODS[method](run)
     costs = [cost for _, cost, _ in run.found]
     assert costs[-1] == best
@@ -76,7 +76,7 @@ def test_a_faster_plan_than_the_searchs_is_a_defect() -> None:
     step_s = 2 * search.run().best.step_time_s
     out = baselines.Compared(number=0, name="tiny", step_s=step_s, search_s=0.02)
     for name in METHODS:
-        run = Run(space, np.random.default_rng(0), 2.0)
+        run = Run(space, np.random.default_rng(0), 0.7)
         out.found.append(baselines._by(name, space, out, run))
     for found in out.found:
         assert found.ratio() < 1 and found.ratio(0.0) == math.inf

@@ -12,11 +12,12 @@ from scripts.recording.cases import case, gpt2, nodes
 from scripts.supersets import Outcome, Quantiles, _Compared, judged, table
 from tests.helpers.tiers import tiered
 
-SEED, CASES, FIRST = 33, 20, 3
+SEED, CASES = 33, 20
+FIRST = (1, 4, 17)  # quick ones: memory binds, rows divide badly, experts
 
 
 @pytest.mark.parametrize(
-    "number", tiered(range(CASES), lambda n: n < FIRST, "half a minute each; three stay")
+    "number", tiered(range(CASES), FIRST.__contains__, "two minutes in all; three cases stay")
 )
 def test_a_superset_never_loses(number: int) -> None:
     found = judged(drawn(SEED, number))
