@@ -16,13 +16,14 @@ status 1 where there is a defect.
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from meshwright.traced import TracedModel
 from scripts.baselines.methods import METHODS, Run
 from scripts.baselines.space import PlanSpace
 from scripts.drawn.cases import drawn
+from scripts.drawn.records import resumed
 from scripts.recording.cases import Case
 
 TOLERANCE = 0.005
@@ -97,11 +99,13 @@ def compared(seed: int, number: int, times: float) -> Compared:
     space = PlanSpace(problem, batch, search.space.memory_bytes)
     for name in METHODS:
         rng = np.random.default_rng((seed, number))
-        out.found.append(_by(name, space, out, Run(space, rng, out.search_s * times)))
+        run = Run(space, rng, out.search_s * times)
+        out.found.append(by_method(name, space, out, run))
     return out
 
 
-def _by(name: str, space: PlanSpace, out: Compared, run: Run) -> Found:
+def by_method(name: str, space: PlanSpace, out: Compared, run: Run) -> Found:
+    """What a method finds, whose prices begin anew."""
     space.forget()
     METHODS[name](run)
     ratios = [(spent_s, cost_s / out.step_s) for spent_s, cost_s, _ in run.found]
@@ -118,31 +122,9 @@ def _by(name: str, space: PlanSpace, out: Compared, run: Run) -> Found:
 # --- command --------------------------------------------------------------------------------------
 
 
-def recorded(path: Path | None) -> dict[int, Compared]:
-    """The cases of a record by their numbers."""
-    lines = path.read_text().splitlines() if path and path.exists() else []
-    found = [Compared(**json.loads(line)) for line in lines]
-    for out in found:
-        out.found = [Found(**own) for own in out.found]
-    return {out.number: out for out in found}
-
-
-def compared_all(
-    seed: int, first: int, cases: int, times: float, path: Path | None
-) -> Iterator[Compared]:
-    """So many cases that have a plan, from the first on."""
-    before, number = recorded(path), first
-    while cases:
-        out = before.get(number)
-        if out is None:
-            out = compared(seed, number, times)
-            if path:
-                with path.open("a") as file:
-                    file.write(json.dumps(asdict(out)) + "\n")
-        number += 1
-        if out.found:
-            cases -= 1
-            yield out
+def read(data: Mapping[str, Any]) -> Compared:
+    """A case of a record."""
+    return Compared(**{**data, "found": [Found(**own) for own in data["found"]]})
 
 
 def table(found: Sequence[Compared], times: float) -> str:
@@ -182,8 +164,9 @@ def main() -> int:
     parser.add_argument("--record", type=Path, metavar="FILE", help="JSON lines, appended")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    found, defects = [], 0
-    for out in compared_all(args.seed, args.first, args.cases, args.times, args.record):
+    found, defects, numbers = [], 0, itertools.count(args.first)
+    every = resumed(numbers, args.record, read, lambda n: compared(args.seed, n, args.times))
+    for out in itertools.islice((own for own in every if own.found), args.cases):
         found.append(out)
         print(f"{out.number}: {out.name}\n  {seconds(out.step_s)}: {out.plan}")
         for own in out.found:

@@ -22,11 +22,10 @@ that a run that was stopped goes on. Exit status 1 where there is a violation.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +43,7 @@ from meshwright.profiles.profile import no_profile
 from meshwright.profiles.steps import Correction, Corrections
 from meshwright.profiles.steps.timing import BACKWARD, COMPONENTS, DATA_AXIS, FORWARD, HOST
 from scripts.drawn.cases import Drawn, drawn
+from scripts.drawn.records import resumed
 from scripts.record_plans import planned
 
 TOLERANCE = 0.005
@@ -91,7 +91,7 @@ def judged(case: Drawn) -> Outcome:
     free = {objective: _planned(case, out, objective) for objective in ("fastest", "robust")}
     fastest, robust = free["fastest"], free["robust"]
     if fastest and robust:
-        compared = _Compared(fastest, robust, out, Quantiles(robust.report.details.problem))
+        compared = Comparison(fastest, robust, out, Quantiles(robust.report.details.problem))
         compared.choices()
         for over in case.overrides:
             compared.forced(over)
@@ -144,7 +144,7 @@ def said(over: Overrides) -> str:
 
 
 @dataclass(slots=True)
-class _Compared:
+class Comparison:
     """Both free choices of a case, against everything else."""
 
     fastest: ParallelModel
@@ -267,26 +267,9 @@ def _corrected(problem: Problem, factors: Mapping[str, float]) -> Evaluator:
 # --- command --------------------------------------------------------------------------------------
 
 
-def recorded(path: Path | None) -> dict[int, Outcome]:
-    """The cases of a record by their numbers."""
-    lines = path.read_text().splitlines() if path and path.exists() else []
-    found = [Outcome(**json.loads(line)) for line in lines]
-    for out in found:
-        out.violations = [Violation(**own) for own in out.violations]
-    return {out.number: out for out in found}
-
-
-def judged_all(seed: int, numbers: Iterable[int], path: Path | None) -> Iterator[Outcome]:
-    """The outcomes of cases, those of the record first."""
-    before = recorded(path)
-    yield from (before[number] for number in numbers if number in before)
-    for number in numbers:
-        if number not in before:
-            out = judged(drawn(seed, number))
-            if path:
-                with path.open("a") as file:
-                    file.write(json.dumps(asdict(out)) + "\n")
-            yield out
+def read(data: Mapping[str, Any]) -> Outcome:
+    """A case of a record."""
+    return Outcome(**{**data, "violations": [Violation(**own) for own in data["violations"]]})
 
 
 def table(found: Iterable[Outcome]) -> str:
@@ -330,10 +313,13 @@ def main() -> int:
     parser.add_argument("--record", type=Path, metavar="FILE", help="JSON lines, appended")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
-    found = []
-    for out in judged_all(args.seed, range(args.first, args.first + args.cases), args.record):
+    numbers, found = range(args.first, args.first + args.cases), []
+    for out in resumed(numbers, args.record, read, lambda n: judged(drawn(args.seed, n))):
         found.append(out)
-        print(f"{out.number}: {out.name}: {out.cpu_s:.1f} CPU-s, {len(out.violations)} violations")
+        print(
+            f"{out.number}: {out.name}: {out.cpu_s:.1f} CPU-s, {len(out.violations)} violations",
+            flush=True,
+        )
     print(table(found), summary(found), sep="\n\n")
     return 1 if any(out.violations for out in found) else 0
 

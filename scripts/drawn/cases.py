@@ -38,6 +38,7 @@ NODES: Mapping[str, tuple[int, ...]] = {  # devices of a node that a case may ha
     "dgx-b200": (8,),
 }
 FEW = ((1, 2), (1, 3), (1, 4), (2, 2))  # nodes and devices of each where memory binds: a quick plan
+FORCED = 4  # overrides of a case
 OPTIMIZERS = ("adamw", "adamw", "adamw", "adamw_fused", "adamw8bit", "sgd")
 EXPERTS = 8  # of the mixture
 LAYERS = "model.layers.*:add*"
@@ -57,8 +58,8 @@ class Drawn:
     limit_s: float
 
 
-def drawn(seed: int, number: int, *, forced: int = 4) -> Drawn:
-    """The case of this number, with so many overrides."""
+def drawn(seed: int, number: int) -> Drawn:
+    """The case of this number."""
     rng = Random(f"{seed}/{number}")
     kind, name, model = _model(rng)
     node, bound = rng.choice(sorted(NODES)), rng.random() < 0.5
@@ -83,7 +84,7 @@ def drawn(seed: int, number: int, *, forced: int = 4) -> Drawn:
         number=number,
         name=said + (f", target {target}" if target else ""),
         case=Case(model=model, cluster=cluster, batch=batch, options=options),
-        overrides=tuple(_overrides(rng, made, batch, kind) for _ in range(forced)),
+        overrides=tuple(_overrides(rng, made, batch, kind) for _ in range(FORCED)),
         limit_s=rng.choice((0.01, 0.05, 0.2)),
     )
 

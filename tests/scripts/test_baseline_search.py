@@ -77,7 +77,7 @@ def test_a_faster_plan_than_the_searchs_is_a_defect() -> None:
     out = baselines.Compared(number=0, name="tiny", step_s=step_s, search_s=0.02)
     for name in METHODS:
         run = Run(space, np.random.default_rng(0), 0.7)
-        out.found.append(baselines._by(name, space, out, run))
+        out.found.append(baselines.by_method(name, space, out, run))
     for found in out.found:
         assert found.ratio() < 1 and found.ratio(0.0) == math.inf
         plan = Plan.from_json(found.defect)

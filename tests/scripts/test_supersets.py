@@ -9,7 +9,7 @@ from meshwright.planner.search.taste import quantile_s
 from scripts.drawn.cases import drawn
 from scripts.record_plans import planned
 from scripts.recording.cases import case, gpt2, nodes
-from scripts.supersets import Outcome, Quantiles, _Compared, judged, table
+from scripts.supersets import Comparison, Outcome, Quantiles, judged, table
 from tests.helpers.tiers import tiered
 
 SEED, CASES = 33, 20
@@ -39,9 +39,9 @@ def free() -> ParallelModel:
 
 def test_a_choice_that_loses_is_told() -> None:
     """Of a choice that was forced to be worse everything else is better."""
-    slow = free().replan(Overrides(pp=4, num_microbatches=12, zero=3, recompute="full"))
+    slow = free().replan(Overrides(pp=4, num_microbatches=12, recompute="full"))
     out = Outcome(number=0, name="tiny")
-    compared = _Compared(slow, slow, out, Quantiles(slow.report.details.problem))
+    compared = Comparison(slow, slow, out, Quantiles(slow.report.details.problem))
     compared.forced(Overrides())
     compared.forced(Overrides(tp=3))  # refused
     assert (out.forced, out.refused) == (2, 2)
