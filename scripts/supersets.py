@@ -278,10 +278,9 @@ def table(found: Iterable[Outcome]) -> str:
     lines = ["| rule | case | override | chosen | s | other | s | loses |", "|" + "---|" * 8]
     for rule, _, out, v in sorted(rows, key=lambda row: row[:2]):
         steps = [seconds(v.ours_s) if math.isfinite(v.ours_s) else "–", seconds(v.other_s)]
-        lines.append(
-            f"| {rule} | {out.number}: {out.name} | {v.override} | {v.ours} | {steps[0]} | "
-            f"{v.other} | {steps[1]} | {v.excess:.2%} |"
-        )
+        cells = [rule, f"{out.number}: {out.name}", v.override, v.ours, steps[0], v.other, steps[1]]
+        told = [cell.replace("|", "/") for cell in (*cells, f"{v.excess:.2%}")]
+        lines.append(f"| {' | '.join(told)} |")
     return "\n".join(lines)
 
 
