@@ -8,9 +8,9 @@ its overrides; a case has a violation where
 - `fastest` takes longer than a plan that was forced, or that its own report lists, by more than
   `TOLERANCE`, or than the choice of `robust` at all;
 - `robust` has a larger number than one of these by more than its tie. Its number is the quantile of
-  a step over the errors of its price (`planner/search/taste.py`), found here from the plan alone,
-  by prices that are corrected by so much, and more where something lies in host memory
-  (`RELUCTANCE`);
+  a step over the errors of its price, and the risk of running out of memory
+  (`planner/search/taste.py`), found here from the plan alone, by prices that are corrected by so
+  much;
 - a search that was cut short by a time limit found a faster plan than the whole one;
 - nothing fits, but a plan that was forced.
 
@@ -32,13 +32,12 @@ from typing import Any
 import transformers
 
 from meshwright import Overrides, ParallelModel
-from meshwright.costmodel.intervals import COMMUNICATION_ERROR, compute_error
+from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
 from meshwright.costmodel.operators import Problem
 from meshwright.planner.plan import InfeasibleError, Plan, describe, seconds
 from meshwright.planner.pricing import Evaluator
 from meshwright.planner.search import TIE
-from meshwright.planner.search.explore import RELUCTANCE
-from meshwright.planner.search.taste import QUANTILE
+from meshwright.planner.search.taste import QUANTILE, RISK
 from meshwright.profiles.profile import no_profile
 from meshwright.profiles.steps import Correction, Corrections
 from meshwright.profiles.steps.timing import BACKWARD, COMPONENTS, DATA_AXIS, FORWARD, HOST
@@ -232,21 +231,23 @@ class Quantiles:
     """The numbers by which `robust` compares plans of one problem, in seconds."""
 
     problem: Problem
-    _off: dict[int, tuple[Evaluator, Evaluator]] = field(default_factory=dict)
+    _off: dict[int, tuple[Evaluator, ...]] = field(default_factory=dict)
 
     def of(self, plan: Plan, step_s: float) -> float:
-        """The quantile of a plan with a step of so many seconds, weighted as the search does."""
+        """The quantile of a plan with a step of so many seconds, with the risk of its memory."""
         node = self.problem.cluster.devices_per_node
         nodes = max(len({rank // node for rank in stage.ranks}) for stage in plan.stages)
         if nodes not in self._off:
             self._off[nodes] = self._prices(nodes)
-        more = (own.price(plan).prediction.step_time_s - step_s for own in self._off[nodes])
-        weight = RELUCTANCE if any(any(own.offload.values()) for own in plan.stages) else 1.0
-        return weight * (step_s + QUANTILE * math.hypot(*more))
+        away = any(any(own.offload.values()) for own in plan.stages)
+        found = [own.price(plan).prediction for own in self._off[nodes][: 2 + away]]
+        risk = RISK * (1 - found[0].memory_probability(self.problem.cluster))
+        more = (own.step_time_s - step_s for own in found)
+        return (1 + risk) * (step_s + QUANTILE * math.hypot(*more))
 
-    def _prices(self, nodes: int) -> tuple[Evaluator, Evaluator]:
-        """Prices where computing takes longer by its error, and where communication does, of plans
-        whose data axis spans so many nodes."""
+    def _prices(self, nodes: int) -> tuple[Evaluator, ...]:
+        """Prices where computing takes longer by its error, where communication does, of plans
+        whose data axis spans so many nodes, and where links to host memory do."""
         computing = 1 + compute_error(self.problem.cluster.device.name)
         across = 1 + COMMUNICATION_ERROR * (1 + math.log2(nodes) / 2)
         sent = {
@@ -255,7 +256,14 @@ class Quantiles:
             if name not in COMPUTING
         }
         factors = dict.fromkeys(COMPUTING, computing), sent
-        return _corrected(self.problem, factors[0]), _corrected(self.problem, factors[1])
+        cluster = self.problem.cluster
+        host = cluster.host and cluster.host.slower(1 + HOST_ERROR)
+        slower = replace(self.problem, cluster=replace(cluster, host=host))
+        return (
+            _corrected(self.problem, factors[0]),
+            _corrected(self.problem, factors[1]),
+            Evaluator(slower),
+        )
 
 
 def _corrected(problem: Problem, factors: Mapping[str, float]) -> Evaluator:
