@@ -105,10 +105,9 @@ class Schedule:
         return ("none", "regather") if self.splits_backward else None
 
     def divides(self, zero: int) -> bool:
-        """Whether the search combines it with a ZeRO stage: with a split backward, ZeRO-2 and 3
-        would gather weights twice and scatter gradients early; of two copies ZeRO-3 is not built.
-        """
-        return zero < (2 if self.splits_backward else 3 if self.copies > 1 else 4)
+        """Whether it runs with a ZeRO stage: torch's ZeRO-3 loses gradients where the backward is
+        split, and of two copies it is not built; of both, ZeRO-2 has not been run either."""
+        return zero < 4 - self.splits_backward - (self.copies > 1)
 
     def pipelines(self, num_stages: int) -> tuple[range, ...]:
         """The stages of each copy of the model."""

@@ -83,12 +83,14 @@ class StageMemory(Generic[A]):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gradients:
     """Bytes of gradients that a backward leaves, that are there in the first one's peak and in a
-    later one's with the activations (`first`, `later`), and that the optimizer reads."""
+    later one's with the activations (`first`, `later`), that the optimizer reads, and that are
+    still on their way as the next backward begins, of a split one the first half (`ahead`)."""
 
     left: Floats
     first: Floats
     later: Floats
     read: Floats
+    ahead: Floats | float = 0.0
 
 
 def communicator_bytes(setting: Setting) -> int:
@@ -133,7 +135,7 @@ def stage_memory(
     undivided = _undivided(sums, setting) if followed else 0.0
     # as it comes back, what the micro-batch kept on the device of later blocks is let go
     back = np.maximum(sent.passing_bytes - kept, 0.0)
-    half, put_off = repeated.excess[FIRST], repeated.put_off_bytes
+    half, put_off = repeated.excess[FIRST] + found.ahead, repeated.put_off_bytes
     second = FP32 * sums.parameters + repeated.excess[SECOND]
     if not followed:
         half, put_off, second = found.later, kept, found.first
@@ -235,4 +237,5 @@ def _followed(
     ahead = np.where(ahead <= largest + bucket, ahead, SCATTERED_AT_ONCE * bucket)
     begun = later + (1 + received) * (ahead + np.minimum(made, np.maximum(largest, bucket)))
     begun = np.maximum(scattering, begun)
-    return _Gradients(left=left, first=first, later=begun, read=here * shard)
+    left_ahead = ahead * (1 + received + part)
+    return _Gradients(left=left, first=first, later=begun, read=here * shard, ahead=left_ahead)

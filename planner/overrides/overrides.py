@@ -104,6 +104,7 @@ class Overrides:
             self._check_forbidden(forbidden)
         self._check_meshes()
         self._check_shards()
+        self._check_split()
         self._check_virtual()
         self._check_count()
         self._check_weights()
@@ -253,6 +254,20 @@ class Overrides:
                 if stage not in stages and None in (at, among):
                     other = f"{spelled(name, among, ranks)}: {why}"
                     raise contradiction(spelled("zero", at, stage), other, legal)
+
+    def _check_split(self) -> None:
+        """ZeRO-3 needs backwards in one piece, ZeRO-2 that or one copy of the model."""
+        if self.schedule is None:
+            return
+        for at, stage in self.items("zero"):
+            if not SCHEDULES[self.schedule].divides(stage):
+                why = "torch's ZeRO-3 loses gradients" if stage == 3 else "two copies run ZeRO-1"
+                most = ", 1 or 2" if stage == 3 else " or 1"
+                raise contradiction(
+                    spelled("zero", at, stage),
+                    f"schedule={self.schedule!r}: its backward is split, where {why}",
+                    f"zero 0{most}, or a schedule with a whole backward",
+                )
 
     def _check_virtual(self) -> None:
         if "pp" in self.forbid and (self.virtual_stages or 1) > 1:
