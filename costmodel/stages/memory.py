@@ -29,7 +29,6 @@ from meshwright.costmodel.memory import (
     working_bytes,
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.stages.offload import Sent, blocks_here, sent_gradients, weights_there
 from meshwright.costmodel.stages.sums import (
     FIRST,
@@ -90,11 +89,6 @@ def communicator_bytes(setting: Setting) -> int:
     return more * setting.cluster.device.communicator_bytes
 
 
-def secondary_bytes(setting: Setting) -> float:
-    """Bytes of secondary shards for each parameter, in the precision that is gathered."""
-    return DTYPE_BYTES[setting.precision] / setting.sharing.hpz if setting.sharing.hpz else 0.0
-
-
 def stage_memory(
     sums: Sums, setting: Setting, repeated: Recompute, kept: Floats, sent: Sent
 ) -> StageMemory[Floats]:
@@ -116,7 +110,7 @@ def stage_memory(
         sums.parameters, shards, zero=setting.sharing.zero, optimizer=setting.optimizer
     )
     weights = states.weights + sums.frozen_bytes - weights_there(sums, setting)
-    weights = weights + blocks_here(sums, setting) + sums.parameters * secondary_bytes(setting)
+    weights = weights + blocks_here(sums, setting) + sums.parameters * setting.secondary_bytes
     followed = setting.target.gradients_come
     found = (_followed if followed else _added_up)(sums, setting, repeated, states)
     undivided = _undivided(sums, setting) if followed else 0.0
@@ -167,7 +161,7 @@ def _added_up(
     sums: Sums, setting: Setting, repeated: Recompute, states: ModelStates[Floats]
 ) -> _Gradients:
     """Where no step is followed: gradients and buffers all the time."""
-    buffers = buffer_bytes(sums.largest_parameters, setting.sharing.quantized) + working_bytes(
+    buffers = setting.sharing.buffer_bytes(sums.largest_parameters) + working_bytes(
         sums.parameters,
         sums.largest_parameters,
         weight_bytes=DTYPE_BYTES[setting.precision],
@@ -198,9 +192,7 @@ def _followed(
             left=states.gradients, first=first + sending, later=later + sending, read=read
         )
     if zero == 3:
-        inside = repeated.excess[INSIDE] + buffer_bytes(
-            sums.largest_parameters, setting.sharing.quantized
-        )
+        inside = repeated.excess[INSIDE] + setting.sharing.buffer_bytes(sums.largest_parameters)
         left = here * shard
         made = np.minimum(np.maximum(grown - later, 0.0) * (shard / np.maximum(whole, 1.0)), left)
         return _Gradients(left=left, first=inside + made, later=inside, read=left)

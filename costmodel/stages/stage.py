@@ -209,7 +209,9 @@ def _data_axis(
     elif zero == 3:
         several = setting.batch.microbatches > 1
         gathered = {"zero3_gather_s": sums.zero3_gather_s, "fetched_s": host.fetched_s}
-        again = {"zero3_secondary_s": sums.zero3_secondary_s} if setting.sharing.hpz else gathered
+        again = (
+            {"zero3_secondary_s": sums.zero3_secondary_s} if setting.keeps_secondary else gathered
+        )
         scattered = {"zero3_scatter_s": sums.zero3_scatter_s}
         returned = {"returned_s": host.returned_s}
         moved = again | scattered | ({} if several else returned)

@@ -142,7 +142,7 @@ class _Families:
         drafts += [d for d in self.drafted if d.fits and family.has(d.plan)]
         equal, known_s = self._equal(family), min(map(_step, drafts), default=math.inf)
         queue = self._queue(family, equal, choices)
-        if chosen_away := any(s.offload or s.segments > 1 for s in self.result.best.plan.stages):
+        if chosen_away := any(s.host or s.segmented for s in self.result.best.plan.stages):
             self._add_waiting(family, queue, choices)
         drafts += self._explored(family, equal, queue, known_s)
         if not drafts and not chosen_away:  # what the choice did without

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from meshwright.costmodel.blocks import parts_of
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.candidates import Candidate, priced_fits
+from meshwright.planner.drafts.segments import undecided
 from meshwright.planner.drafts.space import Space
-from meshwright.planner.plan import StagePlan, recompute_of
+from meshwright.planner.plan import StagePlan
 from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.pricing import evaluate
 from meshwright.planner.stages import BlockPrograms
@@ -30,11 +31,11 @@ TIE = 1.01  # of steps, below which the plan with less off its devices is taken
 def brought_back(given: Candidate, programs: BlockPrograms, space: Space) -> Candidate:
     """The plan with as little off its devices as fits, but for what the user decided."""
     decided = space.reliefs[0].host
-    if not given.fits or not any(stage.offload for stage in given.plan.stages):
+    if not given.fits or not any(stage.host for stage in given.plan.stages):
         return given
     back = _Back(programs, space)
     best = given
-    if not decided.activations and any(s.offload.get("activations") for s in given.plan.stages):
+    if not decided.activations and any(s.host.activations for s in given.plan.stages):
         best = back.otherwise_repeated(back.less_sent(given))
     return best if decided.states else back.less_held(best)
 
@@ -50,7 +51,7 @@ class _Back:
         """The plan with as few activations in host memory as fit, by device group."""
         plan, room = given.plan, self.space.memory_bytes
         blocks = max(len(stage.blocks) for stage in plan.stages)
-        sent = {s.ranks: round(s.offload.get("activations", 0.0) * blocks) for s in plan.stages}
+        sent = {s.ranks: round(s.host.activations * blocks) for s in plan.stages}
 
         def at(counts: Mapping[tuple[int, ...], int]) -> Candidate:
             own = {k: {"activations": counts[s.ranks] / blocks} for k, s in enumerate(plan.stages)}
@@ -76,8 +77,8 @@ class _Back:
         """The plan, or a faster one all of whose blocks that run again do so by another policy,
         with as many activations in host memory as that takes."""
         plan, over = given.plan, self.space.restrictions
-        free = all(own is None for own in (*over.recompute, *over.segments))
-        if not free or not any(stage.offload.get("activations") for stage in plan.stages):
+        free = undecided(over) and all(own is None for own in over.recompute)
+        if not free or not any(stage.host.activations for stage in plan.stages):
             return given
         best, gathered = given, any(stage.tp > 1 for stage in plan.stages)
         for policy in self.space.policies(plan.schedule):
@@ -95,16 +96,16 @@ class _Back:
         sizes = [trained_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
         best = given
         for k, stage in enumerate(given.plan.stages):
-            kind = "weights" if stage.offload.get("weights") else "optimizer"
-            levels = [p for p in parts(sizes[k]) if p <= stage.offload.get(kind, 0.0)]
+            kind = "weights" if stage.host.weights else "states"
+            levels = [p for p in parts(sizes[k]) if p <= getattr(stage.host, kind)]
             best = self._least(best, levels, {k: kind})
         held = {k: float(costs.flash_bytes) for k, costs in enumerate(given.evaluation.stages)}
         filed = sorted((k for k in held if held[k]), key=held.__getitem__, reverse=True)
         for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
             levels = sorted({p for k in own for p in parts(sizes[k])})
-            most = max(best.plan.stages[k].offload.get("nvme", 0.0) for k in own)
+            most = max(best.plan.stages[k].host.files for k in own)
             count = bisect.bisect_right(levels, most) + 1  # whole blocks reach the next level
-            best = self._least(best, levels[:count], dict.fromkeys(own, "nvme"))
+            best = self._least(best, levels[:count], dict.fromkeys(own, "files"))
         return best if best.step_time_s <= TIE * given.step_time_s else given
 
     def _least(
@@ -143,17 +144,14 @@ class _Back:
 
 
 def _with(stage: StagePlan, own: Mapping[str, float]) -> StagePlan:
-    there = {**stage.offload, **own}
-    if "nvme" in there:  # a part of those off the devices
-        there["nvme"] = min(there["nvme"], there.get("optimizer", 0.0))
-    there = {name: part for name, part in there.items() if part}
-    return dataclasses.replace(stage, offload=there)
+    there = dataclasses.replace(stage.host, **own)
+    # files have a part of the states off the devices
+    return stage.with_host(dataclasses.replace(there, files=min(there.files, there.states)))
 
 
 def _repeating(stage: StagePlan, policy: str, part: float) -> StagePlan:
     """A stage whose blocks that run again do so by this policy, each by itself, with a part of its
     activations in host memory."""
-    kept = "none" if stage.segments == 1 else policy
+    kept = policy if stage.segmented else "none"
     policies = [kept if own == "none" else policy for own in stage.policies]
-    recompute = recompute_of(stage.blocks, policies)
-    return dataclasses.replace(_with(stage, {"activations": part}), recompute=recompute, segments=1)
+    return _with(stage, {"activations": part}).repeating(policies)

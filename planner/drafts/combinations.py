@@ -9,7 +9,6 @@ from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import Mesh, Setting, Sharing
 from meshwright.costmodel.stages import InFlight, StageCosts, mixed, of_one, stage_costs
 from meshwright.planner.drafts.reliefs import NO_RELIEF, Relief
-from meshwright.planner.plan import OFFLOADS
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 
 
@@ -35,13 +34,6 @@ class StageSetup:
         return replace(
             self.chain.setting, sharing=self.sharing, host=host, validated=self.validated
         )
-
-    @property
-    def offload(self) -> dict[str, float]:
-        """What lies in host memory, as a plan has it."""
-        own = self.setting.host
-        parts = own.states, own.weights, own.activations, own.files
-        return {name: part for name, part in zip(OFFLOADS, parts, strict=True) if part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +108,9 @@ class StageDraft:
         return self.overridden([segment_policy(name)[0] for name in self._names()])
 
     @property
-    def segments(self) -> int:
-        """Blocks in a segment; all of a stage are on the level of one, or none."""
-        return self.given or segment_policy(self._names()[0])[1]
+    def repeated(self) -> tuple[tuple[str, ...], int]:
+        """Policies and blocks in a segment; all of a stage are on the level of one, or none."""
+        return self.policies, self.given or segment_policy(self._names()[0])[1]
 
     def harder(self, steps: int) -> tuple[tuple[str, ...], int]:
         """Policies and blocks in a segment, so many levels of segments beyond its own."""

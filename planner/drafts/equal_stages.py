@@ -20,6 +20,7 @@ from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Setting, Sharing
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape
 from meshwright.costmodel.stages import InFlight, StageCosts, Sums, of_one, stage_costs, used_bytes
+from meshwright.planner.decisions import MESH, taken
 from meshwright.planner.drafts.combinations import (
     Combination,
     MeshChoice,
@@ -86,7 +87,7 @@ class EqualStages:
         """A mesh in every mode that may pay, with every ZeRO stage it may have, with what the user
         decided to give up for memory, or a `relief`."""
         relief = relief or self.space.reliefs[0]
-        validated = bool(self.space.restrictions.post_validation)
+        validated = self.space.validated
         for transport, ways in transports(self.space, mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
@@ -266,7 +267,7 @@ class EqualStages:
         """Combinations that wait, with each relief that they may have, where that may fit, of
         `hosts` too; none that gives up more than another with which nothing runs again."""
         zero, sharing = own.setup.zero, own.setup.sharing
-        sent = sharing.hpz or sharing.quantized != "none"
+        sent = sharing.sent_otherwise
         enough, sends = list[HostParts](), self._sendable(own) if hosts else 0.0
         for relief in self.space.reliefs[1:]:
             host = replace(relief.host, activations=min(sends, 1.0) * relief.host.activations)
@@ -469,16 +470,11 @@ class EqualStages:
         """(C, C): stages whose blocks' overrides allow the setup."""
         over, mesh = self.space.restrictions, setup.mesh
         mask = np.ones((len(self.space.graph.blocks) + 1,) * 2, dtype=bool)
-        ranks = mesh.dp * mesh.cp
-        chosen = {axis: getattr(mesh, axis) for axis in ("tp", "dp", "cp", "ep")}
-        shards = setup.sharing.dp_shard or ranks
-        secondary = (setup.sharing.hpz or shards) if setup.zero == 3 else None
-        chosen |= {"zero": setup.zero, "dp_shard": shards, "hpz": secondary}
-        chosen |= {"quantized": setup.sharing.quantized}
+        chosen = {axis: getattr(mesh, axis) for axis in MESH}
+        if mesh.holders > 1:
+            chosen |= taken(setup.sharing, mesh.holders)
         for name, value in chosen.items():
             if any(own is not None for own in getattr(over, name)):
-                if name in ("zero", "dp_shard", "hpz", "quantized") and ranks == 1:
-                    continue
                 mask &= over.stage_mask(name, value)
         return self.at_cuts(mask)
 

@@ -4,48 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
-from meshwright.costmodel.blocks import RECOMPUTE
-from meshwright.costmodel.quantized import QUANTIZED
-from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.costmodel.sharding import CONTEXT_KINDS
-from meshwright.planner.plan import PLACEMENTS, ZERO, check_offload
+from meshwright.planner.decisions import ALLOWABLE, FORBIDDABLE, Decision
+from meshwright.planner.plan import check_offload
 from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
-
-MESH = ("tp", "dp", "cp", "ep")
-# a value, or glob over block names -> value
-BY_BLOCK = (*MESH, "zero", "dp_shard", "hpz", "quantized", "segments", "recompute")
-COUNTS = ("pp", "virtual_stages", "microbatch_size", "num_microbatches")
-
-CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
-    {"zero": ZERO, "recompute": RECOMPUTE, "schedule": SCHEDULES.keys(), "placement": PLACEMENTS}
-    | {"quantized": QUANTIZED}
-    | {"cp_kind": CONTEXT_KINDS}
-)
-
-
-def _without(name: str, value: Any) -> tuple[str, tuple[Any, ...]]:
-    return name, tuple(v for v in CHOICES[name] if v != value)
-
-
-# A name that may be forbidden -> the override it is of, and the values that are left. A part of the
-# data axis (dp_shard, hpz) has no value that does without; `unequal_meshes` is about all stages.
-FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
-    {name: (name, (1,)) for name in ("tp", "dp", "pp", "cp", "ep", "virtual_stages", "segments")}
-    | {"zero": ("zero", (0,)), "recompute": ("recompute", ("none",))}
-    | {"placement": ("placement", PLACEMENTS[:1]), "dp_shard": ("dp_shard", ())}
-    | {"hpz": ("hpz", ()), "quantized": ("quantized", ("none",))}
-    | {f"zero-{stage}": _without("zero", stage) for stage in ZERO if stage}
-    | {policy: _without("recompute", policy) for policy in RECOMPUTE if policy != "none"}
-    | {schedule: _without("schedule", schedule) for schedule in SCHEDULES}
-)
-FORBIDDABLE = (*FORBIDS, "unequal_meshes", "offload")
-# what changes a training's numbers, or wants its steps made by `train_step(..., optimizer=)`: left
-# out unless the user allows it by this name
-ALLOWABLE = ("quantized", "post_validation")
+from meshwright.profiles.inputs.limits import MAX_TEXT
 
 
 class OverrideError(MeshwrightError):
@@ -66,30 +30,23 @@ def contradiction(said: str, other: str, legal: object) -> OverrideError:
     )
 
 
-def check_value(name: str, value: Any) -> None:
-    """Raise `OverrideError` unless this is a legal value, None, or where blocks may differ a
-    mapping from globs to legal values."""
+def check_value(own: Decision, value: Any) -> None:
+    """Raise `OverrideError` unless this is a value of a decision, None, or where blocks may differ
+    a mapping from globs to values."""
     if value is None:
         return
-    choices, by_block = CHOICES.get(name), name in BY_BLOCK
-    legal = ", ".join(map(str, choices)) if choices else "an integer from 1"
-    legal += f" to {MAX_ROWS}" * (not choices)
-    legal += ", {glob over block names: such a value}" * by_block + ", or None to leave it free"
-    values = [value]
-    if by_block and isinstance(value, Mapping):
-        values = list(value.values())
-        if not values or not all(
-            isinstance(pattern, str) and 0 < len(pattern) <= MAX_TEXT for pattern in value
-        ):
-            raise OverrideError(f"={shown(value)}", place=f"override {name}", legal=legal)
-    for one in values:
-        right = not isinstance(one, bool) and (
-            isinstance(one, type(next(iter(choices)))) and one in choices
-            if choices
-            else isinstance(one, int) and 1 <= one <= MAX_ROWS
-        )
-        if not right:
-            raise OverrideError(f"={shown(value)}", place=f"override {name}", legal=legal)
+    if own.parts:
+        if not isinstance(value, Mapping) or not value:
+            legal = f'parts from 0 to 1, e.g. {{"{own.parts[0]}": 0.5}}, or None to leave it free'
+            raise OverrideError(f"={shown(value)}", place=f"override {own.name}", legal=legal)
+        check_offload(value, f"override {own.name}", OverrideError)
+        return
+    legal = "True, False" if own.is_flag else own.values
+    legal += ", {glob over block names: such a value}" * own.by_block + ", or None to leave it free"
+    by_glob = value if own.by_block and isinstance(value, Mapping) else {"*": value}
+    named = all(isinstance(glob, str) and 0 < len(glob) <= MAX_TEXT for glob in by_glob)
+    if not (by_glob and named and all(map(own.accepts, by_glob.values()))):
+        raise OverrideError(f"={shown(value)}", place=f"override {own.name}", legal=legal)
 
 
 def check_forbid(forbid: Any) -> None:
@@ -106,18 +63,6 @@ def check_forbid(forbid: Any) -> None:
                 legal=FORBIDDABLE,
                 way_out=f"did you mean {near[0]!r}?" if near else "",
             )
-
-
-def check_offloads(offload: Any) -> None:
-    if offload is None:
-        return
-    if not isinstance(offload, Mapping) or not offload:
-        raise OverrideError(
-            f"={shown(offload)}",
-            place="override offload",
-            legal='parts from 0 to 1, e.g. {"optimizer": 0.5}, or None to leave it free',
-        )
-    check_offload(offload, "override offload", OverrideError)
 
 
 def check_stages(stages: Any) -> None:

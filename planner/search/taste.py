@@ -21,10 +21,9 @@ from typing import Any
 
 from meshwright.costmodel.intervals import COMMUNICATION_ERROR, compute_error
 from meshwright.costmodel.operators import Mesh
-from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.drafts import Candidate, Combination, PlanDraft
-from meshwright.planner.plan import Plan, StagePlan, spread_of
+from meshwright.planner.plan import Plan, StagePlan
 from meshwright.planner.pricing import StageCoster, price_stages
 from meshwright.profiles.cluster import Cluster
 
@@ -96,8 +95,7 @@ def why_simpler(plan: Plan, other: Plan, peaks: Sequence[float], memory_bytes: f
 def mesh_of(stage: StagePlan) -> tuple[int, ...]:
     """The degrees of a stage and how ZeRO divides on it."""
     degrees = stage.dp, stage.cp, stage.tp, stage.ep
-    sent = QUANTIZED.index(stage.quantized)
-    return *degrees, stage.zero, stage.dp_shard or 0, stage.hpz or 0, sent
+    return *degrees, *stage.order
 
 
 def axes_of(meshes: Sequence[Mesh] | Sequence[StagePlan], groups: int) -> int:
@@ -110,19 +108,12 @@ def kind_of_mesh(one: Combination) -> tuple[int, ...]:
     """What sets combinations apart by simplicity."""
     mesh = one.setup.mesh
     axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
-    sharing = one.setup.sharing
-    parts = (sharing.dp_shard > 0) + (sharing.hpz > 0) + (sharing.quantized != "none")
-    parted = parts, mesh.spread > 1
+    parted = one.setup.sharing.extras, mesh.spread > 1
     return *axes, SCHEDULES[one.schedule].standard, *parted
 
 
 def _parted(stage: StagePlan) -> int:
-    return (
-        (stage.dp_shard is not None)
-        + (stage.hpz is not None)
-        + (stage.quantized != "none")
-        + (spread_of(stage) > 1)
-    )
+    return stage.extras + (stage.spread > 1)
 
 
 def _of_draft(draft: PlanDraft, cluster: Cluster) -> Simplicity:

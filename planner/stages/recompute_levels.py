@@ -136,10 +136,10 @@ def recompute_levels(
         hull = lower_hull(np.column_stack([seconds, -saved]))
         rows = as_rows(found)
         kept, costs = [each[k] for k in hull], [of_rows(rows[:, k]) for k in hull]
-    segments = [policy for policy in policies if policy not in each]
+    grouped = [policy for policy in policies if policy not in each]
     return RecomputeLevels(
-        policies=(*kept, *segments),
-        costs=(*costs, *(stage_costs(sums, setting, policy) for policy in segments)),
+        policies=(*kept, *grouped),
+        costs=(*costs, *(stage_costs(sums, setting, policy) for policy in grouped)),
         blocks=np.maximum(blocks, 1),
     )
 

@@ -29,6 +29,7 @@ planner.tracing.transformers
 planner.tracing
 planner.intra_op
 planner.blocks
+planner.decisions
 planner.plan
 planner.inter_op
 planner.pricing

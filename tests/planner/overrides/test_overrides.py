@@ -16,14 +16,15 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding.context_axis import ALL_GATHER, CONTEXT_KINDS
 from meshwright.costmodel.sharding.layouts import Entry
+from meshwright.planner.decisions import FORBIDDABLE, PLACEMENTS
 from meshwright.planner.overrides import without_effect
 from meshwright.planner.overrides.fitting import check_overrides
 from meshwright.planner.overrides.overrides import Overrides, each_dropped
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
-from meshwright.planner.overrides.values import FORBIDDABLE, OverrideError
+from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan import PlanError, check_plan
-from meshwright.planner.plan.plan import PLACEMENTS, Plan, StagePlan, recompute_of
+from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.plan.ranges import compress_ranks
 from meshwright.planner.plan.shardings import resolve_shardings
 from meshwright.planner.search.result import SearchResult
@@ -55,7 +56,7 @@ def test_what_cannot_be_is_refused(given: Given, says: str) -> None:
 
 
 def test_only_what_is_set_is_given() -> None:
-    assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("tp", "dp", "pp")
+    assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("dp", "tp", "cp")
     assert Overrides().given() == {}
     assert Overrides(shardings={}, forbid=[]).given() == {}
     assert Overrides(tp=2, zero=0, forbid=["pp"]).given() == {"tp": 2, "zero": 0, "forbid": ["pp"]}
