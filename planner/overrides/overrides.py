@@ -319,6 +319,7 @@ def runnable(overrides: Overrides) -> Overrides:
     more = [
         forbidden
         for forbidden, (name, left) in FORBIDS.items()
-        if set(RUNS.get(name, ("any",))) <= set(left) and forbidden not in overrides.forbid
+        if all(value in left for value in RUNS.get(name, ("any",)))
+        if forbidden not in overrides.forbid
     ]
     return replace(overrides, forbid=(*overrides.forbid, *more))

@@ -37,7 +37,7 @@ def plan(*, tp: int = 1, pp: int = 1, schedule: str = "1f1b", **stage: Any) -> P
 
 
 def zeros(of: Space, **mesh: int) -> set[int]:
-    return {zero for zero, _ in of.zeros(Mesh(**mesh))}
+    return {one.zero for one in of.zeros(Mesh(**mesh))}
 
 
 def test_zero_beside_the_tensor_axis_is_offered_where_it_runs() -> None:

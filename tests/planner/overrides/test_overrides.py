@@ -254,7 +254,7 @@ def said(given: Given, **stage: Any) -> list[str]:
         ({"recompute": {"layers.1": "full", "layers.2": "full"}}, {},
          "override recompute='full' has no effect on layers.1-2: the plan has 'none'"),
         ({"cp_kind": "ring"}, {},
-         "override cp_kind='ring' has no effect: no stage splits the sequence (cp=1)"),
+         "override cp_kind='ring' has no effect: cp=1 on all stages"),
         ({}, {}, None),
         ({"tp": 2}, {"shardings": SPLIT}, None),
         ({"zero": 1, "dp": 2, "dp_shard": 2, "recompute": "none"}, {"zero": 1}, None),
@@ -430,7 +430,7 @@ def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
     assert plan_overrides(plan, graph).given() == {
         "tp": 2, "dp": 2, "cp": 1, "ep": 1, "pp": 2, "virtual_stages": 1,
         "zero": {"embed": 2, "layers.0-2": 2, "head": 0},
-        "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none",
+        "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none", "segments": 1,
         "recompute": {"embed": "none", "layers.2": "none", "head": "none", "layers.0-1": "full"},
         "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",
         "stages": [["embed", "layers.0-2"], ["head"]],
