@@ -73,9 +73,8 @@ def check_plan_for(plan: Plan, target: Target) -> None:
                 way_out=f"change the plan, or price it for {_another(target)}",
             )
     for name, own in DECISIONS.items():
-        of = plan.stages if hasattr(plan.stages[0], name) else [plan] * hasattr(plan, name)
-        used = own.of_train_step and any(own.uses(getattr(each, name)) for each in of)
-        if used and not target.gradients_come:
+        used = any(own.uses(getattr(each, name)) for each in plan.having(name))
+        if own.of_train_step and used and not target.gradients_come:
             raise PlanError(
                 f"target {target.name!r} is not priced with it",
                 place=f"plan: {name}",

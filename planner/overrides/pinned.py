@@ -49,8 +49,7 @@ def _of_all_stages(plan: Plan) -> dict[str, Any]:
     stage; None where it does without."""
     found: dict[str, Any] = {}
     for name, own in DECISIONS.items():
-        of = plan.stages if hasattr(plan.stages[0], name) else [plan] * hasattr(plan, name)
-        if own.by_block or not of:
+        if own.by_block or not (of := plan.having(name)):
             continue
         value = getattr(of[0], name)
         if own.parts:

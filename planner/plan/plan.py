@@ -195,6 +195,12 @@ class Plan:
         """Rows of one micro-batch over all data-parallel ranks of a stage."""
         return self.global_batch_size // self.num_microbatches
 
+    def having(self, name: str) -> tuple[StagePlan | Plan, ...]:
+        """What of the plan has a decision: its stages, itself or nothing."""
+        if all(hasattr(stage, name) for stage in self.stages):
+            return self.stages
+        return (self,) if hasattr(self, name) else ()
+
     @property
     def passes(self) -> int:
         """Micro-batches that each stage runs in a step: its copy's share of them."""
