@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 
 from meshwright.planner.decisions import DECISIONS, divisors
-from meshwright.planner.overrides.overrides import Overrides, runnable, spelled
-from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.overrides.overrides import OverrideError, Overrides, runnable, spelled
 
 _WAY_OUT = "change or drop one of them, or what they must fit"
 

@@ -9,8 +9,7 @@ from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.decisions import CHOICES, DECISIONS, FORBIDS, SHARING
-from meshwright.planner.overrides.overrides import Overrides, left_schedules, spelled
-from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.overrides.overrides import OverrideError, Overrides, left_schedules, spelled
 from meshwright.planner.plan import Plan, PlanError
 
 

@@ -23,14 +23,15 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH
 from meshwright.planner.overrides.of_target import for_target
 from meshwright.planner.overrides.overrides import (
+    OverrideError,
     Overrides,
+    contradiction,
     left_quantized,
     left_schedules,
     runnable,
     schedules_with,
     spelled,
 )
-from meshwright.planner.overrides.values import OverrideError, contradiction
 from meshwright.planner.plan import compress_names, expand_names, glob, has_experts
 
 OF_STAGES = tuple(name for name in BY_BLOCK if DECISIONS[name].acts == "stage")

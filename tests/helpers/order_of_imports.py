@@ -29,7 +29,6 @@ planner.tracing.transformers
 planner.tracing
 planner.intra_op
 planner.blocks
-planner.decisions
 planner.plan
 planner.inter_op
 planner.pricing

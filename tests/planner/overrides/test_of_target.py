@@ -9,9 +9,8 @@ from meshwright.costmodel.operators import Mesh
 from meshwright.costmodel.targets import EAGER, target_named
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.overrides.of_target import check_plan_for, for_target
-from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.overrides.restrictions import restrict
-from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from tests.helpers.planning import case, cluster, problem_of
 from tests.helpers.refusals import refusals, refused

@@ -19,10 +19,9 @@ from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.decisions import FORBIDDABLE, PLACEMENTS
 from meshwright.planner.overrides import without_effect
 from meshwright.planner.overrides.fitting import check_overrides
-from meshwright.planner.overrides.overrides import Overrides, each_dropped
+from meshwright.planner.overrides.overrides import OverrideError, Overrides, each_dropped
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
-from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan import PlanError, check_plan
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.plan.ranges import compress_ranks

@@ -14,7 +14,7 @@ from meshwright import Overrides, ParallelModel, auto_parallelize
 from meshwright.costmodel.operators import HostParts, Problem
 from meshwright.planner.drafts.reliefs import SENT, held_by_flash, held_by_hosts
 from meshwright.planner.overrides import restrict
-from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.overrides.overrides import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.offload import parts, trained_sizes
 from meshwright.planner.plan.plan import Plan, PlanError

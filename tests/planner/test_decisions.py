@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.operators import Problem
-from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, Decision, table
+from meshwright.planner import decisions
+from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, Decision
 from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import Plan, PlanError, StagePlan, describe, plan
 from meshwright.planner.pricing import Evaluator
@@ -45,7 +46,7 @@ class Asked(Overrides):
 
 @pytest.fixture
 def colour(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(table._BY_NAME, "colour", COLOUR)
+    monkeypatch.setitem(decisions._BY_NAME, "colour", COLOUR)
     for module in (plan, tiny):
         monkeypatch.setattr(module, "StagePlan", Painted)
     monkeypatch.setattr(override_flags, "Overrides", Asked)
