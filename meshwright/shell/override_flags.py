@@ -44,21 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(args: argparse.Namespace) -> Overrides:
     """The overrides that the flags give. Raises ValueError."""
-    given: dict[str, Any] = {
-        name: _merged(name, value)
-        if own.by_block
-        else dict(value)
-        if own.parts and value
-        else value
-        for name, own in DECISIONS.items()
-        for value in [getattr(args, name)]
-    }
+    given: dict[str, Any] = {n: _given(own, getattr(args, n)) for n, own in DECISIONS.items()}
     return Overrides(
         **given,
         stages=args.stage and [[name.strip() for name in s.split(",")] for s in args.stage],
         shardings=dict(map(_sharding, args.sharding)),
         forbid=tuple(args.forbid),
     )
+
+
+def _given(own: Decision, value: Any) -> Any:
+    """What an override has of what the command line took."""
+    if own.parts and value:
+        return dict(value)
+    return _merged(own.name, value) if own.by_block else value
 
 
 def _flag(own: Decision) -> dict[str, Any]:

@@ -172,10 +172,16 @@ def _check_step(plan: Plan) -> None:
 def _check_rows(plan: Plan, *, runs: bool = False) -> None:
     """Raise `PlanError` for decisions that rule each other out; with `runs`, those that can be
     priced alone."""
-    for row, k in product(CONTRADICTIONS, range(len(plan.stages))):
-        a, b = (_of_plan(plan, plan.stages[k], name) for name in (row.a, row.b))
+    whole = {"pp": len(plan.devices)}
+
+    def of(stage: StagePlan, name: str) -> Any:
+        held = stage if hasattr(stage, name) else plan
+        return whole[name] if name in whole else getattr(held, name)
+
+    for row, (k, stage) in product(CONTRADICTIONS, enumerate(plan.stages)):
+        a, b = of(stage, row.a), of(stage, row.b)
         if row.priced is not runs and row.clash(a, b):
-            of_stage = hasattr(plan.stages[k], row.a) or hasattr(plan.stages[k], row.b)
+            of_stage = hasattr(stage, row.a) or hasattr(stage, row.b)
             raise PlanError(
                 f"={shown(a)} with {row.b}={shown(b)}{' can be priced, but not run' * runs}: "
                 f"{row.why}",
@@ -183,13 +189,6 @@ def _check_rows(plan: Plan, *, runs: bool = False) -> None:
                 legal=row.legal,
                 way_out=f"change {row.a} or {row.b}",
             )
-
-
-def _of_plan(plan: Plan, stage: StagePlan, name: str) -> Any:
-    """A decision of a stage, or of the plan."""
-    if name == "pp":
-        return len(plan.devices)
-    return getattr(stage, name) if hasattr(stage, name) else getattr(plan, name)
 
 
 def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
