@@ -30,11 +30,14 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorMeta:
-    """Shape and dtype of a value; `requires_grad` says whether a gradient flows into it."""
+    """Shape and dtype of a value; `requires_grad` says whether a gradient flows into it. `stored`
+    is the dtype that a frozen parameter has in the user's model, where it is computed with in
+    another."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    stored: torch.dtype | None = None
 
     @property
     def numel(self) -> int:
@@ -150,6 +153,17 @@ class Graph:
         """Values that are one operand of one operator of the blocks."""
         reads = Counter(v for block in self.blocks for op in block.ops for v in op.operands)
         return frozenset(value for value, count in reads.items() if count == 1)
+
+    @cached_property
+    def gathered_twice(self) -> frozenset[str]:
+        """Parameters that ZeRO-3 gathers for a backward, too: of blocks that have one, and of one
+        block before these, which comes ahead."""
+        found, ahead = set[str](), False
+        for block in reversed(self.blocks):
+            backward = any(self.values[r].requires_grad for op in block.ops for r in op.results)
+            found.update(block.parameters if backward or ahead else ())
+            ahead = backward
+        return frozenset(found)
 
     @cached_property
     def in_layers(self) -> frozenset[str]:
@@ -276,7 +290,8 @@ def class_hash(graph: Graph, block: Block, *, exact: bool = False) -> str:
         meta = graph.values[name]
         kind = "p" if name in graph.parameters else "b" if name in graph.buffers else "v"
         index = local.setdefault(name, len(local))
-        return f"{kind}{index}{meta.shape}{meta.dtype}{meta.requires_grad}"
+        stored = meta.stored or ""
+        return f"{kind}{index}{meta.shape}{meta.dtype}{meta.requires_grad}{stored}"
 
     lines = [str([number(n) for n in block.inputs])]
     for op in block.ops:

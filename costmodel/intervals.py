@@ -127,6 +127,7 @@ def verdict(probability: float) -> str:
 # 1.9 %), scored by all other sources on several nodes
 NODE_SCATTER = 0.01
 COMMUNICATION_ERROR = 0.20
+HOST_ERROR = 0.20  # of links to host memory and flash that were not measured (assumed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ PRICED = (
     "device_groups",
 )  # fmt: skip
 OF_SEARCH = ("bound_s", "gap", "complete")
+OF_PLAN = ("layout",)  # which has it, too
 
 Entry = dict[str, Any]
 
@@ -98,7 +99,8 @@ def repriced(case: Case, entry: Entry) -> Entry:
 def price_of(report: Mapping[str, Any]) -> Entry:
     """The numbers of a report that follow from its plan."""
     parts = {name: report[name] for name in PRICED}
-    parts["summary"] = {k: v for k, v in report["summary"].items() if k not in OF_SEARCH}
+    others = (*OF_SEARCH, *OF_PLAN)
+    parts["summary"] = {k: v for k, v in report["summary"].items() if k not in others}
     return rounded(parts)
 
 

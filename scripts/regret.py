@@ -5,8 +5,8 @@
 A sweep is a model (its dims, not its name alone) on a cluster with one batch and sequence, of which
 a source measured at least four plans. Each is priced as `validate_costmodel` does. Ours is the one
 that the planner would take: of every combination of degrees the micro-batch predicted fastest, and
-of those that prices can't tell from the fastest (`TIE`) the simplest (`planner/search/taste.py`;
-the errors' quantile, which moves the mean by 0.1 %, is left out). Its measured time over the best
+of those the least by seconds and simplicity together (`planner/search/taste.py`; the errors'
+quantile is left out). Its measured time over the best
 measured one, less one, is the sweep's regret. Measurements of one plan count once, by their median.
 DIR holds `step_times.csv` (default: `experts/published.csv`).
 """

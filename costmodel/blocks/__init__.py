@@ -20,11 +20,13 @@ from meshwright.costmodel.blocks.price import (
     price_pass,
     priced_steps,
     repeated_by_policy,
+    repriced,
 )
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 
 __all__ = [
     "RECOMPUTE", "REGATHER", "REGATHERING", "Excess", "KnownSteps", "Moment", "PassNeeds",
     "PassPrice", "Repeated", "Repeats", "in_segments", "parts_of", "price_block", "price_pass",
-    "priced_steps", "recomputable", "repeated_by_policy", "repeated_ops", "segment_policy",
+    "priced_steps", "recomputable", "repeated_by_policy", "repeated_ops", "repriced",
+    "segment_policy",
 ]  # fmt: skip

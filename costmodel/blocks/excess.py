@@ -112,12 +112,13 @@ def _excess(
                 second = max(second, own)
             else:
                 first = max(first, end + put_off + own)
-    gathered = 2 * made  # this block's weights, and the next one's
+    weights = weight_bytes * sum(numels)
+    gathered = 2 * weights  # and the next one's; in a forward also those of the one before
     return Excess(
         later=later,
         grown=grown,
         first=first,
         second=second,
-        inside=gathered + max(inside, end + made + taken),
+        inside=gathered + max(inside, end + max(made + taken, weights)),
         edge=gathered + inside,
     )

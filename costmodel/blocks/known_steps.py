@@ -41,14 +41,15 @@ class KnownSteps:
 
     steps: Sequence[Step]
     _ops: Sequence[Op] = field(init=False)
-    _counts: bool = field(init=False)
+    _loss: bool = field(init=False)
+    _statistics: bool = field(init=False)
     _walked: dict[Where, dict[float, BlockMemory]] = field(default_factory=dict)
     _lines: dict[Where, _Line] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._ops = [step.op for step in self.steps if isinstance(step, Run)]
-        traits = map(traits_of, self._ops)
-        self._counts = any(each.loss or each.batch_statistics for each in traits)
+        self._loss = any(traits_of(op).loss for op in self._ops)
+        self._statistics = any(traits_of(op).batch_statistics for op in self._ops)
 
     def memory(self, pricer: Pricer) -> BlockMemory:
         """As `block_memory`."""
@@ -67,13 +68,12 @@ class KnownSteps:
 
     def _where(self, pricer: Pricer) -> Where:
         """What the memory depends on beside the rows: a loss and statistics on whether there are
-        several ranks on the data axis, and several micro-batches; copies of tokens on whether
-        several ranks share experts out."""
+        several ranks on the data axis, a loss on whether there are several micro-batches; copies of
+        tokens on whether several ranks share experts out."""
         mesh, batch = pricer.step.mesh, pricer.step.batch
-        dp, microbatches = min(mesh.dp, 2), min(batch.microbatches, 2)
-        counted = (dp, microbatches) if self._counts else (1, 1)
-        own = replace(pricer.setting.mesh, dp=counted[0], ep=min(mesh.ep, 2), spread=1)
-        return own, Batch(rows=0.0, microbatches=counted[1])
+        dp = min(mesh.dp, 2) if self._loss or self._statistics else 1
+        own = replace(pricer.setting.mesh, dp=dp, ep=min(mesh.ep, 2), spread=1)
+        return own, Batch(rows=0.0, microbatches=min(batch.microbatches, 2) if self._loss else 1)
 
     def _squared(self, pricer: Pricer) -> bool:
         """Whether a size grows with the square of the rows."""

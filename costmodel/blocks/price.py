@@ -122,15 +122,20 @@ class BlockPrice:
 
     `cost` in seconds (see `Cost`), of its `passes` and parameters; `parameters` local element count
     of trained parameters, of which `shard_parameters` where ZeRO divides them, `unit_parameters`
-    are moved at once and the largest has `largest_numel`; `frozen_bytes` of the rest.
+    are moved at once and the largest has `largest_numel`; `frozen_parameters` of the others, of
+    `frozen_bytes`, or `frozen_shard_bytes` where ZeRO-3 divides them, which moves `unit_gathered`
+    of both at once.
     """
 
     passes: PassPrice
     cost: Cost
     parameters: float
     shard_parameters: float
+    frozen_parameters: float
     frozen_bytes: float
+    frozen_shard_bytes: float
     unit_parameters: float
+    unit_gathered: float
     largest_numel: float
 
 
@@ -147,20 +152,23 @@ def price_block(
     block, graph, states = layouts.block, layouts.graph, assignment.states
     passes = passes or price_pass(pricer, layouts, assignment, inputs)
     trained = [value for value in block.parameters if graph.values[value].requires_grad]
+    frozen = [value for value in block.parameters if not graph.values[value].requires_grad]
     numels = [pricer.numel(value, states[value]) for value in trained]
     shards = [pricer.parameters.shard_count(value, states[value]) for value in trained]
     largest, whole = max(numels, default=0.0), sum(numels)
+    others = [pricer.numel(value, states[value]) for value in frozen]
+    held = [pricer.parameters.frozen_bytes(value, states[value]) for value in frozen]
+    by_parameter = pricer.setting.target.unit == "parameter"
     return BlockPrice(
         passes=passes,
-        cost=total([passes.cost, *(pricer.parameter_cost(v, states[v]) for v in trained)]),
+        cost=total([passes.cost, *(pricer.parameter_cost(v, states[v]) for v in block.parameters)]),
         parameters=whole,
         shard_parameters=sum(numel / count for numel, count in zip(numels, shards, strict=True)),
-        frozen_bytes=sum(
-            pricer.nbytes(value, states[value])
-            for value in block.parameters
-            if not graph.values[value].requires_grad
-        ),
-        unit_parameters=largest if pricer.setting.target.unit == "parameter" else whole,
+        frozen_parameters=sum(others),
+        frozen_bytes=sum(nbytes for nbytes, _ in held),
+        frozen_shard_bytes=sum(nbytes for _, nbytes in held),
+        unit_parameters=largest if by_parameter else whole,
+        unit_gathered=max(largest, 0.0, *others) if by_parameter else whole + sum(others),
         largest_numel=largest,
     )
 
@@ -204,6 +212,19 @@ def price_pass(
         course=course,
         parts=parts,
         repeats=repeats,
+    )
+
+
+def repriced(passes: PassPrice, pricer: Pricer, steps: Sequence[Step]) -> PassPrice:
+    """The price of a block's `steps` on another data axis, on which they keep what they do in
+    `passes`, and take other seconds."""
+    return replace(
+        passes,
+        cost=total(map(pricer.step_cost, priced_steps(steps))),
+        repeats={
+            policy: Repeats.of(own.steps, pricer.step_cost, own.freed_bytes, own.hiding)
+            for policy, own in passes.repeats.items()
+        },
     )
 
 
@@ -263,7 +284,7 @@ class PassNeeds:
         all."""
         mesh, several = setting.mesh, min(setting.batch.microbatches, 2)
         mesh = replace(mesh, ep=mesh.ep if self.experts else min(mesh.ep, 2))
-        batch = Batch(rows=setting.batch.rows, microbatches=several if self.met or self.loss else 1)
+        batch = Batch(rows=setting.batch.rows, microbatches=several if self.loss else 1)
         if not self.met:
             ranks = min(mesh.dp, 2) if self.loss else 1
             mesh = replace(mesh.alone, dp=max(mesh.alone.dp, ranks))

@@ -208,18 +208,21 @@ class GradientBytes:
         """In the order of the backward, by what sums them."""
         own = self.reduction
         filling: dict[tuple[int, int, bool], list[int]] = {}
+        filled = defaultdict[tuple[int, int, bool], float](float)  # elements
         for k in self._order:
             p = self.trained[k]
             nbytes, whole = FP32 * p.numel, own.zero == 3 and p.shards > 1
             if nbytes >= own.alone_bytes or p.holders == 1 or whole:
                 yield self._made([k], alone=True)
                 continue
-            members = filling.setdefault((p.holders, p.shards, p.host), [])
-            filled = FP32 * sum(self.trained[other].numel for other in members)
-            if members and filled + nbytes > own.bucket_bytes:
+            key = p.holders, p.shards, p.host
+            members = filling.setdefault(key, [])
+            if members and FP32 * filled[key] + nbytes > own.bucket_bytes:
                 yield self._made(members, alone=False)
                 members.clear()
+                filled[key] = 0
             members.append(k)
+            filled[key] += p.numel
         for members in filling.values():
             yield self._made(members, alone=False)
 

@@ -9,6 +9,10 @@ parameters, or n of them where the shards are replicated (`Setting.dp_shard`),
     ZeRO-2   the accumulated gradient, too
     ZeRO-3   the weights, too: only the fp32 shard stays, a block's weights are gathered to be used
 
+Frozen parameters have no master, gradient and moments. ZeRO-3 divides them like the others, of the
+dtype that the user's model has them in; else they are whole, as they are computed with, beside what
+the model has where that is another dtype.
+
 Of the `host` part, master and moments lie in host memory; with ZeRO-3 all does, below it gradients
 where they go there as a backward makes them (`sent`).
 """
@@ -21,6 +25,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.costmodel.graph import TensorMeta
 from meshwright.costmodel.memory.optimizers import optimizer_bytes
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
@@ -110,6 +115,20 @@ def fixed_bytes(
     return whole, numel * ((4 if mixed else 0) + moments)
 
 
+def divides(zero: int, *, trained: bool) -> bool:
+    """Whether a ZeRO stage divides a parameter among the ranks that hold it: frozen ones, of which
+    there are weights alone, in stage 3."""
+    return zero == 3 or (trained and zero > 0)
+
+
+def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) -> float:
+    """Bytes of so many elements of a frozen parameter, divided among `shards` or whole."""
+    stored = (meta.stored or meta.dtype).itemsize
+    if shards:
+        return stored * numel / shards
+    return (meta.dtype.itemsize + stored * (meta.stored is not None)) * numel
+
+
 def undo_bytes(numel: A, shards: A | int, *, zero: int, optimizer: str) -> A:
     """Bytes of the copies of weights and moments from which a step is undone that turns out to be
     wrong: those that this rank's optimizer writes, in fp32."""
@@ -117,9 +136,10 @@ def undo_bytes(numel: A, shards: A | int, *, zero: int, optimizer: str) -> A:
 
 
 def working_bytes(
-    numel: A, largest: A, *, weight_bytes: int, zero: int, dp: int, target: Target = EAGER
+    numel: A, largest: A, gathered: A, *, weight_bytes: int, zero: int, dp: int, target: Target
 ) -> A:
-    """Bytes of communication buffers for `numel` local parameters, at most `largest` in a block.
+    """Bytes of communication buffers for `numel` local trained parameters, at most `largest` in a
+    block, and at most `gathered` with frozen ones.
 
     Some gradient buckets are under way at once, with no more in them than there is; ZeRO-3 holds
     the weights of the block in use and of the next one, and ZeRO-2 and 3 the gradients of a block
@@ -133,4 +153,4 @@ def working_bytes(
         )
         return buckets
     scattered = 0 if target.whole_gradients else target.gradient_bytes
-    return largest * (scattered + (2 * weight_bytes if zero == 3 else 0))
+    return largest * scattered + gathered * (2 * weight_bytes if zero == 3 else 0)

@@ -10,7 +10,8 @@ axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of
                 all-reduce of b/s over n/s ranks, s apart (none where s = n)          `replicate_s`
                 1/s of the optimizer's traffic                                        `shard_s`
 
-(s < n is what torch's `fully_shard` does on a mesh of two dims, HSDP.) A collective moves a whole
+(s < n is what torch's `fully_shard` does on a mesh of two dims, HSDP.) Of a frozen parameter there
+is nothing but ZeRO-3's gathers. A collective moves a whole
 unit at once, a bucket or a block's parameters; each parameter bears its share of the unit's
 seconds. ZeRO-3's unit may be another, hence its own prices (`zero3_*_s`). Experts are held by fewer
 ranks than other parameters: as many of these share them as divide both s and their number.
@@ -25,7 +26,7 @@ from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, stream_seconds
-from meshwright.costmodel.memory import optimizer_issues, optimizer_step_bytes
+from meshwright.costmodel.memory import frozen_bytes, optimizer_issues, optimizer_step_bytes
 from meshwright.costmodel.operators.cost import BACKWARD_S, NOTHING, Entry, Priced, priced
 from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
 from meshwright.costmodel.quantized import (
@@ -42,19 +43,21 @@ from meshwright.profiles.steps import BACKWARD
 
 # a collective of ZeRO-3: column, kind, bytes in full, group
 Zero3: TypeAlias = Callable[[str, str, float, Group], Entry]
+# columns of frozen parameters, too
+GATHERED = ("zero3_gather_s", "zero3_again_s", "zero3_secondary_s")
 
 
 @dataclass(slots=True, kw_only=True)
 class ParameterPricer:
     """Once-per-step prices of one graph's parameters in one setting. `numel` gives local elements,
-    `unit_numel` the elements of all parameters that travel with one; `known`, prices found so far
-    on any mesh."""
+    `unit_numel` the elements that travel with one's gradient, and with itself where ZeRO-3 gathers
+    it; `known`, prices found so far on any mesh."""
 
     graph: Graph
     table: FactorTable
     setting: Setting
     numel: Callable[[str, Placement], float]
-    unit_numel: Mapping[str, float]
+    unit_numel: Mapping[str, tuple[float, float]]
     known: dict[Any, dict[Any, Priced]] = field(default_factory=dict)
     _own: dict[Any, Priced] = field(init=False)  # those of this setting
 
@@ -67,15 +70,15 @@ class ParameterPricer:
         parameter, for each ZeRO stage and for none."""
         key = value, placement
         if key not in self._own:
-            meta = self.graph.values[value]
-            trained = meta.requires_grad and meta.numel > 0
-            self._own[key] = self._alike(value, placement) if trained else ((), NOTHING)
+            some = self.graph.values[value].numel > 0
+            self._own[key] = self._alike(value, placement) if some else ((), NOTHING)
         return self._own[key]
 
     def _alike(self, value: str, placement: Placement) -> Priced:
         """The same for all parameters of one size that travel with as many others."""
-        numel, unit = self.graph.values[value].numel, self.unit_numel.get(value, 0.0)
-        size = self.numel(value, placement), numel, unit
+        meta, unit = self.graph.values[value], self.unit_numel.get(value)
+        twice = value in self.graph.gathered_twice
+        size = self.numel(value, placement), meta.numel, unit, meta.requires_grad, twice
         # also of settings that differ in who shares experts out
         of = self.setting
         where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch
@@ -100,7 +103,7 @@ class ParameterPricer:
             column: str, kind: str, nbytes: float, unit: str, group: Group, part: int = 1
         ) -> Entry:
             """Its share of a collective over 1/part of a whole unit."""
-            whole = self._unit_bytes(value, nbytes, unit, holders.size)
+            whole = self._unit_bytes(value, nbytes, unit, holders.size, column in GATHERED)
             return setting.collective(column, kind, whole / part, group, calls=nbytes / whole)
 
         def zero3(column: str, kind: str, nbytes: float, group: Group) -> Entry:
@@ -108,6 +111,15 @@ class ParameterPricer:
             own = shared(column, kind, nbytes / slower, target.gathered_unit, group)
             return own._replace(calls=own.calls * slower, sent_bytes=own.sent_bytes * slower)
 
+        near = group(math.gcd(setting.secondary, shards.size))
+        for own in self._gathered(numel, shards, zero3):
+            yield own
+            if value in self.graph.gathered_twice:
+                yield own._replace(column="zero3_again_s")
+        if value in self.graph.gathered_twice:
+            yield zero3("zero3_secondary_s", "all_gather", weights, near)
+        if not self.graph.values[value].requires_grad:
+            return
         if setting.batch.microbatches > 1 and not target.fused_accumulation:
             added = setting.correction(BACKWARD)
             yield streamed(BACKWARD_S, "accumulation", 2 * reduced + weights, added)
@@ -117,12 +129,9 @@ class ParameterPricer:
         yield shared("reduce_s", "all_reduce", reduced, "bucket", holders)
         yield shared("scatter_s", "reduce_scatter", reduced, target.unit, shards)
         yield shared("gather_s", "all_gather", weights, target.unit, shards)
-        near = group(math.gcd(setting.secondary, shards.size))
         part = math.gcd(setting.hops, shards.size) if setting.hops else 1
         far = group(shards.size // part, part)
-        yield from self._gathered(numel, shards, zero3)
         yield from self._scattered(numel, (shards,) if part == 1 else (near, far), zero3)
-        yield zero3("zero3_secondary_s", "all_gather", weights, near)
         for column, unit in (
             ("replicate_s", target.unit),
             ("zero3_replicate_s", target.gathered_unit),
@@ -175,28 +184,37 @@ class ParameterPricer:
         whole = setting.shards == setting.mesh.holders
         return holders if whole else math.gcd(setting.shards, holders)
 
+    def frozen_bytes(self, value: str, placement: Placement) -> tuple[float, float]:
+        """Bytes of a frozen parameter: whole, and where ZeRO-3 divides it."""
+        meta, numel = self.graph.values[value], self.numel(value, placement)
+        shards = self.shard_count(value, placement)
+        return frozen_bytes(meta, numel), frozen_bytes(meta, numel, shards)
+
     def _parts(self, value: str, placement: Placement) -> int:
         """Neighbours that hold other parts of the parameter, or of others of its kind."""
         if not self.table.has_experts(value):
             return self.setting.mesh.tp
         return self.setting.mesh.ep * (self.setting.mesh.tp if placement.sharded else 1)
 
-    def _unit_bytes(self, value: str, nbytes: float, unit: str, ranks: int) -> float:
+    def _unit_bytes(
+        self, value: str, nbytes: float, unit: str, ranks: int, gathered: bool
+    ) -> float:
         """Bytes that travel at once where a parameter's are `nbytes`."""
         if unit == "parameter":
             return nbytes
         if unit == "block":
-            return nbytes * self.unit_numel[value] / self.graph.values[value].numel
+            return nbytes * self.unit_numel[value][gathered] / self.graph.values[value].numel
         target = self.setting.target
         if 0 < target.alone_bytes <= nbytes:
             return nbytes
         return float(max(target.bucket_bytes, target.bucket_bytes_per_rank * ranks))
 
 
-def unit_numels(graph: Graph) -> dict[str, float]:
-    """Parameter -> elements of its block's parameters."""
-    found: dict[str, float] = {}
+def unit_numels(graph: Graph) -> dict[str, tuple[float, float]]:
+    """Parameter -> elements of its block's trained parameters, and of all."""
+    found: dict[str, tuple[float, float]] = {}
     for block in graph.blocks:
-        numel = sum(graph.values[value].numel for value in block.parameters)
-        found |= dict.fromkeys(block.parameters, float(numel))
+        own = [graph.values[value] for value in block.parameters]
+        trained = sum(meta.numel for meta in own if meta.requires_grad)
+        found |= dict.fromkeys(block.parameters, (trained, sum(meta.numel for meta in own)))
     return found

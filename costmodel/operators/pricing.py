@@ -55,7 +55,7 @@ class Pricer(ReshardPricer):
 
     step: Setting = field(init=False)
     fusion: Fusion = field(default_factory=Fusion)
-    unit_numel: Mapping[str, float] = field(default_factory=dict)
+    unit_numel: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     parameters: ParameterPricer = field(init=False)
     _ops: dict[tuple[str, str], Priced] = field(default_factory=dict)
     known_parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)
@@ -134,6 +134,10 @@ class Pricer(ReshardPricer):
         optimizer step of one parameter."""
         return self.parameters.priced(value, placement)[1]
 
+    def meets_batch(self, op: Op) -> bool:
+        """Whether an operator takes more than its rank's rows of a batch that others have, too."""
+        return takes_batch_statistics(op) or self.gathers_batch(op)
+
     def gathers_batch(self, op: Op) -> bool:
         """Whether the data axis gathers the batch for an operator."""
         if op.name not in self._splits:
@@ -176,8 +180,9 @@ class Pricer(ReshardPricer):
         if measured := self._measured(op, strategy):
             *seconds, source = measured
             found = [_timed(*each, source) for each in zip(found, seconds, strict=True)]
-        forward = setting.correction(FORWARD)
-        backward = setting.correction(BACKWARD) * differentiable
+        if not differentiable:
+            found = [entry for entry in found if entry.column == FORWARD_S]
+        forward, backward = setting.correction(FORWARD), setting.correction(BACKWARD)
         if forward == backward == 1.0 and setting.target.defers_weights:
             return found
         return [

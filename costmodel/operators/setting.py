@@ -6,7 +6,7 @@ asked for with the parts that it depends on, and with no others (`Setting.of_pas
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -177,6 +177,11 @@ class HostParts:
 
     def __bool__(self) -> bool:
         return self != NOT_AWAY
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What of it lies there."""
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name))
 
     def exceeds(self, other: HostParts) -> bool:
         """Whether no less of anything is away than of another."""

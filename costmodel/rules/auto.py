@@ -37,7 +37,8 @@ POINTWISE = frozenset({
     "log_sigmoid", "detach_", "rsub", "masked_fill", "where", "clamp", "feature_dropout",
     "native_dropout", "rand_like", "float", "half", "bfloat16",
     "floor_divide", "empty_like", "copy", "fill", "randn_like", "randint_like", "bernoulli",
-    "uniform", "normal_functional", "real", "imag", "conj", "resolve_conj", "resolve_neg",
+    "uniform", "normal_functional", "exponential", "real", "imag", "conj", "resolve_conj",
+    "resolve_neg",
 })  # fmt: skip
 # sets of operands that f(a + b) = f(a) + f(b) holds in, together
 LINEAR: Mapping[str, tuple[frozenset[int], ...]] = MappingProxyType({

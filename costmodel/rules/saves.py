@@ -27,7 +27,7 @@ NOTHING = (
     "view reshape _unsafe_view flatten unflatten unsqueeze squeeze view_as reshape_as transpose "
     "permute t mT numpy_T swapaxes swapdims movedim moveaxis expand expand_as slice split "
     "split_with_sizes chunk select unbind lift_fresh_copy logical_not logical_and logical_or "
-    "rand randn randint randint_like randn_like bernoulli uniform normal_functional "
+    "rand randn randint randint_like randn_like bernoulli uniform normal_functional exponential "
     "__and__ __or__ __xor__ bitwise_and bitwise_or bitwise_not isinf isnan"
 )
 FIRST = (

@@ -22,7 +22,7 @@ from meshwright.costmodel.graph import Graph, Op, Ref, argument, short_name
 
 DrawKind = Literal[
     "dropout", "channel dropout", "attention dropout",
-    "uniform", "normal", "integers", "flags", "stream", "unplanned",
+    "uniform", "normal", "exponential", "integers", "flags", "stream", "unplanned",
 ]  # fmt: skip
 
 
@@ -198,6 +198,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType({
     **dict.fromkeys(("randint", "randint_like"), _INTEGERS),
     "uniform": Traits(draw=Draw(kind="uniform", bounds=1)),
     "normal_functional": Traits(draw=Draw(kind="normal", bounds=1)),
+    "exponential": Traits(draw=Draw(kind="exponential")),
     "bernoulli": Traits(draw=Draw(kind="flags")),
     **dict.fromkeys(("contiguous", "clone", "detach", "alias"), Traits(stride_bound=True)),
     **dict.fromkeys(("to", "_to_copy"), Traits(casts=True)),

@@ -2,7 +2,14 @@
 
 from meshwright.costmodel.schedules.early import Early, early_parts
 from meshwright.costmodel.schedules.fills import PipelineShape
-from meshwright.costmodel.schedules.held import Message, Moment, in_flight, least_in_flight, moments
+from meshwright.costmodel.schedules.held import (
+    Message,
+    Moment,
+    fewest_alike,
+    in_flight,
+    least_in_flight,
+    moments,
+)
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import (
     Instruction,
@@ -17,12 +24,13 @@ from meshwright.costmodel.schedules.simulate import (
     chrome_trace,
     event_of,
     simulate,
+    step_times,
 )
 from meshwright.costmodel.schedules.table import SCHEDULES, Schedule, stages_of_devices
 
 __all__ = [
     "SCHEDULES", "Action", "Early", "Event", "Instruction", "Message", "Moment", "PipelineShape",
     "Schedule", "StageTimes", "Streams", "Timeline", "backward_follows_forward", "build_schedule",
-    "chrome_trace", "early_parts", "event_of", "in_flight", "least_in_flight", "moments",
-    "simulate", "stages_of_devices",
+    "chrome_trace", "early_parts", "event_of", "fewest_alike", "in_flight", "least_in_flight",
+    "moments", "simulate", "stages_of_devices", "step_times",
 ]  # fmt: skip

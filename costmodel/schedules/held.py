@@ -66,14 +66,20 @@ def moments(
 ) -> tuple[tuple[Moment, ...], ...]:
     """Per device the moments at which it may hold most, whatever its stages hold; without messages
     where no `edges` are given. Raises ValueError as `build_schedule`."""
+    num_microbatches = fewest_alike(
+        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
+    )
+    return _moments(name, num_stages, num_microbatches, num_devices, edges)
+
+
+def fewest_alike(name: str, *, num_stages: int, num_microbatches: int, num_devices: int) -> int:
+    """The least number of micro-batches with the same moments."""
     alone = SCHEDULES[name].in_flight if num_devices == num_stages else None
     # the schedules repeat themselves, in rounds of as many as there are devices
     warm = 5 * num_devices
     if alone is not None:
         warm = max(alone(k, num_stages, num_microbatches) for k in (0, num_stages - 1)) + 2
-    if num_microbatches > warm:
-        num_microbatches = warm + (num_microbatches - warm) % num_devices
-    return _moments(name, num_stages, num_microbatches, num_devices, edges)
+    return min(num_microbatches, warm + (num_microbatches - warm) % num_devices)
 
 
 def in_flight(

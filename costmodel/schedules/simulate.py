@@ -61,8 +61,11 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
+
 from meshwright.costmodel.schedules.compiled import Program, TimeSlot, program_of
 from meshwright.costmodel.schedules.early import early_parts
+from meshwright.costmodel.schedules.fills import Floats
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, Streams
 
@@ -276,6 +279,42 @@ def simulate(
         _program=program,
         _end_s=end_s,
     )
+
+
+def step_times(
+    streams: Streams,
+    *,
+    forward_s: Floats,
+    backward_s: Floats,
+    weight_s: Floats,
+    reduce_s: Floats,
+    optimizer_s: Floats,
+    transfer_s: Mapping[tuple[int, int], float],
+) -> Floats:
+    """(N,): `Timeline.step_time_s` of N pipelines at once, as `simulate` finds it, where nothing
+    overlaps: of seconds of their stages, (N, stages) each, as in `StageTimes`."""
+    program = program_of(streams)
+    of_slot = {
+        TimeSlot.FORWARD: forward_s,
+        TimeSlot.OVERLAPPED_FORWARD: forward_s,
+        TimeSlot.BACKWARD: backward_s,
+        TimeSlot.BACKWARD_INPUT: backward_s - weight_s,
+        TimeSlot.BACKWARD_WEIGHT: weight_s,
+        TimeSlot.REDUCE: reduce_s,
+        TimeSlot.OPTIMIZER: optimizer_s,
+    }
+    slots = np.stack([of_slot[slot] for slot in TimeSlot], axis=2)
+    count = len(slots)
+    seconds = [*np.ascontiguousarray(slots.reshape(count, -1).T)]
+    seconds += [np.full(count, transfer_s[edge]) for edge in program.edges]
+    seconds.append(np.zeros(count))  # NOTHING
+    table = np.zeros((1 + len(program.steps), count))
+    ends, maximum, add = [*table], np.maximum, np.add
+    for end_s, (first, second, index) in zip(ends[1:], program.steps, strict=True):
+        maximum(ends[first], ends[second], end_s)
+        add(end_s, seconds[index], end_s)
+    steps: Floats = table.max(axis=0)
+    return steps
 
 
 def _seconds(

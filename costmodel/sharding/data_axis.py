@@ -28,7 +28,7 @@ from meshwright.costmodel.sharding.strategies import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLayout:
     """Per operator its strategy on the data axis, per value its state, and the keys of operators
-    that need the whole micro-batch on every rank."""
+    that need the whole micro-batch on every rank (more of it than a number of each row)."""
 
     strategies: Mapping[str, Strategy]
     states: Mapping[str, Placement]
@@ -50,7 +50,8 @@ def data_layout(graph: Graph, table: FactorTable, degree: int) -> DataLayout:
         chosen[op.name] = strategy
         at |= dict(zip(op.results, strategy.results, strict=True))
         if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
-            gathered.append(op.key)
+            if any(graph.values[v].numel > graph.batch_size for v in op.operands):
+                gathered.append(op.key)  # of more than a number of each row
             at |= sliced_results(graph, table, op, table.batch)
     leave_gradients_partial(graph, chosen, at)
     return DataLayout(strategies=chosen, states=at, gathered=tuple(gathered))

@@ -13,10 +13,10 @@ again: each rank goes on with its rows, which is right whatever they are.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.graph import Graph, Op, map_refs
 from meshwright.costmodel.rules import (
     EXPERT_FACTOR,
     Kind,
@@ -151,8 +151,10 @@ def analyse(graph: Graph) -> FactorTable:
     ops: dict[str, OpFactors] = {}
     letters: dict[str, dict[str, int]] = {}
     broken: dict[str, set[str]] = {}
+    known: dict[Hashable, OpFactors] = {}
     for op in (*graph.derived, *graph.ops):
-        ops[op.name], letters[op.name], bad = _link(graph, op, dims, atoms)
+        ops[op.name] = _factors(graph, op, known)
+        letters[op.name], bad = _link(op, ops[op.name], dims, atoms)
         if bad:
             broken[op.name] = bad
         if batched and batched[0] and not has_rule(op, ops[op.name]):
@@ -228,18 +230,28 @@ def _bound(
     return bound
 
 
+def _factors(graph: Graph, op: Op, known: dict[Hashable, OpFactors]) -> OpFactors:
+    """An operator's factors, from the `known` ones of a call that differs in names alone."""
+    operands = tuple(graph.values[n] for n in op.operands)
+    results = tuple(graph.values[n] for n in op.results)
+    if traits_of(op).leaf:
+        return factors_of(op, operands, results)
+    call = repr(map_refs((op.args, op.kwargs), lambda _: ...))
+    key = op.target, call, operands, results
+    if key not in known:
+        known[key] = factors_of(op, operands, results)
+    return known[key]
+
+
 def _link(
-    graph: Graph, op: Op, dims: Mapping[str, tuple[list[int], ...]], atoms: _Atoms
-) -> tuple[OpFactors, dict[str, int], set[str]]:
-    """Merge one operator's factors into the table; also the factors whose dims would not nest."""
-    operands = op.operands
-    made = factors_of(
-        op, [graph.values[n] for n in operands], [graph.values[n] for n in op.results]
-    )
+    op: Op, made: OpFactors, dims: Mapping[str, tuple[list[int], ...]], atoms: _Atoms
+) -> tuple[dict[str, int], set[str]]:
+    """Merge one operator's factors into the table; (their atoms, the factors whose dims would not
+    nest)."""
     letters = {name: atoms.new(size) for name, size in made.sizes.items() if size != 1}
     bad: set[str] = set()
     sides = [
-        *zip(operands, made.operands, strict=True),
+        *zip(op.operands, made.operands, strict=True),
         *zip(op.results, made.results, strict=True),
     ]
     for value, named in sides:
@@ -247,4 +259,4 @@ def _link(
             known = [letters[f] for f in dim if f in letters]
             if var and known and not atoms.unify(list(var), known):
                 bad |= set(dim)
-    return made, letters, bad
+    return letters, bad

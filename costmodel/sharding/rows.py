@@ -9,14 +9,15 @@ of micro-batch k alone, the pass knows one of
     met         nothing of the kind: rows met in an operator before
 
 What raw inputs alone decide (the number of labels, of a mask's flags) is summed up over the batch
-before the step, and constant in it: `totals`. A loss that is a share of the batch's is exact in
+before the step, and constant in it: `totals`. Bits that finite numbers decide (`isinf(x).any()`)
+are constant, too: `finite`. A loss that is a share of the batch's is exact in
 micro-batches; else some operator of `meetings` stands between, where rows meet. Where an operator
 tells nothing of its dims, nothing is claimed, and what it makes is taken for a share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
@@ -34,6 +35,7 @@ from meshwright.costmodel.rules import (
     updates_statistics,
 )
 from meshwright.costmodel.sharding.factors import FactorTable, has_rule
+from meshwright.costmodel.sharding.finite import FiniteBits
 from meshwright.profiles.inputs import MeshwrightError
 
 TotalKind = Literal["sum", "mean", "max", "min"]
@@ -73,7 +75,8 @@ class RowUse:
 
     `meetings` are the first in which rows meet; with one of them nothing else is said. `sums` add
     rows up, and count as often as there are micro-batches. `totals` are decided by raw inputs, each
-    with the way to put it together.
+    with the way to put it together. `finite` are bits of all rows that are constant where numbers
+    are finite: each micro-batch has its own.
     `numbers`: the number of rows may be a plain number in the loss, as it was when traced.
     `filling`: inputs (by path) with what makes rows count nothing; None where all count.
     """
@@ -81,6 +84,7 @@ class RowUse:
     sums: frozenset[str] = frozenset()
     totals: Mapping[str, TotalKind] = field(default_factory=dict)
     meetings: tuple[Meeting, ...] = ()
+    finite: tuple[Meeting, ...] = ()
     numbers: bool = False
     filling: Mapping[str, int] | None = None
 
@@ -112,10 +116,13 @@ def row_use(graph: Graph, table: FactorTable) -> RowUse:
     reader = _Reader(graph, table)
     reader.read()
     live = _before(graph, {graph.loss})
-    meetings = tuple(
-        Meeting(key=op.key, target=op.target, source=op.source)
-        for op in reader.meetings
-        if live & set(op.results)
+    meetings, finite = (
+        tuple(
+            Meeting(key=op.key, target=op.target, source=op.source)
+            for op in ops
+            if live & set(op.results)
+        )
+        for ops in (reader.meetings, reader.finite)
     )
     if meetings:  # its micro-batches are trained each by itself, if at all
         return RowUse(meetings=meetings)
@@ -126,6 +133,7 @@ def row_use(graph: Graph, table: FactorTable) -> RowUse:
     return RowUse(
         sums=sums,
         totals=totals,
+        finite=finite,
         numbers=bool(sums or totals or reader.scaled),
         filling=counting_nothing(graph, ends) if reader.at[graph.loss] is SHARE else None,
     )
@@ -153,6 +161,8 @@ class _Reader:
         self.sums: list[Op] = []
         self.totals: dict[str, TotalKind] = {}
         self.meetings: list[Op] = []
+        self.bits = FiniteBits(graph)
+        self.finite: list[Op] = []  # that join rows in a bit of finite numbers
         self.scaled = False  # a share meets a number, which may be made of the number of rows
 
     def read(self) -> None:
@@ -171,12 +181,20 @@ class _Reader:
     def ends(self) -> Iterator[Op]:
         """The operators that take rows and give none."""
         for op in (*self.graph.derived, *self.graph.ops):
-            rows = any(isinstance(self.at[v], _Rows) for v in op.operands)
-            if rows and not any(isinstance(self.at[v], _Rows) for v in op.results):
+            if self._joins(op, [self.at[v] for v in op.results]) and op not in self.finite:
                 yield op
+
+    def _joins(self, op: Op, states: Sequence[_State]) -> bool:
+        """Whether an operator takes rows and gives none."""
+        rows = any(isinstance(self.at[v], _Rows) for v in op.operands)
+        return rows and not any(isinstance(state, _Rows) for state in states)
 
     def _step(self, op: Op) -> list[_State]:
         states = [self.at[v] for v in op.operands]
+        if self.bits.add(op) is not None:
+            found = [self._declared(v, CONSTANT) for v in op.results]
+            self.finite += [op] * self._joins(op, found)
+            return found
         if op.short in BY_SHAPE or all(state is CONSTANT for state in states):
             return [self._declared(v, CONSTANT) for v in op.results]
         if MET in states:

@@ -2,17 +2,26 @@
 
 from meshwright.costmodel.stages.course import BlockBytes, StageBytes, Walked, walked
 from meshwright.costmodel.stages.memory import communicator_bytes
-from meshwright.costmodel.stages.offload import Sent, blocks_here, host_bandwidth, sent_by_block
+from meshwright.costmodel.stages.offload import (
+    Sent,
+    blocks_here,
+    held_bytes,
+    host_bandwidth,
+    sent_by_block,
+)
 from meshwright.costmodel.stages.peak import (
+    HELD,
     InFlight,
     Peak,
     device_peaks,
     fits,
+    held_weights,
     room_bytes,
     stage_bytes,
     used_bytes,
 )
 from meshwright.costmodel.stages.stage import (
+    COSTS,
     Beside,
     Passes,
     StageCosts,
@@ -34,9 +43,10 @@ from meshwright.costmodel.stages.sums import (
 )
 
 __all__ = [
-    "LATER", "NO_RECOMPUTE", "Beside", "BlockBytes", "Floats", "InFlight", "Passes", "Peak",
-    "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "as_rows", "block_sums",
-    "blocks_here", "communicator_bytes", "device_peaks", "fits", "host_bandwidth", "mixed",
-    "of_one", "of_rows", "parameter_sums", "room_bytes", "sent_by_block", "stage_bytes",
-    "stage_costs", "stage_passes", "used_bytes", "walked",
+    "COSTS", "HELD", "LATER", "NO_RECOMPUTE", "Beside", "BlockBytes", "Floats", "InFlight",
+    "Passes", "Peak", "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "as_rows",
+    "block_sums", "blocks_here", "communicator_bytes", "device_peaks", "fits", "held_bytes",
+    "held_weights", "host_bandwidth", "mixed", "of_one", "of_rows", "parameter_sums", "room_bytes",
+    "sent_by_block", "stage_bytes", "stage_costs", "stage_passes", "used_bytes",
+    "walked",
 ]  # fmt: skip

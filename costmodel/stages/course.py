@@ -2,6 +2,8 @@
 
 Gradients grow as a backward lets go of what the forward kept, in `train_step`'s terms:
 
+    F       block by block from the first: what they keep, and the weights that are gathered for
+            this one (`gathered`), which no gradients exceed where they are frozen
     B, I    block by block from the last: what the blocks up to this one keep, what this one makes
             again and the gradients it works on (`passing`), the gradients of parameters made so far
     B, W    what the micro-batch kept is let go
@@ -30,16 +32,18 @@ Pass: TypeAlias = Literal["first", "later", "last", "second", "end"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBytes:
-    """What a block keeps of a micro-batch, and holds in all of its backward besides (`passing`:
+    """What a block keeps of a micro-batch, and holds besides in all of its backward (`passing`:
     made again, or gathered), or in the part of it that is put off (`late`); that backward's
     moments, each with the parameters, by number in their stage, whose gradients it makes.
-    `releases`: what is kept is let go on the way."""
+    `releases`: what is kept is let go on the way. `gathered`: weights in its forward, and as it
+    begins those of the block before."""
 
     kept: float
     passing: float
     releases: bool
     course: Sequence[tuple[Moment, tuple[int, ...]]]
     late: float = 0.0
+    gathered: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +147,15 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
 
 
 def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float) -> _Most:
-    """The most bytes at once in a backward of blocks that keep all of one micro-batch at first.
-    Gradients that were received (`seeds`) are held to its end, in the last block's moments."""
-    held, found = math.fsum(block.kept for block in blocks), _Most()
+    """The most bytes at once in a backward of blocks that keep all of one micro-batch at first, and
+    in the forward before. Gradients that were received (`seeds`) are held to its end, in the last
+    block's moments."""
+    held, found = 0.0, _Most()
+    for number, block in enumerate(blocks):
+        weights, before = block.gathered
+        found.reach(number, gradients.live, held + weights + max(before, block.kept))
+        held += block.kept
+    held = math.fsum(block.kept for block in blocks)
     for number, block in reversed([*enumerate(blocks)]):
         whole = held + block.passing
         for moment, parameters in block.course:

@@ -23,13 +23,20 @@ import numpy as np
 from meshwright.costmodel.memory import (
     FP32,
     ModelStates,
+    divides,
     model_states,
     optimizer_named,
     undo_bytes,
     working_bytes,
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.stages.offload import Sent, blocks_here, sent_gradients, weights_there
+from meshwright.costmodel.stages.offload import (
+    Sent,
+    blocks_here,
+    frozen_there,
+    sent_gradients,
+    weights_there,
+)
 from meshwright.costmodel.stages.sums import (
     FIRST,
     GROWN,
@@ -96,10 +103,11 @@ def stage_memory(
     `sent` to the host's memory."""
     # ranks that a parameter is divided among, on average: experts among fewer than the rest
     shards = np.maximum(sums.parameters / np.maximum(sums.shard_parameters, 1e-9), 1.0)
+    zero = setting.sharing.zero
     states = model_states(
         sums.parameters,
         precision=setting.precision,
-        zero=setting.sharing.zero,
+        zero=zero,
         dp=shards,
         optimizer=setting.optimizer,
         target=setting.target,
@@ -107,10 +115,13 @@ def stage_memory(
         sent=sent_gradients(setting),
     )
     undone = setting.validated * undo_bytes(
-        sums.parameters, shards, zero=setting.sharing.zero, optimizer=setting.optimizer
+        sums.parameters, shards, zero=zero, optimizer=setting.optimizer
     )
-    weights = states.weights + sums.frozen_bytes - weights_there(sums, setting)
-    weights = weights + blocks_here(sums, setting) + sums.parameters * setting.secondary_bytes
+    divided = divides(zero, trained=False)
+    frozen = sums.frozen_shard_bytes if divided else sums.frozen_bytes
+    weights = states.weights + frozen - frozen_there(sums, setting) - weights_there(sums, setting)
+    weights = weights + blocks_here(sums, setting)
+    weights = weights + sums.moved_weights(zero)[0] * setting.secondary_bytes
     followed = setting.target.gradients_come
     found = (_followed if followed else _added_up)(sums, setting, repeated, states)
     undivided = _undivided(sums, setting) if followed else 0.0
@@ -161,9 +172,11 @@ def _added_up(
     sums: Sums, setting: Setting, repeated: Recompute, states: ModelStates[Floats]
 ) -> _Gradients:
     """Where no step is followed: gradients and buffers all the time."""
-    buffers = setting.sharing.buffer_bytes(sums.largest_parameters) + working_bytes(
+    _, gathered = sums.moved_weights(setting.sharing.zero)
+    buffers = setting.sharing.buffer_bytes(gathered) + working_bytes(
         sums.parameters,
         sums.largest_parameters,
+        gathered,
         weight_bytes=DTYPE_BYTES[setting.precision],
         zero=setting.sharing.zero,
         dp=setting.mesh.holders,
@@ -192,7 +205,7 @@ def _followed(
             left=states.gradients, first=first + sending, later=later + sending, read=read
         )
     if zero == 3:
-        inside = repeated.excess[INSIDE] + setting.sharing.buffer_bytes(sums.largest_parameters)
+        inside = repeated.excess[INSIDE] + setting.sharing.buffer_bytes(sums.largest_gathered)
         left = here * shard
         made = np.minimum(np.maximum(grown - later, 0.0) * (shard / np.maximum(whole, 1.0)), left)
         return _Gradients(left=left, first=inside + made, later=inside, read=left)

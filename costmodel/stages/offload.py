@@ -13,9 +13,9 @@ in fp32,
                   Weights that lie there: beside both passes of each micro-batch, in the precision
                   that is computed in; once a step a copy of that goes there, where it is another
                   than what is stored
-    ZeRO-3        per micro-batch: weights before each gather, twice, and gradients as they are
-                  scattered, beside compute; where there are several micro-batches, torch waits for
-                  each gradient and adds it up on the host
+    ZeRO-3        per micro-batch: weights, frozen ones too, before each gather, twice, and
+                  gradients as they are scattered, beside compute; where there are several
+                  micro-batches, torch waits for each gradient and adds it up on the host
 
 Of the states, those in files on the node's flash (`host_files`) leave host memory but for their
 gradients. What is read of files, weights before each first forward, all that the optimizer reads,
@@ -31,18 +31,32 @@ beside its backward:
 
 A micro-batch in flight holds on the device what is not sent, and one at a time what two neighbours
 sent, which is on its way. In a search whose blocks are not known yet, all blocks are alike.
+
+Ranks share the host: where all of a node's were not timed at once, copies of each reach no more
+than its part of what the host's cores reach in memory, and where there are several nodes half of
+the link, whose other half the network card has. Both are the pessimistic end: DMA may reach more,
+and the card may be idle.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 
-from meshwright.costmodel.memory import FP32, fused, optimizer_bytes, optimizer_step_bytes
-from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.memory import FP32, divides, fused, optimizer_bytes, optimizer_step_bytes
+from meshwright.costmodel.operators import DTYPE_BYTES, Problem, Setting
 from meshwright.costmodel.stages.sums import Floats, Sums
+from meshwright.profiles.cluster import Device
 from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, at_once
+
+# what torch pins over what is asked for: buffers are powers of two, sizes spread evenly over an
+# octave in their logarithm (2 ln 2)
+PINNED = 1.39
+
+
+A = TypeVar("A", float, Floats)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,24 +88,26 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     bandwidth = host_bandwidth(setting, HOST_STEP) / setting.cluster.devices_per_node
     step_bytes = optimizer_step_bytes(1.0, optimizer=fused(setting.optimizer))
     to_device, to_host = (host_bandwidth(setting, kind) for kind in COPIES)
+    frozen = frozen_there(sums, setting)
     weights = weights_there(sums, setting)
     part = setting.host.weights  # of the weights, of which a step keeps copies
     if setting.precision == "fp32" and not setting.sharing.zero:
         part = min(part, setting.host.files)  # others are what the optimizer steps
     copied = DTYPE_BYTES[setting.precision] * part * sums.parameters
+    here, device = moved - setting.host.files * numel, setting.cluster.device
     filed = (FP32 + optimizer_bytes(setting.optimizer)) * setting.host.files * numel
     weights_filed = FP32 * setting.host.files * numel
     return HostCosts(
-        fetched_s=FP32 * moved / to_device,
+        fetched_s=(FP32 * moved + frozen) / to_device,
         returned_s=FP32 * moved / to_host,
         added_s=3 * FP32 * moved / bandwidth,
         step_s=step_bytes * moved / bandwidth + files_s(filed + weights_filed, filed, setting),
         weights_s=weights / to_device,
         kept_s=copied / to_host,
-        nbytes=(2 * FP32 + optimizer_bytes(setting.optimizer)) * moved
-        + copied
-        - filed
-        + staged_bytes(sums, setting),
+        nbytes=optimizer_bytes(setting.optimizer) * here
+        + pinned_bytes(
+            FP32 * (moved + here) + copied + frozen + staged_bytes(sums, setting), device
+        ),
         flash_bytes=filed,
     )
 
@@ -129,6 +145,13 @@ def sent_gradients(setting: Setting) -> float:
     return setting.host.states if last or sends_each(setting) else 0.0
 
 
+def frozen_there(sums: Sums, setting: Setting) -> Floats:
+    """Bytes of frozen parameters in host memory: ZeRO-3 keeps the shards of a block together."""
+    part = setting.host.states * divides(setting.sharing.zero, trained=False)
+    found: Floats = part * sums.frozen_shard_bytes
+    return found
+
+
 def weights_there(sums: Sums, setting: Setting) -> Floats:
     """Bytes of weights that the device has only while their block runs."""
     found: Floats = DTYPE_BYTES[setting.precision] * setting.host.weights * sums.parameters
@@ -142,12 +165,28 @@ def blocks_here(sums: Sums, setting: Setting) -> Floats:
 
 
 def host_bandwidth(setting: Setting, kind: str) -> float:
-    """Bytes per second of a kind of `profiles.timings.OF_HOST`: measured, else the catalog's."""
-    host, profile = setting.cluster.host, setting.profile
+    """Bytes per second of a kind of `profiles.timings.OF_HOST`: measured, else the catalog's; of
+    copies a rank's part while all ranks of its node move as much."""
+    host, profile, cluster = setting.cluster.host, setting.profile, setting.cluster
     assert host is not None
-    ranks = at_once(kind, setting.cluster.devices_per_node)
-    measured = profile.host_bandwidth(kind, ranks) if profile is not None else None
-    return measured or host.bandwidth(kind)
+    per_node = cluster.devices_per_node
+    measured = profile.host_bandwidth(kind, at_once(kind, per_node)) if profile else None
+    found = measured or host.bandwidth(kind)
+    if kind not in COPIES or cluster.device.kind == "cpu" or (measured and per_node == 1):
+        return found
+    link = found / (2 if cluster.num_nodes > 1 else 1)
+    return min(link, host_bandwidth(setting, HOST_STEP) / per_node)
+
+
+def pinned_bytes(nbytes: A, device: Device) -> A:
+    """What a device's host has to pin for so many bytes."""
+    return nbytes if device.kind == "cpu" else PINNED * nbytes
+
+
+def held_bytes(problem: Problem) -> float:
+    """Bytes of each element whose states lie in host memory: pinned its weight and its gradient,
+    not what the optimizer makes."""
+    return pinned_bytes(2.0 * FP32, problem.cluster.device) + optimizer_bytes(problem.stepped)
 
 
 # --- activations ---

@@ -11,12 +11,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, NamedTuple, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.schedules import Action, Message, Moment, moments, stages_of_devices
+from meshwright.costmodel.schedules import (
+    Action,
+    Message,
+    Moment,
+    fewest_alike,
+    moments,
+    stages_of_devices,
+)
 from meshwright.costmodel.stages.memory import A
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.stages.sums import Floats
@@ -24,6 +32,11 @@ from meshwright.profiles.cluster import Cluster
 
 PARTS = (
     "weights", "gradients", "optimizer", "activations", "buffers", "transient", "reserved",
+)  # fmt: skip
+# kinds of bytes of `StageMemory`, but for what is known of blocks alone, and of a micro-batch
+HELD = (
+    "fixed_bytes", "activation_bytes", "put_off_bytes", "gradient_bytes", "begun_bytes",
+    "first_bytes", "later_bytes", "half_bytes", "second_bytes", "step_bytes",
 )  # fmt: skip
 
 
@@ -139,34 +152,114 @@ def _at(
 ) -> Peak:
     """What is held in a moment beside the states."""
     own = members.index(moment.stage)
-    costs, later, last = stages[own], moment.later[own], moment.last
+    between, passes = _between(moment), _passing(moment, own)
     activations = math.fsum(
-        n * each.activation_bytes + late * each.put_off_bytes
-        for each, n, late in zip(stages, moment.active, moment.put_off, strict=True)
+        n["activation_bytes"] * each.activation_bytes + n["put_off_bytes"] * each.put_off_bytes
+        for each, n in zip(stages, between, strict=True)
     )
-    there = [
-        each.gradient_bytes if done else each.begun_bytes * begun
-        for each, done, begun in zip(stages, moment.later, moment.begun, strict=True)
-    ]
-    passing = 0.0
-    match moment.action:
-        case Action.BACKWARD:
-            passing = costs.later_bytes + last * costs.last_bytes if later else costs.first_bytes
-        case Action.BACKWARD_INPUT:
-            later = moment.begun[own]
-            passing = costs.half_bytes + last * costs.last_bytes if later else costs.first_bytes
-        case Action.BACKWARD_WEIGHT:
-            passing = costs.second_bytes + last * costs.end_bytes - there[own]
-    gradients = math.fsum(there)
+    gradients = math.fsum(
+        n["gradient_bytes"] * each.gradient_bytes + n["begun_bytes"] * each.begun_bytes
+        for each, n in zip(stages, between, strict=True)
+    )
+    passing = math.fsum(n * getattr(stages[own], name) for name, n in passes.items())
     sent = math.fsum(_message_bytes(each, sizes) for each in moment.messages)
     return Peak(
         nbytes=activations + gradients + passing + sent,
         action=moment.action,
         stage=moment.stage,
-        first=not later,
-        last=last,
+        first=not (moment.begun if moment.action is Action.BACKWARD_INPUT else moment.later)[own],
+        last=moment.last,
         parts={"activations": activations, "gradients": gradients, "buffers": sent},
     )
+
+
+def _between(moment: Moment) -> list[dict[str, int]]:
+    """How often each stage of the device holds its bytes of a kind in a moment, a pass apart."""
+    return [
+        {
+            "activation_bytes": n,
+            "put_off_bytes": late,
+            "gradient_bytes": int(done),
+            "begun_bytes": int(begun and not done),
+        }
+        for n, late, done, begun in zip(
+            moment.active, moment.put_off, moment.later, moment.begun, strict=True
+        )
+    ]
+
+
+def _passing(moment: Moment, own: int) -> dict[str, int]:
+    """The same of the stage that is in the pass, number `own` of the device's."""
+    last = int(moment.last)
+    match moment.action:
+        case Action.BACKWARD if moment.later[own]:
+            return {"later_bytes": 1, "last_bytes": last}
+        case Action.BACKWARD_INPUT if moment.begun[own]:
+            return {"half_bytes": 1, "last_bytes": last}
+        case Action.BACKWARD_WEIGHT:  # it has all gradients
+            there = _between(moment)[own]
+            less = {name: -there[name] for name in ("gradient_bytes", "begun_bytes")}
+            return {"second_bytes": 1, "end_bytes": last, **less}
+    return {"first_bytes": 1}
+
+
+def held_weights(
+    schedule: str, *, num_stages: int, num_microbatches: int, num_devices: int
+) -> Floats:
+    """(devices, moments, stages of each, `HELD`): how often a device holds each kind of bytes of
+    each of its stages, in the order of the data, at the moments that can be its peak, messages
+    apart; those that are left are the optimizer's step. Its peak is the most of these sums, and the
+    bytes of communicators. Raises ValueError as `device_peaks`."""
+    counts = {"num_stages": num_stages, "num_devices": num_devices}
+    few = fewest_alike(schedule, num_microbatches=num_microbatches, **counts)
+    return _held_weights(schedule, num_stages, few, num_devices)
+
+
+@lru_cache(maxsize=256)
+def _held_weights(schedule: str, num_stages: int, m: int, num_devices: int) -> Floats:
+    found = moments(schedule, num_stages=num_stages, num_microbatches=m, num_devices=num_devices)
+    placed = stages_of_devices(schedule, num_stages=num_stages, num_devices=num_devices)
+    rows = [
+        _most(_weights([*{q._replace(last=False) for q in own}], members))
+        for members, own in zip(placed, found, strict=True)
+    ]
+    weights = np.zeros((len(placed), 1 + max(map(len, rows)), len(placed[0]), len(HELD)))
+    weights[..., [HELD.index("fixed_bytes"), HELD.index("step_bytes")]] = 1.0
+    for own, there in zip(weights, rows, strict=True):
+        own[: len(there)] = there
+    return weights
+
+
+def _weights(found: Sequence[Moment], members: Sequence[int]) -> Floats:
+    """(moments, stages of the device, `HELD`)."""
+    weights = np.zeros((len(found), len(members), len(HELD)))
+    later, begun = (np.array([getattr(q, name) for q in found]) for name in ("later", "begun"))
+    columns = {
+        "fixed_bytes": 1.0,
+        "activation_bytes": [q.active for q in found],
+        "put_off_bytes": [q.put_off for q in found],
+        "gradient_bytes": later,
+        "begun_bytes": begun & ~later,
+    }
+    for name, column in columns.items():
+        weights[..., HELD.index(name)] = column
+    for own, moment in zip(weights, found, strict=True):
+        acting = members.index(moment.stage)
+        for name, n in _passing(moment, acting).items():
+            if name in HELD:
+                own[acting, HELD.index(name)] += n
+    return weights
+
+
+def _most(rows: Floats) -> Floats:
+    """Those of moments that hold no less of something than each other one."""
+    flat = np.unique(rows.reshape(len(rows), -1), axis=0)
+    kept = np.ones(len(flat), dtype=bool)
+    for k in flat.sum(axis=1).argsort():  # the least first
+        kept[k] = False
+        kept[k] = not (flat[kept] >= flat[k]).all(axis=1).any()
+    found: Floats = flat[kept].reshape(-1, *rows.shape[1:])
+    return found
 
 
 def _message_bytes(message: Message, sizes: Mapping[tuple[int, int], tuple[float, float]]) -> float:

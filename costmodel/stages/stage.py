@@ -39,6 +39,7 @@ from meshwright.costmodel.stages.offload import (
     Sent,
     host_bandwidth,
     host_costs,
+    pinned_bytes,
     sends_each,
     sent_evenly,
 )
@@ -171,7 +172,8 @@ def _hiding(sums: Sums, setting: Setting) -> Callable[[Floats, Floats, bool], Fl
     """The seconds that a communication adds to compute, where it is `overlapped`."""
     target, device = setting.target, setting.cluster.device
     # the part of a communication that no compute can hide: its first or last block
-    edge = sums.largest_parameters / np.maximum(sums.parameters, 1.0)
+    weights, largest = sums.moved_weights(setting.sharing.zero)
+    edge = largest / np.maximum(weights, 1.0)
 
     def added(compute: Floats, comm: Floats, overlapped: bool) -> Floats:
         if not overlapped or device.kind == "cpu":
@@ -209,9 +211,9 @@ def _data_axis(
     elif zero == 3:
         several = setting.batch.microbatches > 1
         gathered = {"zero3_gather_s": sums.zero3_gather_s, "fetched_s": host.fetched_s}
-        again = (
-            {"zero3_secondary_s": sums.zero3_secondary_s} if setting.keeps_secondary else gathered
-        )
+        again = {"zero3_again_s": sums.zero3_again_s, "fetched_s": host.fetched_s}
+        if setting.keeps_secondary:
+            again = {"zero3_secondary_s": sums.zero3_secondary_s}
         scattered = {"zero3_scatter_s": sums.zero3_scatter_s}
         returned = {"returned_s": host.returned_s}
         moved = again | scattered | ({} if several else returned)
@@ -266,7 +268,7 @@ def _copy_s(sums: Sums, setting: Setting) -> Floats:
     in_place = setting.sharing.zero < 3 and weight_bytes == 4
     if in_place or not setting.target.copies_weights:
         return np.zeros(())
-    moved = 2 * weight_bytes * sums.parameters
+    moved = 2 * weight_bytes * sums.moved_weights(setting.sharing.zero)[0]
     reached = device.memory_bandwidth * device.memory_efficiency(np.maximum(moved, 1.0))
     seconds: Floats = moved / reached
     return seconds
@@ -392,5 +394,5 @@ def stage_costs(
         parameters=sums.parameters,
         host_bytes=host.nbytes,
         flash_bytes=host.flash_bytes,
-        away_bytes=sent.nbytes,
+        away_bytes=pinned_bytes(sent.nbytes, setting.cluster.device),
     )

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from meshwright.costmodel.blocks.excess import Excess
 from meshwright.costmodel.blocks.policies import RECOMPUTE, parts_of, segment_policy
 from meshwright.costmodel.blocks.price import BlockPrice, Repeats
-from meshwright.costmodel.memory import FP32
+from meshwright.costmodel.memory import FP32, divides
 from meshwright.costmodel.operators import Cost, Pricer
 from meshwright.costmodel.sharding import Placement
 
@@ -109,8 +109,8 @@ class Sums:
     First what each recompute policy would run again, then seconds as in `Cost`, parameters and
     bytes as in `BlockPrice` and `PassPrice`; of blocks that can't be in a segment the number and
     what they keep. The last columns (`MAXIMA`) are no sums: of all blocks the most parameters that
-    ZeRO moves at once and elements of one of them, the parameters of the first block, and the
-    excess of a backward.
+    ZeRO moves at once, with frozen ones where it gathers these, and elements of one of them, the
+    parameters of the first block, and the excess of a backward.
     """
 
     __slots__ = ("array",)
@@ -133,6 +133,7 @@ class Sums:
     replicate_s = _Column()
     zero3_scatter_s = _Column()
     zero3_gather_s = _Column()
+    zero3_again_s = _Column()
     zero3_secondary_s = _Column()
     zero3_replicate_s = _Column()
     optimizer_s = _Column()
@@ -140,7 +141,9 @@ class Sums:
 
     parameters = _Column()
     shard_parameters = _Column()
+    frozen_parameters = _Column()
     frozen_bytes = _Column()
+    frozen_shard_bytes = _Column()
     saved_bytes = _Column()
     input_bytes = _Column()
     put_off_bytes = _Column()
@@ -151,6 +154,7 @@ class Sums:
 
     # --- maxima ---
     largest_parameters = _Column()
+    largest_gathered = _Column()
     largest_numel = _Column()
     first_parameters = _Column()
 
@@ -293,6 +297,12 @@ class Sums:
             scaled.array[..., columns] = np.stack(parts, axis=-1)
         return scaled
 
+    def moved_weights(self, zero: int) -> tuple[Floats, Floats]:
+        """Elements of the weights that ZeRO gathers, or a step casts, and the most at once."""
+        if divides(zero, trained=False):
+            return self.parameters + self.frozen_parameters, self.largest_gathered
+        return self.parameters, self.largest_parameters
+
     def recompute(self, policy: str) -> Recompute:
         """What the blocks run again where all of them follow one policy, or `in_segments`."""
         if "/" in policy:
@@ -400,11 +410,11 @@ _COMPUTE = ("weight_s", "forward_host_s", "backward_host_s", "optimizer_s", "sha
 _COMMUNICATION = ("forward_comm_s", "backward_comm_s", "forward_exchange_s", "backward_exchange_s")
 _DATA_AXIS = (
     "reduce_s", "scatter_s", "gather_s", "replicate_s", "zero3_scatter_s", "zero3_gather_s",
-    "zero3_secondary_s", "zero3_replicate_s",
+    "zero3_again_s", "zero3_secondary_s", "zero3_replicate_s",
 )  # fmt: skip
-MAXIMA = 3 + _EXCESS[0] * _EXCESS[1]
+MAXIMA = 4 + _EXCESS[0] * _EXCESS[1]
 COLUMNS = Sums.__dict__["first_parameters"].at + 1 + _EXCESS[0] * _EXCESS[1]
-_LARGEST = slice(COLUMNS - MAXIMA, COLUMNS - MAXIMA + 2)
+_LARGEST = slice(COLUMNS - MAXIMA, COLUMNS - MAXIMA + 3)
 _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(Cost._fields))
 
 
@@ -412,9 +422,10 @@ def block_sums(price: BlockPrice) -> Sums:
     """A block's contribution to the sums of its stage."""
     passes, sums = price.passes, Sums.zeros().costing(price.cost, price.passes.repeats)
     sums.parameters = sums.first_parameters = price.parameters
-    sums.largest_parameters, sums.largest_numel = price.unit_parameters, price.largest_numel
-    sums.shard_parameters = price.shard_parameters
-    sums.frozen_bytes = price.frozen_bytes
+    sums.largest_parameters, sums.largest_gathered = price.unit_parameters, price.unit_gathered
+    sums.largest_numel, sums.shard_parameters = price.largest_numel, price.shard_parameters
+    sums.frozen_parameters = price.frozen_parameters
+    sums.frozen_bytes, sums.frozen_shard_bytes = price.frozen_bytes, price.frozen_shard_bytes
     sums.saved_bytes = passes.saved_bytes
     sums.input_bytes = passes.input_bytes
     sums.put_off_bytes, sums.regathered_bytes = passes.put_off_bytes
@@ -428,10 +439,12 @@ def block_sums(price: BlockPrice) -> Sums:
 def parameter_sums(pricer: Pricer, value: str, state: Placement) -> Sums:
     """A parameter's contribution to the sums of each block that reads it."""
     sums = Sums.zeros().costing(pricer.parameter_cost(value, state), {})
+    numel = pricer.numel(value, state)
     if pricer.graph.values[value].requires_grad:
-        numel = pricer.numel(value, state)
         sums.parameters = sums.first_parameters = numel
         sums.shard_parameters = numel / pricer.parameters.shard_count(value, state)
     else:
-        sums.frozen_bytes = pricer.nbytes(value, state)
+        sums.frozen_parameters = numel
+        held = pricer.parameters.frozen_bytes(value, state)
+        sums.frozen_bytes, sums.frozen_shard_bytes = held
     return sums

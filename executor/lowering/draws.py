@@ -151,8 +151,8 @@ def _dropped(
 
 class CounterDraw(nn.Module):
     """The draws of one operator: uniform in [low, high), normal (mean `low`, deviation `high`),
-    integers from `low` below `high`, or flags that are up with a probability (a number or a
-    tensor)."""
+    exponential of the rate `high` (and positive, as torch's are), integers from `low` below `high`,
+    or flags that are up with a probability (a number or a tensor)."""
 
     def __init__(self, op: Op, dtype: torch.dtype, grid: IndexGrid, salt: int) -> None:
         super().__init__()
@@ -173,6 +173,9 @@ class CounterDraw(nn.Module):
             drawn = uniform(bits, self.dtype) * (self.high - self.low) + self.low
             return drawn
         wide = torch.promote_types(self.dtype, torch.float32)
+        if self.kind == "exponential":
+            drawn = -(1.0 - uniform(bits, wide)).log().clamp(max=-torch.finfo(wide).eps / 2)
+            return (drawn / self.high).to(self.dtype)
         angle = uniform(random_bits(index, rng[0], self.salt ^ _SECOND), wide)
         radius = (-2.0 * (1.0 - uniform(bits, wide)).log()).sqrt()  # Box and Muller, 1958
         return (radius * (2 * math.pi * angle).cos() * self.high + self.low).to(self.dtype)
@@ -204,6 +207,8 @@ def _bounds(op: Op, draw: Draw) -> tuple[float, float]:
     if draw.kind == "flags":
         chance = argument(op, 1, "p", None)
         return 0.0, math.nan if chance is None or isinstance(chance, Ref) else chance
+    if draw.kind == "exponential":
+        return 0.0, argument(op, 1, "lambd", 1.0)
     names = ("mean", "std") if draw.kind == "normal" else ("from", "to")
     at = len(op.args) if draw.bounds is None else draw.bounds
     return argument(op, at, names[0], 0.0), argument(op, at + 1, names[1], 1.0)

@@ -31,19 +31,12 @@ from meshwright.costmodel.sharding import (
     token_dim,
 )
 from meshwright.executor.lowering.context import Context, State, seen_locally
-from meshwright.executor.lowering.experts import (
-    FindRoute,
-    GroupedProduct,
-    Return,
-    Send,
-    legs,
-    refused,
-)
+from meshwright.executor.lowering.experts import FindRoute, GroupedProduct, Return, Send
 from meshwright.executor.lowering.implementations import Scaled
 from meshwright.executor.lowering.losses import is_counted
 from meshwright.executor.lowering.replacements import Call, callable_of, replacement
 from meshwright.executor.resharding import Reshard
-from meshwright.planner.plan import PlanError
+from meshwright.planner.plan import PlanError, legs, refused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +232,6 @@ class Emitter:
             results=results,
             count=self.counts.get(op.name),
             rng=self.rng,
-            travels=op.name in self.legs,
         )
 
     def _operand(self, op: Op, name: str, state: State) -> fx.Node:

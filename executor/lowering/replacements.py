@@ -25,7 +25,6 @@ from meshwright.executor.backward import DeferredProduct, EightBitProduct
 from meshwright.executor.context import ContextAttention, Halo
 from meshwright.executor.lowering.context import Context, State, seen_locally
 from meshwright.executor.lowering.draws import Cut, DropoutAttention, IndexGrid, drawn, single_rows
-from meshwright.executor.lowering.experts import refused
 from meshwright.executor.lowering.implementations import MODULES, RunningNorm
 from meshwright.executor.lowering.leaves import LeafCall, part_number
 from meshwright.executor.lowering.losses import global_loss, is_global
@@ -40,7 +39,7 @@ class Call:
 
     `strategies` and the states of `results` are by axis; `position` is its number in the block;
     `count` the global count of a loss's rows, if it is known beforehand; `rng` the block's random
-    state; `travels` says whether it works on copies of tokens at their experts.
+    state.
     """
 
     op: Op
@@ -51,7 +50,6 @@ class Call:
     results: list[State]
     count: fx.Node | None
     rng: fx.Node | None
-    travels: bool
 
 
 def replacement(call: Call, context: Context) -> Replacement | None:
@@ -128,8 +126,6 @@ def _in_8_bits(call: Call, context: Context) -> Replacement | None:
 def _drawn(call: Call, context: Context) -> Replacement | None:
     """Draws that are the same under every plan; others run on one device alone."""
     op, draw, (state, *_) = call.op, traits_of(call.op).draw, call.results
-    if call.travels:
-        raise refused(op, "its mask is by token, and it does not know which it has")
     if draw is not None and draw.kind == "attention dropout":
         return _attention(call, context)
     if draw is not None and draw.by_counter:

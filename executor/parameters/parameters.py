@@ -3,8 +3,9 @@
 Up to three tensors stand for one parameter on a rank:
 
     leaf       read by the lowered graphs, in the compute dtype
-    stored     updated by the optimizer, in fp32, this rank's ZeRO shard; shares the leaf's memory
-               where the two are equal, and that of the user's parameter where it is all of it
+    stored     this rank's ZeRO shard: updated by the optimizer, in fp32; frozen, as the user's
+               model has it. It shares the leaf's memory where the two are equal, and that of the
+               user's parameter where it is all of it
     gradient   accumulated over micro-batches in fp32, all-reduced or reduce-scattered
                (`reducer.py`), of the shape of `stored` when the step ends
 """
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshwright.costmodel.memory import divides
 from meshwright.costmodel.sharding import Placement, R
 from meshwright.executor.devices import synchronize, to_host
 from meshwright.executor.host_values import share_memory
@@ -134,7 +136,7 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
         local = torch.empty_like(local, device=where)
     else:
         local = local.to(where, copy=local.shape != source.shape)
-    stored = local.float() if source.is_floating_point() else local
+    stored = local.float() if source.requires_grad and source.is_floating_point() else local
     if shard.sharded and not gathered:
         stored = local_part(stored, shard, holders.shard.size, holders.shard.rank)
         stored = _offloaded(stored, spec) if spec.offload else stored.clone()
@@ -165,10 +167,10 @@ def _shard_of(
     spec: ParameterSpec, source: torch.Tensor, local: torch.Tensor, place: Place
 ) -> Placement:
     """ZeRO's shard of a parameter's local tensor."""
-    n = place.holders(experts=spec.experts).shard.size
-    if not spec.zero or not source.requires_grad or n == 1:
+    n, trained = place.holders(experts=spec.experts).shard.size, source.requires_grad
+    if not divides(spec.zero, trained=trained) or n == 1:
         return R
-    if spec.zero == 3 and not (spec.sum_data and spec.gatherable):
+    if spec.zero == 3 and not (spec.gatherable and (spec.sum_data or not trained)):
         return R  # `fully_shard` would sum a gradient that is whole on every rank
     placement = spec.placement
     even = not placement.sharded or source.shape[placement.dim] % place.tensor.size == 0

@@ -1,5 +1,5 @@
-"""ZeRO-3 by torch's `fully_shard`: all-gather of weights for each block's use, reduce-scatter of
-gradients.
+"""ZeRO-3 by torch's `fully_shard`: all-gather of weights, frozen ones too, for each block's use,
+reduce-scatter of gradients.
 
 It shards the plain local tensors of a stage over the shard axis. The API's DTensors lie over its
 shards, so names, placements and checkpoints are those of every other plan. Gradients are summed,

@@ -28,7 +28,6 @@ from meshwright.costmodel.operators import UNSHARED, Sharing
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.executor.devices import has_streams
 from meshwright.executor.host_values import with_values
-from meshwright.executor.lowering import legs
 from meshwright.executor.resharding import Axis
 from meshwright.planner.plan import Plan, check_experts_run, folds
 
@@ -124,7 +123,6 @@ def stage_meshes(
 ) -> list[StageMesh]:
     """The meshes of a plan's stages. Raises PlanError, on all ranks alike, for expert parallelism
     that can't run."""
-    blocks = {block.name: block for block in graph.blocks}
     meshes = []
     for k, stage in enumerate(plan.stages):
         on_same_ranks = {
@@ -134,9 +132,7 @@ def stage_meshes(
             for name, assignment in chosen.items()
         }
         folded = folds(stage, graph, on_same_ranks)
-        check_experts_run(stage, graph, folded=folded, place=f"plan: stage {k}")
-        for block in (blocks[name] for name in stage.blocks if stage.ep > 1):
-            legs(block.ops, graph, table, block.outputs)
+        check_experts_run(stage, graph, table, folded=folded, place=f"plan: stage {k}")
         meshes.append(
             StageMesh(
                 ranks=stage.ranks,

@@ -98,18 +98,18 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
 def check_memory(prediction: Prediction, cluster: Cluster) -> None:
     """A given plan must fit as a searched one does."""
     if lacking := prediction.host_shortfall(cluster):
-        memory = cluster.host.memory_bytes if cluster.host is not None else 0
+        memory = cluster.host.room_bytes if cluster.host is not None else 0
         raise InfeasibleError(
-            f"plan: needs {sized(max(prediction.host_memory_bytes))} of the {sized(memory)} of a "
-            f"node's host memory, {sized(lacking)} more than there is. Way out: less in the plan's "
+            f"plan: needs {sized(max(prediction.host_memory_bytes))} of the {sized(memory)} that a "
+            f"node's host has for it, {sized(lacking)} more. Way out: less in the plan's "
             "offload, a higher zero, or plan again",
             [float(lacking)],
         )
     if lacking := prediction.flash_shortfall(cluster):
-        flash = cluster.host.nvme_bytes if cluster.host is not None else 0
+        flash = cluster.host.flash_room_bytes if cluster.host is not None else 0
         raise InfeasibleError(
-            f"plan: needs {sized(max(prediction.flash_bytes))} of the {sized(flash)} of a node's "
-            f"flash, {sized(lacking)} more than there is. Way out: less nvme in the plan's "
+            f"plan: needs {sized(max(prediction.flash_bytes))} of the {sized(flash)} that a node's "
+            f"flash has for it, {sized(lacking)} more. Way out: less nvme in the plan's "
             "offload, a higher zero, or plan again",
             [float(lacking)],
         )

@@ -32,5 +32,5 @@ def _error(place: str, how: str) -> MeshwrightError:
         place=place,
         legal="weights in float32, bfloat16 or float16",
         way_out="load the base model in bfloat16 without quantization_config, and train LoRA on "
-        "it: tp and pp divide the frozen weights",
+        "it: tp, pp and ZeRO-3 divide the frozen weights",
     )

@@ -26,6 +26,7 @@ from meshwright.costmodel.user_rules import verified
 from meshwright.executor.ranks import same_random_state
 from meshwright.planner.batch import batch_rows, unusual_kind
 from meshwright.planner.blocks import cut_blocks
+from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing import trace
 from meshwright.planner.tracing.transformers import check_positions
 from meshwright.profiles.inputs import MeshwrightError
@@ -136,6 +137,7 @@ class TracedModel:
             graph = with_numbers_of(graph, self.at(batch)[0])
         return graph, factors
 
+    @seldom_collected()
     def _traced(
         self, model: nn.Module, rows: int, *, like: Graph | None
     ) -> tuple[Graph, FactorTable]:

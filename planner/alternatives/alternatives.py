@@ -78,7 +78,8 @@ def known_alternatives(search: Search, result: SearchResult) -> tuple[Alternativ
     chosen = result.best.plan
     wanted = [family for family in families(search, result) if not family.has(chosen)]
     effort = Effort(search.programs.time)
-    explorer = Explorer(drafter=search, equal=search.equal, effort=effort)
+    plain = replace(search.taste, robust=False)
+    explorer = Explorer(drafter=search, equal=search.equal, effort=effort, taste=plain)
     known = {f.name: [d for d in result.drafts if d.fits and f.has(d.plan)] for f in wanted}
     few = FEW - sum(map(bool, known.values()))
     unknown = [family for family in wanted if not known[family.name]]
@@ -211,6 +212,7 @@ class _Families:
             drafter=self.search,
             equal=equal,
             effort=self.effort,
+            taste=replace(self.search.taste, robust=False),
             accept=lambda one: _accepts(family, one),
             trust=1.0,
             known_s=known_s,

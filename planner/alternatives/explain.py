@@ -10,7 +10,7 @@ from meshwright.planner import report
 from meshwright.planner.alternatives.alternatives import Alternative
 from meshwright.planner.plan import Plan, PlanError, check_runs, describe, seconds, sized, slower
 from meshwright.planner.pricing import Evaluation
-from meshwright.planner.search import TIE, SearchResult, why_simpler
+from meshwright.planner.search import TIE, SearchResult, looks_of, why_simpler
 
 
 def explain_search(
@@ -67,8 +67,12 @@ def _ties(result: SearchResult, memory_bytes: float) -> list[str]:
     fastest = min(result.candidates, key=lambda c: c.step_time_s)
     if fastest.step_time_s >= best.step_time_s:
         return []
-    peaks = [c.evaluation.prediction.fullest_bytes for c in (best, fastest)]
-    simpler = why_simpler(best.plan, fastest.plan, peaks, memory_bytes)
+    simpler = why_simpler(
+        *(
+            looks_of(c.plan, c.evaluation.prediction.fullest_bytes, memory_bytes)
+            for c in (best, fastest)
+        )
+    )
     less = fastest.step_time_s / best.step_time_s - 1
     why = (
         f"so the simpler plan was chosen: it {simpler}"

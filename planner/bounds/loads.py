@@ -95,7 +95,8 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
     chain, setting = setup.chain, setup.setting
     sums, count, more = _by_kind(chain)
     total = chain.whole() if single else chain.typical()
-    edge = float(total.largest_parameters / max(float(total.parameters), 1.0)) if single else 0.0
+    weights, largest = map(float, total.moved_weights(setup.zero))
+    edge = largest / max(weights, 1.0) if single else 0.0
     forward, backward = _passes(sums, setting, policies)
     target, zero = setting.target, setup.zero
     gradients, parameters = target.overlap_gradients, target.overlap_parameters
@@ -103,7 +104,7 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
     once, forward_once, backward_once = np.zeros(len(count)), 0.0, 0.0
     if zero == 3:
         forward.beside(sums.zero3_gather_s, setting, hidden=parameters, edge=edge)
-        again = sums.zero3_secondary_s if setting.keeps_secondary else sums.zero3_gather_s
+        again = sums.zero3_secondary_s if setting.keeps_secondary else sums.zero3_again_s
         moved = again + sums.zero3_scatter_s
         backward.beside(moved, setting, hidden=parameters, edge=edge)
         forward.more_s, backward.more_s = forward.more_s + copied, backward.more_s + copied
@@ -187,7 +188,7 @@ def _copied_s(sums: Sums, setting: Setting) -> Floats:
     device, weight_bytes = setting.cluster.device, DTYPE_BYTES[setting.precision]
     if (setting.sharing.zero < 3 and weight_bytes == 4) or not setting.target.copies_weights:
         return np.zeros(len(sums))
-    moved = 2 * weight_bytes * sums.parameters
+    moved = 2 * weight_bytes * sums.moved_weights(setting.sharing.zero)[0]
     efficiency = device.memory_efficiency(max(float(moved.sum()), 1.0))
     seconds: Floats = moved / (device.memory_bandwidth * efficiency)
     return seconds

@@ -1,43 +1,41 @@
 """What a plan has in host memory comes back to its devices as far as they have room.
 
-A draft is made with all that its relief allows: alike on all stages. Written out, each device group
-takes back the activations of as many blocks, each stage as many of its states, or where weights lie
-there, too, of these, as fit; found by halving, for the peak of a device depends on its own stages
-alone. Each policy of recompute is tried anew with as many activations away as that takes. Last, as
-few states as the hosts have no room for stay in files.
+A draft has as many activations away as its levels say, and all states and weights that its relief
+allows, alike on all stages. Written out, each device group takes back the activations of as many
+blocks, each stage as many of its states, or where weights lie there, too, of these, as fit; found
+by halving, for the peak of a device depends on its own stages alone. One that does not fit as its
+draft did sends more. Last, as few states as the hosts have no room for stay in files.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from meshwright.costmodel.blocks import parts_of
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.candidates import Candidate, priced_fits
-from meshwright.planner.drafts.segments import undecided
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.plan import StagePlan
-from meshwright.planner.plan.offload import parts, trained_sizes
+from meshwright.planner.plan.offload import moved_sizes, parts
 from meshwright.planner.pricing import evaluate
 from meshwright.planner.stages import BlockPrograms
 
-LEAST = 1 / 8  # of a stage's blocks: what sends less frees little
 TIE = 1.01  # of steps, below which the plan with less off its devices is taken
 
 
-def brought_back(given: Candidate, programs: BlockPrograms, space: Space) -> Candidate:
-    """The plan with as little off its devices as fits, but for what the user decided."""
-    decided = space.reliefs[0].host
-    if not given.fits or not any(stage.host for stage in given.plan.stages):
-        return given
-    back = _Back(programs, space)
-    best = given
-    if not decided.activations and any(s.host.activations for s in given.plan.stages):
-        best = back.otherwise_repeated(back.less_sent(given))
-    return best if decided.states else back.less_held(best)
+def brought_back(
+    given: Candidate, programs: BlockPrograms, space: Space, sends: float
+) -> Candidate:
+    """The plan with as little off its devices as fits, but for what the user decided; such a part
+    of its blocks may send their activations at most."""
+    decided, back, best = space.reliefs[0].host, _Back(programs, space), given
+    if any(s.host.activations for s in given.plan.stages) and sends:
+        best = back.less_sent(given, sends)
+    held = any(stage.host.states for stage in best.plan.stages)
+    return back.less_held(best) if best.fits and held and not decided.states else best
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +45,13 @@ class _Back:
     programs: BlockPrograms
     space: Space
 
-    def less_sent(self, given: Candidate) -> Candidate:
+    def less_sent(self, given: Candidate, sends: float) -> Candidate:
         """The plan with as few activations in host memory as fit, by device group."""
         plan, room = given.plan, self.space.memory_bytes
         blocks = max(len(stage.blocks) for stage in plan.stages)
         sent = {s.ranks: round(s.host.activations * blocks) for s in plan.stages}
+        if not given.fits:
+            sent = dict.fromkeys(sent, math.ceil(sends * blocks))
 
         def at(counts: Mapping[tuple[int, ...], int]) -> Candidate:
             own = {k: {"activations": counts[s.ranks] / blocks} for k, s in enumerate(plan.stages)}
@@ -73,27 +73,11 @@ class _Back:
             return found
         return best or given
 
-    def otherwise_repeated(self, given: Candidate) -> Candidate:
-        """The plan, or a faster one all of whose blocks that run again do so by another policy,
-        with as many activations in host memory as that takes."""
-        plan, over = given.plan, self.space.restrictions
-        free = undecided(over) and all(own is None for own in over.recompute)
-        if not free or not any(stage.host.activations for stage in plan.stages):
-            return given
-        best, gathered = given, any(stage.tp > 1 for stage in plan.stages)
-        for policy in self.space.policies(plan.schedule):
-            if (parts_of(policy)[1] and not gathered) or self.programs.time.over():
-                continue
-            if self._repeating(given, policy, LEAST).step_time_s < best.step_time_s:
-                found = self.less_sent(self._repeating(given, policy, 1.0))
-                best = min(best, found, key=lambda own: (not own.fits, own.step_time_s))
-        return best
-
     def less_held(self, given: Candidate) -> Candidate:
         """The plan with as few states in host memory as fit, stage by stage, or where weights lie
         there, too, with as few of these: they come in each pass. Then with as few states in files
         as the hosts have no room for: alike on all stages, and less on those with the most."""
-        sizes = [trained_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
+        sizes = [moved_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
         best = given
         for k, stage in enumerate(given.plan.stages):
             kind = "weights" if stage.host.weights else "states"
@@ -130,11 +114,6 @@ class _Back:
             stages[k] = _with(stages[k], own)
         return self._priced(best, stages)
 
-    def _repeating(self, given: Candidate, policy: str, part: float) -> Candidate:
-        """The plan whose blocks that run again do so by this policy, with a part of the activations
-        in host memory."""
-        return self._priced(given, [_repeating(s, policy, part) for s in given.plan.stages])
-
     def _priced(self, best: Candidate, stages: Sequence[StagePlan]) -> Candidate:
         """The plan with other stages, of the same shardings."""
         plan = dataclasses.replace(best.plan, stages=tuple(stages))
@@ -147,11 +126,3 @@ def _with(stage: StagePlan, own: Mapping[str, float]) -> StagePlan:
     there = dataclasses.replace(stage.host, **own)
     # files have a part of the states off the devices
     return stage.with_host(dataclasses.replace(there, files=min(there.files, there.states)))
-
-
-def _repeating(stage: StagePlan, policy: str, part: float) -> StagePlan:
-    """A stage whose blocks that run again do so by this policy, each by itself, with a part of its
-    activations in host memory."""
-    kept = policy if stage.segmented else "none"
-    policies = [kept if own == "none" else policy for own in stage.policies]
-    return _with(stage, {"activations": part}).repeating(policies)

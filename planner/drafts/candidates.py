@@ -20,7 +20,7 @@ from meshwright.costmodel.sharding import Assignment, Entry, Placement
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.combinations import StageDraft
 from meshwright.planner.drafts.space import groups_of
-from meshwright.planner.plan import Plan, StagePlan, express_shardings, stage_on
+from meshwright.planner.plan import Plan, StagePlan, away_blocks, express_shardings, stage_on
 from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_blocks, stage_blocks
 from meshwright.planner.stages import choose_policies, freed_bytes
 from meshwright.profiles.cluster import Cluster
@@ -143,8 +143,8 @@ def _candidate(
         if again or (fits and all(set(own) == {"none"} for own, _ in policies)):
             break
         for g, peak in enumerate(priced.prediction.peak_memory_bytes):
-            own = [(draft.stages[k], policies[k][0]) for k in groups[g]]
-            spare = (memory_bytes - peak) / max(_in_flight([d for d, _ in own]), 1.0)
+            own = [(draft.stages[k], policies[k][0], plan.stages[k]) for k in groups[g]]
+            spare = (memory_bytes - peak) / max(_in_flight([d for d, *_ in own]), 1.0)
             kept = sum(_kept_bytes(*each, ends=ends) for each in own)
             keep[g] = (kept if fits else min(keep[g], kept)) + spare
     return min(found or [candidate], key=lambda each: each.step_time_s)
@@ -186,9 +186,9 @@ def _stage_plan(
     coster: StageCoster, draft: StageDraft, ranks: tuple[int, ...], policies: Sequence[str]
 ) -> StagePlan:
     names = tuple(b.name for b in coster.graph.blocks[draft.start : draft.stop])
-    setting, size = draft.setup.setting, draft.repeated[1]
-    stage = stage_on(setting.mesh, names, ranks, setting.sharing)
-    return stage.with_host(setting.host).repeating(policies, size)
+    setting = draft.setup.setting
+    stage = stage_on(setting.mesh, names, ranks, setting.sharing).with_host(draft.host)
+    return stage.repeating(policies, draft.repeated[1])
 
 
 # --- recompute -----------------------------------------------------------------------------------
@@ -216,22 +216,26 @@ def _policies(
             continue
         if not tried and all(set(d.policies) == {"none"} for d in stages):
             continue
-        blocks = [d.setup.chain.block_sums(d.start, d.stop) for d in stages]
+        sent = [away_blocks(draft.plan.stages[k]) for k in here]
+        blocks = [
+            d.setup.chain.block_sums(d.start + away, d.stop)
+            for d, away in zip(stages, sent, strict=True)
+        ]
         legal = [p for p in stages[0].levels.policies if segment_policy(p)[1] == 1]
         chosen = choose_policies(
             [own for of_stage in blocks for own in of_stage],
             legal,
             room_bytes=kept,
             device=coster.cluster.device.kind,
-            last=[sum(map(len, blocks[: k + 1])) - 1 for k in range(len(blocks)) if ends],
+            last=sorted({sum(map(len, blocks[: k + 1])) - 1 for k in range(len(blocks)) if ends}),
         )
         if chosen is None and tried:  # what holds least is closest
             chosen = (legal[-1],) * sum(map(len, blocks))
         if chosen:
             names = iter(chosen)
-            for k, d in zip(here, stages, strict=True):
-                own = d.overridden([next(names) for _ in range(d.stop - d.start)])
-                found[k] = own, d.repeated[1]
+            for k, d, away in zip(here, stages, sent, strict=True):
+                left = [next(names) for _ in range(d.stop - d.start - away)]
+                found[k] = d.overridden([*d.policies[:away], *left]), d.repeated[1]
     return found
 
 
@@ -263,14 +267,17 @@ def _in_flight(stages: Sequence[StageDraft]) -> float:
     return sum(most) / len(most)
 
 
-def _kept_bytes(draft: StageDraft, policies: Sequence[str], *, ends: bool) -> float:
-    """Bytes that a stage keeps of a micro-batch under policies of its blocks, with what the last
-    one makes again, if it `ends` with its highest point."""
+def _kept_bytes(
+    draft: StageDraft, policies: Sequence[str], stage: StagePlan, *, ends: bool
+) -> float:
+    """Bytes that a stage keeps of a micro-batch under policies of its blocks, on its devices, with
+    what the last one makes again, if it `ends` with its highest point."""
     blocks = draft.setup.chain.block_sums(draft.start, draft.stop)
     end = len(policies) - 1 if ends else -1
     return sum(
         float(own.saved_bytes + own.input_bytes) - freed_bytes(own, policy, last=k == end)
         for k, (own, policy) in enumerate(zip(blocks, policies, strict=True))
+        if k >= away_blocks(stage)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.operators import Mesh, Setting, Sharing
+from meshwright.costmodel.operators import HostParts, Mesh, Setting, Sharing
 from meshwright.costmodel.stages import InFlight, StageCosts, mixed, of_one, stage_costs
 from meshwright.planner.drafts.reliefs import NO_RELIEF, Relief
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
@@ -34,6 +34,11 @@ class StageSetup:
         return replace(
             self.chain.setting, sharing=self.sharing, host=host, validated=self.validated
         )
+
+    def sending(self, part: float) -> StageSetup:
+        """The same with the activations of such a part of its blocks in host memory."""
+        host = replace(self.relief.host, activations=part)
+        return replace(self, relief=replace(self.relief, host=host)) if part else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +71,11 @@ class Combination:
     @property
     def num_stages(self) -> int:
         return self.groups * self.stages_per_group
+
+    @property
+    def offered(self) -> tuple[tuple[str, int], ...]:
+        """Its (schedule, stages per device group), alone."""
+        return ((self.schedule, self.stages_per_group),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +129,19 @@ class StageDraft:
         policy, size = segment_policy(names[0])
         return self.overridden([policy] * len(names)), self.given or size
 
+    @property
+    def sent(self) -> float:
+        """The part of its blocks that the levels send to host memory."""
+        level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
+        own = self.levels.sent[level : level + 2]
+        return float((1 - part) * own[0] + part * own[-1])
+
+    @property
+    def host(self) -> HostParts:
+        """What lies in host memory."""
+        own, sent = self.setup.setting.host, self.sent
+        return replace(own, activations=sent) if sent else own
+
     def _level(self) -> int:
         """The level of the first block."""
         level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
@@ -135,17 +158,22 @@ class StageDraft:
         return [names[min(level + (k < more), len(names) - 1)] for k in range(count)]
 
     def repriced(
-        self, *, compute: float, communication: float, data_axis: float
+        self, *, compute: float, communication: float, data_axis: float, host: float
     ) -> StageCosts[float]:
-        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`."""
+        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`, and
+        those of links to host memory that were not measured."""
         sums = self.setup.chain.runs.sums[self.run].scaled(
             compute=compute, communication=communication, data_axis=data_axis
         )
         level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
-        low, *high = [
-            of_one(stage_costs(sums, self.setup.setting, policy))
-            for policy in self.levels.policies[level : level + 1 + (part > 0)]
-        ]
+        found = list[StageCosts[float]]()
+        for k in range(level, level + 1 + (part > 0)):
+            setting = self.setup.sending(self.levels.sent[k]).setting
+            if self.host and host > 1 and (own := setting.cluster.host) is not None:
+                slower = replace(setting.cluster, host=own.slower(host))
+                setting = replace(setting, problem=replace(setting.problem, cluster=slower))
+            found.append(of_one(stage_costs(sums, setting, self.levels.policies[k])))
+        low, *high = found
         return mixed(low, high[0], part) if high else low
 
     def overridden(self, free: Sequence[str]) -> tuple[str, ...]:

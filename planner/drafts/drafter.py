@@ -140,7 +140,8 @@ class Drafter:
         """The plan of a draft, written out and priced from what is written, with as little off its
         devices as fits."""
         found = make_candidate(self.programs.coster, draft, self.space.memory_bytes)
-        return brought_back(found, self.programs, self.space)
+        sends = draft.stages[0].setup.relief.sends
+        return brought_back(found, self.programs, self.space, sends)
 
     def forget(self) -> None:
         """Give back the memory of what was cut; prices stay."""

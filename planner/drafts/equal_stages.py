@@ -19,8 +19,16 @@ from numpy.typing import NDArray
 from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Setting, Sharing
 from meshwright.costmodel.schedules import SCHEDULES, PipelineShape
-from meshwright.costmodel.stages import InFlight, StageCosts, Sums, of_one, stage_costs, used_bytes
+from meshwright.costmodel.stages import (
+    InFlight,
+    StageCosts,
+    Sums,
+    device_peaks,
+    of_one,
+    stage_costs,
+)
 from meshwright.planner.decisions import MESH, taken
+from meshwright.planner.drafts.candidates import PlanDraft
 from meshwright.planner.drafts.combinations import (
     Combination,
     MeshChoice,
@@ -29,12 +37,13 @@ from meshwright.planner.drafts.combinations import (
     Waiting,
 )
 from meshwright.planner.drafts.fills import filling_s, held_at_peak
+from meshwright.planner.drafts.layouts import GAIN, WORTH, Layouts
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.reliefs import Relief
 from meshwright.planner.drafts.segments import given_segments
-from meshwright.planner.drafts.space import Space, groups_of
+from meshwright.planner.drafts.space import Space
 from meshwright.planner.drafts.transports import transports
-from meshwright.planner.inter_op import cut_evenly, even_out
+from meshwright.planner.inter_op import cut_evenly
 from meshwright.planner.stages import (
     MODES,
     BlockPrograms,
@@ -44,10 +53,8 @@ from meshwright.planner.stages import (
     recompute_levels,
 )
 
-SHARED_SLACK = 1.3  # by which a cut into even stages may exceed one into even devices
 ROUNDING = 1e-9  # of sums that may fill a device to the last byte
 SPLIT_MORE = 0.7  # of typical bytes, what a stage needs at least on a tensor axis
-HOST_SHARE = 0.9  # of the hosts' memory that activations may fill
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 
 
@@ -175,13 +182,14 @@ class EqualStages:
         # stages of one copy of the model per device group
         own_each = np.array([v / SCHEDULES[name].copies for name, v in offered])
         whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
-        levels = self._even_levels(whole, setup.setting, policies, groups * own_each)
+        levels = self._even_levels(whole, setup, policies, groups * own_each)
         held = [held_at_peak(name, groups * v, m, groups) for name, v in offered]
         average = InFlight(*np.array([np.array(own).mean(axis=0) for own in held]).T)
         chosen = levels.choose(average, self.room, per_device=each)
         over = [False] * len(offered)
         if not chosen.fits.all():  # on average; a first stage with fewer blocks may fit
-            over = self._overfull(setup, levels.policies[-1], groups, each, own_each, held, m)
+            least = setup.sending(levels.sent[-1])
+            over = self._overfull(least, levels.policies[-1], groups, each, own_each, held, m)
         uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
 
         def estimate_s(k: int, own: StageCosts[float]) -> float:
@@ -263,16 +271,16 @@ class EqualStages:
         self.combinations(choice)
         return self._waiting[choice]
 
-    def relieved(self, own: Waiting, *, hosts: bool = True) -> Iterator[Combination]:
-        """Combinations that wait, with each relief that they may have, where that may fit, of
-        `hosts` too; none that gives up more than another with which nothing runs again."""
+    def relieved(self, own: Waiting) -> Iterator[Combination]:
+        """Combinations that wait, with each relief that they may have, where that may fit; none
+        that gives up more than another with which nothing runs again."""
         zero, sharing = own.setup.zero, own.setup.sharing
         sent = sharing.sent_otherwise
-        enough, sends = list[HostParts](), self._sendable(own) if hosts else 0.0
+        enough, sends = list[HostParts](), self._sendable(own)
         for relief in self.space.reliefs[1:]:
-            host = replace(relief.host, activations=min(sends, 1.0) * relief.host.activations)
-            setup = replace(own.setup, relief=replace(relief, host=host))
-            if (relief.segmented and not own.tight) or (host and not hosts):
+            relief = replace(relief, sends=min(sends, 1.0) * relief.sends)
+            host, setup = relief.most, replace(own.setup, relief=relief)
+            if relief.segmented and not own.tight:
                 continue
             if (zero == 3 and (host.weights or host.files)) or (host.states and sent):
                 continue
@@ -294,7 +302,7 @@ class EqualStages:
         away = stage_costs(parts, setting, self.policies(own.setup, name)[0]).away_bytes
         held = held_at_peak(name, own.groups * each, own.num_microbatches, own.groups)
         active = sum(float(one.active) for one in held) / len(held)
-        room = HOST_SHARE * host.memory_bytes / self.space.cluster.devices_per_node
+        room = host.room_bytes / self.space.cluster.devices_per_node
         return room / max(float(away) * active, 1.0)
 
     def policies(self, setup: StageSetup, schedule: str) -> tuple[str, ...]:
@@ -321,12 +329,13 @@ class EqualStages:
         return Sums(np.stack([kind.sums.times(kind.count).array for kind in kinds]))
 
     def _even_levels(
-        self, whole: Sums, setting: Setting, policies: Sequence[str], stages: NDArray[Any]
+        self, whole: Sums, setup: StageSetup, policies: Sequence[str], stages: NDArray[Any]
     ) -> RecomputeLevels:
         """A stage of the `whole` model shared out evenly among so many, an entry for each number of
         `stages`."""
         blocks = len(self.classes) / stages
-        return recompute_levels(whole.shared_out(stages), setting, policies, blocks)
+        parts, sends = whole.shared_out(stages), setup.relief.sends
+        return recompute_levels(parts, setup.setting, policies, blocks, sends)
 
     @property
     def room(self) -> float:
@@ -340,7 +349,9 @@ class EqualStages:
         key = setup.chain, setup.sharing, setup.relief, policies
         if key not in self._levels:
             runs = setup.chain.runs
-            self._levels[key] = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
+            self._levels[key] = recompute_levels(
+                runs.sums, setup.setting, policies, runs.blocks, setup.relief.sends
+            )
         return self._levels[key]
 
     def forget(self) -> None:
@@ -348,93 +359,107 @@ class EqualStages:
         self._levels.clear()
 
     def solve(
-        self,
-        combination: Combination,
-        cutoff_s: float,
-        *,
-        alike: bool = False,
-        less_bytes: float = 0.0,
+        self, combination: Combination, cutoff_s: float, *, less_bytes: float = 0.0
     ) -> tuple[float, list[StageDraft]] | None:
         """The objective and the stages of a combination's best cut below a cutoff; None where there
-        is none. The objective, m turns of the slowest stage and what all but one device add to fill
-        the pipeline, is the step of equal stages.
-
-        Of several stages on a device each may take what typical ones leave of its memory; with
-        `alike` no more than an equal share, so that any of them fit together. `less_bytes` of each
-        device are for what the levels don't know, messages first of all.
-        """
-        m, setup = combination.num_microbatches, combination.setup
-        groups, each = combination.groups, combination.stages_per_group
+        is none. The objective, m turns of the slowest device and what all but one device add to
+        fill the pipeline, is the step of equal stages. `less_bytes` of each device are for what the
+        levels don't know, messages first of all."""
+        if combination.stages_per_group > 1:
+            return self._solve_shared(combination, cutoff_s, less_bytes)
+        m, setup, groups = combination.num_microbatches, combination.setup, combination.groups
         schedule, levels = SCHEDULES[combination.schedule], self.levels(setup, combination.schedule)
-        stages = combination.num_stages // schedule.copies  # copies are cut alike
-        held = held_at_peak(combination.schedule, combination.num_stages, m, groups)[:stages]
+        held = held_at_peak(combination.schedule, groups, m, groups)
         counts = sorted(set(held))
-        room = self.room - less_bytes
-        mates = [0.0] * len(counts) if alike else self._mates_bytes(combination, counts)
-        chosen_levels = [
-            levels.choose(h, room, per_device=each, others_bytes=mate)
-            for h, mate in zip(counts, mates, strict=True)
-        ]
+        chosen_levels = [levels.choose(h, self.room - less_bytes) for h in counts]
         runs = setup.chain.runs
         legal, sent = self.legal & self.allowed(setup), self.sent(setup)
-        shape, others = PipelineShape(m, groups, each), (groups - 1) / stages
-        times, fills, kept = [], [], []
-        for h, chosen in zip(counts, chosen_levels, strict=True):
+        shape, others = PipelineShape(m, groups), (groups - 1) / groups
+        times, fills = [], []
+        for chosen in chosen_levels:
             costs = levels.everywhere(chosen)
             turn = np.where(chosen.fits & np.isfinite(runs.seconds), costs.amortised_s(m), np.inf)
             fill = filling_s(schedule, costs, shape, setup.validated)
             turn, fill = turn[runs.index], (fill[runs.index] + sent) * others
             times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
-            if each > schedule.copies:
-                kept.append(used_bytes(costs, h)[runs.index])
         level = [counts.index(count) for count in held]
-        time_s, fill_s, levels_of = np.stack(times), np.stack(fills), np.array(level)
-        # a device's stages make up for each other, which the even cut doesn't know
-        slack = 1.0 if each == 1 else SHARED_SLACK
-        later = float(m * each / schedule.copies)
-        found = cut_evenly(time_s, fill_s, levels_of, later=later, cutoff=cutoff_s * slack)
+        found = cut_evenly(np.stack(times), np.stack(fills), level, later=float(m), cutoff=cutoff_s)
         if found is None:
             return None
-        cuts, objective_s = found.cuts, found.objective_s
-        if each > schedule.copies:
-            devices = np.array(groups_of(combination.schedule, groups, each))
-            cuts, busiest_s = even_out(cuts, time_s, np.stack(kept), levels_of, devices, room)
-            places = levels_of, np.array(cuts[:-1]), np.array(cuts[1:])
-            objective_s = float(fill_s[places].sum()) + m * busiest_s
-        drafts = [
-            self._stage(setup, levels, chosen_levels[level[k]], cuts[k : k + 2], held[k])
-            for k in range(stages)
-        ]
-        return objective_s, drafts * schedule.copies
+        chosen_of = [chosen_levels[k] for k in level]
+        return found.objective_s, self._stages(combination, chosen_of, found.cuts)
 
-    def _stage(
-        self,
-        setup: StageSetup,
-        levels: RecomputeLevels,
-        chosen: ChosenLevel,
-        ends: Sequence[int],
-        in_flight: InFlight,
-    ) -> StageDraft:
-        """The stage between two of the cuts."""
-        start, stop = (int(self.cuts[at]) for at in ends)
-        return StageDraft(
-            start=start,
-            stop=stop,
-            setup=setup,
-            levels=levels,
-            chosen=chosen,
-            given=self.given(start, stop),
-            in_flight=in_flight,
+    def _solve_shared(
+        self, combination: Combination, cutoff_s: float, less_bytes: float
+    ) -> tuple[float, list[StageDraft]] | None:
+        """`solve` where devices have several stages."""
+        layouts = self._layouts(combination, less_bytes)
+        if not len(layouts.starts):
+            return None
+        cuts = layouts.starts[0]
+        objective_s = layouts.objective_s(cuts)
+        if objective_s >= cutoff_s:
+            return None
+        return objective_s, self._stages(combination, layouts.chosen(cuts), cuts.tolist())
+
+    def moved(
+        self, combination: Combination, draft: PlanDraft, limit_s: float, less_bytes: float
+    ) -> list[StageDraft] | None:
+        """The stages of a combination's draft after moves of blocks between them that shorten its
+        simulated step to less than a limit; None where none does, or it can hardly be."""
+        if draft.step_time_s * (1 - GAIN) >= limit_s:
+            return None
+        layouts = self._layouts(combination, less_bytes)
+        limit_s = min(limit_s, draft.step_time_s * (1 - WORTH))
+        if layouts.busiest_s(layouts.starts[0]) >= limit_s:
+            return None
+        stages = draft.stages[: len(layouts.starts[0]) - 1]
+        own = np.searchsorted(self.cuts, [0, *(stage.stop for stage in stages)])
+        sends = {edge: sent.seconds for edge, sent in draft.evaluation.transfers.items()}
+        cuts, part = layouts.improved(own, sends)
+        if draft.step_time_s * part >= limit_s:
+            return None
+        return self._stages(combination, layouts.chosen(cuts), cuts.tolist())
+
+    def _layouts(self, combination: Combination, less_bytes: float) -> Layouts:
+        levels = self.levels(combination.setup, combination.schedule)
+        legal = self.legal & self.allowed(combination.setup)
+        sent = self.sent(combination.setup)
+        return Layouts.of(combination, levels, legal, sent, self.room - less_bytes)
+
+    def _stages(
+        self, combination: Combination, chosen: Sequence[ChosenLevel], cuts: Sequence[int]
+    ) -> list[StageDraft]:
+        """The stages between cuts on their levels, those of a second copy behind the first's."""
+        count, stages = combination.num_stages, len(cuts) - 1
+        held = held_at_peak(
+            combination.schedule, count, combination.num_microbatches, combination.groups
         )
+        levels = self.levels(combination.setup, combination.schedule)
+        ends = [int(self.cuts[at]) for at in cuts]
+        return [
+            StageDraft(
+                start=ends[k % stages],
+                stop=ends[k % stages + 1],
+                setup=combination.setup,
+                levels=levels,
+                chosen=chosen[k],
+                given=self.given(ends[k % stages], ends[k % stages + 1]),
+                in_flight=held[k],
+            )
+            for k in range(count)
+        ]
 
     def spare_bytes(self, combination: Combination, cut: Sequence[StageDraft]) -> float:
         """Bytes that the fullest device of a cut has left as the levels of its stages have it."""
-        groups, each = combination.groups, combination.stages_per_group
-        used = np.zeros(groups)
-        for g, own in zip(groups_of(combination.schedule, groups, each), cut, strict=True):
-            used[g] += used_bytes(own.levels.at(own.run, own.chosen), own.in_flight)
-        return max(0.0, self.room - float(used.max()))
+        peaks = device_peaks(
+            [own.levels.at(own.run, own.chosen) for own in cut],
+            schedule=combination.schedule,
+            num_microbatches=combination.num_microbatches,
+            num_devices=combination.groups,
+        )
+        return max(0.0, self.room - max(peak.nbytes for peak in peaks))
 
     def given(self, start: int, stop: int) -> int | None:
         """Blocks in a segment of a stage, where the user decided it."""
@@ -446,25 +471,6 @@ class EqualStages:
         turns = 0 if SCHEDULES[combination.schedule].hides_sends else combination.num_microbatches
         each, groups = combination.stages_per_group, combination.groups
         return 0.0 if groups == 1 else (turns * each + groups - 1) * sent
-
-    def _mates_bytes(self, combination: Combination, in_flight: Sequence[InFlight]) -> list[float]:
-        """Bytes that the other stages of a device hold where all of them are typical, with so many
-        micro-batches in flight; 0 for stages that are alone, or don't fit so."""
-        setup, each = combination.setup, combination.stages_per_group
-        if each == 1:
-            return [0.0] * len(in_flight)
-        policies = self.policies(setup, combination.schedule)
-        copies = SCHEDULES[combination.schedule].copies
-        whole, stages = setup.chain.typical(), np.array([combination.num_stages // copies])
-        levels = self._even_levels(whole, setup.setting, policies, stages)
-        found = []
-        for own in in_flight:
-            chosen = levels.choose(own, self.room, per_device=each)
-            costs = levels.at(0, chosen)
-            kept = costs.kept_bytes + own.active * costs.activation_bytes
-            kept += own.put_off * costs.put_off_bytes
-            found.append(float((each - 1) * kept) if chosen.fits[0] else 0.0)
-        return found
 
     def allowed(self, setup: StageSetup) -> np.ndarray:
         """(C, C): stages whose blocks' overrides allow the setup."""

@@ -99,10 +99,12 @@ class MemoryFloor:
         """Under each ZeRO stage the bytes that a block of each kind holds, and needs in passing."""
         rows = self.space.global_batch_size / m / mesh.dp
         setting = self.programs.coster.setting(mesh, Batch(rows=rows, microbatches=m))
-        among = kinds.shard_parameters * _reference(mesh).devices  # on one rank
+        ranks = _reference(mesh).devices
+        among, frozen = kinds.shard_parameters * ranks, kinds.frozen_shard_bytes * ranks  # on one
         found = []
         for sharing in self.space.zeros(mesh):
             kinds.shard_parameters = among / sharing.among(mesh.holders)
+            kinds.frozen_shard_bytes = frozen / sharing.among(mesh.holders)
             host = self.space.most_away
             own = replace(
                 setting,

@@ -2,29 +2,37 @@
 
 Every candidate that has to run blocks again, or does not fit, is completed by each of these in
 turn: parts of its states, weights and activations in host memory or on flash, or segments of blocks
-that run again. What the chosen plan then has room for comes back to its devices, stage by stage
-(`planner/drafts/away.py`).
+that run again. How many blocks then send their activations, and which run again, is found together
+(`planner/stages/recompute_levels.py`); what the chosen plan has room for comes back to its devices,
+stage by stage (`planner/drafts/away.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.costmodel.memory import FP32, optimizer_bytes
 from meshwright.costmodel.operators import NOT_AWAY, HostParts, Problem
+from meshwright.costmodel.stages import held_bytes
 from meshwright.planner.drafts.segments import undecided
 from meshwright.planner.overrides import Restrictions
-
-SENT = (0.25, 0.5, 0.75, 1.0)  # parts of the blocks whose activations are tried in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relief:
-    """The parts that lie in host memory, and whether blocks may run again in segments."""
+    """The parts that lie in host memory, the part of the blocks that may send their activations
+    there, and whether blocks may run again in segments."""
 
     host: HostParts = NOT_AWAY
+    sends: float = 0.0
     segmented: bool = False
+
+    @property
+    def most(self) -> HostParts:
+        """The most that may lie in host memory."""
+        activations = max(self.host.activations, self.sends)
+        return replace(self.host, activations=activations)
 
 
 NO_RELIEF = Relief()
@@ -41,21 +49,20 @@ def reliefs(problem: Problem, over: Restrictions) -> tuple[Relief, ...]:
     free = undecided(over) and "none" not in over.recompute
     found = [Relief(host=host)]
     found += [Relief(host=host, segmented=True)] * (free and not host.weights)
-    found += (Relief(host=each) for each in _away(problem, over) if each != host)
+    held = held_by_hosts(problem, over)
+    open_ = over.host_activations is None and held > 0
+    for own in (NOT_AWAY, *_held(problem, held)):
+        found += [Relief(host=own)] * (own != host)
+        found += [Relief(host=own, sends=1.0)] * (open_ and not own.files)
     return tuple(found)
 
 
-def _away(problem: Problem, over: Restrictions) -> Iterator[HostParts]:
-    """Parts to try in host memory, where the user left that open."""
-    held = held_by_hosts(problem, over)
-    sent = SENT if over.host_activations is None and held else ()
-    yield from (HostParts(activations=part) for part in sent)
+def _held(problem: Problem, held: float) -> Iterator[HostParts]:
+    """States and weights to try in host memory that holds such a part of all states."""
     if held:
         yield HostParts(states=held)
-        yield from (HostParts(states=held, activations=part) for part in sent)
     if held == 1:
         yield HostParts(states=1.0, weights=1.0)
-        yield from (HostParts(states=1.0, weights=1.0, activations=part) for part in sent)
     if held and (filed := min(held_by_flash(problem), 1.0)):  # all that may be: it is lessened
         yield HostParts(states=1.0, files=filed)
         yield HostParts(states=1.0, weights=1.0, files=filed)
@@ -69,8 +76,8 @@ def held_by_hosts(problem: Problem, over: Restrictions) -> float:
         return 0.0
     if over.host_states is not None:
         return 0.0
-    states = problem.graph.num_trained() * (2 * FP32 + optimizer_bytes(problem.optimizer))
-    return min(1.0, problem.cluster.num_nodes * host.memory_bytes / max(states, 1))
+    states = problem.graph.num_trained() * held_bytes(problem)
+    return min(1.0, problem.cluster.num_nodes * host.room_bytes / max(states, 1))
 
 
 def held_by_flash(problem: Problem) -> float:
@@ -80,4 +87,4 @@ def held_by_flash(problem: Problem) -> float:
     if host is None or not host.has_flash:
         return 0.0
     filed = FP32 + optimizer_bytes(problem.optimizer)
-    return cluster.num_nodes * host.nvme_bytes / (filed * max(problem.graph.num_trained(), 1))
+    return cluster.num_nodes * host.flash_room_bytes / (filed * max(problem.graph.num_trained(), 1))

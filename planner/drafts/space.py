@@ -25,6 +25,7 @@ import numpy as np
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import UNSHARED, HostParts, Mesh, Problem, Sharing
+from meshwright.costmodel.rules import draws_anew
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding import ULYSSES, FactorTable
 from meshwright.costmodel.stages import room_bytes
@@ -32,7 +33,15 @@ from meshwright.costmodel.written_buffers import inseparable
 from meshwright.planner.drafts.reliefs import Relief, reliefs
 from meshwright.planner.drafts.segments import legal_stages, with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
-from meshwright.planner.plan import divisors, fewest_experts, kept_together, ulysses_degrees
+from meshwright.planner.plan import (
+    PlanError,
+    check_blocks,
+    divisors,
+    fewest_experts,
+    has_experts,
+    kept_together,
+    ulysses_degrees,
+)
 from meshwright.profiles.cluster import Cluster
 
 MAX_MICROBATCH_CHOICES = 12
@@ -80,8 +89,19 @@ class Space:
 
     @cached_property
     def experts(self) -> int:
-        """The fewest experts of any operator; 1 without any."""
-        return fewest_experts(self.graph, self.factors)
+        """The fewest experts of any operator; 1 without any, or where ranks can't share them."""
+        return 1 if self.unshared_experts else fewest_experts(self.graph, self.factors)
+
+    @cached_property
+    def unshared_experts(self) -> str:
+        """Why no ranks share experts out, whatever the mesh; else empty."""
+        if not has_experts(self.graph):
+            return ""
+        try:
+            check_blocks(self.graph.blocks, self.graph, self.factors)
+        except PlanError as error:
+            return str(error)
+        return ""
 
     @property
     def may_differ(self) -> bool:
@@ -98,7 +118,7 @@ class Space:
     @cached_property
     def most_away(self) -> HostParts:
         """The most of each kind that may lie in host memory."""
-        hosts = [asdict(each.host) for each in self.reliefs]
+        hosts = [asdict(each.most) for each in self.reliefs]
         return HostParts(**{name: max(own[name] for own in hosts) for name in hosts[0]})
 
     def policies(self, schedule: str, *, segmented: bool = False) -> tuple[str, ...]:
@@ -178,6 +198,8 @@ class Space:
         several = self.cluster.num_devices > 1 and self.factors.sequence is None
         if several and longest >= 2 * MIN_CONTEXT:
             found.append(f"cp can't split sequences of {longest}: {self.factors.tokens.why}")
+        if self.cluster.num_devices > 1:
+            found += filter(None, (self.own_draws, self.unshared_experts))
         places, blocks = len(self.cut_at), len(self.graph.blocks)
         if places <= blocks:
             found.append(
@@ -242,9 +264,25 @@ class Space:
         over = self.restrictions
         if self._held_twice and mesh.cp * mesh.ep > 1:
             return False
+        if self.own_draws and mesh.devices > 1:
+            return False
         return all(
             any(own in (None, getattr(mesh, axis)) for own in getattr(over, axis))
             for axis in ("dp", "tp", "cp", "ep")
+        )
+
+    @cached_property
+    def own_draws(self) -> str:
+        """Why every stage has one device, where an operator draws numbers that no plan repeats;
+        else empty."""
+        op = next(filter(draws_anew, self.graph.ops), None)
+        if op is None:
+            return ""
+        at = f"{op.target}, {op.source}" if op.source else op.target
+        return (
+            f"{op.key} ({at}) draws random numbers in a way of its own, which would differ from "
+            "rank to rank: every stage has one device, unless they are drawn by dropout, rand, "
+            "randn, bernoulli or exponential"
         )
 
     @property

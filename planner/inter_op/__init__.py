@@ -7,10 +7,10 @@ from meshwright.planner.inter_op.partition import (
     minimal_shortfall,
     solve_inter_op,
 )
-from meshwright.planner.inter_op.shared_devices import even_out
+from meshwright.planner.inter_op.shared_devices import Judged, SharedDevices, evenly
 from meshwright.planner.inter_op.table import Constraints, StageTable
 
 __all__ = [
-    "Constraints", "InterOpSolution", "MemoryShortfall", "StageTable", "cut_evenly",
-    "even_out", "minimal_shortfall", "solve_inter_op",
+    "Constraints", "InterOpSolution", "Judged", "MemoryShortfall", "SharedDevices", "StageTable",
+    "cut_evenly", "evenly", "minimal_shortfall", "solve_inter_op",
 ]  # fmt: skip

@@ -1,72 +1,165 @@
-"""Even out what devices do that run several stages each.
+"""Layouts of stages that share devices: how busy and how full each device is, and moves of blocks.
 
-`cut_evenly` bounds every stage by the slowest one; a device that takes turns between stages
-``k, k+p, ...`` is as slow as their sum
+Cuts c_0 < .. < c_P give stage k the run r_k of blocks c_k..c_{k+1}-1. Device d takes turns between
+its stages; with all of their blocks on recompute level l it is busy for so many seconds per
+micro-batch, and holds so many bytes, of kinds h,
 
-    max over devices d of  Σ_{k on d} t[l(k), c_k, c_{k+1}],
+    t_d(l) = Σ_{k on d} time[l, r_k]
+    b_d(l) = max over moments q of Σ_{k on d} Σ_h w[d, q, k, h] · held[l, r_k, h]
 
-in which a long stage may be made up for by short ones, and so in what it holds.  From the even cut,
-blocks move one by one from the busiest to the least busy device, all cuts between the two stages by
-one place, as long as the maximum falls and no device comes to hold more than there is room for: a
+and on the least level at which it fits the part λ of its blocks, of the others on the one below
+
+    λ = (b_d(l-1) - room) / (b_d(l-1) - b_d(l))        t_d = (1 - λ) t_d(l-1) + λ t_d(l)
+
+A layout is the better the fewer bytes its devices lack on the last level, then the less busy its
+busiest device is, then the next one, and so on; then the less time they took if all waited for the
+slowest in each of their stages in turn. From a start, blocks move one by one from a stage of the
+worst device, the one that lacks most or else the busiest, or where stages are few of any device, to
+any other stage, all cuts between the two by one place, until no move makes the layout better: a
 local optimum.
 """
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from meshwright.planner.inter_op.table import Floats, Ints
+from meshwright.planner.inter_op.table import Floats, Ints, Masks
 
 MOST_MOVES = 64
+FEW_STAGES = 24  # of which all moves are tried
+ROUNDED = 4  # digits of loads that are compared, over the most
 
 
-def even_out(
-    cuts: Sequence[int],
-    time_s: Floats,
-    held_bytes: Floats,
-    level_of_stage: Ints,
-    device_of_stage: Ints,
-    room_bytes: float,
-) -> tuple[tuple[int, ...], float]:
-    """The cuts after all moves that help, and the seconds of the busiest device.
+class Judged(NamedTuple):
+    """Of N layouts on D devices, (N, D) each: seconds per micro-batch, inf where a stage is not
+    legal; bytes that lack on the last level; the level below, and the part of the blocks that is on
+    the next one; (N,): seconds if all waited for the slowest in each of their stages in turn."""
 
-    ``cuts`` are P+1 ascending positions; ``time_s`` and ``held_bytes`` are (L, C+1, C+1), +inf
-    where a stage is not legal; ``level_of_stage`` and ``device_of_stage`` are (P,).
-    """
-
-    def loads(table: Floats, cuts: Ints) -> Floats:
-        """(devices,): the sum over all stages of each."""
-        own = table[level_of_stage, cuts[:-1], cuts[1:]]
-        total: Floats = np.bincount(device_of_stage, weights=own).astype(np.float64)
-        return total
-
-    best = np.array(cuts)
-    busy = loads(time_s, best)
-    most = max(room_bytes, float(loads(held_bytes, best).max()))
-    for _ in range(MOST_MOVES):
-        found: tuple[Ints, Floats] | None = None
-        for one in _moves(best, busy, device_of_stage):
-            after = loads(time_s, one)
-            faster = after.max() < (found[1] if found else busy).max() * (1 - 1e-9)
-            if faster and loads(held_bytes, one).max() <= most:
-                found = one, after
-        if found is None:
-            break
-        best, busy = found
-    return tuple(int(c) for c in best), float(busy.max())
+    load_s: Floats
+    lacks: Floats
+    level: Ints
+    part: Floats
+    in_turn_s: Floats
 
 
-def _moves(cuts: Ints, loads: Floats, devices: Ints) -> list[Ints]:
-    """Cuts with a block less for a stage of the busiest device and one more for a stage of the
-    least busy one."""
-    found = []
-    for source in np.flatnonzero(devices == loads.argmax()):
-        for target in np.flatnonzero(devices == loads.argmin()):
-            moved = cuts.copy()
-            if source < target:
-                moved[source + 1 : target + 1] -= 1
-            else:
-                moved[target + 1 : source + 1] += 1
-            if (np.diff(moved) > 0).all():
-                found.append(moved)
+@dataclass(frozen=True, kw_only=True)
+class SharedDevices:
+    """R runs of blocks on L levels; P stages, of which each of D devices has v, one of them twice
+    where there are two copies of the model; H kinds of bytes at Q moments."""
+
+    time_s: Floats
+    """(L, R); of run 0, which is no stage, it does not matter."""
+    held: Floats
+    """(L, R, H) bytes"""
+    index: Ints
+    """(C, C): the run between two positions, 0 where no stage is legal."""
+    weights: Floats
+    """(D, Q, v, H): how often a device holds each kind of bytes of each of its stages."""
+    stages: Ints
+    """(D, v): the stages of each device."""
+    whole: Masks
+    """(L,): levels that all blocks of a device are on, or none."""
+    room_bytes: float
+
+    def judged(self, cuts: Ints) -> Judged:
+        """The devices of layouts with these cuts, (N, P+1)."""
+        devices, each = self.stages.shape
+        runs = self.index[cuts[:, :-1], cuts[:, 1:]][:, self.stages]
+        in_turn = self.time_s[0][runs].max(axis=1).sum(axis=1)
+        # layouts have most of their devices in common: told apart by sums that hardly ever agree
+        random = np.random.default_rng(0).integers(2**62, size=each + 1)
+        codes = (runs @ random[:each] + np.arange(devices) * random[each]).ravel()
+        _, first, back = np.unique(codes, return_index=True, return_inverse=True)
+        device, runs = first % devices, runs.reshape(-1, each)[first]
+        seconds = self.time_s[:, runs].sum(axis=2)
+        used = self.used_bytes(device, self.held[:, runs])
+        level, part = self._least(used)
+        at = np.arange(len(device))
+        after = np.minimum(level + 1, len(used) - 1)
+        load = (1 - part) * seconds[level, at] + part * seconds[after, at]
+        load = np.where((runs > 0).all(axis=1), load, np.inf)
+        lacks = np.maximum(used.min(axis=0) - self.room_bytes, 0.0)
+        back = back.reshape(len(cuts), devices)
+        return Judged(load[back], lacks[back], level[back], part[back], in_turn)
+
+    def used_bytes(self, device: Ints, held: Floats) -> Floats:
+        """(..., U): bytes at the peak of each `device`, (U,), whose stages have (..., U, v, H)."""
+        flat = held.reshape(*held.shape[:-2], held.shape[-2] * held.shape[-1])
+        used: Floats = np.empty(flat.shape[:-1])
+        for d, weights in enumerate(self.weights):
+            own = device == d
+            moments = weights.reshape(len(weights), -1)
+            used[..., own] = (flat[..., own, :] @ moments.T).max(axis=-1)
+        return used
+
+    def _least(self, used: Floats) -> tuple[Ints, Floats]:
+        """The level below the least one on which devices fit that hold so much, (L, U), and the
+        part on it; the last one where they don't."""
+        fits = used <= self.room_bytes
+        last = len(used) - 1
+        level = np.where(fits.any(axis=0), np.maximum(fits.argmax(axis=0) - 1, 0), last)
+        at, after = np.arange(used.shape[1]), np.minimum(level + 1, last)
+        freed = np.maximum(used[level, at] - used[after, at], 1.0)
+        part = np.clip((used[level, at] - self.room_bytes) / freed, 0.0, 1.0)
+        return level, np.where(level == last, 0.0, np.where(self.whole[after], np.ceil(part), part))
+
+    def evened(self, cuts: Ints) -> Ints:
+        """The cuts, (P+1,), after all moves that make the layout better; those that fill devices to
+        more than their room only as far as so many moves may still mend that."""
+        lacks = np.inf
+        for left in range(MOST_MOVES, 0, -1):
+            own = self.judged(cuts[None])
+            gained, lacks = lacks - own.lacks.sum(), float(own.lacks.sum())
+            if lacks > gained * left:
+                break
+            found = self._better(cuts, self.moves(cuts))
+            if found is None:
+                break
+            cuts = found
+        return cuts
+
+    def _better(self, cuts: Ints, moves: Ints) -> Ints | None:
+        """The best layout of these moves, if it is better."""
+        tried = np.concatenate([cuts[None], moves])
+        best = int(np.lexsort(_order(self.judged(tried)).T[::-1])[0])
+        return tried[best] if best else None
+
+    def moves(self, cuts: Ints) -> Ints:
+        """(N, P+1): the cuts, (P+1,), after each move of a block from a stage of the worst device;
+        of few stages from any."""
+        count = len(cuts) - 1
+        sources = np.arange(count)
+        if count > FEW_STAGES:
+            own = self.judged(cuts[None])
+            sources = self.stages[(own.lacks if own.lacks.any() else own.load_s).argmax()]
+        source, target = np.meshgrid(sources, np.arange(count))
+        source, target = source.reshape(-1, 1), target.reshape(-1, 1)
+        at = np.arange(count + 1)
+        later = (at > source) & (at <= target)
+        earlier = (at > target) & (at <= source)
+        found = cuts - later + earlier
+        moved: Ints = found[(np.diff(found) > 0).all(axis=1) & (source != target)[:, 0]]
+        return moved
+
+
+def _order(judged: Judged) -> Floats:
+    """(N, 2 + D): by what layouts are compared, the first place first."""
+    loads = -np.sort(-judged.load_s, axis=1)
+    most = float(loads[np.isfinite(loads)].max(initial=1e-30))
+    seconds = np.column_stack([loads, judged.in_turn_s]) / most
+    return np.column_stack([judged.lacks.sum(axis=1), np.round(seconds, ROUNDED)])
+
+
+def evenly(weights: Floats, stages: int) -> Ints:
+    """(stages + 1,) cuts of pieces that weigh so much, where each stage ends as near as may be to
+    its even share, with a piece at least."""
+    ends = np.concatenate([[0.0], np.cumsum(weights)])
+    wanted = ends[-1] * np.arange(stages + 1) / stages
+    after = np.clip(np.searchsorted(ends, wanted), 1, len(weights))
+    cuts = after - (wanted - ends[after - 1] < ends[after] - wanted)
+    cuts[0], cuts[-1] = 0, len(weights)
+    at = np.arange(stages + 1)
+    cuts = np.maximum.accumulate(cuts - at) + at
+    found: Ints = np.minimum(cuts, len(weights) - stages + at)
     return found

@@ -15,9 +15,9 @@ costs of parameters,
     c_p(s)                        of parameter p stored as s, on the data axis (`_priced`)
     a_po(s, t) + b_po(s, t) / m   of handing it to operator o as t (`_Stored`)
 
-and where experts are shared out, from one ep > 1 to another, the costs of operators that exchange
-copies of tokens or work through them (`_shared_out`), and of handing them their matrices. The rest
-is solved once per program.
+and those of operators (`_varying_ops`) that meet other ranks' batch on the data axis, or, where
+experts are shared out, from one ep > 1 to another, that exchange copies of tokens or work through
+them; there, too, of handing them their matrices. The rest is solved once per program.
 """
 
 from __future__ import annotations
@@ -113,8 +113,9 @@ class _Stored:
 
 class BlockProgram:
     """The program of one block on a tensor axis at given rows. How parameters are stored is priced
-    by `solve`, for a data-parallel degree and number of micro-batches; and what experts cost, for
-    the number of ranks that they are shared over (by more than one, if `pricer` has so many).
+    by `solve`, for a data-parallel degree and number of micro-batches; and what batches that meet
+    cost, and experts, for the number of ranks that they are shared over (by more than one, if
+    `pricer` has so many).
 
     `inputs` and `outputs` give the states that values crossing the boundary may have.
     `allowed(name, state)` restricts operators (by name, strategies) and values (by name, states)
@@ -137,7 +138,11 @@ class BlockProgram:
         self.problem = PairwiseProblem()
         self._routes = routes(layouts)
         several, experts = pricer.setting.mesh.ep > 1, layouts.table.has_experts
-        self._shared_out = [op for op in self.block.ops if several and traits_of(op).experts]
+        self._varying_ops = [
+            op
+            for op in self.block.ops
+            if (several and traits_of(op).experts) or pricer.meets_batch(op)
+        ]
         # parameters whose local size depends on how many ranks share the experts out
         self._varying = [v for v in self.block.parameters if several and experts(v)]
         self._assignments: dict[tuple[int, ...], Assignment] = {}  # by the states of all nodes
@@ -339,7 +344,7 @@ class BlockProgram:
         """Factors that depend on the data axis, the number of micro-batches or that of the ranks
         that share the experts out."""
         nodes: set[Scope] = {(f"parameter:{stored.value}",) for stored in self._stored}
-        nodes |= {(op.name,) for op in self._shared_out}
+        nodes |= {(op.name,) for op in self._varying_ops}
         return nodes | {stored.scope for stored in self._stored if self._moves(stored)}
 
     def _moves(self, stored: _Stored) -> bool:
@@ -351,7 +356,7 @@ class BlockProgram:
     ) -> dict[Scope, np.ndarray]:
         """Those factors, for m micro-batches."""
         factors: dict[Scope, np.ndarray] = {
-            (op.name,): np.array(self._computing(op, pricer)) for op in self._shared_out
+            (op.name,): np.array(self._computing(op, pricer)) for op in self._varying_ops
         }
         for stored in self._stored:
             value = stored.value

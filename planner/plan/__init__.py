@@ -4,7 +4,9 @@ from meshwright.planner.decisions import OFFLOADS, PLACEMENTS, divisors
 from meshwright.planner.plan.assignments import Known
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.context_parallel import ulysses_degrees
+from meshwright.planner.plan.expert_legs import legs, refused
 from meshwright.planner.plan.expert_parallel import (
+    check_blocks,
     check_experts_run,
     expert_weights,
     fewest_experts,
@@ -44,23 +46,27 @@ from meshwright.planner.plan.words import (
     decision_words,
     describe,
     kept_together,
+    layout_words,
     margin_beside,
     meeting_words,
+    megatron_layout,
     mesh_words,
     peak_words,
     seconds,
     sized,
     slower,
+    stage_layout,
 )
 
 __all__ = [
     "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RUNS", "InfeasibleError", "Known", "Plan",
-    "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_experts_run", "check_offload",
-    "check_plan", "check_runs", "compress_names", "compress_ranks", "counted", "crossings",
-    "decision_words", "describe", "divisors", "expand_names", "expand_ranks", "expert_weights",
-    "express_shardings", "fewest_experts", "fingerprint", "folds", "glob", "has_experts",
-    "in_files", "kept_together", "margin_beside", "meeting_words", "mesh_words",
-    "offloaded_parameters", "offloaded_weights", "peak_words", "pipelines", "placement_of",
-    "recompute_of", "resolve_shardings", "runs_experts", "seconds", "segments_of", "shared_apart",
-    "sized", "slower", "stage_of", "stage_on", "stages_of_parameters", "ulysses_degrees",
+    "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_blocks", "check_experts_run",
+    "check_offload", "check_plan", "check_runs", "compress_names", "compress_ranks", "counted",
+    "crossings", "decision_words", "describe", "divisors", "expand_names", "expand_ranks",
+    "expert_weights", "express_shardings", "fewest_experts", "fingerprint", "folds", "glob",
+    "has_experts", "in_files", "kept_together", "layout_words", "legs", "margin_beside",
+    "meeting_words", "megatron_layout", "mesh_words", "offloaded_parameters", "offloaded_weights",
+    "peak_words", "pipelines", "placement_of", "recompute_of", "refused", "resolve_shardings",
+    "runs_experts", "seconds", "segments_of", "shared_apart", "sized", "slower", "stage_layout",
+    "stage_of", "stage_on", "stages_of_parameters", "ulysses_degrees",
 ]  # fmt: skip

@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from meshwright.costmodel import sharding
-from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.rules import EXPERT_FACTOR, TOKEN_FACTORS, traits_of
+from meshwright.planner.plan.expert_legs import legs, refused
 from meshwright.planner.plan.plan import StagePlan
 from meshwright.planner.plan.ranges import PlanError
 
@@ -74,7 +75,26 @@ def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, sharding.Ass
     )
 
 
-def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: str) -> None:
+def check_blocks(blocks: Sequence[Block], graph: Graph, factors: sharding.FactorTable) -> None:
+    """Raise `PlanError` unless the executor can share out the experts of blocks, on any mesh."""
+    weights = expert_weights(graph)
+    for block in blocks:
+        legs(block.ops, graph, factors, block.outputs)
+        for op in block.ops:
+            matrices = _weights(op.operands) if traits_of(op).experts == "product" else ()
+            for value in op.operands:
+                if value in weights and not (value in matrices and value in graph.parameters):
+                    said = graph.parameters.get(value, value)
+                    raise refused(
+                        op,
+                        f"it takes the experts' matrices {said}, which must be a parameter that "
+                        "grouped products alone read",
+                    )
+
+
+def check_experts_run(
+    stage: StagePlan, graph: Graph, factors: sharding.FactorTable, *, folded: bool, place: str
+) -> None:
     """Raise `PlanError` unless the executor can share the experts of a stage out as planned."""
     if stage.ep == 1:
         return
@@ -96,21 +116,8 @@ def check_experts_run(stage: StagePlan, graph: Graph, *, folded: bool, place: st
             place=f"{place}: ep",
             legal="one a multiple of the other",
         )
-    blocks = set(stage.blocks)
-    weights = expert_weights(graph)
-    for block in graph.blocks:
-        for op in block.ops if block.name in blocks else ():
-            matrices = _weights(op.operands) if traits_of(op).experts == "product" else ()
-            for value in op.operands:
-                parameter = value in graph.parameters
-                if value in weights and not (value in matrices and parameter):
-                    raise PlanError(
-                        f"={stage.ep} can be priced, but not run: {op.key} takes the experts' "
-                        f"matrices {graph.parameters.get(value, value)}, which must be a "
-                        "parameter that grouped products alone read",
-                        place=f"{place}: ep",
-                        legal="1",
-                    )
+    own = set(stage.blocks)
+    check_blocks([block for block in graph.blocks if block.name in own], graph, factors)
 
 
 def check_experts(

@@ -2,7 +2,8 @@
 
 The last blocks are taken first: their gradients are made first in a backward, and their weights are
 read last in a forward, so that both ways to the host have most to pass behind. Of the states there,
-the last blocks' again lie in files on the node's flash (ZeRO-Infinity).
+the last blocks' again lie in files on the node's flash (ZeRO-Infinity). What ZeRO-3 divides of a
+block lies in one place, frozen parameters with the states of the others.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.graph import Graph, TensorMeta
+from meshwright.costmodel.memory import divides
 from meshwright.planner.decisions import OFFLOADS
 from meshwright.planner.plan.plan import StagePlan
 from meshwright.planner.plan.ranges import PlanError
@@ -42,21 +44,26 @@ def parts(sizes: Sequence[float]) -> list[float]:
     return found
 
 
-def trained_sizes(stage: StagePlan, graph: Graph) -> list[float]:
-    """Elements of the trained parameters of each block of a stage, each counted with the first
-    block that reads it."""
+def moved_sizes(stage: StagePlan, graph: Graph) -> list[float]:
+    """Elements of the parameters of each block of a stage that may lie in host memory, each counted
+    with the first block that reads it."""
     blocks = {block.name: block for block in graph.blocks}
     seen: set[str] = set()
     sizes = []
     for name in stage.blocks:
-        own = [v for v in blocks[name].parameters if graph.values[v].requires_grad]
+        own = [v for v in blocks[name].parameters if _moves(stage, graph.values[v])]
         sizes.append(float(sum(math.prod(graph.values[v].shape) for v in {*own} - seen)))
         seen.update(own)
     return sizes
 
 
+def _moves(stage: StagePlan, meta: TensorMeta) -> bool:
+    """Whether a parameter may lie in host memory."""
+    return meta.requires_grad or divides(stage.zero, trained=False)
+
+
 def offloaded_parameters(stage: StagePlan, graph: Graph) -> frozenset[str]:
-    """Values of the trained parameters whose states lie in host memory."""
+    """Values of the parameters whose states lie in host memory."""
     return _of_last_blocks(stage, graph, stage.host.states)
 
 
@@ -77,14 +84,14 @@ def in_files(stage: StagePlan, graph: Graph) -> frozenset[str]:
 
 
 def _of_last_blocks(stage: StagePlan, graph: Graph, part: float) -> frozenset[str]:
-    """Values of the trained parameters that are first read by the last blocks with this part."""
+    """Values of the parameters that are first read by the last blocks with this part."""
     if not part:
         return frozenset()
     blocks = {block.name: block for block in graph.blocks}
-    first = first_offloaded(trained_sizes(stage, graph), part)
+    first = first_offloaded(moved_sizes(stage, graph), part)
     before = {v for name in stage.blocks[:first] for v in blocks[name].parameters}
     after = (v for name in stage.blocks[first:] for v in blocks[name].parameters)
-    return frozenset(v for v in after if v not in before and graph.values[v].requires_grad)
+    return frozenset(v for v in after if v not in before and _moves(stage, graph.values[v]))
 
 
 def away_blocks(stage: StagePlan) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from meshwright.planner.plan.plan import Plan, StagePlan
 
 GIB = 2**30
 MARGIN_STEPS = 1000  # a memory margin is said to so many parts
+MOST_LETTERS = 3  # layers of a stage that are spelled out
 MAX_MEETINGS = 3  # operators in which rows meet that are named
 LEAST_S = 1e-9  # no device does anything in less
 ROUNDS_UP = 0.9995  # of a unit: three digits show it as 1
@@ -88,6 +90,47 @@ def describe(plan: Plan) -> str:
         if own.acts == "stage" and own.line and own not in SHARING:
             words.append(own.line([getattr(stage, name) for stage in plan.stages]))
     return ", ".join(filter(None, words))
+
+
+def stage_layout(plan: Plan) -> list[list[int]]:
+    """The blocks of each stage of each device group."""
+    return [
+        [len(stage.blocks) for stage in plan.stages if stage.ranks == ranks]
+        for ranks in plan.devices
+    ]
+
+
+def layout_words(plan: Plan) -> str:
+    """0: 3+2, 1-5: 2+2, 6: 2+3: the blocks of each stage by device group."""
+    found, last = list[str](), -1
+    for blocks, own in itertools.groupby(stage_layout(plan)):
+        first, last = last + 1, last + len([*own])
+        found.append(f"{first}{f'-{last}' * (last > first)}: {'+'.join(map(str, blocks))}")
+    return ", ".join(found)
+
+
+def megatron_layout(plan: Plan) -> str | None:
+    """Megatron-Core's `--pipeline-model-parallel-layout`: E is the embedding, t a layer, L the loss
+    with what is before it, each stage but the last ends with |, and `*n` repeats what is before it
+    (megatron/core/transformer/pipeline_parallel_layer_layout.py). None where the model is no row of
+    layers between the two, or stage k of p device groups lies on another than k mod p."""
+    names = [name for stage in plan.stages for name in stage.blocks]
+    stack = names[1].rpartition(".")[0]
+    row = ["embed", *(f"{stack}.{k}" for k in range(len(names) - 2)), "head"]
+    in_turn = plan.devices * (len(plan.stages) // len(plan.devices))
+    if names != row or tuple(stage.ranks for stage in plan.stages) != in_turn:
+        return None
+    stages = []
+    for stage in plan.stages:
+        first, last = ("embed" in stage.blocks, "head" in stage.blocks)
+        count = len(stage.blocks) - first - last
+        layers = "t" * count if count <= MOST_LETTERS else f"t*{count}"
+        stages.append("E" * first + layers + "L" * last)
+    found = ""
+    for text, alike in itertools.groupby(stages[:-1]):
+        count = len([*alike])
+        found += f"{text}|" if count == 1 else f"({text}|)*{count}"
+    return found + stages[-1]
 
 
 def mesh_words(stage: StagePlan) -> str:

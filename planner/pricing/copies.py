@@ -12,7 +12,6 @@ which nothing hides.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -50,10 +49,8 @@ def with_exchanges(
 def _exchange(plan: Plan, coster: StageCoster, own: StageCosts[float], k: int, mate: int) -> Entry:
     graph, stage = coster.graph, plan.stages[k]
     held = dict.fromkeys(v for name in stage.blocks for v in coster.blocks[name].parameters)
-    sizes = {v: math.prod(graph.values[v].shape) for v in held}
     trained = [v for v in held if graph.values[v].requires_grad]
-    part = sum(sizes[v] for v in trained) / max(1, sum(sizes.values()))
-    elements = own.parameters * part / (stage.shards if stage.zero else 1)
+    elements = own.parameters / (stage.shards if stage.zero else 1)
     ends = stage.ranks, plan.stages[mate].ranks
 
     nbytes, more = elements * GRADIENT_BYTES, max(0, len(trained) - 1)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from meshwright.costmodel.blocks import REGATHER, parts_of
 from meshwright.costmodel.memory import (
     Reduction,
     Trained,
+    divides,
     fixed_bytes,
     optimizer_temporary_bytes,
     undo_bytes,
@@ -37,6 +38,17 @@ from meshwright.planner.plan import (
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.segments import in_segments
 from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen:
+    """A frozen parameter: local elements, those among which ZeRO-3 divides it (1 where it is
+    whole), its block as in `Trained`, and bytes on the device."""
+
+    numel: float
+    shards: int
+    block: int
+    nbytes: float
 
 
 def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]) -> list[Walked]:
@@ -76,10 +88,10 @@ def _stage(
     for each in entered:
         made |= {value: each.assignment.states[value] for value in each.block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
-    trained, numbers, frozen = _parameters(entered, held, pricer, stage)
+    trained, numbers, others = _parameters(entered, held, pricer, stage)
     held |= {(stage.ranks, value) for each in entered for value in each.block.parameters}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
-    gathered = _gathered(trained, len(entered), setting)
+    gathered = _gathered([*trained, *others], len(entered), setting)
     entering = entering_bytes(own)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
     for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
@@ -90,7 +102,8 @@ def _stage(
         blocks.append(
             BlockBytes(
                 kept=passes.saved_bytes - again + entering[at],
-                passing=gathered[at] + again * (not late),
+                gathered=gathered[at][0],
+                passing=gathered[at][1] + again * (not late),
                 late=again * late,
                 releases=alone or not again,
                 course=[
@@ -100,10 +113,10 @@ def _stage(
             )
         )
     blocks = in_segments(own, blocks, entering)
-    weights, states = _fixed_bytes(trained, setting)
+    weights, states = _fixed_bytes(trained, others, setting)
     return StageBytes(
-        fixed=frozen + weights + states,
-        weights=frozen + weights,
+        fixed=weights + states,
+        weights=weights,
         optimizer=optimizer_temporary_bytes(
             owned, optimizer=setting.optimizer, device=setting.cluster.device.kind
         ),
@@ -140,7 +153,9 @@ def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]
     ]
 
 
-def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> tuple[float, float]:
+def _fixed_bytes(
+    trained: Sequence[Trained], others: Sequence[Frozen], setting: Setting
+) -> tuple[float, float]:
     """Bytes of weights, with the secondary shards that a backward begins with; and of optimizer
     states, with what a step that is validated afterwards may have to undo."""
     away: dict[int, float] = defaultdict(float)  # elements by block
@@ -149,7 +164,8 @@ def _fixed_bytes(trained: Sequence[Trained], setting: Setting) -> tuple[float, f
     there = sorted(away)  # of these blocks one and the next have weights
     here = max((away[a] + away[b] for a, b in pairwise([*there, -1])), default=0.0)
     weights = DTYPE_BYTES[setting.precision] * (here - sum(away.values()))
-    weights += setting.secondary_bytes * sum(p.numel for p in trained if p.shards > 1)
+    again = sum(p.numel for group in (trained, others) for p in group if p.shards > 1)
+    weights += setting.secondary_bytes * again + sum(p.nbytes for p in others)
     zero, optimizer = setting.sharing.zero, setting.optimizer
     states = setting.validated * sum(
         undo_bytes(p.numel, p.shards, zero=zero, optimizer=optimizer) for p in trained
@@ -172,9 +188,9 @@ def _parameters(
     held: Collection[tuple[tuple[int, ...], str]],
     pricer: Pricer,
     stage: StagePlan,
-) -> tuple[list[Trained], dict[tuple[int, int], int], float]:
+) -> tuple[list[Trained], dict[tuple[int, int], int], list[Frozen]]:
     """The trained parameters that are not `held` already, in the order of the forward, the number
-    of each by block and number there, and bytes of the others."""
+    of each by block and number there, and the frozen ones."""
     there, away = offloaded_parameters(stage, pricer.graph), offloaded_weights(stage, pricer.graph)
     readers = defaultdict[tuple[str, Placement], list[tuple[int, int]]](list)
     for at, each in enumerate(entered):
@@ -187,16 +203,22 @@ def _parameters(
         for moment in each.passes.course
         for number in moment.parameters
     }
-    found, frozen = [], 0.0
+    found, frozen = [], []
     for (value, state), own in readers.items():
+        numel, shards = pricer.numel(value, state), pricer.parameters.shard_count(value, state)
+        block = -1 if stage.zero == 3 and len(own) > 1 else own[0][0]
         if not pricer.graph.values[value].requires_grad:
-            frozen += pricer.nbytes(value, state)
+            divided = divides(stage.zero, trained=False) and shards > 1
+            nbytes = pricer.parameters.frozen_bytes(value, state)[divided]
+            here = nbytes * (value not in there)
+            shards = shards if divided else 1
+            frozen.append(Frozen(numel=numel, shards=shards, block=block, nbytes=here))
             continue
         p = Trained(
-            numel=pricer.numel(value, state),
+            numel=numel,
             holders=pricer.parameters.holders(value, state),
-            shards=pricer.parameters.shard_count(value, state),
-            block=-1 if stage.zero == 3 and len(own) > 1 else own[0][0],
+            shards=shards,
+            block=block,
             readers=len(reached.intersection(own)),
             host=value in there,
             away=value in away,
@@ -207,12 +229,15 @@ def _parameters(
     return [p for p, _ in found], numbers, frozen
 
 
-def _gathered(trained: Sequence[Trained], blocks: int, setting: Setting) -> list[float]:
-    """Bytes of weights that `fully_shard` holds in each block's backward under ZeRO-3: its own, and
-    those of the block before it as they come, and all that time those that several blocks read;
-    without the secondary shards of what is whole again."""
+def _gathered(
+    parameters: Sequence[Trained | Frozen], blocks: int, setting: Setting
+) -> list[tuple[tuple[float, float], float]]:
+    """Bytes of weights that `fully_shard` holds under ZeRO-3 in each block's forward: its own, also
+    as they were gathered, and as it begins those of the block before as they were; and in its
+    backward: its own, and those of the block before it as they come, without the secondary shards
+    of what is whole again. All that time those that several blocks read."""
     numels, always = [0.0] * blocks, 0.0
-    for p in trained:
+    for p in parameters:
         if setting.sharing.zero == 3 and p.shards > 1:
             if p.block < 0:
                 always += p.numel
@@ -222,9 +247,12 @@ def _gathered(trained: Sequence[Trained], blocks: int, setting: Setting) -> list
     behind = [*accumulate(reversed(numels), initial=always)][:0:-1]
     weight_bytes, secondary = DTYPE_BYTES[setting.precision], setting.secondary_bytes
     return [
-        weight_bytes * (always + a + b)
-        - secondary * again
-        + setting.sharing.buffer_bytes(max(a, b))
+        (
+            (weight_bytes * (always + 2 * a) + setting.sharing.buffer_bytes(a), weight_bytes * b),
+            weight_bytes * (always + a + b)
+            - secondary * again
+            + setting.sharing.buffer_bytes(max(a, b)),
+        )
         for a, b, again in zip(numels, before, behind, strict=True)
     ]
 

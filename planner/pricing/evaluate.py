@@ -79,15 +79,15 @@ class Prediction:
     flash_bytes: tuple[int, ...] = ()
 
     def host_shortfall(self, cluster: Cluster) -> int:
-        """Bytes that the memory of the fullest host lacks; 0 where all fit."""
+        """Bytes that the fullest host's memory lacks beside its margin; 0 where all fit."""
         if not self.host_memory_bytes:
             return 0
-        room = cluster.host.memory_bytes if cluster.host is not None else 0
+        room = cluster.host.room_bytes if cluster.host is not None else 0
         return max(0, max(self.host_memory_bytes) - room)
 
     def flash_shortfall(self, cluster: Cluster) -> int:
-        """Bytes that the fullest flash of a node lacks; 0 where all fit."""
-        room = cluster.host.nvme_bytes if cluster.host is not None else 0
+        """Bytes that the fullest flash of a node lacks, likewise; 0 where all fit."""
+        room = cluster.host.flash_room_bytes if cluster.host is not None else 0
         return max(0, max(self.flash_bytes, default=0) - room)
 
     @property

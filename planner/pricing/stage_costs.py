@@ -21,6 +21,7 @@ from meshwright.costmodel.blocks import (
     price_block,
     price_pass,
     repeated_by_policy,
+    repriced,
 )
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_quantiles
@@ -112,7 +113,7 @@ class _Known:
     pricers_of_pass: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
     pricers: dict[Parts, Pricer] = field(default_factory=dict)
     parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)  # of `ParameterPricer`
-    blocks: dict[tuple[Mesh, Batch, Sharing, Decided], tuple[PassPrice, Sums]] = field(
+    blocks: dict[tuple[Mesh, Batch, Sharing, Decided, bool], tuple[PassPrice, Sums]] = field(
         default_factory=dict
     )
     # by the setting of a step: blocks by name and what was decided of them
@@ -266,7 +267,8 @@ class StageCoster:
         """The price of a block per micro-batch, and its contribution to the sums of its stage."""
         own, known = pricer.step.of_step, self._known.blocks
         decided = block.class_id, assignment.choices, tuple(inputs.values())
-        key = own.mesh, own.batch, own.sharing, decided
+        twice = not self.graph.gathered_twice.isdisjoint(block.parameters)
+        key = own.mesh, own.batch, own.sharing, decided, twice
         if key not in known:
             layouts = self.layouts(block, own.mesh.tp)
             passes = self._pass(own, layouts, assignment, inputs)
@@ -286,7 +288,14 @@ class StageCoster:
         block, known = layouts.block, self._known
         own = self.needs(block).narrowed(setting)
         key = own.mesh, own.batch, (block.class_id, assignment.choices, tuple(inputs.values()))
-        if key not in known.passes:
+        alone = own.mesh.alone
+        # what is kept depends on whether there are several ranks on the data axis
+        alike = replace(own, mesh=replace(alone, dp=max(alone.dp, min(own.mesh.dp, 2))))
+        if key not in known.passes and alike != own:
+            passes = self._pass(alike, layouts, assignment, inputs)
+            steps = self._steps(layouts, assignment, inputs).steps
+            known.passes[key] = repriced(passes, self.pricer(own), steps)
+        elif key not in known.passes:
             pricer = self.pricer(own)
             if block.class_id not in known.repeated:
                 known.repeated[block.class_id] = repeated_by_policy(pricer, block)

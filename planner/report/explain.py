@@ -14,16 +14,19 @@ from meshwright.costmodel.sharding import data_layout, row_use
 from meshwright.costmodel.target import Target
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan import (
+    Plan,
     compress_names,
     compress_ranks,
     decision_words,
     describe,
     divisors,
     meeting_words,
+    megatron_layout,
     mesh_words,
     seconds,
     shared_apart,
     sized,
+    stage_layout,
 )
 from meshwright.planner.pricing import Evaluation, Prediction
 from meshwright.planner.report.components import busiest, device_groups
@@ -86,6 +89,7 @@ def explain(
         **details.rates,
         "mfu": prediction.mfu,
         "bubble_fraction": prediction.bubble_fraction,
+        **_layout(plan),
         **memory_summary(prediction, cluster),
         "rests_on": evaluation.rests_on(),
         **(searched.bound if searched else {}),
@@ -117,6 +121,13 @@ def explain(
     )
 
 
+def _layout(plan: Plan) -> Row:
+    """Which stages a pipeline's device groups have: their blocks, and in Megatron's notation."""
+    if len(plan.devices) == 1:
+        return {}
+    return {"layout": stage_layout(plan), "megatron_layout": megatron_layout(plan)}
+
+
 def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
     """What the summary says of memory: bytes, and whether the plan fits, and by what."""
     summary = {
@@ -130,12 +141,12 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
     if prediction.host_memory_bytes and cluster.host is not None:
         summary |= {
             "host_memory_bytes": list(prediction.host_memory_bytes),
-            "host_room_bytes": cluster.host.memory_bytes,
+            "host_room_bytes": cluster.host.room_bytes,
         }
     if prediction.flash_bytes and cluster.host is not None:
         summary |= {
             "flash_bytes": list(prediction.flash_bytes),
-            "flash_room_bytes": cluster.host.nvme_bytes,
+            "flash_room_bytes": cluster.host.flash_room_bytes,
         }
     if (found := prediction.rehearsed) is None:
         return summary
@@ -307,14 +318,19 @@ def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
             f"stages on different ranks share {_several(apart)}: its gradients meet before the "
             "optimizer's step, so that validating it afterwards gains nothing"
         )
-    meetings, count = row_use(graph, factors).meetings, evaluation.plan.num_microbatches
-    if meetings:
+    use, count = row_use(graph, factors), evaluation.plan.num_microbatches
+    if use.meetings:
         how = (
             f"each of {count} micro-batches by itself, which is another loss than the whole batch's"
             if count > 1
             else "the batch is one micro-batch, and its loss exact"
         )
-        notes.append(f"rows meet in {meeting_words(meetings)}: {how}")
+        notes.append(f"rows meet in {meeting_words(use.meetings)}: {how}")
+    if use.finite and count > 1:
+        notes.append(
+            f"each of {count} micro-batches looks by itself for numbers that are not finite, "
+            f"which is exact while there are none: {meeting_words(use.finite)}"
+        )
     return notes
 
 

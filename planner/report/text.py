@@ -5,12 +5,13 @@ with the answers that take more planning. In plain text a table is aligned, a te
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.planner.plan import counted, peak_words, seconds, sized, slower
+from meshwright.planner.plan import counted, layout_words, peak_words, seconds, sized, slower
 
 if TYPE_CHECKING:
     from meshwright.planner.report.details import Row
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 MAX_REFUSALS = 2  # products that an alternative can't split
 MAX_STAGES = 8  # rows of the short stage table
 MAX_OTHERS = 5  # plans that the short text compares with
+WIDTH = 150  # of a line that may be long
 MAX_PARTS = 3  # parts of a stage's memory by name
 MAX_CELL = 36  # characters of a table's second column in plain text
 BAR, BARS = "\u2588", 20  # of the whole
@@ -128,9 +130,20 @@ def _head(report: Report, proof: Row) -> list[str]:
         f"  step {seconds(s['step_time_s'])}, {_rate(s['rows_per_s'])} rows/s, {tokens}"
         f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
         f"peak memory {_peak(s)} of {sized(s['memory_bytes'])}",
+        *_layout(report),
         _intervals(report),
         *_bounds(report, proof),
     ]
+
+
+def _layout(report: Report) -> list[str]:
+    """The blocks of a pipeline's stages, and Megatron's notation of them."""
+    if "layout" not in report.summary:
+        return []
+    said = f"blocks of stages by device group: {layout_words(report.plan)}"
+    lines = textwrap.wrap(said, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    notation = report.summary["megatron_layout"]
+    return lines + [f'  Megatron: --pipeline-model-parallel-layout "{notation}"'] * bool(notation)
 
 
 def _rate(value: float) -> str:

@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,11 +19,11 @@ from meshwright.planner.drafts import (
     MeshChoice,
     PlanDraft,
     StageDraft,
-    StageSetup,
     Waiting,
 )
 from meshwright.planner.intra_op import TimeLimit
 from meshwright.planner.plan import seconds, slower
+from meshwright.planner.search.taste import Taste
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ progress = logging.getLogger("meshwright.progress")  # heard where somebody watc
 
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 LATE_TRIES = 16  # meshes, combinations and cuts looked at for a first plan when the time is over
-RELUCTANCE = 1 / 0.95  # of what lies in host memory: no host link was measured
+FREE = (0.05, 0.1)  # parts of memory that a plan may leave free, beside the margin
 OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
 
 
@@ -99,8 +99,7 @@ class Queue:
 class Explorer:
     """Drafts the best plans of a drafter's `equal` stages among the combinations that `accept`
     lets through. `trust` is the part of an estimate that a plan is believed to take at least;
-    `known_s` a step to beat; plans with parts in host memory have to be faster by the factor of
-    `reluctance`, and are compared with so much added."""
+    `known_s` a step to beat. Seconds are compared as the `taste` weighs them."""
 
     drafter: Drafter
     equal: EqualStages
@@ -108,24 +107,14 @@ class Explorer:
     accept: Callable[[Combination], bool] = lambda _: True
     trust: float = OPTIMISM
     known_s: float = math.inf
-    reluctance: float = 1.0
+    taste: Taste
     drafts: list[PlanDraft] = field(default_factory=list)
+    _drafted: dict[int, Combination] = field(default_factory=dict)  # by the draft's id
 
     def limit_s(self) -> float:
-        """Step time to beat: that of the fastest draft that fits."""
-        return min((self.compared_s(d) for d in self.drafts if d.fits), default=self.known_s)
-
-    def compared_s(self, draft: PlanDraft) -> float:
-        """The seconds by which a draft is compared."""
-        return draft.step_time_s * self.weight(draft)
-
-    def weight(self, draft: PlanDraft) -> float:
-        """How many times its seconds a draft is compared by."""
-        return self._weight(draft.stages[0].setup)
-
-    def _weight(self, setup: StageSetup) -> float:
-        more = setup.relief.host != self.equal.space.reliefs[0].host
-        return self.reluctance if more else 1.0
+        """Weighed step time to beat: that of the best draft that fits."""
+        weighed = (self.taste.weight(d) * d.step_time_s for d in self.drafts if d.fits)
+        return min(weighed, default=self.known_s)
 
     def explore(self, queue: Queue, tries: int = LATE_TRIES) -> None:
         """Draft what promises most until nothing left in the queue can be faster. When the time is
@@ -150,7 +139,7 @@ class Explorer:
             elif cut is None:
                 found = self.cut(what, limit)
                 if found is not None:
-                    weight = self._weight(what.setup)
+                    weight = self.taste.ahead(what)
                     queue.add(weight * max(found[0], what.bound_s), what, found[1])
             else:
                 self.simulate(what, cut)
@@ -173,10 +162,7 @@ class Explorer:
 
     def relieve(self, waiting: Waiting, queue: Queue, limit_s: float) -> None:
         """Queue combinations that wait with each relief with which they may take less."""
-        hosts = self.promised_s(waiting) * self.reluctance < limit_s
-        found = self.effort.timed(
-            "price stages", lambda: [*self.equal.relieved(waiting, hosts=hosts)]
-        )
+        found = self.effort.timed("price stages", lambda: [*self.equal.relieved(waiting)])
         for one in found:
             if self.accept(one) and self.promised_s(one) < limit_s:
                 self.add(one, queue)
@@ -187,7 +173,7 @@ class Explorer:
 
     def promised_s(self, one: Combination | Waiting) -> float:
         """What a combination takes at least, as it is compared."""
-        return self._weight(one.setup) * max(one.estimate_s * self.trust, one.bound_s)
+        return self.taste.ahead(one) * max(one.estimate_s * self.trust, one.bound_s)
 
     def cut(
         self, combination: Combination, limit_s: float, **given: Any
@@ -195,23 +181,43 @@ class Explorer:
         """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
         the simulation may hide all of what it sends. `given` as to `EqualStages.solve`."""
         sent_s = self.equal.sends_s(combination)
-        cutoff_s = limit_s / self._weight(combination.setup) * OVERSHOOT + sent_s
+        cutoff_s = limit_s / self.taste.ahead(combination) * OVERSHOOT + sent_s
         found = self.effort.timed(
             "cut stages", lambda: self.equal.solve(combination, cutoff_s, **given)
         )
         return None if found is None else ((found[0] - sent_s) / OVERSHOOT, found[1])
 
-    def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
-        """Draft a cut; where it does not fit, one with as much less room as it lacks and its levels
-        left; of several stages of a device one of equal shares."""
+    def roomier(self, draft: PlanDraft) -> Iterator[PlanDraft]:
+        """A plan's combination drafted anew with more of its devices' memory free."""
+        combination = self._drafted.get(id(draft))
+        if combination is None:
+            return
+        for part in FREE:
+            less = part * self.drafter.problem.cluster.device.memory_bytes
+            found = self.cut(combination, math.inf, less_bytes=less)
+            if found is not None:
+                yield self._draft(combination, found[1])
+
+    def _draft(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
         draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
         self.drafts.append(draft)
-        for alike in (False, True) if combination.stages_per_group > 1 else (False,):
-            if draft.fits or draft.lacks_bytes <= 0:
-                break
-            spare = self.equal.spare_bytes(combination, cut)
-            less = 0.0 if alike else draft.lacks_bytes + spare
-            found = self.cut(combination, self.limit_s(), alike=alike, less_bytes=less)
-            if found is not None:
-                draft = self.effort.timed("simulate", self.drafter.draft, combination, found[1])
-                self.drafts.append(draft)
+        self._drafted[id(draft)] = combination
+        return draft
+
+    def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
+        """Draft a cut; where it does not fit, one with as much less room as it lacks and its levels
+        left; where devices have several stages, the same after moves of blocks between them."""
+        draft, less = self._draft(combination, cut), 0.0
+        if not draft.fits and draft.lacks_bytes > 0:
+            less = draft.lacks_bytes + self.equal.spare_bytes(combination, cut)
+            found = self.cut(combination, self.limit_s(), less_bytes=less)
+            if found is None:
+                return
+            draft = self._draft(combination, found[1])
+        if combination.stages_per_group > 1 and draft.fits:
+            limit_s = self.limit_s() / self.taste.weight(draft)
+            moved = self.effort.timed(
+                "cut stages", self.equal.moved, combination, draft, limit_s, less
+            )
+            if moved is not None:
+                self._draft(combination, moved)

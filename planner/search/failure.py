@@ -73,6 +73,10 @@ def _obstacle(drafter: Drafter) -> str:
         whole = {space.undivided(mesh) for mesh in meshes if mesh.dp * mesh.cp > 1}
         if whole and None not in whole:
             return f"zero=1 can't divide {min(filter(None, whole))} among the data axis"
+    if devices > 1 and space.own_draws:
+        return space.own_draws
+    if space.unshared_experts and any((ep or 1) > 1 for ep in over.ep):
+        return space.unshared_experts
     if devices == 1 or over.pp == 1:
         return (
             "one device group has no virtual stages, no second placement and no use for a "
@@ -147,14 +151,14 @@ def _host(drafter: Drafter, drafts: Sequence[PlanDraft]) -> str:
     short = [p.host_shortfall(cluster) for p in lacks if p.host_shortfall(cluster)]
     filed = [p.flash_shortfall(cluster) for p in lacks if p.flash_shortfall(cluster)]
     if part < 1:
-        lacking = host.memory_bytes * (1 / part - 1)
+        lacking = host.room_bytes * (1 / part - 1)
         said += f": for all of them a host lacks {sized(lacking)}"
     elif short:
         said += f": the closest plan lacks {sized(min(short))} of a host's memory"
     elif filed:
         said += f": the closest plan lacks {sized(min(filed))} of a node's flash"
-    said += f" ({sized(host.memory_bytes)} a node"
-    said += f", {sized(host.nvme_bytes)} of flash)" if host.has_flash else ")"
+    said += f" ({sized(host.room_bytes)} a node"
+    said += f", {sized(host.flash_room_bytes)} of flash)" if host.has_flash else ")"
     return f"{said}."
 
 

@@ -15,23 +15,22 @@ where the objective prefers a simpler plan within a tie.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 from meshwright.costmodel.operators import Batch, Mesh, Problem
 from meshwright.planner.bounds import Bounds
-from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft, Waiting
+from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan, check_plan
-from meshwright.planner.search.explore import OVERSHOOT, RELUCTANCE, Effort, Explorer, Queue
+from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES, failure
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.result import SearchResult
-from meshwright.planner.search.taste import TIE, axes_of, by_taste, kind_of_mesh, order, shape
+from meshwright.planner.search.taste import TIE, Taste, order, shape
 from meshwright.planner.search.validated import if_validated_pays
 from meshwright.planner.stages import boundary_index
 
@@ -41,7 +40,6 @@ MAX_KEPT = 6  # plans of different shapes kept for the report
 MAX_PROOFS = 6
 ALL_COUNTS = 6  # numbers of micro-batches up to which the stage DP looks at all
 NEAR_COUNTS = 3  # of more, those that it looks at
-MAX_SIMPLER = 2  # combinations of each simpler kind that are simulated for a tie
 
 
 class Search(Drafter):
@@ -66,9 +64,9 @@ class Search(Drafter):
         self.objective = objective
         self.time_limit_s = time_limit_s
         self._effort = Effort(self.programs.time)
-        reluctance = RELUCTANCE if objective == "robust" else 1.0
+        self.taste = Taste(coster=self.programs.coster, robust=objective == "robust")
         self._explorer = Explorer(
-            drafter=self, equal=self.equal, effort=self._effort, reluctance=reluctance
+            drafter=self, equal=self.equal, effort=self._effort, taste=self.taste
         )
         self.drafts = self._explorer.drafts
 
@@ -162,19 +160,20 @@ class Search(Drafter):
         return bounds.of_equal(result.meshes, found_s, self.programs.time.over)
 
     def _limit(self) -> float:
-        """Step time to beat: that of the fastest draft that fits."""
+        """Weighed step time to beat."""
         return self._explorer.limit_s()
 
     def _best_draft(self) -> PlanDraft | None:
-        return min((d for d in self.drafts if d.fits), key=order, default=None)
+        fit = (d for d in self.drafts if d.fits)
+        return min(
+            fit, key=lambda d: (self.taste.weight(d) * d.step_time_s, order(d)), default=None
+        )
 
     # --- equal stages ---
 
     def _explore(self, choices: Iterable[MeshChoice]) -> None:
-        """Draft the best plans on these meshes, and simpler ones that may tie with them."""
-        queue = Queue(choices)
-        self._explorer.explore(queue)
-        self._explore_simpler(queue)
+        """Draft the best plans on these meshes."""
+        self._explorer.explore(Queue(choices))
         self.equal.forget()
 
     def _leanest(self) -> None:
@@ -182,32 +181,6 @@ class Search(Drafter):
         for choice in least_memory_choices(self.space)[:LATE_MESHES]:
             if any(need.excess_bytes <= 0 for need in memory_needs(self.equal, choice)):
                 self._explorer.explore(Queue([choice]))
-
-    def _explore_simpler(self, queue: Queue) -> None:
-        """Draft what is left and may tie with the best, of each kind that is simpler the most
-        promising."""
-        best = self._best_draft()
-        if self.objective != "robust" or best is None:
-            return
-        limit = best.step_time_s * (1 + TIE)
-        axes = axes_of(best.plan.stages, len(best.plan.devices))
-        seen: Counter[tuple[Any, ...]] = Counter()
-        while queue and queue.promised_s < limit and not self._effort.late():
-            _, _, what, _ = queue.pop()
-            if isinstance(what, MeshChoice):
-                if axes_of([what.mesh], what.groups) <= axes:
-                    self._explorer.expand(what, queue)
-                continue
-            if isinstance(what, Waiting):
-                self._explorer.relieve(what, queue, limit)
-                continue
-            kind = kind_of_mesh(what)
-            if axes_of([what.setup.mesh], what.groups) > axes or seen[kind] >= MAX_SIMPLER:
-                continue
-            found = self._explorer.cut(what, limit)
-            if found is not None:
-                seen[kind] += 1
-                self._explorer.simulate(what, found[1])
 
     def _between(self) -> list[MeshChoice]:
         """The mesh of the best draft with the numbers of micro-batches that thinning left out next
@@ -272,8 +245,6 @@ class Search(Drafter):
     def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
         """The best cut with different meshes for m micro-batches becomes a draft."""
         limit = self._limit()
-        if self.objective == "robust":  # a tie would go to equal meshes
-            limit /= 1 + TIE
         setups = self.unequal.setups(m, meshes, limit)
         if not setups:
             return
@@ -301,7 +272,7 @@ class Search(Drafter):
         for draft in sorted((d for d in self.drafts if d.fits), key=order):
             kept.setdefault(shape(draft), draft)
         waiting = list(kept.values())
-        if self.objective == "robust" and (found := self._written_by_taste(waiting)):
+        if self.taste.robust and (found := self._written_by_taste(waiting)):
             return found
         written: list[Candidate] = []
         # written out, a plan may take a little longer than its draft: whole blocks are recomputed
@@ -313,17 +284,17 @@ class Search(Drafter):
 
     def _written_by_taste(self, drafts: Sequence[PlanDraft]) -> list[Candidate | PlanDraft]:
         """The first draft by taste that fits when it is written out, then the fastest others."""
-        compared_s = self._explorer.compared_s
-        least_s = min(map(compared_s, drafts), default=math.inf)
-        near = [d for d in drafts if compared_s(d) <= least_s * (1 + 2 * TIE)]
-        refused: list[PlanDraft] = []
-        for judged in by_taste(near, self.programs.coster, self._explorer.weight):
-            candidate = self.written(judged.draft)
-            if candidate.fits and candidate.step_time_s <= judged.draft.step_time_s * (1 + TIE):
-                others = [d for d in drafts if all(d is not x for x in (judged.draft, *refused))]
+        refused, more = list[PlanDraft](), list[PlanDraft]()
+        if (best := self._best_draft()) and not self._effort.late():
+            more = [draft for draft in self._explorer.roomier(best) if draft.fits]
+        for draft in self.taste.judged([*drafts, *more]):
+            candidate = self.written(draft)
+            if candidate.fits and candidate.step_time_s <= draft.step_time_s * (1 + TIE):
+                others = [d for d in drafts if all(d is not x for x in refused)]
+                others = [d for d in others if shape(d) != shape(draft)]
                 return [candidate, *others[: MAX_KEPT - 1]]
             if not candidate.fits:
-                refused.append(judged.draft)
+                refused.append(draft)
         return []
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:

@@ -1,98 +1,165 @@
-"""Taste: the plan to choose among those that prices can't tell apart.
+"""Taste: one number by which plans are compared, and how simple each is.
 
 A price has errors, the same for all plans on a cluster: of computing by the fraction e_c, of what
 stays in a node by e_x, of the data axis' collectives by e_x and half as much again for every
 doubling of the nodes that they span (measured gathers over many nodes scatter that much more), of
-memory by what the margin leaves free. To first order their quantile of a step of T seconds is
+links to host memory by e_h, of memory by what rehearsals leave open. To first order the quantile of
+a step of T seconds is
 
-    R = T + z sqrt((T(1 + e_c) - T)² + (T(1 + e_x) - T)²)
+    R = T + z sqrt((T(1 + e_c) - T)² + (T(1 + e_x) - T)² + (T(1 + e_h) - T)²)
 
 with each T(1 + e) simulated again, so that what is hidden behind compute costs where it no longer
-fits there. Of the plans whose R exceeds the least by no more than `TIE` the simplest is chosen, by
-the order of `simplicity`. The errors are the scoreboard's (`costmodel/intervals.py`).
+fits there. A plan that runs out of memory with probability p costs `RISK` of a step more then:
+
+    robust:   R (1 + RISK p) (1 + TIE c),     c = min(1, sum of `COMPLICATIONS`)
+    fastest:  T
+
+Differences below `TIE` are more than prices can tell; each complication costs the part of it that
+its row says. So no plan is chosen that another one equals in seconds, memory and simplicity and
+beats in one, and none that is slower than the least by more than a tie. The errors are the
+scoreboard's (`costmodel/intervals.py`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.costmodel.intervals import COMMUNICATION_ERROR, compute_error
-from meshwright.costmodel.operators import Mesh
+from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
+from meshwright.costmodel.operators import Mesh, Sharing
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.planner.drafts import Candidate, Combination, PlanDraft
+from meshwright.planner.drafts import Candidate, Combination, PlanDraft, Waiting
 from meshwright.planner.plan import Plan, StagePlan
 from meshwright.planner.pricing import StageCoster, price_stages
 from meshwright.profiles.cluster import Cluster
 
 QUANTILE = 0.84  # standard deviations: a normal variable is below with 80 %
-TIE = 0.03  # part of a step that prices can't tell apart
+TIE = 0.045  # part of a step that prices can't tell apart
+RISK = 0.1  # of a step, what running out of memory costs: another plan, another start
 MOST_JUDGED = 12  # plans whose quantile is simulated, the fastest
-MEMORY_STEPS = 20  # of a device's memory: what fills less of it is simpler
-
-Simplicity = tuple[int, int, int, bool, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """A draft with the quantile of its step time, in seconds."""
+class Looks:
+    """What is complicated about a plan: `axes` in use besides the data axis; different `meshes` and
+    `policies` of recompute; blocks by which stages are `uneven`, beyond one; the `schedule`, its
+    device `groups` and stages on `each`; how ZeRO divides, on ranks that are `spread`; kinds of
+    parts in host memory (`away`); blocks in segments; the part of a device that is `filled`.
+    Before stages are cut, the least that may be."""
 
-    draft: PlanDraft
-    quantile_s: float
+    axes: int
+    tp: int
+    groups: int
+    each: int
+    schedule: str
+    num_microbatches: int
+    sharing: Sharing
+    spread: int = 1
+    away: int = 0
+    segmented: bool = False
+    meshes: int = 1
+    policies: int = 1
+    uneven: int = 0
+    filled: float = 0.0
+
+    @property
+    def complexity(self) -> float:
+        """The part of a tie that a plan has to be faster by than the plainest."""
+        return min(1.0, sum(self.parts()))
+
+    def parts(self) -> list[float]:
+        """That of each of `COMPLICATIONS`."""
+        return [part * count(self) for part, _, count in COMPLICATIONS]
 
 
-def simplicity(plan: Plan, peak_bytes: float, memory_bytes: float) -> Simplicity:
-    """Order of simplicity, the simplest least: axes besides the data axis, different meshes, uneven
-    cuts (stages that differ by more than a block), schedules beyond 1F1B and interleaving,
-    different recompute policies, ZeRO within parts, with secondary shards and strided ranks,
-    tensor-parallel ranks, micro-batches, memory. Tensor parallelism and micro-batches stand where
-    they are because measured sweeps lose least so (docs/measurements.md, "Regret")."""
-    stages = plan.stages
-    blocks = [len(stage.blocks) for stage in stages]
-    meshes = {mesh_of(stage) for stage in stages}
-    return (
-        axes_of(stages, len(plan.devices)),
-        len(meshes),
-        max(0, max(blocks) - min(blocks) - 1),
-        len(plan.devices) > 1 and not SCHEDULES[plan.schedule].standard,
-        len({policy for stage in stages for policy in stage.policies}),
-        sum(_parted(stage) for stage in stages[:1]),
-        max(stage.tp for stage in stages),
-        plan.num_microbatches,
-        math.ceil(MEMORY_STEPS * peak_bytes / memory_bytes),
-    )
+def _parted(own: Looks) -> int:
+    return own.sharing.extras + (own.spread > 1)
 
 
-# of each place in that order, what is said of the simpler plan
-_SAID = (
-    "uses fewer axes besides the data axis ({} instead of {})",
-    "has fewer different meshes ({} instead of {})",
-    "cuts the blocks more evenly",
-    "keeps to a common pipeline schedule",
-    "has fewer different recompute policies ({} instead of {})",
-    "shares ZeRO's states among all data ranks and lays ranks side by side",
-    "has a smaller tensor-parallel degree ({} instead of {})",
-    "takes fewer micro-batches ({} instead of {})",
-    "fills less of a device's memory",
+# the part of a tie that each costs, what is said of the simpler plan, and how many a plan has;
+# measured sweeps set axes, tensor-parallel ranks and micro-batches (docs/measurements.md, "Regret")
+COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
+    (
+        0.7,
+        "has as many micro-batches as pipeline stages",
+        lambda own: own.groups > 1 and own.num_microbatches < own.groups,
+    ),
+    (0.35, "has nothing in host memory", lambda own: own.away > 0),
+    (0.24, "uses fewer axes besides the data axis", lambda own: own.axes),
+    (0.2, "has fewer different meshes", lambda own: own.meshes - 1),
+    (
+        0.15,
+        "keeps to a common pipeline schedule",
+        lambda own: own.groups > 1 and not SCHEDULES[own.schedule].standard,
+    ),
+    (0.15, "shares ZeRO's states among all data ranks and lays ranks side by side", _parted),
+    (0.07, "divides less by ZeRO", lambda own: (0, 2, 2.5, 3)[own.sharing.zero]),
+    (0.07, "has fewer kinds of parts in host memory", lambda own: max(0, own.away - 1)),
+    (0.07, "has fewer different recompute policies", lambda own: own.policies - 1),
+    (0.07, "runs its blocks again one by one", lambda own: own.segmented),
+    (0.03, "fills less of a device's memory", lambda own: own.filled),
+    (0.03, "has a smaller tensor-parallel degree", lambda own: math.log2(own.tp)),
+    (0.03, "has fewer virtual stages", lambda own: math.log2(own.each)),
+    (0.03, "cuts the blocks more evenly", lambda own: own.uneven),
+    (0.015, "takes fewer micro-batches", lambda own: math.log2(own.num_microbatches)),
 )
 
 
-def why_simpler(plan: Plan, other: Plan, peaks: Sequence[float], memory_bytes: float) -> str:
-    """What makes a plan simpler than another one, by the first place at which their simplicity
-    differs; empty where it is not simpler. `peaks` are bytes of theirs."""
-    ours, theirs = (
-        simplicity(each, peak, memory_bytes)
-        for each, peak in zip((plan, other), peaks, strict=True)
+def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
+    """Those of a plan whose fullest device holds so many bytes."""
+    stages, groups = plan.stages, len(plan.devices)
+    blocks, first = [len(stage.blocks) for stage in stages], stages[0]
+    return Looks(
+        axes=axes_of(stages, groups),
+        tp=max(stage.tp for stage in stages),
+        groups=groups,
+        each=len(stages) // groups,
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        sharing=replace(first.sharing, zero=max(stage.zero for stage in stages)),
+        spread=first.spread,
+        away=len({kind for stage in stages for kind in stage.host.kinds}),
+        segmented=any(stage.segmented for stage in stages),
+        meshes=len({mesh_of(stage) for stage in stages}),
+        policies=len({policy for stage in stages for policy in stage.policies}),
+        uneven=max(0, max(blocks) - min(blocks) - 1),
+        filled=peak_bytes / memory_bytes,
     )
-    if ours >= theirs:
+
+
+def looks_ahead(one: Combination | Waiting) -> Looks:
+    """The least that plans of a combination may look like."""
+    setup, groups = one.setup, one.groups
+    return min(
+        (
+            Looks(
+                axes=axes_of([setup.mesh], groups),
+                tp=setup.mesh.tp,
+                groups=groups,
+                each=each,
+                schedule=schedule,
+                num_microbatches=one.num_microbatches,
+                sharing=setup.sharing,
+                spread=setup.mesh.spread,
+                away=len(setup.setting.host.kinds),
+            )
+            for schedule, each in one.offered
+        ),
+        key=lambda own: own.complexity,
+    )
+
+
+def why_simpler(ours: Looks, theirs: Looks) -> str:
+    """What makes a plan simpler than another one, most of all; empty where it is not simpler."""
+    if ours.complexity >= theirs.complexity:
         return ""
-    at = next(k for k in range(len(ours)) if ours[k] != theirs[k])
-    return _SAID[at].format(ours[at], theirs[at])
+    less = [b - a for a, b in zip(ours.parts(), theirs.parts(), strict=True)]
+    return COMPLICATIONS[less.index(max(less))][1]
 
 
-def mesh_of(stage: StagePlan) -> tuple[int, ...]:
+def mesh_of(stage: StagePlan) -> tuple[Any, ...]:
     """The degrees of a stage and how ZeRO divides on it."""
     degrees = stage.dp, stage.cp, stage.tp, stage.ep
     return *degrees, *stage.order
@@ -104,40 +171,44 @@ def axes_of(meshes: Sequence[Mesh] | Sequence[StagePlan], groups: int) -> int:
     return (groups > 1) + sum(own)
 
 
-def kind_of_mesh(one: Combination) -> tuple[int, ...]:
-    """What sets combinations apart by simplicity."""
-    mesh = one.setup.mesh
-    axes = (one.groups > 1, mesh.tp > 1, mesh.cp > 1, mesh.ep > 1)
-    parted = one.setup.sharing.extras, mesh.spread > 1
-    return *axes, SCHEDULES[one.schedule].standard, *parted
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taste:
+    """The number by which plans are compared under an objective."""
 
+    coster: StageCoster
+    robust: bool
 
-def _parted(stage: StagePlan) -> int:
-    return stage.extras + (stage.spread > 1)
+    def ahead(self, one: Combination | Waiting) -> float:
+        """By what the seconds of a combination are multiplied at least."""
+        return 1 + TIE * looks_ahead(one).complexity if self.robust else 1.0
 
+    def weight(self, found: PlanDraft | Candidate) -> float:
+        """By what the seconds of a plan are multiplied."""
+        return 1 + TIE * self.looks(found).complexity if self.robust else 1.0
 
-def _of_draft(draft: PlanDraft, cluster: Cluster) -> Simplicity:
-    """The simplicity of a draft."""
-    evaluation = draft.evaluation
-    peak = evaluation.prediction.fullest_bytes
-    return simplicity(evaluation.plan, peak, cluster.device.memory_bytes)
+    def looks(self, found: PlanDraft | Candidate) -> Looks:
+        """Those of a draft or a plan."""
+        peak = found.evaluation.prediction.fullest_bytes
+        return looks_of(found.plan, peak, self.coster.cluster.device.memory_bytes)
 
+    def number_s(self, draft: PlanDraft) -> float:
+        """The number of a draft, in seconds."""
+        if not self.robust:
+            return draft.step_time_s
+        probable = draft.evaluation.prediction.memory_probability(self.coster.cluster)
+        return quantile_s(draft, self.coster) * (1 + RISK * (1 - probable)) * self.weight(draft)
 
-def by_taste(
-    drafts: Sequence[PlanDraft], coster: StageCoster, weight: Callable[[PlanDraft], float]
-) -> list[Judged]:
-    """The drafts in the order in which they should be chosen: ties by simplicity, then the rest by
-    their quantile; each by as many times its seconds as its `weight` says."""
-    fastest = sorted(drafts, key=lambda d: weight(d) * d.step_time_s)[:MOST_JUDGED]
-    judged = [Judged(draft=d, quantile_s=weight(d) * quantile_s(d, coster)) for d in fastest]
-    least = min((j.quantile_s for j in judged), default=math.inf)
+    def judged(self, drafts: Sequence[PlanDraft]) -> list[PlanDraft]:
+        """The most promising of these drafts, in the order in which they should be chosen."""
+        weighed = {id(d): self.weight(d) * d.step_time_s for d in drafts}
+        least = min(weighed.values(), default=math.inf)
+        near = [d for d in drafts if weighed[id(d)] <= least * (1 + 2 * TIE)]
+        fastest = sorted(near, key=lambda d: weighed[id(d)])[:MOST_JUDGED]
 
-    def order(own: Judged) -> tuple[bool, Simplicity | tuple[()], float, str]:
-        tied = own.quantile_s <= least * (1 + TIE)
-        simple = _of_draft(own.draft, coster.cluster) if tied else ()
-        return not tied, simple, own.quantile_s, own.draft.plan.to_json()
+        def order_of(draft: PlanDraft) -> tuple[float, float, str]:
+            return self.number_s(draft), sum(self.looks(draft).parts()), draft.plan.to_json()
 
-    return sorted(judged, key=order)
+        return sorted(fastest, key=order_of)
 
 
 def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
@@ -146,16 +217,27 @@ def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
     nodes = max(_nodes(stage, coster.cluster) for stage in plan.stages)
     across = COMMUNICATION_ERROR * (1 + math.log2(nodes) / 2)
 
-    def step_s(compute: float, communication: float, data: float) -> float:
+    def step_s(
+        compute: float = 0.0, communication: float = 0.0, data: float = 0.0, host: float = 0.0
+    ) -> float:
         costs = [
-            d.repriced(compute=1 + compute, communication=1 + communication, data_axis=1 + data)
+            d.repriced(
+                compute=1 + compute,
+                communication=1 + communication,
+                data_axis=1 + data,
+                host=1 + host,
+            )
             for d in draft.stages
         ]
         priced = price_stages(plan, coster, costs, send_scale=1 + communication)
         return priced.prediction.step_time_s
 
     computing = compute_error(coster.cluster.device.name)
-    more = (step_s(computing, 0.0, 0.0), step_s(0.0, COMMUNICATION_ERROR, across))
+    more = [
+        step_s(compute=computing),
+        step_s(communication=COMMUNICATION_ERROR, data=across),
+        *[step_s(host=HOST_ERROR)] * any(stage.host for stage in plan.stages),
+    ]
     return own + QUANTILE * math.hypot(*(seconds - own for seconds in more))
 
 

@@ -247,8 +247,9 @@ class BlockPrograms:
     def _program(self, k: int, setting: Setting) -> BlockProgram | None:
         """None where a sharding that the user decided is impossible: `refused` says why."""
         block = self.graph.blocks[k]
-        # its factors are seconds alone, and a loss takes as many on any data axis
-        needs = replace(self.coster.needs(block), loss=False)
+        # its factors are seconds alone: a loss takes as many on any data axis, what meets the batch
+        # there is priced anew
+        needs = replace(self.coster.needs(block), loss=False, met=False)
         if self._prices_experts(k, setting.mesh.tp):
             needs = replace(needs, experts=False)
         own = needs.narrowed(setting)

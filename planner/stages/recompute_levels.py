@@ -9,15 +9,16 @@ fraction on the next level is a multiple of 1/n:
     λ = ⌈n · (bytes₀ - room) / (bytes₀ - bytes₁)⌉ / n,      time = (1-λ)·time₀ + λ·time₁
 
 where both bytes count what one recomputed block holds during its backward. Which blocks, and
-exactly how many, is decided for the chosen stages by `planner/stages/recompute.py`. Behind the
-levels of single blocks come those of segments, in the order in which they are given, all of a
+exactly how many, is decided for the chosen stages by `planner/stages/recompute.py`. On some levels
+blocks send what they save to host memory, as well. Behind the levels of single blocks come those of
+segments, in the order in which they are given, all of a
 stage's blocks on one or none: what they hold while they run again doesn't grow with h.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,29 +58,25 @@ class ChosenLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeLevels:
-    """Costs of stages with all blocks on a level, per level, and the policy of each; `blocks` is
-    the number in each stage, an array of the stages' shape."""
+    """Costs of stages with all blocks on a level, per level, the policy of each, and the part of
+    its blocks that is `sent` to host memory beyond what the user decided; `blocks` is the number in
+    each stage, an array of the stages' shape."""
 
     policies: tuple[str, ...]
+    sent: tuple[float, ...]
     costs: tuple[StageCosts[Floats], ...]
     blocks: Floats | NDArray[np.int64]
 
     def choose(
-        self,
-        in_flight: InFlight,
-        room_bytes: float,
-        *,
-        per_device: int | NDArray[np.int64] = 1,
-        others_bytes: float = 0.0,
+        self, in_flight: InFlight, room_bytes: float, *, per_device: int | NDArray[np.int64] = 1
     ) -> ChosenLevel:
         """The least recompute with which each stage fits `room_bytes` with so many micro-batches in
-        flight, and the others of `per_device` on a device (numbers, or arrays of the stages'
-        shape): they are like it, or hold `others_bytes`. One of them is in a backward at a time,
-        and which of the device's blocks recompute is decided for all of them together."""
-        alike = 1 if others_bytes else per_device
+        flight, beside the others of `per_device` on a device (numbers, or arrays of the stages'
+        shape), which are like it. One of them is in a backward at a time, and which of the device's
+        blocks recompute is decided for all of them together."""
 
         def used(costs: StageCosts[Floats], passing: StageCosts[Floats]) -> Floats:
-            return used_bytes(costs, in_flight, alike, passing) + others_bytes
+            return used_bytes(costs, in_flight, per_device, passing)
 
         first = self.costs[0]
         done = np.asarray(fits(used(first, first), room_bytes))
@@ -120,25 +117,36 @@ class RecomputeLevels:
 
 
 def recompute_levels(
-    sums: Sums, setting: Setting, policies: Sequence[str], blocks: Floats | NDArray[np.int64]
+    sums: Sums,
+    setting: Setting,
+    policies: Sequence[str],
+    blocks: Floats | NDArray[np.int64],
+    sends: float = 0.0,
 ) -> RecomputeLevels:
-    """Levels of the stages with these sums, from the policies on the convex hull."""
+    """Levels of the stages with these sums, from the policies on the convex hull; such a part of
+    the blocks `sends` its activations on some of them."""
     if setting.mesh.tp == 1:  # nothing is gathered
         policies = [policy for policy in policies if policy not in REGATHERING] or policies
     each = [policy for policy in policies if segment_policy(policy)[1] == 1]
-    kept, costs = list[str](), list[StageCosts[Floats]]()
+    kept, costs = list[tuple[str, float]](), list[StageCosts[Floats]]()
     if each:
-        found = stage_costs(sums, setting, sums.recompute_by(each))
-        seconds, saved = (
-            values.reshape(len(each), -1).sum(axis=1)
-            for values in (found.backward_s, found.activation_bytes)
-        )
-        hull = lower_hull(np.column_stack([seconds, -saved]))
-        rows = as_rows(found)
-        kept, costs = [each[k] for k in hull], [of_rows(rows[:, k]) for k in hull]
+        again = sums.recompute_by(each)
+        ways = [setting]
+        if sends:
+            host = replace(setting.host, activations=sends)
+            ways.append(replace(setting, host=host))
+        rows = np.concatenate([as_rows(stage_costs(sums, way, again)) for way in ways], axis=1)
+        found = of_rows(rows)
+        seconds = found.backward_s + found.forward_s * (sends > 0)
+        saved = found.activation_bytes + found.later_bytes * (sends > 0)
+        options = (values.reshape(len(rows[0]), -1).sum(axis=1) for values in (seconds, -saved))
+        hull = lower_hull(np.column_stack([*options]))
+        levels = [(policy, part) for part in (0.0, sends)[: len(ways)] for policy in each]
+        kept, costs = [levels[k] for k in hull], [of_rows(rows[:, k]) for k in hull]
     grouped = [policy for policy in policies if policy not in each]
     return RecomputeLevels(
-        policies=(*kept, *grouped),
+        policies=(*(policy for policy, _ in kept), *grouped),
+        sent=(*(part for _, part in kept), *[0.0] * len(grouped)),
         costs=(*costs, *(stage_costs(sums, setting, policy) for policy in grouped)),
         blocks=np.maximum(blocks, 1),
     )

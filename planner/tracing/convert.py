@@ -211,17 +211,18 @@ class _Converter:
     # --- placeholders ---
 
     def _placeholders(self, environment: _Environment) -> None:
-        signature = self.program.graph_signature
+        signature = self.program.graph_signature  # which looks through all of it at each question
+        parameters, buffers = signature.inputs_to_parameters, signature.inputs_to_buffers
         constants = signature.inputs_to_lifted_tensor_constants
         user_inputs = iter(self.module.batch.inputs)
         for node in self.program.graph.nodes:
             if node.op != "placeholder":
                 continue
             name = node.name
-            if name in signature.inputs_to_parameters:
-                slot = self._parameter(signature.inputs_to_parameters[name])
-            elif name in signature.inputs_to_buffers:
-                slot = self._buffer(signature.inputs_to_buffers[name], node)
+            if name in parameters:
+                slot = self._parameter(parameters[name])
+            elif name in buffers:
+                slot = self._buffer(buffers[name], node)
             elif name in constants:
                 tensor = self.program.constants[constants[name]]
                 slot = self.state.constant(name, tensor, meta_of(node.meta["val"]))
@@ -317,6 +318,7 @@ def _only(names: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
 
 IGNORED_KWARGS = ("pin_memory", "layout")
 CASTS = ("to", "_to_copy", "type_as")
+BITS = ("aten.any.default", "aten.all.default")
 PROMOTE = frozenset({"cat", "stack", "where"})  # beside pointwise operators
 # may change nothing at one row alone: a class token's expand, the transpose of one row of one
 ARRANGES = RESHAPES | {
@@ -425,6 +427,8 @@ class _Calls:
         metas = [meta_of(t) for t in results]
         if environment.autocast and short_name(target) not in CASTS:
             args, kwargs = self._autocast(target, args, kwargs, metas[0].dtype, origin)
+        if target in BITS and len(self.builder.values[args[0].name].shape) > 1:
+            args = self._by_row(target, args[0], origin)
         if short_name(target) in CASTS:  # the device in their arguments is the tracer's
             target, args, kwargs = "aten.to.dtype", (args[0], metas[0].dtype), {}
         several = isinstance(node.meta["val"], (tuple, list))
@@ -444,6 +448,13 @@ class _Calls:
             self.slots.new(v, slot if view else None) for v, view in zip(values, views, strict=True)
         ]
         return slots if several else slots[0]
+
+    def _by_row(self, target: str, whole: Ref, origin: Origin) -> tuple[Ref]:
+        """The bits of each row, of which one is made then: data ranks gather those, and not all
+        elements."""
+        dims = [*range(1, len(self.builder.values[whole.name].shape))]
+        (rows,) = self.builder.add(target.replace("default", "dims"), (whole, dims), {}, origin)
+        return (Ref(rows),)
 
     def _leaf(self, node: fx.Node, environment: _Environment) -> list[str]:
         """A leaf's call, with the `Leaf` itself as the argument in the place of its number."""

@@ -19,7 +19,7 @@ import logging
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 from unittest import mock
@@ -120,8 +120,19 @@ def trace(
             fix |= batch.asked or batch.numbers.keys()
         else:
             if not batch.asked:
-                return graph
+                return _as_stored(graph, model)
             fix |= batch.asked  # the model's code caught what was raised
+
+
+def _as_stored(graph: Graph, model: nn.Module) -> Graph:
+    """The graph, whose frozen parameters say what dtype they have in the model: no copy of them is
+    made that an optimizer would step."""
+    stored = {}
+    for value, fqn in graph.parameters.items():
+        meta, dtype = graph.values[value], model.get_parameter(fqn).dtype
+        if not meta.requires_grad and dtype != meta.dtype:
+            stored[value] = replace(meta, stored=dtype)
+    return replace(graph, values={**graph.values, **stored}) if stored else graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,9 +186,16 @@ class _Tracer:
 
     def short_graph(self, leaves: Mapping[str, str]) -> Graph | None:
         """The graph by way of similar layers; None where only a full trace can tell."""
+        apart: Sequence[str] = ()
         try:
-            groups = find_similar_layers(self.model)
-            return self.graph(groups, leaves) if groups else None
+            while groups := find_similar_layers(self.model, apart):
+                try:
+                    return self.graph(groups, leaves)
+                except Irregular as error:
+                    if apart or not error.apart:
+                        raise
+                    apart = error.apart
+            return None
         except Exception:  # a full trace is the judge of whatever went wrong, and gives the message
             log.debug("traced in full", exc_info=True)
             return None
@@ -273,13 +291,12 @@ def _check_second_forward(
 ) -> None:
     """Raise `TraceError` where the forward of the exported `module` leaves something that changes
     the next one, `KeptTensors` where that can be carried."""
-    if module.stand_ins.groups:
-        raise Irregular("the forward changes attributes")
     again = make()
     tensors, mode = again.batch.tensors, again.batch.mode
     with _tracing(again, dtype), mock.patch.object(mode, "allow_non_fake_inputs", True), mode:
         known = (*tensors, *again.parameters())
         carried = kept_tensors(lambda: again.once(*tensors), again.watch, known)
+        again.stand_ins.check()
     if carried:
         raise KeptTensors(carried)
 

@@ -4,13 +4,14 @@ Values are SI, and all are of a whole node but those of the link: `link_bandwidt
 reaches in one direction while all ranks of its node move as much, and `memory_bandwidth` what an
 optimizer's step on all cores reaches, read plus written. `nvme_read_bandwidth` and
 `nvme_write_bandwidth` are what all ranks reach together in files on the node's flash that they map.
-A rank of n on a node has 1/n of both memories, of the flash and of these bandwidths.
+A rank of n on a node has 1/n of both memories, of the flash and of these bandwidths. Of both
+memories `MARGIN` stays free, for the system and what loads batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from meshwright.profiles.hardware.catalog_reader import Entry
@@ -25,6 +26,9 @@ BANDWIDTHS = MappingProxyType(
         "to_flash": "nvme_write_bandwidth",
     }
 )  # by a kind of `timings.OF_HOST`
+
+
+MARGIN = 0.1  # of hosts' memory and flash, for the system, data loaders and their page cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,16 @@ class Host:
         check_number("host: nvme_write_bandwidth", self.nvme_write_bandwidth, zero=True)
 
     @property
+    def room_bytes(self) -> int:
+        """Bytes of its memory that plans may take."""
+        return int((1 - MARGIN) * self.memory_bytes)
+
+    @property
+    def flash_room_bytes(self) -> int:
+        """Bytes of its flash that plans may take."""
+        return int((1 - MARGIN) * self.nvme_bytes)
+
+    @property
     def has_flash(self) -> bool:
         """Whether it has flash of which all is known that states in files need."""
         return min(self.nvme_bytes, self.nvme_read_bandwidth, self.nvme_write_bandwidth) > 0
@@ -61,6 +75,11 @@ class Host:
         """Bytes per second of a kind of `timings.OF_HOST`."""
         found: float = getattr(self, BANDWIDTHS[kind])
         return found
+
+    def slower(self, factor: float) -> Host:
+        """The same, all of whose bandwidths are divided by a factor."""
+        names = dict.fromkeys(BANDWIDTHS.values())
+        return replace(self, **{name: getattr(self, name) / factor for name in names})
 
     def assumed(self, measured: Collection[str]) -> list[str]:
         """The assumptions that are left where some of `timings.OF_HOST` were measured."""

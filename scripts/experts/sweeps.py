@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.planner.published import Unpriced, evaluate_row, read_row
-from meshwright.planner.search import TIE, simplicity
+from meshwright.planner.search import TIE, looks_of
 
 PLANS = 4  # measured plans that make a sweep
 SWEEP = (
@@ -27,13 +27,18 @@ Row = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A plan of a sweep: its degrees, its seconds per step, and its place in the order of
-    simplicity."""
+    """A plan of a sweep: its degrees, its seconds per step, and the part of a tie by which it has
+    to be faster than the plainest."""
 
     plan: tuple[str, ...]
     measured_s: float
     predicted_s: float
-    simplicity: tuple[float, ...] = ()
+    complexity: float = 0.0
+
+    @property
+    def number_s(self) -> float:
+        """The seconds by which plans are compared (`planner/search/taste.py`)."""
+        return self.predicted_s * (1 + TIE * self.complexity)
 
     def __str__(self) -> str:
         degrees = " ".join(f"{name}{value}" for name, value in zip(PLAN, self.plan, strict=True))
@@ -50,13 +55,11 @@ class Sweep:
 
     @property
     def choice(self) -> Priced:
-        """The simplest of the plans near the one predicted fastest."""
+        """The best of the fastest micro-batch of each combination of degrees."""
         kinds: dict[tuple[str, ...], Priced] = {}
         for plan in sorted(self.plans, key=lambda p: (p.predicted_s, p.plan)):
             kinds.setdefault(plan.plan[:ROWS_AT_ONCE], plan)
-        least = min(plan.predicted_s for plan in kinds.values())
-        near = [plan for plan in kinds.values() if plan.predicted_s <= least * (1 + TIE)]
-        return min(near, key=lambda p: (p.simplicity, p.predicted_s, p.plan))
+        return min(kinds.values(), key=lambda p: (p.number_s, p.plan))
 
     @property
     def best(self) -> Priced:
@@ -91,8 +94,8 @@ def sweeps(rows: Iterable[Row]) -> Iterator[Sweep]:
 def _priced(plan: tuple[str, ...], rows: Iterable[Row]) -> Priced | None:
     """A plan's times, the medians of its rows; None where none can be priced."""
     measured, predicted = [], []
-    simple: tuple[float, ...] = ()
-    prices = dict[tuple[str, ...], tuple[float, tuple[float, ...]]]()
+    complexity = 0.0
+    prices = dict[tuple[str, ...], tuple[float, float]]()
     for row in rows:
         cells = tuple(text for name, text in row.items() if name not in MEASURED)
         try:
@@ -100,7 +103,7 @@ def _priced(plan: tuple[str, ...], rows: Iterable[Row]) -> Priced | None:
                 prices[cells] = _price(row)
         except Unpriced:
             continue
-        seconds, simple = prices[cells]
+        seconds, complexity = prices[cells]
         measured.append(float(row["iteration_time_s"]))
         predicted.append(seconds)
     if not measured:
@@ -109,13 +112,13 @@ def _priced(plan: tuple[str, ...], rows: Iterable[Row]) -> Priced | None:
         plan=plan,
         measured_s=statistics.median(measured),
         predicted_s=statistics.median(predicted),
-        simplicity=simple,
+        complexity=complexity,
     )
 
 
-def _price(row: Row) -> tuple[float, tuple[float, ...]]:
-    """Predicted seconds and simplicity. Raises `Unpriced`."""
+def _price(row: Row) -> tuple[float, float]:
+    """Predicted seconds and complexity. Raises `Unpriced`."""
     found = evaluate_row(row)
     peak = max(found.prediction.peak_memory_bytes)
     memory = read_row(row).cluster.device.memory_bytes
-    return found.prediction.step_time_s, simplicity(found.plan, peak, memory)
+    return found.prediction.step_time_s, looks_of(found.plan, peak, memory).complexity

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import peft
 import torch
 import transformers as hf
 from torch import nn
@@ -45,6 +46,13 @@ def decoder(kind: str, length: int, **config: Any) -> Model:
     return Model(module=module, batch={"input_ids": ids, "labels": ids})
 
 
+def adapted(model: Model, *targets: str) -> Model:
+    """The model with LoRA of rank 16 on the layers of these names, the rest of it frozen."""
+    config = peft.LoraConfig(r=16, target_modules=list(targets), task_type="CAUSAL_LM")
+    with torch.device("meta"):
+        return Model(module=peft.get_peft_model(model.module, config), batch=model.batch)
+
+
 def images(kind: str, side: int, head: str = "ForImageClassification", **config: Any) -> Model:
     """A vision model of transformers; with a segmentation head, a class for each pixel."""
     shape = (2, side, side) if "Segmentation" in head else (2,)
@@ -78,6 +86,18 @@ def llama_8b(length: int) -> Model:
     return llama(32, 4096, 32, 14336, length)
 
 
+def llama_70b(length: int) -> Model:
+    return llama(80, 8192, 64, 28672, length)
+
+
+def gemma2_9b() -> Model:
+    return decoder(
+        "Gemma2", 4096,
+        vocab_size=256000, hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,
+        num_attention_heads=16, num_key_value_heads=8, head_dim=256,
+    )  # fmt: skip
+
+
 def deepseek_v3() -> Model:
     return decoder("DeepseekV3", 4096)  # the defaults of its configuration are DeepSeek-V3's
 
@@ -89,6 +109,19 @@ def qwen3_moe() -> Model:  # Qwen3-30B-A3B
         num_key_value_heads=4, head_dim=128, num_experts=128, moe_intermediate_size=768,
         num_experts_per_tok=8,
     )  # fmt: skip
+
+
+def qwen3_235b() -> Model:  # Qwen3-235B-A22B
+    return decoder(
+        "Qwen3Moe", 4096,
+        vocab_size=151936, hidden_size=4096, num_hidden_layers=94, num_attention_heads=64,
+        num_key_value_heads=4, head_dim=128, num_experts=128, moe_intermediate_size=1536,
+        num_experts_per_tok=8,
+    )  # fmt: skip
+
+
+def qwen3_next() -> Model:
+    return decoder("Qwen3Next", 4096)  # the defaults of its configuration are the 80B-A3B's
 
 
 def mixtral() -> Model:
@@ -123,6 +156,18 @@ def efficientnet() -> Model:
     return images("EfficientNet", 600)  # the defaults of its configuration are EfficientNet-B7's
 
 
+def ibert() -> Model:  # tiny, and not on meta: its activations are run for their shapes
+    config = hf.IBertConfig(
+        vocab_size=1000, hidden_size=64, num_hidden_layers=4, num_attention_heads=4,
+        intermediate_size=128,
+    )  # fmt: skip
+    ids = torch.ones(2, 128, dtype=torch.long)
+    return Model(module=hf.IBertForMaskedLM(config), batch={"input_ids": ids, "labels": ids})
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+LINEAR = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+
 CASES: Mapping[str, Case] = {
     "gpt2": Case(
         model=lambda: gpt(12, 768, 12, 50257, 1024), node="dgx-h100", nodes=1, batch=64
@@ -133,6 +178,18 @@ CASES: Mapping[str, Case] = {
     ),
     "llama-8b": Case(model=lambda: llama_8b(4096), node="dgx-h100", nodes=8, batch=256),
     "llama-8b-8k": Case(model=lambda: llama_8b(8192), node="dgx-h100", nodes=8, batch=512),
+    "llama-8b-lora": Case(
+        model=lambda: adapted(llama_8b(4096), *LINEAR), node="dgx-h100", nodes=8, batch=256
+    ),
+    "llama-70b-lora": Case(
+        model=lambda: adapted(llama_70b(4096), *LINEAR), node="dgx-h100", nodes=1, batch=64
+    ),
+    "gemma2-9b-lora": Case(
+        model=lambda: adapted(gemma2_9b(), *LINEAR), node="dgx-h100", nodes=1, batch=64
+    ),
+    "qwen3-235b-lora": Case(
+        model=lambda: adapted(qwen3_235b(), *ATTENTION), node="dgx-h100", nodes=8, batch=256
+    ),
     "gpt3-64": Case(model=gpt3, node="dgx-a100", nodes=8, batch=512),
     "gpt3-1024": Case(model=gpt3, node="dgx-a100", nodes=128, batch=1536),
     "llama-405b": Case(
@@ -146,10 +203,12 @@ CASES: Mapping[str, Case] = {
     ),
     "mixtral": Case(model=mixtral, node="dgx-h100", nodes=8, batch=256),
     "qwen3-moe": Case(model=qwen3_moe, node="dgx-h100", nodes=8, batch=256),
+    "qwen3-next": Case(model=qwen3_next, node="dgx-h100", nodes=8, batch=256),
     "deepseek-v3-256": Case(model=deepseek_v3, node="dgx-h100", nodes=32, batch=1024),
     "deepseek-v3": Case(model=deepseek_v3, node="dgx-h100", nodes=256, batch=15360),
     "mamba2": Case(model=mamba2, node="dgx-h100", nodes=8, batch=256),
     "swin": Case(model=swin, node="dgx-h100", nodes=8, batch=2048),
     "segformer": Case(model=segformer, node="dgx-h100", nodes=8, batch=512),
     "efficientnet": Case(model=efficientnet, node="dgx-h100", nodes=8, batch=2048),
+    "ibert": Case(model=ibert, node="dgx-h100", nodes=1, batch=64),
 }  # fmt: skip

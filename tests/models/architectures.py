@@ -26,6 +26,23 @@ def gpt2(*, tied: bool, dropout: float = 0.0, layers: int = 3, **options: Any) -
     return transformers.GPT2LMHeadModel(config).train()
 
 
+class Lora(nn.Module):
+    """A frozen linear layer and its two trained factors, as adapter libraries wrap one."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.a = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.b = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+        self.scaling = {"default": 2.0 / rank}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base(x)
+        for name in self.a:
+            result = result + self.b[name](self.a[name](x)) * self.scaling[name]
+        return result
+
+
 def llama(**options: Any) -> nn.Module:
     config = transformers.LlamaConfig(
         num_hidden_layers=3,
@@ -38,6 +55,22 @@ def llama(**options: Any) -> nn.Module:
         **options,
     )
     return transformers.LlamaForCausalLM(config).train()
+
+
+def llama_tower() -> nn.Module:
+    """Its head alone is trained."""
+    model = llama().requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+    return model
+
+
+def llama_lora(rank: int = 4) -> nn.Module:
+    model = llama().requires_grad_(False)
+    for layer in model.model.layers:
+        own, mlp = layer.self_attn, layer.mlp
+        own.q_proj, own.v_proj = Lora(own.q_proj, rank), Lora(own.v_proj, rank)
+        mlp.down_proj = Lora(mlp.down_proj, rank)
+    return model
 
 
 def bert(*, dropout: float = 0.0, **options: Any) -> nn.Module:

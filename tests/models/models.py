@@ -31,6 +31,8 @@ from tests.models.architectures import (
     bert,
     gpt2,
     llama,
+    llama_lora,
+    llama_tower,
     token_loss,
 )
 from tests.models.branching_models import MoE, UNet, moe_loss, t5
@@ -179,6 +181,11 @@ _LLAMA_SHARDINGS = {
     "lm_head": "colwise",
     "model.embed_tokens": "vocab",
 }
+_LORA_SHARDINGS = {
+    **{f"model.layers.*.mlp.{name}": "colwise" for name in ("gate_proj", "up_proj")},
+    **{f"model.layers.*.self_attn.q_proj.{name}": "colwise" for name in ("base", "b.default")},
+    "model.embed_tokens": "vocab",
+}
 
 _T5_SHARDINGS = {
     f"{tower}.block.*.layer.*.{kind}": "colwise"
@@ -213,6 +220,12 @@ CASES: Mapping[str, Case] = {
     ),
     "llama": Case(
         build=llama, batch=causal_batch, optimizer=adamw, shardings=_LLAMA_SHARDINGS
+    ),
+    "llama_lora": Case(
+        build=llama_lora, batch=causal_batch, optimizer=adamw, shardings=_LORA_SHARDINGS
+    ),
+    "llama_tower": Case(
+        build=llama_tower, batch=causal_batch, optimizer=adamw, shardings=_LLAMA_SHARDINGS
     ),
     "bert": Case(build=bert, batch=masked_batch, optimizer=sgd, shardings=_BERT_SHARDINGS),
     "resnet": Case(

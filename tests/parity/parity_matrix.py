@@ -290,13 +290,28 @@ llama        dp2|tp2    eager_1f1b m4 fp8
 t5           dp4        gpipe m2 zero1 fp8_rowwise
 """
 
+# adapters beside frozen weights, which ZeRO-3 divides like the others
+ADAPTERS = """
+llama_lora   dp2          gpipe m2 zero3 full bf16
+llama_lora   dp2xtp2      1f1b m4 zero3 pointwise
+llama_lora   dp2xtp2      1f1b m2 zero2 bf16
+llama_lora   pp2xdp2      1f1b m4 zero3
+llama_lora   pp2xdp2      eager_1f1b m4 zero3 mixed spread
+llama_lora   dp2|tp2      eager_1f1b m4 zero3 fp16
+llama_lora   dp4          1f1b m2 zero3 hpz2 bf16
+llama_lora   dp4          gpipe m2 zero3 shard2
+llama_lora   dp4          1f1b m2 zero3 seg2
+llama_lora   dp2xcp2      1f1b m2 zero3 ring
+llama_tower  dp2xtp2      1f1b m2 zero3
+"""
+
 
 def cells_in(table: str) -> tuple[Cell, ...]:
     return tuple(Cell.parse(line) for line in table.splitlines() if line)
 
 
 MATRIX = cells_in(TWO_RANKS + FOUR_RANKS + EIGHT_RANKS)
-ALL = (*MATRIX, *cells_in(CONTEXT + COPIES + REGATHERED + SEGMENTED + EIGHT_BITS))
+ALL = (*MATRIX, *cells_in(CONTEXT + COPIES + REGATHERED + SEGMENTED + EIGHT_BITS + ADAPTERS))
 
 # --- the change tier ------------------------------------------------------------------------------
 

@@ -18,6 +18,8 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.row_losses import EXACT, LENGTH, MEET, WIDTH, Loss, Tensor
 from tests.helpers.row_losses import ROWS as SAMPLE_ROWS
 from tests.helpers.tiers import second_tier, tiered
+from tests.models.models import CASES
+from tests.parity.parity_reference import TOLERANCE as HALVES
 from tests.parity.parity_reference import difference
 
 ROWS, RANKS, TOLERANCE = 8, 2, 2e-5
@@ -154,7 +156,7 @@ OTHERS = "one loss of each kind is run; costmodel/sharding tells of each by what
 # how a sum is divided: by elements, rows, a count, a weight; an input and none are run on ranks
 WAYS = {
     ("class weights", 2), ("cross-entropy by a tensor of rows", 2), ("masked mean, at least 1", 8),
-    ("by weights of the batch", 2), ("per position", 2),
+    ("by weights of the batch", 2), ("per position", 2), ("clamped where some overflows", 2),
 }  # fmt: skip
 
 
@@ -189,6 +191,27 @@ def test_on_ranks(run: tuple[str, str]) -> None:
     smaller = (3,) if name in FEWER else (6,) if whole else ()
     overrides = (TOGETHER if name in MEET else LAYOUTS)[layout]
     on_ranks(RANKS, exact, name, overrides, RANKS, (ROWS, *smaller))
+
+
+def t5_in_halves(overrides: Overrides, ranks: int = 1) -> tuple[float, dict[str, Tensor], bool]:
+    """Loss and gradients of a step of T5 in fp16, and whether the report tells of its clamps."""
+    case = CASES["t5"]
+    options = {"example_inputs": case.batch(ROWS, 0), "precision": "fp16", "overrides": overrides}
+    result = tiny.planned(case.model(), ranks, loss_fn=None, **options)
+    loss = float(result.train_step(case.batch(ROWS, 0)))
+    told = any("numbers that are not finite" in note for note in result.report.notes)
+    return loss, result.runtime.full_gradients(), told
+
+
+@second_tier("clamps behind any(isinf) are among the losses of micro-batches on one device")
+def test_clamps_of_t5_in_fp16_keep_no_batch_together() -> None:
+    one, wanted, told = t5_in_halves(Overrides(num_microbatches=1))
+    assert not told
+    loss, found, told = on_ranks(RANKS, t5_in_halves, LAYOUTS["pp2 × 4"], RANKS)
+    assert told
+    assert loss == pytest.approx(one, rel=HALVES["fp16"])
+    off, where = difference(found, wanted, norm=2)
+    assert off < HALVES["fp16"], where
 
 
 # --- refused --------------------------------------------------------------------------------------

@@ -17,6 +17,8 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
+from tests.models.architectures import Lora
+
 VOCAB, WIDTH, HEADS, LENGTH, CLASSES, LAYERS = 32, 16, 4, 12, 20, 4
 
 Batch = dict[str, Any] | tuple[Any, ...]
@@ -253,23 +255,6 @@ def frozen_backbone() -> nn.Module:
     model = Stack()
     model.layers.requires_grad_(False)
     return model
-
-
-class Lora(nn.Module):
-    """A frozen linear layer and its two trained factors, as adapter libraries wrap one."""
-
-    def __init__(self, base: nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.a = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
-        self.b = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
-        self.scaling = {"default": 2.0 / rank}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.base(x)
-        for name in self.a:
-            result = result + self.b[name](self.a[name](x)) * self.scaling[name]
-        return result
 
 
 def lora(rank: int = 4, **given: int) -> nn.Module:

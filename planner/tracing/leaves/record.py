@@ -31,7 +31,7 @@ from meshwright.planner.tracing.leaves.probe import (
     probe_on_fakes,
     probe_on_random,
 )
-from meshwright.planner.tracing.similar import Irregular, comparable, overridden, positions_of
+from meshwright.planner.tracing.similar import Irregular, comparable, identifiers_of, overridden
 from meshwright.planner.tracing.user_module import (
     PLAIN,
     TRACE,
@@ -98,8 +98,8 @@ class _Subject:
     """The callee of a leaf: the module `fqn`, or a function.
 
     `kind` is the module's class, or the function; equal `identity` (hashable) means equal but for
-    weights. `state` are its tensors as traced, `weights` as the user has them. `positions`: an
-    attribute holds its position in a stack of similar layers, and raises when it is used.
+    weights. `state` are its tensors as traced, `weights` as the user has them. `identified`: it
+    holds its position in a stack of similar layers, or its name, which raises when it is used.
     """
 
     name: str
@@ -111,7 +111,7 @@ class _Subject:
     state: Mapping[str, torch.Tensor]
     weights: Mapping[str, torch.Tensor]
     declaration: Declaration
-    positions: bool
+    identified: bool
 
     @staticmethod
     def of_module(
@@ -119,7 +119,7 @@ class _Subject:
     ) -> _Subject:
         """The traced copy `module` of the user's module `original`."""
         parts, integers = describe(original)
-        watched = positions_of(module)
+        watched = identifiers_of(module)
         known = {path: n for path, n in integers.items() if path not in watched}
         return _Subject(
             name=type(original).__name__,
@@ -131,7 +131,7 @@ class _Subject:
             state=state_of(module),
             weights=state_of(original),
             declaration=declaration,
-            positions=bool(watched),
+            identified=bool(watched),
         )
 
     @staticmethod
@@ -147,7 +147,7 @@ class _Subject:
             state={},
             weights={},
             declaration=declared(target) or Declaration(),
-            positions=False,
+            identified=False,
         )
 
 
@@ -375,7 +375,7 @@ class LeafRecorder:
         Raises `LeafError` where none does, and `Irregular` for what a stand-in can't tell."""
         grad, result = torch.is_grad_enabled(), subject.declaration.result
         if result is not None:
-            if subject.positions:  # nobody looks whether its forward uses its position
+            if subject.identified:  # nobody looks whether its forward uses that
                 raise Irregular(f"{subject.fqn} is not run while it is traced")
             return in_plain_thread(lambda: probe_by_result(program, likes, result), grad=grad)
         try:
@@ -385,7 +385,7 @@ class LeafRecorder:
         except Exception as error:  # noqa: BLE001 - whatever fakes can't do, real numbers may
             first = error
         try:
-            if subject.positions:
+            if subject.identified:
                 raise Irregular(f"{subject.fqn} is not run on fake tensors")
             return in_plain_thread(
                 lambda: probe_on_random(program, likes, subject.weights), grad=grad

@@ -5,10 +5,10 @@ from meshwright.planner.tracing.similar.stand_ins import (
     Irregular,
     StandIns,
     comparable,
+    identifiers_of,
     overridden,
-    positions_of,
 )
 
 __all__ = [
-    "MARKS", "CopiedCalls", "Irregular", "StandIns", "comparable", "overridden", "positions_of",
+    "MARKS", "CopiedCalls", "Irregular", "StandIns", "comparable", "identifiers_of", "overridden",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ in full, unless every call has the arguments of the second member's (equal struc
 equal shape, stride, dtype and `requires_grad`, the very same tensor where the second and the last
 member share one, equal other arguments, equal autograd and autocast state), every member is called
 at most once, the traced ones give results of the same kind and change no attribute, nobody looks
-into a spared member, and no operation uses an integer that holds a member's own position. What no
+into a spared member, and no operation uses a member's own position or name. What no
 comparison sees is a layer that asks something outside of the model and of its arguments (a
 module-level counter, a clock) and that by this differs in the middle of a stack only.
 """
@@ -34,7 +34,7 @@ from torch.utils import _pytree as pytree
 from meshwright.planner.tracing.user_module import (
     PLAIN,
     STATE,
-    AttributePath,
+    Place,
     SimilarLayers,
     held_state,
     snapshot,
@@ -71,7 +71,12 @@ torch.library.register_fake(REPEATED, _repeated)
 
 
 class Irregular(Exception):
-    """A short trace can't be shown to equal the full one."""
+    """A short trace can't be shown to equal the full one; it may, where the layers `apart` are
+    traced apart from those that are built like them."""
+
+    def __init__(self, why: str, apart: Sequence[str] = ()) -> None:
+        super().__init__(why)
+        self.apart = apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +112,8 @@ class StandIns:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Context of the model's own forward, in which a look into a spared member raises."""
+        """Context of one forward of the model, in which a look into a spared member raises."""
+        self.calls.clear()
         self.before = {name: snapshot(modules) for name, modules in self.modules.items()}
         self.watching = True
         try:
@@ -129,19 +135,18 @@ class StandIns:
     def instrument(self, model: nn.Module) -> None:
         """Replace the forwards of a copy's members: they record calls, or stand in if spared."""
         for group in self.groups:
-            for name, position in zip(group.members, group.positions, strict=True):
-                if name in group.traced:
-                    self._instrument_traced(model.get_submodule(name), name, group, position)
+            for name in group.traced:
+                self._instrument_traced(model.get_submodule(name), name, group)
             source = model.get_submodule(group.traced[1])
-            at = dict(zip(group.members, group.positions, strict=True))
             for name in group.spared:
-                self._instrument_spared(self.blank[name], source, name, group, at[name])
+                self._instrument_spared(self.blank[name], source, name, group)
 
-    def _instrument_traced(
-        self, module: nn.Module, name: str, group: SimilarLayers, position: int
-    ) -> None:
-        for path, attribute in group.numbers:
-            vars(module.get_submodule(path))[attribute] = _PositionInt(position, self)
+    def _instrument_traced(self, module: nn.Module, name: str, group: SimilarLayers) -> None:
+        for path, *keys, last in group.identifiers:
+            held: Any = vars(module.get_submodule(path))
+            for key in keys:
+                held = held[key]
+            held[last] = _Identifier(held[last], self)
         modules = self.modules[name] = list(module.modules())
         forward = type(module).forward
 
@@ -162,14 +167,11 @@ class StandIns:
         module.__class__ = overridden(type(module), traced)
 
     def _instrument_spared(
-        self, blank: nn.Module, source: nn.Module, name: str, group: SimilarLayers, position: int
+        self, blank: nn.Module, source: nn.Module, name: str, group: SimilarLayers
     ) -> None:
         held = vars(blank)
         held.update(vars(source))
         held.update({table: _Closed(self, name) for table in STATE})
-        for path, attribute in group.numbers:
-            if not path:
-                held[attribute] = _PositionInt(position, self)
         self.modules[name] = [blank]
         copied = group.traced[1]
 
@@ -318,46 +320,61 @@ for _name in _DICT_METHODS:
     setattr(_Closed, _name, _looked(_name))
 
 
-class _PositionInt:
-    """An integer attribute with a member's own position; raises where something depends on it."""
+class _Identifier:
+    """A member's own position or name; raises where something depends on it."""
 
-    def __init__(self, value: int, stand_ins: StandIns) -> None:
+    def __init__(self, value: int | str, stand_ins: StandIns) -> None:
         self.value, self.stand_ins = value, stand_ins
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        return int
+        return type(self.value)
+
+    def used(self) -> int | str:
+        """The value, refused while the model's forward runs."""
+        if self.stand_ins.watching:
+            self.stand_ins.refuse("a layer depends on its own position or name")
+        return self.value
+
+    def __bool__(self) -> bool:
+        return bool(self.used())
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:2] == "__":  # what copies ask for
+            raise AttributeError(name)
+        return getattr(self.used(), name)
 
 
-def positions_of(module: nn.Module) -> set[AttributePath]:
-    """The attributes of a traced member, and of modules below, that are a `_PositionInt`."""
+def identifiers_of(module: nn.Module) -> set[Place]:
+    """The places in a traced member, and in modules below, that hold an `_Identifier`."""
     return {
-        (path, name)
+        (path, *keys)
         for path, below in module.named_modules()
-        for name, value in vars(below).items()
-        if type(value) is _PositionInt
+        for keys, value in _below(vars(below))
+        if type(value) is _Identifier
     }
 
 
-def _used(name: str) -> Callable[..., Any]:
-    """The method of `int`, refused while the model's forward runs."""
-    plain = getattr(int, name)
+def _below(held: dict[Any, Any]) -> Iterator[tuple[Place, Any]]:
+    """(keys, value) of what a dict holds, and dicts in it."""
+    for key, value in held.items():
+        yield (key,), value
+        if isinstance(value, dict):
+            yield from (((key, *keys), inner) for keys, inner in _below(value))
 
-    def use(self: _PositionInt, *args: Any) -> Any:
-        if self.stand_ins.watching:
-            self.stand_ins.refuse("a layer depends on its own position")
-        return plain(self.value, *args)
 
-    return use
+def _method(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.used(), name)(*args)
 
 
 _BINARY = (
     "add", "sub", "mul", "truediv", "floordiv", "mod", "divmod", "pow", "and", "or", "xor",
     "lshift", "rshift",
 )  # fmt: skip
-_INT_METHODS = (
-    "index", "int", "float", "bool", "hash", "repr", "str", "format", "eq", "ne", "lt", "le", "gt",
-    "ge", "neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil",
+_UNARY = (
+    "index", "int", "float", "hash", "repr", "str", "format", "eq", "ne", "lt", "le", "gt", "ge",
+    "neg", "pos", "abs", "invert", "round", "trunc", "floor", "ceil", "len", "iter", "contains",
+    "getitem",
 )  # fmt: skip
-for _name in (*_INT_METHODS, *_BINARY, *(f"r{operation}" for operation in _BINARY)):
-    setattr(_PositionInt, f"__{_name}__", _used(f"__{_name}__"))
+for _name in (*_UNARY, *_BINARY, *(f"r{operation}" for operation in _BINARY)):
+    setattr(_Identifier, f"__{_name}__", _method(f"__{_name}__"))

@@ -21,7 +21,7 @@ from meshwright.planner.tracing.user_module.leaf import TRACE, Amount, Declarati
 from meshwright.planner.tracing.user_module.similar_layers import (
     PLAIN,
     STATE,
-    AttributePath,
+    Place,
     SimilarLayers,
     describe,
     find_similar_layers,
@@ -32,8 +32,8 @@ from meshwright.planner.tracing.user_module.sources import calling_place, condit
 
 __all__ = [
     "CALL_HOOKS", "MEMORY_ONLY", "PLAIN", "STATE", "TENSOR_HOOKS", "TRACE", "Amount",
-    "AttributePath", "Declaration", "Held", "Key", "SimilarLayers", "Watch", "calling_place",
-    "check_hooks", "condition", "declared", "describe", "find_similar_layers", "held_state",
-    "holders_of", "hooked", "hooks_in", "leaf", "refused", "refused_hooks", "snapshot",
-    "taken_hooks", "user_frame",
+    "Declaration", "Held", "Key", "Place", "SimilarLayers", "Watch", "calling_place", "check_hooks",
+    "condition", "declared", "describe", "find_similar_layers", "held_state", "holders_of",
+    "hooked", "hooks_in", "leaf", "refused", "refused_hooks", "snapshot", "taken_hooks",
+    "user_frame",
 ]  # fmt: skip

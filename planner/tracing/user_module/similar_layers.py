@@ -3,8 +3,10 @@
 Two members of a `ModuleList` or `Sequential` are similar where nothing that their forward could
 read tells them apart: the same tree of classes, equal plain attributes, the very same objects for
 everything else (configs, functions, shared tensors), parameters and buffers of equal shape, dtype
-and `requires_grad`, the same ties, and no hooks. One difference is allowed: an integer attribute
-that holds every member's own position (`layer_idx`); `stand_ins.py` notes whether it is used.
+and `requires_grad`, the same ties, and no hooks. One difference is allowed: identifiers, which are
+integer attributes that hold every member's own position (`layer_idx`) and strings, in attributes
+and in dicts, that hold its own name or one below it (`layers.3.mlp`); `stand_ins.py` notes whether
+they are used.
 """
 
 from __future__ import annotations
@@ -45,19 +47,18 @@ PLAIN = (
     torch.memory_format,
 )
 
-AttributePath = tuple[str, str]  # (path below the member, attribute)
+Place = tuple[Any, ...]  # (path below the member, attribute, keys of dicts in it)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimilarLayers:
-    """A group of similar members of one container: their FQNs in order, and `positions` in it.
+    """A group of similar members of one container: their FQNs in order.
 
-    `numbers` are the attributes that hold each member's own position.
+    `identifiers` are the places of each member's own position and names.
     """
 
     members: tuple[str, ...]
-    positions: tuple[int, ...]
-    numbers: tuple[AttributePath, ...]
+    identifiers: tuple[Place, ...]
 
     @property
     def traced(self) -> tuple[str, str, str]:
@@ -70,8 +71,8 @@ class SimilarLayers:
         return self.members[2:-1]
 
 
-def find_similar_layers(model: nn.Module) -> tuple[SimilarLayers, ...]:
-    """The outermost groups of `MIN_SIMILAR` or more similar members."""
+def find_similar_layers(model: nn.Module, apart: Sequence[str] = ()) -> tuple[SimilarLayers, ...]:
+    """The outermost groups of `MIN_SIMILAR` or more similar members, none of them in `apart`."""
     owners = Counter(
         id(held)
         for module in model.modules()
@@ -79,56 +80,60 @@ def find_similar_layers(model: nn.Module) -> tuple[SimilarLayers, ...]:
         for held in table.values()
         if held is not None
     )
-    return tuple(_groups(model, "", owners))
+    return tuple(_groups(model, "", owners, apart))
 
 
-def _groups(module: nn.Module, path: str, owners: Counter[int]) -> Iterator[SimilarLayers]:
+def _groups(
+    module: nn.Module, path: str, owners: Counter[int], apart: Sequence[str]
+) -> Iterator[SimilarLayers]:
     children = {name: m for name, m in module._modules.items() if m is not None}
     grouped: set[str] = set()
     if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) >= MIN_SIMILAR:
-        for group in _similar(children, path, owners):
+        for group in _similar(children, path, owners, apart):
             grouped.update(group.members)
             yield group
     for name, child in children.items():
         if path + name not in grouped:
-            yield from _groups(child, f"{path}{name}.", owners)
+            yield from _groups(child, f"{path}{name}.", owners, apart)
 
 
 def _similar(
-    children: dict[str, nn.Module], path: str, owners: Counter[int]
+    children: dict[str, nn.Module], path: str, owners: Counter[int], apart: Sequence[str]
 ) -> Iterator[SimilarLayers]:
-    classes: dict[Hashable, list[tuple[int, str, dict[AttributePath, int]]]] = defaultdict(list)
+    classes: dict[Hashable, list[tuple[int, str, _Description]]] = defaultdict(list)
     for position, (name, member) in enumerate(children.items()):
-        description = _Description(member, owners)
-        if description.regular and owners[id(member)] == 1 and "forward" not in vars(member):
-            classes[tuple(description.parts)].append((position, name, description.integers))
+        description = _Description(member, owners, path + name)
+        regular = description.regular and path + name not in apart
+        if regular and owners[id(member)] == 1 and "forward" not in vars(member):
+            classes[tuple(description.parts)].append((position, path + name, description))
     for members in classes.values():
-        places = members[0][2]
-        numbers = {p for p in places if all(held[p] == at for at, _, held in members)}
+        places, names = members[0][2].integers, members[0][2].names
+        numbers = {p for p in places if all(d.integers[p] == at for at, _, d in members)}
         fixed = [p for p in places if p not in numbers]
-        kinds: dict[Hashable, list[tuple[int, str]]] = defaultdict(list)
-        for position, name, held in members:
-            kinds[tuple(held[p] for p in fixed)].append((position, name))
+        kinds: dict[Hashable, list[str]] = defaultdict(list)
+        for _, fqn, description in members:
+            kinds[tuple(description.integers[p] for p in fixed)].append(fqn)
         for same in kinds.values():
             if len(same) >= MIN_SIMILAR:
-                yield SimilarLayers(
-                    members=tuple(path + name for _, name in same),
-                    positions=tuple(position for position, _ in same),
-                    numbers=tuple(sorted(numbers)),
-                )
+                identifiers = (*sorted(numbers), *names)
+                yield SimilarLayers(members=tuple(same), identifiers=identifiers)
 
 
 class _Description:
     """A module's structure: hashable `parts`, and its integer attributes apart, in `integers`.
 
     Tensors and modules with several owners are described by their identity, so that ties must be
-    the same ones. `regular` is False for modules with state between calls, or hooks.
+    the same ones. `names` are the places of strings that begin with the end of `fqn`, from the name
+    of a container on. `regular` is False for modules with state between calls, or hooks.
     """
 
-    def __init__(self, member: nn.Module, owners: Counter[int]) -> None:
+    def __init__(self, member: nn.Module, owners: Counter[int], fqn: str = "") -> None:
         self.owners = owners
         self.parts: list[Any] = []
-        self.integers: dict[AttributePath, int] = {}
+        self.integers: dict[Place, int] = {}
+        self.names: list[Place] = []
+        path = fqn.split(".")
+        self.own_names = [".".join(path[k:]) for k in range(len(path) - 1)]
         self.regular = True
         self.paths = {id(m): path for path, m in member.named_modules()}
         for path, module in member.named_modules():
@@ -154,7 +159,7 @@ class _Description:
                 self.parts.append(name)
                 self.integers[path, name] = value
             elif name not in UNSEEN:
-                self.parts += [name, self._frozen(value)]
+                self.parts += [name, self._frozen(value, (path, name))]
 
     def _shared(self, value: Any) -> int | None:
         return id(value) if self.owners[id(value)] > 1 else None
@@ -163,10 +168,14 @@ class _Description:
         layout = tuple(t.shape), t.dtype, t.requires_grad, t.device, t.layout
         return type(t), *layout, t.stride(), self._shared(t)
 
-    def _frozen(self, value: Any) -> Hashable:
+    def _frozen(self, value: Any, at: Place = ()) -> Hashable:
         """A key of an attribute's value, equal for values that a forward can't tell apart; where in
-        doubt, its identity."""
+        doubt, its identity. `at` is the place of what can be replaced."""
         kind = type(value)
+        for k, own in enumerate(self.own_names if kind is str and at else ()):
+            if f"{value}.".startswith(f"{own}."):
+                self.names.append(at)
+                return "name", k, value.removeprefix(own)
         if kind is float:
             return kind, repr(value)
         if kind in PLAIN or isinstance(value, enum.Enum):
@@ -176,13 +185,13 @@ class _Description:
         if kind in (set, frozenset):
             return kind, frozenset(self._frozen(x) for x in value)
         if isinstance(value, dict):
-            items = ((self._frozen(k), self._frozen(v)) for k, v in value.items())
+            items = ((self._frozen(k), self._frozen(v, at and (*at, k))) for k, v in value.items())
             return kind, tuple(items)
         if kind is functools.partial:
             parts = (value.func, value.args, value.keywords)
             return kind, tuple(self._frozen(x) for x in parts)
-        if kind is types.MethodType and id(value.__self__) in self.paths:
-            return kind, value.__func__, self.paths[id(value.__self__)]
+        if kind is types.MethodType:
+            return kind, value.__func__, self._frozen(value.__self__)
         if isinstance(value, nn.Module) and id(value) in self.paths:
             return kind, self.paths[id(value)]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -191,7 +200,7 @@ class _Description:
         return "same", id(value)
 
 
-def describe(member: nn.Module) -> tuple[list[Any], dict[AttributePath, int]]:
+def describe(member: nn.Module) -> tuple[list[Any], dict[Place, int]]:
     """A module's structure without its weights: (hashable parts, integer attributes). A module with
     hooks or running statistics equals itself alone."""
     description = _Description(member, Counter())

@@ -118,7 +118,7 @@ def test_what_a_price_depends_on() -> None:
     changes: list[dict[str, Any]] = [{}, *({name: count} for name, count in named)]
     for needs, differ in (
         (PassNeeds(met=False, loss=False, experts=False), 2),
-        (PassNeeds(met=True, loss=False, experts=False), 5),
+        (PassNeeds(met=True, loss=False, experts=False), 4),
         (PassNeeds(met=False, loss=True, experts=False), 4),
         (PassNeeds(met=False, loss=False, experts=True), 3),
     ):

@@ -82,10 +82,12 @@ def test_arrays_are_priced_as_numbers() -> None:
 def test_buffers_by_hand(zero: int, dp: int, numel: int, nbytes: int) -> None:
     target = Target(name="small buckets", bucket_bytes=1000, bucket_copies=2)
     given = {"weight_bytes": 2, "zero": zero, "dp": dp}
-    assert working_bytes(numel, 700, **given, target=target) == nbytes
+    assert working_bytes(numel, 700, 700, **given, target=target) == nbytes
+    frozen = working_bytes(numel, 700, 900, **given, target=target) - nbytes
+    assert frozen == (2 * 2 * 200 if zero == 3 and dp > 1 else 0)  # they have no gradients
     in_place = dataclasses.replace(target, bucket_copies=0)
     if zero < 2:  # gradients lie in their buckets
-        assert not working_bytes(numel, 700, **given, target=in_place)
+        assert not working_bytes(numel, 700, 700, **given, target=in_place)
 
 
 @pytest.mark.parametrize(

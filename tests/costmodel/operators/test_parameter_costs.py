@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.operators.parameter_costs import GATHERED
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.quantized import wire_bytes
 from meshwright.costmodel.sharding.strategies import R
@@ -173,9 +174,25 @@ def test_the_optimizer_and_sums_of_gradients_by_traffic() -> None:
     for count, traffic in ((1, 0), (2, 12 * numel), (5, 12 * numel)):
         found = pricer(moving(), microbatches=count, target=target)
         assert weights(found, "backward_s") == pytest.approx(traffic)
-    found = pricer_of(net(frozen=True), talking(), dp=4)
-    frozen = next(v for v, fqn in found.graph.parameters.items() if fqn == "down.weight")
-    assert found.parameter_cost(frozen, R) == Cost()
+
+
+def test_frozen_weights_are_gathered_by_zero_3_alone() -> None:
+    """As trained ones are, and nothing else; a block's gradients travel without them."""
+    own, trained = (pricer_of(net(frozen=frozen), talking(), dp=4) for frozen in (True, False))
+    value = next(v for v, fqn in own.graph.parameters.items() if fqn == "down.weight")
+    numel, gathered = own.graph.values[value].numel, trained.parameter_cost(value, R).zero3_gather_s
+    wanted = Cost(**dict.fromkeys(GATHERED, gathered))
+    assert own.parameter_cost(value, R) == wanted != Cost()
+    assert own.parameters.frozen_bytes(value, R) == (4 * numel, 4 * numel / 4)
+    by_block = dataclasses.replace(PLAIN, unit="block", gathered_unit="block")
+    values, blocks = own.graph.values, own.graph.blocks
+    for name, least in (("zero3_gather_s", 0), ("zero3_scatter_s", 1), ("scatter_s", 1)):
+        quiet, slow = (
+            weights(pricer_of(net(frozen=True), talking(late), dp=4, target=by_block), name)
+            for late in (0.0, 1.0)
+        )
+        units = sum(any(values[v].requires_grad >= least for v in b.parameters) for b in blocks)
+        assert slow - quiet == pytest.approx(3 * units), name
 
 
 POWERS, STRIDES = st.sampled_from([2, 4, 8]), st.sampled_from([1, 2, 4])

@@ -508,6 +508,7 @@ DRAWS = [
     case("randn", "R S(0) S(1)", lambda a: torch.randn(4, 6, device=a.device) * a, x(4, 6)),
     case("randn_like", "R S(0) S(1)", lambda a: torch.randn_like(a) + a, x(4, 6)),
     case("normal_functional", "R S(0) S(1)", lambda a: torch.empty_like(a).normal_() + a, x(4, 6)),
+    case("exponential", "R S(0) S(1)", lambda a: torch.empty_like(a).exponential_() * a, x(4, 6)),
     case("uniform", "R S(0) S(1)", lambda a: torch.empty_like(a).uniform_(-1, 1) * a, x(4, 6)),
     case("randint", "R S(0) S(1)", lambda a: torch.randint(9, (4, 6)) + a, x(4, 6)),
     case("randint_like", "R S(0) S(1)", lambda a: torch.randint_like(a, 3, 9) + a, x(4, 6)),

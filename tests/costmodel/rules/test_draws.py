@@ -33,6 +33,7 @@ OPERATORS = {
     "between": (call("aten.uniform.default", Ref("x"), -1.0, 3.0), (BLANK,), 1.0, 4 * 12**-0.5),
     "normal": (call("aten.randn.default", list(SHAPE)), (), 0.0, 1.0),
     "shifted": (call("aten.normal_functional.default", Ref("x"), 2.0, 3.0), (BLANK,), 2.0, 3.0),
+    "exponential": (call("aten.exponential.default", Ref("x"), 2.0), (BLANK,), 0.5, 0.5),
     "integers": (call("aten.randint.default", 9, list(SHAPE)), (), 4.0, (80 / 12) ** 0.5),
     "from five": (call("aten.randint.low", 5, 9, list(SHAPE)), (), 6.5, (15 / 12) ** 0.5),
     "flags": (call("aten.bernoulli.p", Ref("x"), 0.3), (BLANK,), 0.3, 0.21**0.5),
@@ -53,6 +54,16 @@ def test_uniform_numbers_stay_below_one() -> None:
         y = numbers(OPERATORS["uniform"][0], dtype=dtype)
         assert y.dtype == dtype
         assert 0 <= float(y.min()) < 0.01 and 0.98 < float(y.max()) < 1
+
+
+def test_exponential_numbers_are_positive() -> None:
+    """Their logarithms are finite, as Gumbel noise needs it."""
+    least = drawn(OPERATORS["exponential"][0], torch.float32, IndexGrid((1,), [], 0), 5)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(draws, "random_bits", lambda index, *_: torch.zeros_like(index))
+        assert 0 < float(least(RNG)) < 1e-7
+        patched.setattr(draws, "random_bits", lambda index, *_: index * 0 + 2**32 - 1)
+        assert 8 < float(least(RNG)) < torch.inf
 
 
 def test_neighbours_are_not_correlated_and_channels_dropped_whole() -> None:

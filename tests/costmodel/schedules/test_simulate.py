@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from meshwright.costmodel.schedules import SCHEDULES, Action, Instruction, Streams
 from meshwright.costmodel.schedules.early import early_parts
 from meshwright.costmodel.schedules.orders import Compute
-from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
+from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate, step_times
 from tests.costmodel.schedules.pipelines import (
     Shape,
     edges_of,
@@ -119,6 +120,17 @@ def test_events_are_as_played(case: tuple[Shape, list[StageTimes], Transfers]) -
         assert timeline.span_s[device] == last - spans[0][0]
     assert timeline.period_s <= timeline.step_time_s
     assert 0 <= timeline.bubble_fraction <= 1
+
+
+@given(data=st.data(), shape=shapes(paired=st.just(False)))
+def test_many_pipelines_at_once_take_what_each_takes(data: st.DataObject, shape: Shape) -> None:
+    many = [[data.draw(stage_times()) for _ in range(shape.num_stages)] for _ in range(3)]
+    transfers = {edge: data.draw(seconds) for edge in data.draw(edges_of(shape))}
+    streams = shape.streams(list(transfers))
+    names = ("forward_s", "backward_s", "weight_s", "reduce_s", "optimizer_s")
+    columns = {name: np.array([[getattr(k, name) for k in own] for own in many]) for name in names}
+    alone = [simulate(streams, own, transfers).step_time_s for own in many]
+    assert step_times(streams, **columns, transfer_s=transfers).tolist() == alone
 
 
 def instruction(action: Action, stage: int, k: int, peer: int | None = None) -> Instruction:

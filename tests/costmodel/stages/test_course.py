@@ -6,15 +6,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
-from meshwright.costmodel.schedules import Action, moments
+from meshwright.costmodel.schedules import Action, moments, stages_of_devices
 from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, device_peaks, walked
-from meshwright.costmodel.stages.peak import InFlight, fits, room_bytes, stage_bytes, used_bytes
+from meshwright.costmodel.stages.peak import (
+    HELD,
+    InFlight,
+    fits,
+    held_weights,
+    room_bytes,
+    stage_bytes,
+    used_bytes,
+)
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.planner.pricing.course import placed
 from meshwright.profiles.cluster import Cluster
+from tests.costmodel.schedules.pipelines import Shape, shapes
 from tests.helpers.planning import cluster
 
 ALONE = Reduction(zero=0, weight_bytes=4, bucket_bytes=100, alone_bytes=0, received=False)
@@ -181,6 +192,30 @@ def test_what_fits() -> None:
     assert used_bytes(with_gradients, InFlight(active=1, first=2)) == 650 + 50 + 300
     halves = replace(stages[0], half_bytes=70.0, put_off_bytes=30.0)
     assert used_bytes(halves, InFlight(1, 2, split=True)) == 650 + 150 + 60 + 70
+
+
+@given(shape=shapes(paired=st.just(False)), seed=st.integers(0, 2**32 - 1))
+def test_weights_of_moments_give_the_peaks(shape: Shape, seed: int) -> None:
+    """Whole numbers of bytes, so that the sums are exact."""
+    rng = np.random.default_rng(seed)
+    names = [each.name for each in fields(StageCosts)]
+    drawn = {name: rng.integers(0, 100, shape.num_stages).astype(float) for name in names}
+    drawn["communicator_bytes"][:] = 7.0
+    for name in ("last_bytes", "end_bytes"):  # which are known of blocks alone
+        drawn[name][:] = 0.0
+    of_stages = [
+        StageCosts(**{name: float(drawn[name][k]) for name in names})
+        for k in range(shape.num_stages)
+    ]
+    on = {"num_microbatches": shape.m, "num_devices": shape.p}
+    weights = held_weights(shape.name, num_stages=shape.num_stages, **on)
+    held = np.stack([drawn[name] for name in HELD], axis=1)
+    placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
+    found = [
+        float((own * held[list(stages)]).sum(axis=(1, 2)).max()) + 7
+        for own, stages in zip(weights, placed, strict=True)
+    ]
+    assert found == [each.nbytes for each in device_peaks(of_stages, schedule=shape.name, **on)]
 
 
 def test_stages_of_one_device_are_never_in_a_backward_together() -> None:

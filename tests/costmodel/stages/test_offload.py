@@ -8,7 +8,13 @@ import pytest
 
 from meshwright.costmodel.memory import model_states, optimizer_step_bytes
 from meshwright.costmodel.operators import Setting
-from meshwright.costmodel.stages.offload import host_costs, sent_by_block, sent_evenly
+from meshwright.costmodel.stages.offload import (
+    PINNED,
+    host_bandwidth,
+    host_costs,
+    sent_by_block,
+    sent_evenly,
+)
 from meshwright.costmodel.stages.stage import stage_costs
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.costmodel.targets import EAGER
@@ -34,7 +40,7 @@ def sums(**changes: float) -> Sums:
 @pytest.mark.parametrize(("zero", "numel"), [(0, NUMEL), (1, NUMEL / 8), (3, NUMEL / 8)])
 def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: float) -> None:
     found = host_costs(sums(), setting(zero, 0.5))
-    assert found.nbytes == pytest.approx(0.5 * numel * (4 + 4 + 8))
+    assert found.nbytes == pytest.approx(0.5 * numel * (PINNED * (4 + 4) + 8))
     assert found.fetched_s == pytest.approx(0.5 * numel * 4 / HOST.link_bandwidth)
     bandwidth = HOST.memory_bandwidth / PER_NODE
     assert found.added_s == pytest.approx(0.5 * numel * 3 * 4 / bandwidth)
@@ -43,12 +49,23 @@ def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: flo
     assert found.step_s == pytest.approx(step / bandwidth)
 
 
+def test_ranks_share_their_hosts_memory_and_the_link_with_the_network() -> None:
+    """Eight ranks at 55.6 GB/s would take more than the 253 that the node's cores reach; between
+    nodes the card takes half of a link."""
+    for nodes, link in ((1, 55.6e9), (2, 27.8e9)):
+        on = Cluster.from_catalog("dgx-h100", num_nodes=nodes)
+        own = setting_on(on, dp=8, states=1.0, microbatches=1, precision="bf16", zero=1)
+        assert host_bandwidth(own, "to_host") == pytest.approx(min(link, 253e9 / 8))
+        assert host_bandwidth(own, "optimizer_step") == pytest.approx(253e9)
+
+
 @pytest.mark.parametrize(("zero", "numel"), [(0, NUMEL), (1, NUMEL / 8)])
 def test_files_are_read_and_written_once(zero: int, numel: float) -> None:
     beside, own = setting(zero, 1.0), changed(setting(zero, 1.0), files=0.25)
     found, without = host_costs(sums(), own), host_costs(sums(), beside)
     assert found.flash_bytes == pytest.approx(0.25 * numel * (4 + 8))
-    assert found.nbytes == pytest.approx(without.nbytes - found.flash_bytes)
+    pinned = PINNED - 1  # of weights beyond what is asked for
+    assert found.nbytes == pytest.approx(without.nbytes - found.flash_bytes - pinned * numel)
     read, written = 0.25 * numel * (4 + 4 + 8), 0.25 * numel * (4 + 8)  # a forward reads weights
     wanted = read / HOST.nvme_read_bandwidth + written / HOST.nvme_write_bandwidth
     assert found.step_s - without.step_s == pytest.approx(wanted * PER_NODE)
@@ -148,9 +165,10 @@ def test_weights_in_files_are_pinned_on_their_way(zero: int) -> None:
     found, without = (
         host_costs(sums(largest_parameters=largest), own) for largest in (NUMEL / 100, 0.0)
     )
-    assert found.nbytes - without.nbytes == pytest.approx(8 * NUMEL / 100 / (8 if zero else 1))
+    part = PINNED / (8 if zero else 1)
+    assert found.nbytes - without.nbytes == pytest.approx(part * 8 * NUMEL / 100)
     most = host_costs(sums(largest_parameters=NUMEL), own)
-    assert most.nbytes - without.nbytes == pytest.approx(4 * NUMEL / 4 / (8 if zero else 1))
+    assert most.nbytes - without.nbytes == pytest.approx(part * NUMEL)
 
 
 @pytest.mark.parametrize(("precision", "copied"), [("fp32", 4 * 0.25), ("bf16", 2 * 0.5)])
@@ -158,7 +176,9 @@ def test_weights_in_files_are_read_once_a_step_and_kept(precision: str, copied: 
     own = changed(setting(0, 1.0, 4), precision=precision, weights=0.5, files=0.25)
     found = host_costs(sums(), own)
     assert found.flash_bytes == pytest.approx(0.25 * 12 * NUMEL)
-    assert found.nbytes == pytest.approx((16 - 0.25 * 12 + copied) * NUMEL)
+    assert found.nbytes == pytest.approx(
+        (8 + PINNED * 8 - 0.25 * (8 + 4 * PINNED) + PINNED * copied) * NUMEL
+    )
     assert found.kept_s == pytest.approx(copied * NUMEL / HOST.link_bandwidth)
 
 
@@ -170,7 +190,7 @@ def test_weights_pass_in_the_compute_precision(precision: str) -> None:
     copied = nbytes * (precision != "fp32")  # else it is what the optimizer steps
     assert found.weights_s == pytest.approx(nbytes / HOST.link_bandwidth)
     assert found.kept_s == pytest.approx(copied / HOST.link_bandwidth)
-    assert found.nbytes - alone.nbytes == pytest.approx(copied)
+    assert found.nbytes - alone.nbytes == pytest.approx(PINNED * copied)
     held = [
         float(stage_costs(sums(largest_parameters=NUMEL / 50), each, "none").static_bytes)
         for each in (changed(own, weights=0.0), own)
@@ -219,8 +239,8 @@ def test_a_stage_holds_less_and_its_host_what_it_sent() -> None:
     without, some, all_ = (stage_costs(four(), moving(part), "none") for part in (0, 0.5, 1))
     assert (without.activation_bytes, without.away_bytes) == (16, 0)
     assert (without.forward_comm_s, without.backward_comm_s) == (0, 0)
-    assert (some.activation_bytes, some.away_bytes) == (8, 8)
-    assert (all_.activation_bytes, all_.away_bytes) == (0, 16)
+    assert (some.activation_bytes, some.away_bytes) == (8, 8 * PINNED)
+    assert (all_.activation_bytes, all_.away_bytes) == (0, 16 * PINNED)
     # of half of them what comes back takes the place of what later blocks kept
     assert some.passing_bytes - without.passing_bytes == 0
     assert all_.passing_bytes - without.passing_bytes == 8

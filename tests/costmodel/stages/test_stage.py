@@ -70,6 +70,7 @@ def test_a_target_hides_a_part_of_zero_3s_and_of_exchanges() -> None:
     """6 of 8 s of a gather pass beside 10 of forward at 20 %; a backward's gather and scatter."""
     target = dataclasses.replace(HIDING, hidden_zero3=0.75)
     sums = {"forward_s": 10, "backward_s": 20, "zero3_gather_s": 8, "zero3_scatter_s": 4}
+    sums |= {"zero3_again_s": 8}
     found = stage(**sums, zero=3, target=target, slowdown=0.2)
     assert found.forward_s == pytest.approx(10 + 0.2 * 6 + 2)
     assert found.backward_s == pytest.approx(20 + 0.2 * 9 + 3)
@@ -91,9 +92,12 @@ def test_a_stage_is_as_slow_as_the_slowest_node_of_its_cluster() -> None:
 def test_secondary_shards_and_segments_gather_once_more() -> None:
     """Beside the shards, 1/2 of the weights in the compute precision."""
     setting = four_ranks(zero=3, precision="bf16")
-    sums = sums_of(zero3_gather_s=8, zero3_secondary_s=2, parameters=1000, shard_parameters=250)
+    sums = sums_of(
+        zero3_gather_s=8, zero3_again_s=7, zero3_secondary_s=2, parameters=1000,
+        shard_parameters=250,
+    )  # fmt: skip
     plain, near = (of_one(stage_costs(sums, s, "none")) for s in (setting, changed(setting, hpz=2)))
-    assert (plain.forward_comm_s, plain.backward_comm_s) == (8, 8)
+    assert (plain.forward_comm_s, plain.backward_comm_s) == (8, 7)
     assert (near.forward_comm_s, near.backward_comm_s) == (8, 2)
     assert near.static_bytes - plain.static_bytes == pytest.approx(1000 * 2 / 2)
     sums = sums_of(
@@ -172,8 +176,8 @@ def test_blocks_with_policies_are_each_with_its_own() -> None:
 
 ONCE = {
     "forward_s": 10.0, "backward_s": 20.0, "reduce_s": 4.0, "scatter_s": 2.5, "gather_s": 1.5,
-    "zero3_scatter_s": 2.5, "zero3_gather_s": 1.5, "optimizer_s": 8.0, "shard_s": 2.0,
-    "parameters": 1000.0,
+    "zero3_scatter_s": 2.5, "zero3_gather_s": 1.5, "zero3_again_s": 1.5, "optimizer_s": 8.0,
+    "shard_s": 2.0, "parameters": 1000.0,
 }  # fmt: skip
 
 
@@ -202,7 +206,9 @@ def test_what_is_paid_per_micro_batch_and_what_once(
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_hidden_behind_enough_compute_only_the_edge_is_left(zero: int) -> None:
-    found = stage(**ONCE, zero=zero, target=HIDING, largest_parameters=100)
+    """Of ZeRO-3 it is the largest block's part of all weights, frozen ones, too."""
+    sums = {**ONCE, "largest_parameters": 100, "largest_gathered": 400, "frozen_parameters": 3000}
+    found = stage(**sums, zero=zero, target=HIDING)
     bare = {
         0: (10, 20, 0.4), 1: (10, 20, 0.4), 2: (10, 20.25, 0.15), 3: (10.15, 20.4, 0),
     }[zero]  # fmt: skip
@@ -214,10 +220,11 @@ def test_replicas_of_shards_are_reduced_once_per_step(zero: int) -> None:
     """Not once per micro-batch, and behind the last backward like what is scattered in it, unless
     the target does not hide them."""
     late = dataclasses.replace(HIDING, overlap_replicas=(3,))
+    sums = {**ONCE, "largest_parameters": 100, "largest_gathered": 100}
     for target, bare in ((PLAIN, 7), (HIDING, 0.7), (late, 0.7 if zero == 3 else 7)):
-        alone = stage(**ONCE, zero=zero, target=target, largest_parameters=100)
+        alone = stage(**sums, zero=zero, target=target)
         replicas = {"zero3_replicate_s" if zero == 3 else "replicate_s": 7}
-        both = stage(**ONCE, **replicas, zero=zero, target=target, largest_parameters=100)
+        both = stage(**sums, **replicas, zero=zero, target=target)
         assert (both.forward_s, both.backward_s) == (alone.forward_s, alone.backward_s)
         assert both.reduce_s - alone.reduce_s == pytest.approx(bare)
     assert stage(**ONCE, replicate_s=7).reduce_s == stage(**ONCE).reduce_s
@@ -315,10 +322,12 @@ def test_blocks_may_each_have_their_policy() -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
     """`shard_parameters` is the sum of parameters over their holders: experts, held by fewer ranks,
-    are divided among fewer."""
+    are divided among fewer. Frozen ones are whole but under ZeRO-3."""
     target = dataclasses.replace(PLAIN, bucket_copies=0)
-    sums = {"parameters": 1000, "shard_parameters": 1000 / 2, "frozen_bytes": 64}
-    found = stage(zero=zero, target=target, precision="bf16", **sums)
+    sums = {"parameters": 1000, "shard_parameters": 1000 / 2}
+    frozen = {"frozen_bytes": 64 if zero < 3 else 1e9, "frozen_shard_bytes": 1e9}
+    frozen |= {"frozen_shard_bytes": 64} if zero == 3 else {}
+    found = stage(zero=zero, target=target, precision="bf16", **sums, **frozen)
     given = {"precision": "bf16", "zero": zero, "dp": 2, "optimizer": "adamw", "target": target}
     assert found.static_bytes == pytest.approx(model_states(1000, **given).nbytes + 64)
 

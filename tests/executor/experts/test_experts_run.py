@@ -7,6 +7,7 @@ closed forms for what a rank holds and sends; DCP read without Meshwright.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright import Overrides, ParallelModel
+from meshwright import OverrideError, Overrides, ParallelModel
 from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.parameters import norms
 from meshwright.executor.ranks import launch
@@ -48,6 +49,7 @@ from tests.models.experts_models import (
 from tests.models.models import Case, Traced, adamw, traced
 from tests.parity.parity_cells import Cell
 from tests.parity.parity_reference import Reference, compare, difference, trained
+from tests.user_code.user_runs import free_links
 
 ROWS, STEPS, MICROBATCHES = 8, 3, 2
 SPLIT = {"layers.*.experts.gate": "S(2)", "layers.*.experts.up": "S(2)",
@@ -280,6 +282,11 @@ class Layer(nn.Module):
         return x + combine(self.between(self, dispatch(x, chosen), chosen, weights))
 
 
+def mixing(between: Callable[..., torch.Tensor]) -> nn.Module:
+    layers = Layer(between), Layer(between)
+    return nn.Sequential(nn.Embedding(48, WIDTH), *layers, nn.Linear(WIDTH, 48))
+
+
 REFUSED: tuple[tuple[Callable[..., torch.Tensor], str], ...] = (
     (lambda m, x, e, w: m.up(x, e).softmax(2) * w.unsqueeze(-1), "not work on each copy alone"),
     (
@@ -289,6 +296,7 @@ REFUSED: tuple[tuple[Callable[..., torch.Tensor], str], ...] = (
     (lambda m, x, e, w: m.up(x, e).transpose(1, 2).exp().transpose(1, 2), "not the copies' dims"),
     (lambda m, x, e, w: m.up(x, (e + 1) % EXPERTS), "other experts"),
     (lambda m, x, e, w: m.up(dispatch(combine(x), e), e), "no grouped product"),
+    (lambda m, x, e, w: F.dropout(m.up(x, e), 0.5), "its mask is by token"),
     (lambda m, x, e, w: grouped_linear(x, m.up.weight * 2, e), "grouped products alone read"),
     (lambda m, x, e, w: m.up(x, e) * m.up.weight.mean(), "grouped products alone read"),
 )
@@ -296,13 +304,22 @@ REFUSED: tuple[tuple[Callable[..., torch.Tensor], str], ...] = (
 
 @pytest.mark.parametrize(("between", "why"), REFUSED)
 def test_what_mixes_copies_is_refused(between: Callable[..., torch.Tensor], why: str) -> None:
-    layers = Layer(between), Layer(between)
-    model = nn.Sequential(nn.Embedding(48, WIDTH), *layers, nn.Linear(WIDTH, 48))
-    of = traced(Case(build=lambda: model, batch=batch, optimizer=adamw, loss_fn=token_loss), 4)
+    of = traced(Case(build=partial(mixing, between), batch=batch, optimizer=adamw,
+                     loss_fn=token_loss), 4)  # fmt: skip
     plan = plan_of(Run("dp4 ep2"), of)
     chosen = check_plan(plan, of.graph, of.table)
     with pytest.raises(PlanError, match=why):
         stage_meshes(plan, of.graph, of.table, chosen)
+
+
+def test_the_search_knows_beforehand_what_experts_can_not_do() -> None:
+    between, why = next(case for case in REFUSED if "mask" in case[1])
+    given = {"cluster": free_links(4), "example_inputs": batch(8, 0), "loss_fn": token_loss}
+    found = planned(mixing(between), **given)
+    assert all(stage.ep == 1 for stage in found.plan.stages)
+    assert any(why in note for note in found.report.notes)
+    with pytest.raises(OverrideError, match=why):
+        planned(mixing(between), overrides=Overrides(ep=2), **given)
 
 
 def checked(line: str) -> list[StageMesh]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PhimoeConfig, PhimoeForCausalLM
 from transformers.integrations import moe
 
 from meshwright import Overrides, ParallelModel
@@ -26,7 +27,7 @@ from scripts.zoo.models import SMALL, ZOO
 from scripts.zoo.registry import VOCAB
 from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
-from tests.helpers.tiers import tiered
+from tests.helpers.tiers import second_tier, tiered
 from tests.parity.parity_reference import difference
 from tests.user_code.user_runs import free_links
 
@@ -248,3 +249,29 @@ MORE = "experts with biases on all axes, and a padded batch with the balancing l
 @pytest.mark.parametrize("cell", tiered([*CELLS, FIRST[1]], FIRST.__contains__, MORE, str))
 def test_a_step_is_that_of_the_loop_on_one_device(cell: tuple[str, str, bool]) -> None:
     on_ranks(4, steps_as_the_loop, *cell, planned(*cell).plan)
+
+
+# --- a router that draws --------------------------------------------------------------------------
+
+
+def sampled_step(layout: str | None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of a step of PhiMoE, whose router samples experts; None is one device."""
+    torch.manual_seed(0)
+    config = PhimoeConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=EXPERTS,
+        sliding_window=None, input_jitter_noise=0.01,
+    )  # fmt: skip
+    on = free_links(4) if layout else tiny.host(1)
+    overrides = LAYOUTS[layout] if layout else Overrides(num_microbatches=1)
+    given = {"example_inputs": batch_of(), "loss_fn": None, "overrides": overrides}
+    result = tiny.planned(PhimoeForCausalLM(config).train(), cluster=on, profile=False, **given)
+    return float(result.train_step(batch_of())), result.runtime.full_gradients()
+
+
+@second_tier("each draw of the router is a case of the rules, on shards")
+@pytest.mark.parametrize("layout", ["dp4 ep2", "dp2 tp2", "pp2 dp2 ep2"])
+def test_a_router_draws_alike_on_every_rank(layout: str) -> None:
+    (loss, gradients), (wanted, grads) = on_ranks(4, sampled_step, layout), sampled_step(None)
+    assert loss == pytest.approx(wanted, rel=1e-5)
+    assert difference(gradients, grads)[0] < 2e-5

@@ -192,6 +192,7 @@ def export(folder: Path, name: str, layout: str, wanted: Mapping[str, dict[str, 
 def adapters(at: Path, name: str, layout: str) -> None:
     """Train adapters, save them, and load them by peft over a base model of its own."""
     runtime = running(name, layout)
+    assert {p.gathered for p in runtime.stage_parameters} == {"zero3" in layout}
     losses, optimizer = train(runtime, name, STEPS)
     save_pretrained(runtime, at, trainable_only=True)
     whole = runtime.full_state_dict()

@@ -29,6 +29,7 @@ CELLS = cells(
     gpt2_untied dp2 m2 host100
     llama dp2 m2 zero2 full host60
     gpt2_deep dp2 m4 zero3 host50
+    llama_lora dp2 m2 zero3 host50
     gpt2_deep tp2 m2 host40
     gpt2_deep pp2 interleaved_1f1b m4 v2 host70
     llama dp2 m1 zero1 bf16 host60

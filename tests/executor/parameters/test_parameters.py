@@ -87,6 +87,14 @@ def test_a_leaf_is_a_cast_of_what_is_stored(
     assert (p.leaf.tolist() == [1.0] * 4) == (aliased or not trainable)
 
 
+def test_a_frozen_weight_has_no_copy_of_another_precision() -> None:
+    """It is the user's own, in its dtype; a trained one is stepped in fp32."""
+    frozen, trained = (nn.Parameter(torch.ones(4).bfloat16(), flag) for flag in (False, True))
+    p, other = (made(x, dtype=torch.bfloat16) for x in (frozen, trained))
+    assert p.aliased and p.stored.data_ptr() == frozen.data_ptr()
+    assert (p.stored.dtype, other.stored.dtype) == (torch.bfloat16, torch.float32)
+
+
 def test_gradients_add_up_over_steps() -> None:
     p = made(nn.Parameter(torch.zeros(2)))
     expose(p, ALONE)

@@ -21,6 +21,7 @@ from tests.executor.rehearsal.rehearsal_runs import Checked, checked, checked_ex
 from tests.helpers import planning
 from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.tiny import batch, host, net, planned
+from tests.user_code.user_models import lora
 
 REL, ABS = 1e-3, 320  # bytes: counts of rows, losses, norms, what batches are compared by
 MESSAGES = {"forward", "backward"}
@@ -46,12 +47,16 @@ UNLIKE = {
     "gpt2_tied dp4 1f1b m2 zero3 hpz2": ((-12_544,), KEPT),
     "gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized": ((-6_018,), FILLED),
     "llama dp2xtp2 1f1b m2 zero3 full": ((-6_272,), KEPT),
+    "llama_lora dp2 1f1b m2 zero3": ((-12_288,), KEPT),
+    "llama_tower dp2 1f1b m2 zero3": ((-12_288,), KEPT),
     "llama pp2xdp2 1f1b m4 zero3 full": ((18_560, -24_832), f"{AHEAD}; {KEPT}"),
     "llama dp2xtp2 1f1b m2 zero1 sequence": ((768,), NORMS),
     "bert dp2 1f1b m2": ((16_256,), TYPES),
     "bert tp4 1f1b m2": ((18_432,), TABLE),
 }
-FIRST_UNLIKE = {"gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized"}
+FIRST_UNLIKE = {
+    "gpt2_tied dp4 1f1b m2 zero3 hpz2 quantized", "llama_tower dp2 1f1b m2 zero3",
+}  # fmt: skip
 REGATHERING = (
     ("llama tp2 1f1b m2 sequence", " regather"),
     ("gpt2_deep tp4 1f1b m2 sequence pointwise", "+regather"),
@@ -298,7 +303,7 @@ def test_what_a_block_leaves_is_saved_and_the_rest_passes() -> None:
 PRICED = (
     "llama pp2xdp2 1f1b m4", "llama dp2xtp2 1f1b m2 zero1", "llama dp4 1f1b m1 zero3 hpz2",
     "llama dp4 1f1b m1 zero2", "llama pp2xtp2 1f1b m4", "bert dp4 1f1b m1",
-    "llama dp4 1f1b m1 zero3",
+    "llama dp4 1f1b m1 zero3", "llama_lora dp4 1f1b m1 zero3", "llama_lora dp4 1f1b m1",
 )  # fmt: skip
 ZERO_ON_BOTH = "the change tier has a pipeline, and ZeRO on both axes"
 
@@ -318,6 +323,34 @@ def test_the_price_is_near_the_rehearsed_peak(line: str) -> None:
         assert sum(log.saved_by_block.values()) == log.peak_by_kind[SAVED]
 
 
+FROZEN = [(dtype, zero) for dtype in (torch.bfloat16, torch.float32) for zero in (0, 2, 3)]
+ADAPTERS = "the change tier has ZeRO-3 of a bf16 model, and none of an fp32 one"
+
+
+@pytest.mark.parametrize(
+    "of", tiered(FROZEN, {FROZEN[2], FROZEN[3]}.__contains__, ADAPTERS, name=str)
+)
+def test_frozen_weights_lie_as_the_model_has_them(of: tuple[torch.dtype, int]) -> None:
+    """In its dtype, without a master copy, divided by ZeRO-3; else beside bf16 ones, where that is
+    another. With no gradients to come, the highest point is a forward under ZeRO-3."""
+    dtype, zero = of
+    model = lora(8, width=512).to(dtype)
+    vectors = torch.empty(16, 512), torch.zeros(16, dtype=torch.long)
+    result = planned(
+        model, cluster=Cluster.from_catalog("dgx-h100", devices_per_node=2), precision="bf16",
+        profile=False, example_inputs=vectors, loss_fn=torch.nn.functional.cross_entropy,
+        global_batch_size=16, overrides=Overrides(dp=2, zero=zero, recompute="none"),
+    )  # fmt: skip
+    found, sizes = result.rehearse(), [(p.requires_grad, p.numel()) for p in model.parameters()]
+    trained, frozen = (sum(n for flag, n in sizes if flag == own) for own in (True, False))
+    each = dtype.itemsize if zero == 3 else 2 + dtype.itemsize * (dtype != torch.bfloat16)
+    masters = {0: 4 + 2, 2: 4 / 2 + 2, 3: 4 / 2}[zero]
+    for log, priced in zip(found.logs.values(), found.priced_bytes * 2, strict=True):
+        held = masters * trained + each * frozen / (2 if zero == 3 else 1)
+        assert log.peak_by_kind[WEIGHTS] == held
+        assert log.peak_bytes == pytest.approx(priced, rel=0.02)
+
+
 # --- what is in host memory -----------------------------------------------------------------------
 
 
@@ -327,10 +360,13 @@ OTHERS = "the change tier has states under ZeRO-3, and activations of a pipeline
 
 @pytest.mark.parametrize("zero", tiered((0, 1, 2, 3), {3}.__contains__, OTHERS))
 def test_no_state_is_on_the_device_and_nothing_races(zero: int) -> None:
+    """ZeRO-3 has a block's frozen weights in one place with the states of its others."""
     states = Overrides(dp=2, zero=zero, num_microbatches=2, offload={"optimizer": 1.0})
+    model = net()
+    model.layers[0].up.requires_grad_(zero < 3)
     cluster = Cluster.from_catalog("rtx-4090", devices_per_node=2)
     result = planned(
-        net(), cluster=cluster, profile=False, precision="bf16", overrides=states
+        model, cluster=cluster, profile=False, precision="bf16", overrides=states
     )  # fmt: skip
     found = result.rehearse()
     assert not found.mismatches

@@ -1,7 +1,7 @@
 """The inter-operator program against enumeration of every partition, its reduced table against the
 whole one, and cuts into equal meshes and into stages that share devices against every cut."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, combinations, pairwise, repeat
 from typing import Any, TypeAlias
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from meshwright.planner.inter_op import (
     InterOpSolution,
     MemoryShortfall,
+    SharedDevices,
+    evenly,
     minimal_shortfall,
-    shared_devices,
 )
 from meshwright.planner.inter_op import bounded_sum as staircase
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
@@ -543,44 +544,126 @@ def test_malformed_cuts_are_named(time_s: Any, fill_s: Any, levels: list[int], s
         cut_evenly(time_s, fill_s, levels, 1.0)
 
 
-DEVICES = np.array([0, 1, 0, 1])
-LEVELS = np.zeros(4, dtype=np.int64)
+# --- stages that share devices -------------------------------------------------------------------
+
+WEIGHTS = np.ones((2, 1, 2, 1))  # of two devices with two stages each: their bytes, added up
+STAGES = np.array([[0, 2], [1, 3]])
 
 
-def runs_of(costs: list[float]) -> np.ndarray:
-    """(1, C+1, C+1): sums over runs of blocks."""
-    ends = np.concatenate([[0.0], np.cumsum(costs)])
-    runs = ends[None, :] - ends[:, None]
-    runs[np.tril_indices(len(ends))] = np.inf
-    return runs[None]
+def shared(
+    costs: Sequence[float], sizes: Sequence[float], room_bytes: float = np.inf, **given: Any
+) -> SharedDevices:
+    """Any run of blocks that take so many seconds and bytes; on the second level half the bytes in
+    twice the seconds."""
+    count = len(costs) + 1
+    starts, stops = np.triu_indices(count, 1)
+    index = np.zeros((count, count), dtype=np.int64)
+    index[starts, stops] = np.arange(1, len(starts) + 1)
+    seconds, held = (np.concatenate([[0.0], np.cumsum(own)]) for own in (costs, sizes))
+    seconds, held = (
+        np.concatenate([[0.0], ends[stops] - ends[starts]]) for ends in (seconds, held)
+    )
+    own: dict[str, Any] = {
+        "time_s": np.stack([seconds, 2 * seconds]),
+        "held": np.stack([held, held / 2])[..., None],
+        "index": index,
+        "weights": WEIGHTS,
+        "stages": STAGES,
+        "whole": np.array([False, False]),
+        "room_bytes": room_bytes,
+    }
+    return SharedDevices(**own | given)
 
 
-def busiest(runs: np.ndarray, cuts: tuple[int, ...]) -> float:
-    own = [runs[0, i, j] for i, j in pairwise(cuts)]
-    return max(own[0] + own[2], own[1] + own[3])
+def of_devices(values: Sequence[float], cuts: Sequence[int]) -> np.ndarray:
+    """(2,): sums over the blocks of each device."""
+    own = [float(sum(values[i:j])) for i, j in pairwise(cuts)]
+    return np.array([own[0] + own[2], own[1] + own[3]])
 
 
-@given(st.lists(st.integers(1, 5), min_size=4, max_size=8), st.data())
-def test_moves_make_no_device_slower_or_fuller(costs: list[int], data: st.DataObject) -> None:
-    time_s, held = runs_of([float(c) for c in costs]), runs_of([1.0] * len(costs))
-    every = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), 3)]
-    cuts = data.draw(st.sampled_from(every))
-    room = float(data.draw(st.integers(2, len(costs))))
-    found, seconds = shared_devices.even_out(cuts, time_s, held, LEVELS, DEVICES, room)
-    assert seconds == busiest(time_s, found) <= busiest(time_s, cuts)
-    assert busiest(held, found) <= max(room, busiest(held, cuts))
-    assert seconds >= min(busiest(time_s, own) for own in every)
+blocks = st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=4, max_size=8)
 
 
-@pytest.mark.parametrize(("loads", "moved"), [([5.0, 1.0], [0, 1, 4]), ([1.0, 5.0], [0, 3, 4])])
-def test_the_busiest_device_gives_the_idlest_a_block(loads: list[float], moved: list[int]) -> None:
-    (cuts,) = shared_devices._moves(np.array([0, 2, 4]), np.array(loads), np.array([0, 1]))
-    assert cuts.tolist() == moved
+@given(blocks, st.floats(0.2, 1.1))
+def test_devices_are_judged_by_the_sums_of_their_stages(
+    own: list[tuple[int, int]], room: float
+) -> None:
+    costs, sizes = zip(*own, strict=True)
+    every = np.array([(0, *inner, len(own)) for inner in combinations(range(1, len(own)), 3)])
+    room_bytes = room * sum(sizes) / 2
+    judged = shared(costs, sizes, room_bytes).judged(every)
+    for k, cuts in enumerate(every.tolist()):
+        seconds, held = of_devices(costs, cuts), of_devices(sizes, cuts)
+        part = np.clip((held - room_bytes) / (held / 2), 0.0, 1.0)
+        lacks = np.maximum(held / 2 - room_bytes, 0.0)
+        np.testing.assert_allclose(judged.lacks[k], lacks)
+        np.testing.assert_allclose(judged.load_s[k], seconds * (1 + part))
+        np.testing.assert_allclose((judged.level + judged.part)[k], part)
+        in_turn = [max(sum(costs[i:j]) for i, j in pair) for pair in _pairs(cuts)]
+        assert judged.in_turn_s[k] == sum(in_turn)
+
+
+def _pairs(cuts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    own = [*pairwise(cuts)]
+    return [own[:2], own[2:]]
+
+
+def test_a_level_in_segments_is_for_all_blocks_or_none() -> None:
+    devices = shared([1.0] * 8, [1.0] * 8, 3.9, whole=np.array([False, True]))
+    judged = devices.judged(np.array([[0, 2, 4, 6, 8]]))
+    assert judged.part.tolist() == [[1.0, 1.0]] and judged.load_s.tolist() == [[8.0, 8.0]]
+
+
+@given(blocks, st.data())
+def test_moves_make_no_layout_worse(own: list[tuple[int, int]], data: st.DataObject) -> None:
+    costs, sizes = zip(*own, strict=True)
+    every = [(0, *inner, len(own)) for inner in combinations(range(1, len(own)), 3)]
+    start = np.array(data.draw(st.sampled_from(every)))
+    devices = shared(costs, sizes, data.draw(st.floats(0.2, 1.1)) * sum(sizes) / 2)
+    found = devices.evened(start)
+    assert (np.diff(found) > 0).all() and (found[0], found[-1]) == (0, len(own))
+    before, after = (devices.judged(cuts[None]) for cuts in (start, found))
+    assert after.lacks.sum() <= before.lacks.sum()
+    if after.lacks.sum() == before.lacks.sum():
+        assert after.load_s.max() <= before.load_s.max() * (1 + 1e-3)
 
 
 def test_a_long_stage_is_made_up_for_by_a_short_one() -> None:
-    """The last block takes three: its device's other stage gives one away."""
-    time_s, held = runs_of([1.0] * 7 + [3.0]), runs_of([1.0] * 8)
-    found, seconds = shared_devices.even_out((0, 2, 4, 6, 8), time_s, held, LEVELS, DEVICES, 100.0)
-    assert (busiest(time_s, (0, 2, 4, 6, 8)), seconds) == (6.0, 5.0)
-    assert len(found) == 5
+    """The last block takes three: its device gives one away, of the stage that is longest."""
+    costs = [1.0] * 7 + [3.0]
+    devices = shared(costs, [1.0] * 8)
+    start = np.array([0, 2, 4, 6, 8])
+    assert of_devices(costs, start.tolist()).max() == 6.0
+    found = devices.evened(start).tolist()
+    assert of_devices(costs, found).max() == 5.0 and found[-2:] == [7, 8]
+
+
+def test_what_lacks_moves_first() -> None:
+    """All blocks with many bytes are on one device: one of them moves, though it gets busier."""
+    costs, sizes = [1.0, 1.0, 1.0, 2.0, 1.0, 1.0], [6.0, 1.0, 1.0, 6.0, 1.0, 1.0]
+    devices = shared(costs, sizes, 5.5)
+    start = np.array([0, 1, 3, 4, 6])
+    assert devices.judged(start[None]).lacks.tolist() == [[0.5, 0.0]]
+    assert not devices.judged(devices.evened(start)[None]).lacks.any()
+
+
+def test_stages_that_are_not_legal_take_forever() -> None:
+    devices = shared([1.0] * 6, [1.0] * 6)
+    index = devices.index.copy()
+    index[0, 1] = 0
+    judged = replace(devices, index=index).judged(np.array([[0, 1, 2, 3, 6], [0, 2, 3, 4, 6]]))
+    assert np.isinf(judged.load_s).tolist() == [[True, False], [False, False]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "stages", "cuts"),
+    [
+        ([0, 1, 1, 1, 1, 0], 2, [0, 3, 6]),  # an embedding and a head beside as many layers
+        ([0, 1, 1, 1, 0], 2, [0, 3, 5]),
+        ([1, 1, 1, 1, 1, 1, 1], 3, [0, 2, 5, 7]),
+        ([9, 1, 1, 1], 3, [0, 1, 2, 4]),  # at least one each
+        ([1, 1, 1, 9], 3, [0, 2, 3, 4]),
+    ],
+)
+def test_even_shares(weights: list[float], stages: int, cuts: list[int]) -> None:
+    assert evenly(np.array(weights, dtype=float), stages).tolist() == cuts

@@ -15,7 +15,7 @@ from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS
 from meshwright.planner.decisions import OFFLOADS
 from meshwright.planner.plan import away_blocks, in_files, offloaded_parameters, offloaded_weights
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.plan.offload import first_offloaded, parts, trained_sizes
+from meshwright.planner.plan.offload import first_offloaded, moved_sizes, parts
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from tests.helpers.refusals import refusals, refused
 from tests.helpers.tiny import cut, net, plan_for, with_stage
@@ -204,7 +204,7 @@ def test_each_part_that_there_is_names_its_blocks(sizes: list[float]) -> None:
 def test_parameters_that_an_earlier_block_reads_stay_with_it() -> None:
     graph, _ = cut(net(tied=True))
     stage = plan_for(graph).stages[0]
-    sizes = trained_sizes(stage, graph)
+    sizes = moved_sizes(stage, graph)
     assert sizes[-1] == 0  # the head's weight is the embedding's
     assert sum(sizes) == graph.num_parameters()
     assert offloaded_parameters(stage, graph) == frozenset()

@@ -1,5 +1,7 @@
 """Numbers and plans in words."""
 
+import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -96,3 +98,75 @@ def test_three_operators_in_which_rows_meet_are_named() -> None:
     assert words.meeting_words([*"abcde"]) == "a, b, c and 2 more"  # type: ignore[list-item]
     says = words.kept_together(["a"])  # type: ignore[list-item]
     assert says.startswith("rows of the batch meet in a, ") and '"per_microbatch" consents' in says
+
+
+# --- layouts -------------------------------------------------------------------------------------
+
+
+def pipeline(sizes: list[list[str]], groups: int, **given: Any) -> Plan:
+    """Stages of these blocks, stage k on device group k mod `groups`."""
+    stages = [{"blocks": tuple(own), "ranks": (k % groups,)} for k, own in enumerate(sizes)]
+    return plan(*({"dp": 1} | own for own in stages), schedule="interleaved_1f1b", **given)
+
+
+def spelled(text: str) -> list[str]:
+    """The stages of Megatron's notation: commas say nothing, (..)*n and x*n repeat."""
+    text = text.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        text = re.sub(pattern, lambda found: found[1] * int(found[2]), text)
+    return text.split("|")
+
+
+@pytest.mark.parametrize(
+    ("layers", "groups", "text"),
+    [
+        ([3, 2, 2, 1], 2, "Ettt|(tt|)*2tL"),
+        ([2, 2, 2, 2], 4, "Ett|(tt|)*2ttL"),
+        ([4, 12, 12, 12, 4, 0], 3, "Et*4|(t*12|)*3t*4|L"),
+        ([0, 1], 2, "E|tL"),
+        ([1, 1, 2, 2, 1], 5, "Et|t|(tt|)*2tL"),
+    ],
+)
+def test_layouts_as_megatron_has_them(layers: list[int], groups: int, text: str) -> None:
+    ends = list(itertools.accumulate(layers, initial=0))
+    sizes = [[f"layers.{n}" for n in range(i, j)] for i, j in itertools.pairwise(ends)]
+    sizes[0], sizes[-1] = ["embed", *sizes[0]], [*sizes[-1], "head"]
+    own = pipeline(sizes, groups)
+    assert words.megatron_layout(own) == text
+    assert [stage.count("t") for stage in spelled(text)] == layers
+    assert spelled(text)[0][0] == "E" and spelled(text)[-1][-1] == "L"
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups"),
+    [
+        ([["embed", "enc.0"], ["dec.0", "head"]], 2),  # of two stacks
+        ([["embed", "h.0"], ["h.1"]], 2),  # without a loss
+        ([["embed", "h.0", "norm"], ["head"]], 2),
+    ],
+)
+def test_what_has_no_layout_in_megatron(sizes: list[list[str]], groups: int) -> None:
+    assert words.megatron_layout(pipeline(sizes, groups)) is None
+
+
+def test_stages_placed_otherwise_have_no_layout_in_megatron() -> None:
+    sizes, groups = [["embed"], ["h.0"], ["h.1"], ["head"]], (0, 1, 1, 0)
+    stages = [{"blocks": (*x,), "ranks": (g,)} for x, g in zip(sizes, groups, strict=True)]
+    own = plan(*({"dp": 1} | stage for stage in stages), schedule="zb_v")
+    assert words.megatron_layout(own) is None
+    assert words.layout_words(own) == "0-1: 1+1"
+
+
+def test_blocks_by_device_group() -> None:
+    sizes = [
+        ["embed", "h.0", "h.1"],
+        ["h.2"],
+        ["h.3"],
+        ["h.4"],
+        ["h.5"],
+        ["h.6"],
+        ["h.7"],
+        ["head"],
+    ]
+    assert words.layout_words(pipeline(sizes, 4)) == "0: 3+1, 1-3: 1+1"
+    assert words.stage_layout(pipeline(sizes, 4)) == [[3, 1], [1, 1], [1, 1], [1, 1]]

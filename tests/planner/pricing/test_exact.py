@@ -248,9 +248,9 @@ def test_an_unknown_host_holds_nothing(offload: Any, on: Cluster, says: str) -> 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_memory_by_what_holds_it(zero: int) -> None:
-    """AdamW in fp32 on two data ranks, the first layer frozen: its weights are held, too. ZeRO-1
-    and 2 keep shards of weights beside the moments; gradients are whole where none are scattered
-    before the last backward."""
+    """AdamW in fp32 on two data ranks, the first layer frozen: its weights are held, too, in parts
+    by ZeRO-3. ZeRO-1 and 2 keep shards of weights beside the moments; gradients are whole where
+    none are scattered before the last backward."""
     plan = with_stage(plan_for(model(True)[0], dp=2, tp=1), zero=zero)
     of = problem(frozen=True)
     assignments = check_plan(plan, of.graph, of.factors)
@@ -259,7 +259,7 @@ def test_memory_by_what_holds_it(zero: int) -> None:
     numel = {v: of.graph.values[v].numel for v in of.graph.parameters}
     trained = sum(n for v, n in numel.items() if of.graph.values[v].requires_grad)
     frozen = sum(numel.values()) - trained
-    assert parts["weights"] == 4 * (trained / (2 if zero == 3 else 1) + frozen)
+    assert parts["weights"] == 4 * (trained + frozen) / (2 if zero == 3 else 1)
     assert parts["optimizer"] == {0: 8, 3: 8 / 2}.get(zero, (8 + 4) / 2) * trained
     if zero < 2:
         assert parts["gradients"] == 4 * trained

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from meshwright import Cluster, Overrides, ParallelModel
 from meshwright.planner.plan.plan import RUNS
-from meshwright.planner.plan.words import describe, seconds
+from meshwright.planner.plan.words import describe, layout_words, megatron_layout, seconds
 from meshwright.planner.report.components import Components, why_slower
 from meshwright.planner.report.tensor_axis import ulysses_notes
 from meshwright.planner.search.search import Search
@@ -77,6 +78,19 @@ def test_the_first_screen_has_what_matters() -> None:
     for assumption in report.assumptions:
         assert f"  - {assumption}" in report.text(full=True)
     assert "Assumed" in first
+
+
+def test_the_layout_of_a_pipeline_is_shown() -> None:
+    own = overridden()
+    summary, notation = own.report.summary, megatron_layout(own.plan)
+    assert summary["layout"] == [[len(stage.blocks)] for stage in own.plan.stages]
+    assert notation and summary["megatron_layout"] == notation
+    told = str(own.report)
+    assert f"blocks of stages by device group: {layout_words(own.plan)}\n" in told
+    assert f'  Megatron: --pipeline-model-parallel-layout "{notation}"\n' in told
+    without = replace(own.report, summary={**summary, "megatron_layout": None})
+    assert "Megatron" not in str(without) and layout_words(own.plan) in str(without)
+    assert "layout" not in searched().report.summary
 
 
 @MADE

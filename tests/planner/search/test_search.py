@@ -222,6 +222,20 @@ def test_overrides_that_leave_no_plan_are_named(given: dict[str, Any]) -> None:
     assert all(name in str(refused.value) for name in given)
 
 
+def test_stages_that_draw_in_a_way_of_their_own_have_one_device() -> None:
+    """What no two ranks would draw alike is known before plans are made for them."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.AlphaDropout(0.3), nn.Linear(64, 64))
+    given = cut(model, (torch.randn(BATCH, 64), torch.randn(BATCH, 64)), F.mse_loss)
+    found = search(cluster(2), given)
+    assert [len(stage.ranks) for stage in found.best.plan.stages] == [1, 1]
+    assert any("alpha_dropout" in note for note in found.notes)
+    for wanted in ({"dp": 2}, {"tp": 2}, {"pp": 1}):
+        with pytest.raises(OverrideError, match=r"alpha_dropout.* differ from rank to rank"):
+            search(cluster(2), given, **wanted)
+    with pytest.raises(OverrideError, match=r"alpha_dropout.* every stage has one device"):
+        search(cluster(4), given)
+
+
 # --- what the field knows ------------------------------------------------------------------------
 
 H100 = Cluster.from_catalog("h100-sxm")

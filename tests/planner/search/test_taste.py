@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.intervals import COMMUNICATION_ERROR, compute_error
+from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
+from meshwright.costmodel.operators import HostParts, Sharing
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search import taste
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.search import Search
-from meshwright.planner.search.taste import TIE, axes_of, by_taste, quantile_s, simplicity
+from meshwright.planner.search.taste import TIE, Looks, looks_of, quantile_s, why_simpler
 from tests.helpers.planning import cluster, large_gpt2, problem_of
 from tests.helpers.tiny import cut, net, plan_for, with_stage
+
+AWAY = {"optimizer": 0.5, "activations": 0.5}
 
 
 @cache
@@ -27,29 +30,52 @@ def searched(objective: str, margin: float = 0.0) -> tuple[Search, SearchResult]
     return search, search.run()
 
 
-def test_fewer_axes_come_before_everything_else_and_memory_in_steps() -> None:
-    graph, _ = cut(net())
-    wide, narrow = plan_for(graph, dp=1, tp=2), plan_for(graph, dp=2, tp=1)
-    assert axes_of(wide.stages, 1) == 1 + axes_of(narrow.stages, 1)
-    assert simplicity(narrow, 99.0, 100.0) < simplicity(wide, 1.0, 100.0)
-    assert simplicity(narrow, 70.0, 100.0) < simplicity(narrow, 79.0, 100.0)
-    assert simplicity(narrow, 70.1, 100.0) == simplicity(narrow, 70.2, 100.0)
+PLAIN = Looks(
+    axes=0, tp=1, groups=1, each=1, schedule="1f1b", num_microbatches=1, sharing=Sharing()
+)
 
 
-def test_the_order_of_simplicity_by_hand() -> None:
-    """Two axes, one mesh, blocks 4 and 1, a common schedule, one policy, whole ZeRO, tp 2, two
-    micro-batches, 7.1 of 20 parts of the memory."""
+def test_complexity_by_hand() -> None:
+    """Two axes, three blocks more on the first stage than on the second, tp 2, two micro-batches,
+    a third of the memory."""
     graph, _ = cut(net())
     plan = plan_for(graph, stages=2)
     assert len(plan.stages[0].blocks) - len(plan.stages[1].blocks) == 3
-    assert simplicity(plan, 35.5, 100.0) == (2, 1, 2, False, 1, 0, 2, 2, 8)
-    other = with_stage(plan, dp=4, tp=1, dp_shard=2, recompute="full")
-    other = dataclasses.replace(other, schedule="zb_h1", num_microbatches=4)
-    assert simplicity(other, 100.0, 100.0) == (2, 2, 2, True, 2, 1, 2, 4, 20)
-    says = taste.why_simpler(plan, other, (35.5, 100.0), 100.0)
-    assert says == "has fewer different meshes (1 instead of 2)"
-    assert taste.why_simpler(plan, plan, (79.0, 81.0), 100.0) == "fills less of a device's memory"
-    assert taste.why_simpler(plan, plan, (81.0, 79.0), 100.0) == ""
+    looks = looks_of(plan, 33.0, 100.0)
+    assert sum(looks.parts()) == pytest.approx(2 * 0.24 + 2 * 0.03 + 0.03 + 0.015 + 0.03 * 0.33)
+    other = with_stage(plan, dp=4, tp=1, dp_shard=2, zero=3, recompute="full", offload=AWAY)
+    other = dataclasses.replace(other, schedule="zb_h1", num_microbatches=1)
+    more = looks_of(other, 33.0, 100.0)
+    assert sum(more.parts()) - sum(looks.parts()) == pytest.approx(
+        0.7 + 0.35 + 0.2 + 0.15 + 0.15 + 3 * 0.07 + 0.07 + 0.07 - 0.015
+    )
+    assert more.complexity == 1.0  # of more no more than a tie is asked
+    assert why_simpler(PLAIN, looks) == "uses fewer axes besides the data axis"
+    assert why_simpler(PLAIN, dataclasses.replace(PLAIN, filled=0.5)).startswith("fills less")
+    assert why_simpler(looks, PLAIN) == ""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"axes": 1},
+        {"tp": 2},
+        {"each": 2},
+        {"groups": 2},
+        {"num_microbatches": 2},
+        {"sharing": Sharing(zero=1)},
+        {"sharing": Sharing(dp_shard=2)},
+        {"spread": 2},
+        {"away": 1},
+        {"segmented": True},
+        {"meshes": 2},
+        {"policies": 2},
+        {"uneven": 1},
+        {"filled": 0.1},
+    ],
+)
+def test_everything_that_complicates_a_plan_costs_a_part_of_a_tie(more: dict[str, Any]) -> None:
+    assert 0 < dataclasses.replace(PLAIN, **more).complexity <= 1
 
 
 def test_a_quantile_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,18 +83,28 @@ def test_a_quantile_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     is no longer than 0.84 standard deviations more."""
     on = cluster(2, nodes=4)
     stage = SimpleNamespace(repriced=lambda **factors: factors)
-    evaluation = SimpleNamespace(plan=SimpleNamespace(stages=[SimpleNamespace(ranks=range(8))]))
+    of_plan = SimpleNamespace(ranks=range(8), host=HostParts(activations=0.5))
+    evaluation = SimpleNamespace(plan=SimpleNamespace(stages=[of_plan]))
     draft: Any = SimpleNamespace(step_time_s=10.0, evaluation=evaluation, stages=[stage])
 
     def priced(plan: Any, coster: Any, costs: Any, send_scale: float) -> Any:
         (of,) = costs
         more = 3 * of["compute"] + 5 * of["communication"] + 7 * of["data_axis"] + 11 * send_scale
-        return SimpleNamespace(prediction=SimpleNamespace(step_time_s=10 + more - 26))
+        more += 13 * of["host"]
+        return SimpleNamespace(prediction=SimpleNamespace(step_time_s=10 + more - 39))
 
     monkeypatch.setattr(taste, "price_stages", priced)
     e_c, e_x = compute_error(on.device.name), COMMUNICATION_ERROR
     found = quantile_s(draft, SimpleNamespace(cluster=on))  # type: ignore[arg-type]
-    assert found == pytest.approx(10 + 0.84 * math.hypot(3 * e_c, (5 + 7 * 2 + 11) * e_x))
+    errors = 3 * e_c, (5 + 7 * 2 + 11) * e_x, 13 * HOST_ERROR
+    assert found == pytest.approx(10 + 0.84 * math.hypot(*errors))
+    of_plan.host = HostParts()
+    assert (
+        quantile_s(draft, SimpleNamespace(cluster=on))
+        == pytest.approx(  # type: ignore[arg-type]
+            10 + 0.84 * math.hypot(*errors[:2])
+        )
+    )
 
 
 def test_errors_only_add() -> None:
@@ -77,17 +113,21 @@ def test_errors_only_add() -> None:
         assert quantile_s(draft, search.programs.coster) >= draft.step_time_s
 
 
-def test_ties_go_to_the_simplest_and_stay_within_the_tolerance() -> None:
+def test_no_draft_beats_the_choice_in_seconds_memory_and_simplicity() -> None:
     (_, fastest), (search, robust) = searched("fastest"), searched("robust")
     assert robust.best.step_time_s >= fastest.best.step_time_s * (1 - 0.005)
-    first, *others = by_taste(
-        [d for d in robust.drafts if d.fits], search.programs.coster, lambda _: 1.0
-    )
-    least = min(own.quantile_s for own in (first, *others))
-    assert first.quantile_s <= least * (1 + TIE)
-    tied = [own.draft.plan for own in (first, *others) if own.quantile_s <= least * (1 + TIE)]
-    axes = [axes_of(plan.stages, len(plan.devices)) for plan in tied]
-    assert axes[0] == min(axes)
+    first, *others = search.taste.judged([d for d in robust.drafts if d.fits])
+    assert others
+
+    def three(draft: Any) -> tuple[float, float, float]:
+        looks = search.taste.looks(draft)
+        return quantile_s(draft, search.programs.coster), looks.filled, sum(looks.parts())
+
+    own = three(first)
+    for other in map(three, others):
+        assert own[0] <= other[0] * (1 + TIE)
+        better = all(theirs <= ours for theirs, ours in zip(other, own, strict=True))
+        assert not better or other == own
 
 
 def test_a_margin_stays_free() -> None:

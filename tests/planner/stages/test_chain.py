@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from meshwright.costmodel.blocks.price import price_block
+from meshwright.costmodel.blocks.price import price_block, price_pass
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.operators import Batch, Mesh
+from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry, translate
 from meshwright.costmodel.sharding.strategies import Placement, R, can_hold
 from meshwright.costmodel.stages.stage import stage_costs
@@ -102,6 +103,25 @@ def test_the_assignments_of_a_stage_cost_what_the_stage_costs(name: str) -> None
         assert seconds == pytest.approx(chain.seconds[i, j], rel=1e-9)
         local = stage_costs(chain.sums[i, j], chain.setting, "none").parameters
         assert local == pytest.approx(sum(parameters.values()))
+
+
+def test_passes_of_all_data_axes_are_what_each_takes_alone() -> None:
+    """Also of blocks whose batch meets there, whose prices follow from those of two ranks."""
+    programs, took = programs_of(case("resnet"), odd_cluster(4), "fp32"), []
+    graph, table = programs.graph, programs.coster.problem.factors
+    for dp in (1, 2, 4):
+        chain, at = chain_of(programs, dp=dp), dict[str, Placement]()
+        found = chain.assignments(0, len(graph.blocks))
+        for block in graph.blocks:
+            assignment, inputs = found[block.name], {v: at.get(v, R) for v in block.inputs}
+            pricer = programs.coster.pricer(chain.setting)
+            passes, _ = programs.coster.block(pricer, block, assignment, inputs)
+            alone = Pricer(graph=graph, table=table, setting=chain.setting)
+            layouts = BlockLayouts(graph, table, block, 2)
+            assert passes == price_pass(alone, layouts, assignment, inputs)
+            took.append((block.name, passes.cost.forward_comm_s))
+            at |= {v: assignment.states[v] for v in block.outputs}
+    assert len({s for name, s in took if name == graph.blocks[0].name}) == 3  # its statistics
 
 
 @pytest.mark.parametrize("mode", ["fast", "lean"])

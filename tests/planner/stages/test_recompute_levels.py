@@ -39,6 +39,7 @@ def levels(draw: st.DrawFn) -> RecomputeLevels:
         costs.append(level(static, passing, kept, seconds))
     return RecomputeLevels(
         policies=POLICIES[: len(costs)],
+        sent=(0.0,) * len(costs),
         costs=tuple(costs),
         blocks=np.array([draw(st.integers(1, 8))]),
     )

@@ -227,6 +227,18 @@ def test_a_module_that_branches_on_values_becomes_a_leaf_and_is_reported() -> No
     assert "layers.1.part (Routed)" in second and "random numbers" in second
 
 
+def test_modules_that_hold_the_method_of_a_class_are_alike() -> None:
+    class Rounding(leaf_models.Branch):
+        def __init__(self) -> None:
+            super().__init__()
+            self.act = leaf_models.Rounded.apply  # another object each time
+
+    graph = traced(
+        lambda self, x: (self.p0(x) + self.p1(x)).sum(), Rounding(), Rounding(), inputs=(rows(32),)
+    )
+    assert [leaf_of(op).number for op in leaves_in(graph)] == [0, 0]
+
+
 def test_where_shapes_depend_on_values_the_module_around_is_tried() -> None:
     class Selected(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,273 @@
+"""Layouts: the blocks of stages that share devices, with as little recompute as their devices need.
+
+Several stages of a device are cut together: by the sum of their seconds and their bytes at the
+device's peak (`planner.inter_op.shared_devices`), from as many layers for each stage and from equal
+shares of the work. In which of a device's stages an odd layer is best depends on who waits for it:
+moves from there are judged by simulation, of a few rounds of micro-batches and what each further
+round adds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from meshwright.costmodel.blocks import segment_policy
+from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, build_schedule, step_times
+from meshwright.costmodel.stages import (
+    COSTS,
+    HELD,
+    Floats,
+    StageCosts,
+    as_rows,
+    communicator_bytes,
+    held_weights,
+    of_rows,
+)
+from meshwright.planner.drafts.combinations import Combination
+from meshwright.planner.drafts.fills import filling_s
+from meshwright.planner.drafts.space import groups_of
+from meshwright.planner.inter_op import Judged, SharedDevices, cut_evenly, evenly
+from meshwright.planner.stages import ChosenLevel, RecomputeLevels
+
+ROUNDS = 3  # of micro-batches that are simulated, one more for what each further one adds
+ALL_ROUNDS = 8  # of so many no fewer are simulated
+MOST_ROUNDS = 4  # of moves that are simulated
+MOST_SIMULATED = 96  # layouts in one of them, the least busy
+EVEN = 1.02  # of what devices compute on average: no start is sought that is more even
+WORTH = 1e-3  # of a step, what a move has to gain
+GAIN = 0.05  # of a step, what all moves may gain: drawn nets 1 % on average
+
+_ACTIVE = HELD.index("activation_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layouts:
+    """All layouts of a combination, on the levels of its runs. Cuts are positions where stages may
+    start and end; those of one copy of the model, where there are two."""
+
+    combination: Combination
+    levels: RecomputeLevels
+    rows: Floats
+    """(levels, `COSTS`, runs)"""
+    shared: SharedDevices
+    sent_s: Floats
+    """(C, C): seconds that a stage between two positions sends per micro-batch and direction."""
+    groups: Sequence[int]
+    """The device group of each stage, of both copies."""
+
+    @staticmethod
+    def of(
+        combination: Combination,
+        levels: RecomputeLevels,
+        legal: np.ndarray,
+        sent_s: Floats,
+        room_bytes: float,
+    ) -> Layouts:
+        """With `legal` stages between positions, and what they send, (C, C) each, and so much room
+        on each device."""
+        setup, runs = combination.setup, combination.setup.chain.runs
+        counts = {"num_stages": combination.num_stages, "num_devices": combination.groups}
+        m, copies = combination.num_microbatches, SCHEDULES[combination.schedule].copies
+        groups = groups_of(combination.schedule, combination.groups, combination.stages_per_group)
+        stages = np.argsort(groups, kind="stable").reshape(combination.groups, -1)
+        rows = np.stack([as_rows(own) for own in levels.costs])
+        held = rows[:, [COSTS.index(name) for name in HELD]]
+        shared = SharedDevices(
+            time_s=of_rows(np.moveaxis(rows, 1, 0)).amortised_s(m),
+            held=np.moveaxis(held, 1, 2),
+            index=np.where(legal & np.isfinite(runs.seconds)[runs.index], runs.index, 0),
+            weights=held_weights(combination.schedule, num_microbatches=m, **counts),
+            stages=stages % (combination.num_stages // copies),
+            whole=np.array([segment_policy(policy)[1] > 1 for policy in levels.policies]),
+            room_bytes=room_bytes - communicator_bytes(setup.setting),
+        )
+        return Layouts(
+            combination=combination,
+            levels=levels,
+            rows=rows,
+            shared=shared,
+            sent_s=sent_s,
+            groups=groups,
+        )
+
+    @property
+    def copies(self) -> int:
+        return SCHEDULES[self.combination.schedule].copies
+
+    @property
+    def turns(self) -> float:
+        """Micro-batches of each copy."""
+        return self.combination.num_microbatches / self.copies
+
+    # --- by device ---
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """(N, P+1): cuts where equal shares would have them, and after moves by device, the layout
+        first whose busiest device is least busy; none where none fits."""
+        found = list[np.ndarray]()
+        for start in self._even():
+            found += [self.shared.evened(start), start]
+            judged = self.shared.judged(found[-2][None])
+            if not judged.lacks.any() and judged.load_s.max() <= EVEN * judged.load_s.mean():
+                break
+        if not found:
+            return np.zeros((0, 1), dtype=np.int64)
+        cuts = np.unique(found, axis=0)
+        judged = self.shared.judged(cuts)
+        busiest = np.where(judged.lacks.any(axis=1), np.inf, judged.load_s.max(axis=1))
+        kept: np.ndarray = cuts[np.argsort(busiest, kind="stable")[: np.isfinite(busiest).sum()]]
+        return kept
+
+    def _even(self) -> list[np.ndarray]:
+        """Cuts of equal numbers of layers, and of equal shares of the work, and best stage by
+        stage, that are legal."""
+        setup, runs, shared = self.combination.setup, self.combination.setup.chain.runs, self.shared
+        stages, kinds = self.combination.num_stages // self.copies, setup.chain.kinds
+        usual, _ = Counter(kinds).most_common(1)[0]
+        layers = np.concatenate([[0], np.cumsum([kind == usual for kind in kinds])])
+        pieces = np.arange(len(runs.index) - 1)
+        seconds = runs.seconds[runs.index[pieces, pieces + 1]]
+        tried = [
+            evenly(np.diff(layers[list(setup.chain.at)]).astype(float), stages),
+            evenly(np.where(np.isfinite(seconds), seconds, 0.0), stages),
+        ]
+        times = np.where(shared.index > 0, shared.time_s[0][shared.index], np.inf)
+        cut = cut_evenly(times[None], None, [0] * stages, later=self.turns)
+        tried += [] if cut is None else [np.array(cut.cuts)]
+        return [cuts for cuts in tried if np.isfinite(shared.judged(cuts[None]).load_s).all()]
+
+    def objective_s(self, cuts: np.ndarray) -> float:
+        """Seconds that the busiest device computes in a step, and what all but one add to fill the
+        pipeline: the step where no device waits for others in between."""
+        combination = self.combination
+        schedule, m = SCHEDULES[combination.schedule], combination.num_microbatches
+        shape = PipelineShape(m, combination.groups, combination.stages_per_group)
+        costs, sent_s = self.costs(cuts[None]), float(self.sent_s[cuts[:-1], cuts[1:]].mean())
+        fill_s = float(filling_s(schedule, costs, shape, combination.setup.validated).mean())
+        turns = 0.0 if schedule.hides_sends else self.turns * combination.stages_per_group
+        filled_s = (combination.groups - 1) * (fill_s + sent_s) + turns * sent_s
+        return self.busiest_s(cuts) + filled_s
+
+    def busiest_s(self, cuts: np.ndarray) -> float:
+        """Seconds that the busiest device computes in a step."""
+        return self.turns * float(self.shared.judged(cuts[None]).load_s.max())
+
+    def chosen(self, cuts: np.ndarray) -> list[ChosenLevel]:
+        """Per stage, of both copies, its level and the part of its blocks on the next one: as few
+        blocks of a device as it takes, first of its stages with most micro-batches in flight."""
+        judged, stages = self.shared.judged(cuts[None]), len(cuts) - 1
+        runs = self.shared.index[cuts[:-1], cuts[1:]]
+        every = self.combination.setup.chain.runs.seconds.shape
+        parts = {
+            (device, k): part
+            for device, own in enumerate(self.shared.stages.tolist())
+            for k, part in zip(own, self._parts(device, runs[own], judged), strict=True)
+        }
+        return [
+            ChosenLevel(
+                level=np.broadcast_to(judged.level[0, g], every),
+                fraction=np.broadcast_to(parts[g, k % stages], every),
+                fits=np.broadcast_to(np.True_, every),
+            )
+            for k, g in enumerate(self.groups)
+        ]
+
+    def _parts(self, device: int, runs: np.ndarray, judged: Judged) -> Floats:
+        """(v,): the part of each stage of a device, with these runs, that is on the next level."""
+        level, part = int(judged.level[0, device]), float(judged.part[0, device])
+        if not part or self.shared.whole[level + 1]:
+            return np.full(len(runs), part)
+        blocks = self.levels.blocks[runs]
+        often = self.shared.weights[device, :, :, _ACTIVE].max(axis=0)
+        order = np.argsort(-often, kind="stable")
+        before = np.empty(len(runs))
+        before[order] = np.cumsum(blocks[order]) - blocks[order]
+        tried = np.arange(int(blocks.sum()) + 1)[:, None]
+        parts: Floats = np.clip(tried - before, 0, blocks) / blocks
+        low, high = self.shared.held[level, runs], self.shared.held[level + 1, runs]
+        held = low + parts[..., None] * (high - low)
+        used = self.shared.used_bytes(np.full(len(tried), device), held)
+        fits = used <= self.shared.room_bytes
+        fewest: Floats = parts[int(fits.argmax()) if fits.any() else -1]
+        return fewest
+
+    # --- by simulation ---
+
+    def improved(
+        self, own: np.ndarray, sends: Mapping[tuple[int, int], float]
+    ) -> tuple[np.ndarray, float]:
+        """The best start by simulation, where stages send for so many seconds, after moves of
+        blocks that shorten the step; and the part that it takes of one with its `own` cuts."""
+        tried = np.concatenate([own[None], self.starts, self._promising(own, np.inf)])
+        cuts, own_s, best_s = own, 0.0, np.inf
+        for _ in range(MOST_ROUNDS):
+            steps = self._steps_s(tried, sends)
+            own_s = own_s or float(steps[0])
+            first = int(steps.argmin())
+            if steps[first] > best_s * (1 - WORTH):
+                break
+            cuts, best_s = tried[first], float(steps[first])
+            tried = self._promising(cuts, best_s)
+            if not len(tried):
+                break
+        return cuts, best_s / own_s
+
+    def _promising(self, cuts: np.ndarray, limit_s: float) -> np.ndarray:
+        """(N, P+1): moves whose step may take less than a limit, those first whose devices are
+        least busy and wait least for each other."""
+        tried = self.shared.moves(cuts)
+        judged = self.shared.judged(tried)
+        busiest_s = self.turns * judged.load_s.max(axis=1)
+        worth = (busiest_s < limit_s) & ~judged.lacks.any(axis=1)
+        promise = (busiest_s + self.turns * judged.in_turn_s)[worth]
+        found: np.ndarray = tried[worth][np.argsort(promise, kind="stable")[:MOST_SIMULATED]]
+        return found
+
+    def _steps_s(self, cuts: np.ndarray, sends: Mapping[tuple[int, int], float]) -> Floats:
+        """(N,): about the seconds of steps of layouts, (N, P+1)."""
+        combination, groups = self.combination, self.combination.groups
+        m, costs = combination.num_microbatches, self.costs(cuts)
+        few = ROUNDS * groups + m % groups
+        if m <= ALL_ROUNDS * groups:  # which a draft has been simulated with
+            return self._simulated_s(costs, sends, m)
+        first, more = (self._simulated_s(costs, sends, n) for n in (few, few + groups))
+        steps: Floats = first + (more - first) * (m - few) / groups
+        return steps
+
+    def costs(self, cuts: np.ndarray) -> StageCosts[Floats]:
+        """(N, stages): costs of the stages of layouts, of both copies."""
+        judged = self.shared.judged(cuts)
+        runs = self.shared.index[cuts[:, :-1], cuts[:, 1:]]
+        runs = np.concatenate([runs] * self.copies, axis=1)
+        level, part = judged.level[:, self.groups], judged.part[:, self.groups, None]
+        after = np.minimum(level + 1, len(self.rows) - 1)
+        low, high = self.rows[level, :, runs], self.rows[after, :, runs]
+        return of_rows(np.moveaxis(low + part * (high - low), 2, 0))
+
+    def _simulated_s(
+        self, costs: StageCosts[Floats], sends: Mapping[tuple[int, int], float], m: int
+    ) -> Floats:
+        """(N,): seconds of a step of so many micro-batches."""
+        streams = build_schedule(
+            self.combination.schedule,
+            num_stages=self.combination.num_stages,
+            num_microbatches=m,
+            edges=frozenset(sends),
+            num_devices=self.combination.groups,
+            paired=False,
+        )
+        return step_times(
+            streams,
+            forward_s=costs.forward_s,
+            backward_s=costs.backward_s,
+            weight_s=costs.weight_s,
+            reduce_s=costs.reduce_s,
+            optimizer_s=costs.optimizer_s,
+            transfer_s=sends,
+        )
