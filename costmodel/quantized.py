@@ -37,25 +37,15 @@ CAST_BYTES = 6.0
 DEQUANTIZE_BYTES = {8: 15.0, 4: 20.0}
 
 
-def quantizes_weights(quantized: str) -> bool:
-    """Whether weights are gathered in quantised blocks."""
-    return quantized in ("weights", "both")
-
-
-def quantizes_gradients(quantized: str) -> bool:
-    """Whether gradients are summed in quantised blocks."""
-    return quantized in ("gradients", "both")
-
-
 def wire_bytes(numel: float, bits: int) -> float:
     """Bytes of so many elements in quantised blocks."""
     return numel * (bits / 8 + SCALE_BYTES / BLOCK)
 
 
-def buffer_bytes(elements: A, quantized: str) -> A:
-    """Bytes beside those of exact collectives while a unit of so many elements travels: what was
-    sent or received, and an eighth of it in fp32."""
-    weights = wire_bytes(1.0, WEIGHT_BITS) if quantizes_weights(quantized) else 0.0
-    gradients = 2 * wire_bytes(1.0, GRADIENT_BITS) if quantizes_gradients(quantized) else 0.0
-    most = max(weights, gradients)
+def buffer_bytes(elements: A, *, weights: bool, gradients: bool) -> A:
+    """Bytes beside those of exact collectives while a unit of so many elements travels whose
+    weights or gradients are quantised: what was sent or received, and an eighth of it in fp32."""
+    most = max(
+        weights * wire_bytes(1.0, WEIGHT_BITS), gradients * 2 * wire_bytes(1.0, GRADIENT_BITS)
+    )
     return elements * (most + 0.5 if most else 0.0)

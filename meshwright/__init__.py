@@ -35,7 +35,7 @@ _HOMES = {
     "Cluster": "profiles.cluster",
     "InfeasibleError": "planner.plan.infeasible",
     "MeshwrightError": "profiles.inputs.errors",
-    "OverrideError": "planner.overrides.values",
+    "OverrideError": "planner.overrides.overrides",
     "Overrides": "planner.overrides.overrides",
     "ParallelModel": "model",
     "Plan": "planner.plan.plan",

@@ -6,7 +6,7 @@ import argparse
 
 from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES, ROWS_MEET
 from meshwright.costmodel.targets import TARGETS
-from meshwright.planner.overrides import ALLOWABLE
+from meshwright.planner.decisions import ALLOWABLE
 
 
 def positive(text: str) -> int:

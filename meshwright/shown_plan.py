@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.planner.plan import (
-    Plan,
-    compress_names,
-    compress_ranks,
-    describe,
-    mesh_words,
-    recompute_words,
-)
+from meshwright.planner.plan import Plan, compress_names, compress_ranks, decision_words, describe
 
 
 def plan_text(plan: Plan) -> str:
@@ -19,13 +12,11 @@ def plan_text(plan: Plan) -> str:
         f"model {plan.model}"
     ]
     for k, stage in enumerate(plan.stages):
+        mesh, *others = decision_words(stage).items()
+        words = [mesh[1], *(f"{column} {text}" for column, text in others)]
         lines.append(
             f"  stage {k}: blocks {', '.join(compress_names(stage.blocks))} on ranks "
-            f"{compress_ranks(stage.ranks)}, {mesh_words(stage)}, ZeRO-{stage.zero}"
-            f"{f' within {stage.dp_shard} ranks' if stage.dp_shard else ''}"
-            f"{f' with secondary shards among {stage.hpz}' if stage.hpz else ''}"
-            f"{f', quantised {stage.quantized}' if stage.quantized != 'none' else ''}, "
-            f"recompute {recompute_words(stage)}"
+            f"{compress_ranks(stage.ranks)}, {', '.join(words)}"
         )
         lines += [f"    {name}: {text}" for name, text in stage.shardings.items()]
     return "\n".join(lines)

@@ -157,6 +157,87 @@ def large_functions(file: SourceFile) -> list[str]:
     return found
 
 
+# --- decisions ------------------------------------------------------------------------------------
+
+MOST_FILES = 8  # in which the name of a decision may stand
+# decisions that stand in more of them so far: these numbers fall
+MORE_FILES = {"offload": 9, "post_validation": 10}
+KNOBS = {
+    "quantized": {"quantized", "quantised"},
+    "hpz": {"hpz"},
+    "dp_shard": {"dp_shard"},
+    "segments": {"segments"},
+    "offload": {"offload"},
+    "cp_kind": {"cp_kind"},
+    "virtual stages": {"virtual", "virtual_stages"},
+    "placement": {"placement", "placements"},
+    "post_validation": {"post_validation"},
+}
+# where the word is about something else: tensors' placements, packed tensors, others' tables
+ELSEWHERE = {
+    "placement": (
+        "costmodel/",
+        "executor/",
+        "planner/plan/assignments.py",
+        "planner/overrides/effect.py",
+    ),
+    "quantized": ("planner/batch.py", "meshwright/traced/"),
+    "offload": ("planner/published/rows.py",),
+}
+
+
+def names_in(file: SourceFile) -> set[str]:
+    """Identifiers, keywords and the words of string literals that are no prose: of less than three
+    words."""
+    found = set()
+    for node in file.nodes:
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.arg | ast.keyword):
+            found.add(node.arg or "")
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.alias):
+            found |= {node.name.split(".")[-1], node.asname or ""}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= set(re.findall(r"\w+", node.value) if len(node.value.split()) < 3 else ())
+    return found
+
+
+@pytest.mark.parametrize("knob", KNOBS)
+def test_a_decision_is_named_in_few_files(knob: str) -> None:
+    files = [
+        file.path
+        for file in files_in(*PRODUCT)
+        if names_in(file) & KNOBS[knob] and not file.path.startswith(ELSEWHERE.get(knob, ("-",)))
+    ]
+    most = MORE_FILES.get(knob, MOST_FILES)
+    assert len(files) <= most, f"{knob} in {len(files)} files, at most {most}:\n" + "\n".join(files)
+    assert len(files) == most or knob not in MORE_FILES, f"{knob}: {len(files)} is the new limit"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x.hpz",
+        "f(hpz=2)",
+        "def f(hpz): ...",
+        "def hpz(): ...",
+        "from a import hpz",
+        "'hpz'",
+        "f'{place}: hpz'",
+    ],
+)
+def test_a_name_is_found(text: str) -> None:
+    assert "hpz" in names_in(SourceFile("planner/a.py", text))
+
+
+def test_prose_is_no_name() -> None:
+    assert "hpz" not in names_in(SourceFile("planner/a.py", "x = 'choose zero 3, or drop hpz'"))
+
+
 # --- the project ----------------------------------------------------------------------------------
 
 OF_ALL: tuple[Rule, ...] = (blanket_ignores, large_functions)

@@ -36,8 +36,6 @@ from meshwright.costmodel.quantized import (
     QUANTIZE_BYTES,
     SCALE_BYTES,
     WEIGHT_BITS,
-    quantizes_gradients,
-    quantizes_weights,
     wire_bytes,
 )
 from meshwright.costmodel.sharding import FactorTable, Placement
@@ -151,7 +149,7 @@ class ParameterPricer:
         """ZeRO-3's all-gather of weights, with the codec where they are quantised."""
         setting, column = self.setting, "zero3_gather_s"
         itemsize = DTYPE_BYTES[setting.precision]
-        if not quantizes_weights(setting.sharing.quantized) or group.size == 1:
+        if not setting.sharing.quantizes_weights or group.size == 1:
             yield zero3(column, "all_gather", numel * itemsize, group)
             return
         cast = CAST_BYTES if itemsize < SCALE_BYTES else 0.0
@@ -162,7 +160,7 @@ class ParameterPricer:
     def _scattered(self, numel: float, hops: Sequence[Group], zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's sum of gradients, with the codec where they are quantised."""
         setting, column = self.setting, "zero3_scatter_s"
-        if not quantizes_gradients(setting.sharing.quantized) or hops[0].size == 1:
+        if not setting.sharing.quantizes_gradients or hops[0].size == 1:
             yield zero3(column, "reduce_scatter", numel * setting.target.gradient_bytes, hops[0])
             return
         codec, left = QUANTIZE_BYTES[GRADIENT_BITS] + DEQUANTIZE_BYTES[GRADIENT_BITS], numel
@@ -183,9 +181,8 @@ class ParameterPricer:
     def shard_count(self, value: str, placement: Placement) -> int:
         """Parts that ZeRO makes of what one rank holds of a parameter."""
         setting, holders = self.setting, self.holders(value, placement)
-        if setting.sharing.dp_shard in (0, setting.mesh.holders):
-            return holders
-        return math.gcd(setting.sharing.dp_shard, holders)
+        whole = setting.shards == setting.mesh.holders
+        return holders if whole else math.gcd(setting.shards, holders)
 
     def frozen_bytes(self, value: str, placement: Placement) -> tuple[float, float]:
         """Bytes of a frozen parameter: whole, and where ZeRO-3 divides it."""

@@ -6,7 +6,7 @@ asked for with the parts that it depends on, and with no others (`Setting.of_pas
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from typing import TypeAlias
 
@@ -14,7 +14,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
 from meshwright.costmodel.memory import fused
 from meshwright.costmodel.operators.cost import Axis, Entry
-from meshwright.costmodel.quantized import quantizes_gradients
+from meshwright.costmodel.quantized import QUANTIZED, A, buffer_bytes
 from meshwright.costmodel.sharding import ALL_GATHER, ContextKind, FactorTable, Meeting
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
@@ -80,6 +80,15 @@ class Mesh:
         return self.cp_kind or ALL_GATHER
 
     @property
+    def is_open(self) -> bool:
+        """Whether it splits tokens, and leaves the kind of attention open."""
+        return self.cp > 1 and self.cp_kind is None
+
+    def of_kind(self, kind: ContextKind) -> Mesh:
+        """The mesh with this kind of attention, where it splits tokens."""
+        return replace(self, cp_kind=kind) if self.cp > 1 else self
+
+    @property
     def devices(self) -> int:
         return self.dp * self.cp * self.tp
 
@@ -107,15 +116,51 @@ class Batch:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
     """How the states of a stage are shared out. The stage `zero` of ZeRO divides them among
-    `dp_shard` neighbours on the data axis and replicates across the others; 0 for all dp·cp. Under
-    ZeRO-3 `hpz` neighbours keep a secondary shard of the weights from the forward to the backward,
-    which gathers from it; 0 for none. `quantized` says what ZeRO-3 sends in blocks
-    (`costmodel/quantized.py`)."""
+    `dp_shard` neighbours on the data axis and replicates across the others; None for all dp·cp.
+    Under ZeRO-3 `hpz` neighbours keep a secondary shard of the weights from the forward to the
+    backward, which gathers from it; None for none. `quantized` says what ZeRO-3 sends in blocks of
+    8 and 4 bits: "none", "weights", "gradients" or "both" (`costmodel/quantized.py`)."""
 
     zero: int = 0
-    dp_shard: int = 0
-    hpz: int = 0
+    dp_shard: int | None = None
+    hpz: int | None = None
     quantized: str = "none"
+
+    @property
+    def quantizes_weights(self) -> bool:
+        """Whether weights are gathered in quantised blocks."""
+        return self.quantized in ("weights", "both")
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        """Whether gradients are summed in quantised blocks."""
+        return self.quantized in ("gradients", "both")
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """What sets it apart from others, to be sorted by."""
+        sent = QUANTIZED.index(self.quantized)
+        return self.zero, self.dp_shard or 0, self.hpz or 0, sent
+
+    @property
+    def extras(self) -> int:
+        """In how many ways it is more than a ZeRO stage among all."""
+        return sum(map(bool, self.order[1:]))
+
+    @property
+    def sent_otherwise(self) -> bool:
+        """Whether weights are kept twice, or sent in blocks of few bits."""
+        return any(self.order[2:])
+
+    def among(self, holders: int) -> int:
+        """Ranks among which ZeRO divides, of so many that hold the same parameters."""
+        return self.dp_shard or holders
+
+    def buffer_bytes(self, elements: A) -> A:
+        """Bytes beside those of exact collectives while a unit of so many elements travels."""
+        return buffer_bytes(
+            elements, weights=self.quantizes_weights, gradients=self.quantizes_gradients
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +177,11 @@ class HostParts:
 
     def __bool__(self) -> bool:
         return self != NOT_AWAY
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What of it lies there."""
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name))
 
     def exceeds(self, other: HostParts) -> bool:
         """Whether no less of anything is away than of another."""
@@ -192,7 +242,7 @@ class Setting:
         """With what a block costs in a step, in whichever ZeRO stage, its parts off the device left
         aside: of micro-batches whether there are several, of a secondary shard who would have
         one."""
-        plain = replace(self, sharing=replace(self.sharing, zero=0, hpz=0))
+        plain = replace(self, sharing=replace(self.sharing, zero=0, hpz=None))
         same = plain.secondary == self.secondary and not self.hops
         return replace(
             plain if same else replace(self, sharing=replace(self.sharing, zero=0)),
@@ -228,7 +278,7 @@ class Setting:
     @property
     def shards(self) -> int:
         """Ranks among which ZeRO divides."""
-        return self.sharing.dp_shard or self.mesh.holders
+        return self.sharing.among(self.mesh.holders)
 
     @property
     def secondary(self) -> int:
@@ -241,19 +291,29 @@ class Setting:
         return node if parts else self.shards
 
     @property
+    def keeps_secondary(self) -> bool:
+        """Whether a backward gathers weights from secondary shards."""
+        return bool(self.sharing.hpz)
+
+    @property
+    def secondary_bytes(self) -> float:
+        """Bytes of secondary shards for each parameter, in the precision that is gathered."""
+        return DTYPE_BYTES[self.precision] / self.sharing.hpz if self.sharing.hpz else 0.0
+
+    @property
     def hops(self) -> int:
         """Ranks among which quantised gradients are summed first; 0 where they go in one hop."""
-        return self.sharing.hpz if quantizes_gradients(self.sharing.quantized) else 0
+        return (self.sharing.hpz or 0) if self.sharing.quantizes_gradients else 0
 
     @property
     def communicators(self) -> int:
         """Communicators of one rank: the world's, those of its axes, of ZeRO's part of them and of
         a secondary shard, and one to each pipeline neighbour."""
         mesh, sharing = self.mesh, self.sharing
-        parts = bool(sharing.zero) and 0 < sharing.dp_shard < mesh.holders
+        parts = bool(sharing.zero) and self.shards < mesh.holders
         neighbours = min(2, self.cluster.num_devices // mesh.devices - 1)
         axes = (mesh.holders > 1) + (mesh.tp > 1) + 2 * (mesh.ep > 1)
-        return 1 + axes + 2 * parts + 2 * (sharing.hpz > 0) + neighbours
+        return 1 + axes + 2 * parts + 2 * self.keeps_secondary + neighbours
 
     def collective(
         self,

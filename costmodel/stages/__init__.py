@@ -1,7 +1,7 @@
 """The price of a stage: the sums of its blocks, its memory, whether it fits."""
 
 from meshwright.costmodel.stages.course import BlockBytes, StageBytes, Walked, walked
-from meshwright.costmodel.stages.memory import communicator_bytes, secondary_bytes
+from meshwright.costmodel.stages.memory import communicator_bytes
 from meshwright.costmodel.stages.offload import (
     Sent,
     blocks_here,
@@ -47,6 +47,6 @@ __all__ = [
     "Passes", "Peak", "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "as_rows",
     "block_sums", "blocks_here", "communicator_bytes", "device_peaks", "fits", "held_bytes",
     "held_weights", "host_bandwidth", "mixed", "of_one", "of_rows", "parameter_sums", "room_bytes",
-    "secondary_bytes", "sent_by_block", "stage_bytes", "stage_costs", "stage_passes", "used_bytes",
+    "sent_by_block", "stage_bytes", "stage_costs", "stage_passes", "used_bytes",
     "walked",
 ]  # fmt: skip

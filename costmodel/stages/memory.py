@@ -30,7 +30,6 @@ from meshwright.costmodel.memory import (
     working_bytes,
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.stages.offload import (
     Sent,
     blocks_here,
@@ -99,11 +98,6 @@ def communicator_bytes(setting: Setting) -> int:
     return more * setting.cluster.device.communicator_bytes
 
 
-def secondary_bytes(setting: Setting) -> float:
-    """Bytes of secondary shards for each parameter, in the precision that is gathered."""
-    return DTYPE_BYTES[setting.precision] / setting.sharing.hpz if setting.sharing.hpz else 0.0
-
-
 def stage_memory(
     sums: Sums, setting: Setting, repeated: Recompute, kept: Floats, sent: Sent
 ) -> StageMemory[Floats]:
@@ -129,7 +123,7 @@ def stage_memory(
     frozen = sums.frozen_shard_bytes if divided else sums.frozen_bytes
     weights = states.weights + frozen - frozen_there(sums, setting) - weights_there(sums, setting)
     weights = weights + blocks_here(sums, setting)
-    weights = weights + sums.moved_weights(zero)[0] * secondary_bytes(setting)
+    weights = weights + sums.moved_weights(zero)[0] * setting.secondary_bytes
     followed = setting.target.gradients_come
     found = (_followed if followed else _added_up)(sums, setting, repeated, states)
     undivided = _undivided(sums, setting) if followed else 0.0
@@ -181,7 +175,7 @@ def _added_up(
 ) -> _Gradients:
     """Where no step is followed: gradients and buffers all the time."""
     _, gathered = sums.moved_weights(setting.sharing.zero)
-    buffers = buffer_bytes(gathered, setting.sharing.quantized) + working_bytes(
+    buffers = setting.sharing.buffer_bytes(gathered) + working_bytes(
         sums.parameters,
         sums.largest_parameters,
         gathered,
@@ -213,9 +207,7 @@ def _followed(
             left=states.gradients, first=first + sending, later=later + sending, read=read
         )
     if zero == 3:
-        inside = repeated.excess[INSIDE] + buffer_bytes(
-            sums.largest_gathered, setting.sharing.quantized
-        )
+        inside = repeated.excess[INSIDE] + setting.sharing.buffer_bytes(sums.largest_gathered)
         left = here * shard
         made = np.minimum(np.maximum(grown - later, 0.0) * (shard / np.maximum(whole, 1.0)), left)
         return _Gradients(left=left, first=inside + made, later=inside, read=left)

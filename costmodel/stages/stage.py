@@ -212,7 +212,7 @@ def _data_axis(
         several = setting.batch.microbatches > 1
         gathered = {"zero3_gather_s": sums.zero3_gather_s, "fetched_s": host.fetched_s}
         again = {"zero3_again_s": sums.zero3_again_s, "fetched_s": host.fetched_s}
-        if setting.sharing.hpz:
+        if setting.keeps_secondary:
             again = {"zero3_secondary_s": sums.zero3_secondary_s}
         scattered = {"zero3_scatter_s": sums.zero3_scatter_s}
         returned = {"returned_s": host.returned_s}

@@ -15,13 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from meshwright.costmodel.quantized import (
-    BLOCK,
-    GRADIENT_BITS,
-    WEIGHT_BITS,
-    quantizes_gradients,
-    quantizes_weights,
-)
+from meshwright.costmodel.quantized import BLOCK, GRADIENT_BITS, WEIGHT_BITS
 from meshwright.executor.ranks import Place
 
 # torch 2.13 renamed it, and warns at the old name
@@ -127,10 +121,10 @@ class QuantizedReduceScatter(_Allocating):
 
 def quantize(module: FSDPModule, place: Place) -> None:
     """Let a module's weights and gradients travel as its stage decides."""
-    near, far, chosen = place.secondary, place.far, place.here.quantized
-    if quantizes_weights(chosen):
+    near, far, sharing = place.secondary, place.far, place.here.sharing
+    if sharing.quantizes_weights:
         exact = near.group.group_name if near is not None and near.size > 1 else None
         module.set_custom_all_gather(QuantizedAllGather(exact))  # type: ignore[arg-type]
-    if quantizes_gradients(chosen):
+    if sharing.quantizes_gradients:
         hops = (near.group, far.group) if near and far and near.size > 1 else ()
         module.set_custom_reduce_scatter(QuantizedReduceScatter(hops))  # type: ignore[arg-type]

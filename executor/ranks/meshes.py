@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise, product
 from typing import Any
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators import UNSHARED, Sharing
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.executor.devices import has_streams
 from meshwright.executor.host_values import with_values
@@ -38,19 +39,22 @@ FORWARD, BACKWARD = "forward", "backward"  # directions along an edge
 class StageMesh:
     """The ranks of one stage as a (dp, tp) grid, tp innermost: `dp` counts the ranks that hold the
     same parameters, `cp` neighbours of which share out the tokens of the same rows. ZeRO shards
-    over `shards` neighbours, of which `secondary` keep ZeRO-3's weights for the backward (1: none
-    do), and sends `quantized` what is; `experts` is the expert-parallel degree, `folded` over the
-    tensor axis or not."""
+    over `shards` neighbours, and sends and keeps what `sharing` says, in any of its stages;
+    `experts` is the expert-parallel degree, `folded` over the tensor axis or not."""
 
     ranks: tuple[int, ...]
     dp: int
     tp: int
     shards: int
-    secondary: int = 1
-    quantized: str = "none"
+    sharing: Sharing = UNSHARED
     experts: int = 1
     folded: bool = False
     cp: int = 1
+
+    @property
+    def secondary(self) -> int:
+        """Neighbours that keep ZeRO-3's weights for the backward; 1: none do."""
+        return self.sharing.hpz or 1
 
     @property
     def outer(self) -> tuple[int, ...]:
@@ -135,8 +139,7 @@ def stage_meshes(
                 dp=stage.holders,
                 tp=stage.tp,
                 shards=stage.shards,
-                secondary=stage.hpz or 1,
-                quantized=stage.quantized,
+                sharing=replace(stage.sharing, zero=0),  # plans share their groups
                 experts=stage.ep,
                 folded=folded,
                 cp=stage.cp,

@@ -159,12 +159,12 @@ class StageLowering:
     def _outer(self, k: int) -> tuple[DataLayout, ...]:
         """The layouts of stage k on the axes of rows and, where there is one, of context."""
         stage = self.plan.stages[k]
-        key = stage.dp, stage.cp, stage.cp_kind
+        key = stage.dp, stage.cp, stage.mesh.kind
         if key not in self._layouts:
             rows = data_layout(self.graph, self.table, stage.dp)
             self._layouts[key] = (rows,)
             if stage.cp > 1:
-                tokens = context_layout(self.graph, self.table, stage.cp, stage.cp_kind)
+                tokens = context_layout(self.graph, self.table, stage.cp, stage.mesh.kind)
                 self._layouts[key] = rows, tokens
         return self._layouts[key]
 

@@ -140,7 +140,7 @@ def replicated(plan: Plan) -> bool:
     return len(plan.devices) == 1 and all(
         stage.tp == stage.ep == 1
         and (not stage.zero or stage.shards == 1)
-        and not stage.offload.get("optimizer")
+        and not stage.host.states
         for stage in plan.stages
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions.decision import Decision, Request
 from meshwright.executor.ranks import launch
+from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.overrides import check_plan_for
 from meshwright.planner.plan import (
     InfeasibleError,
@@ -65,13 +66,16 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 way_out=f"pass {name}={theirs!r}, or plan again",
             )
     for k, stage in enumerate(plan.stages):
-        if stage.quantized != "none" and "quantized" not in problem.allow:
-            raise PlanError(
-                f"={stage.quantized!r}: numbers change with it, and it is not allowed",
-                place=f"plan: stage {k}: quantized",
-                legal="none",
-                way_out='give allow=["quantized"] (--allow quantized), or another plan',
-            )
+        for name, own in DECISIONS.items():
+            if own.allowed == "numbers" and own.uses(value := getattr(stage, name)):
+                if name in problem.allow:
+                    continue
+                raise PlanError(
+                    f"={value!r}: numbers change with it, and it is not allowed",
+                    place=f"plan: stage {k}: {name}",
+                    legal=own.off,
+                    way_out=f'give allow=["{name}"] (--allow {name}), or another plan',
+                )
     if plan.num_microbatches > 1 and problem.meetings:
         raise PlanError(
             f"={plan.num_microbatches}: {kept_together(problem.meetings)}",

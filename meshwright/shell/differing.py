@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan import (
     Plan,
     compress_names,
     compress_ranks,
     counted,
+    decision_words,
     describe,
-    mesh_words,
     seconds,
     sized,
     slower,
@@ -25,7 +26,6 @@ from meshwright.shell.named import no_report, saved_json
 
 ABSENT = "not there"
 EQUAL = 1e-9  # part of a number up to which two are the same
-WHOLE = ("precision", "global_batch_size", "num_microbatches", "schedule")
 
 Row = Mapping[str, Any]
 
@@ -160,7 +160,8 @@ def _models(*both: tuple[Plan, Row | None]) -> Iterator[Change]:
 
 
 def _changes(a: Plan, b: Plan) -> Iterator[Change]:
-    for name in WHOLE:
+    whole = [name for name, own in DECISIONS.items() if own.acts == "plan" and hasattr(a, name)]
+    for name in ("precision", "global_batch_size", *whole):
         yield from _change(name, str(getattr(a, name)), str(getattr(b, name)))
     yield from _change("stages", str(len(a.stages)), str(len(b.stages)))
     ours, theirs = _by_block(a), _by_block(b)
@@ -190,15 +191,7 @@ def _change(what: str, a: str, b: str) -> Iterator[Change]:
 def _by_block(plan: Plan) -> dict[str, dict[str, str]]:
     """What is decided for each block, in words."""
     return {
-        name: {
-            "ranks": compress_ranks(stage.ranks),
-            "mesh": mesh_words(stage),
-            "ZeRO": f"{stage.zero}"
-            + (f" within {stage.dp_shard}" if stage.dp_shard else "")
-            + (f", hpZ {stage.hpz}" if stage.hpz else "")
-            + (f", quantised {stage.quantized}" if stage.quantized != "none" else ""),
-            "recompute": policy + (f", in {stage.segments}s" if stage.segments > 1 else ""),
-        }
+        name: {"ranks": compress_ranks(stage.ranks), **decision_words(stage, policy)}
         for stage in plan.stages
         for name, policy in zip(stage.blocks, stage.policies, strict=True)
     }

@@ -6,29 +6,9 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright.planner.overrides import BY_BLOCK, CHOICES, COUNTS, FORBIDDABLE, Overrides
-from meshwright.planner.plan import OFFLOADS, PLACEMENTS
+from meshwright.planner.decisions import DECISIONS, FORBIDDABLE, Decision
+from meshwright.planner.overrides import Overrides
 from meshwright.profiles.inputs import MeshwrightError
-
-_WHAT = {
-    "tp": "tensor-parallel degree",
-    "dp": "data-parallel degree",
-    "cp": "context-parallel degree (ranks that split the sequence)",
-    "ep": "expert-parallel degree",
-    "pp": "device groups of the pipeline",
-    "virtual_stages": "stages per device group",
-    "microbatch_size": "rows per data-parallel rank and micro-batch",
-    "num_microbatches": "micro-batches per step",
-    "zero": "ZeRO stage",
-    "dp_shard": "ranks among which ZeRO divides",
-    "hpz": "ranks that keep a secondary shard of ZeRO-3's weights for the backward",
-    "quantized": "what ZeRO-3 sends in blocks of few bits; needs --allow quantized",
-    "recompute": "what the backward computes again",
-    "segments": "blocks of which the first one's input alone is kept",
-    "schedule": "pipeline schedule",
-    "placement": "axes from the innermost; with tp,pp,dp the pipeline lies inside the node",
-    "cp_kind": "how attention runs where cp splits its tokens",
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,17 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "What is not given is searched. GLOB is a block name, a range (layers.0-11) or a pattern "
         "over block names (* within one component, ** across dots).",
     )
-    for name, what in _WHAT.items():
-        choices = CHOICES.get(name)
-        legal = ", ".join(map(str, choices)) if choices else "an integer from 1"
-        if name == "placement":
-            legal = " or ".join(PLACEMENTS)
-        kind = str if choices and isinstance(next(iter(choices)), str) else int
-        more: dict[str, Any] = {"type": kind}
-        if name in BY_BLOCK:
-            more = {"type": _by_block(kind), "action": "append", "metavar": "[GLOB=]VALUE"}
-            legal += "; repeatable with GLOB=VALUE"
-        flags.add_argument(f"--{name.replace('_', '-')}", help=f"{what}: {legal}", **more)
+    for own in DECISIONS.values():
+        flags.add_argument(f"--{own.name.replace('_', '-')}", **_flag(own))
     flags.add_argument(
         "--stage",
         action="append",
@@ -63,19 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="over modules, operators and parameters, e.g. 'layers.*.mlp.up_proj=colwise'",
     )
     flags.add_argument(
-        "--offload",
-        action="append",
-        type=_part,
-        metavar="WHAT=PART",
-        help=f"part of each stage in host memory, from 0 to 1, of {', '.join(OFFLOADS)}",
-    )
-    flags.add_argument(
-        "--post-validation",
-        action="store_true",
-        default=None,
-        help="stages step their optimizers without waiting for each other, and validate it later",
-    )
-    flags.add_argument(
         "--forbid",
         action="append",
         default=[],
@@ -86,17 +44,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(args: argparse.Namespace) -> Overrides:
     """The overrides that the flags give. Raises ValueError."""
-    by_block = {name: _merged(name, getattr(args, name)) for name in BY_BLOCK}
-    whole = {name: getattr(args, name) for name in (*COUNTS, "schedule", "placement", "cp_kind")}
+    given: dict[str, Any] = {n: _given(own, getattr(args, n)) for n, own in DECISIONS.items()}
     return Overrides(
-        **by_block,
-        **whole,
+        **given,
         stages=args.stage and [[name.strip() for name in s.split(",")] for s in args.stage],
         shardings=dict(map(_sharding, args.sharding)),
-        offload=None if args.offload is None else dict(args.offload),
-        post_validation=args.post_validation,
         forbid=tuple(args.forbid),
     )
+
+
+def _given(own: Decision, value: Any) -> Any:
+    """What an override has of what the command line took."""
+    if own.parts and value:
+        return dict(value)
+    return _merged(own.name, value) if own.by_block else value
+
+
+def _flag(own: Decision) -> dict[str, Any]:
+    """How the command line takes a decision."""
+    if own.is_flag:
+        return {"action": "store_true", "default": None, "help": own.what}
+    if own.parts:
+        said = f"{own.what}, of {', '.join(own.parts)}"
+        return {"action": "append", "type": _part, "metavar": "WHAT=PART", "help": said}
+    kind = str if own.legal and isinstance(next(iter(own.legal)), str) else int
+    legal = own.values if own.legal else "an integer from 1"
+    if own.by_block:
+        more = {"type": _by_block(kind), "action": "append", "metavar": "[GLOB=]VALUE"}
+        return {"help": f"{own.what}: {legal}; repeatable with GLOB=VALUE", **more}
+    return {"help": f"{own.what}: {legal}", "type": kind}
 
 
 def _part(text: str) -> tuple[str, float]:

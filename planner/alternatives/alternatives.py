@@ -26,7 +26,6 @@ from meshwright.planner.plan import (
     PlanError,
     check_runs,
     margin_beside,
-    spread_of,
 )
 from meshwright.planner.report import Excluded, excluded
 from meshwright.planner.search import Search, SearchResult
@@ -93,7 +92,7 @@ def _offered(search: Search, result: SearchResult) -> Iterator[Family]:
     yield Family(
         name="nothing in host memory",
         asks={"forbid": ["offload"]},
-        has=lambda plan: not any(s.offload for s in plan.stages) or search.overrides.offloads,
+        has=lambda plan: not any(s.host for s in plan.stages) or bool(search.space.reliefs[0].host),
     )
     if not search.executable and set(over.policies) & set(RUNS["recompute"]):
         yield Family(name=RUNS_HERE, executable=True, has=runs_here)
@@ -127,7 +126,7 @@ def _device_groups(n: int) -> Family:
 
 
 def _strided(plan: Plan) -> bool:
-    return any(spread_of(stage) > 1 for stage in plan.stages)
+    return any(stage.spread > 1 for stage in plan.stages)
 
 
 def _schedules(search: Search, meshes: Collection[MeshChoice]) -> list[str]:

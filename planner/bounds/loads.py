@@ -104,7 +104,7 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
     once, forward_once, backward_once = np.zeros(len(count)), 0.0, 0.0
     if zero == 3:
         forward.beside(sums.zero3_gather_s, setting, hidden=parameters, edge=edge)
-        again = sums.zero3_secondary_s if setting.sharing.hpz else sums.zero3_again_s
+        again = sums.zero3_secondary_s if setting.keeps_secondary else sums.zero3_again_s
         moved = again + sums.zero3_scatter_s
         backward.beside(moved, setting, hidden=parameters, edge=edge)
         forward.more_s, backward.more_s = forward.more_s + copied, backward.more_s + copied

@@ -32,9 +32,9 @@ def brought_back(
     """The plan with as little off its devices as fits, but for what the user decided; such a part
     of its blocks may send their activations at most."""
     decided, back, best = space.reliefs[0].host, _Back(programs, space), given
-    if any(s.offload.get("activations") for s in given.plan.stages) and sends:
+    if any(s.host.activations for s in given.plan.stages) and sends:
         best = back.less_sent(given, sends)
-    held = any(set(stage.offload) - {"activations"} for stage in best.plan.stages)
+    held = any(stage.host.states for stage in best.plan.stages)
     return back.less_held(best) if best.fits and held and not decided.states else best
 
 
@@ -49,7 +49,7 @@ class _Back:
         """The plan with as few activations in host memory as fit, by device group."""
         plan, room = given.plan, self.space.memory_bytes
         blocks = max(len(stage.blocks) for stage in plan.stages)
-        sent = {s.ranks: round(s.offload.get("activations", 0.0) * blocks) for s in plan.stages}
+        sent = {s.ranks: round(s.host.activations * blocks) for s in plan.stages}
         if not given.fits:
             sent = dict.fromkeys(sent, math.ceil(sends * blocks))
 
@@ -80,16 +80,16 @@ class _Back:
         sizes = [moved_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
         best = given
         for k, stage in enumerate(given.plan.stages):
-            kind = "weights" if stage.offload.get("weights") else "optimizer"
-            levels = [p for p in parts(sizes[k]) if p <= stage.offload.get(kind, 0.0)]
+            kind = "weights" if stage.host.weights else "states"
+            levels = [p for p in parts(sizes[k]) if p <= getattr(stage.host, kind)]
             best = self._least(best, levels, {k: kind})
         held = {k: float(costs.flash_bytes) for k, costs in enumerate(given.evaluation.stages)}
         filed = sorted((k for k in held if held[k]), key=held.__getitem__, reverse=True)
         for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
             levels = sorted({p for k in own for p in parts(sizes[k])})
-            most = max(best.plan.stages[k].offload.get("nvme", 0.0) for k in own)
+            most = max(best.plan.stages[k].host.files for k in own)
             count = bisect.bisect_right(levels, most) + 1  # whole blocks reach the next level
-            best = self._least(best, levels[:count], dict.fromkeys(own, "nvme"))
+            best = self._least(best, levels[:count], dict.fromkeys(own, "files"))
         return best if best.step_time_s <= TIE * given.step_time_s else given
 
     def _least(
@@ -123,8 +123,6 @@ class _Back:
 
 
 def _with(stage: StagePlan, own: Mapping[str, float]) -> StagePlan:
-    there = {**stage.offload, **own}
-    if "nvme" in there:  # a part of those off the devices
-        there["nvme"] = min(there["nvme"], there.get("optimizer", 0.0))
-    there = {name: part for name, part in there.items() if part}
-    return dataclasses.replace(stage, offload=there)
+    there = dataclasses.replace(stage.host, **own)
+    # files have a part of the states off the devices
+    return stage.with_host(dataclasses.replace(there, files=min(there.files, there.states)))

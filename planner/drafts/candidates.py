@@ -20,7 +20,7 @@ from meshwright.costmodel.sharding import Assignment, Entry, Placement
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.combinations import StageDraft
 from meshwright.planner.drafts.space import groups_of
-from meshwright.planner.plan import Plan, StagePlan, away_blocks, express_shardings, recompute_of
+from meshwright.planner.plan import Plan, StagePlan, away_blocks, express_shardings, stage_on
 from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_blocks, stage_blocks
 from meshwright.planner.stages import choose_policies, freed_bytes
 from meshwright.profiles.cluster import Cluster
@@ -132,7 +132,7 @@ def _candidate(
         if found and policies == last:
             break
         stages = [
-            dataclasses.replace(stage, recompute=recompute_of(stage.blocks, own), segments=size)
+            stage.repeating(own, size)
             for stage, (own, size) in zip(plan.stages, policies, strict=True)
         ]
         written = dataclasses.replace(plan, stages=tuple(stages))
@@ -185,24 +185,10 @@ def _plan(coster: StageCoster, stages: Sequence[StagePlan], pipeline: PipelineSe
 def _stage_plan(
     coster: StageCoster, draft: StageDraft, ranks: tuple[int, ...], policies: Sequence[str]
 ) -> StagePlan:
-    mesh = draft.setup.mesh
     names = tuple(b.name for b in coster.graph.blocks[draft.start : draft.stop])
-    return StagePlan(
-        blocks=names,
-        ranks=ranks,
-        dp=mesh.dp,
-        tp=mesh.tp,
-        cp=mesh.cp,
-        cp_kind=draft.setup.setting.mesh.kind,
-        ep=mesh.ep,
-        zero=draft.setup.zero,
-        dp_shard=draft.setup.sharing.dp_shard or None,
-        hpz=draft.setup.sharing.hpz or None,
-        quantized=draft.setup.sharing.quantized,
-        recompute=recompute_of(names, policies),
-        segments=draft.segments,
-        offload=draft.offload,
-    )
+    setting = draft.setup.setting
+    stage = stage_on(setting.mesh, names, ranks, setting.sharing).with_host(draft.host)
+    return stage.repeating(policies, draft.repeated[1])
 
 
 # --- recompute -----------------------------------------------------------------------------------
@@ -221,10 +207,10 @@ def _policies(
     with which the stages of a device group `keep` no more of a micro-batch together; a draft
     without any keeps to that unless it was `tried`, one in segments goes on to its next ones then;
     one that can't fit at all keeps what it has at first, then as little as there is."""
-    found = [(d.policies, d.segments) for d in draft.stages]
+    found = [d.repeated for d in draft.stages]
     for here, kept in zip(groups, keep, strict=True):
         stages = [draft.stages[k] for k in here]
-        if any(d.segments > 1 for d in stages):
+        if any(d.repeated[1] > 1 for d in stages):
             for k, d in zip(here, stages, strict=True):
                 found[k] = d.harder(tried)
             continue
@@ -249,7 +235,7 @@ def _policies(
             names = iter(chosen)
             for k, d, away in zip(here, stages, sent, strict=True):
                 left = [next(names) for _ in range(d.stop - d.start - away)]
-                found[k] = d.overridden([*d.policies[:away], *left]), d.segments
+                found[k] = d.overridden([*d.policies[:away], *left]), d.repeated[1]
     return found
 
 

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.operators import Mesh, Setting, Sharing
+from meshwright.costmodel.operators import HostParts, Mesh, Setting, Sharing
 from meshwright.costmodel.stages import InFlight, StageCosts, mixed, of_one, stage_costs
 from meshwright.planner.drafts.reliefs import NO_RELIEF, Relief
-from meshwright.planner.plan import OFFLOADS
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
 
 
@@ -40,13 +39,6 @@ class StageSetup:
         """The same with the activations of such a part of its blocks in host memory."""
         host = replace(self.relief.host, activations=part)
         return replace(self, relief=replace(self.relief, host=host)) if part else self
-
-    @property
-    def offload(self) -> dict[str, float]:
-        """What lies in host memory, as a plan has it."""
-        own = self.setting.host
-        parts = own.states, own.weights, own.activations, own.files
-        return {name: part for name, part in zip(OFFLOADS, parts, strict=True) if part}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +118,9 @@ class StageDraft:
         return self.overridden([segment_policy(name)[0] for name in self._names()])
 
     @property
-    def segments(self) -> int:
-        """Blocks in a segment; all of a stage are on the level of one, or none."""
-        return self.given or segment_policy(self._names()[0])[1]
+    def repeated(self) -> tuple[tuple[str, ...], int]:
+        """Policies and blocks in a segment; all of a stage are on the level of one, or none."""
+        return self.policies, self.given or segment_policy(self._names()[0])[1]
 
     def harder(self, steps: int) -> tuple[tuple[str, ...], int]:
         """Policies and blocks in a segment, so many levels of segments beyond its own."""
@@ -145,10 +137,10 @@ class StageDraft:
         return float((1 - part) * own[0] + part * own[-1])
 
     @property
-    def offload(self) -> dict[str, float]:
-        """What lies in host memory, as a plan has it."""
-        own = self.setup.offload
-        return own | {"activations": self.sent} if self.sent else own
+    def host(self) -> HostParts:
+        """What lies in host memory."""
+        own, sent = self.setup.setting.host, self.sent
+        return replace(own, activations=sent) if sent else own
 
     def _level(self) -> int:
         """The level of the first block."""
@@ -177,7 +169,7 @@ class StageDraft:
         found = list[StageCosts[float]]()
         for k in range(level, level + 1 + (part > 0)):
             setting = self.setup.sending(self.levels.sent[k]).setting
-            if self.offload and host > 1 and (own := setting.cluster.host) is not None:
+            if self.host and host > 1 and (own := setting.cluster.host) is not None:
                 slower = replace(setting.cluster, host=own.slower(host))
                 setting = replace(setting, problem=replace(setting.problem, cluster=slower))
             found.append(of_one(stage_costs(sums, setting, self.levels.policies[k])))

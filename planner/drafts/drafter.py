@@ -145,6 +145,8 @@ def _check_host(problem: Problem, overrides: Overrides, own: Restrictions) -> No
     """Raise `OverrideError` for what is to lie in memory, or on flash, of which nothing is
     known."""
     host = problem.cluster.host
+    given = overrides.given().items()
+    parts = ", ".join(f"{name}={value!r}" for name, value in given if isinstance(value, dict))
     for wanted, known, what, legal in (
         (
             own.host_states or own.host_activations,
@@ -162,7 +164,7 @@ def _check_host(problem: Problem, overrides: Overrides, own: Restrictions) -> No
         if wanted and not known:
             raise OverrideError(
                 f"cluster {problem.cluster.name!r} says nothing of its hosts' {what}",
-                place=f"override offload={dict(overrides.offload or {})!r}",
+                place=f"override {parts}",
                 legal=legal,
                 way_out="give it one, in TOML as [host], or drop the override",
             )

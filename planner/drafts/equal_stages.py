@@ -28,6 +28,7 @@ from meshwright.costmodel.stages import (
     of_one,
     stage_costs,
 )
+from meshwright.planner.decisions import MESH, taken
 from meshwright.planner.drafts.candidates import PlanDraft
 from meshwright.planner.drafts.combinations import (
     Combination,
@@ -94,7 +95,7 @@ class EqualStages:
         """A mesh in every mode that may pay, with every ZeRO stage it may have, with what the user
         decided to give up for memory, or a `relief`."""
         relief = relief or self.space.reliefs[0]
-        validated = bool(self.space.restrictions.post_validation)
+        validated = self.space.validated
         for transport, ways in transports(self.space, mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
@@ -275,13 +276,14 @@ class EqualStages:
         """Combinations that wait, with each relief that they may have, where that may fit; none
         that gives up more than another with which nothing runs again."""
         zero, sharing = own.setup.zero, own.setup.sharing
-        apart = sharing.hpz or sharing.quantized != "none"
         enough = list[HostParts]()
         for relief in self.space.reliefs[1:]:
             host = relief.most
             if relief.segmented and not own.tight:
                 continue
-            if (zero == 3 and (host.weights or host.files)) or (host.states and apart):
+            if (zero == 3 and (host.weights or host.files)) or (
+                host.states and sharing.sent_otherwise
+            ):
                 continue
             if not host.files and any(map(host.exceeds, enough)):
                 continue
@@ -478,16 +480,11 @@ class EqualStages:
         """(C, C): stages whose blocks' overrides allow the setup."""
         over, mesh = self.space.restrictions, setup.mesh
         mask = np.ones((len(self.space.graph.blocks) + 1,) * 2, dtype=bool)
-        ranks = mesh.dp * mesh.cp
-        chosen = {axis: getattr(mesh, axis) for axis in ("tp", "dp", "cp", "ep")}
-        shards = setup.sharing.dp_shard or ranks
-        secondary = (setup.sharing.hpz or shards) if setup.zero == 3 else None
-        chosen |= {"zero": setup.zero, "dp_shard": shards, "hpz": secondary}
-        chosen |= {"quantized": setup.sharing.quantized}
+        chosen = {axis: getattr(mesh, axis) for axis in MESH}
+        if mesh.holders > 1:
+            chosen |= taken(setup.sharing, mesh.holders)
         for name, value in chosen.items():
             if any(own is not None for own in getattr(over, name)):
-                if name in ("zero", "dp_shard", "hpz", "quantized") and ranks == 1:
-                    continue
                 mask &= over.stage_mask(name, value)
         return self.at_cuts(mask)
 

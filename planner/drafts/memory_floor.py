@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshwright.costmodel.memory import model_states
-from meshwright.costmodel.operators import DTYPE_BYTES, Batch, Mesh, Sharing
+from meshwright.costmodel.operators import DTYPE_BYTES, Batch, Mesh
 from meshwright.costmodel.stages import Floats, Sums, fits, stage_costs
 from meshwright.planner.drafts.segments import may_segment
 from meshwright.planner.drafts.space import Space
@@ -83,14 +83,14 @@ class MemoryFloor:
             model_states(
                 part,
                 precision=problem.precision,
-                zero=zero,
-                dp=shard or mesh.dp * mesh.cp,
+                zero=sharing.zero,
+                dp=sharing.among(mesh.holders),
                 optimizer=problem.optimizer,
                 target=problem.target,
                 host=self.space.most_away.states,
                 sent=self.space.most_away.states,
             ).nbytes
-            for zero, shard in self.space.zeros(mesh)
+            for sharing in self.space.zeros(mesh)
         )
         there = self.space.most_away.weights * part * DTYPE_BYTES[problem.precision]
         return any(fits(float(needed) - there, self.space.room_bytes) for needed in states)
@@ -102,14 +102,14 @@ class MemoryFloor:
         ranks = _reference(mesh).devices
         among, frozen = kinds.shard_parameters * ranks, kinds.frozen_shard_bytes * ranks  # on one
         found = []
-        for zero, shard in self.space.zeros(mesh):
-            kinds.shard_parameters = among / (shard or mesh.dp * mesh.cp)
-            kinds.frozen_shard_bytes = frozen / (shard or mesh.dp * mesh.cp)
+        for sharing in self.space.zeros(mesh):
+            kinds.shard_parameters = among / sharing.among(mesh.holders)
+            kinds.frozen_shard_bytes = frozen / sharing.among(mesh.holders)
             host = self.space.most_away
             own = replace(
                 setting,
-                sharing=Sharing(zero=zero, dp_shard=shard),
-                host=replace(host, weights=host.weights * (zero < 3)),
+                sharing=sharing,
+                host=replace(host, weights=host.weights * (sharing.zero < 3)),
             )
             costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
             held = costs.kept_bytes + costs.activation_bytes

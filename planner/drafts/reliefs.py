@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from meshwright.costmodel.memory import FP32, optimizer_bytes
 from meshwright.costmodel.operators import NOT_AWAY, HostParts, Problem
 from meshwright.costmodel.stages import held_bytes
+from meshwright.planner.drafts.segments import undecided
 from meshwright.planner.overrides import Restrictions
 
 
@@ -45,7 +46,7 @@ def reliefs(problem: Problem, over: Restrictions) -> tuple[Relief, ...]:
         activations=over.host_activations or 0.0,
         files=over.host_files,
     )
-    free = all(own is None for own in over.segments) and "none" not in over.recompute
+    free = undecided(over) and "none" not in over.recompute
     found = [Relief(host=host)]
     found += [Relief(host=host, segmented=True)] * (free and not host.weights)
     held = held_by_hosts(problem, over)
@@ -73,7 +74,7 @@ def held_by_hosts(problem: Problem, over: Restrictions) -> float:
     host = problem.cluster.host
     if host is None or problem.cluster.device.kind != "cuda" or not problem.target.gradients_come:
         return 0.0
-    if over.host_states is not None or over.post_validation:
+    if over.host_states is not None:
         return 0.0
     states = problem.graph.num_trained() * held_bytes(problem)
     return min(1.0, problem.cluster.num_nodes * host.room_bytes / max(states, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from meshwright.costmodel.blocks import in_segments
 from meshwright.planner.overrides import Restrictions
 
@@ -25,6 +27,19 @@ def with_segments(over: Restrictions, *, free: bool) -> tuple[str, ...]:
         in_segments(policy, size) for policy in inside for size in ((given,) if given else SIZES)
     )
     return found if given else (*over.policies, *found)
+
+
+def undecided(over: Restrictions) -> bool:
+    """Whether the user said nothing of segments."""
+    return all(own is None for own in over.segments)
+
+
+def legal_stages(over: Restrictions) -> np.ndarray:
+    """(K+1, K+1): stages whose blocks agree on what the user said of segments."""
+    given = {own for own in over.segments if own is not None}
+    masks = [over.stage_mask("segments", size) for size in given]
+    legal: np.ndarray = np.any(masks or [np.ones((len(over.blocks) + 1,) * 2, bool)], axis=0)
+    return legal
 
 
 def given_segments(over: Restrictions, start: int, stop: int) -> int | None:

@@ -19,18 +19,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import product
 
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators import HostParts, Mesh, Problem
+from meshwright.costmodel.operators import UNSHARED, HostParts, Mesh, Problem, Sharing
 from meshwright.costmodel.rules import draws_anew
 from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
 from meshwright.costmodel.sharding import ULYSSES, FactorTable
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
 from meshwright.planner.drafts.reliefs import Relief, reliefs
-from meshwright.planner.drafts.segments import with_segments
+from meshwright.planner.drafts.segments import legal_stages, with_segments
 from meshwright.planner.overrides import OverrideError, Restrictions
 from meshwright.planner.plan import (
     PlanError,
@@ -80,6 +81,11 @@ class Space:
     @property
     def cluster(self) -> Cluster:
         return self.problem.cluster
+
+    @property
+    def validated(self) -> bool:
+        """Whether steps are to be validated afterwards."""
+        return bool(self.restrictions.post_validation)
 
     @cached_property
     def experts(self) -> int:
@@ -217,7 +223,7 @@ class Space:
         counts = [p for p in divisors(total) if p < len(self.cut_at)]
         own = self.restrictions.pp
         fits = [p for p in counts if (total // p) % node == 0 or node % (total // p) == 0]
-        least = 2 if self.restrictions.post_validation else 1
+        least = 2 if self.validated else 1
         return [p for p in (fits if own is None else counts) if own in (None, p) and p >= least]
 
     def meshes(self, devices: int, m: int) -> list[Mesh]:
@@ -298,19 +304,19 @@ class Space:
 
     # --- ZeRO ---
 
-    def zeros(self, mesh: Mesh) -> list[tuple[int, int]]:
-        """(ZeRO stage, ranks it divides among; 0 for all) that a mesh may have."""
+    def zeros(self, mesh: Mesh) -> list[Sharing]:
+        """ZeRO stages that a mesh may have, and among which ranks they divide."""
         over, ranks = self.restrictions, mesh.dp * mesh.cp
         stages = set(over.zeros) | {z for z in over.zero if z is not None}
         if over.uniform("zero") is not None:
             stages = {over.uniform("zero")}
         if ranks == 1:  # nothing to divide: no answer to who asks for ZeRO and leaves dp free
             refused = over.uniform("zero") and None in over.dp and self.cluster.num_devices > 1
-            return [] if refused else [(0, 0)]
+            return [] if refused else [UNSHARED]
         stages = {z for z in stages if self.problem.target.combines(z, tp=mesh.tp, pp=1)}
-        alone = over.post_validation or over.host_weights or over.host_files
+        alone = self.validated or over.host_weights or over.host_files
         stages -= {3} if alone else set()
-        found = [(z, 0) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
+        found = [Sharing(zero=z) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
         node = self.cluster.devices_per_node // (mesh.tp * mesh.spread)
         within = {n for n in asked if ranks % n == 0}
@@ -318,9 +324,9 @@ class Space:
             within.add(node)
         if mesh.ep > 1:
             within = set()
-        found += [(z, n) for z in sorted(stages - {0}) for n in sorted(within) if n < ranks]
-        free = None in over.dp_shard
-        return [x for x in found if free or x[1] in asked or (ranks in asked and not x[1])]
+        parts = product(sorted(stages - {0}), sorted(within))
+        found += [Sharing(zero=z, dp_shard=n) for z, n in parts if n < ranks]
+        return [one for one in found if None in over.dp_shard or one.among(ranks) in asked]
 
     def undivided(self, mesh: Mesh) -> str | None:
         """A matrix that ZeRO-1 can't divide, neither along a dim that the tensor axis leaves alone
@@ -349,7 +355,7 @@ class Space:
         """(schedule, stages per device group) for equal meshes. On one device group schedules take
         the same time: the one with the fewest micro-batches in flight."""
         over, most = self.restrictions, len(self.cut_at) - 1
-        if self._held_twice and (over.post_validation or self.reliefs[0].host):
+        if self._held_twice and (self.validated or self.reliefs[0].host):
             return []
         left = {
             name: schedule
@@ -363,7 +369,7 @@ class Space:
                 for name, schedule in left.items()
                 if schedule.stages_per_device == 1 and schedule.offered(over.virtual_stages)
             ]
-            kept = 0 if over.post_validation else 1
+            kept = 0 if self.validated else 1
             return [(name, 1) for name in sorted(alone, key=_held_alone)[:kept]]
         return [
             (name, each)
@@ -400,9 +406,7 @@ class Space:
         legal = np.triu(before[None, :] > before[:, None], 1)
         for first, last in inseparable(self.graph):
             legal[first + 1 : last + 1] = legal[:, first + 1 : last + 1] = False
-        given = {own for own in self.restrictions.segments if own is not None}
-        if given:
-            legal &= np.any([self.restrictions.stage_mask("segments", n) for n in given], axis=0)
+        legal &= legal_stages(self.restrictions)
         cuts = self.restrictions.cuts
         if cuts is not None:
             only = np.zeros_like(legal)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.costmodel.operators import Batch, Mesh, Setting, Sharing
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.planner.drafts.space import Space
@@ -12,10 +14,10 @@ def transports(space: Space, mesh: Mesh) -> dict[Sharing, list[Sharing]]:
     (`Setting.of_step`). Gathers within a node are priced beside those of all. What comes from the
     host is neither kept twice nor sent in blocks."""
     found: dict[Sharing, list[Sharing]] = {}
-    for zero, shard in space.zeros(mesh):
-        for choice in quantizations(space, mesh, zero):
-            for hpz in secondaries(space, mesh, zero, shard):
-                own = Sharing(zero=zero, dp_shard=shard, hpz=hpz, quantized=choice)
+    for plain in space.zeros(mesh):
+        for choice in quantizations(space, mesh, plain.zero):
+            for hpz in secondaries(space, mesh, plain):
+                own = replace(plain, hpz=hpz, quantized=choice)
                 setting = Setting(
                     problem=space.problem, mesh=mesh, batch=Batch(rows=0.0), sharing=own
                 )
@@ -23,21 +25,21 @@ def transports(space: Space, mesh: Mesh) -> dict[Sharing, list[Sharing]]:
     return found
 
 
-def secondaries(space: Space, mesh: Mesh, zero: int, shard: int) -> list[int]:
-    """Ranks among which a stage of this ZeRO may keep a secondary shard of its weights; 0 for none.
-    By itself that is a node of them."""
+def secondaries(space: Space, mesh: Mesh, plain: Sharing) -> list[int | None]:
+    """Ranks among which a stage that shares its states out so may keep a secondary shard of its
+    weights; None for none. By itself that is a node of them."""
     over, ranks = space.restrictions, mesh.dp * mesh.cp
     asked = {n for n in over.hpz if n}
-    if zero != 3:  # asked for everywhere, it asks for ZeRO-3
-        return [0] if None in over.hpz or ranks == 1 else []
-    shards = shard or ranks
-    found = {0} if None in over.hpz or shards in asked else set()
+    if plain.zero != 3:  # asked for everywhere, it asks for ZeRO-3
+        return [None] if None in over.hpz or ranks == 1 else []
+    shards, found = plain.among(ranks), set[int]()
+    none: list[int | None] = [None] * (None in over.hpz or shards in asked)
     if mesh.ep == 1 and not space.reliefs[0].host.states:
         found |= {n for n in asked if 1 < n < shards and shards % n == 0}
         node = _node(space, mesh)
         if over.secondary_shards and None in over.hpz and 1 < node < shards:
             found |= {node} if shards % node == 0 else set()
-    return sorted(found)
+    return [*none, *sorted(found)]
 
 
 def quantizations(space: Space, mesh: Mesh, zero: int) -> list[str]:

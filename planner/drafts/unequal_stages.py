@@ -18,14 +18,13 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.operators import Mesh
 from meshwright.costmodel.schedules import SCHEDULES, in_flight
-from meshwright.costmodel.sharding import ALL_GATHER
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.fills import held_at_peak
@@ -68,11 +67,7 @@ class UnequalStages:
         """All meshes; tokens lie on all stages in one order, on as many ranks."""
         cp = self.space.restrictions.uniform("cp") or 1
         found = [mesh for n in self.space.sizes() for mesh in self.space.meshes(n, m)]
-        return [
-            mesh if cp == 1 else replace(mesh, cp_kind=mesh.cp_kind or ALL_GATHER)
-            for mesh in found
-            if mesh.cp == cp
-        ]
+        return [mesh.of_kind(mesh.kind) for mesh in found if mesh.cp == cp]
 
     def fitting(self, m: int) -> list[Mesh]:
         """Meshes on which m micro-batches of some block may fit."""

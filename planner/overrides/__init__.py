@@ -3,21 +3,17 @@
 from meshwright.planner.overrides.effect import without_effect
 from meshwright.planner.overrides.fitting import check_overrides
 from meshwright.planner.overrides.of_target import check_plan_for
-from meshwright.planner.overrides.overrides import Overrides, each_dropped, without
+from meshwright.planner.overrides.overrides import (
+    OverrideError,
+    Overrides,
+    check_allow,
+    each_dropped,
+    without,
+)
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
-from meshwright.planner.overrides.values import (
-    ALLOWABLE,
-    BY_BLOCK,
-    CHOICES,
-    COUNTS,
-    FORBIDDABLE,
-    OverrideError,
-    check_allow,
-)
 
 __all__ = [
-    "ALLOWABLE", "BY_BLOCK", "CHOICES", "COUNTS", "FORBIDDABLE", "OverrideError", "Overrides",
-    "Restrictions", "check_allow", "check_overrides", "check_plan_for", "each_dropped",
-    "plan_overrides", "restrict", "without", "without_effect",
+    "OverrideError", "Overrides", "Restrictions", "check_allow", "check_overrides",
+    "check_plan_for", "each_dropped", "plan_overrides", "restrict", "without", "without_effect",
 ]  # fmt: skip

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from meshwright.costmodel.sharding import Assignment
+from meshwright.planner.decisions import BY_BLOCK, DECISIONS, SHARING
 from meshwright.planner.overrides.pinned import decided
 from meshwright.planner.overrides.restrictions import Restrictions
-from meshwright.planner.overrides.values import BY_BLOCK
 from meshwright.planner.plan import Plan, StagePlan, compress_names
 
 
@@ -22,10 +22,10 @@ def without_effect(
         for name in BY_BLOCK
         for asked, why, blocks in _unheeded(name, given, plan)
     ]
-    if given.cp_kind and all(stage.cp == 1 for stage in plan.stages):
-        found.append(
-            f"override cp_kind={given.cp_kind!r} has no effect: no stage splits the sequence (cp=1)"
-        )
+    for name, own in DECISIONS.items():
+        idle = own.beside and all(getattr(stage, own.beside) == 1 for stage in plan.stages)
+        if idle and (value := getattr(given, name)):
+            found.append(f"override {name}={value!r} has no effect: {own.beside}=1 on all stages")
     position = {block: b for b, block in enumerate(given.blocks)}
     for k, stage in enumerate(plan.stages):
         asked = {given.tp[position[name]] for name in stage.blocks} - {None}
@@ -54,13 +54,11 @@ def _unheeded(
 
 
 def _why(name: str, stage: StagePlan, has: Any) -> str:
-    ranks = stage.dp * stage.cp
-    if name in ("zero", "dp_shard", "hpz", "quantized") and ranks == 1:
+    own = DECISIONS[name]
+    if own in SHARING and stage.holders == 1:
         return "there is one data-parallel rank, so that nothing can be divided"
-    if name == "dp_shard" and not stage.zero:
-        return "the plan uses no ZeRO"
-    if name == "hpz" and stage.zero != 3:
-        return "the plan uses no ZeRO-3"
+    if own.zeros and stage.zero not in own.zeros:
+        return "the plan uses no ZeRO" + f"-{own.zeros[0]}" * (len(own.zeros) == 1)
     return f"the plan has {has!r}"
 
 

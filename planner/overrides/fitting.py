@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 
-from meshwright.planner.overrides.overrides import Overrides, runnable, spelled
-from meshwright.planner.overrides.values import OverrideError
-from meshwright.planner.plan import divisors
+from meshwright.planner.decisions import DECISIONS, divisors
+from meshwright.planner.overrides.overrides import OverrideError, Overrides, runnable, spelled
 
 _WAY_OUT = "change or drop one of them, or what they must fit"
 
@@ -47,9 +46,9 @@ def check_overrides(
     mesh = {name: wanted.everywhere(name) for name in ("tp", *(["cp"] * (not whole)), "dp")}
     forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
-    for name in (*mesh, "dp_shard", "hpz"):
-        for pattern, value in wanted.items(name):
-            if (pattern is not None or name in ("dp_shard", "hpz")) and value > num_devices:
+    for name, own in DECISIONS.items():
+        for pattern, value in wanted.items(name) if own.of_devices else ():
+            if (pattern is not None or own.shared) and value > num_devices:
                 raise OverrideError(
                     f"more than {devices}",
                     place=f"override {spelled(name, pattern, value)}",

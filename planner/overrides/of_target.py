@@ -8,8 +8,8 @@ from meshwright.costmodel.blocks import REGATHERING
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import TARGETS
-from meshwright.planner.overrides.overrides import Overrides, left_schedules, spelled
-from meshwright.planner.overrides.values import CHOICES, FORBIDS, OverrideError
+from meshwright.planner.decisions import CHOICES, DECISIONS, FORBIDS, SHARING
+from meshwright.planner.overrides.overrides import OverrideError, Overrides, left_schedules, spelled
 from meshwright.planner.plan import Plan, PlanError
 
 
@@ -26,14 +26,12 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
                     way_out=f"take one of these, {_another(target)}, or drop the override",
                 )
     _check_zero(overrides, target)
-    for name, asked in (
-        (f"offload={dict(overrides.offload or {})!r}", overrides.offloads),
-        ("post_validation=True", overrides.post_validation),
-    ):
-        if asked and not target.gradients_come:
+    for name, own in DECISIONS.items():
+        value = getattr(overrides, name)
+        if own.of_train_step and own.uses(value) and not target.gradients_come:
             raise OverrideError(
                 f"target {target.name!r} is not priced with it",
-                place=f"override {name}",
+                place=f"override {spelled(name, None, value)}",
                 legal="target=None, what train_step runs",
                 way_out="drop the override, or take that target",
             )
@@ -63,8 +61,8 @@ def check_plan_for(plan: Plan, target: Target) -> None:
         given += [(place, "recompute", policy) for policy in dict.fromkeys(stage.policies)]
         if stage.dp * stage.cp == 1:
             continue
-        of_data = {name: getattr(stage, name) for name in ("zero", "dp_shard", "hpz", "quantized")}
-        given += [(place, name, value) for name, value in of_data.items() if value is not None]
+        of_data = [(place, own.name, getattr(stage, own.name)) for own in SHARING]
+        given += [each for each in of_data if each[2] is not None]
         if not target.combines(stage.zero, tp=stage.tp, pp=pp):
             legal = [z for z in CHOICES["zero"] if target.combines(z, tp=stage.tp, pp=pp)]
             raise PlanError(
@@ -73,14 +71,15 @@ def check_plan_for(plan: Plan, target: Target) -> None:
                 legal=legal,
                 way_out=f"change the plan, or price it for {_another(target)}",
             )
-    offloads = any(any(stage.offload.values()) for stage in plan.stages)
-    if (offloads or plan.post_validation) and not target.gradients_come:
-        raise PlanError(
-            f"target {target.name!r} is not priced with it",
-            place="plan: offload" if offloads else "plan: post_validation",
-            legal="target=None, what train_step runs",
-            way_out="drop it from the plan, or take that target",
-        )
+    for name, own in DECISIONS.items():
+        used = any(own.uses(getattr(each, name)) for each in plan.having(name))
+        if own.of_train_step and used and not target.gradients_come:
+            raise PlanError(
+                f"target {target.name!r} is not priced with it",
+                place=f"plan: {name}",
+                legal="target=None, what train_step runs",
+                way_out="drop it from the plan, or take that target",
+            )
     if len({(s.dp, s.cp, s.tp, s.ep) for s in plan.stages}) > 1:
         given.append(("plan", "unequal_meshes", True))
     for place, name, value in given:

@@ -7,6 +7,7 @@ a contradiction with the cluster or the batch by `fitting.py`, one with the mode
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
@@ -14,28 +15,37 @@ from typing import Any
 
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import ContextKind
-from meshwright.planner.overrides.values import (
-    BY_BLOCK,
+from meshwright.planner.decisions import (
+    ALLOWABLE,
     CHOICES,
-    COUNTS,
+    CONTRADICTIONS,
+    DECISIONS,
+    FORBIDDABLE,
     FORBIDS,
     MESH,
-    OverrideError,
-    check_forbid,
-    check_offloads,
-    check_shardings,
-    check_stages,
-    check_value,
-    contradiction,
+    Decision,
 )
-from meshwright.planner.plan import RUNS
-from meshwright.profiles.inputs import shown
+from meshwright.planner.plan import RUNS, check_offload
+from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.limits import MAX_TEXT
 
-# overrides of what is divided -> the ZeRO stages that divide it, what others lack, and the way out
-DIVIDES: Mapping[str, tuple[Collection[int], str, str]] = {
-    "hpz": ((3,), "secondary shards are of ZeRO-3's weights", "zero=3, or no hpz"),
-    "dp_shard": ((1, 2, 3), "without ZeRO nothing is divided", "one of the two"),
-}
+
+class OverrideError(MeshwrightError):
+    """An override that can't hold: names the value, the place, the legal values and the way out."""
+
+    PLACE = "overrides"
+    LEGAL = "values that the cluster, the batch and the model allow together"
+    WAY_OUT = "drop one of them, or give another value"
+
+
+def contradiction(said: str, other: str, legal: object) -> OverrideError:
+    """The error of an override that another one rules out."""
+    return OverrideError(
+        f" contradicts {other}",
+        place=f"override {said}",
+        legal=legal,
+        way_out="drop one of the two",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,27 +102,22 @@ class Overrides:
     forbid: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for name in (*BY_BLOCK, *COUNTS, "schedule", "placement", "cp_kind"):
-            check_value(name, getattr(self, name))
-        check_forbid(self.forbid)
-        check_stages(self.stages)
-        check_shardings(self.shardings)
-        check_offloads(self.offload)
-        self._check_validation()
-        self._check_copies()
+        for name, own in DECISIONS.items():
+            _check_value(own, getattr(self, name))
+        _check_forbid(self.forbid)
+        _check_stages(self.stages)
+        _check_shardings(self.shardings)
+        self._check_rows()
         for forbidden in self.forbid:
             self._check_forbidden(forbidden)
         self._check_meshes()
-        self._check_shards()
-        self._check_split()
         self._check_virtual()
         self._check_count()
-        self._check_weights()
 
     def items(self, name: str) -> Iterator[tuple[str | None, Any]]:
         """(glob, value) of an override; the glob is None where one value is for all."""
         value = getattr(self, name)
-        if isinstance(value, Mapping):
+        if isinstance(value, Mapping) and DECISIONS[name].by_block:
             yield from value.items()
         elif value is not None:
             yield None, value
@@ -145,12 +150,7 @@ class Overrides:
         """The part of `what` (of `OFFLOADS`) that is off devices; None where it is free."""
         if self.offload is not None:
             return float(self.offload.get(what, 0.0))
-        return 0.0 if "offload" in self.forbid else None
-
-    @property
-    def offloads(self) -> bool:
-        """Whether something is to lie off devices."""
-        return any((self.offload or {}).values())
+        return 0.0 if "offload" in self.forbid or self.post_validation else None
 
     def virtual(self) -> tuple[int | None, str]:
         """Stages per device group, where it is known, and the override that says so."""
@@ -169,68 +169,31 @@ class Overrides:
 
     # --- two overrides ---
 
-    def _check_weights(self) -> None:
-        """Weights in host memory are none of ZeRO-3 or segments, files none of ZeRO-3."""
-        there = self.offload or {}
-        weights, files = bool(there.get("weights")), bool(there.get("nvme"))
-        divided = self.everywhere("zero") == 3 or any(z == 3 for _, z in self.items("zero"))
-        segmented = any(size > 1 for _, size in self.items("segments"))
-        for name, why, given in (
-            ("zero=3", "it is for weights that ranks have whole", weights and divided),
-            ("zero=3", "torch keeps the shards that its optimizers step", files and divided),
-            ("segments", "it is for blocks that run again alone", weights and segmented),
-        ):
-            if given:
-                legal = "zero 0, 1 or 2" + ", without segments" * weights
-                raise contradiction(f"offload={shown(dict(there))}", f"{name}: {why}", legal)
+    def _check_rows(self) -> None:
+        """Values that rule each other out wherever they are, of which one at least is for all."""
+        for row in CONTRADICTIONS:
+            if not row.given:
+                continue
+            for (at, a), (where, b) in product(self._known(row.a), self._known(row.b)):
+                if None in (at, where) and row.clash(a, b):
+                    other = f"forbid={row.b!r}" if row.b in self.forbid else ""
+                    other = other or spelled(row.b, where, b)
+                    raise contradiction(spelled(row.a, at, a), f"{other}: {row.why}", row.legal)
+
+    def _known(self, name: str) -> list[tuple[str | None, Any]]:
+        """(glob, value) of a decision, or the value that `forbid` leaves for all."""
+        left = self.everywhere(name)
+        found = [*self.items(name)]
+        return found if found or left is None else [(None, left)]
 
     def _check_forbidden(self, forbidden: str) -> None:
         name, left = FORBIDS.get(forbidden, ("", ()))
-        if forbidden == "offload" and self.offloads:
-            said = f"offload={shown(dict(self.offload or {}))}"
-            raise contradiction(said, "forbid='offload'", "parts of 0")
         for pattern, value in self.items(name) if name else ():
-            if value not in left:
+            nothing = isinstance(value, Mapping) and not any(value.values())
+            if value not in left and not nothing:
                 said = spelled(name, pattern, value)
-                raise contradiction(said, f"forbid={forbidden!r}", left or "none")
-
-    def _check_validation(self) -> None:
-        """Steps that are validated afterwards are of pipelines whose states lie on devices."""
-        if self.post_validation not in (True, False, None):
-            raise OverrideError(
-                f"={shown(self.post_validation)}",
-                place="override post_validation",
-                legal="True, False, or None to leave it free",
-            )
-        if not self.post_validation:
-            return
-        other = "forbid='pp'" * ("pp" in self.forbid) or "pp=1" * (self.pp == 1)
-        other = other or "zero=3" * (self.everywhere("zero") == 3)
-        other = other or f"offload={dict(self.offload or {})}" * self.offloads
-        if other:
-            raise contradiction(
-                "post_validation=True",
-                f"{other}: a pipeline is validated whose ranks have their own weights and states",
-                "with pp from 2, zero 0 to 2 and without offload",
-            )
-
-    def _check_copies(self) -> None:
-        """Two copies of the model share device groups and micro-batches, and hold plain states."""
-        if self.copies == 1:
-            return
-        odd = [n for n in ("pp", "num_microbatches") if (getattr(self, n) or 0) % self.copies]
-        held = [f"zero={z}" for _, z in self.items("zero") if z == 3]
-        held += [f"{name}={n}" for name in ("cp", "ep") for _, n in self.items(name) if n > 1]
-        held += ["offload"] * self.offloads
-        held += ["post_validation"] * bool(self.post_validation)
-        if odd or held:
-            why = f"{odd[0]}={getattr(self, odd[0])}" if odd else held[0]
-            raise contradiction(
-                f"schedule={self.schedule!r}",
-                f"{why}: it runs {self.copies} copies of the model in opposite directions",
-                "an even pp and num_microbatches, zero 0 to 2, states on devices, no cp, ep or "
-                "post_validation",
-            )
+                legal = [each for each in left if each != {}] or "none"
+                raise contradiction(said, f"forbid={forbidden!r}", legal)
 
     def _check_meshes(self) -> None:
         """Degrees that differ between blocks need stages of unequal meshes."""
@@ -247,27 +210,6 @@ class Overrides:
             if other:
                 said = f"{name}={shown(dict(values))}"
                 raise contradiction(said, other, "one value for all blocks")
-
-    def _check_shards(self) -> None:
-        for name, (stages, why, legal) in DIVIDES.items():
-            for (at, stage), (among, ranks) in product(self.items("zero"), self.items(name)):
-                if stage not in stages and None in (at, among):
-                    other = f"{spelled(name, among, ranks)}: {why}"
-                    raise contradiction(spelled("zero", at, stage), other, legal)
-
-    def _check_split(self) -> None:
-        """ZeRO-3 needs backwards in one piece, ZeRO-2 that or one copy of the model."""
-        if self.schedule is None:
-            return
-        for at, stage in self.items("zero"):
-            if not SCHEDULES[self.schedule].divides(stage):
-                why = "torch's ZeRO-3 loses gradients" if stage == 3 else "two copies run ZeRO-1"
-                most = ", 1 or 2" if stage == 3 else " or 1"
-                raise contradiction(
-                    spelled("zero", at, stage),
-                    f"schedule={self.schedule!r}: its backward is split, where {why}",
-                    f"zero 0{most}, or a schedule with a whole backward",
-                )
 
     def _check_virtual(self) -> None:
         if "pp" in self.forbid and (self.virtual_stages or 1) > 1:
@@ -398,6 +340,83 @@ def runnable(overrides: Overrides) -> Overrides:
     more = [
         forbidden
         for forbidden, (name, left) in FORBIDS.items()
-        if set(RUNS.get(name, ("any",))) <= set(left) and forbidden not in overrides.forbid
+        if all(value in left for value in RUNS.get(name, ("any",)))
+        if forbidden not in overrides.forbid
     ]
     return replace(overrides, forbid=(*overrides.forbid, *more))
+
+
+# --- one value ------------------------------------------------------------------------------------
+
+
+def _check_value(own: Decision, value: Any) -> None:
+    """Raise `OverrideError` unless this is a value of a decision, None, or where blocks may differ
+    a mapping from globs to values."""
+    if value is None:
+        return
+    if own.parts:
+        if not isinstance(value, Mapping) or not value:
+            legal = f'parts from 0 to 1, e.g. {{"{own.parts[0]}": 0.5}}, or None to leave it free'
+            raise OverrideError(f"={shown(value)}", place=f"override {own.name}", legal=legal)
+        check_offload(value, f"override {own.name}", OverrideError)
+        return
+    legal = "True, False" if own.is_flag else own.values
+    legal += ", {glob over block names: such a value}" * own.by_block + ", or None to leave it free"
+    by_glob = value if own.by_block and isinstance(value, Mapping) else {"*": value}
+    named = all(isinstance(glob, str) and 0 < len(glob) <= MAX_TEXT for glob in by_glob)
+    if not (by_glob and named and all(map(own.accepts, by_glob.values()))):
+        raise OverrideError(f"={shown(value)}", place=f"override {own.name}", legal=legal)
+
+
+def _check_forbid(forbid: Any) -> None:
+    if isinstance(forbid, str) or not isinstance(forbid, Collection):
+        legal = f"a list of names, e.g. forbid=[{shown(forbid)}]"
+        raise OverrideError(f"={shown(forbid)}", place="override forbid", legal=legal)
+    for name in forbid:
+        if not isinstance(name, str) or name not in FORBIDDABLE:
+            text = name[:MAX_TEXT] if isinstance(name, str) else ""
+            near = difflib.get_close_matches(text, FORBIDDABLE, n=1)
+            raise OverrideError(
+                f"={shown(name)}",
+                place="override forbid",
+                legal=FORBIDDABLE,
+                way_out=f"did you mean {near[0]!r}?" if near else "",
+            )
+
+
+def _check_stages(stages: Any) -> None:
+    if stages is None:
+        return
+    legal = 'a list of block names per stage, e.g. [["embed", "layers.0-5"], ["layers.6-11"]]'
+    if not _is_list(stages) or not stages:
+        raise OverrideError(f"={shown(stages)}", place="override stages", legal=legal)
+    for k, stage in enumerate(stages):
+        if not _is_list(stage) or not stage or not all(isinstance(n, str) for n in stage):
+            raise OverrideError(f"={shown(stage)}", place=f"override stages[{k}]", legal=legal)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _check_shardings(shardings: Any) -> None:
+    if not isinstance(shardings, Mapping) or not all(
+        isinstance(text, str) and len(text) <= MAX_TEXT
+        for item in shardings.items()
+        for text in item
+    ):
+        raise OverrideError(
+            f"={shown(shardings)}",
+            place="override shardings",
+            legal='a dict of glob: decision, e.g. {"layers.*.mlp.up_proj": "colwise"}, each of up '
+            f"to {MAX_TEXT} characters",
+        )
+
+
+def check_allow(allow: Any) -> tuple[str, ...]:
+    """The names of what may change numbers. Raises `OverrideError` for another."""
+    named = _is_list(allow) or isinstance(allow, set | frozenset)
+    if not named or not all(isinstance(name, str) and name in ALLOWABLE for name in allow):
+        legal = f"a list of {', '.join(ALLOWABLE)}, e.g. allow=[{ALLOWABLE[0]!r}]"
+        raise OverrideError(f"={shown(allow)}", place="allow", legal=legal)
+    return tuple(dict.fromkeys(allow))

@@ -8,10 +8,9 @@ from typing import Any
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import Entry
+from meshwright.planner.decisions import BY_BLOCK, DECISIONS
 from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.overrides.values import BY_BLOCK
 from meshwright.planner.plan import (
-    OFFLOADS,
     Plan,
     StagePlan,
     compress_names,
@@ -34,31 +33,42 @@ def plan_overrides(plan: Plan, graph: Graph) -> Overrides:
         name: [decided(name, stage, policy) for stage in chain for policy in stage.policies]
         for name in BY_BLOCK
     }
-    values["segments"] = [size if size > 1 else None for size in values["segments"]]
-    most = {name: max(s.offload.get(name, 0.0) for s in plan.stages) for name in OFFLOADS}
     return Overrides(
         **{name: _pinned(blocks, own) for name, own in values.items()},
+        **_of_all_stages(plan),
         pp=len(plan.devices),
         virtual_stages=len(plan.stages) // len(plan.devices),
-        num_microbatches=plan.num_microbatches,
-        schedule=plan.schedule,
         placement=placement_of(plan),
-        cp_kind=plan.stages[0].cp_kind if plan.stages[0].cp > 1 else None,
         stages=[compress_names(stage.blocks) for stage in chain],
         shardings=_shardings(plan, graph),
-        offload=most if any(most.values()) else None,  # an override has one part for all stages
-        post_validation=plan.post_validation or None,
     )
+
+
+def _of_all_stages(plan: Plan) -> dict[str, Any]:
+    """What a plan has of the decisions of which overrides have one value: of parts the most of any
+    stage; None where it does without."""
+    found: dict[str, Any] = {}
+    for name, own in DECISIONS.items():
+        if own.by_block or not (of := plan.having(name)):
+            continue
+        value = getattr(of[0], name)
+        if own.parts:
+            value = {part: max(getattr(s, name).get(part, 0.0) for s in of) for part in own.parts}
+            value = value if any(value.values()) else None
+        idle = own.beside and getattr(of[0], own.beside) == DECISIONS[own.beside].off
+        found[name] = None if idle else value or None
+    return found
 
 
 def decided(name: str, stage: StagePlan, policy: str) -> Any:
     """What a stage has of an override by block, with the recompute policy of one of its blocks;
     None where there is nothing to divide."""
-    if name == "recompute":
+    own = DECISIONS[name]
+    if own.acts == "block":
         return policy
-    if name == "dp_shard":
-        return stage.shards if stage.zero else None
-    return stage.secondary if name == "hpz" else getattr(stage, name)
+    if own.shared is None:
+        return getattr(stage, name)
+    return None if own.zeros and stage.zero not in own.zeros else own.shared(stage, stage.holders)
 
 
 def _pinned(blocks: Sequence[str], values: Sequence[Any]) -> Any:

@@ -20,20 +20,21 @@ from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import ContextKind
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
+from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH
 from meshwright.planner.overrides.of_target import for_target
 from meshwright.planner.overrides.overrides import (
-    DIVIDES,
+    OverrideError,
     Overrides,
+    contradiction,
     left_quantized,
     left_schedules,
     runnable,
     schedules_with,
     spelled,
 )
-from meshwright.planner.overrides.values import BY_BLOCK, MESH, OverrideError, contradiction
 from meshwright.planner.plan import compress_names, expand_names, glob, has_experts
 
-OF_STAGES = tuple(name for name in BY_BLOCK if name != "recompute")  # one value per stage
+OF_STAGES = tuple(name for name in BY_BLOCK if DECISIONS[name].acts == "stage")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,7 @@ def restrict(
         given = next((choice for choice in choices[name] if choice), None)
         choices[name] = [given] * len(names)
     _check_experts(choices["ep"], graph)
+    _check_rows(choices, names)
     _check_shards(choices, names)
     cuts = stage_cuts(wanted, graph)
     pp, each = _counts(wanted, cuts)
@@ -266,16 +268,23 @@ def _check_experts(found: Sequence[_Choice | None], graph: Graph) -> None:
         raise OverrideError("the model has no experts", place=f"override {asked.said}", legal="1")
 
 
+def _check_rows(choices: _Choices, names: Sequence[str]) -> None:
+    """Values that rule each other out in one block."""
+    for row in CONTRADICTIONS:
+        if not row.given or not {row.a, row.b} <= choices.keys():
+            continue
+        for block, a, b in zip(names, choices[row.a], choices[row.b], strict=True):
+            if a and b and row.clash(a.value, b.value):
+                other = f"{b.said}: both are about block {block!r}, and {row.why}"
+                raise contradiction(a.said, other, row.legal)
+
+
 def _check_shards(choices: _Choices, names: Sequence[str]) -> None:
-    """dp_shard and hpz against the ZeRO and the data axis of their block."""
+    """dp_shard and hpz against each other and the data axis of their block."""
     for block, *found in zip(
-        names, *(choices[name] for name in ("dp_shard", "hpz", "zero", "dp", "cp")), strict=True
+        names, *(choices[name] for name in ("dp_shard", "hpz", "dp", "cp")), strict=True
     ):
-        shard, hpz, zero, dp, cp = found
-        for divided, (stages, why, legal) in zip((hpz, shard), DIVIDES.values(), strict=True):
-            if divided and zero and zero.value not in stages:
-                other = f"{divided.said}: both are about block {block!r}, and {why}"
-                raise contradiction(zero.said, other, legal)
+        shard, hpz, dp, cp = found
         if hpz and shard and shard.value % hpz.value:
             raise OverrideError(
                 f" contradicts {shard.said}: {hpz.value} does not divide the ranks that ZeRO "

@@ -107,32 +107,25 @@ def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
     return found
 
 
-def _zero(row: Row) -> str:
-    """ZeRO's stage, the ranks that it divides among, and those with a secondary shard."""
-    within = f" in {row['dp_shard']}" if row["dp_shard"] else ""
-    sent = row.get("quantized", "none")
-    quantized = f", {sent} quantised" if sent != "none" else ""
-    return f"{row['zero']}{within}" + (f", hpZ {row['hpz']}" if row.get("hpz") else "") + quantized
-
-
 def stages(data: Row) -> Table:
+    # reports of earlier versions have no words for all decisions
+    decided = [row.get("decided") or {"mesh": row["mesh"]} for row in data["stages"]]
+    columns = dict.fromkeys(name for own in decided for name in own)
     heads = (
-        "stage", "blocks", "ranks", "mesh", "ZeRO", "recompute", "forward", "backward",
-        "exposed communication", "memory", "in flight",
+        "stage", "blocks", "ranks", *columns, "forward", "backward", "exposed communication",
+        "memory", "in flight",
     )  # fmt: skip
     rows = [
         [
             words(k),
             words(", ".join(row["blocks"])),
             words(row["ranks"]),
-            words(row["mesh"]),
-            words(_zero(row)),
-            words(row["recompute"]),
+            *(words(own.get(name, "")) for name in columns),
             *(time(row[key]) for key in ("forward_s", "backward_s", "communication_s")),
             gib(row["memory_bytes"]),
             number(row["microbatches_in_flight"]),
         ]
-        for k, row in enumerate(data["stages"])
+        for k, (row, own) in enumerate(zip(data["stages"], decided, strict=True))
     ]
     return Table(
         caption="Stages: seconds of one micro-batch, bytes of a device", heads=heads, rows=rows

@@ -1,5 +1,6 @@
 """Plans: the contract with the executor; checked, laid out on ranks, put into words."""
 
+from meshwright.planner.decisions import OFFLOADS, PLACEMENTS, divisors
 from meshwright.planner.plan.assignments import Known
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
 from meshwright.planner.plan.context_parallel import ulysses_degrees
@@ -15,10 +16,8 @@ from meshwright.planner.plan.expert_parallel import (
 )
 from meshwright.planner.plan.flow import (
     crossings,
-    passes_of,
     pipelines,
     shared_apart,
-    spread_of,
     stage_of,
     stages_of_parameters,
 )
@@ -30,16 +29,7 @@ from meshwright.planner.plan.offload import (
     offloaded_parameters,
     offloaded_weights,
 )
-from meshwright.planner.plan.plan import (
-    OFFLOADS,
-    PLACEMENTS,
-    PRECISIONS,
-    RUNS,
-    ZERO,
-    Plan,
-    StagePlan,
-    recompute_of,
-)
+from meshwright.planner.plan.plan import PRECISIONS, RUNS, Plan, StagePlan, recompute_of, stage_on
 from meshwright.planner.plan.ranges import (
     PlanError,
     compress_names,
@@ -47,12 +37,13 @@ from meshwright.planner.plan.ranges import (
     expand_names,
     expand_ranks,
 )
-from meshwright.planner.plan.ranks import divisors, placement_of
+from meshwright.planner.plan.ranks import placement_of
 from meshwright.planner.plan.segments import segments_of
 from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
 from meshwright.planner.plan.words import (
     GIB,
     counted,
+    decision_words,
     describe,
     kept_together,
     layout_words,
@@ -61,7 +52,6 @@ from meshwright.planner.plan.words import (
     megatron_layout,
     mesh_words,
     peak_words,
-    recompute_words,
     seconds,
     sized,
     slower,
@@ -69,15 +59,14 @@ from meshwright.planner.plan.words import (
 )
 
 __all__ = [
-    "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RUNS", "ZERO", "InfeasibleError", "Known",
-    "Plan", "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_blocks",
-    "check_experts_run", "check_offload", "check_plan", "check_runs", "compress_names",
-    "compress_ranks", "counted", "crossings", "describe", "divisors", "expand_names",
-    "expand_ranks", "expert_weights", "express_shardings", "fewest_experts", "fingerprint", "folds",
-    "glob", "has_experts", "in_files", "kept_together", "layout_words", "legs", "margin_beside",
+    "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RUNS", "InfeasibleError", "Known", "Plan",
+    "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_blocks", "check_experts_run",
+    "check_offload", "check_plan", "check_runs", "compress_names", "compress_ranks", "counted",
+    "crossings", "decision_words", "describe", "divisors", "expand_names", "expand_ranks",
+    "expert_weights", "express_shardings", "fewest_experts", "fingerprint", "folds", "glob",
+    "has_experts", "in_files", "kept_together", "layout_words", "legs", "margin_beside",
     "meeting_words", "megatron_layout", "mesh_words", "offloaded_parameters", "offloaded_weights",
-    "passes_of", "peak_words", "pipelines", "placement_of", "recompute_of", "recompute_words",
-    "refused", "resolve_shardings", "runs_experts", "seconds", "segments_of", "shared_apart",
-    "sized", "slower", "spread_of", "stage_layout", "stage_of", "stages_of_parameters",
-    "ulysses_degrees",
+    "peak_words", "pipelines", "placement_of", "recompute_of", "refused", "resolve_shardings",
+    "runs_experts", "seconds", "segments_of", "shared_apart", "sized", "slower", "stage_layout",
+    "stage_of", "stage_on", "stages_of_parameters", "ulysses_degrees",
 ]  # fmt: skip

@@ -6,24 +6,24 @@ import difflib
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
-from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.costmodel.written_buffers import inseparable
+from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, SHARING, divisors
 from meshwright.planner.plan.assignments import Known, stage_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
-from meshwright.planner.plan.offload import check_offload, check_there
-from meshwright.planner.plan.plan import PRECISIONS, RUNS, ZERO, Plan, StagePlan
+from meshwright.planner.plan.offload import check_offload
+from meshwright.planner.plan.plan import PRECISIONS, RUNS, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
-from meshwright.planner.plan.ranks import check_ranks, divisors
+from meshwright.planner.plan.ranks import check_ranks
+from meshwright.profiles.inputs import shown
 
 
 def fingerprint(graph: Graph) -> str:
@@ -49,7 +49,7 @@ def check_plan(
     _check_step(plan)
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
-    _check_validation(plan)
+    _check_rows(plan)
     check_copies(plan, graph)
     for stages in pipelines(plan):
         _check_blocks([plan.stages[k] for k in stages], graph)
@@ -67,7 +67,7 @@ def check_plan(
 
 def check_runs(plan: Plan) -> None:
     """Raise `PlanError` for a legal plan that the executor does not run yet."""
-    _check_split(plan)
+    _check_rows(plan, runs=True)
     for k, stage in enumerate(plan.stages):
         for policy in dict.fromkeys(stage.policies):
             if policy not in RUNS["recompute"]:
@@ -77,13 +77,9 @@ def check_runs(plan: Plan) -> None:
                     legal=RUNS["recompute"],
                 )
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
-        for name, value, other in (
-            ("dp_shard", stage.shards, first.shards),
-            ("hpz", stage.hpz, first.hpz),
-            ("quantized", stage.quantized, first.quantized),
-            ("ep", stage.ep, first.ep),
-        ):
-            if value != other:
+        ours, theirs = map(_of_group, (stage, first))
+        for name, value in ours.items():
+            if value != (other := theirs[name]):
                 raise PlanError(
                     f"={value}, but another stage of ranks {compress_ranks(stage.ranks)} has "
                     f"{other}: stages of one device group share its mesh",
@@ -99,20 +95,14 @@ def check_runs(plan: Plan) -> None:
             )
 
 
-def _check_split(plan: Plan) -> None:
-    """Raise `PlanError` for ZeRO-3 with a split backward: `fully_shard` would scatter gradients
-    after its first part."""
-    if not SCHEDULES[plan.schedule].splits_backward:
-        return
-    whole = ", ".join(name for name, s in SCHEDULES.items() if not s.splits_backward)
-    for k, stage in enumerate(plan.stages):
-        if stage.zero == 3:
-            raise PlanError(
-                f"={plan.schedule!r} can be priced, but not run: torch loses gradients where the "
-                "backward is split in two",
-                place=f"plan: stage {k}: zero=3 with schedule",
-                legal=f"zero 0, 1 or 2, or a schedule with a whole backward: {whole}",
-            )
+def _of_group(stage: StagePlan) -> dict[str, Any]:
+    """What stages of one device group have alike; a number of ranks where it stands for all."""
+    found: dict[str, Any] = {"ep": stage.ep}
+    for own in SHARING:
+        if own.name != "zero":
+            whole = own.part_of(stage, stage.holders) if own.part_of and not own.proper else None
+            found[own.name] = getattr(stage, own.name) or whole
+    return found
 
 
 def _check_buffers(plan: Plan, graph: Graph) -> None:
@@ -179,59 +169,41 @@ def _check_step(plan: Plan) -> None:
         )
 
 
-def _check_validation(plan: Plan) -> None:
-    """Raise `PlanError` for steps that are validated afterwards where nothing is gained, or what
-    they change is not this rank's alone to undo."""
-    if not plan.post_validation:
-        return
-    why = "there is one device group, which waits for no other" * (len(plan.devices) == 1)
-    for k, stage in enumerate(plan.stages):
-        if stage.zero == 3:
-            why = why or f"stage {k} has zero=3, whose gathered weights would be the wrong ones"
-        if any(stage.offload.values()):
-            why = why or f"stage {k} has parts in host memory"
-    if why:
-        raise PlanError(
-            f"=true: {why}",
-            place="plan: post_validation",
-            legal="false, or a pipeline with zero 0 to 2 and all states on devices",
-            way_out="drop post_validation",
-        )
+def _check_rows(plan: Plan, *, runs: bool = False) -> None:
+    """Raise `PlanError` for decisions that rule each other out; with `runs`, those that can be
+    priced alone."""
+    whole = {"pp": len(plan.devices)}
+
+    def of(stage: StagePlan, name: str) -> Any:
+        held = stage if hasattr(stage, name) else plan
+        return whole[name] if name in whole else getattr(held, name)
+
+    for row, (k, stage) in product(CONTRADICTIONS, enumerate(plan.stages)):
+        a, b = of(stage, row.a), of(stage, row.b)
+        if row.priced is not runs and row.clash(a, b):
+            of_stage = hasattr(stage, row.a) or hasattr(stage, row.b)
+            raise PlanError(
+                f"={shown(a)} with {row.b}={shown(b)}{' can be priced, but not run' * runs}: "
+                f"{row.why}",
+                place="plan: " + f"stage {k}: " * of_stage + row.a,
+                legal=row.legal,
+                way_out=f"change {row.a} or {row.b}",
+            )
 
 
 def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
     named = [stage.recompute] if isinstance(stage.recompute, str) else list(stage.recompute)
-    for name, value, legal in (
-        ("zero", stage.zero, ZERO),
-        ("quantized", stage.quantized, QUANTIZED),
-        *(("recompute", policy, RECOMPUTE) for policy in named),
-    ):
-        if isinstance(value, bool) or value not in legal:
-            raise PlanError(f"={value!r}", place=f"{place}: {name}", legal=legal)
-    for name in ("dp", "cp", "tp", "ep", "segments"):
-        _check_whole(getattr(stage, name), f"{place}: {name}")
+    for name, own in DECISIONS.items():
+        if not hasattr(stage, name):
+            continue
+        if own.parts:
+            check_offload(getattr(stage, name), f"{place}: {name}")
+            continue
+        for value in named if own.acts == "block" else [getattr(stage, name)]:
+            if isinstance(value, bool) or (value != own.off and not own.accepts(value)):
+                raise PlanError(f"={shown(value)}", place=f"{place}: {name}", legal=own.values)
     _check_recompute(stage, place)
-    if stage.segments > 1 and SCHEDULES[plan.schedule].splits_backward:
-        raise PlanError(
-            f"={stage.segments} with schedule={plan.schedule!r}: what the first part of a backward "
-            "makes again, the second would have to keep",
-            place=f"{place}: segments",
-            legal=1,
-            way_out="give segments=1, or a schedule that doesn't split the backward",
-        )
-    check_offload(stage.offload, f"{place}: offload")
-    check_there(stage, place)
-    if stage.offload.get("optimizer") and (stage.hpz or stage.quantized != "none"):
-        raise PlanError(
-            f"={dict(stage.offload)!r} with hpz={stage.hpz}, quantized={stage.quantized!r}: what "
-            "comes from the host is neither kept twice nor sent in blocks",
-            place=f"{place}: offload",
-            legal="without these two",
-            way_out="drop one of them",
-        )
     _check_shards(stage, place)
-    _check_secondary(stage, place)
-    _check_quantized(plan, stage, place)
     if plan.microbatch_rows % stage.dp:
         raise PlanError(
             f"={stage.dp} does not divide a micro-batch of {plan.microbatch_rows} rows "
@@ -258,68 +230,18 @@ def _check_recompute(stage: StagePlan, place: str) -> None:
 
 
 def _check_shards(stage: StagePlan, place: str) -> None:
-    if stage.dp_shard is None:
-        return
-    _check_whole(stage.dp_shard, f"{place}: dp_shard")
-    ranks = stage.dp * stage.cp
-    if ranks % stage.dp_shard:
-        raise PlanError(
-            f"={stage.dp_shard} does not divide the {ranks} ranks of the data axis (dp·cp)",
-            place=f"{place}: dp_shard",
-            legal=divisors(ranks),
-        )
-    if not stage.zero:
-        raise PlanError(
-            f"={stage.dp_shard} with zero=0: nothing is divided",
-            place=f"{place}: dp_shard",
-            legal="a dp_shard with zero 1, 2 or 3",
-            way_out="choose zero 1, 2 or 3, or drop dp_shard",
-        )
-
-
-def _check_secondary(stage: StagePlan, place: str) -> None:
-    """Raise `PlanError` for a secondary shard that is no part of what ZeRO-3 divides."""
-    if stage.hpz is None:
-        return
-    _check_whole(stage.hpz, f"{place}: hpz")
-    if stage.zero != 3 or stage.ep > 1:
-        asked = f"zero={stage.zero}" if stage.zero != 3 else f"ep={stage.ep}"
-        raise PlanError(
-            f"={stage.hpz} with {asked}: it is what a backward gathers again under ZeRO-3",
-            place=f"{place}: hpz",
-            legal="an hpz with zero=3 and ep=1",
-            way_out="choose zero 3, or drop hpz",
-        )
-    if not 1 < stage.hpz < stage.shards or stage.shards % stage.hpz:
-        parts = [n for n in divisors(stage.shards) if 1 < n < stage.shards]
-        raise PlanError(
-            f"={stage.hpz} is no part of the {stage.shards} ranks that ZeRO divides among",
-            place=f"{place}: hpz",
-            legal=parts or "none",
-            way_out="take one of these, or drop hpz",
-        )
-
-
-def _check_quantized(plan: Plan, stage: StagePlan, place: str) -> None:
-    """Raise `PlanError` for quantised collectives that have nothing to send, or lose too much."""
-    if stage.quantized == "none":
-        return
-    if plan.precision == "fp16":
-        raise PlanError(
-            f"={stage.quantized!r} with precision='fp16': its scaled loss looks for the largest "
-            "gradients that are finite, which the blocks' scales would hide and rounding lose",
-            place=f"{place}: quantized",
-            legal="none, or precision bf16 or fp32",
-            way_out="train in bf16, or drop quantized",
-        )
-    if stage.zero != 3 or stage.ep > 1:
-        asked = f"zero={stage.zero}" if stage.zero != 3 else f"ep={stage.ep}"
-        raise PlanError(
-            f"={stage.quantized!r} with {asked}: they are the collectives of ZeRO-3",
-            place=f"{place}: quantized",
-            legal="none, or zero=3 and ep=1",
-            way_out="choose zero 3, or drop quantized",
-        )
+    """Raise `PlanError` for a number of ranks that is no part of those that it divides."""
+    for own in SHARING:
+        value, legal = getattr(stage, own.name), own.parts_of(stage, stage.holders)
+        if legal is not None and value is not None and value not in legal:
+            whole = f"{stage.shards} ranks that ZeRO divides among"
+            whole = whole if own.proper else f"{stage.holders} ranks of the data axis (dp·cp)"
+            raise PlanError(
+                f"={value} is no part of the {whole}",
+                place=f"{place}: {own.name}",
+                legal=legal or "none",
+                way_out=f"take one of these, or drop {own.name}",
+            )
 
 
 def _check_whole(value: Any, place: str) -> None:

@@ -110,10 +110,10 @@ def check_experts_run(
         )
     if stage.shards % neighbours and neighbours % stage.shards:
         raise PlanError(
-            f"={stage.shards} with ep={stage.ep} can be priced, but not run: the {neighbours} "
-            f"data ranks that share the experts out are no part of the {stage.shards} that ZeRO "
-            "divides among, nor the reverse",
-            place=f"{place}: dp_shard",
+            f"={stage.ep} can be priced, but not run: the {neighbours} data ranks that share the "
+            f"experts out are no part of the {stage.shards} that ZeRO divides among, nor the "
+            "reverse",
+            place=f"{place}: ep",
             legal="one a multiple of the other",
         )
     own = set(stage.blocks)

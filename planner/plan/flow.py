@@ -5,22 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.written_buffers import updates_of
-from meshwright.planner.plan.plan import Plan, StagePlan
+from meshwright.planner.decisions import DECISIONS
+from meshwright.planner.plan.plan import Plan
 from meshwright.planner.plan.ranges import PlanError
 
-
-def spread_of(stage: StagePlan) -> int:
-    """The spread of a stage: the distance between neighbours on its data axis, in units of that in
-    a contiguous mesh; 1 where they have no one distance."""
-    rows = np.array(stage.ranks).reshape(-1, stage.tp)
-    steps = np.diff(rows[:, 0])
-    regular = (np.diff(rows) == 1).all() and len(steps) and (steps == steps[0]).all()
-    return max(1, int(steps[0]) // stage.tp) if regular and steps[0] % stage.tp == 0 else 1
+# how the copies of a stage may differ: where they lie, and what of them runs again
+_OF_COPY = ("ranks", *(name for name, own in DECISIONS.items() if own.column == "recompute"))
 
 
 def pipelines(plan: Plan) -> tuple[range, ...]:
@@ -28,34 +21,16 @@ def pipelines(plan: Plan) -> tuple[range, ...]:
     return SCHEDULES[plan.schedule].pipelines(len(plan.stages))
 
 
-def passes_of(plan: Plan) -> int:
-    """Micro-batches that each stage runs in a step: its copy's share of them."""
-    return plan.num_microbatches // SCHEDULES[plan.schedule].copies
-
-
 def check_copies(plan: Plan, graph: Graph) -> None:
     """Raise `PlanError` unless a schedule's copies of the model are alike, share the micro-batches
     out, and hold nothing that is not built for several."""
-    schedule, count = SCHEDULES[plan.schedule], len(plan.stages)
-    if schedule.copies == 1:
+    if SCHEDULES[plan.schedule].copies == 1:
         return
-    place, copies = f"plan: schedule={plan.schedule!r}", schedule.copies
-    for name, value in (("stages", count), ("num_microbatches", plan.num_microbatches)):
-        if value % copies:
-            raise PlanError(
-                f" with {name}={value}: it runs {copies} copies of the model, each with as many",
-                place=place,
-                legal=f"{name} a multiple of {copies}",
-                way_out="change one of the two",
-            )
+    place = f"plan: schedule={plan.schedule!r}"
     first, second = pipelines(plan)
     for one, other in zip(first, second, strict=True):
         own = plan.stages[one]
-        beside: dict[str, Any] = {
-            "ranks": own.ranks,
-            "recompute": own.recompute,
-            "segments": own.segments,
-        }
+        beside: dict[str, Any] = {name: getattr(own, name) for name in _OF_COPY}
         if own != replace(plan.stages[other], **beside):
             raise PlanError(
                 f": stages {one} and {other} are copies of one stage, and differ",
@@ -63,22 +38,14 @@ def check_copies(plan: Plan, graph: Graph) -> None:
                 legal="equal stages but for their ranks and recompute",
                 way_out=f"give stage {other} the blocks and decisions of stage {one}",
             )
-    stage, updated = plan.stages[0], updates_of(graph, graph.blocks)
-    for what, held in (
-        ("zero=3", any(s.zero == 3 for s in plan.stages)),
-        ("offload", any(any(s.offload.values()) for s in plan.stages)),
-        ("post_validation", plan.post_validation),
-        (f"cp={stage.cp}", stage.cp > 1),
-        (f"ep={stage.ep}", any(s.ep > 1 for s in plan.stages)),
-        (f"a buffer that the forward writes ({next(iter(updated), '')})", bool(updated)),
-    ):
-        if held:
-            raise PlanError(
-                f" with {what}: two copies of the model are not built for it",
-                place=place,
-                legal="zero 0 to 2 with dp and tp, states on devices, buffers that stay",
-                way_out="drop it, or take a schedule with one copy (1f1b, zb_v, dualpipe_v)",
-            )
+    if updated := updates_of(graph, graph.blocks):
+        raise PlanError(
+            f" with a buffer that the forward writes ({next(iter(updated))}): two copies of the "
+            "model are not built for it",
+            place=place,
+            legal="buffers that stay",
+            way_out="take a schedule with one copy (1f1b, zb_v, dualpipe_v)",
+        )
 
 
 def stage_of(plan: Plan, copy: int = 0) -> dict[str, int]:

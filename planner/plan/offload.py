@@ -15,7 +15,8 @@ from typing import Any
 
 from meshwright.costmodel.graph import Graph, TensorMeta
 from meshwright.costmodel.memory import divides
-from meshwright.planner.plan.plan import OFFLOADS, StagePlan
+from meshwright.planner.decisions import OFFLOADS
+from meshwright.planner.plan.plan import StagePlan
 from meshwright.planner.plan.ranges import PlanError
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import is_number
@@ -63,13 +64,13 @@ def _moves(stage: StagePlan, meta: TensorMeta) -> bool:
 
 def offloaded_parameters(stage: StagePlan, graph: Graph) -> frozenset[str]:
     """Values of the parameters whose states lie in host memory."""
-    return _of_last_blocks(stage, graph, stage.offload.get("optimizer", 0.0))
+    return _of_last_blocks(stage, graph, stage.host.states)
 
 
 def offloaded_weights(stage: StagePlan, graph: Graph) -> frozenset[str]:
     """Values of the trained parameters whose weights lie in host memory but while their block runs:
     those that one block alone reads."""
-    found = _of_last_blocks(stage, graph, stage.offload.get("weights", 0.0))
+    found = _of_last_blocks(stage, graph, stage.host.weights)
     if not found:
         return found
     readers = Counter(v for block in graph.blocks for v in {*block.parameters})
@@ -79,7 +80,7 @@ def offloaded_weights(stage: StagePlan, graph: Graph) -> frozenset[str]:
 def in_files(stage: StagePlan, graph: Graph) -> frozenset[str]:
     """Values of the trained parameters whose states lie in files, with the weights that the
     optimizer reads; their gradients lie in host memory."""
-    return _of_last_blocks(stage, graph, stage.offload.get("nvme", 0.0))
+    return _of_last_blocks(stage, graph, stage.host.files)
 
 
 def _of_last_blocks(stage: StagePlan, graph: Graph, part: float) -> frozenset[str]:
@@ -95,53 +96,28 @@ def _of_last_blocks(stage: StagePlan, graph: Graph, part: float) -> frozenset[st
 
 def away_blocks(stage: StagePlan) -> int:
     """How many of a stage's blocks send what they save to host memory, from the first one on."""
-    part = stage.offload.get("activations", 0.0)
+    part = stage.host.activations
     return math.ceil(part * len(stage.blocks) * (1 - ROUNDING))
 
 
 def check_offload(
-    offload: Mapping[str, Any], place: str, error: type[MeshwrightError] = PlanError
+    given: Mapping[str, Any], place: str, error: type[MeshwrightError] = PlanError
 ) -> None:
     """Raise unless these are parts, from 0 to 1, of what may lie in host memory."""
-    for name, part in offload.items():
+    for name, part in given.items():
         if name not in OFFLOADS:
             raise error(f"={shown(name)}", place=place, legal=OFFLOADS)
         if not is_number(part) or not 0 <= part <= 1:
             raise error(f"={shown(part)}", place=f"{place}: {name}", legal="a part, from 0 to 1")
-    states = offload.get("optimizer", 0.0)
+    states = given.get("optimizer", 0.0)
     for name, why in (
         ("weights", "the optimizer steps weights in host memory there"),
         ("nvme", "it is a part of the optimizer states that are off devices"),
     ):
-        if offload.get(name, 0.0) > states:
+        if given.get(name, 0.0) > states:
             raise error(
-                f"={shown(offload[name])}: {why}",
+                f"={shown(given[name])}: {why}",
                 place=f"{place}: {name}",
                 legal=f"0 to {shown(states)}, the part of the optimizer states",
                 way_out="raise that of the optimizer, too",
-            )
-
-
-def check_there(stage: StagePlan, place: str) -> None:
-    """Raise `PlanError` for a stage that can't have weights in host memory, or states in files."""
-    weights, files = stage.offload.get("weights"), stage.offload.get("nvme")
-    for refused, other, legal in (
-        (
-            weights and stage.zero == 3,
-            "zero=3, which has them there with the optimizer states",
-            "weights with zero 0, 1 or 2; with zero 3 the optimizer states alone",
-        ),
-        (
-            weights and stage.segments > 1,
-            f"segments={stage.segments}, whose blocks run again unasked",
-            "segments=1, or no weights in host memory",
-        ),
-        (files and stage.zero == 3, "zero=3, whose shards torch keeps", "nvme with zero 0, 1 or 2"),
-    ):
-        if refused:
-            raise PlanError(
-                f"={dict(stage.offload)!r} with {other}",
-                place=f"{place}: offload",
-                legal=legal,
-                way_out="drop one of the two",
             )

@@ -16,8 +16,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshwright.costmodel.blocks import RECOMPUTE
-from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS, ContextKind
+from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Parts, Sharing
+from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
+from meshwright.planner.decisions import DECISIONS, OFFLOADS
 from meshwright.planner.plan.ranges import (
     PlanError,
     compress_names,
@@ -26,33 +31,24 @@ from meshwright.planner.plan.ranges import (
     expand_ranks,
 )
 from meshwright.profiles.inputs import parse_json, read_json, shown, write_text
-from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT, is_number
+from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 FORMAT = 1
-ZERO = (0, 1, 2, 3)
-# which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
-PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
 # what the executor runs so far; the rest can be planned and priced
-OFFLOADS = ("optimizer", "weights", "activations", "nvme")  # what may lie off devices
 RUNS = {"recompute": RECOMPUTE}
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8_rowwise")
-_PARTS = ("dp_shard", "hpz")  # of the data axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """One pipeline stage. `ranks` are global, laid out (dp, cp, tp) with tp innermost; cp splits
-    the sequence of every activation, with attention of a kind (`CONTEXT_KINDS`), and `ep`
-    neighbours share the experts out. Schedules with several stages per device list the device's
-    ranks in each of them.
+class StagePlan(Sharing):
+    """One pipeline stage, whose states are shared out as `Sharing` says. `ranks` are global, laid
+    out (dp, cp, tp) with tp innermost; cp splits the sequence of every activation, with attention
+    of a kind (`CONTEXT_KINDS`), and `ep` neighbours share the experts out. Schedules with several
+    stages per device list the device's ranks in each of them.
 
-    ZeRO divides among `dp_shard` neighbours on the data axis, and replicates across the rest; None
-    for all of them. Under ZeRO-3 the backward may gather weights from a secondary shard that `hpz`
-    neighbours kept of the forward's (ZeRO++); None for none; `quantized` weights, gradients or both
-    travel in blocks of 8 and 4 bits. `recompute` is one policy for all blocks, or policy -> blocks
-    (the others keep everything). Of as many neighbours as `segments` says only what enters is kept,
-    and they run again together, the policies being for the time after that (`segments.py`); 1 is
-    none.
+    `recompute` is one policy for all blocks, or policy -> blocks (the others keep everything). Of
+    as many neighbours as `segments` says only what enters is kept, and they run again together, the
+    policies being for the time after that (`segments.py`); 1 is none.
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
@@ -73,10 +69,6 @@ class StagePlan:
     cp: int = 1
     cp_kind: ContextKind = ALL_GATHER
     ep: int = 1
-    zero: int = 0
-    dp_shard: int | None = None
-    hpz: int | None = None
-    quantized: str = "none"
     recompute: str | Mapping[str, tuple[str, ...]] = "none"
     shardings: Mapping[str, str] = field(default_factory=dict)
     segments: int = 1
@@ -90,12 +82,49 @@ class StagePlan:
     @property
     def shards(self) -> int:
         """Ranks among which ZeRO divides."""
-        return self.dp_shard or self.holders
+        return self.among(self.holders)
 
     @property
-    def secondary(self) -> int | None:
-        """Ranks from which ZeRO-3's backward gathers weights; None under another ZeRO."""
-        return (self.hpz or self.shards) if self.zero == 3 else None
+    def spread(self) -> int:
+        """The distance between neighbours on its data axis, in units of that in a contiguous mesh;
+        1 where they have no one distance."""
+        rows = np.array(self.ranks).reshape(-1, self.tp)
+        steps = np.diff(rows[:, 0])
+        regular = (np.diff(rows) == 1).all() and len(steps) and (steps == steps[0]).all()
+        return max(1, int(steps[0]) // self.tp) if regular and steps[0] % self.tp == 0 else 1
+
+    @property
+    def mesh(self) -> Mesh:
+        """Its mesh, as prices have it."""
+        mesh = Mesh(dp=self.dp, tp=self.tp, cp=self.cp, ep=self.ep, spread=self.spread)
+        return mesh.of_kind(self.cp_kind)
+
+    @property
+    def sharing(self) -> Sharing:
+        """How its states are shared out, alone."""
+        return Sharing(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sharing)})
+
+    @property
+    def host(self) -> HostParts:
+        """What lies off devices, as prices have it."""
+        states, weights, activations, files = (self.offload.get(name, 0.0) for name in OFFLOADS)
+        return HostParts(states=states, weights=weights, activations=activations, files=files)
+
+    @property
+    def segmented(self) -> bool:
+        """Whether neighbours run again together."""
+        return self.segments > 1
+
+    def with_host(self, host: HostParts) -> StagePlan:
+        """The stage with so much off its devices."""
+        parts = host.states, host.weights, host.activations, host.files
+        offload = {name: part for name, part in zip(OFFLOADS, parts, strict=True) if part}
+        return dataclasses.replace(self, offload=offload)
+
+    def repeating(self, policies: Sequence[str], size: int = 1) -> StagePlan:
+        """The stage under these policies of its blocks, in segments of so many."""
+        recompute = recompute_of(self.blocks, policies)
+        return dataclasses.replace(self, recompute=recompute, segments=size)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -104,6 +133,22 @@ class StagePlan:
             return (self.recompute,) * len(self.blocks)
         by_block = {name: policy for policy, names in self.recompute.items() for name in names}
         return tuple(by_block.get(name, "none") for name in self.blocks)
+
+
+def stage_on(
+    mesh: Mesh, blocks: tuple[str, ...], ranks: tuple[int, ...], sharing: Sharing = UNSHARED
+) -> StagePlan:
+    """A stage on a mesh."""
+    return StagePlan(
+        blocks=blocks,
+        ranks=ranks,
+        dp=mesh.dp,
+        tp=mesh.tp,
+        cp=mesh.cp,
+        cp_kind=mesh.kind,
+        ep=mesh.ep,
+        **dataclasses.asdict(sharing),
+    )
 
 
 def recompute_of(blocks: Sequence[str], policies: Sequence[str]) -> Any:
@@ -150,6 +195,23 @@ class Plan:
         """Rows of one micro-batch over all data-parallel ranks of a stage."""
         return self.global_batch_size // self.num_microbatches
 
+    def having(self, name: str) -> tuple[StagePlan | Plan, ...]:
+        """What of the plan has a decision: its stages, itself or nothing."""
+        if all(hasattr(stage, name) for stage in self.stages):
+            return self.stages
+        return (self,) if hasattr(self, name) else ()
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches that each stage runs in a step: its copy's share of them."""
+        return self.num_microbatches // SCHEDULES[self.schedule].copies
+
+    def parts(self, k: int) -> Parts:
+        """What the price of stage k depends on, beside the problem."""
+        stage = self.stages[k]
+        batch = Batch(rows=self.microbatch_rows / stage.dp, microbatches=self.passes)
+        return stage.mesh, batch, stage.sharing, stage.host, self.post_validation
+
     @property
     def data_ranks(self) -> int:
         """The least number by which every stage's data-parallel ranks share out rows evenly."""
@@ -181,20 +243,13 @@ class Plan:
             {
                 "blocks": compress_names(stage.blocks),
                 "ranks": compress_ranks(stage.ranks),
-                "mesh": {"dp": stage.dp, "tp": stage.tp}
-                | ({"cp": stage.cp, "cp_kind": stage.cp_kind} if stage.cp > 1 else {})
-                | ({"ep": stage.ep} if stage.ep > 1 else {})
-                | ({"dp_shard": stage.dp_shard} if stage.dp_shard else {})
-                | ({"hpz": stage.hpz} if stage.hpz else {}),
-                "zero": stage.zero,
-                **({"quantized": stage.quantized} if stage.quantized != "none" else {}),
+                "mesh": _written(stage, "mesh"),
+                **_written(stage, "stage"),
                 "recompute": stage.recompute
                 if isinstance(stage.recompute, str)
                 else {policy: compress_names(names) for policy, names in stage.recompute.items()},
                 "shardings": dict(sorted(stage.shardings.items())),
             }
-            | ({"segments": stage.segments} if stage.segments > 1 else {})
-            | ({"offload": dict(sorted(stage.offload.items()))} if stage.offload else {})
             for stage in self.stages
         ]
         top = {
@@ -204,7 +259,7 @@ class Plan:
             "num_microbatches": self.num_microbatches,
             "schedule": self.schedule,
             "precision": self.precision,
-            **({"post_validation": True} if self.post_validation else {}),
+            **_written(self, "plan"),
             "stages": stages,
         }
         text = json.dumps(top, indent=2)
@@ -224,6 +279,34 @@ class Plan:
         return _plan(parse_json(text, place=name, error=PlanError), name)
 
 
+def _written(of: Plan | StagePlan, where: str) -> dict[str, Any]:
+    """The decisions that a plan file has there."""
+    found = {}
+    for name, own in DECISIONS.items():
+        if own.written != where:
+            continue
+        value = getattr(of, name)
+        if own.beside in found if own.beside else own.always or value != own.off:
+            found[name] = dict(sorted(value.items())) if own.parts else value
+    return found
+
+
+def _read(data: Mapping[str, Any], names: set[str], place: str) -> dict[str, Any]:
+    """Those of these decisions that a plan file has. Raises `PlanError`."""
+    found = {}
+    for name in names & data.keys():
+        own, value = DECISIONS[name], data[name]
+        if not own.accepts(value):
+            raise PlanError(f"={shown(value)}", place=f"{place}: {name}", legal=own.values)
+        found[name] = {part: float(n) for part, n in value.items()} if own.parts else value
+    return found
+
+
+def _keys(where: str, *, always: bool) -> set[str]:
+    """Keys of decisions that a plan file has there always, or where they are used."""
+    return {n for n, own in DECISIONS.items() if own.written == where and own.always == always}
+
+
 def _plan(data: Any, name: str) -> Plan:
     if not isinstance(data, dict) or "format" not in data:
         raise PlanError(
@@ -240,8 +323,8 @@ def _plan(data: Any, name: str) -> Plan:
             legal=f"1 to {FORMAT}",
             way_out="upgrade meshwright, or plan again",
         )
-    data = {"post_validation": False} | data
-    _same_keys(data, {f.name for f in dataclasses.fields(Plan)} | {"format"}, name)
+    optional = _keys("plan", always=False)
+    _same_keys(data, {f.name for f in dataclasses.fields(Plan)} | {"format"}, name, optional)
     stages = data["stages"]
     if not isinstance(stages, list) or not stages:
         raise PlanError(
@@ -254,17 +337,16 @@ def _plan(data: Any, name: str) -> Plan:
         schedule=_text(data["schedule"], f"{name}: schedule"),
         precision=_text(data["precision"], f"{name}: precision"),
         stages=tuple(_stage(s, f"{name}: stage {k}") for k, s in enumerate(stages)),
-        post_validation=_flag(data["post_validation"], f"{name}: post_validation"),
+        **_read(data, optional, name),
     )
 
 
 def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
         raise PlanError(shown(data), place=place, legal="an object")
-    # what is left out where it has its default
-    written = {"quantized": "none", "segments": 1, "offload": {}} | data
-    keys = {"blocks", "ranks", "mesh", "zero", "recompute", "shardings"}
-    _same_keys(written, keys | {"quantized", "segments", "offload"}, place)
+    always, optional = (_keys("stage", always=each) for each in (True, False))
+    keys = {"blocks", "ranks", "mesh", "recompute", "shardings"}
+    _same_keys(data, keys | always | optional, place, optional)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
     if not isinstance(blocks, list) or not blocks or not all(isinstance(b, str) for b in blocks):
         raise PlanError(
@@ -272,14 +354,13 @@ def _stage(data: Any, place: str) -> StagePlan:
             place=f"{place}: blocks",
             legal='a list of names, e.g. ["embed", "h.0-11"]',
         )
-    optional = {"cp", "cp_kind", "ep", *_PARTS}
-    if not isinstance(mesh, dict) or set(mesh) - optional != {"dp", "tp"}:
+    degrees, more = (_keys("mesh", always=each) for each in (True, False))
+    if not isinstance(mesh, dict) or set(mesh) - more != degrees:
+        used = (f'"{name}" ({DECISIONS[name].what})' for name in DECISIONS if name in more)
         raise PlanError(
             f"={shown(mesh)}",
             place=f"{place}: mesh",
-            legal='{"dp": n, "tp": n}, and "cp": n and "cp_kind" where the sequence is split, '
-            '"ep": n where experts are, "dp_shard": n where ZeRO divides among a part of the data '
-            'axis, "hpz": n where ZeRO-3 keeps a secondary shard among n ranks',
+            legal=f'{{"dp": n, "tp": n}}, and where they are used {", ".join(used)}',
         )
     if not isinstance(shardings, dict) or not all(isinstance(v, str) for v in shardings.values()):
         raise PlanError(
@@ -290,30 +371,11 @@ def _stage(data: Any, place: str) -> StagePlan:
     return StagePlan(
         blocks=expand_names(blocks, f"{place}: blocks"),
         ranks=expand_ranks(data["ranks"], place),
-        dp=_whole(mesh["dp"], f"{place}: dp"),
-        tp=_whole(mesh["tp"], f"{place}: tp"),
-        cp=_whole(mesh.get("cp", 1), f"{place}: cp"),
-        cp_kind=_kind(mesh.get("cp_kind", ALL_GATHER), f"{place}: cp_kind"),
-        ep=_whole(mesh.get("ep", 1), f"{place}: ep"),
-        zero=_whole(data["zero"], f"{place}: zero", least=0),
-        **{name: _whole(mesh[name], f"{place}: {name}") for name in _PARTS if name in mesh},
-        quantized=_text(written["quantized"], f"{place}: quantized"),
         recompute=_recompute(data["recompute"], f"{place}: recompute"),
         shardings=shardings,
-        segments=_whole(written["segments"], f"{place}: segments"),
-        offload=_offload(written["offload"], f"{place}: offload"),
+        **_read(mesh, degrees | more, place),
+        **_read(data, always | optional, place),
     )
-
-
-def _offload(value: Any, place: str) -> dict[str, float]:
-    """What lies in host memory, and which part of it. Raises `PlanError`."""
-    if not isinstance(value, dict) or not all(is_number(part) for part in value.values()):
-        raise PlanError(
-            f"={shown(value)}",
-            place=place,
-            legal=f"an object of parts from 0 to 1, of {', '.join(OFFLOADS)}",
-        )
-    return {name: float(part) for name, part in value.items()}
 
 
 def _recompute(value: Any, place: str) -> str | dict[str, tuple[str, ...]]:
@@ -338,29 +400,16 @@ def _whole(value: Any, place: str, least: int = 1) -> int:
     return value
 
 
-def _flag(value: Any, place: str) -> bool:
-    if not isinstance(value, bool):
-        raise PlanError(f"={shown(value)}", place=place, legal="true, false")
-    return value
-
-
-def _kind(value: Any, place: str) -> ContextKind:
-    for kind in CONTEXT_KINDS:
-        if kind == value:
-            return kind
-    raise PlanError(f"={shown(value)}", place=place, legal=CONTEXT_KINDS)
-
-
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
         raise PlanError(f"={shown(value)}", place=place, legal=f"a text of up to {MAX_TEXT}")
     return value
 
 
-def _same_keys(data: Mapping[str, Any], expected: set[str], place: str) -> None:
-    missing, unknown = sorted(expected - set(data)), sorted(set(data) - expected)
+def _same_keys(data: Mapping[str, Any], legal: set[str], place: str, optional: set[str]) -> None:
+    missing, unknown = sorted(legal - optional - set(data)), sorted(set(data) - legal)
     if missing or unknown:
         parts = [f"missing {missing}"] * bool(missing) + [f"unknown {unknown}"] * bool(unknown)
         raise PlanError(
-            f"{', '.join(parts):.300}", place=place, legal=f"the keys {', '.join(sorted(expected))}"
+            f"{', '.join(parts):.300}", place=place, legal=f"the keys {', '.join(sorted(legal))}"
         )

@@ -10,14 +10,14 @@ pipeline are u away, on dp s·u.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
 from meshwright.costmodel.schedules import stages_of_devices
-from meshwright.planner.plan.plan import PLACEMENTS, Plan, StagePlan
+from meshwright.planner.decisions import PLACEMENTS
+from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_ranks
 
 
@@ -140,9 +140,3 @@ def _alternating(groups: Sequence[StagePlan]) -> bool:
         == tuple(first + d * together * inner + i for d in range(stage.dp) for i in range(inner))
         for stage, first in zip(groups, firsts, strict=True)
     )
-
-
-def divisors(n: int) -> list[int]:
-    """The legal degrees of `n` >= 1 equal ranks or rows: all its divisors, ascending."""
-    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return small + [n // d for d in reversed(small) if d * d != n]

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.sharding import Meeting
-from meshwright.planner.plan.plan import OFFLOADS, Plan, StagePlan
+from meshwright.planner.decisions import DECISIONS, SHARING
+from meshwright.planner.plan.plan import Plan, StagePlan
 
 GIB = 2**30
 MARGIN_STEPS = 1000  # a memory margin is said to so many parts
@@ -73,18 +74,21 @@ def describe(plan: Plan) -> str:
     groups = len(plan.devices)
     stages = f"pp{groups} × " if groups > 1 else ""
     per_group = len(plan.stages) // groups
-    words = [
-        f"{stages}{mesh}",
+    words = [f"{stages}{mesh}"]
+    if groups > 1:
+        words.append(plan.schedule + f" with {per_group} stages on each" * (per_group > 1))
+    for name, own in DECISIONS.items():
+        if own.acts == "plan" and own.line:
+            words.append(own.line([getattr(plan, name)]))
+    words += [
         f"{_many(plan.num_microbatches, 'micro-batch', 'es')} of "
         f"{_many(plan.microbatch_rows, 'row')}",
+        _zero_words(plan),
+        _recompute_words(plan),
     ]
-    if groups > 1:
-        words.insert(
-            1, plan.schedule + (f" with {per_group} stages on each" if per_group > 1 else "")
-        )
-    if plan.post_validation:
-        words.insert(2, "validated afterwards")
-    words += [_zero_words(plan), _recompute_words(plan), _offload_words(plan)]
+    for name, own in DECISIONS.items():
+        if own.acts == "stage" and own.line and own not in SHARING:
+            words.append(own.line([getattr(stage, name) for stage in plan.stages]))
     return ", ".join(filter(None, words))
 
 
@@ -131,59 +135,43 @@ def megatron_layout(plan: Plan) -> str | None:
 
 def mesh_words(stage: StagePlan) -> str:
     """dp4×tp2; dp2×cp4(ring)×tp2, and ep where it is used."""
-    words = [f"dp{stage.dp}", f"ep{stage.ep}" if stage.ep > 1 else "", f"tp{stage.tp}"]
-    if stage.cp > 1:
-        words.insert(1, f"cp{stage.cp}({stage.cp_kind})")
-    return "×".join(filter(None, words))
+    words = []
+    for axis in ("dp", "cp", "ep", "tp"):
+        if DECISIONS[axis].always or getattr(stage, axis) > 1:
+            beside = [getattr(stage, n) for n, own in DECISIONS.items() if own.beside == axis]
+            words.append(f"{axis}{getattr(stage, axis)}" + "".join(f"({kind})" for kind in beside))
+    return "×".join(words)
 
 
 def _zero_words(plan: Plan) -> str:
     """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-3 (secondary shards among 8), ZeRO-1 on some stages;
     nothing where there is none."""
-    choices = dict.fromkeys((s.zero, s.dp_shard, s.hpz, s.quantized) for s in plan.stages)
-    stages = [choice for choice in choices if choice[0]]
-    within = {shard for _, shard, _, _ in stages if shard}
-    secondary = {hpz for _, _, hpz, _ in stages if hpz}
-    sent = {quantized for *_, quantized in stages} - {"none"}
-    text = "/".join(f"{z}" for z in sorted({z for z, *_ in stages}))
-    text = f"ZeRO-{text}" + (f" within {max(within)} ranks" if within else "")
-    text += f" (secondary shards among {max(secondary)})" if secondary else ""
-    both = "weights and gradients" if "both" in sent or len(sent) > 1 else "".join(sent)
-    text += f" with quantised {both}" if sent else ""
-    return (text + (" on some stages" if len(choices) > len(stages) else "")) if stages else ""
+    stages = [stage for stage in plan.stages if stage.zero]
+    lines = ((own.line, [getattr(stage, own.name) for stage in stages]) for own in SHARING)
+    text = "".join(line(values) for line, values in lines if line and values)
+    return text + " on some stages" * (0 < len(stages) < len(plan.stages))
 
 
 def _recompute_words(plan: Plan) -> str:
     """full recompute, selective/full recompute of some blocks; nothing where there is none."""
     policies = {policy for stage in plan.stages for policy in stage.policies}
     used = [policy for policy in RECOMPUTE if policy in policies - {"none"}]
-    sizes = sorted({stage.segments for stage in plan.stages if stage.segments > 1})
     words = "/".join(used) + " recompute" + (" of some blocks" if "none" in policies else "")
-    found = [words] * bool(used) + [f"segments of {'/'.join(map(str, sizes))} blocks"] * bool(sizes)
-    return ", ".join(found)
+    return words if used else ""
 
 
-_OFFLOADED = {
-    "optimizer": "{} optimizer states",
-    "weights": "{} weights",
-    "activations": "activations of {} blocks",
-}
-
-
-def _offload_words(plan: Plan) -> str:
-    """62 % of the optimizer states and activations of 50 % of the blocks in host memory, 10 % of
-    the states in files on flash instead, of the stage with the most; nothing where there is
-    none."""
-    most = {name: max(s.offload.get(name, 0.0) for s in plan.stages) for name in OFFLOADS}
-    files = most.pop("nvme")
-    said = [_OFFLOADED[name].format(offload_part(part)) for name, part in most.items() if part]
-    text = f"{' and '.join(said)} in host memory" if said else ""
-    return text + (f", {offload_part(files)} states in files on flash instead" if files else "")
-
-
-def offload_part(part: float) -> str:
-    """all, or 62 % of the."""
-    return "all" if part >= 1 else f"{part:.0%} of the"
+def decision_words(stage: StagePlan, policy: str = "") -> dict[str, str]:
+    """What is decided of a stage, or of a block of it with a recompute `policy`, in the columns of
+    a report: mesh "dp4×tp2", ZeRO "3 within 8, hpZ 4", recompute "6 full 2 none, in 4s"."""
+    found = {"mesh": mesh_words(stage)}
+    for name, own in DECISIONS.items():
+        if own.acts == "block":
+            found[own.column] = policy or policy_counts(stage.policies)
+        elif own.written == "stage" or own in SHARING:
+            value = getattr(stage, name)
+            if own.always or value != own.off:
+                found[own.column or name] = found.get(own.column or name, "") + own.cell(value)
+    return found
 
 
 def _many(count: int, thing: str, ending: str = "s") -> str:
@@ -194,12 +182,6 @@ def policy_counts(policies: Sequence[str]) -> str:
     """The policies of blocks: full, or 6 full 2 none."""
     counts = Counter(policies)
     return policies[0] if len(counts) == 1 else " ".join(f"{n} {p}" for p, n in counts.items())
-
-
-def recompute_words(stage: StagePlan) -> str:
-    """What a stage's backward runs again: 6 full 2 none, in 4s."""
-    counts = policy_counts(stage.policies)
-    return counts if stage.segments == 1 else f"{counts}, in {stage.segments}s"
 
 
 def meeting_words(meetings: Sequence[Meeting]) -> str:

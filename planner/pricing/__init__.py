@@ -16,7 +16,6 @@ from meshwright.planner.pricing.stage_costs import (
     Entered,
     StageBlocks,
     StageCoster,
-    mesh_of,
     stage_blocks,
     stage_setting,
 )
@@ -25,6 +24,6 @@ from meshwright.planner.pricing.terms import priced_terms, terms_of
 __all__ = [
     "KINDS_OF_BYTES", "Entered", "Evaluation", "Evaluator", "Ledger", "Prediction", "PricedStage",
     "RehearsedMemory", "StageBlocks", "StageCoster", "Traffic", "Work", "bytes_beside_tensors",
-    "evaluate", "mesh_of", "price_blocks", "price_stages", "priced_terms", "stage_blocks",
-    "stage_setting", "terms_of",
+    "evaluate", "price_blocks", "price_stages", "priced_terms", "stage_blocks", "stage_setting",
+    "terms_of",
 ]  # fmt: skip

@@ -18,7 +18,6 @@ from meshwright.costmodel.memory import (
     undo_bytes,
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
-from meshwright.costmodel.quantized import buffer_bytes
 from meshwright.costmodel.schedules import SCHEDULES, Action
 from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import (
@@ -27,7 +26,6 @@ from meshwright.costmodel.stages import (
     StageBytes,
     Walked,
     communicator_bytes,
-    secondary_bytes,
     walked,
 )
 from meshwright.planner.plan import (
@@ -36,7 +34,6 @@ from meshwright.planner.plan import (
     crossings,
     offloaded_parameters,
     offloaded_weights,
-    passes_of,
 )
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.segments import in_segments
@@ -60,7 +57,7 @@ def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]
     ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
     sent = {edge: values for edge, values in edges.items() if ranks[edge[0]] != ranks[edge[1]]}
     held: set[tuple[tuple[int, ...], str]] = set()
-    each, split = passes_of(plan), SCHEDULES[plan.schedule].splits_backward
+    each, split = plan.passes, SCHEDULES[plan.schedule].splits_backward
     return [
         walked(_stage(plan, k, own, sent, held), each, split=split) for k, own in enumerate(stages)
     ]
@@ -168,7 +165,7 @@ def _fixed_bytes(
     here = max((away[a] + away[b] for a, b in pairwise([*there, -1])), default=0.0)
     weights = DTYPE_BYTES[setting.precision] * (here - sum(away.values()))
     again = sum(p.numel for group in (trained, others) for p in group if p.shards > 1)
-    weights += secondary_bytes(setting) * again + sum(p.nbytes for p in others)
+    weights += setting.secondary_bytes * again + sum(p.nbytes for p in others)
     zero, optimizer = setting.sharing.zero, setting.optimizer
     states = setting.validated * sum(
         undo_bytes(p.numel, p.shards, zero=zero, optimizer=optimizer) for p in trained
@@ -248,16 +245,13 @@ def _gathered(
                 numels[p.block] += p.numel
     before = [0.0, *numels[:-1]]
     behind = [*accumulate(reversed(numels), initial=always)][:0:-1]
-    weight_bytes, secondary = DTYPE_BYTES[setting.precision], secondary_bytes(setting)
+    weight_bytes, secondary = DTYPE_BYTES[setting.precision], setting.secondary_bytes
     return [
         (
-            (
-                weight_bytes * (always + 2 * a) + buffer_bytes(a, setting.sharing.quantized),
-                weight_bytes * b,
-            ),
+            (weight_bytes * (always + 2 * a) + setting.sharing.buffer_bytes(a), weight_bytes * b),
             weight_bytes * (always + a + b)
             - secondary * again
-            + buffer_bytes(max(a, b), setting.sharing.quantized),
+            + setting.sharing.buffer_bytes(max(a, b)),
         )
         for a, b, again in zip(numels, before, behind, strict=True)
     ]

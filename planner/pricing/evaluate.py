@@ -197,14 +197,14 @@ def evaluate(
 def check_host(plan: Plan, cluster: Cluster) -> None:
     """Raise `PlanError` where something is to lie in a host's memory of which nothing is known."""
     for k, stage in enumerate(plan.stages):
-        if any(stage.offload.values()) and cluster.host is None:
+        if stage.host and cluster.host is None:
             raise PlanError(
                 f"cluster {cluster.name!r} says nothing of its hosts' memory",
                 place=f"plan: stage {k}: offload",
                 legal="a cluster with a host",
                 way_out="give it one, in TOML as [host], or drop it from the plan",
             )
-        if stage.offload.get("nvme") and not (cluster.host and cluster.host.has_flash):
+        if stage.host.files and not (cluster.host and cluster.host.has_flash):
             raise PlanError(
                 f"cluster {cluster.name!r} says nothing of its hosts' flash",
                 place=f"plan: stage {k}: offload",
@@ -389,7 +389,7 @@ def transfer(
     ends = [plan.stages[k] for k in edge]
     rows = plan.microbatch_rows * (_busiest(*ends) + _busiest(*reversed(ends))) / 2
     cp = min(stage.cp for stage in ends)
-    rank = Mesh(dp=1, tp=1, cp=cp, cp_kind=ends[0].cp_kind if cp > 1 else None)
+    rank = Mesh(dp=1, tp=1, cp=cp).of_kind(ends[0].cp_kind)
     setting = coster.setting(rank, Batch(rows=rows))
     pricer, sizes = coster.pricer(setting), [len(stage.ranks) for stage in ends]
     # what has no rows goes whole to every rank, from as many as there are

@@ -14,7 +14,6 @@ from meshwright.costmodel.blocks import priced_steps
 from meshwright.costmodel.operators import FORWARD_S, PASS_COLUMNS, Axis, Entry, Problem
 from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import Beside, Passes, host_bandwidth, stage_passes
-from meshwright.planner.plan import passes_of
 from meshwright.planner.pricing.evaluate import Evaluation, simulated
 from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.segments import spans_of
@@ -227,7 +226,7 @@ class Ledger:
             members = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
             lines = [line for k in members for line in self.stages[k]]
             messages = sum(
-                passes_of(plan) * entry.sent_bytes
+                plan.passes * entry.sent_bytes
                 for edge, entry in self.evaluation.transfers.items()
                 for end in edge
                 if end in members
@@ -260,7 +259,7 @@ class Ledger:
         return sorted(rows, key=lambda row: row.stage)
 
     def _messages(self, problem: Problem) -> Iterator[tuple[int, Line]]:
-        evaluation, m = self.evaluation, passes_of(self.evaluation.plan)
+        evaluation, m = self.evaluation, self.evaluation.plan.passes
         sent = {edge: entry for edge, entry in evaluation.transfers.items() if entry.seconds}
         if not sent:
             return

@@ -49,7 +49,7 @@ def priced_stage(
         stored.update(each.shared)
     sent, repeated = sent_of(own), stage_recompute(own)
     # where steps are followed, the walk over the blocks says what a backward holds
-    if stage.segments == 1 and not setting.target.gradients_come:
+    if not stage.segmented and not setting.target.gradients_come:
         decided = rows.with_policies(stage.policies).joined()
         repeated = replace(repeated, excess=decided.excess[:, 0])  # the same under all of them
     return PricedStage(

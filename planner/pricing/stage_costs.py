@@ -64,16 +64,7 @@ from meshwright.costmodel.sharding import (
 )
 from meshwright.costmodel.stages import Floats, Sums, block_sums
 from meshwright.planner.blocks import activations_at_cuts
-from meshwright.planner.plan import (
-    OFFLOADS,
-    Plan,
-    StagePlan,
-    expert_weights,
-    fingerprint,
-    passes_of,
-    spread_of,
-    ulysses_degrees,
-)
+from meshwright.planner.plan import Plan, StagePlan, expert_weights, fingerprint, ulysses_degrees
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
@@ -200,9 +191,9 @@ class StageCoster:
         *,
         validated: bool = False,
     ) -> Setting:
-        """A stage of this problem; where `cp_kind` is open, it is the cheapest."""
-        if mesh.cp > 1 and mesh.cp_kind is None:
-            mesh = replace(mesh, cp_kind=self._cheapest_kind(mesh, batch))
+        """A stage of this problem; where the kind of attention is open, it is the cheapest."""
+        if mesh.is_open:
+            mesh = mesh.of_kind(self._cheapest_kind(mesh, batch))
         own = Setting(
             problem=self.problem,
             mesh=mesh,
@@ -226,7 +217,7 @@ class StageCoster:
     def _attention_s(self, setting: Setting, kind: ContextKind) -> float:
         """Seconds of the graph's attention by a kind of context parallelism."""
         graph, table = self.graph, self.problem.factors
-        own = replace(setting, mesh=replace(setting.mesh, cp_kind=kind))
+        own = replace(setting, mesh=setting.mesh.of_kind(kind))
         sizes = LocalSizes(graph=graph, table=table, setting=own, context=self._context(own))
         found = [op for op in graph.ops if traits_of(op).kernel == "attention"]
         distinct = {tuple(graph.values[v].shape for v in op.operands): op for op in found}
@@ -245,7 +236,7 @@ class StageCoster:
         table, contexts = self.problem.factors, self._known.contexts
         if setting.mesh.cp == 1 or table.sequence is None:
             return None
-        key = setting.mesh.cp, setting.mesh.cp_kind
+        key = setting.mesh.cp, setting.mesh.kind
         if key not in contexts:
             contexts[key] = context_layout(self.graph, table, setting.mesh.cp, setting.mesh.kind)
         return contexts[key]
@@ -411,32 +402,8 @@ class StageCoster:
 
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
     """The mesh of stage k of a plan, with its rows, ZeRO and micro-batches."""
-    stage = plan.stages[k]
-    states, weights, activations, files = (stage.offload.get(name, 0.0) for name in OFFLOADS)
-    return coster.setting(
-        mesh_of(stage),
-        Batch(rows=plan.microbatch_rows / stage.dp, microbatches=passes_of(plan)),
-        Sharing(
-            zero=stage.zero,
-            dp_shard=stage.dp_shard or 0,
-            hpz=stage.hpz or 0,
-            quantized=stage.quantized,
-        ),
-        HostParts(states=states, weights=weights, activations=activations, files=files),
-        validated=plan.post_validation,
-    )
-
-
-def mesh_of(stage: StagePlan) -> Mesh:
-    """The mesh of a stage."""
-    return Mesh(
-        dp=stage.dp,
-        tp=stage.tp,
-        cp=stage.cp,
-        ep=stage.ep,
-        spread=spread_of(stage),
-        cp_kind=stage.cp_kind if stage.cp > 1 else None,
-    )
+    mesh, batch, sharing, host, validated = plan.parts(k)
+    return coster.setting(mesh, batch, sharing, host, validated=validated)
 
 
 def stage_blocks(

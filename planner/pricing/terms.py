@@ -16,7 +16,7 @@ from meshwright.costmodel.blocks import Repeats, priced_steps
 from meshwright.costmodel.operators import COMPUTING, Cost, Entry, Problem, total
 from meshwright.costmodel.sharding import Move, Placement, Run
 from meshwright.costmodel.stages import StageCosts, of_one, stage_costs
-from meshwright.planner.plan import Plan, passes_of
+from meshwright.planner.plan import Plan
 from meshwright.planner.pricing.away import sent_of
 from meshwright.planner.pricing.copies import with_exchanges
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator, simulated
@@ -59,7 +59,7 @@ def terms_of(evaluation: Evaluation) -> dict[str, float]:
 
 
 def _terms(plan: Plan, stages: Sequence[StageCosts[float]], step_s: float) -> dict[str, float]:
-    m, groups = passes_of(plan), len(plan.devices)
+    m, groups = plan.passes, len(plan.devices)
 
     def total_of(name: str) -> float:
         return float(sum(getattr(stage, name) for stage in stages))

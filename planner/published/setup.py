@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.operators import Mesh, Sharing
 from meshwright.costmodel.sharding import RING
-from meshwright.planner.plan import Plan, StagePlan, fingerprint, recompute_of
+from meshwright.planner.plan import Plan, fingerprint, recompute_of, stage_on
 from meshwright.planner.plan.shardings import resolve_block
 from meshwright.planner.published.frameworks import Framework, Unpriced
 from meshwright.planner.published.models import TransformerDims
@@ -56,21 +57,16 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
     head = head_in_layers(setup.dims) if setup.framework.balances_stages else 0.0
     cuts = _cuts(names, setup.dims.layers, stages, head)
     shardings, block_of = _shardings(setup), {block.name: block for block in graph.blocks}
-    plans = []
+    plans, sharing = [], Sharing(zero=setup.zero)
+    experts = setup.ep if setup.dims.experts else 1
+    mesh = Mesh(dp=setup.dp, tp=setup.tp, cp=setup.cp, ep=experts)
     for k in range(stages):
         blocks = tuple(names[cuts[k] : cuts[k + 1]])
         first = (k % setup.pp) * size
         named = {p for b in blocks for p in resolve_block(graph, block_of[b], shardings, "plan")[1]}
         plans.append(
-            StagePlan(
-                blocks=blocks,
-                ranks=tuple(range(first, first + size)),
-                dp=setup.dp,
-                cp=setup.cp,
-                cp_kind=RING,
-                ep=setup.ep if setup.dims.experts else 1,
-                tp=setup.tp,
-                zero=setup.zero,
+            replace(
+                stage_on(mesh.of_kind(RING), blocks, tuple(range(first, first + size)), sharing),
                 recompute=of_layers(setup.recompute, blocks, setup.recompute_part),
                 shardings={p: shardings[p] for p in shardings if p in named},
             )

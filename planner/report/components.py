@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.planner.plan import passes_of, seconds
+from meshwright.planner.plan import seconds
 from meshwright.planner.pricing import Evaluation
 
 SHOWN = 1e-6  # part of a step from which on a difference is one
@@ -49,7 +49,7 @@ class Components:
 def device_groups(evaluation: Evaluation) -> list[Components]:
     """Components of each device group, which may run several stages; it waits in the rest of the
     step."""
-    plan, m, found = evaluation.plan, passes_of(evaluation.plan), []
+    plan, m, found = evaluation.plan, evaluation.plan.passes, []
     for ranks in plan.devices:
         pairs = zip(evaluation.stages, plan.stages, strict=True)
         group = [costs for costs, stage in pairs if stage.ranks == ranks]

@@ -12,16 +12,17 @@ from meshwright.costmodel.operators import Problem, op_flops
 from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import data_layout, row_use
 from meshwright.costmodel.target import Target
+from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan import (
     Plan,
     compress_names,
     compress_ranks,
+    decision_words,
     describe,
     divisors,
     meeting_words,
     megatron_layout,
     mesh_words,
-    recompute_words,
     seconds,
     shared_apart,
     sized,
@@ -163,12 +164,10 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
         {
             "blocks": compress_names(stage.blocks),
             "ranks": compress_ranks(stage.ranks),
-            **{axis: getattr(stage, axis) for axis in ("dp", "cp", "ep", "tp")},
+            **{n: getattr(stage, n) for n, own in DECISIONS.items() if hasattr(stage, n)},
+            "recompute": decision_words(stage)["recompute"],
             "mesh": mesh_words(stage),
-            **{name: getattr(stage, name) for name in ("dp_shard", "hpz", "quantized", "zero")},
-            "recompute": recompute_words(stage),
-            "segments": stage.segments,
-            "offload": dict(stage.offload),
+            "decided": decision_words(stage),
             "host_bytes": float(costs.in_host_bytes(in_flight)),
             "flash_bytes": float(costs.flash_bytes),
             "forward_s": float(costs.forward_s),
@@ -234,7 +233,7 @@ def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:
     own, other = optimizer_named(stepped), optimizer_named(faster)
     stages, there = evaluation.plan.stages, problem.cluster.device.kind == "cuda"
     there &= evaluation.target.gradients_come
-    if there and all(stage.offload.get("optimizer") == 1 for stage in stages):
+    if there and all(stage.host.states == 1 for stage in stages):
         return [
             f"{stepped} makes {own.temporary} bytes a parameter beside its states in a step, where "
             f"these lie on a device; more may fit with fused=True (planned as {faster!r})"
@@ -244,7 +243,7 @@ def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:
         own.temporary
         * costs.parameters
         / (stage.shards if stage.zero else 1)
-        * (1 - stage.offload.get("optimizer", 0.0))
+        * (1 - stage.host.states)
         for stage, costs in zip(stages, evaluation.stages, strict=True)
     )
     binds = there and any(peak.action is None for peak in evaluation.prediction.peaks)
@@ -312,7 +311,7 @@ def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
             "the whole micro-batch is gathered on every data-parallel rank for "
             f"{_several(layout.gathered)}"
         )
-    if evaluation.plan.post_validation and (apart := shared_apart(evaluation.plan, graph)):
+    if evaluation.priced[0].setting.validated and (apart := shared_apart(evaluation.plan, graph)):
         notes.append(
             f"stages on different ranks share {_several(apart)}: its gradients meet before the "
             "optimizer's step, so that validating it afterwards gains nothing"

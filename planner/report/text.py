@@ -206,16 +206,14 @@ def _shown_stages(stages: Sequence[Row]) -> list[int]:
 
 
 def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
-    host = any(stage["offload"] for stage in report.stages)
+    host = any(stage["host_bytes"] for stage in report.stages)
     files = any(stage["flash_bytes"] for stage in report.stages)
+    columns = dict.fromkeys(name for stage in report.stages for name in stage["decided"])
     rows: list[dict[str, str]] = []
     for k in shown:
         s = report.stages[k]
-        within = f" within {s['dp_shard']}" if s["dp_shard"] else ""
-        within += f", hpZ {s['hpz']}" if s["hpz"] else ""
-        within += f", quantised {s['quantized']}" if s["quantized"] != "none" else ""
         row = {"stage": str(k), "blocks": ", ".join(s["blocks"]), "ranks": s["ranks"]}
-        row |= {"mesh": s["mesh"], "zero": f"{s['zero']}{within}", "recompute": s["recompute"]}
+        row |= {name: s["decided"].get(name, "") for name in columns}
         row |= {"forward": seconds(s["forward_s"]), "backward": seconds(s["backward_s"])}
         row |= {"comm": seconds(s["communication_s"]), "memory": sized(s["memory_bytes"])}
         row |= {"host memory": sized(s["host_bytes"])} if host else {}

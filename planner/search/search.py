@@ -26,7 +26,6 @@ from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan, check_plan
-from meshwright.planner.pricing import mesh_of
 from meshwright.planner.search.explore import OVERSHOOT, Effort, Explorer, Queue
 from meshwright.planner.search.failure import LATE_MESHES, failure
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
@@ -154,7 +153,7 @@ class Search(Drafter):
     def equal_bound_s(self, result: SearchResult) -> float:
         """No plan with equal stages takes less, but for the chosen one: a closer bound than that of
         the result, which takes seconds to find."""
-        if result.best.plan.post_validation:  # its devices don't begin together
+        if result.best.evaluation.priced[0].setting.validated:  # its devices don't begin together
             return result.bound_s
         found_s = min([result.best.step_time_s, *(d.step_time_s for d in result.drafts if d.fits)])
         bounds = Bounds(space=self.space, equal=self.equal)
@@ -309,7 +308,7 @@ class Search(Drafter):
                 continue
             plan = best.plan
             batch = Batch(rows=plan.microbatch_rows / stage.dp, microbatches=plan.num_microbatches)
-            mesh = replace(mesh_of(stage), spread=1)
+            mesh = replace(stage.mesh, spread=1)
             chain = self.programs.chain(self.programs.coster.setting(mesh, batch))
             classes: set[str] = set()
             for block, table in zip(graph.blocks, chain.tables, strict=True):

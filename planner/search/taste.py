@@ -24,14 +24,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
 from meshwright.costmodel.operators import Mesh, Sharing
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.drafts import Candidate, Combination, PlanDraft, Waiting
-from meshwright.planner.plan import Plan, StagePlan, spread_of
+from meshwright.planner.plan import Plan, StagePlan
 from meshwright.planner.pricing import StageCoster, price_stages
 from meshwright.profiles.cluster import Cluster
 
@@ -46,7 +46,7 @@ class Looks:
     """What is complicated about a plan: `axes` in use besides the data axis; different `meshes` and
     `policies` of recompute; blocks by which stages are `uneven`, beyond one; the `schedule`, its
     device `groups` and stages on `each`; how ZeRO divides, on ranks that are `spread`; kinds of
-    parts in host memory (`away`); blocks in `segments`; the part of a device that is `filled`.
+    parts in host memory (`away`); blocks in segments; the part of a device that is `filled`.
     Before stages are cut, the least that may be."""
 
     axes: int
@@ -58,7 +58,7 @@ class Looks:
     sharing: Sharing
     spread: int = 1
     away: int = 0
-    segments: int = 1
+    segmented: bool = False
     meshes: int = 1
     policies: int = 1
     uneven: int = 0
@@ -75,9 +75,7 @@ class Looks:
 
 
 def _parted(own: Looks) -> int:
-    sharing = own.sharing
-    parts = sharing.dp_shard > 0, sharing.hpz > 0, sharing.quantized != "none", own.spread > 1
-    return sum(parts)
+    return own.sharing.extras + (own.spread > 1)
 
 
 # the part of a tie that each costs, what is said of the simpler plan, and how many a plan has;
@@ -100,7 +98,7 @@ COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
     (0.07, "divides less by ZeRO", lambda own: (0, 2, 2.5, 3)[own.sharing.zero]),
     (0.07, "has fewer kinds of parts in host memory", lambda own: max(0, own.away - 1)),
     (0.07, "has fewer different recompute policies", lambda own: own.policies - 1),
-    (0.07, "runs its blocks again one by one", lambda own: own.segments > 1),
+    (0.07, "runs its blocks again one by one", lambda own: own.segmented),
     (0.03, "fills less of a device's memory", lambda own: own.filled),
     (0.03, "has a smaller tensor-parallel degree", lambda own: math.log2(own.tp)),
     (0.03, "has fewer virtual stages", lambda own: math.log2(own.each)),
@@ -120,15 +118,10 @@ def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
         each=len(stages) // groups,
         schedule=plan.schedule,
         num_microbatches=plan.num_microbatches,
-        sharing=Sharing(
-            zero=max(stage.zero for stage in stages),
-            dp_shard=first.dp_shard or 0,
-            hpz=first.hpz or 0,
-            quantized=first.quantized,
-        ),
-        spread=spread_of(first),
-        away=len({name for stage in stages for name, part in stage.offload.items() if part}),
-        segments=max(stage.segments for stage in stages),
+        sharing=replace(first.sharing, zero=max(stage.zero for stage in stages)),
+        spread=first.spread,
+        away=len({kind for stage in stages for kind in stage.host.kinds}),
+        segmented=any(stage.segmented for stage in stages),
         meshes=len({mesh_of(stage) for stage in stages}),
         policies=len({policy for stage in stages for policy in stage.policies}),
         uneven=max(0, max(blocks) - min(blocks) - 1),
@@ -150,7 +143,7 @@ def looks_ahead(one: Combination | Waiting) -> Looks:
                 num_microbatches=one.num_microbatches,
                 sharing=setup.sharing,
                 spread=setup.mesh.spread,
-                away=len(setup.offload),
+                away=len(setup.setting.host.kinds),
             )
             for schedule, each in one.offered
         ),
@@ -169,7 +162,7 @@ def why_simpler(ours: Looks, theirs: Looks) -> str:
 def mesh_of(stage: StagePlan) -> tuple[Any, ...]:
     """The degrees of a stage and how ZeRO divides on it."""
     degrees = stage.dp, stage.cp, stage.tp, stage.ep
-    return *degrees, stage.zero, stage.dp_shard or 0, stage.hpz or 0, stage.quantized
+    return *degrees, *stage.order
 
 
 def axes_of(meshes: Sequence[Mesh] | Sequence[StagePlan], groups: int) -> int:
@@ -248,7 +241,7 @@ def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
     more = [
         step_s(compute=computing),
         step_s(communication=COMMUNICATION_ERROR, data=across),
-        *[step_s(host=HOST_ERROR)] * any(stage.offload for stage in plan.stages),
+        *[step_s(host=HOST_ERROR)] * any(stage.host for stage in plan.stages),
     ]
     return own + QUANTILE * math.hypot(*(seconds - own for seconds in more))
 

@@ -22,7 +22,7 @@ def if_validated_pays(search: Search, found: SearchResult) -> SearchResult:
     free = search.restrictions.post_validation is None and ALLOWED in problem.allow
     if not free or not problem.target.gradients_come or len(plan.devices) == 1 or len(alike) > 1:
         return found
-    if any(s.offload for s in plan.stages) or search.programs.time.over():
+    if any(s.host for s in plan.stages) or search.programs.time.over():
         return found
     there = search.like(overrides=dataclasses.replace(search.overrides, post_validation=True))
     other = there.on_meshes_of(plan)

@@ -143,11 +143,11 @@ def recompute_levels(
         hull = lower_hull(np.column_stack([*options]))
         levels = [(policy, part) for part in (0.0, sends)[: len(ways)] for policy in each]
         kept, costs = [levels[k] for k in hull], [of_rows(rows[:, k]) for k in hull]
-    segments = [policy for policy in policies if policy not in each]
+    grouped = [policy for policy in policies if policy not in each]
     return RecomputeLevels(
-        policies=(*(policy for policy, _ in kept), *segments),
-        sent=(*(part for _, part in kept), *[0.0] * len(segments)),
-        costs=(*costs, *(stage_costs(sums, setting, policy) for policy in segments)),
+        policies=(*(policy for policy, _ in kept), *grouped),
+        sent=(*(part for _, part in kept), *[0.0] * len(grouped)),
+        costs=(*costs, *(stage_costs(sums, setting, policy) for policy in grouped)),
         blocks=np.maximum(blocks, 1),
     )
 

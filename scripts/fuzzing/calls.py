@@ -15,7 +15,8 @@ from typing import Any
 from meshwright.api import auto_parallelize
 from meshwright.cli import perform
 from meshwright.plan_search import search_plan
-from meshwright.planner.overrides import BY_BLOCK, FORBIDDABLE, Overrides, check_overrides, restrict
+from meshwright.planner.decisions import BY_BLOCK, FORBIDDABLE
+from meshwright.planner.overrides import Overrides, check_overrides, restrict
 from meshwright.profiles.inputs import shown
 from scripts.fuzzing import ground
 from scripts.fuzzing.mutations import json_case, toml_text, value

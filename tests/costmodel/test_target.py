@@ -17,7 +17,7 @@ from meshwright.costmodel.intervals import (
 )
 from meshwright.costmodel.target import ALONE_BYTES, BUCKET_BYTES, Target
 from meshwright.costmodel.targets import COMPILED, EAGER, TARGETS, target_named
-from meshwright.planner.overrides.values import FORBIDDABLE
+from meshwright.planner.decisions import FORBIDDABLE
 from meshwright.profiles.hardware.catalog_reader import catalog_names
 
 

@@ -14,7 +14,7 @@ from meshwright import Overrides, Plan
 from meshwright.cli import main
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.executor.rehearsal import Mismatch, Rehearsal, rehearse
-from meshwright.planner.overrides.values import FORBIDDABLE
+from meshwright.planner.decisions import FORBIDDABLE
 from meshwright.planner.plan.words import describe
 from meshwright.shell.override_flags import add_arguments, overrides_of
 from tests.helpers.tiers import second_tier

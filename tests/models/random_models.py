@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding.layouts import BlockLayouts
+from meshwright.planner.decisions import divisors
 from meshwright.planner.plan.check import check_plan, check_runs
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of
-from meshwright.planner.plan.ranks import divisors
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.models.architectures import token_loss
 from tests.models.models import Case, Traced, sgd, uneven

@@ -21,7 +21,8 @@ from meshwright.costmodel.kernels.moe_costs import exchange_seconds, reached_par
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.quantized import buffer_bytes, wire_bytes
+from meshwright.costmodel.operators.setting import Sharing
+from meshwright.costmodel.quantized import wire_bytes
 from meshwright.costmodel.sharding.layouts import BlockLayouts
 from meshwright.costmodel.sharding.moves import moves
 from meshwright.costmodel.sharding.strategies import RP, P, Placement, R
@@ -148,7 +149,7 @@ def test_what_other_kernels_move_and_blocks_of_few_bits() -> None:
     # 256 elements and their scale: of 8 bits 260 bytes, of 4 bits 132
     assert (wire_bytes(256, 8), wire_bytes(256, 4)) == (256 + 4, 128 + 4)
     beside = {"none": 0, "weights": 260 + 128, "gradients": 2 * 132 + 128, "both": 2 * 132 + 128}
-    assert {name: buffer_bytes(256.0, name) for name in beside} == beside
+    assert {name: Sharing(quantized=name).buffer_bytes(256.0) for name in beside} == beside
 
 
 def test_model_flops_count_products_forward_once_and_backward_twice() -> None:

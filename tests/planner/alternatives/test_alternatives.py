@@ -12,8 +12,7 @@ from meshwright.planner.alternatives import answers as module
 from meshwright.planner.alternatives.alternatives import RUNS_HERE, Alternative, families, runs_here
 from meshwright.planner.alternatives.answers import CUT_SHORT, Answers
 from meshwright.planner.alternatives.explain import alternative_row
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.words import seconds
 from meshwright.planner.report import Document, sensitivity_parts

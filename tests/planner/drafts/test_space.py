@@ -14,7 +14,7 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costmodel.operators import Mesh
+from meshwright.costmodel.operators import Mesh, Sharing
 from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
 from meshwright.planner.drafts.candidates import place_stages, spread_ranks
 from meshwright.planner.drafts.space import (
@@ -182,7 +182,7 @@ def test_what_is_asked_of_one_block_leaves_the_others_free() -> None:
     first = space().graph.blocks[0].name
     assert {mesh.cp for mesh in space(cp={first: 2}).meshes(4, 1)} == {1, 2}
     whole = Mesh(dp=2, tp=2)
-    assert space(dp_shard={first: 4}, zero=3).zeros(whole) == [(3, 0)]
+    assert space(dp_shard={first: 4}, zero=3).zeros(whole) == [Sharing(zero=3)]
 
 
 def test_the_tensor_axis_leaves_its_node_only_where_asked() -> None:
@@ -242,13 +242,13 @@ def test_zero_divides_among_all_ranks_or_those_of_a_node(nodes: int, node: int) 
             found, ranks = here.zeros(mesh), mesh.dp * mesh.cp
             assert len(set(found)) == len(found)
             if ranks == 1:
-                assert found == [(0, 0)]
+                assert found == [Sharing()]
                 continue
-            assert {z for z, shard in found if not shard} >= {0, 2, 3}
-            for zero, shard in found:
-                assert 0 <= zero <= 3
-                if shard:
-                    assert zero > 0
+            assert {one.zero for one in found if not one.dp_shard} >= {0, 2, 3}
+            for one in found:
+                assert 0 <= one.zero <= 3
+                if shard := one.dp_shard:
+                    assert one.zero > 0
                     assert ranks % shard == 0 and 1 < shard < ranks
                     assert shard * mesh.tp == node
 
@@ -256,24 +256,25 @@ def test_zero_divides_among_all_ranks_or_those_of_a_node(nodes: int, node: int) 
 def test_zero_one_divides_whole_matrices_only() -> None:
     """A dim each for the ranks and for the tensor axis, or one for both; 48 x 48 here."""
     here = space(1, 12)
-    zeros = {mesh: {z for z, _ in here.zeros(mesh)} for mesh in here.meshes(12, 1)}
+    zeros = {mesh: {one.zero for one in here.zeros(mesh)} for mesh in here.meshes(12, 1)}
     assert 1 in zeros[Mesh(dp=12, tp=1)]
     assert 1 in zeros[Mesh(dp=2, tp=6)]
     five = space(1, 5, batch=5)
-    assert {z for z, _ in five.zeros(Mesh(dp=5, tp=1))} == {0, 2, 3}
+    assert {one.zero for one in five.zeros(Mesh(dp=5, tp=1))} == {0, 2, 3}
 
 
 def test_zero_may_be_given_or_forbidden() -> None:
     mesh = Mesh(dp=4, tp=1)
-    assert space(zero=2).zeros(mesh) == [(2, 0)]
+    assert space(zero=2).zeros(mesh) == [Sharing(zero=2)]
     late = space(post_validation=True, allow=["post_validation"]).zeros(mesh)
-    assert late == [x for x in space().zeros(mesh) if x[0] < 3] and (3, 0) in space().zeros(mesh)
-    assert space(forbid=["zero"]).zeros(mesh) == [(0, 0)]
-    assert space(forbid=["zero-1", "zero-3"]).zeros(mesh) == [(0, 0), (2, 0)]
+    free = space().zeros(mesh)
+    assert late == [one for one in free if one.zero < 3] and Sharing(zero=3) in free
+    assert space(forbid=["zero"]).zeros(mesh) == [Sharing()]
+    assert space(forbid=["zero-1", "zero-3"]).zeros(mesh) == [Sharing(), Sharing(zero=2)]
     far = Mesh(dp=8, tp=1)
-    assert {s for _, s in space(2, 4).zeros(far)} == {0, 4}
-    assert {s for _, s in space(2, 4, forbid=["dp_shard"]).zeros(far)} == {0}
-    assert {s for z, s in space(2, 4, dp_shard=2).zeros(far) if z} == {2}
+    assert {one.dp_shard for one in space(2, 4).zeros(far)} == {None, 4}
+    assert {one.dp_shard for one in space(2, 4, forbid=["dp_shard"]).zeros(far)} == {None}
+    assert {one.dp_shard for one in space(2, 4, dp_shard=2).zeros(far) if one.zero} == {2}
 
 
 # --- ranks of stages on their nodes --------------------------------------------------------------
@@ -333,16 +334,18 @@ def test_a_pipeline_inside_the_nodes_uses_every_rank_once(nodes: int, node: int)
 
 def test_secondary_shards_lie_in_a_node_of_several() -> None:
     far = Mesh(dp=8, tp=1)
-    assert secondaries(space(2, 4), far, 3, 0) == [0, 4]
-    assert secondaries(space(2, 4), Mesh(dp=4, tp=2), 3, 0) == [0, 2]
-    assert secondaries(space(2, 4), far, 3, 4) == [0]  # ZeRO divides within the node
-    assert secondaries(space(2, 4), far, 2, 0) == [0]
-    assert secondaries(space(1, 8), far, 3, 0) == [0]
-    assert secondaries(space(2, 4, forbid=["hpz"]), far, 3, 0) == [0]
-    assert secondaries(space(2, 4, hpz=2), far, 3, 0) == [2]
-    assert secondaries(space(2, 4, hpz=2), far, 2, 0) == []  # asks for ZeRO-3
-    assert secondaries(space(2, 4, hpz=8), far, 3, 0) == [0]  # as many as it divides among
-    assert secondaries(space(2, 4, hpz=3), far, 3, 0) == []
+    assert secondaries(space(2, 4), far, Sharing(zero=3)) == [None, 4]
+    assert secondaries(space(2, 4), Mesh(dp=4, tp=2), Sharing(zero=3)) == [None, 2]
+    within = Sharing(zero=3, dp_shard=4)  # ZeRO divides within the node
+    assert secondaries(space(2, 4), far, within) == [None]
+    assert secondaries(space(2, 4), far, Sharing(zero=2)) == [None]
+    assert secondaries(space(1, 8), far, Sharing(zero=3)) == [None]
+    assert secondaries(space(2, 4, forbid=["hpz"]), far, Sharing(zero=3)) == [None]
+    assert secondaries(space(2, 4, hpz=2), far, Sharing(zero=3)) == [2]
+    assert secondaries(space(2, 4, hpz=2), far, Sharing(zero=2)) == []  # asks for ZeRO-3
+    all_of_them = space(2, 4, hpz=8)  # as many as it divides among
+    assert secondaries(all_of_them, far, Sharing(zero=3)) == [None]
+    assert secondaries(space(2, 4, hpz=3), far, Sharing(zero=3)) == []
 
 
 def test_what_is_quantised_is_allowed_or_asked_for() -> None:
@@ -365,11 +368,11 @@ def test_one_chain_prices_gathers_near_and_far_but_not_hops() -> None:
         (own.hpz, own.quantized): [(one.zero, one.hpz) for one in ways]
         for own, ways in found.items()
     } == {
-        (0, "none"): [(3, 0), (3, 4)],
-        (0, "weights"): [(3, 0), (3, 4)],
-        (0, "gradients"): [(3, 0)],
+        (None, "none"): [(3, None), (3, 4)],
+        (None, "weights"): [(3, None), (3, 4)],
+        (None, "gradients"): [(3, None)],
         (4, "gradients"): [(3, 4)],
-        (0, "both"): [(3, 0)],
+        (None, "both"): [(3, None)],
         (4, "both"): [(3, 4)],
     }
 

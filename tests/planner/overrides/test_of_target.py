@@ -9,9 +9,8 @@ from meshwright.costmodel.operators import Mesh
 from meshwright.costmodel.targets import EAGER, target_named
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.overrides.of_target import check_plan_for, for_target
-from meshwright.planner.overrides.overrides import Overrides
+from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.overrides.restrictions import restrict
-from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from tests.helpers.planning import case, cluster, problem_of
 from tests.helpers.refusals import refusals, refused
@@ -37,7 +36,7 @@ def plan(*, tp: int = 1, pp: int = 1, schedule: str = "1f1b", **stage: Any) -> P
 
 
 def zeros(of: Space, **mesh: int) -> set[int]:
-    return {zero for zero, _ in of.zeros(Mesh(**mesh))}
+    return {one.zero for one in of.zeros(Mesh(**mesh))}
 
 
 def test_zero_beside_the_tensor_axis_is_offered_where_it_runs() -> None:

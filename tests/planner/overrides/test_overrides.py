@@ -16,14 +16,14 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding.context_axis import ALL_GATHER, CONTEXT_KINDS
 from meshwright.costmodel.sharding.layouts import Entry
+from meshwright.planner.decisions import FORBIDDABLE, PLACEMENTS
 from meshwright.planner.overrides import without_effect
 from meshwright.planner.overrides.fitting import check_overrides
-from meshwright.planner.overrides.overrides import Overrides, each_dropped
+from meshwright.planner.overrides.overrides import OverrideError, Overrides, each_dropped
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
-from meshwright.planner.overrides.values import FORBIDDABLE, OverrideError
 from meshwright.planner.plan import PlanError, check_plan
-from meshwright.planner.plan.plan import PLACEMENTS, Plan, StagePlan, recompute_of
+from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.plan.ranges import compress_ranks
 from meshwright.planner.plan.shardings import resolve_shardings
 from meshwright.planner.search.result import SearchResult
@@ -55,7 +55,7 @@ def test_what_cannot_be_is_refused(given: Given, says: str) -> None:
 
 
 def test_only_what_is_set_is_given() -> None:
-    assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("tp", "dp", "pp")
+    assert Overrides(forbid=FORBIDDABLE[:3]).forbid == ("dp", "tp", "cp")
     assert Overrides().given() == {}
     assert Overrides(shardings={}, forbid=[]).given() == {}
     assert Overrides(tp=2, zero=0, forbid=["pp"]).given() == {"tp": 2, "zero": 0, "forbid": ["pp"]}
@@ -253,7 +253,7 @@ def said(given: Given, **stage: Any) -> list[str]:
         ({"recompute": {"layers.1": "full", "layers.2": "full"}}, {},
          "override recompute='full' has no effect on layers.1-2: the plan has 'none'"),
         ({"cp_kind": "ring"}, {},
-         "override cp_kind='ring' has no effect: no stage splits the sequence (cp=1)"),
+         "override cp_kind='ring' has no effect: cp=1 on all stages"),
         ({}, {}, None),
         ({"tp": 2}, {"shardings": SPLIT}, None),
         ({"zero": 1, "dp": 2, "dp_shard": 2, "recompute": "none"}, {"zero": 1}, None),
@@ -429,7 +429,7 @@ def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
     assert plan_overrides(plan, graph).given() == {
         "tp": 2, "dp": 2, "cp": 1, "ep": 1, "pp": 2, "virtual_stages": 1,
         "zero": {"embed": 2, "layers.0-2": 2, "head": 0},
-        "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none",
+        "dp_shard": {"embed": 1, "layers.0-2": 1}, "quantized": "none", "segments": 1,
         "recompute": {"embed": "none", "layers.2": "none", "head": "none", "layers.0-1": "full"},
         "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",
         "stages": [["embed", "layers.0-2"], ["head"]],

@@ -17,10 +17,10 @@ from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.decisions import ALLOWABLE, BY_BLOCK, MESH
 from meshwright.planner.overrides import OverrideError, check_allow
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict, stage_cuts
-from meshwright.planner.overrides.values import ALLOWABLE, BY_BLOCK, MESH
 from tests.helpers.refusals import refusals, refused
 from tests.helpers.tiny import cut, net
 

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS
+from meshwright.planner.decisions import OFFLOADS
 from meshwright.planner.plan import away_blocks, in_files, offloaded_parameters, offloaded_weights
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.offload import first_offloaded, moved_sizes, parts
-from meshwright.planner.plan.plan import OFFLOADS, Plan, PlanError, StagePlan
+from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from tests.helpers.refusals import refusals, refused
 from tests.helpers.tiny import cut, net, plan_for, with_stage
 

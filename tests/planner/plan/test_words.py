@@ -89,7 +89,7 @@ def test_a_plan_in_a_line(made: Plan, text: str) -> None:
 def test_recompute_of_a_stage() -> None:
     by_block = {"blocks": ("a", "b", "c"), "recompute": {"full": ("a", "c"), "none": ("b",)}}
     made = plan(by_block, {"recompute": "full", "segments": 4})
-    said = [words.recompute_words(stage) for stage in made.stages]
+    said = [words.decision_words(stage)["recompute"] for stage in made.stages]
     assert said == ["2 full 1 none", "full, in 4s"]
 
 

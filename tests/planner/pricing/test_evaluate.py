@@ -16,7 +16,7 @@ from meshwright.costmodel.sharding.strategies import replicated
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.plan.flow import crossings, spread_of
+from meshwright.planner.plan.flow import crossings
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages, transfer
 from meshwright.planner.pricing.stage_costs import StageCoster
@@ -150,7 +150,7 @@ def test_shards_within_a_node_take_more_memory_and_less_network() -> None:
 )
 def test_spread_of_the_data_axis(ranks: Any, dp: int, cp: int, tp: int, spread: int) -> None:
     stage = StagePlan(blocks=("x",), ranks=tuple(ranks), dp=dp, cp=cp, tp=tp)
-    assert spread_of(stage) == spread
+    assert stage.spread == spread
 
 
 def test_a_pipeline_inside_the_nodes_sends_there_and_reduces_between() -> None:

@@ -16,7 +16,7 @@ from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.stages.course import BlockBytes
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.plan.flow import crossings, passes_of
+from meshwright.planner.plan.flow import crossings
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.pricing import Evaluation, Evaluator, Prediction
 from meshwright.planner.pricing.away import entering_bytes, sending
@@ -157,7 +157,7 @@ def test_copies_of_the_model_add_their_gradients_up_parameter_by_parameter() -> 
     for own, costs, count in zip((*plain, *plain), found, counts * 2, strict=True):
         seconds = (own.parameters * 4 + count - 1) / BANDWIDTH
         assert costs.reduce_s - own.reduce_s == pytest.approx(seconds)
-    assert passes_of(plan) == 1 and passes_of(plan_for(graph)) == 2
+    assert plan.passes == 1 and plan_for(graph).passes == 2
 
 
 def test_what_prices_rest_on_are_parts_of_the_operators_seconds() -> None:

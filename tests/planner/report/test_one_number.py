@@ -11,7 +11,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.monitor.metrics import Predicted
 from meshwright.planner.page.answers import answers
 from meshwright.planner.page.tables import compared, facts, tables
-from meshwright.planner.plan import passes_of, peak_words, seconds, sized
+from meshwright.planner.plan import peak_words, seconds, sized
 from meshwright.planner.pricing import Evaluation, Evaluator, Ledger
 from meshwright.planner.report import Report, explain_plan
 from meshwright.profiles.cluster import Cluster
@@ -90,7 +90,7 @@ def test_of_parts_of_the_step(reported: Reported) -> None:
         assert predicted.terms["waiting_s"] == parts["waiting"]
         both = predicted.terms["forward_s"] + predicted.terms["backward_s"]
         assert both == pytest.approx(parts["compute"] + parts["exposed communication"])
-        said = passes_of(plan) * sum(row["communication_s"] for row in own)
+        said = plan.passes * sum(row["communication_s"] for row in own)
         assert parts["exposed communication"] == pytest.approx(said)
 
 

@@ -16,7 +16,7 @@ from meshwright.costmodel.stages.offload import PINNED
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.reliefs import held_by_flash, held_by_hosts
 from meshwright.planner.overrides import restrict
-from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.overrides.overrides import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.offload import moved_sizes, parts
 from meshwright.planner.plan.plan import Plan, PlanError

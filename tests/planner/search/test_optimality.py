@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.blocks.policies import RECOMPUTE
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
 from meshwright.planner.search.result import SearchResult

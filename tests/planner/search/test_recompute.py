@@ -11,8 +11,8 @@ from meshwright.costmodel.blocks.policies import REGATHERING
 from meshwright.costmodel.targets import COMPILED, EAGER, TARGETS
 from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.of_target import check_plan_for
+from meshwright.planner.overrides.overrides import OverrideError
 from meshwright.planner.overrides.pinned import plan_overrides
-from meshwright.planner.overrides.values import OverrideError
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.plan import Plan, PlanError

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.drafts.candidates import Candidate, PlanDraft
-from meshwright.planner.overrides.overrides import Overrides
-from meshwright.planner.overrides.values import OverrideError
+from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.search import Search

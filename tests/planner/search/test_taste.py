@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
-from meshwright.costmodel.operators import Sharing
+from meshwright.costmodel.operators import HostParts, Sharing
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search import taste
 from meshwright.planner.search.result import SearchResult
@@ -67,7 +67,7 @@ def test_complexity_by_hand() -> None:
         {"sharing": Sharing(dp_shard=2)},
         {"spread": 2},
         {"away": 1},
-        {"segments": 2},
+        {"segmented": True},
         {"meshes": 2},
         {"policies": 2},
         {"uneven": 1},
@@ -83,7 +83,7 @@ def test_a_quantile_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     is no longer than 0.84 standard deviations more."""
     on = cluster(2, nodes=4)
     stage = SimpleNamespace(repriced=lambda **factors: factors)
-    of_plan = SimpleNamespace(ranks=range(8), offload={"activations": 0.5})
+    of_plan = SimpleNamespace(ranks=range(8), host=HostParts(activations=0.5))
     evaluation = SimpleNamespace(plan=SimpleNamespace(stages=[of_plan]))
     draft: Any = SimpleNamespace(step_time_s=10.0, evaluation=evaluation, stages=[stage])
 
@@ -98,7 +98,7 @@ def test_a_quantile_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     found = quantile_s(draft, SimpleNamespace(cluster=on))  # type: ignore[arg-type]
     errors = 3 * e_c, (5 + 7 * 2 + 11) * e_x, 13 * HOST_ERROR
     assert found == pytest.approx(10 + 0.84 * math.hypot(*errors))
-    of_plan.offload = {}
+    of_plan.host = HostParts()
     assert (
         quantile_s(draft, SimpleNamespace(cluster=on))
         == pytest.approx(  # type: ignore[arg-type]

@@ -1,0 +1,398 @@
+"""Decisions as records: what each may be, where it acts, how it is said, in the order in which
+files and reports have them; and as rows what rules each other out. Flags, overrides, the check of a
+plan, its file, the report and the diff read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from meshwright.costmodel.blocks import RECOMPUTE
+from meshwright.costmodel.operators import Sharing
+from meshwright.costmodel.quantized import QUANTIZED
+from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS
+from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
+
+ZERO = (0, 1, 2, 3)
+# which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
+PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
+OFFLOADS = ("optimizer", "weights", "activations", "nvme")  # what may lie off devices
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A decision: the field `name` of `Overrides`, of `StagePlan` or `Plan` where one has it, and
+    its flag, of which `what` is the help.
+
+    Values are the `legal` ones, True and False where False is `off`, for each of the `parts` a
+    number from 0 to 1, or else whole numbers from 1. `off` does without it. A plan file has it,
+    where it is `written`, in a stage, its mesh or the plan itself, `always` or unless it is off;
+    what is `beside` another, with that one, without which it is nothing. It `acts` on the whole
+    plan, a stage or a block; all but the first may be given by block. `of_devices`: it counts some
+    of the cluster's devices.
+
+    `forbidden`: how it may be forbidden, as itself, which leaves `off` or, where that is no value,
+    what the search takes by itself; `named`: those of its values that may be forbidden, by the
+    names that forbid them. `allowed`: it is left out unless the user allows it, and refused in a
+    given plan where it changes a training's numbers. `of_train_step`: it is priced for that alone.
+
+    Of the data axis: `shared` says what a stage has of it, by how its states are shared out and how
+    many ranks hold them, and `zeros` the ZeRO stages without which it has no effect. A number of
+    ranks is a part of so many (`part_of`), which None stands for unless it must be a `proper` one.
+
+    A report has a `column` of stages for it, or for several, each with its `cell`; a plan's line
+    has what `line` says of the values of its stages, or of the plan's.
+    """
+
+    name: str
+    what: str
+    _: KW_ONLY
+    legal: Collection[Any] = ()
+    parts: tuple[str, ...] = ()
+    off: Any = 1
+    acts: Literal["plan", "stage", "block"] = "stage"
+    written: Literal["", "mesh", "stage", "plan"] = ""
+    always: bool = False
+    beside: str = ""
+    of_devices: bool = False
+    forbidden: bool = False
+    named: tuple[tuple[str, Any], ...] = ()
+    allowed: Literal["", "numbers", "steps"] = ""
+    of_train_step: bool = False
+    shared: Callable[[Sharing, int], Any] | None = None
+    zeros: tuple[int, ...] = ()
+    part_of: Callable[[Sharing, int], int] | None = None
+    proper: bool = False
+    column: str = ""
+    cell: Callable[[Any], str] = str
+    line: Callable[[Sequence[Any]], str] | None = None
+
+    @property
+    def by_block(self) -> bool:
+        """Whether an override may say it of blocks by globs."""
+        return self.acts != "plan" and not self.parts
+
+    @property
+    def is_flag(self) -> bool:
+        return self.off is False
+
+    def uses(self, value: Any) -> bool:
+        """Whether a value is another one than `off`, or None."""
+        return any(value.values()) if self.parts and value else value not in (None, self.off)
+
+    def accepts(self, value: Any) -> bool:
+        """Whether this is one of its values; those of another type that equal one are none."""
+        if self.is_flag or isinstance(value, bool):
+            return self.is_flag and isinstance(value, bool)
+        if self.parts:
+            return isinstance(value, Mapping) and all(map(is_number, value.values()))
+        if self.legal:
+            return type(value) in map(type, self.legal) and value in self.legal
+        return isinstance(value, int) and 1 <= value <= MAX_ROWS
+
+    def parts_of(self, sharing: Sharing, holders: int) -> list[int] | None:
+        """The numbers of ranks that it may be for stages that share states out so among `holders`
+        of the same parameters; None where it is none."""
+        if self.part_of is None:
+            return None
+        whole = self.part_of(sharing, holders)
+        return [n for n in divisors(whole) if not self.proper or 1 < n < whole]
+
+    @property
+    def values(self) -> str:
+        """Its values, in words."""
+        if self.parts:
+            return f"an object of parts from 0 to 1, of {', '.join(self.parts)}"
+        if self.is_flag:
+            return "true, false"
+        comma = " or " if any("," in str(value) for value in self.legal) else ", "
+        return comma.join(map(str, self.legal)) or f"an integer from 1 to {MAX_ROWS}"
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """Values of `a` and `b` that `clash`, `why`, and what of them is `legal`.
+
+    What an override asks for may be something else in a plan (an `hpz` of as many ranks as ZeRO
+    divides among is none), or may be planned but not run: then the row is of plans alone (`given`),
+    or of overrides and plans that run (`priced`).
+    """
+
+    a: str
+    b: str
+    clash: Callable[[Any, Any], Any]
+    why: str
+    legal: str
+    given: bool = True
+    priced: bool = True
+
+
+def divisors(n: int) -> list[int]:
+    """The legal degrees of `n` >= 1 equal ranks or rows: all its divisors, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+# --- the table ------------------------------------------------------------------------------------
+
+_OFFLOADED = {
+    "optimizer": "{} optimizer states",
+    "weights": "{} weights",
+    "activations": "activations of {} blocks",
+}
+
+
+def _degree(name: str, what: str) -> Decision:
+    always = name in ("tp", "dp")
+    return Decision(name, what, written="mesh", always=always, of_devices=True, forbidden=True)
+
+
+def _quantized_line(sent: Sequence[str]) -> str:
+    found = {*sent} - {"none"}
+    both = "weights and gradients" if "both" in found or len(found) > 1 else "".join(found)
+    return f" with quantised {both}" if found else ""
+
+
+def _segments_line(sizes: Sequence[int]) -> str:
+    found = sorted({size for size in sizes if size > 1})
+    return f"segments of {'/'.join(map(str, found))} blocks" if found else ""
+
+
+def _most(text: str, counts: Sequence[int | None]) -> str:
+    found = [count for count in counts if count]
+    return text.format(max(found)) if found else ""
+
+
+def offloaded(stages: Sequence[Mapping[str, float]]) -> str:
+    """62 % of the optimizer states and activations of 50 % of the blocks in host memory, 10 % of
+    the states in files on flash instead, of the stage with the most; nothing where there is
+    none."""
+    most = {name: max(parts.get(name, 0.0) for parts in stages) for name in OFFLOADS}
+    files = most.pop("nvme")
+    said = [_OFFLOADED[name].format(_part(part)) for name, part in most.items() if part]
+    text = f"{' and '.join(said)} in host memory" if said else ""
+    return text + (f", {_part(files)} states in files on flash instead" if files else "")
+
+
+def _part(part: float) -> str:
+    """all, or 62 % of the."""
+    return "all" if part >= 1 else f"{part:.0%} of the"
+
+
+_TABLE = (
+    _degree("dp", "data-parallel degree"),
+    _degree("tp", "tensor-parallel degree"),
+    _degree("cp", "context-parallel degree (ranks that split the sequence)"),
+    Decision(
+        "cp_kind", "how attention runs where cp splits its tokens", legal=CONTEXT_KINDS,
+        off=ALL_GATHER, acts="plan", written="mesh", beside="cp",
+    ),
+    _degree("ep", "expert-parallel degree"),
+    Decision("pp", "device groups of the pipeline", acts="plan", forbidden=True),
+    Decision("virtual_stages", "stages per device group", acts="plan", forbidden=True),
+    Decision("microbatch_size", "rows per data-parallel rank and micro-batch", acts="plan"),
+    Decision("num_microbatches", "micro-batches per step", acts="plan"),
+    Decision(
+        "schedule", "pipeline schedule", legal=SCHEDULES.keys(), off=None, acts="plan",
+        named=tuple((name, name) for name in SCHEDULES),
+    ),
+    Decision(
+        "placement", "axes from the innermost; with tp,pp,dp the pipeline lies inside the node",
+        legal=PLACEMENTS, off=PLACEMENTS[0], acts="plan", forbidden=True,
+    ),
+    Decision(
+        "zero", "ZeRO stage", legal=ZERO, off=0, written="stage", always=True, forbidden=True,
+        named=tuple((f"zero-{stage}", stage) for stage in ZERO if stage),
+        shared=lambda sharing, holders: sharing.zero, column="ZeRO",
+        line=lambda found: f"ZeRO-{'/'.join(map(str, sorted({*found})))}",
+    ),
+    Decision(
+        "dp_shard", "ranks among which ZeRO divides", off=None, written="mesh", of_devices=True,
+        forbidden=True, shared=lambda sharing, holders: sharing.among(holders),
+        part_of=lambda sharing, holders: holders, zeros=(1, 2, 3), column="ZeRO",
+        cell=" within {}".format, line=lambda found: _most(" within {} ranks", found),
+    ),
+    Decision(
+        "hpz", "ranks that keep a secondary shard of ZeRO-3's weights for the backward", off=None,
+        written="mesh", of_devices=True, forbidden=True,
+        shared=lambda own, holders: own.hpz or own.among(holders) if own.zero == 3 else None,
+        part_of=lambda sharing, holders: sharing.among(holders), proper=True, zeros=(3,),
+        column="ZeRO", cell=", hpZ {}".format,
+        line=lambda found: _most(" (secondary shards among {})", found),
+    ),
+    Decision(
+        "quantized", "what ZeRO-3 sends in blocks of few bits; needs --allow quantized",
+        legal=QUANTIZED, off="none", written="stage", forbidden=True, allowed="numbers",
+        shared=lambda sharing, holders: sharing.quantized, column="ZeRO",
+        cell=", quantised {}".format, line=_quantized_line,
+    ),
+    Decision(
+        "recompute", "what the backward computes again", legal=RECOMPUTE, off="none", acts="block",
+        forbidden=True, named=tuple((policy, policy) for policy in RECOMPUTE if policy != "none"),
+        column="recompute",
+    ),
+    Decision(
+        "segments", "blocks of which the first one's input alone is kept", written="stage",
+        forbidden=True, column="recompute", cell=", in {}s".format, line=_segments_line,
+    ),
+    Decision(
+        "offload", "part of each stage in host memory, from 0 to 1", parts=OFFLOADS, off={},
+        written="stage", forbidden=True, of_train_step=True, column="host memory",
+        cell=lambda parts: offloaded([parts]), line=offloaded,
+    ),
+    Decision(
+        "post_validation",
+        "stages step their optimizers without waiting for each other, and validate it later",
+        off=False, acts="plan", written="plan", allowed="steps", of_train_step=True,
+        line=lambda found: "validated afterwards" * any(found),
+    ),
+)  # fmt: skip
+
+_BY_NAME = {own.name: own for own in _TABLE}
+DECISIONS: Mapping[str, Decision] = MappingProxyType(_BY_NAME)
+BY_BLOCK = tuple(name for name, own in DECISIONS.items() if own.by_block)
+SHARING = tuple(own for own in _TABLE if own.shared)  # how states are shared out
+MESH = tuple(own.name for own in _TABLE if own.by_block and own.of_devices and not own.shared)
+CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
+    {own.name: own.legal for own in _TABLE if own.legal}
+)
+
+
+def _forbidden(own: Decision) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
+    if own.forbidden:
+        yield own.name, (own.name, (own.off,) if own.accepts(own.off) else ())
+    for name, value in own.named:
+        yield name, (own.name, tuple(other for other in own.legal if other != value))
+
+
+# a name that may be forbidden -> the decision it is of, and the values that are left
+FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
+    dict(pair for own in _TABLE for pair in _forbidden(own))
+)
+FORBIDDABLE = (*FORBIDS, "unequal_meshes")
+# what changes a training's numbers, or wants its steps made by `train_step(..., optimizer=)`: left
+# out unless the user allows it by this name
+ALLOWABLE = tuple(own.name for own in _TABLE if own.allowed)
+
+
+def taken(sharing: Sharing, holders: int) -> dict[str, Any]:
+    """What stages whose states are shared out so, among the `holders` of the same parameters, have
+    of each decision about that; None where it divides nothing."""
+    return {own.name: own.shared(sharing, holders) for own in SHARING if own.shared}
+
+
+# --- what rules each other out ------------------------------------------------------------------
+
+
+def _of_copies(other: str, clash: Callable[[Any], Any], legal: str) -> Contradiction:
+    return Contradiction(
+        "schedule",
+        other,
+        lambda schedule, value: SCHEDULES[schedule].copies > 1 and clash(value),
+        "it runs two copies of the model in opposite directions",
+        f"{legal}, or a schedule with one copy (1f1b, zb_v, dualpipe_v)",
+    )
+
+
+def _away(parts: Any) -> bool:
+    return any(parts.values())
+
+
+_WHOLE = tuple(name for name, own in SCHEDULES.items() if not own.splits_backward)
+_PIPELINE = "with pp from 2, zero 0 to 2 and without offload"
+_SENT_PLAIN = "what comes from the host is neither kept twice nor sent in blocks"
+
+# of values that a user gave, and of a whole plan
+CONTRADICTIONS = (
+    Contradiction(
+        "post_validation", "pp", lambda validated, pp: validated and pp == 1,
+        "there is one device group, which waits for no other", _PIPELINE,
+    ),
+    Contradiction(
+        "post_validation", "zero", lambda validated, zero: validated and zero == 3,
+        "weights that were gathered before a step is undone would be the wrong ones", _PIPELINE,
+    ),
+    Contradiction(
+        "post_validation", "offload", lambda validated, parts: validated and _away(parts),
+        "states are undone on devices", _PIPELINE,
+    ),
+    _of_copies("pp", lambda pp: pp % 2, "an even pp"),
+    _of_copies("num_microbatches", lambda m: m % 2, "an even num_microbatches"),
+    _of_copies("zero", lambda zero: zero == 3, "zero 0 to 2"),
+    _of_copies("cp", lambda cp: cp > 1, "cp=1"),
+    _of_copies("ep", lambda ep: ep > 1, "ep=1"),
+    _of_copies("offload", _away, "states on devices"),
+    _of_copies("post_validation", bool, "post_validation=False"),
+    Contradiction(
+        "zero", "schedule",
+        lambda zero, schedule: zero == 3 and SCHEDULES[schedule].splits_backward,
+        "torch loses gradients where the backward is split in two",
+        f"zero 0, 1 or 2, or a schedule with a whole backward: {', '.join(_WHOLE)}",
+        priced=False,
+    ),
+    Contradiction(
+        "zero", "schedule",
+        lambda zero, schedule: zero == 2 and not SCHEDULES[schedule].divides(2),
+        "two copies of the model with split backwards run ZeRO-1",
+        f"zero 0 or 1, or a schedule with a whole backward: {', '.join(_WHOLE)}",
+        priced=False,
+    ),
+    Contradiction(
+        "dp_shard", "zero", lambda shard, zero: shard and not zero,
+        "without ZeRO nothing is divided", "zero 1, 2 or 3, or no dp_shard",
+    ),
+    Contradiction(
+        "hpz", "zero", lambda hpz, zero: hpz and zero != 3,
+        "secondary shards are of ZeRO-3's weights", "zero=3, or no hpz",
+    ),
+    Contradiction(
+        "hpz", "ep", lambda hpz, ep: hpz and ep > 1,
+        "experts that are shared out have no secondary shards", "ep=1, or no hpz", given=False,
+    ),
+    Contradiction(
+        "quantized", "zero", lambda sent, zero: sent != "none" and zero != 3,
+        "quantised are collectives of ZeRO-3", "zero=3, or quantized='none'",
+    ),
+    Contradiction(
+        "quantized", "ep", lambda sent, ep: sent != "none" and ep > 1,
+        "collectives of experts that are shared out are not quantised",
+        "ep=1, or quantized='none'",
+    ),
+    Contradiction(
+        "quantized", "precision", lambda sent, precision: sent != "none" and precision == "fp16",
+        "its scaled loss looks for the largest gradients that are finite, which the "
+        "blocks' scales would hide and rounding lose",
+        "precision bf16 or fp32, or quantized='none'", given=False,
+    ),
+    Contradiction(
+        "segments", "schedule",
+        lambda size, schedule: size > 1 and SCHEDULES[schedule].splits_backward,
+        "what the first part of a backward makes again, the second would have to keep",
+        "segments=1, or a schedule that doesn't split the backward",
+    ),
+    Contradiction(
+        "offload", "hpz", lambda parts, hpz: parts.get("optimizer") and hpz, _SENT_PLAIN,
+        "one of the two", given=False,
+    ),
+    Contradiction(
+        "offload", "quantized", lambda parts, sent: parts.get("optimizer") and sent != "none",
+        _SENT_PLAIN, "one of the two",
+    ),
+    Contradiction(
+        "offload", "zero", lambda parts, zero: parts.get("weights") and zero == 3,
+        "its weights are there with the optimizer states",
+        "weights with zero 0, 1 or 2; with zero 3 the optimizer states alone",
+    ),
+    Contradiction(
+        "offload", "zero", lambda parts, zero: parts.get("nvme") and zero == 3,
+        "torch keeps the shards that its optimizers step", "nvme with zero 0, 1 or 2",
+    ),
+    Contradiction(
+        "offload", "segments", lambda parts, size: parts.get("weights") and size > 1,
+        "weights come for blocks that run again alone", "segments=1, or no weights in host memory",
+    ),
+)  # fmt: skip
