@@ -39,6 +39,7 @@ INSIDE = {
     ("executor/files/checksums.py", "EOFError"): CAUGHT,
     ("executor/files/dcp_reads.py", "InterruptedError"): "ends a thread, after another error",
     ("executor/stand_in/parts.py", "IndexError"): PROTOCOL,
+    ("planner/tracing/similar/stand_ins.py", "AttributeError"): PROTOCOL,
     ("meshwright/__init__.py", "AttributeError"): PROTOCOL,
 }
 

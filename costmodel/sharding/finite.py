@@ -28,6 +28,7 @@ OF_BITS: Mapping[str, Callable[[Sequence[bool]], bool]] = {
     **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), any),
     **dict.fromkeys(("logical_not", "bitwise_not"), lambda bits: not all(bits)),
 }
+COMPARED = {"eq": True, "ne": False}  # what comes of a number beside itself
 POLES = frozenset({"log", "log2", "log10", "log1p", "logit", "xlogy"})
 MADE_FINITE = frozenset({"nan_to_num"})
 
@@ -63,7 +64,8 @@ class FiniteBits:
 
     def _infinite(self, op: Op) -> bool:
         """Whether what an operator makes need not be finite."""
-        if op.short in POLES or "." in op.short or traits_of(op).leaf:  # others' may do anything
+        foreign = op.short.count(".") > 0  # may do anything
+        if op.short in POLES or foreign or traits_of(op).leaf:
             return True
         if op.short in MADE_FINITE or traits_of(op).main:
             return False
@@ -74,11 +76,12 @@ class FiniteBits:
 
 def _compared(op: Op) -> bool | None:
     """What comes of a finite number beside itself, or an infinity; None for others."""
-    if op.short not in ("eq", "ne"):
+    if op.short not in COMPARED:
         return None
+    alike = COMPARED[op.short]
     if len(op.operands) == 2 and len(set(op.operands)) == 1:
-        return op.short == "eq"
-    return op.short == "ne" if any(True for _ in _infinities(op.args)) else None
+        return alike
+    return not alike if any(True for _ in _infinities(op.args)) else None
 
 
 def _infinities(tree: Any) -> Iterator[float]:

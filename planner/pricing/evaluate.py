@@ -200,14 +200,14 @@ def check_host(plan: Plan, cluster: Cluster) -> None:
         if stage.host and cluster.host is None:
             raise PlanError(
                 f"cluster {cluster.name!r} says nothing of its hosts' memory",
-                place=f"plan: stage {k}: offload",
+                place=f"plan: stage {k}",
                 legal="a cluster with a host",
                 way_out="give it one, in TOML as [host], or drop it from the plan",
             )
         if stage.host.files and not (cluster.host and cluster.host.has_flash):
             raise PlanError(
                 f"cluster {cluster.name!r} says nothing of its hosts' flash",
-                place=f"plan: stage {k}: offload",
+                place=f"plan: stage {k}",
                 legal="a cluster with nvme_bytes, nvme_read_bandwidth and nvme_write_bandwidth",
                 way_out="give it these, in TOML in [host], or drop nvme from the plan",
             )
