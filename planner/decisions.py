@@ -332,14 +332,7 @@ CONTRADICTIONS = (
         lambda zero, schedule: zero == 3 and SCHEDULES[schedule].splits_backward,
         "torch loses gradients where the backward is split in two",
         f"zero 0, 1 or 2, or a schedule with a whole backward: {', '.join(_WHOLE)}",
-        priced=False,
-    ),
-    Contradiction(
-        "zero", "schedule",
-        lambda zero, schedule: zero == 2 and not SCHEDULES[schedule].divides(2),
-        "two copies of the model with split backwards run ZeRO-1",
-        f"zero 0 or 1, or a schedule with a whole backward: {', '.join(_WHOLE)}",
-        priced=False,
+        given=False, priced=False,
     ),
     Contradiction(
         "dp_shard", "zero", lambda shard, zero: shard and not zero,

@@ -180,12 +180,10 @@ class Comparison:
                 self._fastest("fastest, listed", override, row["plan"], row["step_time_s"])
         answers, limit_s = self.robust.report.deferred, NEAR * self.robust.prediction.step_time_s
         for other in answers.others:
-            if other.draft and other.draft.step_time_s <= limit_s:
-                written = answers.search.written(other.draft)
+            if other.best and other.best.step_time_s <= limit_s:
                 self.out.listed += 1
-                if written.fits:
-                    step_s = written.step_time_s
-                    self._robust("robust, listed", other.family, written.plan, step_s)
+                step_s = other.best.step_time_s
+                self._robust("robust, listed", other.family, other.best.plan, step_s)
 
     def cut_short(self, limit_s: float) -> None:
         try:

@@ -106,8 +106,8 @@ class Schedule:
 
     def divides(self, zero: int) -> bool:
         """Whether it runs with a ZeRO stage: torch's ZeRO-3 loses gradients where the backward is
-        split, and of two copies it is not built; of both, ZeRO-2 has not been run either."""
-        return zero < 4 - self.splits_backward - (self.copies > 1)
+        split, and of two copies it is not built."""
+        return zero < (3 if self.splits_backward or self.copies > 1 else 4)
 
     def pipelines(self, num_stages: int) -> tuple[range, ...]:
         """The stages of each copy of the model."""

@@ -107,7 +107,8 @@ class Overrides:
         _check_forbid(self.forbid)
         _check_stages(self.stages)
         _check_shardings(self.shardings)
-        self._check_rows()
+        for error in self.ruled_out(given=True):
+            raise error
         for forbidden in self.forbid:
             self._check_forbidden(forbidden)
         self._check_meshes()
@@ -169,19 +170,20 @@ class Overrides:
 
     # --- two overrides ---
 
-    def _check_rows(self) -> None:
-        """Values that rule each other out wherever they are, of which one at least is for all."""
-        for row in CONTRADICTIONS:
-            if not row.given:
-                continue
+    def ruled_out(self, *, given: bool) -> Iterator[OverrideError]:
+        """Values that rule each other out wherever they are, of which one at least is for all: as
+        soon as they are `given`, or where a plan is looked for."""
+        for row in (row for row in CONTRADICTIONS if row.given == given):
             for (at, a), (where, b) in product(self._known(row.a), self._known(row.b)):
                 if None in (at, where) and row.clash(a, b):
                     other = f"forbid={row.b!r}" if row.b in self.forbid else ""
                     other = other or spelled(row.b, where, b)
-                    raise contradiction(spelled(row.a, at, a), f"{other}: {row.why}", row.legal)
+                    yield contradiction(spelled(row.a, at, a), f"{other}: {row.why}", row.legal)
 
     def _known(self, name: str) -> list[tuple[str | None, Any]]:
         """(glob, value) of a decision, or the value that `forbid` leaves for all."""
+        if not hasattr(self, name):  # the problem's
+            return []
         left = self.everywhere(name)
         found = [*self.items(name)]
         return found if found or left is None else [(None, left)]

@@ -26,6 +26,8 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
         refused = drafter.programs.refused
         return OverrideError(f"override shardings: {refused[max(refused)]}")
     if closest is None or closest[0] <= 0:
+        if error := next(drafter.overrides.ruled_out(given=False), None):
+            return error
         return OverrideError(
             f"no plan exists on {cluster.describe()} for "
             f"global_batch_size={drafter.global_batch_size} with overrides "
