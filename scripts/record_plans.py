@@ -7,8 +7,8 @@ is committed; what a change of the code does to them.
 
 `record` searches each case (with `--only` some anew, the others stay) and writes its plan, the
 price of the plan (the numbers of the report that follow from the plan alone) and those of the
-search: its bound, and the step of the best plan of each family. Reports as text, which no test
-compares, go to a file of their own.
+search: its bound, and of small cases the step of the best plan of each family. Reports as text,
+which no test compares, go to a file of their own.
 
 `reprice` gives the plans of a record as `plan=`, and compares their prices with the recorded ones,
 or writes them to AFTER. So a change of price is told from a change of choice: where a plan changed
@@ -67,8 +67,9 @@ def planned(case: Case, **given: Any) -> ParallelModel:
     )
 
 
-def recorded(case: Case) -> tuple[Entry, str]:
-    """Plan, price and numbers of the search, or why there is none; the report."""
+def recorded(name: str, case: Case) -> tuple[Entry, str]:
+    """Plan, price and numbers of the search, or why there is none; the report. Families of plans
+    are searched for small cases alone."""
     try:
         result = planned(case, overrides=Overrides(**case.overrides))
     except InfeasibleError as error:
@@ -77,6 +78,8 @@ def recorded(case: Case) -> tuple[Entry, str]:
         return {"error": type(error).__name__, "price": lacks, "search": {"ways_out": ways}}, ""
     except ValueError as error:
         return {"error": f"{type(error).__name__}: {error}"}, ""
+    if not name.startswith("small"):
+        result.report.deferred.look_no_further()
     data = result.report.to_dict()
     families = {
         row["family"]: rounded(row["step_time_s"]) for row in data["alternatives"] if row["plan"]
@@ -219,7 +222,7 @@ def record(path: Path, reports: Path | None, only: str) -> None:
     found = read(path) if only and path.exists() else {}
     texts = []
     for name, case in named(only):
-        found[name], report = recorded(case)
+        found[name], report = recorded(name, case)
         texts += [f"=== {name}", report]
         order = [name for name, _ in cases() if name in found]
         path.write_text(written({name: found[name] for name in order}), encoding="utf-8")

@@ -40,6 +40,8 @@ T = TypeVar("T")
 progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
 KNOWN_S = 1.5  # that families are searched for a short text
+ALL_S = 30.0  # that they are all searched for, or
+TIMES = 8  # as long as the search took
 MAX_EACH = 6  # overrides that are priced one by one
 MAX_RIVALS = 8  # plans that are priced again on changed clusters
 EQUAL = 1e-9
@@ -113,11 +115,18 @@ class Answers:
 
     @property
     def others(self) -> tuple[Alternative, ...]:
-        """What was found of each family, in all the time that is left."""
+        """What was found of each family, in the time that is left, or several times the search's:
+        those that it leaves out say so."""
         if not self._all:
             self._all = True
-            self._timed("the best plan of each family", self._look)
+            most_s = max(ALL_S, TIMES * sum(self.result.phases_s.values()))
+            self._timed("the best plan of each family", self._look, most_s)
         return tuple(filter(None, (self._others[f.name] for f in self.families)))
+
+    def look_no_further(self) -> None:
+        """Search no family, and no other margin, that was not searched yet."""
+        self._families, self._all = self._families or [], True
+        self._margin = self._margin or [None]
 
     def _look(self) -> None:
         search = self.search

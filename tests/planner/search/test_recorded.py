@@ -24,7 +24,7 @@ def agree(names: Iterable[str]) -> None:
     """Each case is searched; where it chose otherwise, its plan of before is priced, too."""
     of, record, said = dict(cases()), read(RECORD), []
     for name in names:
-        before, (after, _) = record[name], recorded(of[name])
+        before, (after, _) = record[name], recorded(name, of[name])
         moved = before.get("plan") != after.get("plan") and "plan" in before
         found = change(name, before, after, repriced(of[name], before) if moved else None)
         said += [str(found)] * bool(found)
