@@ -50,20 +50,18 @@ def reliefs(problem: Problem, over: Restrictions) -> tuple[Relief, ...]:
     found = [Relief(host=host)]
     found += [Relief(host=host, segmented=True)] * (free and not host.weights)
     held = held_by_hosts(problem, over)
-    open_ = over.host_activations is None and held > 0
-    for own in (NOT_AWAY, *_held(problem, held)):
+    for own in (NOT_AWAY, *_held(problem, held)) if held else ():
         found += [Relief(host=own)] * (own != host)
-        found += [Relief(host=own, sends=1.0)] * (open_ and not own.files)
+        found += [Relief(host=own, sends=1.0)] * (not own.files)
     return tuple(found)
 
 
 def _held(problem: Problem, held: float) -> Iterator[HostParts]:
     """States and weights to try in host memory that holds such a part of all states."""
-    if held:
-        yield HostParts(states=held)
+    yield HostParts(states=held)
     if held == 1:
         yield HostParts(states=1.0, weights=1.0)
-    if held and (filed := min(held_by_flash(problem), 1.0)):  # all that may be: it is lessened
+    if (filed := min(held_by_flash(problem), 1.0)):  # all that may be: it is lessened
         yield HostParts(states=1.0, files=filed)
         yield HostParts(states=1.0, weights=1.0, files=filed)
 

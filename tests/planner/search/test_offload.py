@@ -14,7 +14,7 @@ from meshwright import Overrides, ParallelModel, auto_parallelize
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.stages.offload import PINNED
 from meshwright.planner.drafts.equal_stages import EqualStages
-from meshwright.planner.drafts.reliefs import held_by_flash, held_by_hosts
+from meshwright.planner.drafts.reliefs import held_by_flash, held_by_hosts, reliefs
 from meshwright.planner.overrides import restrict
 from meshwright.planner.overrides.overrides import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
@@ -168,6 +168,18 @@ def test_freed_memory_that_pays_is_freed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert part(with_it) > 0
     assert with_it.prediction.step_time_s < without.prediction.step_time_s
     assert part(on(gpus(room, **SLOW), num_microbatches=1)) == 0
+
+
+@pytest.mark.parametrize("offload", [{"activations": 0.25}, {"optimizer": 0.25}, {"optimizer": 0}])
+def test_what_the_user_decided_of_hosts_no_relief_changes(offload: dict[str, float]) -> None:
+    of = linears(64, 2, 4)
+    problem = problem_of(of, gpus(2**33))
+    first, *others = reliefs(problem, restrict(Overrides(offload=offload), of.graph))
+    assert first.host.states == offload.get("optimizer", 0)
+    assert first.host.activations == offload.get("activations", 0)
+    assert all(own.most == first.host for own in others)
+    free = reliefs(problem, restrict(Overrides(), of.graph))
+    assert {own.sends for own in free} == {0, 1}
 
 
 # --- activations ---------------------------------------------------------------------------------
