@@ -72,7 +72,7 @@ class Answers:
 
     def _timed(self, what: str, work: Callable[[], T], most_s: float = math.inf) -> T:
         """Work in the time that is left; no line is shown for what is done in a moment."""
-        if most_s == math.inf:
+        if most_s > KNOWN_S:
             progress.debug("report: %s", what)
         limit = self.search.programs.time
         started = limit.clock()

@@ -218,7 +218,7 @@ def _policies(
             continue
         sent = [away_blocks(draft.plan.stages[k]) for k in here]
         blocks = [
-            d.setup.chain.block_sums(d.start + away, d.stop)
+            d.setup.chain.block_sums(d.start, d.stop)[away:]
             for d, away in zip(stages, sent, strict=True)
         ]
         legal = [p for p in stages[0].levels.policies if segment_policy(p)[1] == 1]
@@ -227,7 +227,9 @@ def _policies(
             legal,
             room_bytes=kept,
             device=coster.cluster.device.kind,
-            last=sorted({sum(map(len, blocks[: k + 1])) - 1 for k in range(len(blocks)) if ends}),
+            last=[
+                sum(map(len, blocks[: k + 1])) - 1 for k, own in enumerate(blocks) if ends and own
+            ],
         )
         if chosen is None and tried:  # what holds least is closest
             chosen = (legal[-1],) * sum(map(len, blocks))

@@ -90,6 +90,8 @@ def choose_policies(
     `room_bytes` of a micro-batch. On a `device` of kind "cuda" the host issues operators beside it.
     Blocks that are the `last` of their stage, by number, make again beside what all others keep.
     """
+    if not blocks:
+        return ()
     table = np.array([_options(own, legal, device) for own in blocks])
     for b in last:
         table[b, :, 2] = [freed_bytes(blocks[b], policy, last=True) for policy in legal]
