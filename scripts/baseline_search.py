@@ -15,14 +15,12 @@ status 1 where there is a defect.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,7 +37,7 @@ from meshwright.traced import TracedModel
 from scripts.baselines.methods import METHODS, Run
 from scripts.baselines.space import PlanSpace
 from scripts.drawn.cases import drawn
-from scripts.drawn.records import resumed
+from scripts.drawn.records import asked_for, resumed
 from scripts.recording.cases import Case
 
 TOLERANCE = 0.005
@@ -154,14 +152,8 @@ def _ratio(value: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=20, help="how many (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first (%(default)s)")
+    parser = asked_for(__doc__, cases=20)
     parser.add_argument("--times", type=float, default=100, help="the search's (%(default)s)")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="JSON lines, appended")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     found, defects, numbers = [], 0, itertools.count(args.first)

@@ -21,12 +21,10 @@ that a run that was stopped goes on. Exit status 1 where there is a violation.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import transformers
@@ -42,7 +40,7 @@ from meshwright.profiles.profile import no_profile
 from meshwright.profiles.steps import Correction, Corrections
 from meshwright.profiles.steps.timing import BACKWARD, COMPONENTS, DATA_AXIS, FORWARD, HOST
 from scripts.drawn.cases import Drawn, drawn
-from scripts.drawn.records import resumed
+from scripts.drawn.records import asked_for, resumed
 from scripts.record_plans import planned
 
 TOLERANCE = 0.005
@@ -309,14 +307,7 @@ def summary(found: list[Outcome]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", type=int, default=200, help="how many (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the draw (%(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="number of the first (%(default)s)")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="JSON lines, appended")
-    args = parser.parse_args()
+    args = asked_for(__doc__, cases=200).parse_args()
     transformers.logging.set_verbosity_error()
     numbers, found = range(args.first, args.first + args.cases), []
     for out in resumed(numbers, args.record, read, lambda n: judged(drawn(args.seed, n))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -30,3 +31,15 @@ def resumed(
             with path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(new)) + "\n")
         yield new
+
+
+def asked_for(doc: str | None, cases: int) -> argparse.ArgumentParser:
+    """A parser of which cases to draw, `cases` of them unless told, and where their record is."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=cases, help="how many (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first (%(default)s)")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="JSON lines, appended")
+    return parser

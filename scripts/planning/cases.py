@@ -102,22 +102,19 @@ def deepseek_v3() -> Model:
     return decoder("DeepseekV3", 4096)  # the defaults of its configuration are DeepSeek-V3's
 
 
-def qwen3_moe() -> Model:  # Qwen3-30B-A3B
+def qwen3_moe(
+    width: int = 2048, layers: int = 48, heads: int = 32, inner: int = 768
+) -> Model:  # Qwen3-30B-A3B
     return decoder(
         "Qwen3Moe", 4096,
-        vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
-        num_key_value_heads=4, head_dim=128, num_experts=128, moe_intermediate_size=768,
+        vocab_size=151936, hidden_size=width, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=4, head_dim=128, num_experts=128, moe_intermediate_size=inner,
         num_experts_per_tok=8,
     )  # fmt: skip
 
 
 def qwen3_235b() -> Model:  # Qwen3-235B-A22B
-    return decoder(
-        "Qwen3Moe", 4096,
-        vocab_size=151936, hidden_size=4096, num_hidden_layers=94, num_attention_heads=64,
-        num_key_value_heads=4, head_dim=128, num_experts=128, moe_intermediate_size=1536,
-        num_experts_per_tok=8,
-    )  # fmt: skip
+    return qwen3_moe(4096, 94, 64, 1536)
 
 
 def qwen3_next() -> Model:
