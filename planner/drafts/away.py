@@ -112,10 +112,6 @@ class _Back:
         stages = list(best.plan.stages)
         for k, own in given.items():
             stages[k] = _with(stages[k], own)
-        return self._priced(best, stages)
-
-    def _priced(self, best: Candidate, stages: Sequence[StagePlan]) -> Candidate:
-        """The plan with other stages, of the same shardings."""
         plan = dataclasses.replace(best.plan, stages=tuple(stages))
         priced = evaluate(plan, self.space.problem, best.assignments, self.programs.coster)
         fit = priced_fits(priced, self.space.problem.cluster, self.space.memory_bytes)

@@ -288,7 +288,7 @@ class EqualStages:
             if not host.files and any(map(host.exceeds, enough)):
                 continue
             left = [(n, v) for n, v in own.offered if not host or SCHEDULES[n].copies == 1]
-            sent = [relief.sends and self._sendable(own, relief, *one) for one in left]
+            sent = self._sendable(own, relief, left) if relief.sends else [0.0] * len(left)
             found = list[Combination]()
             for sends in dict.fromkeys(sent):
                 setup = replace(own.setup, relief=replace(relief, sends=sends))
@@ -299,22 +299,29 @@ class EqualStages:
                 enough.append(host)
             yield from found
 
-    def _sendable(self, own: Waiting, relief: Relief, schedule: str, each: int) -> float:
+    def _sendable(
+        self, own: Waiting, relief: Relief, offered: Sequence[tuple[str, int]]
+    ) -> list[float]:
         """The part of the blocks of a typical stage, whole ones, whose activations the hosts hold
-        beside what else a relief has there, with `each` stages on a device."""
-        host = self.space.cluster.host
+        beside what else a relief has there, with each (schedule, stages on a device)."""
+        host, parts = self.space.cluster.host, own.setup.chain.typical().times(1 / own.groups)
         if host is None:
-            return 0.0
-        there = replace(relief.host, activations=1.0)
-        setting = replace(own.setup, relief=replace(relief, host=there)).setting
-        parts = own.setup.chain.typical().times(1 / own.groups)
-        costs = stage_costs(parts, setting, self.policies(own.setup, schedule)[0])
-        held = held_at_peak(schedule, own.groups * each, own.num_microbatches, own.groups)
-        active = sum(float(one.active) for one in held) / len(held)
-        room = host.room_bytes / self.space.cluster.devices_per_node - float(costs.host_bytes)
-        part = max(0.0, room) / max(float(costs.away_bytes) * active, 1.0)
-        blocks = len(self.classes) / (own.groups * each)
-        return math.floor(min(part, 1.0) * blocks) / blocks if part < 1 else 1.0
+            return [0.0] * len(offered)
+        setting = replace(own.setup, relief=relief).sending(1.0).setting
+        per_rank = host.room_bytes / self.space.cluster.devices_per_node
+        costs: dict[str, StageCosts[float]] = {}  # by the first policy of a schedule
+        found = []
+        for schedule, each in offered:
+            policy = self.policies(own.setup, schedule)[0]
+            if policy not in costs:
+                costs[policy] = of_one(stage_costs(parts, setting, policy))
+            held = held_at_peak(schedule, own.groups * each, own.num_microbatches, own.groups)
+            active = sum(float(one.active) for one in held) / len(held)
+            room = max(0.0, per_rank - costs[policy].host_bytes)
+            part = room / max(costs[policy].away_bytes * active, 1.0)
+            blocks = len(self.classes) / (own.groups * each)
+            found.append(math.floor(min(part, 1.0) * blocks) / blocks if part < 1 else 1.0)
+        return found
 
     def policies(self, setup: StageSetup, schedule: str) -> tuple[str, ...]:
         """The recompute policies that blocks of a setup may have under a schedule."""

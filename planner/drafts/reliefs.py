@@ -61,7 +61,7 @@ def _held(problem: Problem, held: float) -> Iterator[HostParts]:
     yield HostParts(states=held)
     if held == 1:
         yield HostParts(states=1.0, weights=1.0)
-    if (filed := min(held_by_flash(problem), 1.0)):  # all that may be: it is lessened
+    if filed := min(held_by_flash(problem), 1.0):  # all that may be: it is lessened
         yield HostParts(states=1.0, files=filed)
         yield HostParts(states=1.0, weights=1.0, files=filed)
 

@@ -102,11 +102,16 @@ class Explorer:
     taste: Taste
     drafts: list[PlanDraft] = field(default_factory=list)
     _drafted: dict[int, Combination] = field(default_factory=dict)  # by the draft's id
+    _limit_s: float = math.inf  # of the first so many `_weighed` drafts
+    _weighed: int = 0
 
     def limit_s(self) -> float:
         """Weighed step time to beat: that of the best draft that fits."""
-        weighed = (self.taste.weight(d) * d.step_time_s for d in self.drafts if d.fits)
-        return min(weighed, default=math.inf)
+        for draft in self.drafts[self._weighed :]:
+            if draft.fits:
+                self._limit_s = min(self._limit_s, self.taste.weight(draft) * draft.step_time_s)
+        self._weighed = len(self.drafts)
+        return self._limit_s
 
     def explore(self, queue: Queue, tries: int = LATE_TRIES) -> None:
         """Draft what promises most until nothing left in the queue can be faster. When the time is

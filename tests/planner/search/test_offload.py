@@ -83,6 +83,11 @@ def with_less(result: ParallelModel, of: str) -> Prediction:
     return priced(result, offload={**own, of: choices[choices.index(own[of]) - 1]})
 
 
+def nothing_sent(stages: EqualStages, waiting: Any, relief: Any, offered: Any) -> list[float]:
+    """Hosts with no room for activations."""
+    return [0.0] * len(offered)
+
+
 # --- states and weights in host memory -----------------------------------------------------------
 
 
@@ -114,7 +119,7 @@ def test_all_stays_on_devices_that_have_room(roomy: ParallelModel) -> None:
 def test_no_more_goes_to_the_host_than_must(
     roomy: ParallelModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(EqualStages, "_sendable", lambda *_: 0.0)
+    monkeypatch.setattr(EqualStages, "_sendable", nothing_sent)
     room = (3 * least(roomy, 0.0, "none") + least(roomy, 1.0, "none")) // 4
     result = on(gpus(room), recompute="none", num_microbatches=8)
     own = part(result)
@@ -158,7 +163,7 @@ def test_weights_go_to_the_host_where_states_do_not_suffice(roomy: ParallelModel
 def test_freed_memory_that_pays_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host at no cost: what a device then has room for need not be computed again. Activations,
     which would go there first, stay."""
-    monkeypatch.setattr(EqualStages, "_sendable", lambda *_: 0.0)
+    monkeypatch.setattr(EqualStages, "_sendable", nothing_sent)
     tight = on(gpus(2**33), num_microbatches=1)
     room = tight.prediction.peak_memory_bytes[0] - NUMEL * 12 // 2
     with_it, without = (
