@@ -10,6 +10,7 @@ its part of what all of them hold, which the receiving group gathers.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -32,9 +33,10 @@ def send_seconds(
 ) -> float:
     """Seconds to move `nbytes` of each rank of `source` to those of `destination`, whose tensor
     groups hold the same in all of their `tp` ranks; nothing where both are the same ranks."""
-    if not nbytes or tuple(source) == tuple(destination):
+    ends = tuple(source), tuple(destination)
+    if not nbytes or ends[0] == ends[1]:
         return 0.0
-    crosses = crosses_node(source, destination, cluster.devices_per_node)
+    crosses, concurrent = _between(*ends, cluster.devices_per_node)
     parts = tp if target.scatter_sends else 1
     found = None
     if profile is not None:
@@ -42,11 +44,19 @@ def send_seconds(
     if found:
         seconds = found[0]
     else:
-        concurrent = max(packed(side, cluster.devices_per_node) for side in (source, destination))
         seconds = p2p_time(nbytes / parts, cluster, crosses_node=crosses, concurrent=concurrent)
     gathering = group_for(cluster, size=parts, stride=1)
     seconds += collective_time("all_gather", nbytes, gathering, cluster)
     return seconds * (profile.correction(linked(MESSAGES, crosses=crosses)) if profile else 1.0)
+
+
+@lru_cache(maxsize=4096)
+def _between(
+    source: tuple[int, ...], destination: tuple[int, ...], devices_per_node: int
+) -> tuple[bool, int]:
+    """Whether a send crosses nodes, and ranks that share a node's network cards then."""
+    concurrent = max(packed(side, devices_per_node) for side in (source, destination))
+    return crosses_node(source, destination, devices_per_node), concurrent
 
 
 def crosses_node(source: Sequence[int], destination: Sequence[int], devices_per_node: int) -> bool:

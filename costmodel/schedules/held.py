@@ -6,10 +6,11 @@ a backward is split, its first half leaves what the second one needs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
+
+import numpy as np
 
 from meshwright.costmodel.schedules.orders import Action, Compute
 from meshwright.costmodel.schedules.schedule import (
@@ -192,17 +193,20 @@ def _highest(found: Iterable[Moment]) -> list[Moment]:
     """Without those that others of their kind exceed everywhere."""
     kinds: dict[object, list[Moment]] = {}
     for one in dict.fromkeys(found):
-        kind = one.action, one.stage, one.later, one.begun, one.last
-        own = kinds.setdefault(kind, [])
-        if not any(_exceeds(other, one) for other in own):
-            own[:] = [other for other in own if not _exceeds(one, other)]
-            own.append(one)
-    return [one for own in kinds.values() for one in own]
+        kinds.setdefault((one.action, one.stage, one.later, one.begun, one.last), []).append(one)
+    return [one for own in kinds.values() for one in _unexceeded(own)]
 
 
-def _exceeds(one: Moment, other: Moment) -> bool:
-    """Whether it holds no less of anything."""
-    counts = zip((*one.active, *one.put_off), (*other.active, *other.put_off), strict=True)
-    if any(a < b for a, b in counts):
-        return False
-    return not Counter(other.messages) - Counter(one.messages)
+def _unexceeded(alike: Sequence[Moment]) -> list[Moment]:
+    """Those of different moments of a kind that no other one holds as much as of everything."""
+    if len(alike) == 1:
+        return [*alike]
+    kinds = sorted({message for one in alike for message in one.messages})
+    counts = np.array(
+        [
+            [*one.active, *one.put_off, *(one.messages.count(message) for message in kinds)]
+            for one in alike
+        ]
+    )
+    holds_as_much = (counts[:, None] >= counts).all(axis=2).sum(axis=0)  # itself, too
+    return [one for one, more in zip(alike, holds_as_much, strict=True) if more == 1]

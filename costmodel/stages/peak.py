@@ -38,6 +38,8 @@ HELD = (
     "fixed_bytes", "activation_bytes", "put_off_bytes", "gradient_bytes", "begun_bytes",
     "first_bytes", "later_bytes", "half_bytes", "second_bytes", "step_bytes",
 )  # fmt: skip
+_BESIDE = (*HELD[1:], "last_bytes", "end_bytes")  # states
+NEARLY = 1 - 1e-9  # of a peak's bytes, moments that rounding may have below it
 
 
 def room_bytes(cluster: Cluster) -> float:
@@ -135,10 +137,16 @@ def device_peaks(
     edges = None if messages is None else frozenset(messages)
     found = moments(schedule, num_microbatches=num_microbatches, edges=edges, **counts)
     placed = stages_of_devices(schedule, **counts)
+    few = fewest_alike(schedule, num_microbatches=num_microbatches, **counts)
+    weights = _of_moments(schedule, few, edges, **counts)
+    values = np.array([[getattr(stage, name) for name in _BESIDE] for stage in stages])
+    sizes = np.array([size for edge in sorted(edges or ()) for size in (messages or {})[edge]])
     peaks = []
-    for members, own in zip(placed, found, strict=True):
+    for members, own, (often, sent) in zip(placed, found, weights, strict=True):
         here = [stages[k] for k in members]
-        held = [_at(moment, members, here, messages or {}) for moment in own]
+        nbytes = often @ values[[*members]].ravel() + sent @ sizes
+        near = np.flatnonzero(nbytes >= nbytes.max() - abs(nbytes.max()) * (1 - NEARLY))
+        held = [_at(own[k], members, here, messages or {}) for k in near]
         peak = max(*held, _stepping(members, here), key=lambda each: each.nbytes)
         peaks.append(_with_states(peak, here, reserved))
     return peaks
@@ -216,6 +224,32 @@ def held_weights(
 
 
 @lru_cache(maxsize=256)
+def _of_moments(
+    schedule: str,
+    num_microbatches: int,
+    edges: frozenset[tuple[int, int]] | None,
+    *,
+    num_stages: int,
+    num_devices: int,
+) -> list[tuple[Floats, Floats]]:
+    """Per device, how often it holds each kind of bytes of its stages (`_BESIDE`) and each edge's
+    two sizes of messages at the moments that can be its peak: (moments, stages · kinds) and
+    (moments, edges · 2)."""
+    counts = {"num_stages": num_stages, "num_devices": num_devices}
+    found = moments(schedule, num_microbatches=num_microbatches, edges=edges, **counts)
+    at = {edge: 2 * k for k, edge in enumerate(sorted(edges or ()))}
+    rows = []
+    for members, own in zip(stages_of_devices(schedule, **counts), found, strict=True):
+        sent = np.zeros((len(own), 2 * len(at)))
+        for row, moment in zip(sent, own, strict=True):
+            for message in moment.messages:
+                edge, there = _size_of(message)
+                row[at[edge] + there] += 1
+        rows.append((_weights(own, members, _BESIDE).reshape(len(own), -1), sent))
+    return rows
+
+
+@lru_cache(maxsize=256)
 def _held_weights(schedule: str, num_stages: int, m: int, num_devices: int) -> Floats:
     found = moments(schedule, num_stages=num_stages, num_microbatches=m, num_devices=num_devices)
     placed = stages_of_devices(schedule, num_stages=num_stages, num_devices=num_devices)
@@ -230,9 +264,11 @@ def _held_weights(schedule: str, num_stages: int, m: int, num_devices: int) -> F
     return weights
 
 
-def _weights(found: Sequence[Moment], members: Sequence[int]) -> Floats:
-    """(moments, stages of the device, `HELD`)."""
-    weights = np.zeros((len(found), len(members), len(HELD)))
+def _weights(
+    found: Sequence[Moment], members: Sequence[int], kinds: Sequence[str] = HELD
+) -> Floats:
+    """(moments, stages of the device, kinds of bytes)."""
+    weights = np.zeros((len(found), len(members), len(kinds)))
     later, begun = (np.array([getattr(q, name) for q in found]) for name in ("later", "begun"))
     columns = {
         "fixed_bytes": 1.0,
@@ -241,13 +277,13 @@ def _weights(found: Sequence[Moment], members: Sequence[int]) -> Floats:
         "gradient_bytes": later,
         "begun_bytes": begun & ~later,
     }
-    for name, column in columns.items():
-        weights[..., HELD.index(name)] = column
+    for name in kinds:
+        weights[..., kinds.index(name)] = columns.get(name, 0.0)
     for own, moment in zip(weights, found, strict=True):
         acting = members.index(moment.stage)
         for name, n in _passing(moment, acting).items():
-            if name in HELD:
-                own[acting, HELD.index(name)] += n
+            if name in kinds:
+                own[acting, kinds.index(name)] += n
     return weights
 
 
@@ -263,12 +299,18 @@ def _most(rows: Floats) -> Floats:
 
 
 def _message_bytes(message: Message, sizes: Mapping[tuple[int, int], tuple[float, float]]) -> float:
-    """Bytes of what an instruction sends or receives: gradients go the other way."""
+    """Bytes of what an instruction sends or receives."""
+    edge, end = _size_of(message)
+    return sizes[edge][end]
+
+
+def _size_of(message: Message) -> tuple[tuple[int, int], bool]:
+    """The edge of a message, and at which of its ends it is: gradients go the other way."""
     stage, action, peer = message
     forward = action in (Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
     sends = action in (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
     edge = (stage, peer) if forward is sends else (peer, stage)
-    return sizes[edge][edge[0] != stage]
+    return edge, edge[0] != stage
 
 
 def _stepping(members: Sequence[int], stages: Sequence[StageCosts[float]]) -> Peak:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.stages import fits
@@ -47,7 +48,7 @@ class _Back:
 
     def less_sent(self, given: Candidate, sends: float) -> Candidate:
         """The plan with as few activations in host memory as fit, by device group."""
-        plan, room = given.plan, self.space.memory_bytes
+        plan = given.plan
         blocks = max(len(stage.blocks) for stage in plan.stages)
         sent = {s.ranks: round(s.host.activations * blocks) for s in plan.stages}
         if not given.fits:
@@ -57,18 +58,11 @@ class _Back:
             own = {k: {"activations": counts[s.ranks] / blocks} for k, s in enumerate(plan.stages)}
             return self._at(given, own)
 
-        low, high, best = dict.fromkeys(sent, -1), sent, given if given.fits else None
-        while any(high[ranks] - low[ranks] > 1 for ranks in high):
-            if self.programs.time.over():
-                return best or given
-            middle = {ranks: (max(low[ranks], 0) + high[ranks]) // 2 for ranks in high}
-            priced = at(middle)
-            peaks = priced.evaluation.prediction.peak_memory_bytes
-            for ranks, peak in zip(plan.devices, peaks, strict=True):
-                (high if fits(peak, room) else low)[ranks] = middle[ranks]
-            if priced.fits and (best is None or priced.step_time_s <= best.step_time_s):
-                best = priced
-        found = at(high)
+        fewest, tried = self._fewest(sent, at)
+        best = min([given] * given.fits + tried, key=lambda each: each.step_time_s, default=None)
+        if self.programs.time.over():
+            return best or given
+        found = at(fewest)
         if found.fits and (best is None or found.step_time_s <= TIE * best.step_time_s):
             return found
         return best or given
@@ -79,10 +73,10 @@ class _Back:
         as the hosts have no room for: alike on all stages, and less on those with the most."""
         sizes = [moved_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
         best = given
-        for k, stage in enumerate(given.plan.stages):
-            kind = "weights" if stage.host.weights else "states"
-            levels = [p for p in parts(sizes[k]) if p <= getattr(stage.host, kind)]
-            best = self._least(best, levels, {k: kind})
+        places = list(map(given.plan.devices.index, (s.ranks for s in given.plan.stages)))
+        for turn in range(max(Counter(places).values())):  # of each device's stages one
+            turns = {g: k for k, g in enumerate(places) if places[:k].count(g) == turn}
+            best = self._less_on(best, {k: sizes[k] for k in turns.values()})
         held = {k: float(costs.flash_bytes) for k, costs in enumerate(given.evaluation.stages)}
         filed = sorted((k for k in held if held[k]), key=held.__getitem__, reverse=True)
         for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
@@ -91,6 +85,48 @@ class _Back:
             count = bisect.bisect_right(levels, most) + 1  # whole blocks reach the next level
             best = self._least(best, levels[:count], dict.fromkeys(own, "files"))
         return best if best.step_time_s <= TIE * given.step_time_s else given
+
+    def _less_on(self, given: Candidate, sizes: Mapping[int, Sequence[float]]) -> Candidate:
+        """The plan with as few states, or weights, of some stages in host memory as fit, each on
+        other devices; `sizes` are what their blocks move."""
+        plan = given.plan
+        kinds = {k: "weights" if plan.stages[k].host.weights else "states" for k in sizes}
+        levels = {
+            k: [p for p in parts(own) if p <= getattr(plan.stages[k].host, kinds[k])]
+            for k, own in sizes.items()
+        }
+
+        def at(counts: Mapping[tuple[int, ...], int]) -> Candidate:
+            chosen = {k: counts[plan.stages[k].ranks] for k in sizes}
+            own = {k: {kinds[k]: levels[k][n]} for k, n in chosen.items() if n < len(levels[k])}
+            return self._at(given, own)
+
+        most = {plan.stages[k].ranks: len(own) for k, own in levels.items()}
+        found = at(self._fewest(most, at)[0])
+        return found if found.fits else given
+
+    def _fewest(
+        self,
+        most: Mapping[tuple[int, ...], int],
+        at: Callable[[Mapping[tuple[int, ...], int]], Candidate],
+    ) -> tuple[Mapping[tuple[int, ...], int], list[Candidate]]:
+        """By device group the least count with which it fits, as it does with the `most`; and the
+        plans that were tried on the way and fit. All groups are halved at once."""
+        low, high, found = dict.fromkeys(most, -1), dict(most), list[Candidate]()
+        while any(high[ranks] - low[ranks] > 1 for ranks in high):
+            if self.programs.time.over():
+                break
+            middle = {ranks: (max(low[ranks], 0) + high[ranks]) // 2 for ranks in high}
+            priced = at(middle)
+            peaks = dict(
+                zip(
+                    priced.plan.devices, priced.evaluation.prediction.peak_memory_bytes, strict=True
+                )
+            )
+            for ranks, count in middle.items():
+                (high if fits(peaks[ranks], self.space.memory_bytes) else low)[ranks] = count
+            found += [priced] * priced.fits
+        return high, found
 
     def _least(
         self, best: Candidate, levels: Sequence[float], kinds: Mapping[int, str]

@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 from meshwright.costmodel.blocks import segment_policy
@@ -340,6 +341,7 @@ def _ranks(
     return place_stages([mesh.devices for mesh in meshes], cluster)
 
 
+@lru_cache(maxsize=4096)
 def spread_ranks(mesh: Mesh, group: int) -> tuple[int, ...]:
     """Ranks of the device group: `mesh.spread` groups lie between each other's data ranks."""
     inner, spread = mesh.tp * mesh.cp, mesh.spread

@@ -35,6 +35,11 @@ class StageSetup:
             self.chain.setting, sharing=self.sharing, host=host, validated=self.validated
         )
 
+    @property
+    def paired(self) -> bool:
+        """Whether a forward may run beside the backward of another micro-batch."""
+        return self.chain.setting.target.overlap_passes and self.mesh.ep > 1
+
     def sending(self, part: float) -> StageSetup:
         """The same with the activations of such a part of its blocks in host memory."""
         host = replace(self.relief.host, activations=part)

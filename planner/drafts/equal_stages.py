@@ -37,12 +37,12 @@ from meshwright.planner.drafts.combinations import (
     StageSetup,
     Waiting,
 )
-from meshwright.planner.drafts.fills import filling_s, held_at_peak
+from meshwright.planner.drafts.fills import filling_s, held_at_peak, in_turn_s
 from meshwright.planner.drafts.layouts import GAIN, WORTH, Layouts
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.reliefs import Relief
 from meshwright.planner.drafts.segments import given_segments
-from meshwright.planner.drafts.space import Space
+from meshwright.planner.drafts.space import Space, groups_of
 from meshwright.planner.drafts.transports import transports
 from meshwright.planner.inter_op import cut_evenly
 from meshwright.planner.stages import (
@@ -198,7 +198,11 @@ class EqualStages:
             sent = 0.0 if schedule.hides_sends else _sent_s(setup, int(groups * each[k]))
             turn = own_each[k] * (own.amortised_s(m) + sent)
             fill = float(filling_s(schedule, own, shapes[k]))
-            return float(m * turn * uneven + (groups - 1) * fill)
+            through = own.forward_s + own.backward_s - own.weight_s
+            sends = _sent_s(setup, int(groups * own_each[k]))
+            one_s = groups * own_each[k] * (through + sends) * (not setup.paired)
+            entering = in_turn_s(offered[k][0], int(groups * each[k]), m, groups, one_s)
+            return max(float(m * turn * uneven + (groups - 1) * fill), entering)
 
         found, waiting = list[Combination](), list[int]()
         for k, (name, stages) in enumerate(offered):
@@ -248,19 +252,19 @@ class EqualStages:
             return [False] * len(each)
         whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
         parts = whole.without_maxima().shared_out(groups * own_each)  # of buffers not all the most
-        least = stage_costs(parts, setup.setting, policy)
-        states, sure = least.kept_bytes, 1 - ROUNDING
+        kinds, count = self._kinds(setup, groups), len(each)
+        costs = stage_costs(Sums(np.concatenate([parts.array, kinds.array])), setup.setting, policy)
+        states, sure = costs.kept_bytes[:count], 1 - ROUNDING
         if setup.mesh.tp > 1 and groups > 1:  # as blocks prefer; those of a stage may split more
             split = self.parameters / (setup.mesh.tp * setup.mesh.ep * groups * own_each)
-            states = states * np.minimum(1.0, split / np.maximum(least.parameters, 1.0))
+            states = states * np.minimum(1.0, split / np.maximum(costs.parameters[:count], 1.0))
             sure = SPLIT_MORE
         in_flight = np.array([min(h.active if m > 1 else h.first for h in own) for own in held])
-        load = groups * each * (states + in_flight * least.activation_bytes)
-        kinds = stage_costs(self._kinds(setup, groups), setup.setting, policy)
+        load = groups * each * (states + in_flight * costs.activation_bytes[:count])
         return [
             overfull(
                 float(load[k]),
-                kinds.half_bytes if own[0].split else kinds.passing_bytes,
+                (costs.half_bytes if own[0].split else costs.passing_bytes)[count:],
                 self.room / sure,
                 groups,
             )
@@ -461,6 +465,21 @@ class EqualStages:
             )
             for k in range(count)
         ]
+
+    def in_turn_s(self, combination: Combination, cut: Sequence[StageDraft]) -> float:
+        """Seconds that a cut takes at least, as micro-batches wait for those in flight."""
+        one, setup = combination, combination.setup
+        own = cut[: one.num_stages // SCHEDULES[one.schedule].copies]
+        costs = [stage.levels.at(stage.run, stage.chosen) for stage in own]
+        places = groups_of(one.schedule, one.groups, one.stages_per_group)
+        sends = [
+            setup.chain.send_s[stage.stop]
+            for stage, here, there in zip(own, places, places[1 : len(own)], strict=False)
+            if here != there
+        ]
+        through_s = sum(each.forward_s + each.backward_s - each.weight_s for each in costs)
+        one_s = (through_s + 2 * float(sum(sends))) * (not setup.paired)
+        return in_turn_s(one.schedule, one.num_stages, one.num_microbatches, one.groups, one_s)
 
     def spare_bytes(self, combination: Combination, cut: Sequence[StageDraft]) -> float:
         """Bytes that the fullest device of a cut has left as the levels of its stages have it."""

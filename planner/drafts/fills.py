@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -29,6 +30,14 @@ def filling_s(
     f, b, w = map(np.asarray, (costs.forward_s, costs.backward_s, costs.weight_s))
     fill = schedule.fill_s(f, b, w, shape)
     return np.maximum(fill - f, 0.0) if validated and schedule.staggered else fill
+
+
+def in_turn_s(schedule: str, stages: int, m: int, groups: int, one_s: float) -> float:
+    """Seconds in which m micro-batches go through a pipeline at least, of which each takes `one_s`
+    to the last stage and back: the first stage has no more than N in flight, so that each enters
+    when the Nth before it is back, ⌈m/N⌉ · one_s in all."""
+    most = in_flight(schedule, stage=0, num_stages=stages, num_microbatches=m, num_devices=groups)
+    return math.ceil(m / SCHEDULES[schedule].copies / most) * one_s
 
 
 @lru_cache(maxsize=1024)

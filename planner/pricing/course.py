@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 from meshwright.costmodel.blocks import REGATHER, parts_of
 from meshwright.costmodel.memory import (
@@ -58,9 +59,48 @@ def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]
     sent = {edge: values for edge, values in edges.items() if ranks[edge[0]] != ranks[edge[1]]}
     held: set[tuple[tuple[int, ...], str]] = set()
     each, split = plan.passes, SCHEDULES[plan.schedule].splits_backward
-    return [
-        walked(_stage(plan, k, own, sent, held), each, split=split) for k, own in enumerate(stages)
-    ]
+    found = []
+    for k, own in enumerate(stages):
+        alike = (*_alike(plan, k, own, sent, held), each, split)
+        if alike not in coster.walks:
+            coster.walks[alike] = walked(_stage(plan, k, own, sent, held), each, split=split)
+        held |= {
+            (own.stage.ranks, value) for block in own.blocks for value in block.block.parameters
+        }
+        found.append(coster.walks[alike])
+    return found
+
+
+def _alike(
+    plan: Plan,
+    k: int,
+    own: StageBlocks,
+    edges: Mapping[tuple[int, int], Sequence[str]],
+    held: Collection[tuple[tuple[int, ...], str]],
+) -> tuple[Any, ...]:
+    """What `_stage` depends on, values by the order in which the stage's blocks name them."""
+    stage, graph, numbers = own.stage, own.pricer.graph, dict[str, int]()
+    away = offloaded_weights(stage, graph)
+
+    def number(value: str) -> int:
+        return numbers.setdefault(value, len(numbers))
+
+    blocks = tuple(
+        (
+            each.block.class_id,
+            each.assignment.choices,
+            tuple((number(value), state) for value, state in each.inputs.items()),
+            tuple(
+                (number(value), state, value in away, (stage.ranks, value) in held)
+                for value, state in each.parameters
+            ),
+            tuple(map(number, each.block.outputs)),
+        )
+        for each in own.blocks
+    )
+    sent = tuple(tuple(map(number, values)) for (i, _), values in edges.items() if i == k)
+    loss = number(graph.loss) if graph.loss else None
+    return own.setting.parts, stage.policies, stage.segments, stage.host, blocks, sent, loss
 
 
 def placed(peak: Peak, walk: Walked) -> Peak:
@@ -79,17 +119,16 @@ def _stage(
     k: int,
     own: StageBlocks,
     edges: Mapping[tuple[int, int], Sequence[str]],
-    held: set[tuple[tuple[int, ...], str]],
+    held: Collection[tuple[tuple[int, ...], str]],
 ) -> StageBytes:
     """What stage k holds, block by block; `edges` are what stages send to each other, `held` the
-    ranks and parameters of earlier stages, to which this one's are added."""
+    ranks and parameters of earlier stages."""
     stage, setting, pricer = own.stage, own.setting, own.pricer
     entered, made = own.blocks, dict[str, Placement]()
     for each in entered:
         made |= {value: each.assignment.states[value] for value in each.block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
     trained, numbers, others = _parameters(entered, held, pricer, stage)
-    held |= {(stage.ranks, value) for each in entered for value in each.block.parameters}
     owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
     gathered = _gathered([*trained, *others], len(entered), setting)
     entering = entering_bytes(own)

@@ -62,7 +62,7 @@ from meshwright.costmodel.sharding import (
     moves,
     strategies,
 )
-from meshwright.costmodel.stages import Floats, Sums, block_sums
+from meshwright.costmodel.stages import Floats, Sums, Walked, block_sums
 from meshwright.planner.blocks import activations_at_cuts
 from meshwright.planner.plan import Plan, StagePlan, expert_weights, fingerprint, ulysses_degrees
 from meshwright.profiles.cluster import Cluster
@@ -134,6 +134,7 @@ class StageCoster:
     """Prices blocks of one problem; blocks of one class with equal decisions are priced once."""
 
     problem: Problem
+    walks: dict[Any, Walked] = field(default_factory=dict, init=False)  # `walked_stages`
     _known: _Known = field(default_factory=_Known, init=False)
 
     @property

@@ -32,7 +32,14 @@ progress = logging.getLogger("meshwright.progress")  # heard where somebody watc
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 LATE_TRIES = 16  # meshes, combinations and cuts looked at for a first plan when the time is over
 FREE = (0.05, 0.1)  # parts of memory that a plan may leave free, beside the margin
-OVERSHOOT = 1.03  # the cut's objective is trusted to be no more than this above the simulation
+# of a simulated step, by which the objective of its cut may exceed it at most: always, and more
+# with as many device groups as micro-batches, or more groups
+OVERSHOOT, OVERSHOOT_OF_FEW = 0.03, 0.07
+
+
+def overshoot(groups: int, m: int) -> float:
+    """How many times as long as a simulated step the objective of its cut may be."""
+    return 1 + OVERSHOOT + OVERSHOOT_OF_FEW * min(1.0, groups / m) * (groups > 1)
 
 
 class Effort:
@@ -102,6 +109,7 @@ class Explorer:
     taste: Taste
     drafts: list[PlanDraft] = field(default_factory=list)
     _drafted: dict[int, Combination] = field(default_factory=dict)  # by the draft's id
+    _known: dict[Any, PlanDraft] = field(default_factory=dict)  # by what it decides
     _limit_s: float = math.inf  # of the first so many `_weighed` drafts
     _weighed: int = 0
 
@@ -177,11 +185,15 @@ class Explorer:
         """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
         the simulation may hide all of what it sends. `given` as to `EqualStages.solve`."""
         sent_s = self.equal.sends_s(combination)
-        cutoff_s = limit_s / self.taste.ahead(combination) * OVERSHOOT + sent_s
+        above = overshoot(combination.groups, combination.num_microbatches)
+        cutoff_s = limit_s / self.taste.ahead(combination) * above + sent_s
         found = self.effort.timed(
             "cut stages", lambda: self.equal.solve(combination, cutoff_s, **given)
         )
-        return None if found is None else ((found[0] - sent_s) / OVERSHOOT, found[1])
+        if found is None:
+            return None
+        least_s = self.equal.in_turn_s(combination, found[1])
+        return max((found[0] - sent_s) / above, least_s), found[1]
 
     def roomier(self, draft: PlanDraft) -> Iterator[PlanDraft]:
         """A plan's combination drafted anew with more of its devices' memory free."""
@@ -192,25 +204,32 @@ class Explorer:
             less = part * self.drafter.problem.cluster.device.memory_bytes
             found = self.cut(combination, math.inf, less_bytes=less)
             if found is not None:
-                yield self._draft(combination, found[1])
+                yield self._draft(combination, found[1])[0]
 
-    def _draft(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
-        draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
-        self.drafts.append(draft)
-        self._drafted[id(draft)] = combination
-        return draft
+    def _draft(self, combination: Combination, cut: Sequence[StageDraft]) -> tuple[PlanDraft, bool]:
+        """The draft of a cut, and whether it is new: another relief may have given the same."""
+        setup, pipeline = combination.setup, (combination.num_microbatches, *combination.offered)
+        decided = [(own.start, own.stop, own.repeated, own.host) for own in cut]
+        key = setup.chain, setup.sharing, setup.mesh, pipeline, *decided
+        new = key not in self._known
+        if new:
+            draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
+            self._known[key] = draft
+            self.drafts.append(draft)
+            self._drafted[id(draft)] = combination
+        return self._known[key], new
 
     def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
         """Draft a cut; where it does not fit, one with as much less room as it lacks and its levels
         left; where devices have several stages, the same after moves of blocks between them."""
-        draft, less = self._draft(combination, cut), 0.0
+        (draft, new), less = self._draft(combination, cut), 0.0
         if not draft.fits and draft.lacks_bytes > 0:
             less = draft.lacks_bytes + self.equal.spare_bytes(combination, cut)
             found = self.cut(combination, self.limit_s(), less_bytes=less)
             if found is None:
                 return
-            draft = self._draft(combination, found[1])
-        if combination.stages_per_group > 1 and draft.fits:
+            draft, new = self._draft(combination, found[1])
+        if new and combination.stages_per_group > 1 and draft.fits:
             limit_s = self.limit_s() / self.taste.weight(draft)
             moved = self.effort.timed(
                 "cut stages", self.equal.moved, combination, draft, limit_s, less

@@ -38,6 +38,8 @@ BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is
 BOUNDS_S = 1.0  # seconds that they may take anyway
 MAX_KEPT = 6  # plans of different shapes kept for the report
 MAX_PROOFS = 6
+WRITTEN_LESS = 0.01  # of a draft's step, by which the plan that is written out may be faster
+MOST_WRITTEN = 4  # plans that are written out for that
 ALL_COUNTS = 6  # numbers of micro-batches up to which the stage DP looks at all
 NEAR_COUNTS = 3  # of more, those that it looks at
 
@@ -224,13 +226,17 @@ class Search(Drafter):
             meshes = self.unequal.fitting(m)
             if meshes:
                 waiting.append((float(self.unequal.bounds(m, meshes).min()), m, meshes))
-        for bound, m, meshes in sorted(waiting):
-            if bound >= self._limit() or m not in self._near_best(counts):
-                continue
-            if self._effort.late():
+        left = sorted(waiting)
+        while left and not self._effort.late():
+            near = self._near_best(counts)
+            tried = [own for own in left if own[1] in near and own[0] < self._limit()]
+            if not tried:
                 break
-            self._effort.timed("inter-op DP", self._dp, m, meshes)
-        self._effort.late()
+            for own in tried:
+                left.remove(own)
+                bound, m, meshes = own
+                if bound < self._limit() and not self._effort.late():
+                    self._effort.timed("inter-op DP", self._dp, m, meshes)
         return min((bound for bound, _, _ in waiting), default=math.inf)
 
     def _near_best(self, counts: Sequence[int]) -> Sequence[int]:
@@ -249,12 +255,13 @@ class Search(Drafter):
         if not setups:
             return
         deadline = self.programs.time.ends_s if limit < math.inf else None  # first find something
+        cutoff_s = limit * (1 + OVERSHOOT)
         if limit < math.inf and len(self.unequal.coarse()) < len(self.equal.cuts):
-            setups = self.unequal.promising(m, setups, limit * OVERSHOOT, deadline)
+            setups = self.unequal.promising(m, setups, cutoff_s, deadline)
             if not setups:
                 return
         table, options = self.unequal.table(m, setups)
-        solution = self.unequal.solve(table, m, limit * OVERSHOOT, deadline)
+        solution = self.unequal.solve(table, m, cutoff_s, deadline)
         if solution is None:
             return
         for schedule, each in self.space.schedules(len(solution.stages), m, 0):
@@ -267,8 +274,9 @@ class Search(Drafter):
 
     def _written(self) -> list[Candidate | PlanDraft]:
         """The best plan, written out, then the fastest others of different shapes. Written out, a
-        plan may take a little longer than its draft, as whole blocks are recomputed or sent: drafts
-        are written until none left is better than the best of them."""
+        plan may take a little longer than its draft, as whole blocks are recomputed or sent, or
+        less, as some come back: drafts are written until none left is better than the best of them,
+        or a few more where the fastest plan is asked for."""
         kept: dict[Any, PlanDraft] = {}
         for draft in sorted((d for d in self.drafts if d.fits), key=order):
             kept.setdefault(shape(draft), draft)
@@ -277,7 +285,8 @@ class Search(Drafter):
             more = [draft for draft in self._explorer.roomier(best) if draft.fits]
         written, refused = list[tuple[float, Candidate, PlanDraft]](), list[PlanDraft]()
         for number_s, draft in self.taste.judged([*drafts, *more]):
-            if written and written[0][0] <= number_s:
+            more_s = WRITTEN_LESS * (not self.taste.robust and len(written) < MOST_WRITTEN)
+            if written and written[0][0] <= number_s * (1 - more_s):
                 break
             candidate = self.written(draft)
             if candidate.fits:

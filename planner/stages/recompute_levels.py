@@ -144,10 +144,13 @@ def recompute_levels(
         levels = [(policy, part) for part in (0.0, sends)[: len(ways)] for policy in each]
         kept, costs = [levels[k] for k in hull], [of_rows(rows[:, k]) for k in hull]
     grouped = [policy for policy in policies if policy not in each]
+    if grouped:
+        rows = as_rows(stage_costs(sums, setting, sums.recompute_by(grouped)))
+        costs += [of_rows(rows[:, k]) for k in range(len(grouped))]
     return RecomputeLevels(
         policies=(*(policy for policy, _ in kept), *grouped),
         sent=(*(part for _, part in kept), *[0.0] * len(grouped)),
-        costs=(*costs, *(stage_costs(sums, setting, policy) for policy in grouped)),
+        costs=tuple(costs),
         blocks=np.maximum(blocks, 1),
     )
 
