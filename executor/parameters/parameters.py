@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -34,6 +34,10 @@ from meshwright.executor.ranks import Holders, Place
 from meshwright.executor.resharding import local_part
 from meshwright.executor.states_in_files import in_file
 
+# where what the optimizer reads and writes of a parameter lies: of what is in a file (`states_in_
+# files.py`), its gradient is in host memory (`host_memory.py`)
+Home: TypeAlias = Literal["device", "host", "file"]
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ParameterSpec:
@@ -43,10 +47,9 @@ class ParameterSpec:
     `sum_tensor` say on which axes its gradient comes out partial. `zero` is the stage's ZeRO stage,
     0 to 3; ZeRO-3 gathers only a `gatherable` parameter. `dtype` is the leaf's. `shared_stages` are
     all stages of the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
-    `part` axis splits it before anything else does. `reached`: the loss depends on it. `offload`:
-    what the optimizer reads and writes of it lies in host memory (`host_memory.py`). `away`: the
-    leaf, too, has memory only while its block runs (`block_weights.py`). `in_file`: what is
-    offloaded lies in a file, but for the gradient (`states_in_files.py`).
+    `part` axis splits it before anything else does. `reached`: the loss depends on it. Where its
+    `home` is not the device, the leaf, too, may have memory only while its block runs: `away`
+    (`block_weights.py`).
     """
 
     value: str
@@ -60,9 +63,13 @@ class ParameterSpec:
     shared_stages: tuple[int, ...] = ()
     experts: bool = False
     reached: bool = True
-    offload: bool = False
+    home: Home = "device"
     away: bool = False
-    in_file: bool = False
+
+    @property
+    def hosted(self) -> bool:
+        """Whether its home is off the device."""
+        return self.home != "device"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -139,10 +146,10 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
     stored = local.float() if source.requires_grad and source.is_floating_point() else local
     if shard.sharded and not gathered:
         stored = local_part(stored, shard, holders.shard.size, holders.shard.rank)
-        stored = _offloaded(stored, spec) if spec.offload else stored.clone()
-    elif spec.offload and not gathered:
-        stored = _offloaded(stored, spec)
-    shares = shard == R and stored.dtype == spec.dtype and not spec.offload
+        stored = _moved(stored, spec) if spec.hosted else stored.clone()
+    elif spec.hosted and not gathered:
+        stored = _moved(stored, spec)
+    shares = shard == R and stored.dtype == spec.dtype and not spec.hosted
     leaf = stored if shares or gathered else local.to(spec.dtype, copy=spec.away)
     if spec.away:
         leaf.untyped_storage().resize_(0)
@@ -158,9 +165,9 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
     )
 
 
-def _offloaded(x: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+def _moved(x: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     """A copy of a tensor where the optimizer steps it."""
-    return in_file(x) if spec.in_file else to_host(x)
+    return in_file(x) if spec.home == "file" else to_host(x)
 
 
 def _shard_of(
@@ -314,7 +321,7 @@ def _to_host(parameters: Iterable[StageParameter], device: torch.device) -> None
     moved = False
     for p in parameters:
         there = p.gradient is not None and p.gradient.device == device
-        if p.offload and there:  # `fully_shard` brings those of a GPU itself
+        if p.hosted and there:  # `fully_shard` brings those of a GPU itself
             assert p.gradient is not None
             p.gradient = to_host(p.gradient)
             moved = True

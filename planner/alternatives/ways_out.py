@@ -82,7 +82,7 @@ def _relaxation(what: str, found: Candidate, more_nodes: int = 0) -> Relaxation:
 
 
 def _freed(search: Search) -> Iterator[Relaxation]:
-    """Overrides dropped one at a time, a smaller margin, and what the executor can't run yet."""
+    """Overrides dropped one at a time, and a smaller margin."""
     overrides = search.overrides
     tried: list[tuple[str, Made]] = [
         (one.what, partial(search.like, overrides=one.left)) for one in each_dropped(overrides)
@@ -91,9 +91,6 @@ def _freed(search: Search) -> Iterator[Relaxation]:
         free = without(overrides, *TOGETHER)
         said = f"leave {' and '.join(TOGETHER)} free"
         tried.append((said, partial(search.like, overrides=free)))
-    if search.executable:
-        said = "plan what can't be run yet (executable=False)"
-        tried.append((said, partial(search.like, executable=False)))
     yield from filter(None, (_relaxed(what, made) for what, made in tried))
     if search.memory_margin:
         found = plan_that_fits(search.like(memory_margin=0.0))

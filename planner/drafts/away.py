@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.candidates import Candidate, priced_fits
 from meshwright.planner.drafts.space import Space
-from meshwright.planner.plan import StagePlan
-from meshwright.planner.plan.offload import moved_sizes, parts
+from meshwright.planner.plan import StagePlan, moved_parts, moved_sizes
 from meshwright.planner.pricing import evaluate
 from meshwright.planner.stages import BlockPrograms
 
@@ -81,12 +80,12 @@ class _Back:
         best = given
         for k, stage in enumerate(given.plan.stages):
             kind = "weights" if stage.host.weights else "states"
-            levels = [p for p in parts(sizes[k]) if p <= getattr(stage.host, kind)]
+            levels = [p for p in moved_parts(sizes[k]) if p <= getattr(stage.host, kind)]
             best = self._least(best, levels, {k: kind})
         held = {k: float(costs.flash_bytes) for k, costs in enumerate(given.evaluation.stages)}
         filed = sorted((k for k in held if held[k]), key=held.__getitem__, reverse=True)
         for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
-            levels = sorted({p for k in own for p in parts(sizes[k])})
+            levels = sorted({p for k in own for p in moved_parts(sizes[k])})
             most = max(best.plan.stages[k].host.files for k in own)
             count = bisect.bisect_right(levels, most) + 1  # whole blocks reach the next level
             best = self._least(best, levels[:count], dict.fromkeys(own, "files"))

@@ -31,7 +31,6 @@ from meshwright.planner.stages import BlockPrograms
 class Given(TypedDict, total=False):
     """What a drafter may be given beside the problem, as `Drafter` has it."""
 
-    executable: bool
     memory_margin: float
     programs: BlockPrograms | None
 
@@ -40,10 +39,9 @@ class Drafter:
     """Drafts plans for a problem, a global batch and overrides: its `space`, and stages of `equal`
     and `unequal` meshes.
 
-    `executable` leaves only what the executor runs; `memory_margin` is the part of a device's
-    memory that stays free. `programs` are another drafter's of the same problem, to reuse what it
-    priced. Raises `OverrideError` for overrides that contradict the
-    model or each other.
+    `memory_margin` is the part of a device's memory that stays free. `programs` are another
+    drafter's of the same problem, to reuse what it priced. Raises `OverrideError` for overrides
+    that contradict the model or each other.
     """
 
     def __init__(
@@ -52,7 +50,6 @@ class Drafter:
         global_batch_size: int,
         overrides: Overrides,
         *,
-        executable: bool = False,
         memory_margin: float = 0.0,
         programs: BlockPrograms | None = None,
     ) -> None:
@@ -60,12 +57,10 @@ class Drafter:
         self.problem = problem
         self.global_batch_size = global_batch_size
         self.overrides = overrides
-        self.executable = executable
         self.memory_margin = memory_margin
         self.restrictions = restrict(
             overrides,
             graph,
-            executable=executable,
             target=problem.target,
             allow=problem.allow,
             precision=problem.precision,
@@ -102,7 +97,6 @@ class Drafter:
             "problem": self.problem,
             "global_batch_size": self.global_batch_size,
             "overrides": self.overrides,
-            "executable": self.executable,
             "memory_margin": self.memory_margin,
         }
 

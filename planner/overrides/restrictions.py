@@ -28,7 +28,6 @@ from meshwright.planner.overrides.overrides import (
     contradiction,
     left_quantized,
     left_schedules,
-    runnable,
     schedules_with,
     spelled,
 )
@@ -119,18 +118,16 @@ def restrict(
     overrides: Overrides,
     graph: Graph,
     *,
-    executable: bool = False,
     target: Target = EAGER,
     allow: Collection[str] = (),
     precision: str = "bf16",
 ) -> Restrictions:
-    """The overrides by block of `graph`; what the `target` can't run is left out, and with
-    `executable`, what the executor doesn't.
+    """The overrides by block of `graph`; what the `target` can't run is left out.
 
     Raises `OverrideError` for a glob without a block, for values of one block or stage that
     contradict each other, and for what is left out.
     """
-    wanted = for_target(runnable(overrides) if executable else overrides, target)
+    wanted = for_target(overrides, target)
     quantizations = left_quantized(wanted, allow, precision)
     schedules = left_schedules(wanted, tuple(SCHEDULES))
     names = [block.name for block in graph.blocks]

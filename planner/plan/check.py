@@ -19,8 +19,7 @@ from meshwright.planner.plan.assignments import Known, stage_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
-from meshwright.planner.plan.offload import check_offload
-from meshwright.planner.plan.plan import PRECISIONS, RUNS, Plan, StagePlan
+from meshwright.planner.plan.plan import PRECISIONS, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks
 from meshwright.profiles.inputs import shown
@@ -69,13 +68,6 @@ def check_runs(plan: Plan) -> None:
     """Raise `PlanError` for a legal plan that the executor does not run yet."""
     _check_rows(plan, runs=True)
     for k, stage in enumerate(plan.stages):
-        for policy in dict.fromkeys(stage.policies):
-            if policy not in RUNS["recompute"]:
-                raise PlanError(
-                    f"={policy!r} can be priced, but not run yet",
-                    place=f"plan: stage {k}: recompute",
-                    legal=RUNS["recompute"],
-                )
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         ours, theirs = map(_of_group, (stage, first))
         for name, value in ours.items():
@@ -197,7 +189,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
         if not hasattr(stage, name):
             continue
         if own.parts:
-            check_offload(getattr(stage, name), f"{place}: {name}")
+            own.check_parts(getattr(stage, name), f"{place}: {name}", PlanError)
             continue
         for value in named if own.acts == "block" else [getattr(stage, name)]:
             if isinstance(value, bool) or (value != own.off and not own.accepts(value)):

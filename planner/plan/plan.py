@@ -34,8 +34,6 @@ from meshwright.profiles.inputs import parse_json, read_json, shown, write_text
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 FORMAT = 1
-# what the executor runs so far; the rest can be planned and priced
-RUNS = {"recompute": RECOMPUTE}
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8_rowwise")
 
 

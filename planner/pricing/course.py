@@ -28,13 +28,7 @@ from meshwright.costmodel.stages import (
     communicator_bytes,
     walked,
 )
-from meshwright.planner.plan import (
-    Plan,
-    StagePlan,
-    crossings,
-    offloaded_parameters,
-    offloaded_weights,
-)
+from meshwright.planner.plan import Plan, StagePlan, crossings, off_device
 from meshwright.planner.pricing.away import entering_bytes, sending
 from meshwright.planner.pricing.segments import in_segments
 from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster
@@ -191,7 +185,7 @@ def _parameters(
 ) -> tuple[list[Trained], dict[tuple[int, int], int], list[Frozen]]:
     """The trained parameters that are not `held` already, in the order of the forward, the number
     of each by block and number there, and the frozen ones."""
-    there, away = offloaded_parameters(stage, pricer.graph), offloaded_weights(stage, pricer.graph)
+    off = off_device(stage, pricer.graph)
     readers = defaultdict[tuple[str, Placement], list[tuple[int, int]]](list)
     for at, each in enumerate(entered):
         for number, parameter in enumerate(each.parameters):
@@ -210,7 +204,7 @@ def _parameters(
         if not pricer.graph.values[value].requires_grad:
             divided = divides(stage.zero, trained=False) and shards > 1
             nbytes = pricer.parameters.frozen_bytes(value, state)[divided]
-            here = nbytes * (value not in there)
+            here = nbytes * (value not in off.states)
             shards = shards if divided else 1
             frozen.append(Frozen(numel=numel, shards=shards, block=block, nbytes=here))
             continue
@@ -220,8 +214,8 @@ def _parameters(
             shards=shards,
             block=block,
             readers=len(reached.intersection(own)),
-            host=value in there,
-            away=value in away,
+            host=value in off.states,
+            away=value in off.weights,
         )
         found.append((p, own))
     found.sort(key=lambda each: (each[0].block, each[1]))

@@ -246,7 +246,7 @@ def test_buckets_are_filled_in_order_and_the_large_are_alone(
     assert sizes(gather_module._by_size(halves)) == [[8, 16], [2], [32], [4]]
     wide = [parameter(f"w{k}", torch.ones(n), shards=2, zero=1) for k, n in enumerate((2, 16, 4))]
     assert sizes(gather_module._by_size(wide)) == [[2], [16], [4]]  # in place: alone
-    halves[1].offload = True
+    halves[1].home = "host"
     assert sizes(gather_module._by_size(halves[:2])) == [[8], [16]]
 
 
