@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
@@ -190,7 +190,16 @@ class HostParts:
 
 
 NOT_AWAY, UNSHARED = HostParts(), Sharing()
-Parts: TypeAlias = tuple[Mesh, Batch, Sharing, HostParts, bool]
+
+
+class Parts(NamedTuple):
+    """What of a `Setting` is the stage's own."""
+
+    mesh: Mesh
+    batch: Batch
+    sharing: Sharing
+    host: HostParts
+    validated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +237,7 @@ class Setting:
     @property
     def parts(self) -> Parts:
         """All but the problem."""
-        return self.mesh, self.batch, self.sharing, self.host, self.validated
+        return Parts(self.mesh, self.batch, self.sharing, self.host, self.validated)
 
     @cached_property
     def of_pass(self) -> Setting:

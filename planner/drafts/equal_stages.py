@@ -95,7 +95,7 @@ class EqualStages:
         """A mesh in every mode that may pay, with every ZeRO stage it may have, with what the user
         decided to give up for memory, or a `relief`."""
         relief = relief or self.space.reliefs[0]
-        validated = self.space.validated
+        validated = bool(self.space.restrictions.validated)
         for transport, ways in transports(self.space, mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:

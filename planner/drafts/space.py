@@ -82,11 +82,6 @@ class Space:
     def cluster(self) -> Cluster:
         return self.problem.cluster
 
-    @property
-    def validated(self) -> bool:
-        """Whether steps are to be validated afterwards."""
-        return bool(self.restrictions.post_validation)
-
     @cached_property
     def experts(self) -> int:
         """The fewest experts of any operator; 1 without any, or where ranks can't share them."""
@@ -223,7 +218,7 @@ class Space:
         counts = [p for p in divisors(total) if p < len(self.cut_at)]
         own = self.restrictions.pp
         fits = [p for p in counts if (total // p) % node == 0 or node % (total // p) == 0]
-        least = 2 if self.validated else 1
+        least = 2 if self.restrictions.validated else 1
         return [p for p in (fits if own is None else counts) if own in (None, p) and p >= least]
 
     def meshes(self, devices: int, m: int) -> list[Mesh]:
@@ -314,7 +309,7 @@ class Space:
             refused = over.uniform("zero") and None in over.dp and self.cluster.num_devices > 1
             return [] if refused else [UNSHARED]
         stages = {z for z in stages if self.problem.target.combines(z, tp=mesh.tp, pp=1)}
-        alone = self.validated or over.host_weights or over.host_files
+        alone = over.validated or over.host_weights or over.host_files
         stages -= {3} if alone else set()
         found = [Sharing(zero=z) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
@@ -355,7 +350,7 @@ class Space:
         """(schedule, stages per device group) for equal meshes. On one device group schedules take
         the same time: the one with the fewest micro-batches in flight."""
         over, most = self.restrictions, len(self.cut_at) - 1
-        if self._held_twice and (self.validated or self.reliefs[0].host):
+        if self._held_twice and (over.validated or self.reliefs[0].host):
             return []
         left = {
             name: schedule
@@ -369,7 +364,7 @@ class Space:
                 for name, schedule in left.items()
                 if schedule.stages_per_device == 1 and schedule.offered(over.virtual_stages)
             ]
-            kept = 0 if self.validated else 1
+            kept = 0 if over.validated else 1
             return [(name, 1) for name in sorted(alone, key=_held_alone)[:kept]]
         return [
             (name, each)

@@ -208,7 +208,7 @@ class Plan:
         """What the price of stage k depends on, beside the problem."""
         stage = self.stages[k]
         batch = Batch(rows=self.microbatch_rows / stage.dp, microbatches=self.passes)
-        return stage.mesh, batch, stage.sharing, stage.host, self.post_validation
+        return Parts(stage.mesh, batch, stage.sharing, stage.host, self.post_validation)
 
     @property
     def data_ranks(self) -> int:

@@ -322,7 +322,7 @@ def simulated(
     )
     timeline = simulate(streams, times, sends)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
-    if plan.post_validation and not shared_apart(plan, problem.graph):
+    if plan.parts(0).validated and not shared_apart(plan, problem.graph):
         everyone = group_for(problem.cluster, size=plan.num_ranks, stride=1)
         verdict_s = collective_time("all_reduce", 24, everyone, problem.cluster)
         # where it takes too long, no more than a common end does, whose own sums have no price
