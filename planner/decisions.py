@@ -117,6 +117,10 @@ class Decision:
                     way_out=f"raise that of the {whole}, too",
                 )
 
+    def works(self, sharing: Sharing) -> bool:
+        """Whether it has an effect where states are shared out so."""
+        return not self.zeros or sharing.zero in self.zeros
+
     def parts_of(self, sharing: Sharing, holders: int) -> list[int] | None:
         """The numbers of ranks that it may be for stages that share states out so among `holders`
         of the same parameters; None where it is none."""

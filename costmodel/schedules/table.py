@@ -104,10 +104,11 @@ class Schedule:
         have to keep; what is gathered again, W gathers."""
         return ("none", "regather") if self.splits_backward else None
 
-    def divides(self, zero: int) -> bool:
-        """Whether it runs with a ZeRO stage: torch's ZeRO-3 loses gradients where the backward is
-        split, and of two copies it is not built."""
-        return zero < (3 if self.splits_backward or self.copies > 1 else 4)
+    @property
+    def gathers(self) -> bool:
+        """Whether it runs with ZeRO-3: torch loses gradients where the backward is split, and of
+        two copies it is not built."""
+        return not self.splits_backward and self.copies == 1
 
     def pipelines(self, num_stages: int) -> tuple[range, ...]:
         """The stages of each copy of the model."""

@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.costmodel.memory import divides
+from meshwright.costmodel.operators import UNSHARED, Sharing
 from meshwright.costmodel.sharding import Placement, R
 from meshwright.executor.devices import synchronize, to_host
 from meshwright.executor.host_values import share_memory
@@ -44,9 +44,9 @@ class ParameterSpec:
     """The plan's layout of one parameter on this rank's stage.
 
     `value` is its name in the graph, `placement` its state on the tensor axis; `sum_data` and
-    `sum_tensor` say on which axes its gradient comes out partial. `zero` is the stage's ZeRO stage,
-    0 to 3; ZeRO-3 gathers only a `gatherable` parameter. `dtype` is the leaf's. `shared_stages` are
-    all stages of the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
+    `sum_tensor` say on which axes its gradient comes out partial. `sharing` is the stage's; ZeRO-3
+    gathers only a `gatherable` parameter. `dtype` is the leaf's. `shared_stages` are all stages of
+    the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
     `part` axis splits it before anything else does. `reached`: the loss depends on it. Where its
     `home` is not the device, the leaf, too, may have memory only while its block runs: `away`
     (`block_weights.py`).
@@ -57,7 +57,7 @@ class ParameterSpec:
     placement: Placement
     sum_data: bool
     sum_tensor: bool
-    zero: int = 0
+    sharing: Sharing = UNSHARED
     gatherable: bool = True
     dtype: torch.dtype = torch.float32
     shared_stages: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class StageParameter(ParameterSpec):
     @property
     def gathered(self) -> bool:
         """Whether `fully_shard` all-gathers it for each block's use (ZeRO-3)."""
-        return self.zero == 3 and self.shard_placement.sharded
+        return self.sharing.gathers and self.shard_placement.sharded
 
     @property
     def aliased(self) -> bool:
@@ -136,7 +136,7 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
     holders = place.holders(experts=spec.experts)
     local = _local(source.detach(), spec.placement, place, holders).contiguous()
     shard = _shard_of(spec, source, local, place)
-    gathered = spec.zero == 3 and shard.sharded
+    gathered = spec.sharing.gathers and shard.sharded
     # `fully_shard` moves its shards to the device block by block: until then the host holds all
     where = torch.device("cpu") if gathered else place.device
     if local.is_meta:
@@ -175,9 +175,9 @@ def _shard_of(
 ) -> Placement:
     """ZeRO's shard of a parameter's local tensor."""
     n, trained = place.holders(experts=spec.experts).shard.size, source.requires_grad
-    if not divides(spec.zero, trained=trained) or n == 1:
+    if n == 1 or not (spec.sharing.divides if trained else spec.sharing.gathers):
         return R
-    if spec.zero == 3 and not (spec.gatherable and (spec.sum_data or not trained)):
+    if spec.sharing.gathers and not (spec.gatherable and (spec.sum_data or not trained)):
         return R  # `fully_shard` would sum a gradient that is whole on every rank
     placement = spec.placement
     even = not placement.sharded or source.shape[placement.dim] % place.tensor.size == 0

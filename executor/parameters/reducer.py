@@ -161,7 +161,7 @@ class Reducer:
         alike: dict[tuple[Collectives, bool, bool], list[StageParameter]] = {}
         for p in self.parameters:
             if collectives := _collectives(p, place):
-                each = p.zero == 2 and p.scattered
+                each = p.sharing.scatters_whole and p.scattered
                 alike.setdefault((collectives, each, p.hosted), []).append(p)
             elif p.hosted:
                 self._hook(p, partial(self._send_whole, p, place))

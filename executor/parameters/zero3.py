@@ -149,7 +149,7 @@ def _keep_secondary(module: FSDPModule, place: Place) -> None:
 def check_sharding(plan: Plan, meshes: Sequence[StageMesh]) -> None:
     """Raise PlanError, on all ranks alike, for ZeRO-3 that this version of torch can't run."""
     for k, (stage, mesh) in enumerate(zip(plan.stages, meshes, strict=True)):
-        sharded_experts = stage.zero == 3 and mesh.experts > 1 and mesh.expert_shards > 1
+        sharded_experts = stage.gathers and mesh.experts > 1 and mesh.expert_shards > 1
         if sharded_experts and _ON_OTHER_MESH is None:
             raise PlanError(
                 f"torch {torch.__version__} can't shard the parameters of one block over different "

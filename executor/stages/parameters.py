@@ -123,7 +123,7 @@ class RankParameters:
             placement=on_tensor if on_tensor.sharded else R,
             sum_data=RP in outer,
             sum_tensor=on_tensor == RP,
-            zero=self.plan.stages[k].zero,
+            sharing=self.plan.stages[k].sharing,
             dtype=dtype,
             shared_stages=owners,
             experts=experts,
@@ -138,9 +138,7 @@ class RankParameters:
 def replicated(plan: Plan) -> bool:
     """Whether every rank of a plan holds the whole model, on its device."""
     return len(plan.devices) == 1 and all(
-        stage.tp == stage.ep == 1
-        and (not stage.zero or stage.shards == 1)
-        and not stage.host.states
+        stage.tp == stage.ep == 1 and stage.parts(stage.shards) == 1 and not stage.host.states
         for stage in plan.stages
     )
 
@@ -220,6 +218,8 @@ def _tied(
             for value in blocks[name].parameters:
                 if len(owners[value]) > 1:
                     state = assignments[k][name].states[value]
-                    layout = TiedLayout(placement=state if state.sharded else R, zero=stage.zero)
+                    layout = TiedLayout(
+                        placement=state if state.sharded else R, sharing=stage.sharing
+                    )
                     found.setdefault(graph.parameters[value], {}).setdefault(k, layout)
     return found

@@ -121,7 +121,7 @@ def _schedules(search: Search, meshes: Collection[MeshChoice]) -> list[str]:
     offered = {
         name
         for choice in meshes
-        for name, _ in search.space.schedules(choice.groups, choice.num_microbatches, 0)
+        for name, _ in search.space.schedules(choice.groups, choice.num_microbatches)
     }
     return [name for name in search.restrictions.schedules if name in offered]
 

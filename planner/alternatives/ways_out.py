@@ -25,7 +25,7 @@ from functools import partial
 from operator import attrgetter
 
 from meshwright.costmodel.memory import fused, model_states, optimizer_named
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.operators import UNSHARED, Problem, Sharing
 from meshwright.planner.alternatives import what_if
 from meshwright.planner.drafts import Candidate, MeshChoice
 from meshwright.planner.overrides import OverrideError, each_dropped, without
@@ -161,15 +161,15 @@ def _least_nodes(search: Search) -> int:
     """Nodes that the model's states alone fill, however they are divided."""
     problem = search.problem
     numel, cluster = problem.graph.num_parameters(), problem.cluster
-    states = min(_states_bytes(problem, numel, zero) for zero in (0, 3))
+    states = min(_states_bytes(problem, numel, own) for own in (UNSHARED, Sharing(zero=3)))
     return math.ceil(states / (cluster.device.usable_bytes * cluster.devices_per_node))
 
 
-def _states_bytes(problem: Problem, numel: float, zero: int = 0) -> float:
+def _states_bytes(problem: Problem, numel: float, sharing: Sharing = UNSHARED) -> float:
     return model_states(
         float(numel),
         precision=problem.precision,
-        zero=zero,
+        sharing=sharing,
         dp=1,
         optimizer=problem.optimizer,
         target=problem.target,

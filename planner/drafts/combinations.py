@@ -24,13 +24,9 @@ class StageSetup:
     validated: bool = False
 
     @property
-    def zero(self) -> int:
-        return self.sharing.zero
-
-    @property
     def setting(self) -> Setting:
         host = self.relief.host
-        host = host if self.zero < 3 else replace(host, weights=0.0, files=0.0)
+        host = replace(host, weights=0.0, files=0.0) if self.sharing.gathers else host
         return replace(
             self.chain.setting, sharing=self.sharing, host=host, validated=self.validated
         )

@@ -138,7 +138,7 @@ class EqualStages:
         if not self.floor.allows(mesh, m, groups):
             return
         work = self._work(mesh, m, groups)
-        offered = self.space.schedules(groups, m, 0)
+        offered = self.space.schedules(groups, m)
         bounds = [SCHEDULES[name].bound_s(*work, m, groups) for name, _ in offered]
         if bounds and np.isfinite(min(bounds)):
             for own in self.space.placements(mesh, groups):
@@ -154,7 +154,7 @@ class EqualStages:
             m, groups = choice.num_microbatches, choice.groups
             found, waiting = list[Combination](), list[Waiting]()
             for setup in self.setups(choice.mesh, m):
-                offered = self.space.schedules(groups, m, setup.zero)
+                offered = self.space.schedules(groups, m, setup.sharing)
                 more, left = self._by_policies(setup, m, groups, offered)
                 found, waiting = found + more, waiting + left
             self._combinations[choice], self._waiting[choice] = tuple(found), tuple(waiting)
@@ -275,13 +275,13 @@ class EqualStages:
     def relieved(self, own: Waiting) -> Iterator[Combination]:
         """Combinations that wait, with each relief that they may have, where that may fit; none
         that gives up more than another with which nothing runs again."""
-        zero, sharing = own.setup.zero, own.setup.sharing
+        sharing = own.setup.sharing
         enough = list[HostParts]()
         for relief in self.space.reliefs[1:]:
             host = relief.most
             if relief.segmented and not own.tight:
                 continue
-            if (zero == 3 and (host.weights or host.files)) or (
+            if (sharing.gathers and (host.weights or host.files)) or (
                 host.states and sharing.sent_otherwise
             ):
                 continue

@@ -346,7 +346,7 @@ class Space:
 
     # --- schedules ---
 
-    def schedules(self, groups: int, m: int, zero: int) -> list[tuple[str, int]]:
+    def schedules(self, groups: int, m: int, sharing: Sharing = UNSHARED) -> list[tuple[str, int]]:
         """(schedule, stages per device group) for equal meshes. On one device group schedules take
         the same time: the one with the fewest micro-batches in flight."""
         over, most = self.restrictions, len(self.cut_at) - 1
@@ -355,8 +355,9 @@ class Space:
         left = {
             name: schedule
             for name, schedule in ((name, SCHEDULES[name]) for name in over.schedules)
-            if (not schedule.on_request or len(over.schedules) == 1) and schedule.divides(zero)
-            if self.problem.target.combines(zero, tp=1, pp=groups) and schedule.runs(m, groups)
+            if not schedule.on_request or len(over.schedules) == 1
+            if (schedule.gathers or not sharing.gathers) and schedule.runs(m, groups)
+            if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
         if groups == 1:
             alone = [

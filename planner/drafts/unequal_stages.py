@@ -194,7 +194,8 @@ class UnequalStages:
                 given=self.equal.given(start, stop),
                 in_flight=held,
             )
-            if not draft.chosen.fits[draft.run] or not SCHEDULES[schedule].divides(setup.zero):
+            refused = setup.sharing.gathers and not SCHEDULES[schedule].gathers
+            if refused or not draft.chosen.fits[draft.run]:
                 return None
             found.append(draft)
         return found

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Graph, TensorMeta
-from meshwright.costmodel.memory import divides
 from meshwright.planner.plan.plan import StagePlan
 
 ROUNDING = 1e-9  # of a part that is written as a decimal
@@ -66,7 +65,7 @@ def moved_sizes(stage: StagePlan, graph: Graph) -> list[float]:
 
 def _moves(stage: StagePlan, meta: TensorMeta) -> bool:
     """Whether a parameter may lie in host memory."""
-    return meta.requires_grad or divides(stage.zero, trained=False)
+    return meta.requires_grad or stage.gathers
 
 
 def off_device(stage: StagePlan, graph: Graph) -> OffDevice:

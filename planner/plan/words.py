@@ -146,7 +146,7 @@ def mesh_words(stage: StagePlan) -> str:
 def _zero_words(plan: Plan) -> str:
     """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-3 (secondary shards among 8), ZeRO-1 on some stages;
     nothing where there is none."""
-    stages = [stage for stage in plan.stages if stage.zero]
+    stages = [stage for stage in plan.stages if stage.divides]
     lines = ((own.line, [getattr(stage, own.name) for stage in stages]) for own in SHARING)
     text = "".join(line(values) for line, values in lines if line and values)
     return text + " on some stages" * (0 < len(stages) < len(plan.stages))

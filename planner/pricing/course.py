@@ -12,7 +12,6 @@ from meshwright.costmodel.blocks import REGATHER, parts_of
 from meshwright.costmodel.memory import (
     Reduction,
     Trained,
-    divides,
     fixed_bytes,
     optimizer_temporary_bytes,
     undo_bytes,
@@ -84,7 +83,7 @@ def _stage(
     targets = {j: values for (i, j), values in edges.items() if i == k}
     trained, numbers, others = _parameters(entered, held, pricer, stage)
     held |= {(stage.ranks, value) for each in entered for value in each.block.parameters}
-    owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
+    owned = [p.numel / stage.parts(p.shards) for p in trained if not p.host]
     gathered = _gathered([*trained, *others], len(entered), setting)
     entering = entering_bytes(own)
     blocks, split = [], SCHEDULES[plan.schedule].splits_backward
@@ -132,11 +131,9 @@ def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]
         settings.setdefault(ranks, own.setting)
         for value, state in (each for block in own.blocks for each in block.parameters):
             if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
+                parts = own.stage.parts(pricer.parameters.shard_count(value, state))
                 kept[ranks] += own.setting.validated * undo_bytes(
-                    pricer.numel(value, state),
-                    pricer.parameters.shard_count(value, state),
-                    zero=own.setting.sharing.zero,
-                    optimizer=own.setting.optimizer,
+                    pricer.numel(value, state) / parts, own.setting.optimizer
                 )
             held.add((ranks, value))
     return [
@@ -160,16 +157,16 @@ def _fixed_bytes(
     weights = DTYPE_BYTES[setting.precision] * (here - sum(away.values()))
     again = sum(p.numel for group in (trained, others) for p in group if p.shards > 1)
     weights += setting.secondary_bytes * again + sum(p.nbytes for p in others)
-    zero, optimizer = setting.sharing.zero, setting.optimizer
+    sharing, optimizer = setting.sharing, setting.optimizer
     states = setting.validated * sum(
-        undo_bytes(p.numel, p.shards, zero=zero, optimizer=optimizer) for p in trained
+        undo_bytes(p.numel / sharing.parts(p.shards), optimizer) for p in trained
     )
     for p in trained:
         own, kept = fixed_bytes(
             p.numel,
             p.shards,
             precision=setting.precision,
-            zero=zero,
+            sharing=sharing,
             optimizer=optimizer,
             host=p.host,
         )
@@ -200,9 +197,9 @@ def _parameters(
     found, frozen = [], []
     for (value, state), own in readers.items():
         numel, shards = pricer.numel(value, state), pricer.parameters.shard_count(value, state)
-        block = -1 if stage.zero == 3 and len(own) > 1 else own[0][0]
+        block = -1 if stage.gathers and len(own) > 1 else own[0][0]
         if not pricer.graph.values[value].requires_grad:
-            divided = divides(stage.zero, trained=False) and shards > 1
+            divided = stage.gathers and shards > 1
             nbytes = pricer.parameters.frozen_bytes(value, state)[divided]
             here = nbytes * (value not in off.states)
             shards = shards if divided else 1
@@ -232,7 +229,7 @@ def _gathered(
     of what is whole again. All that time those that several blocks read."""
     numels, always = [0.0] * blocks, 0.0
     for p in parameters:
-        if setting.sharing.zero == 3 and p.shards > 1:
+        if setting.sharing.gathers and p.shards > 1:
             if p.block < 0:
                 always += p.numel
             else:
@@ -254,7 +251,7 @@ def _gathered(
 def _reduction(setting: Setting) -> Reduction:
     target = setting.target
     return Reduction(
-        zero=setting.sharing.zero,
+        sharing=setting.sharing,
         weight_bytes=DTYPE_BYTES[setting.precision],
         bucket_bytes=target.bucket_bytes,
         alone_bytes=target.alone_bytes,

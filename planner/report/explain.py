@@ -240,10 +240,7 @@ def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:
         ]
     step_s = busiest(device_groups(evaluation)).optimizer_s
     beside = max(
-        own.temporary
-        * costs.parameters
-        / (stage.shards if stage.zero else 1)
-        * (1 - stage.host.states)
+        own.temporary * costs.parameters / stage.parts(stage.shards) * (1 - stage.host.states)
         for stage, costs in zip(stages, evaluation.stages, strict=True)
     )
     binds = there and any(peak.action is None for peak in evaluation.prediction.peaks)

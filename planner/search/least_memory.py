@@ -54,7 +54,7 @@ def least_memory_choices(space: Space) -> list[MeshChoice]:
         for groups in space.stage_counts():
             for mesh in space.meshes(devices // groups, m):
                 choice = MeshChoice(mesh=mesh, num_microbatches=m, groups=groups, bound_s=0.0)
-                if space.schedules(groups, m, 0):
+                if space.schedules(groups, m):
                     found.setdefault((mesh.tp, groups, mesh.cp, mesh.ep), choice)
     return sorted(found.values(), key=lambda s: (-s.mesh.tp * s.groups, s.mesh, s.groups))
 
@@ -70,7 +70,7 @@ def memory_needs(equal: EqualStages, choice: MeshChoice) -> Iterator[MemoryNeed]
     m, groups = choice.num_microbatches, choice.groups
     for setup in equal.setups(choice.mesh, m):
         needs = []
-        for name, per_group in equal.space.schedules(groups, m, setup.zero):
+        for name, per_group in equal.space.schedules(groups, m, setup.sharing):
             stages, policies = groups * per_group, equal.policies(setup, name)
             part = setup.chain.typical().times(1 / stages)
             levels = recompute_levels(part, setup.setting, policies, np.array(1.0))

@@ -257,7 +257,7 @@ class Search(Drafter):
         solution = self.unequal.solve(table, m, limit * OVERSHOOT, deadline)
         if solution is None:
             return
-        for schedule, each in self.space.schedules(len(solution.stages), m, 0):
+        for schedule, each in self.space.schedules(len(solution.stages), m):
             stages = (
                 self.unequal.stage_drafts(solution, options, m, schedule) if each == 1 else None
             )

@@ -217,7 +217,7 @@ class PlanSpace:
     ) -> StagePlan:
         record, graph = SCHEDULES[schedule], self.problem.graph
         names = tuple(block.name for block in graph.blocks[ends[0] : ends[1]])
-        zero = min(own["zero"], max(z for z in (0, 1, 2, 3) if record.divides(z)))
+        zero = own["zero"] if record.gathers else min(own["zero"], 2)
         zero = zero if mesh.dp > 1 else 0
         policy, part, size = own.get(f"repeats {k}") or own["repeats"]
         if record.recomputed is not None and policy not in record.recomputed:

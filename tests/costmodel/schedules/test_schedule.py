@@ -375,8 +375,7 @@ def test_what_each_schedule_asks_and_takes() -> None:
     assert {n for n, own in SCHEDULES.items() if not own.hides_sends} == {"1f1b", "chimera"}
     for name, own in SCHEDULES.items():
         two = name in ("chimera", "dualpipe")
-        highest = 3 - (name in split or two)
-        assert [own.divides(zero) for zero in range(4)] == [zero <= highest for zero in range(4)]
+        assert own.gathers == (name not in split and not two)
         assert own.recomputed == (("none", "regather") if name in split else None)
         assert own.pipelines(8) == ((range(4), range(4, 8)) if two else (range(8),))
         assert [own.runs(m, p) for m, p in ((4, 2), (3, 2), (4, 3))] == [True, not two, not two]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
+from meshwright.costmodel.operators import UNSHARED, Sharing
 from meshwright.costmodel.schedules import Action, moments, stages_of_devices
 from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, device_peaks, walked
 from meshwright.costmodel.stages.peak import (
@@ -28,7 +29,7 @@ from meshwright.profiles.cluster import Cluster
 from tests.costmodel.schedules.pipelines import Shape, shapes
 from tests.helpers.planning import cluster
 
-ALONE = Reduction(zero=0, weight_bytes=4, bucket_bytes=100, alone_bytes=0, received=False)
+ALONE = Reduction(sharing=UNSHARED, weight_bytes=4, bucket_bytes=100, alone_bytes=0, received=False)
 
 
 def block(
@@ -133,7 +134,7 @@ def test_the_last_backward_scatters_when_fewer_are_in_flight() -> None:
     """The first of two stages: gradients of 400 bytes are whole, and another one's beside two
     micro-batches; what is received, and a shard of 200, beside one."""
     trained = [Trained(numel=100, holders=2, shards=2, block=0)]
-    scattered = replace(ALONE, zero=1, received=True)
+    scattered = replace(ALONE, sharing=Sharing(zero=1), received=True)
 
     def peak(kept: float) -> float:
         own = stage([block(kept, 10, 0)], trained=trained, reduction=scattered)
@@ -153,7 +154,7 @@ def test_what_is_made_again_is_held_and_what_was_kept_is_let_go(releases: bool, 
 def test_gradients_are_whole_until_the_last_backward() -> None:
     """Of virtual stages: those of one are there while another's backwards run, though ZeRO-1 leaves
     a shard of them in the end. So the peak is that of ranks that scatter nothing."""
-    scattered = replace(ALONE, zero=1)
+    scattered = replace(ALONE, sharing=Sharing(zero=1))
     edges = {(k, k + 1): (0.0, 0.0) for k in range(7)}
 
     def peaks(shards: int) -> list[float]:

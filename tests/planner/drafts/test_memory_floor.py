@@ -32,7 +32,8 @@ def search_with(of: Traced, gib: float) -> Search:
 
 def keys(combinations: Iterable[Combination]) -> set[tuple[Any, ...]]:
     return {
-        (c.setup.zero, c.setup.chain.mode, c.schedule, c.stages_per_group) for c in combinations
+        (c.setup.sharing.zero, c.setup.chain.mode, c.schedule, c.stages_per_group)
+        for c in combinations
     }
 
 

@@ -350,15 +350,16 @@ def test_secondary_shards_lie_in_a_node_of_several() -> None:
 
 def test_what_is_quantised_is_allowed_or_asked_for() -> None:
     far = Mesh(dp=8, tp=1)
-    assert quantizations(space(2, 4), far, 3) == ["none"]
+    assert quantizations(space(2, 4), far, Sharing(zero=3)) == ["none"]
     allowed = space(2, 4, allow=["quantized"])
-    assert quantizations(allowed, far, 3) == ["none", "weights", "gradients", "both"]
-    assert quantizations(allowed, far, 2) == ["none"]
-    assert quantizations(space(2, 4, allow=["quantized"], forbid=["quantized"]), far, 3) == ["none"]
+    assert quantizations(allowed, far, Sharing(zero=3)) == ["none", "weights", "gradients", "both"]
+    assert quantizations(allowed, far, Sharing(zero=2)) == ["none"]
+    forbidden = space(2, 4, allow=["quantized"], forbid=["quantized"])
+    assert quantizations(forbidden, far, Sharing(zero=3)) == ["none"]
     asked = space(2, 4, allow=["quantized"], quantized="both")
-    assert quantizations(asked, far, 3) == ["both"]
-    assert quantizations(asked, far, 1) == []  # asks for ZeRO-3
-    assert quantizations(asked, Mesh(dp=1, tp=8), 0) == ["none"]
+    assert quantizations(asked, far, Sharing(zero=3)) == ["both"]
+    assert quantizations(asked, far, Sharing(zero=1)) == []  # asks for ZeRO-3
+    assert quantizations(asked, Mesh(dp=1, tp=8), Sharing()) == ["none"]
 
 
 def test_one_chain_prices_gathers_near_and_far_but_not_hops() -> None:
@@ -385,7 +386,7 @@ def test_schedules_fit_the_stages_the_blocks_and_zero(zero: int) -> None:
     here = space(1, 4)
     most = len(here.graph.blocks)
     for groups, m in itertools.product((1, 2, 3, 4), (1, 4)):
-        found = here.schedules(groups, m, zero)
+        found = here.schedules(groups, m, Sharing(zero=zero))
         assert len(set(found)) == len(found) > 0
         for name, each in found:
             assert not SCHEDULES[name].on_request
@@ -401,9 +402,9 @@ def test_schedules_fit_the_stages_the_blocks_and_zero(zero: int) -> None:
 
 
 def test_a_schedule_may_be_asked_for() -> None:
-    assert space(schedule="zb_h2").schedules(2, 4, 0) == [("zb_h2", 1)]
-    assert space(virtual_stages=3).schedules(2, 4, 0) == [("interleaved_1f1b", 3)]
-    plain = space(forbid=["virtual_stages"]).schedules(2, 4, 0)
+    assert space(schedule="zb_h2").schedules(2, 4) == [("zb_h2", 1)]
+    assert space(virtual_stages=3).schedules(2, 4) == [("interleaved_1f1b", 3)]
+    plain = space(forbid=["virtual_stages"]).schedules(2, 4)
     assert plain and {each for _, each in plain} == {1}
 
 

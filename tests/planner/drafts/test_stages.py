@@ -84,12 +84,12 @@ def test_what_is_left_out_does_not_fit() -> None:
         for slot in slots(search):
             m, groups = slot.num_microbatches, slot.groups
             kept = {
-                (id(n.setup.chain), n.setup.zero, n.schedule, n.stages_per_group)
+                (id(n.setup.chain), n.setup.sharing.zero, n.schedule, n.stages_per_group)
                 for n in equal.combinations(slot)
             }
             for way in equal.setups(slot.mesh, m):
-                for schedule, each in space.schedules(groups, m, way.zero):
-                    if (id(way.chain), way.zero, schedule, each) not in kept:
+                for schedule, each in space.schedules(groups, m, way.sharing):
+                    if (id(way.chain), way.sharing.zero, schedule, each) not in kept:
                         every = every_cut(search, way, schedule, m, groups, each)
                         fitting += any(draft.fits for draft in every)
                         left += 1
@@ -231,6 +231,6 @@ def test_a_draft_holds_what_its_plan_does() -> None:
                 ours, theirs = ([s.policies for s in x.plan.stages] for x in (draft, written))
                 if ours == theirs:
                     assert draft.evaluation.prediction.peaks == written.evaluation.prediction.peaks
-                    zeros.add(node.setup.zero)
+                    zeros.add(node.setup.sharing.zero)
                     alike += 1
     assert alike > 80 and zeros == {0, 1, 2, 3}

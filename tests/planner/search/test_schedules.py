@@ -224,7 +224,7 @@ def test_it_is_chosen_where_it_is_asked_for_and_passes_the_checks(added: str) ->
 
 def test_it_is_among_those_that_a_free_search_simulates(added: str) -> None:
     free = searching(cluster(4), linears(48, 6, 8, 24), batch=16, pp=2)
-    assert (added, 1) in free.space.schedules(2, 4, 0)
+    assert (added, 1) in free.space.schedules(2, 4)
     free.run()
     assert added in {
         combination.schedule
