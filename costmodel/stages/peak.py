@@ -17,14 +17,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.schedules import (
-    Action,
-    Message,
-    Moment,
-    fewest_alike,
-    moments,
-    stages_of_devices,
-)
+from meshwright.costmodel.schedules import Action, Message, Moment, Pipeline, fewest_alike, moments
 from meshwright.costmodel.stages.memory import A
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.stages.sums import Floats
@@ -122,21 +115,16 @@ class Peak:
 
 def device_peaks(
     stages: Sequence[StageCosts[float]],
+    pipeline: Pipeline,
     *,
-    schedule: str,
-    num_microbatches: int,
-    num_devices: int,
     messages: Mapping[tuple[int, int], tuple[float, float]] | None = None,
     reserved: float = 0.0,
 ) -> list[Peak]:
     """The peak of a device of each device group, where all reserve so many bytes. `messages` are
     the bytes of a micro-batch from one stage to another, where it is sent and where it arrives."""
-    counts = {"num_stages": len(stages), "num_devices": num_devices}
-    edges = None if messages is None else frozenset(messages)
-    found = moments(schedule, num_microbatches=num_microbatches, edges=edges, **counts)
-    placed = stages_of_devices(schedule, **counts)
+    found = moments(pipeline, None if messages is None else frozenset(messages))
     peaks = []
-    for members, own in zip(placed, found, strict=True):
+    for members, own in zip(pipeline.placed, found, strict=True):
         here = [stages[k] for k in members]
         held = [_at(moment, members, here, messages or {}) for moment in own]
         peak = max(*held, _stepping(members, here), key=lambda each: each.nbytes)
@@ -203,25 +191,20 @@ def _passing(moment: Moment, own: int) -> dict[str, int]:
     return {"first_bytes": 1}
 
 
-def held_weights(
-    schedule: str, *, num_stages: int, num_microbatches: int, num_devices: int
-) -> Floats:
+def held_weights(pipeline: Pipeline) -> Floats:
     """(devices, moments, stages of each, `HELD`): how often a device holds each kind of bytes of
     each of its stages, in the order of the data, at the moments that can be its peak, messages
     apart; those that are left are the optimizer's step. Its peak is the most of these sums, and the
     bytes of communicators. Raises ValueError as `device_peaks`."""
-    counts = {"num_stages": num_stages, "num_devices": num_devices}
-    few = fewest_alike(schedule, num_microbatches=num_microbatches, **counts)
-    return _held_weights(schedule, num_stages, few, num_devices)
+    return _held_weights(fewest_alike(pipeline))
 
 
 @lru_cache(maxsize=256)
-def _held_weights(schedule: str, num_stages: int, m: int, num_devices: int) -> Floats:
-    found = moments(schedule, num_stages=num_stages, num_microbatches=m, num_devices=num_devices)
-    placed = stages_of_devices(schedule, num_stages=num_stages, num_devices=num_devices)
+def _held_weights(pipeline: Pipeline) -> Floats:
+    placed = pipeline.placed
     rows = [
         _most(_weights([*{q._replace(last=False) for q in own}], members))
-        for members, own in zip(placed, found, strict=True)
+        for members, own in zip(placed, moments(pipeline), strict=True)
     ]
     weights = np.zeros((len(placed), 1 + max(map(len, rows)), len(placed[0]), len(HELD)))
     weights[..., [HELD.index("fixed_bytes"), HELD.index("step_bytes")]] = 1.0

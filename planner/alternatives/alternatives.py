@@ -119,9 +119,9 @@ def _strided(plan: Plan) -> bool:
 def _schedules(search: Search, meshes: Collection[MeshChoice]) -> list[str]:
     """Schedules that some mesh offers."""
     offered = {
-        name
+        own.schedule
         for choice in meshes
-        for name, _ in search.space.schedules(choice.groups, choice.num_microbatches)
+        for own in search.space.schedules(choice.groups, choice.num_microbatches)
     }
     return [name for name in search.restrictions.schedules if name in offered]
 

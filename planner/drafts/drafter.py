@@ -10,14 +10,9 @@ from dataclasses import replace
 from typing import Any, Self, TypedDict
 
 from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.planner.drafts.away import brought_back
-from meshwright.planner.drafts.candidates import (
-    Candidate,
-    PipelineSetup,
-    PlanDraft,
-    make_candidate,
-    make_draft,
-)
+from meshwright.planner.drafts.candidates import Candidate, PlanDraft, make_candidate, make_draft
 from meshwright.planner.drafts.combinations import Combination, StageDraft
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import Space
@@ -107,21 +102,12 @@ class Drafter:
 
     def draft(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
         """A combination cut into stages, simulated."""
-        return self.simulated(
-            cut, combination.num_microbatches, combination.schedule, combination.stages_per_group
-        )
+        return self.simulated(cut, combination.pipeline)
 
-    def simulated(
-        self, stages: Sequence[StageDraft], m: int, schedule: str, each: int = 1
-    ) -> PlanDraft:
-        """Stages under a schedule of m micro-batches, `each` of them on a device group."""
-        pipeline = PipelineSetup(
-            global_batch_size=self.global_batch_size,
-            num_microbatches=m,
-            schedule=schedule,
-            stages_per_group=each,
-        )
-        return make_draft(self.programs.coster, stages, pipeline, self.space.memory_bytes)
+    def simulated(self, stages: Sequence[StageDraft], pipeline: Pipeline) -> PlanDraft:
+        """Stages of a pipeline."""
+        batch, room = self.global_batch_size, self.space.memory_bytes
+        return make_draft(self.programs.coster, stages, pipeline, batch, room)
 
     def written(self, draft: PlanDraft) -> Candidate:
         """The plan of a draft, written out and priced from what is written, with as little off its

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.written_buffers import updates_of
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan.plan import Plan
@@ -18,13 +17,13 @@ _OF_COPY = ("ranks", *(name for name, own in DECISIONS.items() if own.column == 
 
 def pipelines(plan: Plan) -> tuple[range, ...]:
     """The stages of each copy of the model that the schedule holds."""
-    return SCHEDULES[plan.schedule].pipelines(len(plan.stages))
+    return plan.record.pipelines(len(plan.stages))
 
 
 def check_copies(plan: Plan, graph: Graph) -> None:
     """Raise `PlanError` unless a schedule's copies of the model are alike, share the micro-batches
     out, and hold nothing that is not built for several."""
-    if SCHEDULES[plan.schedule].copies == 1:
+    if plan.record.copies == 1:
         return
     place = f"plan: schedule={plan.schedule!r}"
     first, second = pipelines(plan)

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Parts, Sharing
-from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule
 from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
 from meshwright.planner.decisions import DECISIONS, OFFLOADS
 from meshwright.planner.plan.ranges import (
@@ -200,9 +200,20 @@ class Plan:
         return (self,) if hasattr(self, name) else ()
 
     @property
+    def record(self) -> Schedule:
+        """What is known of its schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
     def passes(self) -> int:
         """Micro-batches that each stage runs in a step: its copy's share of them."""
-        return self.num_microbatches // SCHEDULES[self.schedule].copies
+        return self.num_microbatches // self.record.copies
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Its micro-batches through its stages on its device groups."""
+        counts = len(self.stages), self.num_microbatches, len(self.devices)
+        return Pipeline(self.schedule, *counts)
 
     def parts(self, k: int) -> Parts:
         """What the price of stage k depends on, beside the problem."""

@@ -17,7 +17,7 @@ from meshwright.costmodel.memory import (
     undo_bytes,
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
-from meshwright.costmodel.schedules import SCHEDULES, Action
+from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import (
     BlockBytes,
@@ -50,7 +50,7 @@ def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]
     ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
     sent = {edge: values for edge, values in edges.items() if ranks[edge[0]] != ranks[edge[1]]}
     held: set[tuple[tuple[int, ...], str]] = set()
-    each, split = plan.passes, SCHEDULES[plan.schedule].splits_backward
+    each, split = plan.passes, plan.record.splits_backward
     return [
         walked(_stage(plan, k, own, sent, held), each, split=split) for k, own in enumerate(stages)
     ]
@@ -86,7 +86,7 @@ def _stage(
     owned = [p.numel / stage.parts(p.shards) for p in trained if not p.host]
     gathered = _gathered([*trained, *others], len(entered), setting)
     entering = entering_bytes(own)
-    blocks, split = [], SCHEDULES[plan.schedule].splits_backward
+    blocks, split = [], plan.record.splits_backward
     for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
         again, (_, gathers), passes = each.repeats(policy), parts_of(policy), each.passes
         # what is gathered alone is made again by the second half of a backward that reads it

@@ -210,7 +210,7 @@ class Explorer:
             if found is None:
                 return
             draft = self._draft(combination, found[1])
-        if combination.stages_per_group > 1 and draft.fits:
+        if combination.pipeline.each > 1 and draft.fits:
             limit_s = self.limit_s() / self.taste.weight(draft)
             moved = self.effort.timed(
                 "cut stages", self.equal.moved, combination, draft, limit_s, less

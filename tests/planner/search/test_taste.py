@@ -31,7 +31,7 @@ def searched(objective: str, margin: float = 0.0) -> tuple[Search, SearchResult]
 
 
 PLAIN = Looks(
-    axes=0, tp=1, groups=1, each=1, schedule="1f1b", num_microbatches=1, sharing=Sharing()
+    axes=0, tp=1, groups=1, each=1, common=True, num_microbatches=1, sharing=Sharing()
 )
 
 
