@@ -47,7 +47,7 @@ class Decision:
     ranks is a part of so many (`part_of`), which None stands for unless it must be a `proper` one.
 
     A report has a `column` of stages for it, or for several, each with its `cell`; a plan's line
-    has what `line` says of the values of its stages, or of the plan's.
+    has what `line` says of the values of its stages or blocks, or of the plan's.
     """
 
     name: str
@@ -184,6 +184,13 @@ def _quantized_line(sent: Sequence[str]) -> str:
     return f" with quantised {both}" if found else ""
 
 
+def _recompute_line(policies: Sequence[str]) -> str:
+    found = {*policies}
+    used = [policy for policy in RECOMPUTE if policy in found - {"none"}]
+    text = f"{'/'.join(used)} recompute" if used else ""
+    return text + " of some blocks" * ("none" in found and bool(used))
+
+
 def _segments_line(sizes: Sequence[int]) -> str:
     found = sorted({size for size in sizes if size > 1})
     return f"segments of {'/'.join(map(str, found))} blocks" if found else ""
@@ -260,7 +267,7 @@ _TABLE = (
     Decision(
         "recompute", "what the backward computes again", legal=RECOMPUTE, off="none", acts="block",
         forbidden=True, named=tuple((policy, policy) for policy in RECOMPUTE if policy != "none"),
-        column="recompute",
+        column="recompute", line=_recompute_line,
     ),
     Decision(
         "segments", "blocks of which the first one's input alone is kept", written="stage",

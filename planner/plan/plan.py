@@ -125,12 +125,25 @@ class StagePlan(Sharing):
         return dataclasses.replace(self, recompute=recompute, segments=size)
 
     @property
+    def by_policy(self) -> Mapping[str, tuple[str, ...]]:
+        """The recompute policies, each with its blocks, where it names them."""
+        own = self.recompute
+        return {own: self.blocks} if isinstance(own, str) else own
+
+    @property
     def policies(self) -> tuple[str, ...]:
         """The recompute policy of each block."""
-        if isinstance(self.recompute, str):
-            return (self.recompute,) * len(self.blocks)
-        by_block = {name: policy for policy, names in self.recompute.items() for name in names}
+        by_block = {name: policy for policy, names in self.by_policy.items() for name in names}
         return tuple(by_block.get(name, "none") for name in self.blocks)
+
+    def values(self, name: str) -> Sequence[Any]:
+        """What it has of a decision: of one by block what each has."""
+        return self.policies if DECISIONS[name].acts == "block" else (getattr(self, name),)
+
+    @property
+    def as_copy(self) -> StagePlan:
+        """What it has in common with its copies: all but where they lie, and what runs again."""
+        return dataclasses.replace(self, ranks=(), recompute="none", segments=1)
 
 
 def stage_on(

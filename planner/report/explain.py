@@ -15,6 +15,7 @@ from meshwright.costmodel.target import Target
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan import (
     Plan,
+    StagePlan,
     compress_names,
     compress_ranks,
     decision_words,
@@ -157,6 +158,16 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
     }
 
 
+def _values(stage: StagePlan) -> dict[str, Any]:
+    """What is decided of a stage; of its blocks, in words."""
+    said = decision_words(stage)
+    return {
+        name: said[own.column] if own.acts == "block" else getattr(stage, name)
+        for name, own in DECISIONS.items()
+        if hasattr(stage, name)
+    }
+
+
 def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     """The stage table as data: seconds per micro-batch, bytes per device."""
     plan, prediction = evaluation.plan, evaluation.prediction
@@ -164,8 +175,7 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
         {
             "blocks": compress_names(stage.blocks),
             "ranks": compress_ranks(stage.ranks),
-            **{n: getattr(stage, n) for n, own in DECISIONS.items() if hasattr(stage, n)},
-            "recompute": decision_words(stage)["recompute"],
+            **_values(stage),
             "mesh": mesh_words(stage),
             "decided": decision_words(stage),
             "host_bytes": float(costs.in_host_bytes(in_flight)),

@@ -48,7 +48,10 @@ def test_zero_beside_the_tensor_axis_is_offered_where_it_runs() -> None:
 
 def test_zero_in_a_pipeline_is_offered_where_it_runs() -> None:
     of = space("megatron")
-    assert {name for name, _ in of.schedules(2, 4, Sharing(zero=1))} <= {"1f1b", "interleaved_1f1b"}
+    assert {own.schedule for own in of.schedules(2, 4, Sharing(zero=1))} <= {
+        "1f1b",
+        "interleaved_1f1b",
+    }
     assert of.schedules(2, 4, Sharing(zero=1)) and not of.schedules(2, 4, Sharing(zero=3))
     assert of.schedules(1, 4, Sharing(zero=3))  # without one
 
