@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+from meshwright.costmodel.sharing import Sharing
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.inputs.limits import is_number
 
@@ -153,6 +154,10 @@ class Target:
         if not holds:
             value = getattr(self, name)
             raise MeshwrightError(f"={value!r}", place=f"target {self.name!r}: {name}", legal=legal)
+
+    def hides_replicas(self, sharing: Sharing) -> bool:
+        """Whether the reduction among replicas of shards joins a backward."""
+        return sharing.zero in self.overlap_replicas
 
     def combines(self, zero: int, *, tp: int, pp: int) -> bool:
         """Whether it runs a ZeRO stage beside so many tensor-parallel ranks and device groups."""

@@ -6,7 +6,7 @@ is read from the file, and written back, by the system as memory allows. After e
 that came into memory are written back and let go (`let_go`), so that no more of the states is
 resident than what runs.
 
-    weights   of a parameter with `in_file`, which the optimizer reads and writes
+    weights   of a parameter whose `home` is one, which the optimizer reads and writes
     moments   that the optimizer's first step makes like them, in a file from the start on
               (`_LikeThem`); what it makes otherwise, or is loaded, is moved there around a step
 

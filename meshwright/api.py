@@ -98,10 +98,9 @@ def auto_parallelize(
     from the end of the trace, which can't be interrupted, the best plan found so far is returned,
     and the report says by how much it may miss the best; where none was found by then, a first one
     is still looked for on few meshes. Answers that the report finds when it is read have as much
-    time again. `executable` leaves the search only what `train_step` runs so far; None means: where
-    ranks are running, for one device, and for CPU processes (gloo), and everything that can be
-    planned elsewhere. `expert_imbalance` says how uneven a mixture of experts routes: tokens of the
-    busiest of the ranks that share experts out, over the mean. It multiplies what such ranks
+    time again. `executable` leaves the search only what `train_step` runs so far: in this version
+    everything that it plans. `expert_imbalance` says how uneven a mixture of experts routes: tokens
+    of the busiest of the ranks that share experts out, over the mean. It multiplies what such ranks
     compute, exchange and keep; 1.0 is balanced. `allow` names what may change a training's numbers
     and is left out else: "quantized", ZeRO-3's collectives in blocks of 8 and 4 bits (ZeRO++).
 

@@ -27,7 +27,7 @@ from meshwright.arguments import (
     default_precision,
     unwrapped,
 )
-from meshwright.decisions import check_units, in_tf32, planned_to_run
+from meshwright.decisions import check_units, in_tf32
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Rehearsal
 from meshwright.model import ParallelModel
@@ -238,7 +238,6 @@ def _searching(args: argparse.Namespace, cluster: Cluster) -> Search:
         replace(in_tf32(problem) if args.tf32 else problem, allow=tuple(args.allow)),
         args.batch,
         Overrides(),
-        executable=planned_to_run(cluster) if args.executable is None else args.executable,
         memory_margin=MEMORY_MARGIN if args.memory_margin is None else args.memory_margin,
         objective=args.objective,
         time_limit_s=args.time_limit,

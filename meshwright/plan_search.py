@@ -70,7 +70,6 @@ def _check(problem: Problem, request: Request) -> None:
         num_devices=problem.cluster.num_devices,
         global_batch_size=request.global_batch_size,
         num_blocks=len(problem.graph.blocks),
-        executable=bool(request.executable),
         sequences=problem.factors.sequence is not None,
     )
 
@@ -85,7 +84,6 @@ def _searched(
         problem,
         request.global_batch_size,
         request.overrides,
-        executable=bool(request.executable),
         memory_margin=request.memory_margin,
         objective=request.objective,
         time_limit_s=request.time_limit_s,

@@ -15,6 +15,7 @@ from meshwright.costmodel.operators import Sharing
 from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS
+from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 
 ZERO = (0, 1, 2, 3)
@@ -29,7 +30,8 @@ class Decision:
     its flag, of which `what` is the help.
 
     Values are the `legal` ones, True and False where False is `off`, for each of the `parts` a
-    number from 0 to 1, or else whole numbers from 1. `off` does without it. A plan file has it,
+    number from 0 to 1, of some no more (`within`) than of another, why, or else whole numbers
+    from 1. `off` does without it. A plan file has it,
     where it is `written`, in a stage, its mesh or the plan itself, `always` or unless it is off;
     what is `beside` another, with that one, without which it is nothing. It `acts` on the whole
     plan, a stage or a block; all but the first may be given by block. `of_devices`: it counts some
@@ -45,7 +47,7 @@ class Decision:
     ranks is a part of so many (`part_of`), which None stands for unless it must be a `proper` one.
 
     A report has a `column` of stages for it, or for several, each with its `cell`; a plan's line
-    has what `line` says of the values of its stages, or of the plan's.
+    has what `line` says of the values of its stages or blocks, or of the plan's.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Decision:
     _: KW_ONLY
     legal: Collection[Any] = ()
     parts: tuple[str, ...] = ()
+    within: tuple[tuple[str, str, str], ...] = ()
     off: Any = 1
     acts: Literal["plan", "stage", "block"] = "stage"
     written: Literal["", "mesh", "stage", "plan"] = ""
@@ -93,6 +96,30 @@ class Decision:
         if self.legal:
             return type(value) in map(type, self.legal) and value in self.legal
         return isinstance(value, int) and 1 <= value <= MAX_ROWS
+
+    def check_parts(
+        self, given: Mapping[str, Any], place: str, error: type[MeshwrightError]
+    ) -> None:
+        """Raise unless these are its parts, each from 0 to 1 and within the other."""
+        for name, part in given.items():
+            if name not in self.parts:
+                raise error(f"={shown(name)}", place=place, legal=self.parts)
+            if not is_number(part) or not 0 <= part <= 1:
+                raise error(
+                    f"={shown(part)}", place=f"{place}: {name}", legal="a part, from 0 to 1"
+                )
+        for name, whole, why in self.within:
+            if given.get(name, 0.0) > (most := given.get(whole, 0.0)):
+                raise error(
+                    f"={shown(given[name])}: {why}",
+                    place=f"{place}: {name}",
+                    legal=f"0 to {shown(most)}, the part of the {whole} states",
+                    way_out=f"raise that of the {whole}, too",
+                )
+
+    def works(self, sharing: Sharing) -> bool:
+        """Whether it has an effect where states are shared out so."""
+        return not self.zeros or sharing.zero in self.zeros
 
     def parts_of(self, sharing: Sharing, holders: int) -> list[int] | None:
         """The numbers of ranks that it may be for stages that share states out so among `holders`
@@ -155,6 +182,13 @@ def _quantized_line(sent: Sequence[str]) -> str:
     found = {*sent} - {"none"}
     both = "weights and gradients" if "both" in found or len(found) > 1 else "".join(found)
     return f" with quantised {both}" if found else ""
+
+
+def _recompute_line(policies: Sequence[str]) -> str:
+    found = {*policies}
+    used = [policy for policy in RECOMPUTE if policy in found - {"none"}]
+    text = f"{'/'.join(used)} recompute" if used else ""
+    return text + " of some blocks" * ("none" in found and bool(used))
 
 
 def _segments_line(sizes: Sequence[int]) -> str:
@@ -233,7 +267,7 @@ _TABLE = (
     Decision(
         "recompute", "what the backward computes again", legal=RECOMPUTE, off="none", acts="block",
         forbidden=True, named=tuple((policy, policy) for policy in RECOMPUTE if policy != "none"),
-        column="recompute",
+        column="recompute", line=_recompute_line,
     ),
     Decision(
         "segments", "blocks of which the first one's input alone is kept", written="stage",
@@ -241,6 +275,10 @@ _TABLE = (
     ),
     Decision(
         "offload", "part of each stage in host memory, from 0 to 1", parts=OFFLOADS, off={},
+        within=(
+            ("weights", "optimizer", "the optimizer steps weights in host memory there"),
+            ("nvme", "optimizer", "it is a part of the optimizer states that are off devices"),
+        ),
         written="stage", forbidden=True, of_train_step=True, column="host memory",
         cell=lambda parts: offloaded([parts]), line=offloaded,
     ),

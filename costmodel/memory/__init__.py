@@ -14,7 +14,6 @@ from meshwright.costmodel.memory.optimizers import (
 )
 from meshwright.costmodel.memory.states import (
     ModelStates,
-    divides,
     fixed_bytes,
     frozen_bytes,
     model_states,
@@ -34,7 +33,7 @@ from meshwright.costmodel.memory.storage import (
 
 __all__ = [
     "FP32", "FUSED", "Call", "GradientBytes", "Held", "Local", "ModelStates", "Origin", "Reduction",
-    "Storage", "Trained", "compact", "divides", "fixed_bytes", "fresh", "frozen_bytes", "fused",
+    "Storage", "Trained", "compact", "fixed_bytes", "fresh", "frozen_bytes", "fused",
     "keep", "model_states", "optimizer_bytes", "optimizer_issues", "optimizer_named",
     "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped", "undo_bytes",
     "working_bytes",

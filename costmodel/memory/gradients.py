@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.costmodel.memory.optimizers import FP32
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import SCATTERED_AT_ONCE, SENT_AT_ONCE
 
 
@@ -40,11 +41,11 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """How a stage's gradients are reduced: its `zero`, bytes of an element as autograd makes it,
+    """How a stage's gradients are reduced: its `sharing`, bytes of an element as autograd makes it,
     bytes of a bucket and of what travels alone, whether a scatter receives beside what it sends
     (`received`: on a CPU), and whether shards are `replicated`."""
 
-    zero: int
+    sharing: Sharing
     weight_bytes: int
     bucket_bytes: int
     alone_bytes: int
@@ -95,8 +96,8 @@ class GradientBytes:
     def begin(self, *, last: bool) -> None:
         """Before a backward, the `last` of the step or another."""
         self._parts.clear()
-        zero = self.reduction.zero
-        self._reduces = zero == 2 or (zero < 2 and last)
+        own = self.reduction.sharing
+        self._reduces = own.scatters_whole or (not own.gathers and last)
         for bucket in self._bucket.values():
             bucket.waiting = len(bucket.members)
 
@@ -129,7 +130,7 @@ class GradientBytes:
     def _whole(self, k: int) -> float:
         """The same of a gradient that all readers have given their part of."""
         bucket, p, given = self._bucket[k], self.trained[k], self.given(k)
-        if self.reduction.zero == 3 and p.shards > 1:  # the rest of it is `fully_shard`'s
+        if self.reduction.sharing.gathers and p.shards > 1:  # the rest of it is `fully_shard`'s
             return self._gathered(k)
         if bucket.made:
             highest = self.live + given
@@ -211,7 +212,7 @@ class GradientBytes:
         filled = defaultdict[tuple[int, int, bool], float](float)  # elements
         for k in self._order:
             p = self.trained[k]
-            nbytes, whole = FP32 * p.numel, own.zero == 3 and p.shards > 1
+            nbytes, whole = FP32 * p.numel, own.sharing.gathers and p.shards > 1
             if nbytes >= own.alone_bytes or p.holders == 1 or whole:
                 yield self._made([k], alone=True)
                 continue
@@ -228,7 +229,8 @@ class GradientBytes:
 
     def _made(self, members: Sequence[int], *, alone: bool) -> _Bucket:
         sizes = [(FP32 * self.trained[k].numel, self.trained[k].shards) for k in members]
-        sharded = self.reduction.zero in (1, 2)
+        own = self.reduction.sharing
+        sharded = own.divides and not own.gathers
         return _Bucket(
             members=[*members],
             nbytes=sum(nbytes for nbytes, _ in sizes),

@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.graph import TensorMeta
 from meshwright.costmodel.memory.optimizers import optimizer_bytes
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 
@@ -52,7 +53,7 @@ def model_states(
     numel: A,
     *,
     precision: str,
-    zero: int,
+    sharing: Sharing,
     dp: A | int,
     optimizer: str,
     target: Target = EAGER,
@@ -65,13 +66,13 @@ def model_states(
     weight = 2 if mixed else 4
     gradient = target.gradient_bytes if mixed and not target.gradients_come else 4
     master = 4 if mixed and target.master else 0
-    if zero == 0:
+    if not sharing.divides:
         return ModelStates(
             weights=numel * weight,
             gradients=numel * (gradient * (1 - sent)),
             optimizer=numel * ((1 - host) * (master + moments)),
         )
-    if zero == 1:
+    if not sharing.divides_gradients:
         # the fp32 shard the optimizer reads is a part of the gradients where they lie in buckets
         in_buckets = target.bucket_copies == 0 and gradient == 4
         shard = 0 if in_buckets or target.gradients_come else 4
@@ -82,7 +83,7 @@ def model_states(
         )
     parts = numel / dp
     held = numel if target.whole_gradients else parts
-    if zero == 2:
+    if not sharing.gathers:
         master = 4 if target.gradients_come else master
         return ModelStates(
             weights=numel * weight,
@@ -97,28 +98,28 @@ def model_states(
 
 
 def fixed_bytes(
-    numel: float, shards: float, *, precision: str, zero: int, optimizer: str, host: bool = False
+    numel: float,
+    shards: float,
+    *,
+    precision: str,
+    sharing: Sharing,
+    optimizer: str,
+    host: bool = False,
 ) -> tuple[float, float]:
     """Bytes of weights and of optimizer states of a trained parameter between the steps of
     `train_step`: fp32 ones that the optimizer reads, ZeRO's shard of them, which are ZeRO-3's
     weights; else whole ones in the precision that is computed in. With `host`, what the optimizer
     reads is not on the device."""
     moments, mixed = optimizer_bytes(optimizer), precision != "fp32"
-    divided = bool(zero) and shards > 1
+    divided = sharing.divides and shards > 1
     whole = numel * (2 if mixed else 4)
-    if divided and zero == 3:
+    if divided and sharing.gathers:
         return (0.0, 0.0) if host else (4 * numel / shards, moments * numel / shards)
     if host:
         return whole, 0.0
     if divided:
         return whole, numel * (4 + moments) / shards
     return whole, numel * ((4 if mixed else 0) + moments)
-
-
-def divides(zero: int, *, trained: bool) -> bool:
-    """Whether a ZeRO stage divides a parameter among the ranks that hold it: frozen ones, of which
-    there are weights alone, in stage 3."""
-    return zero == 3 or (trained and zero > 0)
 
 
 def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) -> float:
@@ -129,14 +130,21 @@ def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) ->
     return (meta.dtype.itemsize + stored * (meta.stored is not None)) * numel
 
 
-def undo_bytes(numel: A, shards: A | int, *, zero: int, optimizer: str) -> A:
+def undo_bytes(numel: A, optimizer: str) -> A:
     """Bytes of the copies of weights and moments from which a step is undone that turns out to be
-    wrong: those that this rank's optimizer writes, in fp32."""
-    return numel / (shards if zero else 1) * (4 + optimizer_bytes(optimizer))
+    wrong, in fp32, where this rank's optimizer writes so many elements."""
+    return numel * (4 + optimizer_bytes(optimizer))
 
 
 def working_bytes(
-    numel: A, largest: A, gathered: A, *, weight_bytes: int, zero: int, dp: int, target: Target
+    numel: A,
+    largest: A,
+    gathered: A,
+    *,
+    weight_bytes: int,
+    sharing: Sharing,
+    dp: int,
+    target: Target,
 ) -> A:
     """Bytes of communication buffers for `numel` local trained parameters, at most `largest` in a
     block, and at most `gathered` with frozen ones.
@@ -147,10 +155,10 @@ def working_bytes(
     """
     if dp == 1:
         return 0.0 * largest
-    if zero < 2:
+    if not sharing.divides_gradients:
         buckets: A = np.minimum(
             target.bucket_copies * target.bucket_bytes, numel * target.gradient_bytes
         )
         return buckets
     scattered = 0 if target.whole_gradients else target.gradient_bytes
-    return largest * scattered + gathered * (2 * weight_bytes if zero == 3 else 0)
+    return largest * scattered + gathered * (2 * weight_bytes if sharing.gathers else 0)

@@ -21,16 +21,15 @@ from meshwright.costmodel.operators.products import attention
 from meshwright.costmodel.operators.setting import (
     DTYPE_BYTES,
     NOT_AWAY,
-    UNSHARED,
     Batch,
     HostParts,
     Mesh,
     Parts,
     Problem,
     Setting,
-    Sharing,
 )
 from meshwright.costmodel.operators.sizes import LocalSizes
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 
 __all__ = [
     "BACKWARD_S", "COMPUTING", "DTYPE_BYTES", "FORWARD_S", "NOT_AWAY", "PASS_COLUMNS", "UNSHARED",

@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
 from meshwright.costmodel.memory import fused
 from meshwright.costmodel.operators.cost import Axis, Entry
-from meshwright.costmodel.quantized import QUANTIZED, A, buffer_bytes
 from meshwright.costmodel.sharding import ALL_GATHER, ContextKind, FactorTable, Meeting
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
@@ -114,56 +114,6 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sharing:
-    """How the states of a stage are shared out. The stage `zero` of ZeRO divides them among
-    `dp_shard` neighbours on the data axis and replicates across the others; None for all dp·cp.
-    Under ZeRO-3 `hpz` neighbours keep a secondary shard of the weights from the forward to the
-    backward, which gathers from it; None for none. `quantized` says what ZeRO-3 sends in blocks of
-    8 and 4 bits: "none", "weights", "gradients" or "both" (`costmodel/quantized.py`)."""
-
-    zero: int = 0
-    dp_shard: int | None = None
-    hpz: int | None = None
-    quantized: str = "none"
-
-    @property
-    def quantizes_weights(self) -> bool:
-        """Whether weights are gathered in quantised blocks."""
-        return self.quantized in ("weights", "both")
-
-    @property
-    def quantizes_gradients(self) -> bool:
-        """Whether gradients are summed in quantised blocks."""
-        return self.quantized in ("gradients", "both")
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """What sets it apart from others, to be sorted by."""
-        sent = QUANTIZED.index(self.quantized)
-        return self.zero, self.dp_shard or 0, self.hpz or 0, sent
-
-    @property
-    def extras(self) -> int:
-        """In how many ways it is more than a ZeRO stage among all."""
-        return sum(map(bool, self.order[1:]))
-
-    @property
-    def sent_otherwise(self) -> bool:
-        """Whether weights are kept twice, or sent in blocks of few bits."""
-        return any(self.order[2:])
-
-    def among(self, holders: int) -> int:
-        """Ranks among which ZeRO divides, of so many that hold the same parameters."""
-        return self.dp_shard or holders
-
-    def buffer_bytes(self, elements: A) -> A:
-        """Bytes beside those of exact collectives while a unit of so many elements travels."""
-        return buffer_bytes(
-            elements, weights=self.quantizes_weights, gradients=self.quantizes_gradients
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class HostParts:
     """What lies in host memory: the part of the optimizer `states`, that of the `weights`, but
     while their block runs (0 with ZeRO-3), of the blocks those that send the `activations` there
@@ -189,8 +139,17 @@ class HostParts:
         return all(own >= less for own, less in pairs)
 
 
-NOT_AWAY, UNSHARED = HostParts(), Sharing()
-Parts: TypeAlias = tuple[Mesh, Batch, Sharing, HostParts, bool]
+NOT_AWAY = HostParts()
+
+
+class Parts(NamedTuple):
+    """What of a `Setting` is the stage's own."""
+
+    mesh: Mesh
+    batch: Batch
+    sharing: Sharing
+    host: HostParts
+    validated: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,7 +187,7 @@ class Setting:
     @property
     def parts(self) -> Parts:
         """All but the problem."""
-        return self.mesh, self.batch, self.sharing, self.host, self.validated
+        return Parts(self.mesh, self.batch, self.sharing, self.host, self.validated)
 
     @cached_property
     def of_pass(self) -> Setting:
@@ -242,10 +201,10 @@ class Setting:
         """With what a block costs in a step, in whichever ZeRO stage, its parts off the device left
         aside: of micro-batches whether there are several, of a secondary shard who would have
         one."""
-        plain = replace(self, sharing=replace(self.sharing, zero=0, hpz=None))
-        same = plain.secondary == self.secondary and not self.hops
+        own = replace(self, sharing=self.sharing.of_any_stage)
+        plain = replace(own, sharing=replace(own.sharing, hpz=None))
         return replace(
-            plain if same else replace(self, sharing=replace(self.sharing, zero=0)),
+            plain if plain.secondary == self.secondary and not self.hops else own,
             batch=replace(self.batch, microbatches=min(self.batch.microbatches, 2)),
             host=NOT_AWAY,
             validated=False,
@@ -310,7 +269,7 @@ class Setting:
         """Communicators of one rank: the world's, those of its axes, of ZeRO's part of them and of
         a secondary shard, and one to each pipeline neighbour."""
         mesh, sharing = self.mesh, self.sharing
-        parts = bool(sharing.zero) and self.shards < mesh.holders
+        parts = sharing.divides and self.shards < mesh.holders
         neighbours = min(2, self.cluster.num_devices // mesh.devices - 1)
         axes = (mesh.holders > 1) + (mesh.tp > 1) + 2 * (mesh.ep > 1)
         return 1 + axes + 2 * parts + 2 * self.keeps_secondary + neighbours

@@ -26,11 +26,11 @@ from meshwright.costmodel.schedules.simulate import (
     simulate,
     step_times,
 )
-from meshwright.costmodel.schedules.table import SCHEDULES, Schedule, stages_of_devices
+from meshwright.costmodel.schedules.table import SCHEDULES, Pipeline, Schedule, stages_of_devices
 
 __all__ = [
-    "SCHEDULES", "Action", "Early", "Event", "Instruction", "Message", "Moment", "PipelineShape",
-    "Schedule", "StageTimes", "Streams", "Timeline", "backward_follows_forward", "build_schedule",
-    "chrome_trace", "early_parts", "event_of", "fewest_alike", "in_flight", "least_in_flight",
-    "moments", "simulate", "stages_of_devices", "step_times",
+    "SCHEDULES", "Action", "Early", "Event", "Instruction", "Message", "Moment", "Pipeline",
+    "PipelineShape", "Schedule", "StageTimes", "Streams", "Timeline", "backward_follows_forward",
+    "build_schedule", "chrome_trace", "early_parts", "event_of", "fewest_alike", "in_flight",
+    "least_in_flight", "moments", "simulate", "stages_of_devices", "step_times",
 ]  # fmt: skip

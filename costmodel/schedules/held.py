@@ -20,12 +20,7 @@ from meshwright.costmodel.schedules.schedule import (
     ScheduleError,
     build_schedule,
 )
-from meshwright.costmodel.schedules.table import (
-    SCHEDULES,
-    check_count,
-    compute_orders,
-    stages_of_devices,
-)
+from meshwright.costmodel.schedules.table import Pipeline, check_count, compute_orders
 from meshwright.costmodel.target import POSTED_AHEAD
 
 _FIRST = (Action.BACKWARD, Action.BACKWARD_INPUT)
@@ -58,89 +53,61 @@ class Moment(NamedTuple):
 
 
 def moments(
-    name: str,
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    num_devices: int,
-    edges: frozenset[tuple[int, int]] | None = None,
+    own: Pipeline, edges: frozenset[tuple[int, int]] | None = None
 ) -> tuple[tuple[Moment, ...], ...]:
     """Per device the moments at which it may hold most, whatever its stages hold; without messages
     where no `edges` are given. Raises ValueError as `build_schedule`."""
-    num_microbatches = fewest_alike(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
-    )
-    return _moments(name, num_stages, num_microbatches, num_devices, edges)
+    return _moments(fewest_alike(own), edges)
 
 
-def fewest_alike(name: str, *, num_stages: int, num_microbatches: int, num_devices: int) -> int:
-    """The least number of micro-batches with the same moments."""
-    alone = SCHEDULES[name].in_flight if num_devices == num_stages else None
+def fewest_alike(own: Pipeline) -> Pipeline:
+    """That with the least number of micro-batches that has the same moments."""
+    _, num_stages, num_microbatches, num_devices = own
+    alone = own.record.in_flight if own.each == 1 else None
     # the schedules repeat themselves, in rounds of as many as there are devices
     warm = 5 * num_devices
     if alone is not None:
         warm = max(alone(k, num_stages, num_microbatches) for k in (0, num_stages - 1)) + 2
-    return min(num_microbatches, warm + (num_microbatches - warm) % num_devices)
+    few = min(num_microbatches, warm + (num_microbatches - warm) % num_devices)
+    return own._replace(num_microbatches=few)
 
 
-def in_flight(
-    name: str, *, stage: int, num_stages: int, num_microbatches: int, num_devices: int | None = None
-) -> int:
+def in_flight(own: Pipeline, stage: int) -> int:
     """Peak number of micro-batches in flight on `stage`: from their F to the end of their backward,
-    which is W where the backward is split; by default each device has one stage. Raises ValueError
-    as `build_schedule`, and for a stage that is not in the pipeline."""
-    num_devices = num_stages if num_devices is None else num_devices
-    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
-    check_count("num_microbatches", num_microbatches)
-    if not 0 <= stage < num_stages:
-        raise ScheduleError(f"stage={stage}: a pipeline of {num_stages} has 0..{num_stages - 1}")
-    most = SCHEDULES[name].in_flight
-    if most is not None and num_devices == num_stages:
-        return min(most(stage, num_stages, num_microbatches), num_microbatches)
-    (device,) = (d for d, stages in enumerate(placed) if stage in stages)
-    found = moments(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
-    )
+    which is W where the backward is split. Raises ValueError as `build_schedule`, and for a stage
+    that is not in the pipeline."""
+    placed, count, m = own.placed, own.num_stages, own.num_microbatches
+    check_count("num_microbatches", m)
+    if not 0 <= stage < count:
+        raise ScheduleError(f"stage={stage}: a pipeline of {count} has 0..{count - 1}")
+    most = own.record.in_flight
+    if most is not None and own.each == 1:
+        return min(most(stage, count, m), m)
+    device = own.device_of[stage]
     at = placed[device].index(stage)
-    return max(one.active[at] + one.put_off[at] for one in found[device])
+    return max(one.active[at] + one.put_off[at] for one in moments(own)[device])
 
 
-def least_in_flight(
-    name: str, *, num_stages: int, num_microbatches: int, num_devices: int
-) -> tuple[int, ...]:
+def least_in_flight(own: Pipeline) -> tuple[int, ...]:
     """Per device, micro-batches of whichever of its stages has fewest, at its peak in a backward
     behind others of the step, if there are any: what each of its stages keeps has so many copies
     at least. Raises ValueError as `build_schedule`."""
-    found = moments(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
-    )
     least = []
-    for own in found:
-        behind = [one for one in own if all(one.later)] or own
+    for held in moments(own):
+        behind = [one for one in held if all(one.later)] or held
         least.append(max(min(one.active) for one in behind))
     return tuple(least)
 
 
 @lru_cache(maxsize=256)
 def _moments(
-    name: str,
-    num_stages: int,
-    num_microbatches: int,
-    num_devices: int,
-    edges: frozenset[tuple[int, int]] | None,
+    own: Pipeline, edges: frozenset[tuple[int, int]] | None
 ) -> tuple[tuple[Moment, ...], ...]:
-    counts = {"num_stages": num_stages, "num_microbatches": num_microbatches}
-    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
     streams: list[Sequence[Compute | Instruction]] = []
-    if edges is None:
-        streams += compute_orders(name, num_devices=num_devices, **counts)
-    else:
-        streams += build_schedule(
-            name, edges=edges, num_devices=num_devices, paired=False, **counts
-        )
+    streams += compute_orders(own) if edges is None else build_schedule(own, edges)
     return tuple(
         tuple(_highest(_followed(stages, stream)))
-        for stages, stream in zip(placed, streams, strict=True)
+        for stages, stream in zip(own.placed, streams, strict=True)
     )
 
 

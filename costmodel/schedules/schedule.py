@@ -22,7 +22,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from meshwright.costmodel.schedules.orders import Action, Compute
-from meshwright.costmodel.schedules.table import compute_orders, stages_of_devices
+from meshwright.costmodel.schedules.table import Pipeline, compute_orders
 from meshwright.profiles.inputs import MeshwrightError
 
 _SYMBOLS = {
@@ -98,13 +98,7 @@ class Streams(tuple[tuple[Instruction, ...], ...]):
 
 
 def build_schedule(
-    name: str,
-    *,
-    num_stages: int,
-    num_microbatches: int,
-    edges: Collection[tuple[int, int]],
-    num_devices: int,
-    paired: bool = False,
+    own: Pipeline, edges: Collection[tuple[int, int]], *, paired: bool = False
 ) -> Streams:
     """The instruction streams of one training step, one per device.
 
@@ -114,23 +108,12 @@ def build_schedule(
     ValueError for an unknown schedule, a count below 1, stages that do not go evenly on the
     devices, or an edge that does not point forward.
     """
-    return _build(name, num_stages, num_microbatches, frozenset(edges), num_devices, paired)
+    return _build(own, frozenset(edges), paired)
 
 
 @lru_cache(maxsize=64)
-def _build(
-    name: str,
-    num_stages: int,
-    num_microbatches: int,
-    edges: frozenset[tuple[int, int]],
-    num_devices: int,
-    paired: bool,
-) -> Streams:
-    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
-    orders = compute_orders(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
-    )
-    device_of = {stage: device for device, stages in enumerate(placed) for stage in stages}
+def _build(own: Pipeline, edges: frozenset[tuple[int, int]], paired: bool) -> Streams:
+    device_of, orders, num_stages = own.device_of, compute_orders(own), own.num_stages
     sources: list[list[int]] = [[] for _ in range(num_stages)]
     destinations: list[list[int]] = [[] for _ in range(num_stages)]
     for source, destination in sorted(edges):
@@ -188,17 +171,12 @@ def _messages(
         )
 
 
-def backward_follows_forward(
-    name: str, *, stage: int, num_stages: int, num_microbatches: int, num_devices: int
-) -> bool:
+def backward_follows_forward(own: Pipeline, stage: int) -> bool:
     """Whether `stage` runs the backward of every micro-batch right after its forward, with no other
     compute of its device in between."""
-    orders = compute_orders(
-        name, num_stages=num_stages, num_microbatches=num_microbatches, num_devices=num_devices
-    )
     return all(
         (after.stage, after.microbatch) == (stage, compute.microbatch)
-        for order in orders
+        for order in compute_orders(own)
         for compute, after in pairwise(order)
         if compute.stage == stage and compute.action is Action.FORWARD
     )

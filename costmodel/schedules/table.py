@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from meshwright.costmodel.schedules import fills, orders
 from meshwright.costmodel.schedules.fills import Floats, PipelineShape
@@ -104,10 +104,11 @@ class Schedule:
         have to keep; what is gathered again, W gathers."""
         return ("none", "regather") if self.splits_backward else None
 
-    def divides(self, zero: int) -> bool:
-        """Whether it runs with a ZeRO stage: torch's ZeRO-3 loses gradients where the backward is
-        split, and of two copies it is not built."""
-        return zero < (3 if self.splits_backward or self.copies > 1 else 4)
+    @property
+    def gathers(self) -> bool:
+        """Whether it runs with ZeRO-3: torch loses gradients where the backward is split, and of
+        two copies it is not built."""
+        return not self.splits_backward and self.copies == 1
 
     def pipelines(self, num_stages: int) -> tuple[range, ...]:
         """The stages of each copy of the model."""
@@ -204,6 +205,43 @@ _TABLE: dict[str, Schedule] = {
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_TABLE)
 
 
+class Pipeline(NamedTuple):
+    """So many micro-batches through stages on devices (groups of them), in a schedule's order."""
+
+    schedule: str
+    num_stages: int
+    num_microbatches: int
+    num_devices: int
+
+    @property
+    def record(self) -> Schedule:
+        """What is known of its schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
+    def each(self) -> int:
+        """Stages on a device."""
+        return self.num_stages // self.num_devices
+
+    @property
+    def shape(self) -> PipelineShape:
+        """Its numbers, as what fills it depends on them."""
+        return PipelineShape(self.num_microbatches, self.num_devices, self.each)
+
+    @property
+    def placed(self) -> tuple[Stages, ...]:
+        """The stages of each device, in the order of the data. Raises as `stages_of_devices`."""
+        return stages_of_devices(
+            self.schedule, num_stages=self.num_stages, num_devices=self.num_devices
+        )
+
+    @property
+    def device_of(self) -> list[int]:
+        """The device of every stage."""
+        of = {stage: device for device, own in enumerate(self.placed) for stage in own}
+        return [of[k] for k in range(self.num_stages)]
+
+
 def stages_of_devices(name: str, *, num_stages: int, num_devices: int) -> tuple[Stages, ...]:
     """The stages each device owns, in the order of the data. Raises ValueError for an unknown
     schedule, a count below 1, or counts that the schedule cannot place."""
@@ -234,23 +272,22 @@ def stages_of_devices(name: str, *, num_stages: int, num_devices: int) -> tuple[
 
 
 @lru_cache(maxsize=64)
-def compute_orders(
-    name: str, *, num_stages: int, num_microbatches: int, num_devices: int
-) -> tuple[tuple[Compute, ...], ...]:
+def compute_orders(own: Pipeline) -> tuple[tuple[Compute, ...], ...]:
     """The computes of each device in one training step, in order. Raises ValueError as
     `stages_of_devices`, and for less than one micro-batch."""
-    placed = stages_of_devices(name, num_stages=num_stages, num_devices=num_devices)
-    check_count("num_microbatches", num_microbatches)
-    schedule = SCHEDULES[name]
-    each, rest = divmod(num_microbatches, schedule.copies)
+    placed = own.placed
+    check_count("num_microbatches", own.num_microbatches)
+    schedule = own.record
+    each, rest = divmod(own.num_microbatches, schedule.copies)
     if rest:
         raise MeshwrightError(
-            f"={num_microbatches} with schedule={name!r}: each of its {schedule.copies} copies of "
-            "the model takes as many",
+            f"={own.num_microbatches} with schedule={own.schedule!r}: each of its "
+            f"{schedule.copies} copies of the model takes as many",
             place="num_microbatches",
             legal=f"a multiple of {schedule.copies}",
         )
-    first = {s: k * each for k, own in enumerate(schedule.pipelines(num_stages)) for s in own}
+    copies = schedule.pipelines(own.num_stages)
+    first = {stage: k * each for k, copy in enumerate(copies) for stage in copy}
     found = []
     for device, stages in enumerate(placed):
         order = DeviceOrder()

@@ -23,7 +23,6 @@ import numpy as np
 from meshwright.costmodel.memory import (
     FP32,
     ModelStates,
-    divides,
     model_states,
     optimizer_named,
     undo_bytes,
@@ -105,25 +104,23 @@ def stage_memory(
     `sent` to the host's memory."""
     # ranks that a parameter is divided among, on average: experts among fewer than the rest
     shards = np.maximum(sums.parameters / np.maximum(sums.shard_parameters, 1e-9), 1.0)
-    zero = setting.sharing.zero
+    sharing = setting.sharing
     states = model_states(
         sums.parameters,
         precision=setting.precision,
-        zero=zero,
+        sharing=sharing,
         dp=shards,
         optimizer=setting.optimizer,
         target=setting.target,
         host=setting.host.states,
         sent=sent_gradients(setting),
     )
-    undone = setting.validated * undo_bytes(
-        sums.parameters, shards, zero=zero, optimizer=setting.optimizer
-    )
-    divided = divides(zero, trained=False)
-    frozen = sums.frozen_shard_bytes if divided else sums.frozen_bytes
+    stepped = sums.parameters / sharing.parts(shards)
+    undone = setting.validated * undo_bytes(stepped, setting.optimizer)
+    frozen = sums.frozen_shard_bytes if sharing.gathers else sums.frozen_bytes
     weights = states.weights + frozen - frozen_there(sums, setting) - weights_there(sums, setting)
     weights = weights + blocks_here(sums, setting)
-    weights = weights + sums.moved_weights(zero)[0] * setting.secondary_bytes
+    weights = weights + sums.moved_weights(sharing)[0] * setting.secondary_bytes
     followed = setting.target.gradients_come
     found = (_followed if followed else _added_up)(sums, setting, repeated, states)
     undivided = _undivided(sums, setting) if followed else 0.0
@@ -152,7 +149,7 @@ def stage_memory(
 def _undivided(sums: Sums, setting: Setting) -> Floats:
     """Bytes of the weights that are computed with of experts that ZeRO-3 divides among nobody."""
     holders, nbytes = setting.shards, DTYPE_BYTES[setting.precision]
-    if setting.sharing.zero < 3 or setting.mesh.ep < setting.mesh.holders or nbytes == FP32:
+    if not setting.sharing.gathers or setting.mesh.ep < setting.mesh.holders or nbytes == FP32:
         return np.zeros_like(sums.parameters)
     whole = (sums.shard_parameters - sums.parameters / holders) / max(1 - 1 / holders, 1e-9)
     found: Floats = nbytes * np.maximum(whole, 0.0)
@@ -164,7 +161,7 @@ def _temporary_bytes(sums: Sums, setting: Setting) -> Floats:
     others are fitted with what theirs do."""
     if setting.cluster.device.kind != "cuda" or not setting.target.gradients_come:
         return np.zeros_like(sums.parameters)
-    owned = sums.shard_parameters if setting.sharing.zero else sums.parameters
+    owned = sums.shard_parameters if setting.sharing.divides else sums.parameters
     own = optimizer_named(setting.optimizer).temporary
     found: Floats = own * (1 - setting.host.states) * owned
     return found
@@ -174,13 +171,13 @@ def _added_up(
     sums: Sums, setting: Setting, repeated: Recompute, states: ModelStates[Floats]
 ) -> _Gradients:
     """Where no step is followed: gradients and buffers all the time."""
-    _, gathered = sums.moved_weights(setting.sharing.zero)
+    _, gathered = sums.moved_weights(setting.sharing)
     buffers = setting.sharing.buffer_bytes(gathered) + working_bytes(
         sums.parameters,
         sums.largest_parameters,
         gathered,
         weight_bytes=DTYPE_BYTES[setting.precision],
-        zero=setting.sharing.zero,
+        sharing=setting.sharing,
         dp=setting.mesh.holders,
         target=setting.target,
     )
@@ -192,7 +189,7 @@ def _followed(
     sums: Sums, setting: Setting, repeated: Recompute, states: ModelStates[Floats]
 ) -> _Gradients:
     """As `train_step` makes and reduces gradients."""
-    zero, several = setting.sharing.zero, setting.batch.microbatches > 1
+    sharing, several = setting.sharing, setting.batch.microbatches > 1
     later, grown = repeated.excess[LATER], repeated.excess[GROWN]
     whole, shard = FP32 * sums.parameters, FP32 * sums.shard_parameters
     here = 1.0 - setting.host.states
@@ -200,14 +197,14 @@ def _followed(
     bucket = np.minimum(setting.target.bucket_bytes, whole) * summed
     largest = FP32 * sums.largest_numel
     sending = np.minimum(SENT_AT_ONCE * largest, whole) * sent_gradients(setting)
-    if not zero or not summed:
+    if not sharing.divides or not summed:
         first = np.minimum(states.gradients + later, grown + bucket)
         read = here * whole
         return _Gradients(
             left=states.gradients, first=first + sending, later=later + sending, read=read
         )
-    if zero == 3:
-        inside = repeated.excess[INSIDE] + setting.sharing.buffer_bytes(sums.largest_gathered)
+    if sharing.gathers:
+        inside = repeated.excess[INSIDE] + sharing.buffer_bytes(sums.largest_gathered)
         left = here * shard
         made = np.minimum(np.maximum(grown - later, 0.0) * (shard / np.maximum(whole, 1.0)), left)
         return _Gradients(left=left, first=inside + made, later=inside, read=left)
@@ -217,7 +214,7 @@ def _followed(
     twice = received * np.minimum(made, under_way)
     part = shard / np.maximum(whole, 1.0)
     scattering = np.minimum(grown + bucket + twice, later + (1 + received) * under_way)
-    if zero == 1 and several:
+    if not sharing.divides_gradients and several:
         first = np.minimum(whole + later, grown + bucket)
         last = later + under_way * (part + received)  # all whole still, as it begins to scatter
         return _Gradients(left=whole, first=first, later=last, read=here * shard)

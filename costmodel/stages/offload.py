@@ -45,7 +45,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from meshwright.costmodel.memory import FP32, divides, fused, optimizer_bytes, optimizer_step_bytes
+from meshwright.costmodel.memory import FP32, fused, optimizer_bytes, optimizer_step_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Problem, Setting
 from meshwright.costmodel.stages.sums import Floats, Sums
 from meshwright.profiles.cluster import Device
@@ -80,7 +80,7 @@ class HostCosts:
 def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     """The costs of the part of the states that lies in host memory."""
     host = setting.cluster.host
-    numel = sums.shard_parameters if setting.sharing.zero else sums.parameters
+    numel = sums.shard_parameters if setting.sharing.divides else sums.parameters
     moved = setting.host.states * numel
     if host is None or not setting.host.states:
         none = np.zeros_like(numel)
@@ -91,7 +91,7 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
     frozen = frozen_there(sums, setting)
     weights = weights_there(sums, setting)
     part = setting.host.weights  # of the weights, of which a step keeps copies
-    if setting.precision == "fp32" and not setting.sharing.zero:
+    if setting.precision == "fp32" and not setting.sharing.divides:
         part = min(part, setting.host.files)  # others are what the optimizer steps
     copied = DTYPE_BYTES[setting.precision] * part * sums.parameters
     here, device = moved - setting.host.files * numel, setting.cluster.device
@@ -117,9 +117,8 @@ def staged_bytes(sums: Sums, setting: Setting) -> Floats:
     next."""
     if setting.cluster.device.kind == "cpu":
         return np.zeros_like(sums.parameters)
-    shards = setting.shards if setting.sharing.zero else 1
     both = np.minimum(2.0 * sums.largest_parameters, setting.host.files * sums.parameters)
-    found: Floats = FP32 * both / shards
+    found: Floats = FP32 * both / setting.sharing.parts(setting.shards)
     return found
 
 
@@ -136,7 +135,7 @@ def sends_each(setting: Setting) -> bool:
     or ZeRO-2 has scattered them."""
     if setting.mesh.holders == 1:
         return True
-    return setting.sharing.zero == 2 and setting.shards == setting.mesh.holders
+    return setting.sharing.scatters_whole and setting.shards == setting.mesh.holders
 
 
 def sent_gradients(setting: Setting) -> float:
@@ -147,7 +146,7 @@ def sent_gradients(setting: Setting) -> float:
 
 def frozen_there(sums: Sums, setting: Setting) -> Floats:
     """Bytes of frozen parameters in host memory: ZeRO-3 keeps the shards of a block together."""
-    part = setting.host.states * divides(setting.sharing.zero, trained=False)
+    part = setting.host.states * setting.sharing.gathers
     found: Floats = part * sums.frozen_shard_bytes
     return found
 

@@ -17,14 +17,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.schedules import (
-    Action,
-    Message,
-    Moment,
-    fewest_alike,
-    moments,
-    stages_of_devices,
-)
+from meshwright.costmodel.schedules import Action, Message, Moment, Pipeline, fewest_alike, moments
 from meshwright.costmodel.stages.memory import A
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.stages.sums import Floats
@@ -124,25 +117,20 @@ class Peak:
 
 def device_peaks(
     stages: Sequence[StageCosts[float]],
+    pipeline: Pipeline,
     *,
-    schedule: str,
-    num_microbatches: int,
-    num_devices: int,
     messages: Mapping[tuple[int, int], tuple[float, float]] | None = None,
     reserved: float = 0.0,
 ) -> list[Peak]:
     """The peak of a device of each device group, where all reserve so many bytes. `messages` are
     the bytes of a micro-batch from one stage to another, where it is sent and where it arrives."""
-    counts = {"num_stages": len(stages), "num_devices": num_devices}
     edges = None if messages is None else frozenset(messages)
-    found = moments(schedule, num_microbatches=num_microbatches, edges=edges, **counts)
-    placed = stages_of_devices(schedule, **counts)
-    few = fewest_alike(schedule, num_microbatches=num_microbatches, **counts)
-    weights = _of_moments(schedule, few, edges, **counts)
+    found = moments(pipeline, edges)
+    weights = _of_moments(fewest_alike(pipeline), edges)
     values = np.array([[getattr(stage, name) for name in _BESIDE] for stage in stages])
     sizes = np.array([size for edge in sorted(edges or ()) for size in (messages or {})[edge]])
     peaks = []
-    for members, own, (often, sent) in zip(placed, found, weights, strict=True):
+    for members, own, (often, sent) in zip(pipeline.placed, found, weights, strict=True):
         here = [stages[k] for k in members]
         nbytes = often @ values[[*members]].ravel() + sent @ sizes
         near = np.flatnonzero(nbytes >= nbytes.max() - abs(nbytes.max()) * (1 - NEARLY))
@@ -211,35 +199,24 @@ def _passing(moment: Moment, own: int) -> dict[str, int]:
     return {"first_bytes": 1}
 
 
-def held_weights(
-    schedule: str, *, num_stages: int, num_microbatches: int, num_devices: int
-) -> Floats:
+def held_weights(pipeline: Pipeline) -> Floats:
     """(devices, moments, stages of each, `HELD`): how often a device holds each kind of bytes of
     each of its stages, in the order of the data, at the moments that can be its peak, messages
     apart; those that are left are the optimizer's step. Its peak is the most of these sums, and the
     bytes of communicators. Raises ValueError as `device_peaks`."""
-    counts = {"num_stages": num_stages, "num_devices": num_devices}
-    few = fewest_alike(schedule, num_microbatches=num_microbatches, **counts)
-    return _held_weights(schedule, num_stages, few, num_devices)
+    return _held_weights(fewest_alike(pipeline))
 
 
 @lru_cache(maxsize=256)
 def _of_moments(
-    schedule: str,
-    num_microbatches: int,
-    edges: frozenset[tuple[int, int]] | None,
-    *,
-    num_stages: int,
-    num_devices: int,
+    pipeline: Pipeline, edges: frozenset[tuple[int, int]] | None
 ) -> list[tuple[Floats, Floats]]:
     """Per device, how often it holds each kind of bytes of its stages (`_BESIDE`) and each edge's
     two sizes of messages at the moments that can be its peak: (moments, stages · kinds) and
     (moments, edges · 2)."""
-    counts = {"num_stages": num_stages, "num_devices": num_devices}
-    found = moments(schedule, num_microbatches=num_microbatches, edges=edges, **counts)
     at = {edge: 2 * k for k, edge in enumerate(sorted(edges or ()))}
     rows = []
-    for members, own in zip(stages_of_devices(schedule, **counts), found, strict=True):
+    for members, own in zip(pipeline.placed, moments(pipeline, edges), strict=True):
         sent = np.zeros((len(own), 2 * len(at)))
         for row, moment in zip(sent, own, strict=True):
             for message in moment.messages:
@@ -250,12 +227,11 @@ def _of_moments(
 
 
 @lru_cache(maxsize=256)
-def _held_weights(schedule: str, num_stages: int, m: int, num_devices: int) -> Floats:
-    found = moments(schedule, num_stages=num_stages, num_microbatches=m, num_devices=num_devices)
-    placed = stages_of_devices(schedule, num_stages=num_stages, num_devices=num_devices)
+def _held_weights(pipeline: Pipeline) -> Floats:
+    placed = pipeline.placed
     rows = [
         _most(_weights([*{q._replace(last=False) for q in own}], members))
-        for members, own in zip(placed, found, strict=True)
+        for members, own in zip(placed, moments(pipeline), strict=True)
     ]
     weights = np.zeros((len(placed), 1 + max(map(len, rows)), len(placed[0]), len(HELD)))
     weights[..., [HELD.index("fixed_bytes"), HELD.index("step_bytes")]] = 1.0

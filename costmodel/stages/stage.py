@@ -172,13 +172,13 @@ def _hiding(sums: Sums, setting: Setting) -> Callable[[Floats, Floats, bool], Fl
     """The seconds that a communication adds to compute, where it is `overlapped`."""
     target, device = setting.target, setting.cluster.device
     # the part of a communication that no compute can hide: its first or last block
-    weights, largest = sums.moved_weights(setting.sharing.zero)
+    weights, largest = sums.moved_weights(setting.sharing)
     edge = largest / np.maximum(weights, 1.0)
 
     def added(compute: Floats, comm: Floats, overlapped: bool) -> Floats:
         if not overlapped or device.kind == "cpu":
             return comm
-        body = comm * (1 - edge) * (target.hidden_zero3 if setting.sharing.zero == 3 else 1.0)
+        body = comm * (1 - edge) * (target.hidden_zero3 if setting.sharing.gathers else 1.0)
         beside = np.maximum(compute + device.overlap_slowdown * np.minimum(compute, body), body)
         more: Floats = beside + (comm - body) - compute
         return more
@@ -190,7 +190,7 @@ def _data_axis(
     sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: HostCosts
 ) -> Iterator[Beside]:
     """ZeRO's gathers and scatters, and the reduction of gradients."""
-    target, zero = setting.target, setting.sharing.zero
+    target, sharing = setting.target, setting.sharing
     added, copied = _hiding(sums, setting), _copy_s(sums, setting)
     gradients, parameters = target.overlap_gradients, target.overlap_parameters
 
@@ -198,7 +198,7 @@ def _data_axis(
         """The reduction among replicas, which joins a backward that scatters or follows it."""
         replicate: Floats = getattr(sums, column)
         more = replicate
-        if zero in target.overlap_replicas:
+        if target.hides_replicas(sharing):
             more = added(backward, scatter + replicate, hidden) - added(backward, scatter, hidden)
         return Beside(where="step", parts={column: replicate}, added_s=more)
 
@@ -206,9 +206,9 @@ def _data_axis(
         together = sum(parts.values(), np.zeros(()))
         return Beside(where=where, parts=parts, added_s=added(compute, together, hidden))
 
-    if zero == 0:
+    if not sharing.divides:
         yield beside("step", {"reduce_s": sums.reduce_s}, backward, gradients)
-    elif zero == 3:
+    elif sharing.gathers:
         several = setting.batch.microbatches > 1
         gathered = {"zero3_gather_s": sums.zero3_gather_s, "fetched_s": host.fetched_s}
         again = {"zero3_again_s": sums.zero3_again_s, "fetched_s": host.fetched_s}
@@ -228,7 +228,7 @@ def _data_axis(
         scatter = {"scatter_s": sums.scatter_s}
         yield replicated(sums.scatter_s, "replicate_s", gradients)
         yield beside("step", {"gather_s": sums.gather_s}, forward, parameters)
-        yield beside("backward" if zero == 2 else "step", scatter, backward, gradients)
+        yield beside("backward" if sharing.scatters_whole else "step", scatter, backward, gradients)
         yield Beside(where="step", parts={"copied_s": copied}, added_s=copied)
 
 
@@ -246,12 +246,12 @@ def _host_link(
             where=where, parts={column: own}, added_s=added(compute, comm + own, True) - without
         )
 
-    zero = setting.sharing.zero
+    divided = setting.sharing.divides
     yield more("forward", "weights_s", forward)
     yield more("backward", "weights_s", backward)
-    yield more("step", "fetched_s", forward, sums.gather_s if zero else none)
+    yield more("step", "fetched_s", forward, sums.gather_s if divided else none)
     yield more("step", "kept_s", forward)
-    returned = more("step", "returned_s", backward, sums.scatter_s if zero else sums.reduce_s)
+    returned = more("step", "returned_s", backward, sums.scatter_s if divided else sums.reduce_s)
     if sends_each(setting):
         yield replace(returned, where="backward")
         if setting.batch.microbatches > 1:
@@ -265,10 +265,10 @@ def _host_link(
 def _copy_s(sums: Sums, setting: Setting) -> Floats:
     """Seconds to copy all gathered weights to where they are read."""
     device, weight_bytes = setting.cluster.device, DTYPE_BYTES[setting.precision]
-    in_place = setting.sharing.zero < 3 and weight_bytes == 4
+    in_place = not setting.sharing.gathers and weight_bytes == 4
     if in_place or not setting.target.copies_weights:
         return np.zeros(())
-    moved = 2 * weight_bytes * sums.moved_weights(setting.sharing.zero)[0]
+    moved = 2 * weight_bytes * sums.moved_weights(setting.sharing)[0]
     reached = device.memory_bandwidth * device.memory_efficiency(np.maximum(moved, 1.0))
     seconds: Floats = moved / reached
     return seconds
@@ -278,7 +278,7 @@ def _copying(setting: Setting) -> float:
     """How many times as long an optimizer's step takes that copies first what it writes."""
     if not setting.validated:
         return 1.0
-    copied = 2 * undo_bytes(1.0, 1, zero=0, optimizer=setting.optimizer)  # read and written
+    copied = 2 * undo_bytes(1.0, setting.optimizer)  # read and written
     return 1 + copied / optimizer_step_bytes(1.0, optimizer=setting.optimizer)
 
 
@@ -320,18 +320,18 @@ def stage_passes(
         ),
         *_data_axis(sums, forward, backward, setting, host),
     ]
-    if setting.sharing.zero < 3 and setting.host.states:
+    if setting.host.states and not setting.sharing.gathers:
         beside += _host_link(sums, forward, backward, setting, host)
-    if setting.sharing.zero == 3:  # before it, nothing hides
+    if setting.sharing.gathers:  # before it, nothing hides
         again = repeated.gather_s
         beside.append(Beside(where="backward", parts={"zero3_gather_s": again}, added_s=again))
     if sent is None:
-        busy = host.fetched_s * (setting.sharing.zero == 3)  # the link, in a backward
+        busy = host.fetched_s * setting.sharing.gathers  # the link, in a backward
         alone = np.maximum(device[1] - busy, 0.0)
         kept, last = kept_bytes(sums, repeated), (sums.alone_blocks, sums.alone_bytes)
         sent = sent_evenly(kept, sums.blocks, device[0], alone, setting, last)
     beside += _away(sent, setting)
-    stepped = sums.shard_s if setting.sharing.zero else sums.optimizer_s
+    stepped = sums.shard_s if setting.sharing.divides else sums.optimizer_s
     return Passes(
         forward_s=device[0],
         backward_s=device[1],

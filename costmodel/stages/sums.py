@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from meshwright.costmodel.blocks.excess import Excess
 from meshwright.costmodel.blocks.policies import RECOMPUTE, parts_of, segment_policy
 from meshwright.costmodel.blocks.price import BlockPrice, Repeats
-from meshwright.costmodel.memory import FP32, divides
-from meshwright.costmodel.operators import Cost, Pricer
+from meshwright.costmodel.memory import FP32
+from meshwright.costmodel.operators import Cost, Pricer, Sharing
 from meshwright.costmodel.sharding import Placement
 
 Floats: TypeAlias = NDArray[np.float64]
@@ -297,9 +297,9 @@ class Sums:
             scaled.array[..., columns] = np.stack(parts, axis=-1)
         return scaled
 
-    def moved_weights(self, zero: int) -> tuple[Floats, Floats]:
+    def moved_weights(self, sharing: Sharing) -> tuple[Floats, Floats]:
         """Elements of the weights that ZeRO gathers, or a step casts, and the most at once."""
-        if divides(zero, trained=False):
+        if sharing.gathers:
             return self.parameters + self.frozen_parameters, self.largest_gathered
         return self.parameters, self.largest_parameters
 

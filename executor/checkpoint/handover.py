@@ -117,7 +117,7 @@ def _laid_out(x: Any, p: StageParameter, runtime: Runtime, *, like: bool, on_dev
     device = p.stored.device  # the host where it is offloaded
     if like and x.shape == p.shape:
         own = part_of(p, x.to(device), runtime.place)
-        return wrap_like(p, in_file(own) if p.in_file else own.clone().contiguous())
+        return wrap_like(p, in_file(own) if p.home == "file" else own.clone().contiguous())
     if x.ndim and isinstance(p.api, DTensor):
         mesh = p.api.device_mesh
         return DTensor.from_local(x.to(device), mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from meshwright.costmodel.blocks import parts_of, repeated_ops
+from meshwright.costmodel.blocks import parts_of, recomputable, repeated_ops
 from meshwright.costmodel.graph import Block, Op, class_hash
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
@@ -53,13 +53,13 @@ class Lowered:
 class Lowering:
     """Lowers the parts of one stage for one rank.
 
-    `recompute` is the policy of each block that may repeat operators; `backend` of torch.compile
-    compiles the blocks, but not one that exchanges tokens with other ranks' experts: how many it
-    sends depends on the data.
+    `policies` say what blocks run again that may; `backend` of torch.compile compiles the blocks,
+    but not one that exchanges tokens with other ranks' experts: how many it sends depends on the
+    data.
     """
 
     context: Context
-    recompute: Mapping[str, str] = field(default_factory=dict)
+    policies: Mapping[str, str] = field(default_factory=dict)
     backend: str | None = None
     classes: dict[Any, tuple[nn.Module, Written]] = field(default_factory=dict)
 
@@ -112,10 +112,13 @@ class Lowering:
         assert self.backend is not None
         return CompiledBlock(module, name=block.name, backend=self.backend)
 
+    def _policy(self, block: Block) -> str:
+        return self.policies.get(block.name, "none") if recomputable(block) else "none"
+
     def _again(self, block: Block, written: Written, *, compiled: bool) -> list[fx.Node]:
         """The nodes that the block's policy repeats: operators, and gathers where it says so and no
         compiler keeps what they make; or under `full` all there are."""
-        policy, regathers = parts_of(self.recompute.get(block.name, "none"))
+        policy, regathers = parts_of(self._policy(block))
         gathers = [*written.gathers] if regathers and not compiled else []
         if policy == "none":
             return gathers
@@ -160,7 +163,7 @@ class Lowering:
             for r in op.results
         )
         own = (
-            self.recompute.get(block.name, "none"),
+            self._policy(block),
             tuple(op.key in self.context.sums for op in block.ops),
             tuple(name in self.context.deferrable for name in block.parameters),
         )

@@ -4,6 +4,7 @@ from meshwright.executor.parameters.block_weights import BlockWeights
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
 from meshwright.executor.parameters.norms import clip_, norm_share
 from meshwright.executor.parameters.parameters import (
+    Home,
     ParameterSpec,
     StageParameter,
     accumulate_grads,
@@ -27,7 +28,7 @@ from meshwright.executor.parameters.zero3 import check_sharding, collect_gradien
 from meshwright.executor.states_in_files import empty_like, keep_states_in_files
 
 __all__ = [
-    "BlockWeights", "LossScale", "ParameterSpec", "Reduced", "Reducer", "StageParameter",
+    "BlockWeights", "Home", "LossScale", "ParameterSpec", "Reduced", "Reducer", "StageParameter",
     "StepGuard", "TiedLayout", "WeightGather", "WholeTensors", "accumulate_grads", "as_torch",
     "check_sharding", "clip_", "collect_gradients", "empty_like", "expose", "keep_states_in_files",
     "load", "local_of", "make_parameter", "norm_share", "part_of", "reduce_in_optimizers",

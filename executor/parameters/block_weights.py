@@ -53,7 +53,7 @@ class BlockWeights:
         self.stale.discard(block)
         with torch.no_grad(), self.aside.entered(waits=False):
             for p in self.away[block]:
-                if p.shard_placement.sharded or p.leaf.dtype != p.stored.dtype or p.in_file:
+                if p.shard_placement.sharded or p.leaf.dtype != p.stored.dtype or p.home == "file":
                     self.copies[p.fqn] = to_host(p.leaf.data)
             self.leaving[block] = self.aside.mark()
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.costmodel.memory import divides
+from meshwright.costmodel.operators import UNSHARED, Sharing
 from meshwright.costmodel.sharding import Placement, R
 from meshwright.executor.devices import synchronize, to_host
 from meshwright.executor.host_values import share_memory
@@ -34,19 +34,22 @@ from meshwright.executor.ranks import Holders, Place
 from meshwright.executor.resharding import local_part
 from meshwright.executor.states_in_files import in_file
 
+# where what the optimizer reads and writes of a parameter lies: of what is in a file (`states_in_
+# files.py`), its gradient is in host memory (`host_memory.py`)
+Home: TypeAlias = Literal["device", "host", "file"]
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ParameterSpec:
     """The plan's layout of one parameter on this rank's stage.
 
     `value` is its name in the graph, `placement` its state on the tensor axis; `sum_data` and
-    `sum_tensor` say on which axes its gradient comes out partial. `zero` is the stage's ZeRO stage,
-    0 to 3; ZeRO-3 gathers only a `gatherable` parameter. `dtype` is the leaf's. `shared_stages` are
-    all stages of the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
-    `part` axis splits it before anything else does. `reached`: the loss depends on it. `offload`:
-    what the optimizer reads and writes of it lies in host memory (`host_memory.py`). `away`: the
-    leaf, too, has memory only while its block runs (`block_weights.py`). `in_file`: what is
-    offloaded lies in a file, but for the gradient (`states_in_files.py`).
+    `sum_tensor` say on which axes its gradient comes out partial. `sharing` is the stage's; ZeRO-3
+    gathers only a `gatherable` parameter. `dtype` is the leaf's. `shared_stages` are all stages of
+    the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
+    `part` axis splits it before anything else does. `reached`: the loss depends on it. Where its
+    `home` is not the device, the leaf, too, may have memory only while its block runs: `away`
+    (`block_weights.py`).
     """
 
     value: str
@@ -54,15 +57,19 @@ class ParameterSpec:
     placement: Placement
     sum_data: bool
     sum_tensor: bool
-    zero: int = 0
+    sharing: Sharing = UNSHARED
     gatherable: bool = True
     dtype: torch.dtype = torch.float32
     shared_stages: tuple[int, ...] = ()
     experts: bool = False
     reached: bool = True
-    offload: bool = False
+    home: Home = "device"
     away: bool = False
-    in_file: bool = False
+
+    @property
+    def hosted(self) -> bool:
+        """Whether its home is off the device."""
+        return self.home != "device"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -96,7 +103,7 @@ class StageParameter(ParameterSpec):
     @property
     def gathered(self) -> bool:
         """Whether `fully_shard` all-gathers it for each block's use (ZeRO-3)."""
-        return self.zero == 3 and self.shard_placement.sharded
+        return self.sharing.gathers and self.shard_placement.sharded
 
     @property
     def aliased(self) -> bool:
@@ -129,7 +136,7 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
     holders = place.holders(experts=spec.experts)
     local = _local(source.detach(), spec.placement, place, holders).contiguous()
     shard = _shard_of(spec, source, local, place)
-    gathered = spec.zero == 3 and shard.sharded
+    gathered = spec.sharing.gathers and shard.sharded
     # `fully_shard` moves its shards to the device block by block: until then the host holds all
     where = torch.device("cpu") if gathered else place.device
     if local.is_meta:
@@ -139,10 +146,10 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
     stored = local.float() if source.requires_grad and source.is_floating_point() else local
     if shard.sharded and not gathered:
         stored = local_part(stored, shard, holders.shard.size, holders.shard.rank)
-        stored = _offloaded(stored, spec) if spec.offload else stored.clone()
-    elif spec.offload and not gathered:
-        stored = _offloaded(stored, spec)
-    shares = shard == R and stored.dtype == spec.dtype and not spec.offload
+        stored = _moved(stored, spec) if spec.hosted else stored.clone()
+    elif spec.hosted and not gathered:
+        stored = _moved(stored, spec)
+    shares = shard == R and stored.dtype == spec.dtype and not spec.hosted
     leaf = stored if shares or gathered else local.to(spec.dtype, copy=spec.away)
     if spec.away:
         leaf.untyped_storage().resize_(0)
@@ -158,9 +165,9 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
     )
 
 
-def _offloaded(x: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
+def _moved(x: torch.Tensor, spec: ParameterSpec) -> torch.Tensor:
     """A copy of a tensor where the optimizer steps it."""
-    return in_file(x) if spec.in_file else to_host(x)
+    return in_file(x) if spec.home == "file" else to_host(x)
 
 
 def _shard_of(
@@ -168,9 +175,9 @@ def _shard_of(
 ) -> Placement:
     """ZeRO's shard of a parameter's local tensor."""
     n, trained = place.holders(experts=spec.experts).shard.size, source.requires_grad
-    if not divides(spec.zero, trained=trained) or n == 1:
+    if n == 1 or not (spec.sharing.divides if trained else spec.sharing.gathers):
         return R
-    if spec.zero == 3 and not (spec.gatherable and (spec.sum_data or not trained)):
+    if spec.sharing.gathers and not (spec.gatherable and (spec.sum_data or not trained)):
         return R  # `fully_shard` would sum a gradient that is whole on every rank
     placement = spec.placement
     even = not placement.sharded or source.shape[placement.dim] % place.tensor.size == 0
@@ -314,7 +321,7 @@ def _to_host(parameters: Iterable[StageParameter], device: torch.device) -> None
     moved = False
     for p in parameters:
         there = p.gradient is not None and p.gradient.device == device
-        if p.offload and there:  # `fully_shard` brings those of a GPU itself
+        if p.hosted and there:  # `fully_shard` brings those of a GPU itself
             assert p.gradient is not None
             p.gradient = to_host(p.gradient)
             moved = True

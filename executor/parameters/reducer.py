@@ -161,16 +161,16 @@ class Reducer:
         alike: dict[tuple[Collectives, bool, bool], list[StageParameter]] = {}
         for p in self.parameters:
             if collectives := _collectives(p, place):
-                each = p.zero == 2 and p.scattered
-                alike.setdefault((collectives, each, p.offload), []).append(p)
-            elif p.offload:
+                each = p.sharing.scatters_whole and p.scattered
+                alike.setdefault((collectives, each, p.hosted), []).append(p)
+            elif p.hosted:
                 self._hook(p, partial(self._send_whole, p, place))
             else:
                 self._hook(p, partial(self._keep_whole, p))
-        for (collectives, each, offload), members in alike.items():
+        for (collectives, each, hosted), members in alike.items():
             for group in _by_size(members):
                 self.buckets.append(_bucket(group, collectives, each))
-                if offload and not self.buckets[-1].replicas:
+                if hosted and not self.buckets[-1].replicas:
                     self.buckets[-1].to_host = self.to_host
         order = {id(p): k for k, p in enumerate(self.parameters)}  # in which a backward fills them
         self.buckets.sort(key=lambda b: max(order[id(view.parameter)] for view in b.views))

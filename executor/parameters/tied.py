@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshwright.costmodel.operators import Sharing
 from meshwright.costmodel.sharding import Placement
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
@@ -21,11 +22,11 @@ from meshwright.executor.resharding import all_gather, local_part
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedLayout:
-    """A stage's layout of a tied parameter: its placement on the tensor axis, and whether ZeRO may
-    shard it: its ZeRO stage."""
+    """A stage's layout of a tied parameter: its placement on the tensor axis, and how the
+    stage shares its states out."""
 
     placement: Placement
-    zero: int
+    sharing: Sharing
 
 
 def sum_tied_gradients(
@@ -59,8 +60,10 @@ def _alike(owners: Sequence[int], layouts: Mapping[int, TiedLayout], place: Plac
     parts = set()
     for k in owners:
         own, mesh = layouts[k], place.meshes[k]
-        parts.add((own.placement, mesh.tp, (own.zero, mesh.dp, mesh.shards) if own.zero else None))
-    return len(parts) == 1 and all(layouts[k].zero < 3 for k in owners)
+        sharing = own.sharing
+        parted = (sharing.scatters_whole, mesh.dp, mesh.shards) if sharing.divides else None
+        parts.add((own.placement, mesh.tp, parted))
+    return len(parts) == 1 and not any(layouts[k].sharing.gathers for k in owners)
 
 
 def _first_holder(stage: int, p: StageParameter, place: Place) -> int:

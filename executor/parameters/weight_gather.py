@@ -36,16 +36,16 @@ class WeightGather:
         trained.sort(key=lambda p: order[p.fqn])
         self.place = place
         whole = [p for p in trained if not p.shard_placement.sharded]
-        self.cast = [p for p in whole if not p.offload]
-        self.offloaded: dict[str, list[StageParameter]] = {}  # by the block that waits for it
+        self.cast = [p for p in whole if not p.hosted]
+        self.hosted: dict[str, list[StageParameter]] = {}  # by the block that waits for it
         away: dict[str, list[StageParameter]] = {}
         for p in trained:
             if p.away:
                 away.setdefault(reader[p.fqn], []).append(p)
         self.away = BlockWeights(away, place.device) if away else None
         for p in whole:
-            if p.offload and not p.away:
-                self.offloaded.setdefault(reader[p.fqn], []).append(p)
+            if p.hosted and not p.away:
+                self.hosted.setdefault(reader[p.fqn], []).append(p)
         self.aside = Aside(place.device)
         self.staging = Staging()
         self.arrived: dict[str, Any] = {}  # by block, until it has waited
@@ -64,7 +64,7 @@ class WeightGather:
                 torch._foreach_copy_([p.leaf for p in self.cast], [p.stored for p in self.cast])
         if self.away is not None:
             self.away.begin()
-        for block, members in self.offloaded.items():
+        for block, members in self.hosted.items():
             with self.aside.entered(), torch.no_grad():
                 stored = self.staging.bring([p.stored for p in members], self.place.device)
                 for p, x in zip(members, stored, strict=True):
@@ -94,7 +94,7 @@ class WeightGather:
         while self.started < min(len(self.buckets), max(following, self.finished + IN_FLIGHT)):
             bucket = self.buckets[self.started]
             shard = self.place.holders(experts=bucket[0].experts).shard
-            if bucket[0].offload:
+            if bucket[0].hosted:
                 self.gathers.append(self._sent(bucket, shard))
             elif _in_place(bucket[0]):
                 whole, part = (x.detach().view(-1) for x in (bucket[0].leaf, bucket[0].stored))
@@ -154,11 +154,11 @@ def _by_size(parameters: Sequence[StageParameter]) -> list[list[StageParameter]]
 
 def _bucket_key(p: StageParameter) -> tuple[torch.dtype, bool, bool, bool]:
     """Equal for parameters that may share a bucket."""
-    return p.leaf.dtype, p.experts, p.offload, _in_place(p)
+    return p.leaf.dtype, p.experts, p.hosted, _in_place(p)
 
 
 def _in_place(p: StageParameter) -> bool:
     """Whether a large parameter is gathered directly into its leaf, without a copy."""
     large = p.leaf.numel() * p.leaf.dtype.itemsize >= ALONE_BYTES
     alike = p.shard_placement.dim == 0 and p.leaf.dtype == p.stored.dtype
-    return large and alike and not p.offload
+    return large and alike and not p.hosted

@@ -79,14 +79,14 @@ def shard_stage(
         gathered = [(name, by_leaf[id(leaf)]) for name, leaf in named if id(leaf) in by_leaf]
         if not gathered and module is not stage:
             continue
-        offload = bool(gathered) and all(p.offload for _, p in gathered)
+        hosted = bool(gathered) and all(p.hosted for _, p in gathered)
         sharded = fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=not (ends and module in (blocks[-1], stage)),
             shard_placement_fn=sharding,
             mp_policy=policy,
-            offload_policy=CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
+            offload_policy=CPUOffloadPolicy(pin_memory=pinned) if hosted else OffloadPolicy(),
             ignored_params=ignored,
         )
         assert isinstance(sharded, FSDPModule)
@@ -97,7 +97,7 @@ def shard_stage(
         for name, p in gathered:
             p.leaf = p.sharded = getattr(module, name)  # frees the whole one
             p.stored = local_of(p.sharded.detach())
-            p.offload = offload
+            p.home = "host" if hosted else "device"
 
 
 class _SecondaryParam(FSDPParam):
@@ -149,7 +149,7 @@ def _keep_secondary(module: FSDPModule, place: Place) -> None:
 def check_sharding(plan: Plan, meshes: Sequence[StageMesh]) -> None:
     """Raise PlanError, on all ranks alike, for ZeRO-3 that this version of torch can't run."""
     for k, (stage, mesh) in enumerate(zip(plan.stages, meshes, strict=True)):
-        sharded_experts = stage.zero == 3 and mesh.experts > 1 and mesh.expert_shards > 1
+        sharded_experts = stage.gathers and mesh.experts > 1 and mesh.expert_shards > 1
         if sharded_experts and _ON_OTHER_MESH is None:
             raise PlanError(
                 f"torch {torch.__version__} can't shard the parameters of one block over different "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, product
 from typing import Any
@@ -139,7 +139,7 @@ def stage_meshes(
                 dp=stage.holders,
                 tp=stage.tp,
                 shards=stage.shards,
-                sharing=replace(stage.sharing, zero=0),  # plans share their groups
+                sharing=stage.sharing.of_any_stage,  # plans share their groups
                 experts=stage.ep,
                 folded=folded,
                 cp=stage.cp,

@@ -9,14 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.schedules import (
-    Action,
-    Early,
-    Instruction,
-    build_schedule,
-    early_parts,
-    stages_of_devices,
-)
+from meshwright.costmodel.schedules import Action, Early, Instruction, build_schedule, early_parts
 from meshwright.costmodel.sharding import loss_is_summed
 from meshwright.executor.lowering import row_weight
 from meshwright.executor.ranks import Place
@@ -141,14 +134,6 @@ def unobserved(what: Instruction | Phase, run: Callable[[], None]) -> None:
 
 def _stream(plan: Plan, graph: Graph, place: Place) -> tuple[tuple[Instruction, ...], Early | None]:
     """This rank's instructions of a step, in order, and the early part of them."""
-    counts = {"num_stages": len(plan.stages), "num_devices": len(plan.devices)}
-    placed = stages_of_devices(plan.schedule, **counts)
-    streams = build_schedule(
-        plan.schedule,
-        num_microbatches=plan.num_microbatches,
-        edges=crossings(plan, graph).keys(),
-        paired=False,
-        **counts,
-    )
-    mine = placed.index(place.stages)
+    streams = build_schedule(plan.pipeline, crossings(plan, graph).keys())
+    mine = plan.pipeline.placed.index(place.stages)
     return streams[mine], early_parts(streams)[mine] if plan.post_validation else None

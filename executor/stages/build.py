@@ -10,7 +10,7 @@ import torch
 
 from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.schedules import SCHEDULES, backward_follows_forward
+from meshwright.costmodel.schedules import backward_follows_forward
 from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.parameters import StageParameter, shard_stage
 from meshwright.executor.ranks import Place
@@ -52,7 +52,7 @@ class Builder:
         self.user = user
         self.place = place
         self.backend = backend
-        splits = SCHEDULES[self.plan.schedule].splits_backward and backend is None
+        splits = self.plan.record.splits_backward and backend is None
         self.weight_gradients = WeightGradientQueue() if splits else None
         self.lowering = self.at(checked)
         self.dtype = COMPUTE[wide(self.plan.precision)]
@@ -116,13 +116,7 @@ class Builder:
             device=place.device,
         )
         if any(p.gathered for p in own):
-            ends = graphs.loss is not None and backward_follows_forward(
-                self.plan.schedule,
-                stage=k,
-                num_stages=len(self.plan.stages),
-                num_microbatches=self.plan.num_microbatches,
-                num_devices=len(self.plan.devices),
-            )
+            ends = graphs.loss is not None and backward_follows_forward(self.plan.pipeline, k)
             shard_stage(program, modules, own, place, self.dtype, ends=ends)
         return program
 

@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.blocks import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.sharding import (
     BlockLayouts,
@@ -170,7 +169,6 @@ class StageLowering:
 
     def _lowering(self, k: int, blocks: Sequence[Block], outer: Sequence[DataLayout]) -> Lowering:
         place, stage = self.place, self.plan.stages[k]
-        policies = dict(zip(stage.blocks, stage.policies, strict=True))
         context = Context(
             graph=self.graph,
             table=self.table,
@@ -191,7 +189,7 @@ class StageLowering:
         return Lowering(
             context=context,
             backend=self.backend,
-            recompute={b.name: policies[b.name] for b in blocks if recomputable(b)},
+            policies=dict(zip(stage.blocks, stage.policies, strict=True)),
             classes=self._classes,
         )
 

@@ -13,6 +13,7 @@ from meshwright.costmodel.sharding import RP, Assignment, DataLayout, Placement,
 from meshwright.executor.host_memory import use_cores
 from meshwright.executor.lowering import State
 from meshwright.executor.parameters import (
+    Home,
     ParameterSpec,
     StageParameter,
     TiedLayout,
@@ -26,9 +27,7 @@ from meshwright.planner.plan import (
     Plan,
     PlanError,
     expert_weights,
-    in_files,
-    offloaded_parameters,
-    offloaded_weights,
+    off_device,
     stages_of_parameters,
 )
 
@@ -51,14 +50,15 @@ class RankParameters:
         self.owners = stages_of_parameters(plan, graph)
         self.experts = expert_weights(graph)
         self.shared: dict[str, StageParameter] = {}
-        self.offloaded = frozenset(
-            value for stage in plan.stages for value in offloaded_parameters(stage, graph)
-        )
-        self.away = frozenset(v for stage in plan.stages for v in offloaded_weights(stage, graph))
-        self.in_files = frozenset(v for stage in plan.stages for v in in_files(stage, graph))
-        if self.offloaded:
+        self.homes: dict[str, Home] = {}
+        self.away = set[str]()
+        for stage in plan.stages:
+            off = off_device(stage, graph)
+            self.homes |= {v: "file" if v in off.files else "host" for v in off.states}
+            self.away |= off.weights
+        if self.homes:
             use_cores(place.device)
-        if self.in_files:
+        if "file" in self.homes.values():
             keep_states_in_files()
         self.tied = _tied(plan, graph, checked.assignments)
         self._states: dict[str, State] = {}  # of the shared ones
@@ -104,9 +104,10 @@ class RankParameters:
 
     def _make(self, k: int, value: str, state: State, *, gatherable: bool) -> StageParameter:
         fqn, owners = self.graph.parameters[value], self.owners[value]
+        alone = len(owners) == 1
         *outer, on_tensor = state
         experts = value in self.experts and self.place.exchange is not None
-        if experts and len(owners) > 1:
+        if experts and not alone:
             raise PlanError(
                 f"stages {list(owners)} share the experts {fqn!r}; legal "
                 "with ep > 1: experts of one stage",
@@ -122,15 +123,14 @@ class RankParameters:
             placement=on_tensor if on_tensor.sharded else R,
             sum_data=RP in outer,
             sum_tensor=on_tensor == RP,
-            zero=self.plan.stages[k].zero,
+            sharing=self.plan.stages[k].sharing,
             dtype=dtype,
             shared_stages=owners,
             experts=experts,
             gatherable=gatherable and dtype == self.dtype,
             reached=value in self._reached,
-            offload=len(owners) == 1 and value in self.offloaded,  # copies step alike
-            away=len(owners) == 1 and value in self.away,
-            in_file=len(owners) == 1 and value in self.in_files,
+            home=self.homes.get(value, "device") if alone else "device",  # copies step alike
+            away=alone and value in self.away,
         )
         return make_parameter(spec, self.sources[fqn], self.place)
 
@@ -138,9 +138,7 @@ class RankParameters:
 def replicated(plan: Plan) -> bool:
     """Whether every rank of a plan holds the whole model, on its device."""
     return len(plan.devices) == 1 and all(
-        stage.tp == stage.ep == 1
-        and (not stage.zero or stage.shards == 1)
-        and not stage.host.states
+        stage.tp == stage.ep == 1 and stage.parts(stage.shards) == 1 and not stage.host.states
         for stage in plan.stages
     )
 
@@ -220,6 +218,8 @@ def _tied(
             for value in blocks[name].parameters:
                 if len(owners[value]) > 1:
                     state = assignments[k][name].states[value]
-                    layout = TiedLayout(placement=state if state.sharded else R, zero=stage.zero)
+                    layout = TiedLayout(
+                        placement=state if state.sharded else R, sharing=stage.sharing
+                    )
                     found.setdefault(graph.parameters[value], {}).setdefault(k, layout)
     return found

@@ -61,7 +61,7 @@ def why_not_here(plan: Plan, cluster: Cluster) -> str | None:
     try:
         check_runs(plan)
     except PlanError as error:
-        return f"{error}; plan again with executable=True for one that runs"
+        return f"{error}; plan again for one that runs"
     if launch.running() or plan.num_ranks == 1:
         return None
     return (

@@ -1,5 +1,5 @@
 """Why not something else, by a number: the best plan of each family that the chosen one is not in
-("tp=4", "no pipeline", "runs here").
+("tp=4", "no pipeline").
 
 A family is a decision that the search could have taken otherwise, as the arguments that ask for it;
 its plan is what the same search finds with them, on what was priced: who forces it finds it again.
@@ -18,19 +18,10 @@ from typing import Any
 
 from meshwright.planner.drafts import Candidate, MeshChoice
 from meshwright.planner.overrides import OverrideError
-from meshwright.planner.plan import (
-    PLACEMENTS,
-    RUNS,
-    InfeasibleError,
-    Plan,
-    PlanError,
-    check_runs,
-    margin_beside,
-)
+from meshwright.planner.plan import PLACEMENTS, InfeasibleError, Plan, margin_beside
 from meshwright.planner.report import Excluded, excluded
 from meshwright.planner.search import Search, SearchResult
 
-RUNS_HERE = "runs here"
 NEAR = 2  # numbers of device groups below the chosen one, and above, that are families
 WITHOUT: Mapping[str, str] = {
     "tp": "no tensor parallelism", "cp": "no context parallelism", "ep": "no expert parallelism",
@@ -45,12 +36,11 @@ WORTH = 0.02  # of a step, from which on a faster plan is worth a line
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Plans with one decision in common: `has` recognises them, `asks` are the overrides that ask
-    for them, `executable` leaves only what the executor runs."""
+    for them."""
 
     name: str
     has: Callable[[Plan], bool]
     asks: Mapping[str, Any] = field(default_factory=dict)
-    executable: bool = False
 
     def within(self, search: Search) -> Search:
         """The search with this decision taken, all else as it was. Raises `OverrideError`."""
@@ -58,8 +48,7 @@ class Family:
         asks = dict(self.asks)
         if "forbid" in asks:
             asks["forbid"] = (*given.forbid, *asks["forbid"])
-        executable = search.executable or self.executable
-        return search.like(overrides=replace(given, **asks), executable=executable)
+        return search.like(overrides=replace(given, **asks))
 
 
 def families(search: Search, result: SearchResult) -> list[Family]:
@@ -94,8 +83,6 @@ def _offered(search: Search, result: SearchResult) -> Iterator[Family]:
         asks={"forbid": ["offload"]},
         has=lambda plan: not any(s.host for s in plan.stages) or bool(search.space.reliefs[0].host),
     )
-    if not search.executable and set(over.policies) & set(RUNS["recompute"]):
-        yield Family(name=RUNS_HERE, executable=True, has=runs_here)
 
 
 def _near(counts: Collection[int], plan: Plan) -> list[int]:
@@ -132,9 +119,9 @@ def _strided(plan: Plan) -> bool:
 def _schedules(search: Search, meshes: Collection[MeshChoice]) -> list[str]:
     """Schedules that some mesh offers."""
     offered = {
-        name
+        own.schedule
         for choice in meshes
-        for name, _ in search.space.schedules(choice.groups, choice.num_microbatches, 0)
+        for own in search.space.schedules(choice.groups, choice.num_microbatches)
     }
     return [name for name in search.restrictions.schedules if name in offered]
 
@@ -162,15 +149,6 @@ def _recompute(policy: str) -> Family:
         asks={"recompute": policy},
         has=lambda plan: all(set(s.policies) == {policy} for s in plan.stages),
     )
-
-
-def runs_here(plan: Plan) -> bool:
-    """Whether this version's executor runs a plan."""
-    try:
-        check_runs(plan)
-    except PlanError:
-        return False
-    return True
 
 
 # --- what is found of one ------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.costmodel.operators import Problem
 from meshwright.planner import report
 from meshwright.planner.alternatives.alternatives import Alternative
-from meshwright.planner.plan import Plan, PlanError, check_runs, describe, seconds, sized, slower
+from meshwright.planner.plan import describe, seconds, sized, slower
 from meshwright.planner.pricing import Evaluation
 from meshwright.planner.search import TIE, SearchResult, looks_of, why_simpler
 
@@ -34,11 +34,7 @@ def explain_search(
         best,
         problem,
         phases_s={**phases_s, **result.phases_s},
-        notes=(
-            *_not_run_yet(result.best.plan),
-            *_ties(result, problem.cluster.device.memory_bytes),
-            *result.notes,
-        ),
+        notes=(*_ties(result, problem.cluster.device.memory_bytes), *result.notes),
         searched=report.Searched(solver=proofs, bound={"complete": result.complete, **bound}),
     )
 
@@ -72,15 +68,6 @@ def _ties(result: SearchResult, memory_bytes: float) -> list[str]:
         f"tie with {describe(fastest.plan)}: {less:+.1%}, {resolved}, {why}; "
         "objective='fastest' takes the other"
     ]
-
-
-def _not_run_yet(plan: Plan) -> list[str]:
-    """A note, where the executor can't run the plan yet."""
-    try:
-        check_runs(plan)
-    except PlanError as error:
-        return [f"{error}; executable=True asks for the best plan that it runs"]
-    return []
 
 
 def alternative_row(other: Alternative, best: Evaluation) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from functools import partial
 from operator import attrgetter
 
 from meshwright.costmodel.memory import fused, model_states, optimizer_named
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.operators import UNSHARED, Problem, Sharing
 from meshwright.planner.alternatives import what_if
 from meshwright.planner.drafts import Candidate, MeshChoice
 from meshwright.planner.overrides import OverrideError, each_dropped, without
@@ -82,7 +82,7 @@ def _relaxation(what: str, found: Candidate, more_nodes: int = 0) -> Relaxation:
 
 
 def _freed(search: Search) -> Iterator[Relaxation]:
-    """Overrides dropped one at a time, a smaller margin, and what the executor can't run yet."""
+    """Overrides dropped one at a time, and a smaller margin."""
     overrides = search.overrides
     tried: list[tuple[str, Made]] = [
         (one.what, partial(search.like, overrides=one.left)) for one in each_dropped(overrides)
@@ -91,9 +91,6 @@ def _freed(search: Search) -> Iterator[Relaxation]:
         free = without(overrides, *TOGETHER)
         said = f"leave {' and '.join(TOGETHER)} free"
         tried.append((said, partial(search.like, overrides=free)))
-    if search.executable:
-        said = "plan what can't be run yet (executable=False)"
-        tried.append((said, partial(search.like, executable=False)))
     yield from filter(None, (_relaxed(what, made) for what, made in tried))
     if search.memory_margin:
         found = plan_that_fits(search.like(memory_margin=0.0))
@@ -164,15 +161,15 @@ def _least_nodes(search: Search) -> int:
     """Nodes that the model's states alone fill, however they are divided."""
     problem = search.problem
     numel, cluster = problem.graph.num_parameters(), problem.cluster
-    states = min(_states_bytes(problem, numel, zero) for zero in (0, 3))
+    states = min(_states_bytes(problem, numel, own) for own in (UNSHARED, Sharing(zero=3)))
     return math.ceil(states / (cluster.device.usable_bytes * cluster.devices_per_node))
 
 
-def _states_bytes(problem: Problem, numel: float, zero: int = 0) -> float:
+def _states_bytes(problem: Problem, numel: float, sharing: Sharing = UNSHARED) -> float:
     return model_states(
         float(numel),
         precision=problem.precision,
-        zero=zero,
+        sharing=sharing,
         dp=1,
         optimizer=problem.optimizer,
         target=problem.target,

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costmodel.schedules import SCHEDULES, in_flight, least_in_flight
+from meshwright.costmodel.schedules import in_flight, least_in_flight
 from meshwright.costmodel.stages import Floats
 from meshwright.planner.bounds.loads import Loads, loads_of
 from meshwright.planner.bounds.pipelines import (
@@ -28,14 +28,7 @@ from meshwright.planner.bounds.pipelines import (
     shared_s,
     theta,
 )
-from meshwright.planner.drafts import (
-    Combination,
-    EqualStages,
-    MeshChoice,
-    Space,
-    StageSetup,
-    groups_of,
-)
+from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, Space, StageSetup
 
 MOST_RAISED = 1000  # bounds, milliseconds each
 
@@ -78,14 +71,16 @@ class Bounds:
         for."""
         if one.setup.mesh.tp > 1:  # typical blocks are no bound there: stages may split otherwise
             return one.bound_s
-        m, p = one.num_microbatches, one.groups
-        policies = self.equal.policies(one.setup, one.schedule)
-        own = self._loads_of(one.setup, policies, single=one.num_stages == 1)
+        m, p, each = one.pipeline.shape
+        policies = self.equal.policies(one.setup, one.pipeline)
+        own = self._loads_of(one.setup, policies, single=p * each == 1)
         room = self.equal.room - own.fixed_bytes
         if room <= 0:
             return math.inf
         step = _work(own, own.pass_s + own.once_s / m, own.again_step_s / m, room)
-        held = np.maximum(np.array(_held(one), dtype=float), 1e-6)  # a device may hold none
+        held = np.maximum(
+            np.array(least_in_flight(one.pipeline), dtype=float), 1e-6
+        )  # a device may hold none
         least, price = shared_s(step, float(held.min()), p)
         if p == 1 or m * least >= below_s:
             return m * least
@@ -94,7 +89,7 @@ class Bounds:
         for nu in {0.0, price}:
             found = balanced_s(devices_of(step, held, nu), m, before, found)
         early = own.pass_s
-        if SCHEDULES[one.schedule].splits_backward:
+        if one.pipeline.record.splits_backward:
             early = own.pass_s - own.late_s
         found = max(found, self._once_through(one, own, early))
         return found if found >= below_s else self._filled(one, own, early, (held, price), found)
@@ -102,8 +97,10 @@ class Bounds:
     def _once_through(self, one: Combination, own: Loads, early: Floats) -> float:
         """One micro-batch through all stages there and back, behind the other ones' forwards in
         the stage where these take longest."""
-        longest = max(float(own.forward_s.sum()) / one.num_stages, float(own.forward_each_s[-1]))
-        return float(early.sum()) + (one.num_microbatches - 1) * longest
+        longest = max(
+            float(own.forward_s.sum()) / one.pipeline.num_stages, float(own.forward_each_s[-1])
+        )
+        return float(early.sum()) + (one.pipeline.num_microbatches - 1) * longest
 
     def _filled(
         self,
@@ -116,14 +113,12 @@ class Bounds:
         """Where each device has one stage, it waits for those of the devices before it. And of the
         m micro-batches, each of which takes a way through all stages, there and back, no more than
         h are under way at once: m (Σ t + sends) <= h T."""
-        m, p, found = one.num_microbatches, one.groups, start_s
-        first = in_flight(
-            one.schedule, stage=0, num_stages=one.num_stages, num_microbatches=m, num_devices=p
-        )
+        (m, p, each), found = one.pipeline.shape, start_s
+        first = in_flight(one.pipeline, 0)
         kinds: list[tuple[Floats, float, float]] = [(early, first / m, 2 * self._sent_s(one))]
-        if one.stages_per_group == 1:
+        if each == 1:
             kinds.append((early, theta(m, p, 1.0), 0.0))
-            if SCHEDULES[one.schedule].splits_backward:
+            if one.pipeline.record.splits_backward:
                 part = float((own.forward_s / np.maximum(own.pass_s, 1e-30)).min())
                 if part > 0:
                     kinds.append((own.pass_s, theta(m, p, part), 0.0))
@@ -137,13 +132,14 @@ class Bounds:
         """Seconds of one micro-batch's messages in one direction, at least: at the cuts where they
         are shortest, and where only every so many-th crosses a node, no more of them."""
         mesh, cluster = one.setup.mesh, self.space.cluster
-        places = groups_of(one.schedule, one.groups, one.stages_per_group)
-        sends = sum(a != b for a, b in itertools.pairwise(places))
+        sends = sum(a != b for a, b in itertools.pairwise(one.pipeline.device_of))
         each = np.sort(one.setup.chain.send_s[self.equal.cuts[1:-1]])
         beside = mesh.spread if mesh.spread > 1 else cluster.devices_per_node // mesh.devices
         if cluster.num_nodes == 1 or beside <= 1:
             return float(_first(each, sends).sum())
-        crossing = max(0, math.ceil(one.groups / beside) - 1) * one.stages_per_group * beside
+        crossing = (
+            max(0, math.ceil(one.pipeline.num_devices / beside) - 1) * one.pipeline.each * beside
+        )
         return float(_first(each, 1).sum()) * min(sends, crossing)
 
     def _loads_of(self, setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> Loads:
@@ -161,16 +157,6 @@ def _work(own: Loads, seconds: Floats, again_s: Floats, room: float) -> Work:
         active_bytes=active,
         each=np.broadcast_to(1 / own.count[:, None], active.shape),
         room=room,
-    )
-
-
-def _held(one: Combination) -> tuple[int, ...]:
-    """Per device, micro-batches in flight."""
-    return least_in_flight(
-        one.schedule,
-        num_stages=one.num_stages,
-        num_microbatches=one.num_microbatches,
-        num_devices=one.groups,
     )
 
 

@@ -95,23 +95,23 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
     chain, setting = setup.chain, setup.setting
     sums, count, more = _by_kind(chain)
     total = chain.whole() if single else chain.typical()
-    weights, largest = map(float, total.moved_weights(setup.zero))
+    weights, largest = map(float, total.moved_weights(setup.sharing))
     edge = largest / max(weights, 1.0) if single else 0.0
     forward, backward = _passes(sums, setting, policies)
-    target, zero = setting.target, setup.zero
+    target, sharing = setting.target, setup.sharing
     gradients, parameters = target.overlap_gradients, target.overlap_parameters
     copied = _copied_s(sums, setting)
     once, forward_once, backward_once = np.zeros(len(count)), 0.0, 0.0
-    if zero == 3:
+    if sharing.gathers:
         forward.beside(sums.zero3_gather_s, setting, hidden=parameters, edge=edge)
         again = sums.zero3_secondary_s if setting.keeps_secondary else sums.zero3_again_s
         moved = again + sums.zero3_scatter_s
         backward.beside(moved, setting, hidden=parameters, edge=edge)
         forward.more_s, backward.more_s = forward.more_s + copied, backward.more_s + copied
-    elif zero:
+    elif sharing.divides:
         once, forward_once = added(forward, sums.gather_s, setting, hidden=parameters, edge=edge)
         once = once + copied
-        if zero == 2:
+        if sharing.scatters_whole:
             backward.beside(sums.scatter_s, setting, hidden=gradients, edge=edge)
         else:
             more_s, backward_once = added(
@@ -120,10 +120,10 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
             once = once + more_s
     else:
         once, backward_once = added(backward, sums.reduce_s, setting, hidden=gradients, edge=edge)
-    if zero and zero not in target.overlap_replicas:
-        once = once + (sums.zero3_replicate_s if zero == 3 else sums.replicate_s)
+    if sharing.divides and not target.hides_replicas(sharing):
+        once = once + (sums.zero3_replicate_s if sharing.gathers else sums.replicate_s)
     once = once + forward_once * forward.seconds + backward_once * backward.seconds
-    once = once + (sums.shard_s if zero else sums.optimizer_s)
+    once = once + (sums.shard_s if sharing.divides else sums.optimizer_s)
     passing = backward.again_s * (1 + backward.factor)
     m, kept = setting.batch.microbatches, 1 - setting.host.activations  # on devices
     return Loads(
@@ -186,9 +186,10 @@ def _passes(sums: Sums, setting: Setting, policies: tuple[str, ...]) -> tuple[_P
 def _copied_s(sums: Sums, setting: Setting) -> Floats:
     """Seconds to copy gathered weights, at the rate at which all are copied at once."""
     device, weight_bytes = setting.cluster.device, DTYPE_BYTES[setting.precision]
-    if (setting.sharing.zero < 3 and weight_bytes == 4) or not setting.target.copies_weights:
+    in_place = not setting.sharing.gathers and weight_bytes == 4
+    if in_place or not setting.target.copies_weights:
         return np.zeros(len(sums))
-    moved = 2 * weight_bytes * sums.moved_weights(setting.sharing.zero)[0]
+    moved = 2 * weight_bytes * sums.moved_weights(setting.sharing)[0]
     efficiency = device.memory_efficiency(max(float(moved.sum()), 1.0))
     seconds: Floats = moved / (device.memory_bandwidth * efficiency)
     return seconds

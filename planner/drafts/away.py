@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.candidates import Candidate, priced_fits
 from meshwright.planner.drafts.space import Space
-from meshwright.planner.plan import StagePlan
-from meshwright.planner.plan.offload import moved_sizes, parts
+from meshwright.planner.plan import StagePlan, moved_parts, moved_sizes
 from meshwright.planner.pricing import evaluate
 from meshwright.planner.stages import BlockPrograms
 
@@ -80,7 +79,7 @@ class _Back:
         held = {k: float(costs.flash_bytes) for k, costs in enumerate(given.evaluation.stages)}
         filed = sorted((k for k in held if held[k]), key=held.__getitem__, reverse=True)
         for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
-            levels = sorted({p for k in own for p in parts(sizes[k])})
+            levels = sorted({p for k in own for p in moved_parts(sizes[k])})
             most = max(best.plan.stages[k].host.files for k in own)
             count = bisect.bisect_right(levels, most) + 1  # whole blocks reach the next level
             best = self._least(best, levels[:count], dict.fromkeys(own, "files"))
@@ -92,7 +91,7 @@ class _Back:
         plan = given.plan
         kinds = {k: "weights" if plan.stages[k].host.weights else "states" for k in sizes}
         levels = {
-            k: [p for p in parts(own) if p <= getattr(plan.stages[k].host, kinds[k])]
+            k: [p for p in moved_parts(own) if p <= getattr(plan.stages[k].host, kinds[k])]
             for k, own in sizes.items()
         }
 

@@ -17,10 +17,10 @@ from typing import Any, TypeAlias
 from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.operators import Mesh
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharding import Assignment, Entry, Placement
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.combinations import StageDraft
-from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.plan import Plan, StagePlan, away_blocks, express_shardings, stage_on
 from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_blocks, stage_blocks
 from meshwright.planner.stages import choose_policies, freed_bytes
@@ -64,18 +64,12 @@ class Candidate(Priced):
     assignments: list[dict[str, Assignment]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineSetup:
-    """Batch, micro-batches and schedule of a plan, and the stages on each device group."""
-
-    global_batch_size: int
-    num_microbatches: int
-    schedule: str
-    stages_per_group: int = 1
-
-
 def make_draft(
-    coster: StageCoster, stages: Sequence[StageDraft], pipeline: PipelineSetup, memory_bytes: float
+    coster: StageCoster,
+    stages: Sequence[StageDraft],
+    pipeline: Pipeline,
+    global_batch_size: int,
+    memory_bytes: float,
 ) -> PlanDraft:
     """Price stages by simulation, seconds from their sums, memory from their blocks; each device
     may fill `memory_bytes`."""
@@ -84,7 +78,14 @@ def make_draft(
         _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
     ]
     costs = [d.levels.at(d.run, d.chosen) for d in stages]
-    plan = _plan(coster, plans, pipeline)
+    plan = Plan(
+        model=coster.fingerprint,
+        global_batch_size=global_batch_size,
+        num_microbatches=pipeline.num_microbatches,
+        schedule=pipeline.schedule,
+        precision=coster.problem.precision,
+        stages=tuple(plans),
+    )
     if stages[0].setup.validated and len(plan.devices) > 1:
         plan = dataclasses.replace(plan, post_validation=True)
     assignments = (d.setup.chain.assignments(d.start, d.stop) for d in stages)
@@ -170,17 +171,6 @@ def priced_fits(priced: Evaluation, cluster: Cluster, memory_bytes: float) -> bo
     found = priced.prediction
     lacks = found.host_shortfall(cluster) or found.flash_shortfall(cluster)
     return fits(found.fullest_bytes, memory_bytes) and not lacks
-
-
-def _plan(coster: StageCoster, stages: Sequence[StagePlan], pipeline: PipelineSetup) -> Plan:
-    return Plan(
-        model=coster.fingerprint,
-        global_batch_size=pipeline.global_batch_size,
-        num_microbatches=pipeline.num_microbatches,
-        schedule=pipeline.schedule,
-        precision=coster.problem.precision,
-        stages=tuple(stages),
-    )
 
 
 def _stage_plan(
@@ -331,13 +321,12 @@ def _like_repeats(blocks: Sequence[Block], entries: dict[str, Entry]) -> None:
 
 
 def _ranks(
-    stages: Sequence[StageDraft], pipeline: PipelineSetup, cluster: Cluster
+    stages: Sequence[StageDraft], pipeline: Pipeline, cluster: Cluster
 ) -> list[tuple[int, ...]]:
     meshes = [d.setup.mesh for d in stages]
-    if pipeline.stages_per_group > 1 or meshes[0].spread > 1:
-        per_group = pipeline.stages_per_group
-        groups = groups_of(pipeline.schedule, len(stages) // per_group, per_group)
-        return [spread_ranks(mesh, group) for mesh, group in zip(meshes, groups, strict=True)]
+    if pipeline.each > 1 or meshes[0].spread > 1:
+        pairs = zip(meshes, pipeline.device_of, strict=True)
+        return [spread_ranks(mesh, group) for mesh, group in pairs]
     return place_stages([mesh.devices for mesh in meshes], cluster)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import HostParts, Mesh, Setting, Sharing
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.stages import InFlight, StageCosts, mixed, of_one, stage_costs
 from meshwright.planner.drafts.reliefs import NO_RELIEF, Relief
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels
@@ -24,13 +25,9 @@ class StageSetup:
     validated: bool = False
 
     @property
-    def zero(self) -> int:
-        return self.sharing.zero
-
-    @property
     def setting(self) -> Setting:
         host = self.relief.host
-        host = host if self.zero < 3 else replace(host, weights=0.0, files=0.0)
+        host = replace(host, weights=0.0, files=0.0) if self.sharing.gathers else host
         return replace(
             self.chain.setting, sharing=self.sharing, host=host, validated=self.validated
         )
@@ -59,40 +56,31 @@ class MeshChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """Stage setup, micro-batches and schedule: `estimate_s` of its step orders the search,
+    """Stage setup and pipeline: `estimate_s` of its step orders the search,
     `bound_s` is a lower bound on the step of any plan with it. Where stages are `tight`, equal ones
     don't fit; what `repeats` runs blocks again, or is tight."""
 
     setup: StageSetup
-    num_microbatches: int
-    schedule: str
-    groups: int
-    stages_per_group: int
+    pipeline: Pipeline
     estimate_s: float
     bound_s: float
     tight: bool
     repeats: bool
 
     @property
-    def num_stages(self) -> int:
-        return self.groups * self.stages_per_group
-
-    @property
-    def offered(self) -> tuple[tuple[str, int], ...]:
-        """Its (schedule, stages per device group), alone."""
-        return ((self.schedule, self.stages_per_group),)
+    def offered(self) -> tuple[Pipeline, ...]:
+        """Its pipeline, alone."""
+        return (self.pipeline,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """Combinations of a setup that repeat blocks, or don't fit (some are `tight`), with each of the
-    (schedule, stages per device group) `offered`: what they take at least once they are relieved.
-    None of them takes less than `bound_s`."""
+    """Combinations of a setup that repeat blocks, or don't fit (some are `tight`), with each of
+    the pipelines `offered`, of as many micro-batches and device groups: what they take at least
+    once they are relieved. None of them takes less than `bound_s`."""
 
     setup: StageSetup
-    num_microbatches: int
-    groups: int
-    offered: tuple[tuple[str, int], ...]
+    offered: tuple[Pipeline, ...]
     estimate_s: float
     bound_s: float
     tight: bool

@@ -10,14 +10,9 @@ from dataclasses import replace
 from typing import Any, Self, TypedDict
 
 from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.planner.drafts.away import brought_back
-from meshwright.planner.drafts.candidates import (
-    Candidate,
-    PipelineSetup,
-    PlanDraft,
-    make_candidate,
-    make_draft,
-)
+from meshwright.planner.drafts.candidates import Candidate, PlanDraft, make_candidate, make_draft
 from meshwright.planner.drafts.combinations import Combination, StageDraft
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import Space
@@ -31,7 +26,6 @@ from meshwright.planner.stages import BlockPrograms
 class Given(TypedDict, total=False):
     """What a drafter may be given beside the problem, as `Drafter` has it."""
 
-    executable: bool
     memory_margin: float
     programs: BlockPrograms | None
 
@@ -40,10 +34,9 @@ class Drafter:
     """Drafts plans for a problem, a global batch and overrides: its `space`, and stages of `equal`
     and `unequal` meshes.
 
-    `executable` leaves only what the executor runs; `memory_margin` is the part of a device's
-    memory that stays free. `programs` are another drafter's of the same problem, to reuse what it
-    priced. Raises `OverrideError` for overrides that contradict the
-    model or each other.
+    `memory_margin` is the part of a device's memory that stays free. `programs` are another
+    drafter's of the same problem, to reuse what it priced. Raises `OverrideError` for overrides
+    that contradict the model or each other.
     """
 
     def __init__(
@@ -52,7 +45,6 @@ class Drafter:
         global_batch_size: int,
         overrides: Overrides,
         *,
-        executable: bool = False,
         memory_margin: float = 0.0,
         programs: BlockPrograms | None = None,
     ) -> None:
@@ -60,12 +52,10 @@ class Drafter:
         self.problem = problem
         self.global_batch_size = global_batch_size
         self.overrides = overrides
-        self.executable = executable
         self.memory_margin = memory_margin
         self.restrictions = restrict(
             overrides,
             graph,
-            executable=executable,
             target=problem.target,
             allow=problem.allow,
             precision=problem.precision,
@@ -102,7 +92,6 @@ class Drafter:
             "problem": self.problem,
             "global_batch_size": self.global_batch_size,
             "overrides": self.overrides,
-            "executable": self.executable,
             "memory_margin": self.memory_margin,
         }
 
@@ -113,21 +102,12 @@ class Drafter:
 
     def draft(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
         """A combination cut into stages, simulated."""
-        return self.simulated(
-            cut, combination.num_microbatches, combination.schedule, combination.stages_per_group
-        )
+        return self.simulated(cut, combination.pipeline)
 
-    def simulated(
-        self, stages: Sequence[StageDraft], m: int, schedule: str, each: int = 1
-    ) -> PlanDraft:
-        """Stages under a schedule of m micro-batches, `each` of them on a device group."""
-        pipeline = PipelineSetup(
-            global_batch_size=self.global_batch_size,
-            num_microbatches=m,
-            schedule=schedule,
-            stages_per_group=each,
-        )
-        return make_draft(self.programs.coster, stages, pipeline, self.space.memory_bytes)
+    def simulated(self, stages: Sequence[StageDraft], pipeline: Pipeline) -> PlanDraft:
+        """Stages of a pipeline."""
+        batch, room = self.global_batch_size, self.space.memory_bytes
+        return make_draft(self.programs.coster, stages, pipeline, batch, room)
 
     def written(self, draft: PlanDraft) -> Candidate:
         """The plan of a draft, written out and priced from what is written, with as little off its

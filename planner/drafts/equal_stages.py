@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Setting, Sharing
-from meshwright.costmodel.schedules import SCHEDULES, PipelineShape
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.stages import (
     InFlight,
     StageCosts,
@@ -42,7 +42,7 @@ from meshwright.planner.drafts.layouts import GAIN, WORTH, Layouts
 from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.reliefs import Relief
 from meshwright.planner.drafts.segments import given_segments
-from meshwright.planner.drafts.space import Space, groups_of
+from meshwright.planner.drafts.space import Space
 from meshwright.planner.drafts.transports import transports
 from meshwright.planner.inter_op import cut_evenly
 from meshwright.planner.stages import (
@@ -95,7 +95,7 @@ class EqualStages:
         """A mesh in every mode that may pay, with every ZeRO stage it may have, with what the user
         decided to give up for memory, or a `relief`."""
         relief = relief or self.space.reliefs[0]
-        validated = self.space.validated
+        validated = bool(self.space.restrictions.validated)
         for transport, ways in transports(self.space, mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
@@ -138,8 +138,8 @@ class EqualStages:
         if not self.floor.allows(mesh, m, groups):
             return
         work = self._work(mesh, m, groups)
-        offered = self.space.schedules(groups, m, 0)
-        bounds = [SCHEDULES[name].bound_s(*work, m, groups) for name, _ in offered]
+        offered = self.space.schedules(groups, m)
+        bounds = [own.record.bound_s(*work, m, groups) for own in offered]
         if bounds and np.isfinite(min(bounds)):
             for own in self.space.placements(mesh, groups):
                 yield MeshChoice(mesh=own, num_microbatches=m, groups=groups, bound_s=min(bounds))
@@ -154,37 +154,38 @@ class EqualStages:
             m, groups = choice.num_microbatches, choice.groups
             found, waiting = list[Combination](), list[Waiting]()
             for setup in self.setups(choice.mesh, m):
-                offered = self.space.schedules(groups, m, setup.zero)
-                more, left = self._by_policies(setup, m, groups, offered)
+                offered = self.space.schedules(groups, m, setup.sharing)
+                more, left = self._by_policies(setup, offered)
                 found, waiting = found + more, waiting + left
             self._combinations[choice], self._waiting[choice] = tuple(found), tuple(waiting)
         return self._combinations[choice]
 
     def _by_policies(
-        self, setup: StageSetup, m: int, groups: int, offered: Sequence[tuple[str, int]]
+        self, setup: StageSetup, offered: Sequence[Pipeline]
     ) -> tuple[list[Combination], list[Waiting]]:
-        """The same for schedules that may differ in their policies."""
+        """The same for pipelines that may differ in their policies."""
         found, waiting = list[Combination](), list[Waiting]()
-        for policies in dict.fromkeys(self.policies(setup, name) for name, _ in offered):
-            alike = [one for one in offered if self.policies(setup, one[0]) == policies]
-            more, left = self._estimated(setup, m, groups, alike)
+        for policies in dict.fromkeys(self.policies(setup, one) for one in offered):
+            alike = [one for one in offered if self.policies(setup, one) == policies]
+            more, left = self._estimated(setup, alike)
             found, waiting = found + more, waiting + left
         return found, waiting
 
     def _estimated(
-        self, setup: StageSetup, m: int, groups: int, offered: Sequence[tuple[str, int]]
+        self, setup: StageSetup, offered: Sequence[Pipeline]
     ) -> tuple[list[Combination], list[Waiting]]:
-        """Combinations of a setup with each (schedule, stages per device group) `offered`, all
-        under the same recompute policies, of which some device may fit an even share: estimated
-        from the sums of the whole model and `_work`. And those that may be relieved, together."""
-        policies, work = self.policies(setup, offered[0][0]), self._work(setup.mesh, m, groups)
-        shapes = [PipelineShape(m, groups, each) for _, each in offered]
-        each = np.array([shape.v for shape in shapes])
+        """Combinations of a setup with each of the pipelines `offered`, of as many micro-batches
+        and device groups, all under the same recompute policies, of which some device may fit an
+        even share: estimated from the sums of the whole model and `_work`. And those that may be
+        relieved, together."""
+        m, groups, _ = offered[0].shape
+        policies, work = self.policies(setup, offered[0]), self._work(setup.mesh, m, groups)
+        each = np.array([own.each for own in offered])
         # stages of one copy of the model per device group
-        own_each = np.array([v / SCHEDULES[name].copies for name, v in offered])
+        own_each = np.array([own.each / own.record.copies for own in offered])
         whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
         levels = self._even_levels(whole, setup, policies, groups * own_each)
-        held = [held_at_peak(name, groups * v, m, groups) for name, v in offered]
+        held = [held_at_peak(own) for own in offered]
         average = InFlight(*np.array([np.array(own).mean(axis=0) for own in held]).T)
         chosen = levels.choose(average, self.room, per_device=each)
         over = [False] * len(offered)
@@ -194,18 +195,18 @@ class EqualStages:
         uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
 
         def estimate_s(k: int, own: StageCosts[float]) -> float:
-            schedule = SCHEDULES[offered[k][0]]
-            sent = 0.0 if schedule.hides_sends else _sent_s(setup, int(groups * each[k]))
+            hides = offered[k].record.hides_sends
+            sent = 0.0 if hides else _sent_s(setup, int(groups * each[k]))
             turn = own_each[k] * (own.amortised_s(m) + sent)
-            fill = float(filling_s(schedule, own, shapes[k]))
+            fill = float(filling_s(offered[k], own))
             through = own.forward_s + own.backward_s - own.weight_s
             sends = _sent_s(setup, int(groups * own_each[k]))
             one_s = groups * own_each[k] * (through + sends) * (not setup.paired)
-            entering = in_turn_s(offered[k][0], int(groups * each[k]), m, groups, one_s)
+            entering = in_turn_s(offered[k], one_s)
             return max(float(m * turn * uneven + (groups - 1) * fill), entering)
 
         found, waiting = list[Combination](), list[int]()
-        for k, (name, stages) in enumerate(offered):
+        for k, pipeline in enumerate(offered):
             tight = not chosen.fits[k]
             repeats = bool(over[k] or tight or chosen.level[k] or chosen.fraction[k])
             waiting += [k] * repeats
@@ -213,12 +214,9 @@ class EqualStages:
                 own = of_one(levels.costs[-1], k) if tight else levels.at(k, chosen)
                 one = Combination(
                     setup=setup,
-                    num_microbatches=m,
-                    schedule=name,
-                    groups=groups,
-                    stages_per_group=stages,
+                    pipeline=pipeline,
                     estimate_s=estimate_s(k, own) * (TIGHT if tight else 1.0),
-                    bound_s=SCHEDULES[name].bound_s(*work, m, groups),
+                    bound_s=pipeline.record.bound_s(*work, m, groups),
                     tight=bool(tight),
                     repeats=repeats,
                 )
@@ -227,11 +225,9 @@ class EqualStages:
             return found, []
         left = Waiting(
             setup=setup,
-            num_microbatches=m,
-            groups=groups,
             offered=tuple(offered[k] for k in waiting),
             estimate_s=min(estimate_s(k, of_one(levels.costs[0], k)) for k in waiting),
-            bound_s=min(SCHEDULES[offered[k][0]].bound_s(*work, m, groups) for k in waiting),
+            bound_s=min(offered[k].record.bound_s(*work, m, groups) for k in waiting),
             tight=any(over[k] or not chosen.fits[k] for k in waiting),
         )
         return found, [left]
@@ -279,57 +275,56 @@ class EqualStages:
     def relieved(self, own: Waiting) -> Iterator[Combination]:
         """Combinations that wait, with each relief that they may have, where that may fit; none
         that gives up more than another with which nothing runs again."""
-        zero, sharing = own.setup.zero, own.setup.sharing
+        sharing = own.setup.sharing
         enough = list[HostParts]()
         for relief in self.space.reliefs[1:]:
             host = relief.most
             if relief.segmented and not own.tight:
                 continue
-            if (zero == 3 and (host.weights or host.files)) or (
+            if (sharing.gathers and (host.weights or host.files)) or (
                 host.states and sharing.sent_otherwise
             ):
                 continue
             if not host.files and any(map(host.exceeds, enough)):
                 continue
-            left = [(n, v) for n, v in own.offered if not host or SCHEDULES[n].copies == 1]
+            left = [one for one in own.offered if not host or one.record.copies == 1]
             sent = self._sendable(own, relief, left) if relief.sends else [0.0] * len(left)
             found = list[Combination]()
             for sends in dict.fromkeys(sent):
                 setup = replace(own.setup, relief=replace(relief, sends=sends))
                 alike = [one for one, part in zip(left, sent, strict=True) if part == sends]
                 if sends or not relief.sends:  # else it is another relief
-                    found += self._by_policies(setup, own.num_microbatches, own.groups, alike)[0]
+                    found += self._by_policies(setup, alike)[0]
             if len(found) == len(left) and not any(one.repeats for one in found):
                 enough.append(host)
             yield from found
 
-    def _sendable(
-        self, own: Waiting, relief: Relief, offered: Sequence[tuple[str, int]]
-    ) -> list[float]:
+    def _sendable(self, own: Waiting, relief: Relief, offered: Sequence[Pipeline]) -> list[float]:
         """The part of the blocks of a typical stage, whole ones, whose activations the hosts hold
-        beside what else a relief has there, with each (schedule, stages on a device)."""
-        host, parts = self.space.cluster.host, own.setup.chain.typical().times(1 / own.groups)
+        beside what else a relief has there, in each pipeline."""
+        host, typical = self.space.cluster.host, own.setup.chain.typical()
         if host is None:
             return [0.0] * len(offered)
         setting = replace(own.setup, relief=relief).sending(1.0).setting
         per_rank = host.room_bytes / self.space.cluster.devices_per_node
-        costs: dict[str, StageCosts[float]] = {}  # by the first policy of a schedule
+        costs: dict[str, StageCosts[float]] = {}  # by the first policy that may be
         found = []
-        for schedule, each in offered:
-            policy = self.policies(own.setup, schedule)[0]
+        for pipeline in offered:
+            policy = self.policies(own.setup, pipeline)[0]
             if policy not in costs:
+                parts = typical.times(1 / pipeline.num_devices)
                 costs[policy] = of_one(stage_costs(parts, setting, policy))
-            held = held_at_peak(schedule, own.groups * each, own.num_microbatches, own.groups)
+            held = held_at_peak(pipeline)
             active = sum(float(one.active) for one in held) / len(held)
             room = max(0.0, per_rank - costs[policy].host_bytes)
             part = room / max(costs[policy].away_bytes * active, 1.0)
-            blocks = len(self.classes) / (own.groups * each)
+            blocks = len(self.classes) / pipeline.num_stages
             found.append(math.floor(min(part, 1.0) * blocks) / blocks if part < 1 else 1.0)
         return found
 
-    def policies(self, setup: StageSetup, schedule: str) -> tuple[str, ...]:
-        """The recompute policies that blocks of a setup may have under a schedule."""
-        return self.space.policies(schedule, segmented=setup.relief.segmented)
+    def policies(self, setup: StageSetup, pipeline: Pipeline) -> tuple[str, ...]:
+        """The recompute policies that blocks of a setup may have in a pipeline."""
+        return self.space.policies(pipeline.record, segmented=setup.relief.segmented)
 
     def _work(self, mesh: Mesh, m: int, groups: int) -> tuple[float, float]:
         """Least seconds per micro-batch of all stages and of the slowest device group."""
@@ -358,9 +353,9 @@ class EqualStages:
 
     # --- cutting ---
 
-    def levels(self, setup: StageSetup, schedule: str) -> RecomputeLevels:
-        """Every run of blocks (`Runs`) of a setup, with the policies that a schedule allows."""
-        policies = self.policies(setup, schedule)
+    def levels(self, setup: StageSetup, pipeline: Pipeline) -> RecomputeLevels:
+        """Every run of blocks (`Runs`) of a setup, with the policies that a pipeline allows."""
+        policies = self.policies(setup, pipeline)
         key = setup.chain, setup.sharing, setup.relief, policies
         if key not in self._levels:
             runs = setup.chain.runs
@@ -380,23 +375,23 @@ class EqualStages:
         is none. The objective, m turns of the slowest device and what all but one device add to
         fill the pipeline, is the step of equal stages. `less_bytes` of each device are for what the
         levels don't know, messages first of all."""
-        if combination.stages_per_group > 1:
+        setup, pipeline = combination.setup, combination.pipeline
+        if pipeline.each > 1:
             return self._solve_shared(combination, cutoff_s, less_bytes)
-        m, setup, groups = combination.num_microbatches, combination.setup, combination.groups
-        schedule, levels = SCHEDULES[combination.schedule], self.levels(setup, combination.schedule)
-        held = held_at_peak(combination.schedule, groups, m, groups)
+        m, groups, _ = pipeline.shape
+        levels, held = self.levels(setup, pipeline), held_at_peak(pipeline)
         counts = sorted(set(held))
         chosen_levels = [levels.choose(h, self.room - less_bytes) for h in counts]
         runs = setup.chain.runs
         legal, sent = self.legal & self.allowed(setup), self.sent(setup)
-        shape, others = PipelineShape(m, groups), (groups - 1) / groups
+        others = (groups - 1) / groups
         times, fills = [], []
         for chosen in chosen_levels:
             costs = levels.everywhere(chosen)
             turn = np.where(chosen.fits & np.isfinite(runs.seconds), costs.amortised_s(m), np.inf)
-            fill = filling_s(schedule, costs, shape, setup.validated)
+            fill = filling_s(pipeline, costs, validated=setup.validated)
             turn, fill = turn[runs.index], (fill[runs.index] + sent) * others
-            times.append(np.where(legal, turn + sent * (not schedule.hides_sends), np.inf))
+            times.append(np.where(legal, turn + sent * (not pipeline.record.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
         level = [counts.index(count) for count in held]
         found = cut_evenly(np.stack(times), np.stack(fills), level, later=float(m), cutoff=cutoff_s)
@@ -438,7 +433,7 @@ class EqualStages:
         return self._stages(combination, layouts.chosen(cuts), cuts.tolist())
 
     def _layouts(self, combination: Combination, less_bytes: float) -> Layouts:
-        levels = self.levels(combination.setup, combination.schedule)
+        levels = self.levels(combination.setup, combination.pipeline)
         legal = self.legal & self.allowed(combination.setup)
         sent = self.sent(combination.setup)
         return Layouts.of(combination, levels, legal, sent, self.room - less_bytes)
@@ -447,11 +442,8 @@ class EqualStages:
         self, combination: Combination, chosen: Sequence[ChosenLevel], cuts: Sequence[int]
     ) -> list[StageDraft]:
         """The stages between cuts on their levels, those of a second copy behind the first's."""
-        count, stages = combination.num_stages, len(cuts) - 1
-        held = held_at_peak(
-            combination.schedule, count, combination.num_microbatches, combination.groups
-        )
-        levels = self.levels(combination.setup, combination.schedule)
+        stages, held = len(cuts) - 1, held_at_peak(combination.pipeline)
+        levels = self.levels(combination.setup, combination.pipeline)
         ends = [int(self.cuts[at]) for at in cuts]
         return [
             StageDraft(
@@ -463,15 +455,15 @@ class EqualStages:
                 given=self.given(ends[k % stages], ends[k % stages + 1]),
                 in_flight=held[k],
             )
-            for k in range(count)
+            for k in range(len(held))
         ]
 
     def in_turn_s(self, combination: Combination, cut: Sequence[StageDraft]) -> float:
         """Seconds that a cut takes at least, as micro-batches wait for those in flight."""
-        one, setup = combination, combination.setup
-        own = cut[: one.num_stages // SCHEDULES[one.schedule].copies]
+        setup, pipeline = combination.setup, combination.pipeline
+        own = cut[: pipeline.num_stages // pipeline.record.copies]
         costs = [stage.levels.at(stage.run, stage.chosen) for stage in own]
-        places = groups_of(one.schedule, one.groups, one.stages_per_group)
+        places = pipeline.device_of
         sends = [
             setup.chain.send_s[stage.stop]
             for stage, here, there in zip(own, places, places[1 : len(own)], strict=False)
@@ -479,15 +471,12 @@ class EqualStages:
         ]
         through_s = sum(each.forward_s + each.backward_s - each.weight_s for each in costs)
         one_s = (through_s + 2 * float(sum(sends))) * (not setup.paired)
-        return in_turn_s(one.schedule, one.num_stages, one.num_microbatches, one.groups, one_s)
+        return in_turn_s(pipeline, one_s)
 
     def spare_bytes(self, combination: Combination, cut: Sequence[StageDraft]) -> float:
         """Bytes that the fullest device of a cut has left as the levels of its stages have it."""
         peaks = device_peaks(
-            [own.levels.at(own.run, own.chosen) for own in cut],
-            schedule=combination.schedule,
-            num_microbatches=combination.num_microbatches,
-            num_devices=combination.groups,
+            [own.levels.at(own.run, own.chosen) for own in cut], combination.pipeline
         )
         return max(0.0, self.room - max(peak.nbytes for peak in peaks))
 
@@ -498,8 +487,8 @@ class EqualStages:
     def sends_s(self, combination: Combination) -> float:
         """Seconds of sends that the objective of a cut counts at most."""
         sent = float(self.sent(combination.setup).max())
-        turns = 0 if SCHEDULES[combination.schedule].hides_sends else combination.num_microbatches
-        each, groups = combination.stages_per_group, combination.groups
+        m, groups, each = combination.pipeline.shape
+        turns = 0 if combination.pipeline.record.hides_sends else m
         return 0.0 if groups == 1 else (turns * each + groups - 1) * sent
 
     def allowed(self, setup: StageSetup) -> np.ndarray:

@@ -9,50 +9,35 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costmodel.schedules import (
-    SCHEDULES,
-    Action,
-    Moment,
-    PipelineShape,
-    Schedule,
-    in_flight,
-    moments,
-)
+from meshwright.costmodel.schedules import Action, Moment, Pipeline, in_flight, moments
 from meshwright.costmodel.stages import Floats, InFlight, StageCosts
-from meshwright.planner.drafts.space import groups_of
 
 
-def filling_s(
-    schedule: Schedule, costs: StageCosts[Any], shape: PipelineShape, validated: bool = False
-) -> Floats:
+def filling_s(own: Pipeline, costs: StageCosts[Any], *, validated: bool = False) -> Floats:
     """Seconds that each device but one adds to fill and drain a pipeline of stages like these.
     `validated`: steps are, afterwards."""
     f, b, w = map(np.asarray, (costs.forward_s, costs.backward_s, costs.weight_s))
-    fill = schedule.fill_s(f, b, w, shape)
-    return np.maximum(fill - f, 0.0) if validated and schedule.staggered else fill
+    fill = own.record.fill_s(f, b, w, own.shape)
+    return np.maximum(fill - f, 0.0) if validated and own.record.staggered else fill
 
 
-def in_turn_s(schedule: str, stages: int, m: int, groups: int, one_s: float) -> float:
-    """Seconds in which m micro-batches go through a pipeline at least, of which each takes `one_s`
-    to the last stage and back: the first stage has no more than N in flight, so that each enters
-    when the Nth before it is back, ⌈m/N⌉ · one_s in all."""
-    most = in_flight(schedule, stage=0, num_stages=stages, num_microbatches=m, num_devices=groups)
-    return math.ceil(m / SCHEDULES[schedule].copies / most) * one_s
+def in_turn_s(own: Pipeline, one_s: float) -> float:
+    """Seconds in which the m micro-batches of a copy of the model go through it at least, of which
+    each takes `one_s` to the last stage and back: the first stage has no more than N in
+    flight, so that each enters when the Nth before it is back, ⌈m/N⌉ · one_s in all."""
+    of_one_copy = own.num_microbatches / own.record.copies
+    return math.ceil(of_one_copy / in_flight(own, 0)) * one_s
 
 
 @lru_cache(maxsize=1024)
-def held_at_peak(schedule: str, stages: int, m: int, groups: int) -> tuple[InFlight, ...]:
+def held_at_peak(own: Pipeline) -> tuple[InFlight, ...]:
     """Per stage, the micro-batches in flight on its device at its peak, shared out evenly among the
     device's stages."""
-    if stages == groups and not SCHEDULES[schedule].splits_backward:
-        alone = [
-            in_flight(schedule, stage=k, num_stages=stages, num_microbatches=m)
-            for k in range(stages)
-        ]
-        return tuple(InFlight(active=min(n, m - 1), first=n) for n in alone)
-    found = moments(schedule, num_stages=stages, num_microbatches=m, num_devices=groups)
-    each = [_at_peak(own, stages // groups) for own in found]
-    return tuple(each[g] for g in groups_of(schedule, groups, stages // groups))
+    if own.each == 1 and not own.record.splits_backward:
+        alone = [in_flight(own, k) for k in range(own.num_stages)]
+        return tuple(InFlight(active=min(n, own.num_microbatches - 1), first=n) for n in alone)
+    each = [_at_peak(held, own.each) for held in moments(own)]
+    return tuple(each[device] for device in own.device_of)
 
 
 def _at_peak(found: Sequence[Moment], stages: int) -> InFlight:

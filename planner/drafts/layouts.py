@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.schedules import SCHEDULES, PipelineShape, build_schedule, step_times
+from meshwright.costmodel.schedules import build_schedule, step_times
 from meshwright.costmodel.stages import (
     COSTS,
     HELD,
@@ -30,7 +30,6 @@ from meshwright.costmodel.stages import (
 )
 from meshwright.planner.drafts.combinations import Combination
 from meshwright.planner.drafts.fills import filling_s
-from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.inter_op import Judged, SharedDevices, cut_evenly, evenly
 from meshwright.planner.stages import ChosenLevel, RecomputeLevels
 
@@ -71,18 +70,16 @@ class Layouts:
         """With `legal` stages between positions, and what they send, (C, C) each, and so much room
         on each device."""
         setup, runs = combination.setup, combination.setup.chain.runs
-        counts = {"num_stages": combination.num_stages, "num_devices": combination.groups}
-        m, copies = combination.num_microbatches, SCHEDULES[combination.schedule].copies
-        groups = groups_of(combination.schedule, combination.groups, combination.stages_per_group)
-        stages = np.argsort(groups, kind="stable").reshape(combination.groups, -1)
+        pipeline, groups = combination.pipeline, combination.pipeline.device_of
+        stages = np.argsort(groups, kind="stable").reshape(pipeline.num_devices, -1)
         rows = np.stack([as_rows(own) for own in levels.costs])
         held = rows[:, [COSTS.index(name) for name in HELD]]
         shared = SharedDevices(
-            time_s=of_rows(np.moveaxis(rows, 1, 0)).amortised_s(m),
+            time_s=of_rows(np.moveaxis(rows, 1, 0)).amortised_s(pipeline.num_microbatches),
             held=np.moveaxis(held, 1, 2),
             index=np.where(legal & np.isfinite(runs.seconds)[runs.index], runs.index, 0),
-            weights=held_weights(combination.schedule, num_microbatches=m, **counts),
-            stages=stages % (combination.num_stages // copies),
+            weights=held_weights(pipeline),
+            stages=stages % (pipeline.num_stages // pipeline.record.copies),
             whole=np.array([segment_policy(policy)[1] > 1 for policy in levels.policies]),
             room_bytes=room_bytes - communicator_bytes(setup.setting),
         )
@@ -97,12 +94,12 @@ class Layouts:
 
     @property
     def copies(self) -> int:
-        return SCHEDULES[self.combination.schedule].copies
+        return self.combination.pipeline.record.copies
 
     @property
     def turns(self) -> float:
         """Micro-batches of each copy."""
-        return self.combination.num_microbatches / self.copies
+        return self.combination.pipeline.num_microbatches / self.copies
 
     # --- by device ---
 
@@ -128,7 +125,8 @@ class Layouts:
         """Cuts of equal numbers of layers, and of equal shares of the work, and best stage by
         stage, that are legal."""
         setup, runs, shared = self.combination.setup, self.combination.setup.chain.runs, self.shared
-        stages, kinds = self.combination.num_stages // self.copies, setup.chain.kinds
+        kinds = setup.chain.kinds
+        stages = self.combination.pipeline.num_stages // self.copies
         usual, _ = Counter(kinds).most_common(1)[0]
         layers = np.concatenate([[0], np.cumsum([kind == usual for kind in kinds])])
         pieces = np.arange(len(runs.index) - 1)
@@ -145,13 +143,11 @@ class Layouts:
     def objective_s(self, cuts: np.ndarray) -> float:
         """Seconds that the busiest device computes in a step, and what all but one add to fill the
         pipeline: the step where no device waits for others in between."""
-        combination = self.combination
-        schedule, m = SCHEDULES[combination.schedule], combination.num_microbatches
-        shape = PipelineShape(m, combination.groups, combination.stages_per_group)
+        pipeline, validated = self.combination.pipeline, self.combination.setup.validated
         costs, sent_s = self.costs(cuts[None]), float(self.sent_s[cuts[:-1], cuts[1:]].mean())
-        fill_s = float(filling_s(schedule, costs, shape, combination.setup.validated).mean())
-        turns = 0.0 if schedule.hides_sends else self.turns * combination.stages_per_group
-        filled_s = (combination.groups - 1) * (fill_s + sent_s) + turns * sent_s
+        fill_s = float(filling_s(pipeline, costs, validated=validated).mean())
+        turns = 0.0 if pipeline.record.hides_sends else self.turns * pipeline.each
+        filled_s = (pipeline.num_devices - 1) * (fill_s + sent_s) + turns * sent_s
         return self.busiest_s(cuts) + filled_s
 
     def busiest_s(self, cuts: np.ndarray) -> float:
@@ -231,8 +227,7 @@ class Layouts:
 
     def _steps_s(self, cuts: np.ndarray, sends: Mapping[tuple[int, int], float]) -> Floats:
         """(N,): about the seconds of steps of layouts, (N, P+1)."""
-        combination, groups = self.combination, self.combination.groups
-        m, costs = combination.num_microbatches, self.costs(cuts)
+        (m, groups, _), costs = self.combination.pipeline.shape, self.costs(cuts)
         few = ROUNDS * groups + m % groups
         if m <= ALL_ROUNDS * groups:  # which a draft has been simulated with
             return self._simulated_s(costs, sends, m)
@@ -255,12 +250,7 @@ class Layouts:
     ) -> Floats:
         """(N,): seconds of a step of so many micro-batches."""
         streams = build_schedule(
-            self.combination.schedule,
-            num_stages=self.combination.num_stages,
-            num_microbatches=m,
-            edges=frozenset(sends),
-            num_devices=self.combination.groups,
-            paired=False,
+            self.combination.pipeline._replace(num_microbatches=m), frozenset(sends)
         )
         return step_times(
             streams,

@@ -83,7 +83,7 @@ class MemoryFloor:
             model_states(
                 part,
                 precision=problem.precision,
-                zero=sharing.zero,
+                sharing=sharing,
                 dp=sharing.among(mesh.holders),
                 optimizer=problem.optimizer,
                 target=problem.target,
@@ -109,7 +109,7 @@ class MemoryFloor:
             own = replace(
                 setting,
                 sharing=sharing,
-                host=replace(host, weights=host.weights * (sharing.zero < 3)),
+                host=replace(host, weights=host.weights * (not sharing.gathers)),
             )
             costs = stage_costs(kinds.without_maxima(), own, policy)  # of buffers a stage has one
             held = costs.kept_bytes + costs.activation_bytes

@@ -26,7 +26,7 @@ import numpy as np
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import UNSHARED, HostParts, Mesh, Problem, Sharing
 from meshwright.costmodel.rules import draws_anew
-from meshwright.costmodel.schedules import SCHEDULES, in_flight, stages_of_devices
+from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule, in_flight
 from meshwright.costmodel.sharding import ULYSSES, FactorTable
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
@@ -82,11 +82,6 @@ class Space:
     def cluster(self) -> Cluster:
         return self.problem.cluster
 
-    @property
-    def validated(self) -> bool:
-        """Whether steps are to be validated afterwards."""
-        return bool(self.restrictions.post_validation)
-
     @cached_property
     def experts(self) -> int:
         """The fewest experts of any operator; 1 without any, or where ranks can't share them."""
@@ -121,10 +116,10 @@ class Space:
         hosts = [asdict(each.most) for each in self.reliefs]
         return HostParts(**{name: max(own[name] for own in hosts) for name in hosts[0]})
 
-    def policies(self, schedule: str, *, segmented: bool = False) -> tuple[str, ...]:
+    def policies(self, record: Schedule, *, segmented: bool = False) -> tuple[str, ...]:
         """Recompute policies that a schedule allows; "none" always. Last come those in segments,
         from the fastest on."""
-        allowed = SCHEDULES[schedule].recomputed
+        allowed = record.recomputed
         if allowed is None:
             return with_segments(self.restrictions, free=segmented)
         left = tuple(policy for policy in self.restrictions.policies if policy in allowed)
@@ -223,7 +218,7 @@ class Space:
         counts = [p for p in divisors(total) if p < len(self.cut_at)]
         own = self.restrictions.pp
         fits = [p for p in counts if (total // p) % node == 0 or node % (total // p) == 0]
-        least = 2 if self.validated else 1
+        least = 2 if self.restrictions.validated else 1
         return [p for p in (fits if own is None else counts) if own in (None, p) and p >= least]
 
     def meshes(self, devices: int, m: int) -> list[Mesh]:
@@ -314,7 +309,7 @@ class Space:
             refused = over.uniform("zero") and None in over.dp and self.cluster.num_devices > 1
             return [] if refused else [UNSHARED]
         stages = {z for z in stages if self.problem.target.combines(z, tp=mesh.tp, pp=1)}
-        alone = self.validated or over.host_weights or over.host_files
+        alone = over.validated or over.host_weights or over.host_files
         stages -= {3} if alone else set()
         found = [Sharing(zero=z) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
@@ -351,17 +346,18 @@ class Space:
 
     # --- schedules ---
 
-    def schedules(self, groups: int, m: int, zero: int) -> list[tuple[str, int]]:
-        """(schedule, stages per device group) for equal meshes. On one device group schedules take
-        the same time: the one with the fewest micro-batches in flight."""
+    def schedules(self, groups: int, m: int, sharing: Sharing = UNSHARED) -> list[Pipeline]:
+        """Equal stages under each schedule. On one device group schedules take the same time: the
+        one with the fewest micro-batches in flight."""
         over, most = self.restrictions, len(self.cut_at) - 1
-        if self._held_twice and (self.validated or self.reliefs[0].host):
+        if self._held_twice and (over.validated or self.reliefs[0].host):
             return []
         left = {
             name: schedule
             for name, schedule in ((name, SCHEDULES[name]) for name in over.schedules)
-            if (not schedule.on_request or len(over.schedules) == 1) and schedule.divides(zero)
-            if self.problem.target.combines(zero, tp=1, pp=groups) and schedule.runs(m, groups)
+            if not schedule.on_request or len(over.schedules) == 1
+            if (schedule.gathers or not sharing.gathers) and schedule.runs(m, groups)
+            if self.problem.target.combines(sharing.zero, tp=1, pp=groups)
         }
         if groups == 1:
             alone = [
@@ -369,10 +365,10 @@ class Space:
                 for name, schedule in left.items()
                 if schedule.stages_per_device == 1 and schedule.offered(over.virtual_stages)
             ]
-            kept = 0 if self.validated else 1
-            return [(name, 1) for name in sorted(alone, key=_held_alone)[:kept]]
+            kept = 0 if over.validated else 1
+            return [Pipeline(name, 1, m, 1) for name in sorted(alone, key=_held_alone)[:kept]]
         return [
-            (name, each)
+            Pipeline(name, groups * each, m, groups)
             for name, schedule in left.items()
             for each in schedule.offered(over.virtual_stages)
             if groups * each // schedule.copies <= most
@@ -416,13 +412,6 @@ class Space:
         return legal
 
 
-def groups_of(schedule: str, stages: int, each: int) -> list[int]:
-    """Device group of every stage."""
-    groups = stages_of_devices(schedule, num_stages=stages * each, num_devices=stages)
-    of = {stage: group for group, placed in enumerate(groups) for stage in placed}
-    return [of[k] for k in range(stages * each)]
-
-
 def _nearest(counts: Sequence[int], wanted: float) -> int:
     """The count with the least ratio to the wanted one."""
     return min(counts, key=lambda count: abs(float(np.log(count / wanted))))
@@ -431,4 +420,4 @@ def _nearest(counts: Sequence[int], wanted: float) -> int:
 def _held_alone(schedule: str) -> int:
     """Micro-batches in flight on a single stage, of two: whether it frees the first before it
     starts the second."""
-    return in_flight(schedule, stage=0, num_stages=1, num_microbatches=2)
+    return in_flight(Pipeline(schedule, 1, 2, 1), 0)

@@ -15,7 +15,7 @@ def transports(space: Space, mesh: Mesh) -> dict[Sharing, list[Sharing]]:
     host is neither kept twice nor sent in blocks."""
     found: dict[Sharing, list[Sharing]] = {}
     for plain in space.zeros(mesh):
-        for choice in quantizations(space, mesh, plain.zero):
+        for choice in quantizations(space, mesh, plain):
             for hpz in secondaries(space, mesh, plain):
                 own = replace(plain, hpz=hpz, quantized=choice)
                 setting = Setting(
@@ -30,7 +30,7 @@ def secondaries(space: Space, mesh: Mesh, plain: Sharing) -> list[int | None]:
     weights; None for none. By itself that is a node of them."""
     over, ranks = space.restrictions, mesh.dp * mesh.cp
     asked = {n for n in over.hpz if n}
-    if plain.zero != 3:  # asked for everywhere, it asks for ZeRO-3
+    if not plain.gathers:  # asked for everywhere, it asks for ZeRO-3
         return [None] if None in over.hpz or ranks == 1 else []
     shards, found = plain.among(ranks), set[int]()
     none: list[int | None] = [None] * (None in over.hpz or shards in asked)
@@ -42,14 +42,14 @@ def secondaries(space: Space, mesh: Mesh, plain: Sharing) -> list[int | None]:
     return [*none, *sorted(found)]
 
 
-def quantizations(space: Space, mesh: Mesh, zero: int) -> list[str]:
-    """What a stage of this ZeRO may send in quantised blocks."""
+def quantizations(space: Space, mesh: Mesh, plain: Sharing) -> list[str]:
+    """What a stage that shares its states out so may send in quantised blocks."""
     over, ranks = space.restrictions, mesh.dp * mesh.cp
     left = {choice for choice in over.quantized if choice is not None}
     left |= set(over.quantizations) if None in over.quantized else set()
     if ranks == 1:  # nothing is sent
         return ["none"]
-    may = zero == 3 and mesh.ep == 1 and not space.reliefs[0].host.states
+    may = plain.gathers and mesh.ep == 1 and not space.reliefs[0].host.states
     return [choice for choice in QUANTIZED if choice in left and (may or choice == "none")]
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.operators import Mesh
-from meshwright.costmodel.schedules import SCHEDULES, in_flight
+from meshwright.costmodel.schedules import SCHEDULES, Pipeline, in_flight
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.fills import held_at_peak
@@ -175,15 +175,14 @@ class UnequalStages:
         return minimal_shortfall(table, self._constraints(m))
 
     def stage_drafts(
-        self, solution: InterOpSolution, options: Sequence[Option], m: int, schedule: str
+        self, solution: InterOpSolution, options: Sequence[Option], pipeline: Pipeline
     ) -> list[StageDraft] | None:
-        """The stages of a solution under a schedule, each with no more recompute than its place
+        """The stages of a solution in a pipeline, each with no more recompute than its place
         needs; None where one does not fit, or its ZeRO stage is not for the schedule."""
-        found, count = [], len(solution.stages)
+        found, at_peak = [], held_at_peak(pipeline)
         for k, choice in enumerate(solution.stages):
             setup = options[choice.variant].setup
-            held = held_at_peak(schedule, count, m, count)[k]
-            steps = self.equal.levels(setup, schedule)
+            held, steps = at_peak[k], self.equal.levels(setup, pipeline)
             start, stop = (int(self.equal.cuts[at]) for at in (choice.start, choice.stop))
             draft = StageDraft(
                 start=start,
@@ -194,7 +193,8 @@ class UnequalStages:
                 given=self.equal.given(start, stop),
                 in_flight=held,
             )
-            if not draft.chosen.fits[draft.run] or not SCHEDULES[schedule].divides(setup.zero):
+            refused = setup.sharing.gathers and not pipeline.record.gathers
+            if refused or not draft.chosen.fits[draft.run]:
                 return None
             found.append(draft)
         return found
@@ -206,7 +206,7 @@ class UnequalStages:
             num_devices=self.space.cluster.num_devices,
             memory_bytes=self.equal.room,
             in_flight=lambda position: min(
-                in_flight(name, stage=0, num_stages=position, num_microbatches=m) for name in names
+                in_flight(Pipeline(name, position, m, position), 0) for name in names
             ),
             num_stages=self.space.restrictions.pp,
         )

@@ -57,7 +57,7 @@ def _why(name: str, stage: StagePlan, has: Any) -> str:
     own = DECISIONS[name]
     if own in SHARING and stage.holders == 1:
         return "there is one data-parallel rank, so that nothing can be divided"
-    if own.zeros and stage.zero not in own.zeros:
+    if not own.works(stage):
         return "the plan uses no ZeRO" + f"-{own.zeros[0]}" * (len(own.zeros) == 1)
     return f"the plan has {has!r}"
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 
 from meshwright.planner.decisions import DECISIONS, divisors
-from meshwright.planner.overrides.overrides import OverrideError, Overrides, runnable, spelled
+from meshwright.planner.overrides.overrides import OverrideError, Overrides, spelled
 
 _WAY_OUT = "change or drop one of them, or what they must fit"
 
@@ -17,7 +17,6 @@ def check_overrides(
     num_devices: int,
     global_batch_size: int,
     num_blocks: int,
-    executable: bool = False,
     sequences: bool = True,
 ) -> None:
     """Check the degrees against cluster, batch and blocks, before anything is searched; raises
@@ -28,11 +27,10 @@ def check_overrides(
     to split. Stages of other meshes need `pp` times what is given at most. `dp · microbatch_size ·
     num_microbatches` divides the batch, and is the batch where all three are given.
     """
-    wanted = runnable(overrides) if executable else overrides
-    pp, (each, _) = wanted.everywhere("pp"), wanted.virtual()
-    stages = len(wanted.stages) if wanted.stages else pp and pp * (each or 1) // wanted.copies
+    pp, (each, _) = overrides.everywhere("pp"), overrides.virtual()
+    stages = len(overrides.stages or ()) or (pp and pp * (each or 1) // overrides.copies)
     if pp is None and stages and each:
-        pp = stages * wanted.copies // each
+        pp = stages * overrides.copies // each
     if stages is not None and stages > num_blocks:
         asked = {"pp": pp or stages}
         if each is not None and each > 1:
@@ -42,12 +40,12 @@ def check_overrides(
             place=f"override {_shown(asked, ())}",
             legal=f"1 to {num_blocks} stages",
         )
-    whole = wanted.everywhere("cp") in ((1,) if sequences else (1, None))
-    mesh = {name: wanted.everywhere(name) for name in ("tp", *(["cp"] * (not whole)), "dp")}
+    whole = overrides.everywhere("cp") in ((1,) if sequences else (1, None))
+    mesh = {name: overrides.everywhere(name) for name in ("tp", *(["cp"] * (not whole)), "dp")}
     forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
     for name, own in DECISIONS.items():
-        for pattern, value in wanted.items(name) if own.of_devices else ():
+        for pattern, value in overrides.items(name) if own.of_devices else ():
             if (pattern is not None or own.shared) and value > num_devices:
                 raise OverrideError(
                     f"more than {devices}",
@@ -68,7 +66,9 @@ def check_overrides(
             )
     else:
         _check_product({**mesh, "pp": pp}, num_devices, devices, forbidden, free=False)
-    rows = {name: wanted.everywhere(name) for name in ("dp", "microbatch_size", "num_microbatches")}
+    rows = {
+        name: overrides.everywhere(name) for name in ("dp", "microbatch_size", "num_microbatches")
+    }
     batch, free = f"global_batch_size={global_batch_size}", None in rows.values()
     _check_product(rows, global_batch_size, batch, forbidden, free=free)
 

@@ -58,7 +58,10 @@ def check_plan_for(plan: Plan, target: Target) -> None:
     for k, stage in enumerate(plan.stages):
         place = f"plan: stage {k}"
         given += [(place, axis, getattr(stage, axis)) for axis in ("dp", "tp", "cp", "ep")]
-        given += [(place, "recompute", policy) for policy in dict.fromkeys(stage.policies)]
+        by_block = (name for name, own in DECISIONS.items() if own.acts == "block")
+        given += [
+            (place, name, value) for name in by_block for value in dict.fromkeys(stage.values(name))
+        ]
         if stage.dp * stage.cp == 1:
             continue
         of_data = [(place, own.name, getattr(stage, own.name)) for own in SHARING]

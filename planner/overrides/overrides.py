@@ -25,7 +25,6 @@ from meshwright.planner.decisions import (
     MESH,
     Decision,
 )
-from meshwright.planner.plan import RUNS, check_offload
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_TEXT
 
@@ -276,7 +275,7 @@ def without(overrides: Overrides, *names: str) -> Overrides:
     return replace(overrides, **free)
 
 
-# --- schedules, and what runs --------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------
 
 
 def schedules_with(virtual_stages: int | None) -> tuple[str, ...]:
@@ -327,27 +326,6 @@ def left_quantized(overrides: Overrides, allow: Collection[str], precision: str)
     return ("none",) if why else tuple(overrides.left("quantized"))
 
 
-def runnable(overrides: Overrides) -> Overrides:
-    """The overrides with everything forbidden that can be planned, but not run yet. Raises
-    `OverrideError` for an override that asks for it."""
-    for name, legal in RUNS.items():
-        for pattern, value in overrides.items(name):
-            if value not in legal:
-                raise OverrideError(
-                    " can be planned, but not run yet",
-                    place=f"override {spelled(name, pattern, value)}",
-                    legal=legal,
-                    way_out="drop it, or plan with executable=False",
-                )
-    more = [
-        forbidden
-        for forbidden, (name, left) in FORBIDS.items()
-        if all(value in left for value in RUNS.get(name, ("any",)))
-        if forbidden not in overrides.forbid
-    ]
-    return replace(overrides, forbid=(*overrides.forbid, *more))
-
-
 # --- one value ------------------------------------------------------------------------------------
 
 
@@ -360,7 +338,7 @@ def _check_value(own: Decision, value: Any) -> None:
         if not isinstance(value, Mapping) or not value:
             legal = f'parts from 0 to 1, e.g. {{"{own.parts[0]}": 0.5}}, or None to leave it free'
             raise OverrideError(f"={shown(value)}", place=f"override {own.name}", legal=legal)
-        check_offload(value, f"override {own.name}", OverrideError)
+        own.check_parts(value, f"override {own.name}", OverrideError)
         return
     legal = "True, False" if own.is_flag else own.values
     legal += ", {glob over block names: such a value}" * own.by_block + ", or None to leave it free"

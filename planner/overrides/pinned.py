@@ -68,7 +68,7 @@ def decided(name: str, stage: StagePlan, policy: str) -> Any:
         return policy
     if own.shared is None:
         return getattr(stage, name)
-    return None if own.zeros and stage.zero not in own.zeros else own.shared(stage, stage.holders)
+    return own.shared(stage, stage.holders) if own.works(stage) else None
 
 
 def _pinned(blocks: Sequence[str], values: Sequence[Any]) -> Any:

@@ -28,7 +28,6 @@ from meshwright.planner.overrides.overrides import (
     contradiction,
     left_quantized,
     left_schedules,
-    runnable,
     schedules_with,
     spelled,
 )
@@ -48,10 +47,9 @@ class Restrictions:
     `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
     free, as are `host_states`, the part of the optimizer states in host memory (with it
     `host_weights`, that of the weights, and `host_files`, that of the states in files, are
-    decided), `host_activations`, of the blocks those that
-    send what they save there, and `post_validation`. Without
-    `unequal_meshes` all stages have one mesh. `cuts` are the block positions at which
-    stages end, where the user gave them.
+    decided), `host_activations`, of the blocks those that send what they save there, and
+    `validated`, whether steps are afterwards. Without `unequal_meshes` all stages have one mesh.
+    `cuts` are the block positions at which stages end, where the user gave them.
     """
 
     blocks: tuple[str, ...]
@@ -82,7 +80,7 @@ class Restrictions:
     shardings: Mapping[str, str]
     host_states: float | None = None
     host_activations: float | None = None
-    post_validation: bool | None = None
+    validated: bool | None = None
     host_weights: float = 0.0
     host_files: float = 0.0
 
@@ -119,18 +117,16 @@ def restrict(
     overrides: Overrides,
     graph: Graph,
     *,
-    executable: bool = False,
     target: Target = EAGER,
     allow: Collection[str] = (),
     precision: str = "bf16",
 ) -> Restrictions:
-    """The overrides by block of `graph`; what the `target` can't run is left out, and with
-    `executable`, what the executor doesn't.
+    """The overrides by block of `graph`; what the `target` can't run is left out.
 
     Raises `OverrideError` for a glob without a block, for values of one block or stage that
     contradict each other, and for what is left out.
     """
-    wanted = for_target(runnable(overrides) if executable else overrides, target)
+    wanted = for_target(overrides, target)
     quantizations = left_quantized(wanted, allow, precision)
     schedules = left_schedules(wanted, tuple(SCHEDULES))
     names = [block.name for block in graph.blocks]
@@ -169,7 +165,7 @@ def restrict(
         shardings=wanted.shardings,
         host_states=wanted.offloaded("optimizer"),
         host_activations=wanted.offloaded("activations"),
-        post_validation=wanted.post_validation,
+        validated=wanted.post_validation,
         host_weights=wanted.offloaded("weights") or 0.0,
         host_files=wanted.offloaded("nvme") or 0.0,
     )

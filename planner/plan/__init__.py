@@ -22,14 +22,8 @@ from meshwright.planner.plan.flow import (
     stages_of_parameters,
 )
 from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
-from meshwright.planner.plan.offload import (
-    away_blocks,
-    check_offload,
-    in_files,
-    offloaded_parameters,
-    offloaded_weights,
-)
-from meshwright.planner.plan.plan import PRECISIONS, RUNS, Plan, StagePlan, recompute_of, stage_on
+from meshwright.planner.plan.offload import away_blocks, moved_parts, moved_sizes, off_device
+from meshwright.planner.plan.plan import PRECISIONS, Plan, StagePlan, recompute_of, stage_on
 from meshwright.planner.plan.ranges import (
     PlanError,
     compress_names,
@@ -59,13 +53,13 @@ from meshwright.planner.plan.words import (
 )
 
 __all__ = [
-    "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "RUNS", "InfeasibleError", "Known", "Plan",
+    "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "InfeasibleError", "Known", "Plan",
     "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_blocks", "check_experts_run",
-    "check_offload", "check_plan", "check_runs", "compress_names", "compress_ranks", "counted",
+    "check_plan", "check_runs", "compress_names", "compress_ranks", "counted",
     "crossings", "decision_words", "describe", "divisors", "expand_names", "expand_ranks",
     "expert_weights", "express_shardings", "fewest_experts", "fingerprint", "folds", "glob",
-    "has_experts", "in_files", "kept_together", "layout_words", "legs", "margin_beside",
-    "meeting_words", "megatron_layout", "mesh_words", "offloaded_parameters", "offloaded_weights",
+    "has_experts", "kept_together", "layout_words", "legs", "margin_beside",
+    "meeting_words", "megatron_layout", "mesh_words", "moved_parts", "moved_sizes", "off_device",
     "peak_words", "pipelines", "placement_of", "recompute_of", "refused", "resolve_shardings",
     "runs_experts", "seconds", "segments_of", "shared_apart", "sized", "slower", "stage_layout",
     "stage_of", "stage_on", "stages_of_parameters", "ulysses_degrees",

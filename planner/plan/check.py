@@ -6,7 +6,7 @@ import difflib
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from itertools import product, zip_longest
+from itertools import chain, product, zip_longest
 from typing import Any
 
 from meshwright.costmodel.graph import Graph
@@ -19,8 +19,7 @@ from meshwright.planner.plan.assignments import Known, stage_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
-from meshwright.planner.plan.offload import check_offload
-from meshwright.planner.plan.plan import PRECISIONS, RUNS, Plan, StagePlan
+from meshwright.planner.plan.plan import PRECISIONS, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks
 from meshwright.profiles.inputs import shown
@@ -69,13 +68,6 @@ def check_runs(plan: Plan) -> None:
     """Raise `PlanError` for a legal plan that the executor does not run yet."""
     _check_rows(plan, runs=True)
     for k, stage in enumerate(plan.stages):
-        for policy in dict.fromkeys(stage.policies):
-            if policy not in RUNS["recompute"]:
-                raise PlanError(
-                    f"={policy!r} can be priced, but not run yet",
-                    place=f"plan: stage {k}: recompute",
-                    legal=RUNS["recompute"],
-                )
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         ours, theirs = map(_of_group, (stage, first))
         for name, value in ours.items():
@@ -192,17 +184,17 @@ def _check_rows(plan: Plan, *, runs: bool = False) -> None:
 
 
 def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
-    named = [stage.recompute] if isinstance(stage.recompute, str) else list(stage.recompute)
     for name, own in DECISIONS.items():
         if not hasattr(stage, name):
             continue
         if own.parts:
-            check_offload(getattr(stage, name), f"{place}: {name}")
+            own.check_parts(getattr(stage, name), f"{place}: {name}", PlanError)
             continue
-        for value in named if own.acts == "block" else [getattr(stage, name)]:
+        for value in stage.by_policy if own.acts == "block" else [getattr(stage, name)]:
             if isinstance(value, bool) or (value != own.off and not own.accepts(value)):
                 raise PlanError(f"={shown(value)}", place=f"{place}: {name}", legal=own.values)
-    _check_recompute(stage, place)
+        if own.acts == "block":
+            _check_named(stage, name, place)
     _check_shards(stage, place)
     if plan.microbatch_rows % stage.dp:
         raise PlanError(
@@ -214,18 +206,15 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
         )
 
 
-def _check_recompute(stage: StagePlan, place: str) -> None:
+def _check_named(stage: StagePlan, decision: str, place: str) -> None:
     """Raise `PlanError` unless the blocks that policies name are the stage's, each once."""
-    if isinstance(stage.recompute, str):
-        return
-    count = Counter(name for names in stage.recompute.values() for name in names)
-    legal = ", ".join(compress_names(stage.blocks))
-    for name, times in count.items():
-        if name not in stage.blocks:
-            raise PlanError(f"recompute: {name!r} is no block of it", place=place, legal=legal)
-        if times > 1:
+    legal, own = ", ".join(compress_names(stage.blocks)), Counter(stage.blocks)
+    for name, times in Counter(chain(*stage.by_policy.values())).items():
+        if name not in own:
+            raise PlanError(f"{decision}: {name!r} is no block of it", place=place, legal=legal)
+        if times > own[name]:
             raise PlanError(
-                f"recompute: block {name!r} has {times} policies", place=place, legal="one"
+                f"{decision}: block {name!r} has {times} policies", place=place, legal="one"
             )
 
 

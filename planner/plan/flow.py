@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.written_buffers import updates_of
-from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.plan.ranges import PlanError
-
-# how the copies of a stage may differ: where they lie, and what of them runs again
-_OF_COPY = ("ranks", *(name for name, own in DECISIONS.items() if own.column == "recompute"))
 
 
 def pipelines(plan: Plan) -> tuple[range, ...]:
     """The stages of each copy of the model that the schedule holds."""
-    return SCHEDULES[plan.schedule].pipelines(len(plan.stages))
+    return plan.record.pipelines(len(plan.stages))
 
 
 def check_copies(plan: Plan, graph: Graph) -> None:
     """Raise `PlanError` unless a schedule's copies of the model are alike, share the micro-batches
     out, and hold nothing that is not built for several."""
-    if SCHEDULES[plan.schedule].copies == 1:
+    if plan.record.copies == 1:
         return
     place = f"plan: schedule={plan.schedule!r}"
     first, second = pipelines(plan)
     for one, other in zip(first, second, strict=True):
-        own = plan.stages[one]
-        beside: dict[str, Any] = {name: getattr(own, name) for name in _OF_COPY}
-        if own != replace(plan.stages[other], **beside):
+        if plan.stages[one].as_copy != plan.stages[other].as_copy:
             raise PlanError(
                 f": stages {one} and {other} are copies of one stage, and differ",
                 place=place,

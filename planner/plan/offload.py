@@ -10,21 +10,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from meshwright.costmodel.graph import Graph, TensorMeta
-from meshwright.costmodel.memory import divides
-from meshwright.planner.decisions import OFFLOADS
 from meshwright.planner.plan.plan import StagePlan
-from meshwright.planner.plan.ranges import PlanError
-from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.profiles.inputs.limits import is_number
 
 ROUNDING = 1e-9  # of a part that is written as a decimal
 
 
-def first_offloaded(sizes: Sequence[float], part: float) -> int:
+@dataclass(frozen=True, slots=True)
+class OffDevice:
+    """Values of the parameters of which something lies off the device: `states` in host memory, of
+    those in `files` but the gradients; of the trained ones in `weights`, which one block alone
+    reads, the weights, too, but while it runs."""
+
+    states: frozenset[str]
+    weights: frozenset[str]
+    files: frozenset[str]
+
+
+def first_moved(sizes: Sequence[float], part: float) -> int:
     """The first of the last blocks that together have this part of what all have, or more; `sizes`
     are those of the blocks in their order. Their number where there is none."""
     first, held, wanted = len(sizes), 0.0, part * sum(sizes) * (1 - ROUNDING)
@@ -34,7 +40,7 @@ def first_offloaded(sizes: Sequence[float], part: float) -> int:
     return first
 
 
-def parts(sizes: Sequence[float]) -> list[float]:
+def moved_parts(sizes: Sequence[float]) -> list[float]:
     """The parts that there are, from 0 to 1: those of the last block, of the last two, ..."""
     total, held, found = sum(sizes), 0.0, [0.0]
     for size in reversed(sizes):
@@ -59,28 +65,16 @@ def moved_sizes(stage: StagePlan, graph: Graph) -> list[float]:
 
 def _moves(stage: StagePlan, meta: TensorMeta) -> bool:
     """Whether a parameter may lie in host memory."""
-    return meta.requires_grad or divides(stage.zero, trained=False)
+    return meta.requires_grad or stage.gathers
 
 
-def offloaded_parameters(stage: StagePlan, graph: Graph) -> frozenset[str]:
-    """Values of the parameters whose states lie in host memory."""
-    return _of_last_blocks(stage, graph, stage.host.states)
-
-
-def offloaded_weights(stage: StagePlan, graph: Graph) -> frozenset[str]:
-    """Values of the trained parameters whose weights lie in host memory but while their block runs:
-    those that one block alone reads."""
-    found = _of_last_blocks(stage, graph, stage.host.weights)
-    if not found:
-        return found
-    readers = Counter(v for block in graph.blocks for v in {*block.parameters})
-    return frozenset(v for v in found if readers[v] == 1)
-
-
-def in_files(stage: StagePlan, graph: Graph) -> frozenset[str]:
-    """Values of the trained parameters whose states lie in files, with the weights that the
-    optimizer reads; their gradients lie in host memory."""
-    return _of_last_blocks(stage, graph, stage.host.files)
+def off_device(stage: StagePlan, graph: Graph) -> OffDevice:
+    """What of a stage's parameters does."""
+    host = stage.host
+    parts = host.states, host.weights, host.files
+    states, weights, files = (_of_last_blocks(stage, graph, part) for part in parts)
+    readers = Counter(v for block in graph.blocks if weights for v in {*block.parameters})
+    return OffDevice(states, frozenset(v for v in weights if readers[v] == 1), files)
 
 
 def _of_last_blocks(stage: StagePlan, graph: Graph, part: float) -> frozenset[str]:
@@ -88,7 +82,7 @@ def _of_last_blocks(stage: StagePlan, graph: Graph, part: float) -> frozenset[st
     if not part:
         return frozenset()
     blocks = {block.name: block for block in graph.blocks}
-    first = first_offloaded(moved_sizes(stage, graph), part)
+    first = first_moved(moved_sizes(stage, graph), part)
     before = {v for name in stage.blocks[:first] for v in blocks[name].parameters}
     after = (v for name in stage.blocks[first:] for v in blocks[name].parameters)
     return frozenset(v for v in after if v not in before and _moves(stage, graph.values[v]))
@@ -98,26 +92,3 @@ def away_blocks(stage: StagePlan) -> int:
     """How many of a stage's blocks send what they save to host memory, from the first one on."""
     part = stage.host.activations
     return math.ceil(part * len(stage.blocks) * (1 - ROUNDING))
-
-
-def check_offload(
-    given: Mapping[str, Any], place: str, error: type[MeshwrightError] = PlanError
-) -> None:
-    """Raise unless these are parts, from 0 to 1, of what may lie in host memory."""
-    for name, part in given.items():
-        if name not in OFFLOADS:
-            raise error(f"={shown(name)}", place=place, legal=OFFLOADS)
-        if not is_number(part) or not 0 <= part <= 1:
-            raise error(f"={shown(part)}", place=f"{place}: {name}", legal="a part, from 0 to 1")
-    states = given.get("optimizer", 0.0)
-    for name, why in (
-        ("weights", "the optimizer steps weights in host memory there"),
-        ("nvme", "it is a part of the optimizer states that are off devices"),
-    ):
-        if given.get(name, 0.0) > states:
-            raise error(
-                f"={shown(given[name])}: {why}",
-                place=f"{place}: {name}",
-                legal=f"0 to {shown(states)}, the part of the optimizer states",
-                way_out="raise that of the optimizer, too",
-            )

@@ -20,7 +20,7 @@ import numpy as np
 
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Parts, Sharing
-from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule
 from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
 from meshwright.planner.decisions import DECISIONS, OFFLOADS
 from meshwright.planner.plan.ranges import (
@@ -34,8 +34,6 @@ from meshwright.profiles.inputs import parse_json, read_json, shown, write_text
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 FORMAT = 1
-# what the executor runs so far; the rest can be planned and priced
-RUNS = {"recompute": RECOMPUTE}
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8_rowwise")
 
 
@@ -127,12 +125,25 @@ class StagePlan(Sharing):
         return dataclasses.replace(self, recompute=recompute, segments=size)
 
     @property
+    def by_policy(self) -> Mapping[str, tuple[str, ...]]:
+        """The recompute policies, each with its blocks, where it names them."""
+        own = self.recompute
+        return {own: self.blocks} if isinstance(own, str) else own
+
+    @property
     def policies(self) -> tuple[str, ...]:
         """The recompute policy of each block."""
-        if isinstance(self.recompute, str):
-            return (self.recompute,) * len(self.blocks)
-        by_block = {name: policy for policy, names in self.recompute.items() for name in names}
+        by_block = {name: policy for policy, names in self.by_policy.items() for name in names}
         return tuple(by_block.get(name, "none") for name in self.blocks)
+
+    def values(self, name: str) -> Sequence[Any]:
+        """What it has of a decision: of one by block what each has."""
+        return self.policies if DECISIONS[name].acts == "block" else (getattr(self, name),)
+
+    @property
+    def as_copy(self) -> StagePlan:
+        """What it has in common with its copies: all but where they lie, and what runs again."""
+        return dataclasses.replace(self, ranks=(), recompute="none", segments=1)
 
 
 def stage_on(
@@ -202,15 +213,26 @@ class Plan:
         return (self,) if hasattr(self, name) else ()
 
     @property
+    def record(self) -> Schedule:
+        """What is known of its schedule."""
+        return SCHEDULES[self.schedule]
+
+    @property
     def passes(self) -> int:
         """Micro-batches that each stage runs in a step: its copy's share of them."""
-        return self.num_microbatches // SCHEDULES[self.schedule].copies
+        return self.num_microbatches // self.record.copies
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Its micro-batches through its stages on its device groups."""
+        counts = len(self.stages), self.num_microbatches, len(self.devices)
+        return Pipeline(self.schedule, *counts)
 
     def parts(self, k: int) -> Parts:
         """What the price of stage k depends on, beside the problem."""
         stage = self.stages[k]
         batch = Batch(rows=self.microbatch_rows / stage.dp, microbatches=self.passes)
-        return stage.mesh, batch, stage.sharing, stage.host, self.post_validation
+        return Parts(stage.mesh, batch, stage.sharing, stage.host, self.post_validation)
 
     @property
     def data_ranks(self) -> int:

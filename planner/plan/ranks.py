@@ -15,7 +15,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from meshwright.costmodel.schedules import stages_of_devices
 from meshwright.planner.decisions import PLACEMENTS
 from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_ranks
@@ -47,9 +46,7 @@ def check_ranks(plan: Plan) -> None:
     for k, stage in enumerate(plan.stages):
         _check_grid(stage, f"plan: stage {k}")
     try:
-        placed = stages_of_devices(
-            plan.schedule, num_stages=len(plan.stages), num_devices=len(plan.devices)
-        )
+        placed = plan.pipeline.placed
     except ValueError as error:
         raise PlanError.of(error, "plan") from None
     for device, stages in enumerate(placed):

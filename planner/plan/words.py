@@ -7,7 +7,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.sharding import Meeting
 from meshwright.planner.decisions import DECISIONS, SHARING
 from meshwright.planner.plan.plan import Plan, StagePlan
@@ -84,11 +83,10 @@ def describe(plan: Plan) -> str:
         f"{_many(plan.num_microbatches, 'micro-batch', 'es')} of "
         f"{_many(plan.microbatch_rows, 'row')}",
         _zero_words(plan),
-        _recompute_words(plan),
     ]
     for name, own in DECISIONS.items():
-        if own.acts == "stage" and own.line and own not in SHARING:
-            words.append(own.line([getattr(stage, name) for stage in plan.stages]))
+        if own.acts != "plan" and own.line and own not in SHARING:
+            words.append(own.line([v for stage in plan.stages for v in stage.values(name)]))
     return ", ".join(filter(None, words))
 
 
@@ -146,23 +144,15 @@ def mesh_words(stage: StagePlan) -> str:
 def _zero_words(plan: Plan) -> str:
     """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-3 (secondary shards among 8), ZeRO-1 on some stages;
     nothing where there is none."""
-    stages = [stage for stage in plan.stages if stage.zero]
+    stages = [stage for stage in plan.stages if stage.divides]
     lines = ((own.line, [getattr(stage, own.name) for stage in stages]) for own in SHARING)
     text = "".join(line(values) for line, values in lines if line and values)
     return text + " on some stages" * (0 < len(stages) < len(plan.stages))
 
 
-def _recompute_words(plan: Plan) -> str:
-    """full recompute, selective/full recompute of some blocks; nothing where there is none."""
-    policies = {policy for stage in plan.stages for policy in stage.policies}
-    used = [policy for policy in RECOMPUTE if policy in policies - {"none"}]
-    words = "/".join(used) + " recompute" + (" of some blocks" if "none" in policies else "")
-    return words if used else ""
-
-
 def decision_words(stage: StagePlan, policy: str = "") -> dict[str, str]:
-    """What is decided of a stage, or of a block of it with a recompute `policy`, in the columns of
-    a report: mesh "dp4×tp2", ZeRO "3 within 8, hpZ 4", recompute "6 full 2 none, in 4s"."""
+    """What is decided of a stage, or of a block of it with a `policy`, in the columns of a report:
+    mesh "dp4×tp2", ZeRO "3 within 8, hpZ 4", recompute "6 full 2 none, in 4s"."""
     found = {"mesh": mesh_words(stage)}
     for name, own in DECISIONS.items():
         if own.acts == "block":

@@ -50,7 +50,7 @@ def _exchange(plan: Plan, coster: StageCoster, own: StageCosts[float], k: int, m
     graph, stage = coster.graph, plan.stages[k]
     held = dict.fromkeys(v for name in stage.blocks for v in coster.blocks[name].parameters)
     trained = [v for v in held if graph.values[v].requires_grad]
-    elements = own.parameters / (stage.shards if stage.zero else 1)
+    elements = own.parameters / stage.parts(stage.shards)
     ends = stage.ranks, plan.stages[mate].ranks
 
     nbytes, more = elements * GRADIENT_BYTES, max(0, len(trained) - 1)

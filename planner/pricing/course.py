@@ -13,13 +13,12 @@ from meshwright.costmodel.blocks import REGATHER, parts_of
 from meshwright.costmodel.memory import (
     Reduction,
     Trained,
-    divides,
     fixed_bytes,
     optimizer_temporary_bytes,
     undo_bytes,
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
-from meshwright.costmodel.schedules import SCHEDULES, Action
+from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import (
     BlockBytes,
@@ -29,15 +28,9 @@ from meshwright.costmodel.stages import (
     communicator_bytes,
     walked,
 )
-from meshwright.planner.plan import (
-    Plan,
-    StagePlan,
-    crossings,
-    offloaded_parameters,
-    offloaded_weights,
-)
+from meshwright.planner.plan import Plan, StagePlan, crossings, off_device
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.segments import in_segments
+from meshwright.planner.pricing.segments import in_segments, spans_of
 from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster
 
 
@@ -58,7 +51,7 @@ def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]
     ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
     sent = {edge: values for edge, values in edges.items() if ranks[edge[0]] != ranks[edge[1]]}
     held: set[tuple[tuple[int, ...], str]] = set()
-    each, split = plan.passes, SCHEDULES[plan.schedule].splits_backward
+    each, split = plan.passes, plan.record.splits_backward
     found = []
     for k, own in enumerate(stages):
         alike = (*_alike(plan, k, own, sent, held), each, split)
@@ -80,7 +73,7 @@ def _alike(
 ) -> tuple[Any, ...]:
     """What `_stage` depends on, values by the order in which the stage's blocks name them."""
     stage, graph, numbers = own.stage, own.pricer.graph, dict[str, int]()
-    away = offloaded_weights(stage, graph)
+    away = off_device(stage, graph).weights if stage.host else ()
 
     def number(value: str) -> int:
         return numbers.setdefault(value, len(numbers))
@@ -99,8 +92,7 @@ def _alike(
         for each in own.blocks
     )
     sent = tuple(tuple(map(number, values)) for (i, _), values in edges.items() if i == k)
-    loss = number(graph.loss) if graph.loss else None
-    return own.setting.parts, stage.policies, stage.segments, stage.host, blocks, sent, loss
+    return own.setting.parts, stage.policies, tuple(spans_of(own)), blocks, sent
 
 
 def placed(peak: Peak, walk: Walked) -> Peak:
@@ -129,10 +121,10 @@ def _stage(
         made |= {value: each.assignment.states[value] for value in each.block.outputs}
     targets = {j: values for (i, j), values in edges.items() if i == k}
     trained, numbers, others = _parameters(entered, held, pricer, stage)
-    owned = [p.numel / (p.shards if stage.zero else 1) for p in trained if not p.host]
+    owned = [p.numel / stage.parts(p.shards) for p in trained if not p.host]
     gathered = _gathered([*trained, *others], len(entered), setting)
     entering = entering_bytes(own)
-    blocks, split = [], SCHEDULES[plan.schedule].splits_backward
+    blocks, split = [], plan.record.splits_backward
     for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
         again, (_, gathers), passes = each.repeats(policy), parts_of(policy), each.passes
         # what is gathered alone is made again by the second half of a backward that reads it
@@ -177,11 +169,9 @@ def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]
         settings.setdefault(ranks, own.setting)
         for value, state in (each for block in own.blocks for each in block.parameters):
             if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
+                parts = own.stage.parts(pricer.parameters.shard_count(value, state))
                 kept[ranks] += own.setting.validated * undo_bytes(
-                    pricer.numel(value, state),
-                    pricer.parameters.shard_count(value, state),
-                    zero=own.setting.sharing.zero,
-                    optimizer=own.setting.optimizer,
+                    pricer.numel(value, state) / parts, own.setting.optimizer
                 )
             held.add((ranks, value))
     return [
@@ -205,16 +195,16 @@ def _fixed_bytes(
     weights = DTYPE_BYTES[setting.precision] * (here - sum(away.values()))
     again = sum(p.numel for group in (trained, others) for p in group if p.shards > 1)
     weights += setting.secondary_bytes * again + sum(p.nbytes for p in others)
-    zero, optimizer = setting.sharing.zero, setting.optimizer
+    sharing, optimizer = setting.sharing, setting.optimizer
     states = setting.validated * sum(
-        undo_bytes(p.numel, p.shards, zero=zero, optimizer=optimizer) for p in trained
+        undo_bytes(p.numel / sharing.parts(p.shards), optimizer) for p in trained
     )
     for p in trained:
         own, kept = fixed_bytes(
             p.numel,
             p.shards,
             precision=setting.precision,
-            zero=zero,
+            sharing=sharing,
             optimizer=optimizer,
             host=p.host,
         )
@@ -230,7 +220,7 @@ def _parameters(
 ) -> tuple[list[Trained], dict[tuple[int, int], int], list[Frozen]]:
     """The trained parameters that are not `held` already, in the order of the forward, the number
     of each by block and number there, and the frozen ones."""
-    there, away = offloaded_parameters(stage, pricer.graph), offloaded_weights(stage, pricer.graph)
+    off = off_device(stage, pricer.graph)
     readers = defaultdict[tuple[str, Placement], list[tuple[int, int]]](list)
     for at, each in enumerate(entered):
         for number, parameter in enumerate(each.parameters):
@@ -245,11 +235,11 @@ def _parameters(
     found, frozen = [], []
     for (value, state), own in readers.items():
         numel, shards = pricer.numel(value, state), pricer.parameters.shard_count(value, state)
-        block = -1 if stage.zero == 3 and len(own) > 1 else own[0][0]
+        block = -1 if stage.gathers and len(own) > 1 else own[0][0]
         if not pricer.graph.values[value].requires_grad:
-            divided = divides(stage.zero, trained=False) and shards > 1
+            divided = stage.gathers and shards > 1
             nbytes = pricer.parameters.frozen_bytes(value, state)[divided]
-            here = nbytes * (value not in there)
+            here = nbytes * (value not in off.states)
             shards = shards if divided else 1
             frozen.append(Frozen(numel=numel, shards=shards, block=block, nbytes=here))
             continue
@@ -259,8 +249,8 @@ def _parameters(
             shards=shards,
             block=block,
             readers=len(reached.intersection(own)),
-            host=value in there,
-            away=value in away,
+            host=value in off.states,
+            away=value in off.weights,
         )
         found.append((p, own))
     found.sort(key=lambda each: (each[0].block, each[1]))
@@ -277,7 +267,7 @@ def _gathered(
     of what is whole again. All that time those that several blocks read."""
     numels, always = [0.0] * blocks, 0.0
     for p in parameters:
-        if setting.sharing.zero == 3 and p.shards > 1:
+        if setting.sharing.gathers and p.shards > 1:
             if p.block < 0:
                 always += p.numel
             else:
@@ -299,7 +289,7 @@ def _gathered(
 def _reduction(setting: Setting) -> Reduction:
     target = setting.target
     return Reduction(
-        zero=setting.sharing.zero,
+        sharing=setting.sharing,
         weight_bytes=DTYPE_BYTES[setting.precision],
         bucket_bytes=target.bucket_bytes,
         alone_bytes=target.alone_bytes,

@@ -238,17 +238,14 @@ def price_stages(
     cluster = coster.cluster
     exchanged = exchanges(plan, coster, stages)
     stages = with_exchanges(stages, exchanged)
-    p, m, devices = len(plan.stages), plan.num_microbatches, len(plan.devices)
     crossed = crossings(plan, coster.graph)
     transfers = {edge: transfer(plan, coster, edge, values) for edge, values in crossed.items()}
     sends = {edge: send_scale * entry.seconds for edge, entry in transfers.items()}
     timeline, step_s, bubble = simulated(plan, coster.problem, stages, sends)
     peak = cluster.device.flops(wide(plan.precision)) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
-    active = tuple(
-        in_flight(plan.schedule, stage=k, num_stages=p, num_microbatches=m, num_devices=devices)
-        for k in range(p)
-    )
+    pipeline = plan.pipeline
+    active = tuple(in_flight(pipeline, k) for k in range(pipeline.num_stages))
     in_memory = [s.in_host_bytes(n) for s, n in zip(stages, active, strict=True)]
     peaks = _peaks(plan, coster, stages, crossed)
     prediction = Prediction(
@@ -312,17 +309,10 @@ def simulated(
         )
         for s, sending, returning, hides in zip(stages, *blocked, paired, strict=True)
     ]
-    streams = build_schedule(
-        plan.schedule,
-        num_stages=len(stages),
-        num_microbatches=plan.num_microbatches,
-        edges=edges,
-        num_devices=len(plan.devices),
-        paired=target.overlap_passes,
-    )
+    streams = build_schedule(plan.pipeline, edges, paired=target.overlap_passes)
     timeline = simulate(streams, times, sends)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
-    if plan.post_validation and not shared_apart(plan, problem.graph):
+    if plan.parts(0).validated and not shared_apart(plan, problem.graph):
         everyone = group_for(problem.cluster, size=plan.num_ranks, stride=1)
         verdict_s = collective_time("all_reduce", 24, everyone, problem.cluster)
         # where it takes too long, no more than a common end does, whose own sums have no price
@@ -342,9 +332,7 @@ def _peaks(
     sizes = _message_bytes(plan, coster, crossed) if followed else None
     return device_peaks(
         stages,
-        schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches,
-        num_devices=len(plan.devices),
+        plan.pipeline,
         messages=sizes,
         reserved=coster.cluster.device.reserved_bytes + _batch_bytes(plan, coster),
     )

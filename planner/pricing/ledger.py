@@ -128,7 +128,7 @@ def _beside(
     columns: dict[str, list[tuple[Entered, Entry]]] = {}
     for each, entry in entries:
         columns.setdefault(entry.column, []).append((each, entry))
-    stepped = "shard_s" if own.setting.sharing.zero else "optimizer_s"
+    stepped = "shard_s" if own.setting.sharing.divides else "optimizer_s"
     optimizer = Beside(
         where="step",
         parts={stepped: passes.optimizer_s, "step_s": passes.host.step_s},

@@ -189,7 +189,6 @@ class StageCoster:
         batch: Batch,
         sharing: Sharing = UNSHARED,
         host: HostParts = NOT_AWAY,
-        *,
         validated: bool = False,
     ) -> Setting:
         """A stage of this problem; where the kind of attention is open, it is the cheapest."""
@@ -403,8 +402,7 @@ class StageCoster:
 
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
     """The mesh of stage k of a plan, with its rows, ZeRO and micro-batches."""
-    mesh, batch, sharing, host, validated = plan.parts(k)
-    return coster.setting(mesh, batch, sharing, host, validated=validated)
+    return coster.setting(*plan.parts(k))
 
 
 def stage_blocks(

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.costmodel.operators import Sharing
 from meshwright.costmodel.target import BUCKET_BYTES
 from meshwright.planner.published.frameworks import Framework, Unpriced, framework_of, with_experts
 from meshwright.planner.published.models import Latent, TransformerDims
@@ -166,7 +167,7 @@ def read_row(row: Mapping[str, str]) -> Setup:
         ep=cells.whole("ep", 1),
         dp=dp,
         chunks=chunks,
-        zero=_zero(cells),
+        sharing=Sharing(zero=_zero(cells)),
         recompute=recompute,
         recompute_part=part,
         micro_batch=micro,

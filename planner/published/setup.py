@@ -40,7 +40,7 @@ class Setup:
     ep: int
     dp: int
     chunks: int
-    zero: int
+    sharing: Sharing
     recompute: str
     micro_batch: int
     global_batch: int
@@ -57,7 +57,7 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
     head = head_in_layers(setup.dims) if setup.framework.balances_stages else 0.0
     cuts = _cuts(names, setup.dims.layers, stages, head)
     shardings, block_of = _shardings(setup), {block.name: block for block in graph.blocks}
-    plans, sharing = [], Sharing(zero=setup.zero)
+    plans = []
     experts = setup.ep if setup.dims.experts else 1
     mesh = Mesh(dp=setup.dp, tp=setup.tp, cp=setup.cp, ep=experts)
     for k in range(stages):
@@ -66,7 +66,9 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
         named = {p for b in blocks for p in resolve_block(graph, block_of[b], shardings, "plan")[1]}
         plans.append(
             replace(
-                stage_on(mesh.of_kind(RING), blocks, tuple(range(first, first + size)), sharing),
+                stage_on(
+                    mesh.of_kind(RING), blocks, tuple(range(first, first + size)), setup.sharing
+                ),
                 recompute=of_layers(setup.recompute, blocks, setup.recompute_part),
                 shardings={p: shardings[p] for p in shardings if p in named},
             )

@@ -15,6 +15,7 @@ from meshwright.costmodel.target import Target
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan import (
     Plan,
+    StagePlan,
     compress_names,
     compress_ranks,
     decision_words,
@@ -157,6 +158,16 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
     }
 
 
+def _values(stage: StagePlan) -> dict[str, Any]:
+    """What is decided of a stage; of its blocks, in words."""
+    said = decision_words(stage)
+    return {
+        name: said[own.column] if own.acts == "block" else getattr(stage, name)
+        for name, own in DECISIONS.items()
+        if hasattr(stage, name)
+    }
+
+
 def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     """The stage table as data: seconds per micro-batch, bytes per device."""
     plan, prediction = evaluation.plan, evaluation.prediction
@@ -164,8 +175,7 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
         {
             "blocks": compress_names(stage.blocks),
             "ranks": compress_ranks(stage.ranks),
-            **{n: getattr(stage, n) for n, own in DECISIONS.items() if hasattr(stage, n)},
-            "recompute": decision_words(stage)["recompute"],
+            **_values(stage),
             "mesh": mesh_words(stage),
             "decided": decision_words(stage),
             "host_bytes": float(costs.in_host_bytes(in_flight)),
@@ -240,10 +250,7 @@ def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:
         ]
     step_s = busiest(device_groups(evaluation)).optimizer_s
     beside = max(
-        own.temporary
-        * costs.parameters
-        / (stage.shards if stage.zero else 1)
-        * (1 - stage.host.states)
+        own.temporary * costs.parameters / stage.parts(stage.shards) * (1 - stage.host.states)
         for stage, costs in zip(stages, evaluation.stages, strict=True)
     )
     binds = there and any(peak.action is None for peak in evaluation.prediction.peaks)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.planner.drafts import (
     Combination,
     Drafter,
@@ -37,9 +38,10 @@ FREE = (0.05, 0.1)  # parts of memory that a plan may leave free, beside the mar
 OVERSHOOT, OVERSHOOT_OF_FEW = 0.03, 0.07
 
 
-def overshoot(groups: int, m: int) -> float:
+def overshoot(own: Pipeline) -> float:
     """How many times as long as a simulated step the objective of its cut may be."""
-    return 1 + OVERSHOOT + OVERSHOOT_OF_FEW * min(1.0, groups / m) * (groups > 1)
+    part = min(1.0, own.num_devices / own.num_microbatches) * (own.num_devices > 1)
+    return 1 + OVERSHOOT + OVERSHOOT_OF_FEW * part
 
 
 class Effort:
@@ -185,7 +187,7 @@ class Explorer:
         """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
         the simulation may hide all of what it sends. `given` as to `EqualStages.solve`."""
         sent_s = self.equal.sends_s(combination)
-        above = overshoot(combination.groups, combination.num_microbatches)
+        above = overshoot(combination.pipeline)
         cutoff_s = limit_s / self.taste.ahead(combination) * above + sent_s
         found = self.effort.timed(
             "cut stages", lambda: self.equal.solve(combination, cutoff_s, **given)
@@ -208,9 +210,9 @@ class Explorer:
 
     def _draft(self, combination: Combination, cut: Sequence[StageDraft]) -> tuple[PlanDraft, bool]:
         """The draft of a cut, and whether it is new: another relief may have given the same."""
-        setup, pipeline = combination.setup, (combination.num_microbatches, *combination.offered)
+        setup = combination.setup
         decided = [(own.start, own.stop, own.repeated, own.host) for own in cut]
-        key = setup.chain, setup.sharing, setup.mesh, pipeline, *decided
+        key = setup.chain, setup.sharing, setup.mesh, combination.pipeline, *decided
         new = key not in self._known
         if new:
             draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
@@ -229,7 +231,7 @@ class Explorer:
             if found is None:
                 return
             draft, new = self._draft(combination, found[1])
-        if new and combination.stages_per_group > 1 and draft.fits:
+        if new and combination.pipeline.each > 1 and draft.fits:
             limit_s = self.limit_s() / self.taste.weight(draft)
             moved = self.effort.timed(
                 "cut stages", self.equal.moved, combination, draft, limit_s, less

@@ -54,7 +54,7 @@ def least_memory_choices(space: Space) -> list[MeshChoice]:
         for groups in space.stage_counts():
             for mesh in space.meshes(devices // groups, m):
                 choice = MeshChoice(mesh=mesh, num_microbatches=m, groups=groups, bound_s=0.0)
-                if space.schedules(groups, m, 0):
+                if space.schedules(groups, m):
                     found.setdefault((mesh.tp, groups, mesh.cp, mesh.ep), choice)
     return sorted(found.values(), key=lambda s: (-s.mesh.tp * s.groups, s.mesh, s.groups))
 
@@ -70,15 +70,13 @@ def memory_needs(equal: EqualStages, choice: MeshChoice) -> Iterator[MemoryNeed]
     m, groups = choice.num_microbatches, choice.groups
     for setup in equal.setups(choice.mesh, m):
         needs = []
-        for name, per_group in equal.space.schedules(groups, m, setup.zero):
-            stages, policies = groups * per_group, equal.policies(setup, name)
+        for pipeline in equal.space.schedules(groups, m, setup.sharing):
+            stages, policies = pipeline.num_stages, equal.policies(setup, pipeline)
             part = setup.chain.typical().times(1 / stages)
             levels = recompute_levels(part, setup.setting, policies, np.array(1.0))
             peaks = device_peaks(
                 [of_one(levels.costs[-1])] * stages,
-                schedule=name,
-                num_microbatches=m,
-                num_devices=groups,
+                pipeline,
                 reserved=equal.space.cluster.device.reserved_bytes,
             )
             needs.append(max(peak.nbytes for peak in peaks))
@@ -124,7 +122,7 @@ def _fitting(drafter: Drafter, choices: Sequence[MeshChoice]) -> Iterator[PlanDr
 
     def drafted(combinations: Iterable[Combination]) -> Iterator[PlanDraft]:
         order = sorted(
-            combinations, key=lambda c: (c.tight, c.estimate_s, c.setup.mesh, c.schedule)
+            combinations, key=lambda c: (c.tight, c.estimate_s, c.setup.mesh, c.pipeline)
         )
         for one in order[:MAX_CUTS]:
             if (found := explorer.cut(one, math.inf)) is not None:

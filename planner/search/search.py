@@ -264,11 +264,9 @@ class Search(Drafter):
         solution = self.unequal.solve(table, m, cutoff_s, deadline)
         if solution is None:
             return
-        for schedule, each in self.space.schedules(len(solution.stages), m, 0):
-            stages = (
-                self.unequal.stage_drafts(solution, options, m, schedule) if each == 1 else None
-            )
-            self.drafts += [] if stages is None else [self.simulated(stages, m, schedule)]
+        for own in self.space.schedules(len(solution.stages), m):
+            stages = self.unequal.stage_drafts(solution, options, own) if own.each == 1 else None
+            self.drafts += [] if stages is None else [self.simulated(stages, own)]
 
     # --- the answer ---
 

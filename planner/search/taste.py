@@ -29,7 +29,6 @@ from typing import Any
 
 from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
 from meshwright.costmodel.operators import Mesh, Sharing
-from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.drafts import Candidate, Combination, PlanDraft, Waiting
 from meshwright.planner.plan import Plan, StagePlan
 from meshwright.planner.pricing import StageCoster, price_stages
@@ -44,16 +43,16 @@ MOST_JUDGED = 12  # plans whose quantile is simulated, the fastest
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looks:
     """What is complicated about a plan: `axes` in use besides the data axis; different `meshes` and
-    `policies` of recompute; blocks by which stages are `uneven`, beyond one; the `schedule`, its
-    device `groups` and stages on `each`; how ZeRO divides, on ranks that are `spread`; kinds of
-    parts in host memory (`away`); blocks in segments; the part of a device that is `filled`.
-    Before stages are cut, the least that may be."""
+    `policies` of recompute; blocks by which stages are `uneven`, beyond one; whether its
+    schedule is `common`, its device `groups` and stages on `each`; how ZeRO divides, on ranks that
+    are `spread`; kinds of parts in host memory (`away`); blocks in segments; the part of a device
+    that is `filled`. Before stages are cut, the least that may be."""
 
     axes: int
     tp: int
     groups: int
     each: int
-    schedule: str
+    common: bool
     num_microbatches: int
     sharing: Sharing
     spread: int = 1
@@ -89,11 +88,7 @@ COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
     (0.35, "has nothing in host memory", lambda own: own.away > 0),
     (0.24, "uses fewer axes besides the data axis", lambda own: own.axes),
     (0.2, "has fewer different meshes", lambda own: own.meshes - 1),
-    (
-        0.15,
-        "keeps to a common pipeline schedule",
-        lambda own: own.groups > 1 and not SCHEDULES[own.schedule].standard,
-    ),
+    (0.15, "keeps to a common pipeline schedule", lambda own: own.groups > 1 and not own.common),
     (0.15, "shares ZeRO's states among all data ranks and lays ranks side by side", _parted),
     (0.07, "divides less by ZeRO", lambda own: (0, 2, 2.5, 3)[own.sharing.zero]),
     (0.07, "has fewer kinds of parts in host memory", lambda own: max(0, own.away - 1)),
@@ -116,7 +111,7 @@ def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
         tp=max(stage.tp for stage in stages),
         groups=groups,
         each=len(stages) // groups,
-        schedule=plan.schedule,
+        common=plan.record.standard,
         num_microbatches=plan.num_microbatches,
         sharing=replace(first.sharing, zero=max(stage.zero for stage in stages)),
         spread=first.spread,
@@ -131,21 +126,21 @@ def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
 
 def looks_ahead(one: Combination | Waiting) -> Looks:
     """The least that plans of a combination may look like."""
-    setup, groups = one.setup, one.groups
+    setup = one.setup
     return min(
         (
             Looks(
-                axes=axes_of([setup.mesh], groups),
+                axes=axes_of([setup.mesh], own.num_devices),
                 tp=setup.mesh.tp,
-                groups=groups,
-                each=each,
-                schedule=schedule,
-                num_microbatches=one.num_microbatches,
+                groups=own.num_devices,
+                each=own.each,
+                common=own.record.standard,
+                num_microbatches=own.num_microbatches,
                 sharing=setup.sharing,
                 spread=setup.mesh.spread,
                 away=len(setup.setting.host.kinds),
             )
-            for schedule, each in one.offered
+            for own in one.offered
         ),
         key=lambda own: own.complexity,
     )

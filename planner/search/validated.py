@@ -19,7 +19,7 @@ def if_validated_pays(search: Search, found: SearchResult) -> SearchResult:
     problem, best = search.problem, found.best
     plan = best.plan
     alike = {(s.dp, s.tp, s.cp, s.ep) for s in plan.stages}
-    free = search.restrictions.post_validation is None and ALLOWED in problem.allow
+    free = search.restrictions.validated is None and ALLOWED in problem.allow
     if not free or not problem.target.gradients_come or len(plan.devices) == 1 or len(alike) > 1:
         return found
     if any(s.host for s in plan.stages) or search.programs.time.over():

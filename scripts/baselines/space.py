@@ -19,8 +19,8 @@ from typing import Any
 
 from meshwright.costmodel.blocks import RECOMPUTE
 from meshwright.costmodel.operators import Mesh, Problem
-from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.planner.drafts import groups_of, priced_fits
+from meshwright.costmodel.schedules import SCHEDULES, Pipeline
+from meshwright.planner.drafts import priced_fits
 from meshwright.planner.drafts.candidates import place_stages, spread_ranks
 from meshwright.planner.overrides import Overrides, check_plan_for
 from meshwright.planner.plan import (
@@ -172,7 +172,7 @@ class PlanSpace:
             ends[k] += own.get(f"cut {k}", 0)
         if any(start >= stop for start, stop in pairwise(ends)):
             return None
-        of = groups_of(schedule, groups, each)
+        of = Pipeline(schedule, count, m, groups).device_of
         ranks = self._ranks(meshes)
         stages = [
             self._stage(own, k, ends[k : k + 2], meshes[of[k]], schedule, ranks[of[k]])
@@ -217,7 +217,7 @@ class PlanSpace:
     ) -> StagePlan:
         record, graph = SCHEDULES[schedule], self.problem.graph
         names = tuple(block.name for block in graph.blocks[ends[0] : ends[1]])
-        zero = min(own["zero"], max(z for z in (0, 1, 2, 3) if record.divides(z)))
+        zero = own["zero"] if record.gathers else min(own["zero"], 2)
         zero = zero if mesh.dp > 1 else 0
         policy, part, size = own.get(f"repeats {k}") or own["repeats"]
         if record.recomputed is not None and policy not in record.recomputed:

@@ -17,7 +17,7 @@ from typing import Any
 
 from meshwright.costmodel.operators import Problem
 from meshwright.planner.overrides import Overrides, plan_overrides
-from meshwright.planner.plan import GIB, RUNS, InfeasibleError, Plan, describe, seconds
+from meshwright.planner.plan import GIB, InfeasibleError, Plan, describe, seconds
 from meshwright.planner.pricing import Evaluator, Prediction
 from meshwright.planner.search import Search, SearchResult
 from scripts.experts.plans import Expert
@@ -107,9 +107,9 @@ def _theirs(expert: Expert) -> tuple[Plan, Prediction]:
 
 
 def _recompute(plan: Plan) -> str | None:
-    """The one policy of all blocks that the search may choose, if there is one."""
+    """The one policy of all blocks, if there is one."""
     policies = {policy for stage in plan.stages for policy in stage.policies}
-    return policies.pop() if len(policies) == 1 and policies <= {*RUNS["recompute"]} else None
+    return policies.pop() if len(policies) == 1 else None
 
 
 def _problem(expert: Expert) -> Problem:

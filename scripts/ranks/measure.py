@@ -190,7 +190,7 @@ def start_up(setting: Setting, overrides: Overrides) -> dict[str, Phase]:
 
     def planned() -> Plan:
         problem = Problem(graph=graph, factors=table, cluster=_cluster(), precision=PRECISION)
-        return Search(problem, setting.rows, overrides, executable=True).run().best.plan
+        return Search(problem, setting.rows, overrides).run().best.plan
 
     def lowered() -> Runtime:
         graph, table = at

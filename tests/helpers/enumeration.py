@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.costmodel.operators import Batch, Mesh
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.schedules.table import stages_of_devices
 from meshwright.costmodel.sharding.layouts import Assignment
 from meshwright.costmodel.stages.stage import StageCosts
 from meshwright.costmodel.target import Target
 from meshwright.planner.drafts.candidates import place_stages
-from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.pricing.evaluate import Evaluation, evaluate, price_stages
 from meshwright.planner.pricing.stage_costs import StageCoster
@@ -236,7 +236,8 @@ class Enumeration:
         sizes = [how.devices for _, _, how, _ in stages]
         ranks = place_stages(sizes, self.cluster)
         if each > 1:
-            groups = groups_of(schedule, len(stages) // each, each)
+            count = len(stages)
+            groups = Pipeline(schedule, count, m, count // each).device_of
             ranks = [tuple(range(g * n, (g + 1) * n)) for g, n in zip(groups, sizes, strict=True)]
         written = []
         for (i, j, how, policies), own in zip(stages, ranks, strict=True):

@@ -194,7 +194,7 @@ def counted(of: Setup, batch: Any, data: Axis | None = None, tensor: Axis | None
         graph=graph, table=table, data=layout, data_axis=data, tensor_axis=tensor,
         device=torch.device("cpu"), microbatches=of.microbatches,
     )  # fmt: skip
-    lowering = Lowering(context=context, recompute=of.recompute)
+    lowering = Lowering(context=context, policies=of.recompute)
     stored = parameter_states(graph, of.blocks, of.assignments, (layout,), (data.size,))
     lowered = []
     for block in of.blocks:

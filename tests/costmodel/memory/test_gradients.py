@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.memory import GradientBytes, Reduction, Trained
+from meshwright.costmodel.operators import Sharing
 
 BUCKET, ALONE = 100, 80  # bytes: parameters of 20 elements and more travel alone
 
 
 def course(
     numels: Sequence[float], *, shards: int = 2, weight_bytes: int = 4, host: bool = False,
-    alone: Sequence[int] = (), first: Trained | None = None, **given: Any,
+    alone: Sequence[int] = (), first: Trained | None = None, zero: int = 0, **given: Any,
 ) -> GradientBytes:  # fmt: skip
     """Of parameters on two ranks, but for those that are `alone`, by number."""
     trained = [
@@ -23,7 +24,7 @@ def course(
     ]
     trained[:1] = [first] if first else trained[:1]
     fixed = {"weight_bytes": weight_bytes, "bucket_bytes": BUCKET, "alone_bytes": ALONE}
-    how: dict[str, Any] = {"zero": 0, "received": False, **given}
+    how: dict[str, Any] = {"sharing": Sharing(zero=zero), "received": False, **given}
     return GradientBytes(trained, Reduction(**fixed, **how))
 
 

@@ -23,6 +23,7 @@ from meshwright.costmodel.memory.optimizers import (
     optimizer_temporary_bytes,
 )
 from meshwright.costmodel.memory.states import fixed_bytes, model_states, undo_bytes, working_bytes
+from meshwright.costmodel.operators import Sharing
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 
@@ -33,7 +34,7 @@ SIZES = st.integers(1, 10**12)
 
 def states(numel: float, zero: int, dp: int, precision: str = "bf16", target: Target = HALF):
     given = {"precision": precision, "optimizer": "adamw", "target": target}
-    return model_states(numel, zero=zero, dp=dp, **given).nbytes
+    return model_states(numel, sharing=Sharing(zero=zero), dp=dp, **given).nbytes
 
 
 @given(SIZES, RANKS)
@@ -58,11 +59,12 @@ def test_bytes_of_a_parameter_with_adam() -> None:
 
 def test_arrays_are_priced_as_numbers() -> None:
     numels, ranks = np.array([1.0, 50.0, 1e9]), np.array([1.0, 4.0, 64.0])
-    given = {"precision": "bf16", "optimizer": "adamw"}
+    given: dict[str, Any] = {"precision": "bf16", "optimizer": "adamw"}
     for zero in (0, 1, 2, 3):
-        found = model_states(numels, zero=zero, dp=ranks, **given).nbytes
+        given["sharing"] = Sharing(zero=zero)
+        found = model_states(numels, dp=ranks, **given).nbytes
         assert found.tolist() == [
-            model_states(n, zero=zero, dp=r, **given).nbytes
+            model_states(n, dp=r, **given).nbytes
             for n, r in zip(numels.tolist(), ranks.tolist(), strict=True)
         ]
 
@@ -81,7 +83,7 @@ def test_arrays_are_priced_as_numbers() -> None:
 )
 def test_buffers_by_hand(zero: int, dp: int, numel: int, nbytes: int) -> None:
     target = Target(name="small buckets", bucket_bytes=1000, bucket_copies=2)
-    given = {"weight_bytes": 2, "zero": zero, "dp": dp}
+    given: Any = {"weight_bytes": 2, "sharing": Sharing(zero=zero), "dp": dp}
     assert working_bytes(numel, 700, 700, **given, target=target) == nbytes
     frozen = working_bytes(numel, 700, 900, **given, target=target) - nbytes
     assert frozen == (2 * 2 * 200 if zero == 3 and dp > 1 else 0)  # they have no gradients
@@ -106,13 +108,15 @@ def test_buffers_by_hand(zero: int, dp: int, numel: int, nbytes: int) -> None:
 def test_what_stays_between_steps(
     precision: str, zero: int, shards: int, host: bool, per_parameter: float
 ) -> None:
-    given = {"precision": precision, "zero": zero, "optimizer": "adamw", "host": host}
-    assert sum(fixed_bytes(1000, shards, **given)) == 1000 * per_parameter
+    given: Any = {"precision": precision, "optimizer": "adamw", "host": host}
+    found = fixed_bytes(1000, shards, sharing=Sharing(zero=zero), **given)
+    assert sum(found) == 1000 * per_parameter
 
 
 def test_a_step_is_undone_from_weights_and_moments_of_its_optimizer() -> None:
-    assert undo_bytes(1000, 4, zero=0, optimizer="adamw") == 1000 * 12
-    assert undo_bytes(1000, 4, zero=1, optimizer="sgd") == 1000 / 4 * (4 + optimizer_bytes("sgd"))
+    assert undo_bytes(1000, "adamw") == 1000 * 12
+    assert undo_bytes(1000, "sgd") == 1000 * (4 + optimizer_bytes("sgd"))
+    assert [Sharing(zero=zero).parts(4) for zero in range(4)] == [1, 4, 4, 4]
     # in single precision but where the name says less
     moments = {"adamw": 2, "adam": 2, "momentum": 1, "lion": 1, "adagrad": 1, "sgd": 0}
     whole = {**moments, "adamw_fused": 2, "adam_fused": 2}
@@ -162,5 +166,6 @@ def test_an_optimizer_moves_what_torch_s_does(name: str) -> None:
 @pytest.mark.parametrize(("copies", "gradient", "shard"), [(0, 4, 0), (2, 4, 4), (0, 2, 4)])
 def test_zero_1_steps_in_single_precision(copies: int, gradient: int, shard: int) -> None:
     target = Target(name="", bucket_copies=copies, gradient_bytes=gradient)
-    given = {"precision": "bf16", "zero": 1, "dp": 4, "optimizer": "adamw", "target": target}
-    assert model_states(100.0, **given).optimizer == 100 / 4 * (4 + 8 + shard)
+    given: Any = {"precision": "bf16", "dp": 4, "optimizer": "adamw", "target": target}
+    found = model_states(100.0, sharing=Sharing(zero=1), **given)
+    assert found.optimizer == 100 / 4 * (4 + 8 + shard)

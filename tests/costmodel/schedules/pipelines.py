@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 from hypothesis import strategies as st
 
-from meshwright.costmodel.schedules import Streams, build_schedule
+from meshwright.costmodel.schedules import Pipeline, Streams, build_schedule
 from meshwright.costmodel.schedules.simulate import StageTimes, Timeline, simulate
 from meshwright.costmodel.schedules.table import SCHEDULES
 
@@ -31,6 +31,10 @@ class Shape:
         return self.p * self.v
 
     @property
+    def pipeline(self) -> Pipeline:
+        return Pipeline(self.name, self.num_stages, self.m, self.p)
+
+    @property
     def pipelines(self) -> tuple[range, ...]:
         return SCHEDULES[self.name].pipelines(self.num_stages)
 
@@ -44,11 +48,8 @@ class Shape:
         return range(copy * each, (copy + 1) * each)
 
     def streams(self, edges: Edges | None = None) -> Streams:
-        counts = {"num_stages": self.num_stages, "num_microbatches": self.m}
-        sizes = {**counts, "num_devices": self.p}
-        return build_schedule(
-            self.name, **sizes, edges=self.chain if edges is None else edges, paired=self.paired
-        )
+        edges = self.chain if edges is None else edges
+        return build_schedule(self.pipeline, edges, paired=self.paired)
 
 
 @st.composite

@@ -16,6 +16,7 @@ from meshwright.costmodel.schedules import (
     Action,
     Instruction,
     Moment,
+    Pipeline,
     backward_follows_forward,
     build_schedule,
     fills,
@@ -119,8 +120,9 @@ def test_small_schedules_compute_as_drawn(of: tuple[str, int, int, int]) -> None
 
 @given(data=st.data(), shape=shapes())
 def test_stages_compute_every_microbatch_in_turn(data: st.DataObject, shape: Shape) -> None:
-    placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
-    for stages, stream in zip(placed, shape.streams(data.draw(edges_of(shape))), strict=True):
+    for stages, stream in zip(
+        shape.pipeline.placed, shape.streams(data.draw(edges_of(shape))), strict=True
+    ):
         assert {each.stage for each in stream} == set(stages)
         for stage in stages:
             order = [(c.action, c.microbatch) for c in computes(stream) if c.stage == stage]
@@ -142,8 +144,7 @@ def test_stages_compute_every_microbatch_in_turn(data: st.DataObject, shape: Sha
 @given(data=st.data(), shape=shapes())
 def test_messages_lie_beside_their_compute(data: st.DataObject, shape: Shape) -> None:
     edges = sorted(data.draw(edges_of(shape)))
-    placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
-    for stages, stream in zip(placed, shape.streams(edges), strict=True):
+    for stages, stream in zip(shape.pipeline.placed, shape.streams(edges), strict=True):
         sources = {s: [i for i, j in edges if j == s and i not in stages] for s in stages}
         destinations = {s: [j for i, j in edges if i == s and j not in stages] for s in stages}
         expected: list[tuple[Any, ...]] = []
@@ -169,11 +170,10 @@ def test_stages_are_placed_and_impossible_instructions_refused() -> None:
     assert stages_of_devices("zb_v", num_stages=6, num_devices=3) == ((0, 5), (1, 4), (2, 3))
     placed = stages_of_devices("interleaved_1f1b", num_stages=6, num_devices=2)
     assert placed == ((0, 2, 4), (1, 3, 5))
-    two = dict.fromkeys(("num_stages", "num_microbatches", "num_devices"), 2)
     with pytest.raises(ValueError, match="schedule='zigzag'; legal: gpipe, 1f1b"):
-        in_flight("zigzag", stage=0, **two)
+        in_flight(Pipeline("zigzag", 2, 2, 2), 0)
     with pytest.raises(ValueError, match="stage=2"):
-        in_flight("1f1b", stage=2, **two)
+        in_flight(Pipeline("1f1b", 2, 2, 2), 2)
     for change, message in (
         ({"action": Action.SEND_GRADIENT}, "peer=None"),
         ({"action": F, "peer": 1}, "peer=1"),
@@ -186,21 +186,20 @@ def test_stages_are_placed_and_impossible_instructions_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"name": "zigzag"}, "'zigzag'.*gpipe, 1f1b"),
+        ({"schedule": "zigzag"}, "'zigzag'.*gpipe, 1f1b"),
         ({"num_stages": 0}, "num_stages=0"),
         ({"num_devices": 0}, "num_devices=0"),
         ({"num_microbatches": 0}, "num_microbatches=0"),
         ({"num_devices": 1}, "1 stages on each.*num_stages=2 on num_devices=1"),
-        ({"name": "zb_v", "num_stages": 3}, "2 stages on each.*num_stages=3 on num_devices=2"),
+        ({"schedule": "zb_v", "num_stages": 3}, "2 stages on each.*num_stages=3 on num_devices=2"),
         ({"edges": [(1, 0)]}, r"edge \(1, 0\)"),
         ({"edges": [(0, 2)]}, r"edge \(0, 2\).*< 2"),
     ],
 )
 def test_a_schedule_that_cannot_be_says_why(change: dict[str, Any], message: str) -> None:
-    arguments: dict[str, Any] = {"name": "gpipe", "num_stages": 2, "num_microbatches": 2}
-    arguments |= {"num_devices": 2, "edges": [(0, 1)]}
+    edges = change.pop("edges", [(0, 1)])
     with pytest.raises(ValueError, match=message):
-        build_schedule(**(arguments | change))
+        build_schedule(Pipeline("gpipe", 2, 2, 2)._replace(**change), edges)
 
 
 def held(stream: Iterable[Instruction], kept: Mapping[int, int], late: Mapping[int, int]) -> int:
@@ -224,15 +223,13 @@ def at(one: Moment, stages: Sequence[int], kept: Mapping[int, int], late: Mappin
 def test_peaks_are_those_of_walking_the_stream(data: st.DataObject, shape: Shape) -> None:
     """Of each stage by itself, and of all stages of a device together."""
     n, streams = shape.num_stages, shape.streams()
-    given_ = {"num_microbatches": shape.m, "num_devices": shape.p}
     for stage in range(n):
-        found = in_flight(shape.name, stage=stage, num_stages=n, **given_)
+        found = in_flight(shape.pipeline, stage)
         assert found == max(held(stream, {stage: 1}, {stage: 1}) for stream in streams)
     draw = st.lists(st.integers(0, 9), min_size=n, max_size=n) | st.just([2] * n)
     kept, late = (dict(enumerate(data.draw(draw))) for _ in range(2))
-    found = moments(shape.name, num_stages=n, **given_)
-    placed = stages_of_devices(shape.name, num_stages=n, num_devices=shape.p)
-    for own, stages, stream in zip(found, placed, streams, strict=True):
+    found = moments(shape.pipeline)
+    for own, stages, stream in zip(found, shape.pipeline.placed, streams, strict=True):
         assert max(at(one, stages, kept, late) for one in own) == held(stream, kept, late)
 
 
@@ -253,10 +250,8 @@ PUBLISHED = {  # (p, v, device) -> stages' micro-batches held once there are eno
 def test_memory_is_what_was_published_and_never_more(shape: Shape) -> None:
     p, v, m = shape.p, shape.v, shape.m
     bounds = tuple(PUBLISHED[shape.name](p, v, d) for d in range(p))
-    counts = {"num_stages": shape.num_stages, "num_microbatches": m, "num_devices": p}
     most = tuple(
-        max(sum((*one.active, *one.put_off)) for one in own)
-        for own in moments(shape.name, **counts)
+        max(sum((*one.active, *one.put_off)) for one in own) for own in moments(shape.pipeline)
     )
     assert all(n <= bound for n, bound in zip(most, bounds, strict=True))
     if m > 2 * p:
@@ -330,8 +325,7 @@ def test_estimates_of_equal_stages_and_their_step(shape: Shape) -> None:
     ],
 )
 def test_the_last_backward_follows_its_forward(shape: Shape, stage: int, follows: bool) -> None:
-    sizes = {"num_stages": shape.num_stages, "num_microbatches": shape.m, "num_devices": shape.p}
-    assert backward_follows_forward(shape.name, stage=stage, **sizes) == follows
+    assert backward_follows_forward(shape.pipeline, stage) == follows
 
 
 @pytest.mark.parametrize(
@@ -375,8 +369,7 @@ def test_what_each_schedule_asks_and_takes() -> None:
     assert {n for n, own in SCHEDULES.items() if not own.hides_sends} == {"1f1b", "chimera"}
     for name, own in SCHEDULES.items():
         two = name in ("chimera", "dualpipe")
-        highest = 3 - (name in split or two)
-        assert [own.divides(zero) for zero in range(4)] == [zero <= highest for zero in range(4)]
+        assert own.gathers == (name not in split and not two)
         assert own.recomputed == (("none", "regather") if name in split else None)
         assert own.pipelines(8) == ((range(4), range(4, 8)) if two else (range(8),))
         assert [own.runs(m, p) for m, p in ((4, 2), (3, 2), (4, 3))] == [True, not two, not two]
@@ -391,6 +384,5 @@ def test_the_least_that_is_in_flight_on_any_stage_of_a_device() -> None:
         ("interleaved_1f1b", 4, 4, (2, 1)),
         ("zb_v", 4, 8, (1, 2)),
     ):
-        devices = len(expected)
-        found = least_in_flight(name, num_stages=stages, num_microbatches=m, num_devices=devices)
+        found = least_in_flight(Pipeline(name, stages, m, len(expected)))
         assert found == expected, name

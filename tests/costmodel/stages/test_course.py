@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
-from meshwright.costmodel.schedules import Action, moments, stages_of_devices
+from meshwright.costmodel.operators import UNSHARED, Sharing
+from meshwright.costmodel.schedules import Action, Pipeline, moments
 from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, device_peaks, walked
 from meshwright.costmodel.stages.peak import (
     HELD,
@@ -28,7 +29,7 @@ from meshwright.profiles.cluster import Cluster
 from tests.costmodel.schedules.pipelines import Shape, shapes
 from tests.helpers.planning import cluster
 
-ALONE = Reduction(zero=0, weight_bytes=4, bucket_bytes=100, alone_bytes=0, received=False)
+ALONE = Reduction(sharing=UNSHARED, weight_bytes=4, bucket_bytes=100, alone_bytes=0, received=False)
 
 
 def block(
@@ -57,7 +58,7 @@ def peaks_of(
     none = {each.name: 0.0 for each in fields(StageCosts)}
     found = device_peaks(
         [StageCosts(**none | walk.memory) for walk in walks],
-        schedule=schedule, num_microbatches=m, num_devices=devices, messages=sizes,
+        Pipeline(schedule, len(stages), m, devices), messages=sizes,
     )  # fmt: skip
     return [placed(each, walks[each.stage]) for each in found]
 
@@ -122,7 +123,7 @@ def test_what_a_first_half_leaves_is_there_once() -> None:
     assert (found["begun_bytes"], found["gradient_bytes"]) == (40, 120)
     # the first block's backward is the highest: 100 of 200 are let go, 30 put off
     assert found["first_bytes"] == found["half_bytes"] == 100 + 30 + 90 - 200
-    *_, of_last = moments("zb_h2", num_stages=4, num_microbatches=8, num_devices=4)
+    *_, of_last = moments(Pipeline("zb_h2", 4, 8, 4))
     waiting = [one for one in of_last if one.begun[0] and not one.later[0]]
     assert {one.action for one in waiting} == {Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT}
     all_put_off = stage([block(100, 20, 0, put_off=30)], [10])
@@ -133,7 +134,7 @@ def test_the_last_backward_scatters_when_fewer_are_in_flight() -> None:
     """The first of two stages: gradients of 400 bytes are whole, and another one's beside two
     micro-batches; what is received, and a shard of 200, beside one."""
     trained = [Trained(numel=100, holders=2, shards=2, block=0)]
-    scattered = replace(ALONE, zero=1, received=True)
+    scattered = replace(ALONE, sharing=Sharing(zero=1), received=True)
 
     def peak(kept: float) -> float:
         own = stage([block(kept, 10, 0)], trained=trained, reduction=scattered)
@@ -153,7 +154,7 @@ def test_what_is_made_again_is_held_and_what_was_kept_is_let_go(releases: bool, 
 def test_gradients_are_whole_until_the_last_backward() -> None:
     """Of virtual stages: those of one are there while another's backwards run, though ZeRO-1 leaves
     a shard of them in the end. So the peak is that of ranks that scatter nothing."""
-    scattered = replace(ALONE, zero=1)
+    scattered = replace(ALONE, sharing=Sharing(zero=1))
     edges = {(k, k + 1): (0.0, 0.0) for k in range(7)}
 
     def peaks(shards: int) -> list[float]:
@@ -183,8 +184,8 @@ def test_what_fits() -> None:
     assert room_bytes(reserving(100, 1000)) == 900
     # 1F1B: the first of two stages has two micro-batches in flight, the last one
     stages = [costs(650.0, 50.0, 150.0), costs(650.0, 50.0, 150.5)]
-    on = {"schedule": "1f1b", "num_microbatches": 4, "num_devices": 2, "reserved": 100.0}
-    peaks = [each.nbytes for each in device_peaks(stages, **on)]
+    found = device_peaks(stages, Pipeline("1f1b", 2, 4, 2), reserved=100.0)
+    peaks = [each.nbytes for each in found]
     assert peaks == [700 + 2 * 150 + 100, 950.5]
     assert used_bytes(stages[0], InFlight(2)) == 1000
     assert used_bytes(stages[0], InFlight(2), 2) == 2 * (650 + 300) + 50
@@ -207,22 +208,20 @@ def test_weights_of_moments_give_the_peaks(shape: Shape, seed: int) -> None:
         StageCosts(**{name: float(drawn[name][k]) for name in names})
         for k in range(shape.num_stages)
     ]
-    on = {"num_microbatches": shape.m, "num_devices": shape.p}
-    weights = held_weights(shape.name, num_stages=shape.num_stages, **on)
+    weights = held_weights(shape.pipeline)
     held = np.stack([drawn[name] for name in HELD], axis=1)
-    placed = stages_of_devices(shape.name, num_stages=shape.num_stages, num_devices=shape.p)
     found = [
         float((own * held[list(stages)]).sum(axis=(1, 2)).max()) + 7
-        for own, stages in zip(weights, placed, strict=True)
+        for own, stages in zip(weights, shape.pipeline.placed, strict=True)
     ]
-    assert found == [each.nbytes for each in device_peaks(of_stages, schedule=shape.name, **on)]
+    assert found == [each.nbytes for each in device_peaks(of_stages, shape.pipeline)]
 
 
 def test_stages_of_one_device_are_never_in_a_backward_together() -> None:
     stages = [costs(80.0, passing, 0.0) for passing in (10.0, 40.0, 30.0, 20.0)]
-    peaks = device_peaks(stages, schedule="zb_v", num_microbatches=4, num_devices=2)
+    peaks = device_peaks(stages, Pipeline("zb_v", 4, 4, 2))
     assert [each.nbytes for each in peaks] == [160 + 20, 160 + 40]
     # in a later backward, the gradients of both are there
     held = [replace(each, gradient_bytes=2.0**k) for k, each in enumerate(stages)]
-    peaks = device_peaks(held, schedule="zb_v", num_microbatches=4, num_devices=2)
+    peaks = device_peaks(held, Pipeline("zb_v", 4, 4, 2))
     assert [each.nbytes for each in peaks] == [160 + 20 + 1 + 8, 160 + 40 + 2 + 4]

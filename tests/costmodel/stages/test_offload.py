@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.memory import model_states, optimizer_step_bytes
-from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.operators import Setting, Sharing
 from meshwright.costmodel.stages.offload import (
     PINNED,
     host_bandwidth,
@@ -88,8 +88,8 @@ def test_devices_let_go_of_what_lies_in_host_memory(zero: int, microbatches: int
     freed = NUMEL / (8 if zero else 1) * (4 + 8 + gradients)
     # those of two buckets on their way are there all the time
     assert (none - all_, none - some) == pytest.approx((freed, freed / 4), rel=0.02)
-    states = {"precision": "bf16", "zero": zero, "dp": 8, "optimizer": "adamw"}
-    assert all_ >= model_states(NUMEL, **states, host=1.0, sent=1.0).nbytes
+    states: Any = {"precision": "bf16", "dp": 8, "optimizer": "adamw", "host": 1.0, "sent": 1.0}
+    assert all_ >= model_states(NUMEL, sharing=Sharing(zero=zero), **states).nbytes
 
 
 def test_gradients_pass_beside_backwards_once_or_in_each_microbatch() -> None:

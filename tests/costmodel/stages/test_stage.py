@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.intervals import slowest_of
 from meshwright.costmodel.memory.states import model_states
-from meshwright.costmodel.operators import Cost, Setting
+from meshwright.costmodel.operators import Cost, Setting, Sharing
 from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs
 from meshwright.costmodel.stages.sums import COLUMNS, FIRST, GROWN, LATER, MAXIMA, SECOND, Sums
 from meshwright.costmodel.target import Target
@@ -328,8 +328,9 @@ def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
     frozen = {"frozen_bytes": 64 if zero < 3 else 1e9, "frozen_shard_bytes": 1e9}
     frozen |= {"frozen_shard_bytes": 64} if zero == 3 else {}
     found = stage(zero=zero, target=target, precision="bf16", **sums, **frozen)
-    given = {"precision": "bf16", "zero": zero, "dp": 2, "optimizer": "adamw", "target": target}
-    assert found.static_bytes == pytest.approx(model_states(1000, **given).nbytes + 64)
+    given: Any = {"precision": "bf16", "dp": 2, "optimizer": "adamw", "target": target}
+    states = model_states(1000, sharing=Sharing(zero=zero), **given)
+    assert found.static_bytes == pytest.approx(states.nbytes + 64)
 
 
 def test_seconds_are_named_as_in_the_cost_and_arrays_priced_one_by_one() -> None:

@@ -58,7 +58,7 @@ def trained_in(pools: MemoryPools, cell: Cell) -> tuple[Runtime, torch.optim.Opt
     case = CASES[cell.case]
     with pools.crossing():
         runtime = built(cell)
-        own = [p for p in runtime.stage_parameters if p.offload]
+        own = [p for p in runtime.stage_parameters if p.hosted]
         pools.place([p.stored for p in own if p.gathered], HOST)
         optimizer = torch.optim.AdamW(runtime.parameters(), lr=1e-3)
         for step in range(2):
@@ -68,7 +68,7 @@ def trained_in(pools: MemoryPools, cell: Cell) -> tuple[Runtime, torch.optim.Opt
         for p in runtime.stage_parameters:
             states = [x for x in optimizer.state[p.api].values() if x.dim()]
             local = [getattr(x, "_local_tensor", x) for x in (*states, p.api.grad, p.stored)]
-            wanted = {HOST} if p.offload else {DEVICE}
+            wanted = {HOST} if p.hosted else {DEVICE}
             assert {pools.pool_of(x) for x in local} == wanted, p.fqn
             assert p.gathered or pools.pool_of(p.leaf) == DEVICE
     return runtime, optimizer
@@ -79,7 +79,7 @@ def resident(cell: Cell) -> int:
     rank."""
     pools = MemoryPools()
     runtime, _optimizer = trained_in(pools, cell)
-    numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.offload)
+    numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.hosted)
     assert pools.live[HOST] == ADAM * numel
     return numel
 
@@ -146,7 +146,7 @@ def weights_away() -> None:
     leaves = [p.leaf for p in runtime.stage_parameters if p.away]
     assert not sum(leaf.untyped_storage().nbytes() for leaf in leaves)
     # in fp32 the optimizer's are what is read
-    numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.offload)
+    numel = sum(p.stored.numel() for p in runtime.stage_parameters if p.hosted)
     assert pools.live[HOST] == ADAM * numel
 
 

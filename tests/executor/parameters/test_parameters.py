@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.costmodel.operators import Sharing
 from meshwright.costmodel.sharding.layouts import Placement
 from meshwright.costmodel.sharding.strategies import R
 from meshwright.costmodel.target import SENT_AT_ONCE
@@ -65,8 +66,11 @@ def test_zero_shards_the_first_dim_that_divides(
     assert shard_placement((8, 3), ROWS, 4, even=False) == R
 
 
-def made(source: nn.Parameter, **given: Any) -> StageParameter:
-    spec = ParameterSpec(value="w", fqn="w", placement=R, sum_data=True, sum_tensor=False, **given)
+def made(source: nn.Parameter, *, zero: int = 0, **given: Any) -> StageParameter:
+    spec = ParameterSpec(
+        value="w", fqn="w", placement=R, sum_data=True, sum_tensor=False,
+        sharing=Sharing(zero=zero), **given,
+    )  # fmt: skip
     return make_parameter(spec, source, ALONE)
 
 
@@ -121,7 +125,8 @@ class Work:
 def parameter(name: str, leaf: torch.Tensor, *, shards: int = 1, zero: int = 0) -> StageParameter:
     stored = leaf.detach().float()[: len(leaf) // shards]
     return StageParameter(
-        value=name, fqn=name, placement=R, sum_data=True, sum_tensor=False, zero=zero,
+        value=name, fqn=name, placement=R, sum_data=True, sum_tensor=False,
+        sharing=Sharing(zero=zero),
         shape=tuple(leaf.shape), trainable=True, leaf=nn.Parameter(leaf), stored=stored,
         shard_placement=ROWS if shards > 1 else R,
     )  # fmt: skip
@@ -246,7 +251,7 @@ def test_buckets_are_filled_in_order_and_the_large_are_alone(
     assert sizes(gather_module._by_size(halves)) == [[8, 16], [2], [32], [4]]
     wide = [parameter(f"w{k}", torch.ones(n), shards=2, zero=1) for k, n in enumerate((2, 16, 4))]
     assert sizes(gather_module._by_size(wide)) == [[2], [16], [4]]  # in place: alone
-    halves[1].offload = True
+    halves[1].home = "host"
     assert sizes(gather_module._by_size(halves[:2])) == [[8], [16]]
 
 

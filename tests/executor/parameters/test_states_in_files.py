@@ -63,7 +63,7 @@ def test_training_equals_one_device(cell: Cell, tmp_path: Path) -> None:
 
 def moments(runtime: Runtime, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The states of parameters in files, all of which are there, too."""
-    own = [p.api for p in runtime.stage_parameters if p.in_file]
+    own = [p.api for p in runtime.stage_parameters if p.home == "file"]
     found = [x for p in own for x in optimizer.state[p].values() if x.dim()]
     assert all(map(lies_in_file, found))
     return found
@@ -83,7 +83,7 @@ def resident(cell: Cell) -> None:
     """Weights and moments lie in files after two steps, gradients don't, and no page of the files
     is in memory."""
     runtime, optimizer = trained(cell)
-    own = [p for p in runtime.stage_parameters if p.in_file]
+    own = [p for p in runtime.stage_parameters if p.home == "file"]
     states = moments(runtime, optimizer)
     assert len(own) == len([p for p in runtime.stage_parameters if p.trainable])
     assert len(states) == 2 * len(own)
@@ -135,7 +135,7 @@ def test_states_of_other_optimizers_lie_there_too(tmp_path: Path) -> None:
 
 
 def moments_lie_in_files(runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
-    own = [p for p in runtime.stage_parameters if p.in_file]
+    own = [p for p in runtime.stage_parameters if p.home == "file"]
     assert len(moments(runtime, optimizer)) == 2 * len(own)
 
 

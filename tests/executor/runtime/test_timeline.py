@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwright import ParallelModel
 from meshwright.cli import main
-from meshwright.costmodel.schedules import Action, Instruction, build_schedule
+from meshwright.costmodel.schedules import Action, Instruction, Pipeline, build_schedule
 from meshwright.costmodel.schedules.simulate import StageTimes as Prices
 from meshwright.costmodel.schedules.simulate import simulate
 from meshwright.executor.ranks import launch
@@ -234,10 +234,7 @@ def test_times_of_a_simulated_trace_are_the_simulation_s(
 ) -> None:
     stages = devices * (2 if schedule == "interleaved_1f1b" else 1)
     edges = [(k, k + 1) for k in range(stages - 1)]
-    streams = build_schedule(
-        schedule, num_stages=stages, num_devices=devices, num_microbatches=rounds * devices,
-        edges=edges,
-    )  # fmt: skip
+    streams = build_schedule(Pipeline(schedule, stages, rounds * devices, devices), edges)
     price = Prices(
         forward_s=1.0, backward_s=2.0, weight_s=1.0, reduce_s=0.5, optimizer_s=optimizer_s
     )

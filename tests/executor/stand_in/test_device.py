@@ -329,7 +329,7 @@ def test_copies_to_host_memory_and_back(
             leaf = torch.empty(4, device=device)
             fill(leaf, torch.empty(4))
         aside.wait(aside.mark())
-        waits = SimpleNamespace(offload=True, gradient=torch.empty(4, device=device))
+        waits = SimpleNamespace(hosted=True, gradient=torch.empty(4, device=device))
         parameters._to_host([waits], device)  # type: ignore[list-item]
         assert waits.gradient.device == devices.HOST
         with monkeypatch.context() as patch:  # fake tensors lie in no file

@@ -9,7 +9,7 @@ import pytest
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER, target_named
 from meshwright.planner.alternatives import answers as module
-from meshwright.planner.alternatives.alternatives import RUNS_HERE, Alternative, families, runs_here
+from meshwright.planner.alternatives.alternatives import Alternative, families
 from meshwright.planner.alternatives.answers import CUT_SHORT, Answers
 from meshwright.planner.alternatives.explain import alternative_row
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
@@ -49,11 +49,9 @@ CASES: dict[str, tuple[Any, Cluster, int, str]] = {
 FIRST = [("fast wires", "fastest"), ("two nodes", "robust")]
 
 
-def searching(
-    on: Cluster, *, executable: bool = False, target: Target = EAGER, **given: Any
-) -> Search:
+def searching(on: Cluster, *, target: Target = EAGER, **given: Any) -> Search:
     problem = problem_of(small(), on, target=target)
-    return Search(problem, BATCH, Overrides(**given), executable=executable)
+    return Search(problem, BATCH, Overrides(**given))
 
 
 @cache
@@ -81,16 +79,6 @@ def test_every_family_but_those_of_the_chosen_plan_has_a_plan_that_fits(
         best = found[family.name].best
         assert best is not None and best.fits, family.name
         assert best.step_time_s >= own.result.bound_s
-
-
-def test_what_runs_here_is_offered_unless_nothing_else_was_searched() -> None:
-    for name, objective in FIRST:
-        here = {a.family: a.best for a in searched(name, objective).others}.get(RUNS_HERE)
-        assert here is None or runs_here(here.plan)
-    search = searching(ON["two nodes"], executable=True)
-    found = Answers(search=search, result=search.run())
-    assert runs_here(found.result.best.plan)
-    assert RUNS_HERE not in {a.family for a in found.others}
 
 
 def test_what_does_not_fit_lacks_as_much_as_makes_it_fit() -> None:
@@ -130,9 +118,8 @@ def test_a_line_is_what_forcing_its_family_finds(case: tuple[str, str]) -> None:
     known = {a.family: a for a in own.others}
     for family in own.families:
         problem = problem_of(make(), on, target=target_named(target))
-        given = {"executable": family.executable, "objective": objective}
         try:
-            best = Search(problem, batch, Overrides(**family.asks), **given).run().best
+            best = Search(problem, batch, Overrides(**family.asks), objective=objective).run().best
         except (InfeasibleError, OverrideError):
             assert family.name not in known or known[family.name].best is None
             continue

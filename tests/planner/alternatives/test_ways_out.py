@@ -16,7 +16,6 @@ from meshwright.planner.alternatives import what_if
 from meshwright.planner.alternatives.ways_out import MOST, with_adapters, with_ways_out
 from meshwright.planner.overrides.overrides import Overrides, each_dropped
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import (
@@ -48,9 +47,9 @@ def limited(memory_bytes: float, *, nodes: int = 1, devices: int = 2) -> Cluster
     return cluster(devices, nodes=nodes, memory_bytes=memory_bytes)
 
 
-def searching(on: Cluster, of: Traced, *, executable: bool = False, **given: Any) -> Search:
+def searching(on: Cluster, of: Traced, **given: Any) -> Search:
     overrides = Overrides(**given)
-    return Search(problem_of(of, on, target=SUMMED), BATCH, overrides, executable=executable)
+    return Search(problem_of(of, on, target=SUMMED), BATCH, overrides)
 
 
 def refused(search: Search) -> InfeasibleError:
@@ -230,17 +229,6 @@ def test_recompute_is_a_way_out() -> None:
     peak_bytes = max(kept.evaluation.prediction.peak_memory_bytes)
     ways = {r.what for r in failing(limited(peak_bytes * 0.9), of, **given).relaxations}
     assert {"leave recompute free", "leave num_microbatches free"} <= ways
-
-
-def test_what_can_only_be_planned_is_a_way_out_of_what_runs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(RUNS, "zero", (0, 1))
-    given = {"forbid": ["tp", "pp", "recompute"]}
-    on = limited(states_bytes() * 0.45, devices=4)
-    error = failing(on, wide(), executable=True, **given)
-    assert any("executable=False" in r.what for r in error.relaxations)
-    assert searching(on, wide(), **given).run().best.plan.stages[0].zero > 1
 
 
 def test_nothing_helps_a_model_beyond_any_cluster() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.costmodel.schedules import (
     SCHEDULES,
+    Pipeline,
     StageTimes,
     build_schedule,
     in_flight,
@@ -17,11 +18,9 @@ from meshwright.costmodel.schedules import (
     moments,
     simulate,
 )
-from meshwright.costmodel.schedules.table import stages_of_devices
 from meshwright.costmodel.targets import target_named
 from meshwright.planner.bounds import pipelines
 from meshwright.planner.bounds.bounds import Bounds
-from meshwright.planner.drafts.space import groups_of
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from tests.helpers.planning import linears, odd_cluster, problem_of
@@ -50,9 +49,8 @@ def test_no_simulated_step_is_below_the_bounds(name: str) -> None:
         w = [x * 0.4 if schedule.splits_backward else 0.0 for x in b]
         sent = rng.choice([0.0, 0.3, 2.0])
         edges = {(k, k + 1): sent for k in range(p * each - 1)}
-        streams = build_schedule(
-            name, num_stages=p * each, num_microbatches=m, edges=frozenset(edges), num_devices=p
-        )
+        pipeline = Pipeline(name, p * each, m, p)
+        streams = build_schedule(pipeline, frozenset(edges))
         times = [
             StageTimes(forward_s=x, backward_s=y, weight_s=z, reduce_s=0.0, optimizer_s=0.0)
             for x, y, z in zip(f, b, w, strict=True)
@@ -69,8 +67,7 @@ def test_no_simulated_step_is_below_the_bounds(name: str) -> None:
             assert pipelines.filled_s(first, m, pipelines.theta(m, p, 1.0), 0.0, 0.0) <= step
             part = min(x / y[0] for x, y in zip(f, passes, strict=True))
             assert pipelines.filled_s(whole, m, pipelines.theta(m, p, part), 0.0, 0.0) <= step
-        held = in_flight(name, stage=0, num_stages=p * each, num_microbatches=m, num_devices=p)
-        places = groups_of(name, p, each)
+        held, places = in_flight(pipeline, 0), pipeline.device_of
         crossing = sum(s for (i, j), s in edges.items() if places[i] != places[j])
         assert pipelines.filled_s(first, m, held / m, 2 * crossing, 0.0) <= step
         assert sum(x[0] for x in early) + (m - 1) * max(f) <= step
@@ -122,11 +119,9 @@ def test_a_device_holds_no_less_than_the_least_in_flight(name: str) -> None:
     rng = random.Random(1)
     for p, m, each in itertools.product((2, 3), (1, 4, 8), SCHEDULES[name].offered(None)[:2]):
         held = [rng.uniform(0, 2) for _ in range(p * each)]
-        counts = {"num_stages": p * each, "num_microbatches": m, "num_devices": p}
-        least, found = least_in_flight(name, **counts), moments(name, **counts)
-        for device, stages in enumerate(
-            stages_of_devices(name, num_stages=p * each, num_devices=p)
-        ):
+        pipeline = Pipeline(name, p * each, m, p)
+        least, found = least_in_flight(pipeline), moments(pipeline)
+        for device, stages in enumerate(pipeline.placed):
             own = [held[k] for k in stages]
             peak = max(sum(map(operator.mul, one.active, own)) for one in found[device])
             assert least[device] * sum(own) <= peak * (1 + 1e-9)
@@ -145,6 +140,6 @@ def test_no_cut_of_a_combination_is_faster_than_its_bound(seed: int, target: str
                 draft = search.draft(one, found[1]) if found else None
                 if draft is not None and draft.fits:
                     bound_s = bounds.of_combination(one)
-                    assert bound_s <= draft.step_time_s * (1 + 1e-9), (choice, one.schedule)
+                    assert bound_s <= draft.step_time_s * (1 + 1e-9), (choice, one.pipeline)
                     raised += bound_s > one.bound_s * 1.001
     assert raised > 5

@@ -74,7 +74,7 @@ def nodes(search: Search) -> list[Combination]:
 def every(search: Search, node: Combination) -> Iterator[PlanDraft]:
     """All layouts of a combination with the least recompute, that may fit."""
     layouts, count = search.equal._layouts(node, 0.0), len(search.problem.graph.blocks)
-    stages = node.num_stages // layouts.copies
+    stages = node.pipeline.num_stages // layouts.copies
     for inner in itertools.combinations(range(1, count), stages - 1):
         cuts = np.array((0, *inner, count))
         judged = layouts.shared.judged(cuts[None])
@@ -121,7 +121,7 @@ def test_the_layout_is_nearly_the_fastest_of_all(seeds: range) -> None:
             if found is not None:
                 explorer.simulate(node, found[1])
             fitting = [draft.step_time_s for draft in explorer.drafts if draft.fits]
-            assert bool(fitting) == bool(steps), (node.schedule, node.stages_per_group)
+            assert bool(fitting) == bool(steps), node.pipeline
             excess += [min(fitting) / min(steps) - 1] if steps else []
     assert len(excess) > 15 and min(excess) >= -1e-9
     assert np.mean([x <= 1e-6 for x in excess]) >= 0.8

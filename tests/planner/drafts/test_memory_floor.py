@@ -31,9 +31,7 @@ def search_with(of: Traced, gib: float) -> Search:
 
 
 def keys(combinations: Iterable[Combination]) -> set[tuple[Any, ...]]:
-    return {
-        (c.setup.zero, c.setup.chain.mode, c.schedule, c.stages_per_group) for c in combinations
-    }
+    return {(c.setup.sharing.zero, c.setup.chain.mode, c.pipeline) for c in combinations}
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def test_what_is_refused_has_no_plan_that_fits(
         for one in free.equal.combinations(choice):
             if not keys([one]) <= kept:
                 refused += 1
-                assert free.equal.solve(one, math.inf) is None, (choice, one.schedule)
+                assert free.equal.solve(one, math.inf) is None, (choice, one.pipeline)
     assert refused or gib == 1
 
 

@@ -15,15 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.operators import Mesh, Sharing
-from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.planner.drafts.candidates import place_stages, spread_ranks
-from meshwright.planner.drafts.space import (
-    MAX_CUTS,
-    MAX_MICROBATCH_CHOICES,
-    MIN_CONTEXT,
-    Space,
-    groups_of,
-)
+from meshwright.planner.drafts.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, MIN_CONTEXT, Space
 from meshwright.planner.drafts.transports import quantizations, secondaries, transports
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
@@ -350,15 +344,16 @@ def test_secondary_shards_lie_in_a_node_of_several() -> None:
 
 def test_what_is_quantised_is_allowed_or_asked_for() -> None:
     far = Mesh(dp=8, tp=1)
-    assert quantizations(space(2, 4), far, 3) == ["none"]
+    assert quantizations(space(2, 4), far, Sharing(zero=3)) == ["none"]
     allowed = space(2, 4, allow=["quantized"])
-    assert quantizations(allowed, far, 3) == ["none", "weights", "gradients", "both"]
-    assert quantizations(allowed, far, 2) == ["none"]
-    assert quantizations(space(2, 4, allow=["quantized"], forbid=["quantized"]), far, 3) == ["none"]
+    assert quantizations(allowed, far, Sharing(zero=3)) == ["none", "weights", "gradients", "both"]
+    assert quantizations(allowed, far, Sharing(zero=2)) == ["none"]
+    forbidden = space(2, 4, allow=["quantized"], forbid=["quantized"])
+    assert quantizations(forbidden, far, Sharing(zero=3)) == ["none"]
     asked = space(2, 4, allow=["quantized"], quantized="both")
-    assert quantizations(asked, far, 3) == ["both"]
-    assert quantizations(asked, far, 1) == []  # asks for ZeRO-3
-    assert quantizations(asked, Mesh(dp=1, tp=8), 0) == ["none"]
+    assert quantizations(asked, far, Sharing(zero=3)) == ["both"]
+    assert quantizations(asked, far, Sharing(zero=1)) == []  # asks for ZeRO-3
+    assert quantizations(asked, Mesh(dp=1, tp=8), Sharing()) == ["none"]
 
 
 def test_one_chain_prices_gathers_near_and_far_but_not_hops() -> None:
@@ -385,31 +380,33 @@ def test_schedules_fit_the_stages_the_blocks_and_zero(zero: int) -> None:
     here = space(1, 4)
     most = len(here.graph.blocks)
     for groups, m in itertools.product((1, 2, 3, 4), (1, 4)):
-        found = here.schedules(groups, m, zero)
+        found = here.schedules(groups, m, Sharing(zero=zero))
         assert len(set(found)) == len(found) > 0
-        for name, each in found:
-            assert not SCHEDULES[name].on_request
-            assert groups * each <= most
-            assert not (zero > 2 and groups > 1 and SCHEDULES[name].splits_backward)
-            stages_of_devices(name, num_stages=groups * each, num_devices=groups)
+        for own in found:
+            assert not own.record.on_request
+            assert own.num_stages <= most
+            assert not (zero > 2 and groups > 1 and own.record.splits_backward)
+            assert len(own.placed) == groups
         if groups == 1:
             assert len(found) == 1
         else:
-            assert {name for name, _ in found} >= {"gpipe", "1f1b"}
-            assert ({"zb_h1"} <= {name for name, _ in found}) == (zero < 3)
-            assert (("interleaved_1f1b", 2) in found) == (2 * groups <= most)
+            names = {own.schedule for own in found}
+            assert names >= {"gpipe", "1f1b"}
+            assert ("zb_h1" in names) == (zero < 3)
+            interleaved = Pipeline("interleaved_1f1b", 2 * groups, m, groups)
+            assert (interleaved in found) == (2 * groups <= most)
 
 
 def test_a_schedule_may_be_asked_for() -> None:
-    assert space(schedule="zb_h2").schedules(2, 4, 0) == [("zb_h2", 1)]
-    assert space(virtual_stages=3).schedules(2, 4, 0) == [("interleaved_1f1b", 3)]
-    plain = space(forbid=["virtual_stages"]).schedules(2, 4, 0)
-    assert plain and {each for _, each in plain} == {1}
+    assert space(schedule="zb_h2").schedules(2, 4) == [Pipeline("zb_h2", 2, 4, 2)]
+    assert space(virtual_stages=3).schedules(2, 4) == [Pipeline("interleaved_1f1b", 6, 4, 2)]
+    plain = space(forbid=["virtual_stages"]).schedules(2, 4)
+    assert plain and {own.each for own in plain} == {1}
 
 
 @pytest.mark.parametrize(("schedule", "each"), [("1f1b", 1), ("interleaved_1f1b", 3), ("zb_v", 2)])
 def test_every_group_has_as_many_stages(schedule: str, each: int) -> None:
-    groups = groups_of(schedule, 4, each)
+    groups = Pipeline(schedule, 4 * each, 4, 4).device_of
     assert sorted(groups) == sorted([*range(4)] * each)
     assert groups[:4] == [0, 1, 2, 3]
 

@@ -8,8 +8,9 @@ from functools import cache
 import numpy as np
 import pytest
 
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.stages.stage import stage_costs
-from meshwright.planner.drafts.candidates import PipelineSetup, PlanDraft, make_draft
+from meshwright.planner.drafts.candidates import PlanDraft, make_draft
 from meshwright.planner.drafts.combinations import Combination, MeshChoice, StageDraft, StageSetup
 from meshwright.planner.drafts.fills import held_at_peak
 from meshwright.planner.drafts.unequal_stages import Option
@@ -39,29 +40,23 @@ def searches() -> list[Search]:
 # --- equal stages --------------------------------------------------------------------------------
 
 
-def every_cut(
-    search: Search, way: StageSetup, schedule: str, m: int, groups: int, each: int
-) -> Iterator[PlanDraft]:
+def every_cut(search: Search, way: StageSetup, pipeline: Pipeline) -> Iterator[PlanDraft]:
     """Every cut into so many stages, each with the least recompute that fits its place."""
-    equal, stages = search.equal, groups * each
-    count, levels = len(search.problem.graph.blocks), equal.levels(way, schedule)
-    step = PipelineSetup(
-        global_batch_size=search.global_batch_size, num_microbatches=m, schedule=schedule,
-        stages_per_group=each,
-    )  # fmt: skip
-    for inner in itertools.combinations(range(1, count), stages - 1):
+    equal = search.equal
+    count, levels = len(search.problem.graph.blocks), equal.levels(way, pipeline)
+    for inner in itertools.combinations(range(1, count), pipeline.num_stages - 1):
         spans = list(itertools.pairwise((0, *inner, count)))
         if not all(equal.legal[i, j] for i, j in spans):
             continue
-        held = held_at_peak(schedule, stages, m, groups)
+        held = held_at_peak(pipeline)
         drafted = [
             StageDraft(
                 start=i, stop=j, setup=way, levels=levels, in_flight=n,
-                chosen=levels.choose(n, equal.room / each),
+                chosen=levels.choose(n, equal.room / pipeline.each),
             )
             for (i, j), n in zip(spans, held, strict=True)
         ]  # fmt: skip
-        yield make_draft(search.programs.coster, drafted, step, search.space.memory_bytes)
+        yield search.simulated(drafted, pipeline)
 
 
 def slots(search: Search) -> list[MeshChoice]:
@@ -69,9 +64,7 @@ def slots(search: Search) -> list[MeshChoice]:
 
 
 def cuts(search: Search, node: Combination) -> list[PlanDraft]:
-    found = every_cut(
-        search, node.setup, node.schedule, node.num_microbatches, node.groups, node.stages_per_group
-    )
+    found = every_cut(search, node.setup, node.pipeline)
     return [draft for draft in found if draft.fits]
 
 
@@ -84,13 +77,13 @@ def test_what_is_left_out_does_not_fit() -> None:
         for slot in slots(search):
             m, groups = slot.num_microbatches, slot.groups
             kept = {
-                (id(n.setup.chain), n.setup.zero, n.schedule, n.stages_per_group)
+                (id(n.setup.chain), n.setup.sharing.zero, n.pipeline)
                 for n in equal.combinations(slot)
             }
             for way in equal.setups(slot.mesh, m):
-                for schedule, each in space.schedules(groups, m, way.zero):
-                    if (id(way.chain), way.zero, schedule, each) not in kept:
-                        every = every_cut(search, way, schedule, m, groups, each)
+                for own in space.schedules(groups, m, way.sharing):
+                    if (id(way.chain), way.sharing.zero, own) not in kept:
+                        every = every_cut(search, way, own)
                         fitting += any(draft.fits for draft in every)
                         left += 1
     assert left > 50
@@ -120,7 +113,7 @@ def test_the_cut_is_nearly_the_fastest_and_no_cut_beats_the_bound() -> None:
                     again = search.equal.solve(node, float("inf"), less_bytes=less)
                     best = search.draft(node, again[1]) if again else best
                 # stages of one group may share the room unevenly
-                missed += not best.fits and node.stages_per_group == 1
+                missed += not best.fits and node.pipeline.each == 1
                 if best.fits:
                     excess.append(best.step_time_s / fastest_s - 1)
     assert min(excess) >= -1e-9
@@ -197,12 +190,13 @@ def test_the_solution_becomes_stages_that_fit() -> None:
             found = search.unequal.solve(table, m, np.inf, None)
             if found is None:
                 continue
-            stages = search.unequal.stage_drafts(found, options, m, "1f1b")
+            pipeline = Pipeline("1f1b", len(found.stages), m, len(found.stages))
+            stages = search.unequal.stage_drafts(found, options, pipeline)
             assert stages is not None
             assert sum(s.setup.mesh.devices for s in stages) == on.num_devices
             assert [s.start for s in stages[1:]] == [s.stop for s in stages[:-1]]
-            step = PipelineSetup(global_batch_size=batch, num_microbatches=m, schedule="1f1b")
-            assert make_draft(search.programs.coster, stages, step, small.device.memory_bytes).fits
+            room = small.device.memory_bytes
+            assert make_draft(search.programs.coster, stages, pipeline, batch, room).fits
             for stage, choice in zip(stages, found.stages, strict=True):
                 option: Option = options[choice.variant]
                 own = stage.levels.at(stage.run, stage.chosen)
@@ -231,6 +225,6 @@ def test_a_draft_holds_what_its_plan_does() -> None:
                 ours, theirs = ([s.policies for s in x.plan.stages] for x in (draft, written))
                 if ours == theirs:
                     assert draft.evaluation.prediction.peaks == written.evaluation.prediction.peaks
-                    zeros.add(node.setup.zero)
+                    zeros.add(node.setup.sharing.zero)
                     alike += 1
     assert alike > 80 and zeros == {0, 1, 2, 3}

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.operators import Mesh
+from meshwright.costmodel.operators import Mesh, Sharing
 from meshwright.costmodel.targets import EAGER, target_named
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.overrides.of_target import check_plan_for, for_target
@@ -48,9 +48,12 @@ def test_zero_beside_the_tensor_axis_is_offered_where_it_runs() -> None:
 
 def test_zero_in_a_pipeline_is_offered_where_it_runs() -> None:
     of = space("megatron")
-    assert {name for name, _ in of.schedules(2, 4, 1)} <= {"1f1b", "interleaved_1f1b"}
-    assert of.schedules(2, 4, 1) and not of.schedules(2, 4, 3)
-    assert of.schedules(1, 4, 3)  # without one
+    assert {own.schedule for own in of.schedules(2, 4, Sharing(zero=1))} <= {
+        "1f1b",
+        "interleaved_1f1b",
+    }
+    assert of.schedules(2, 4, Sharing(zero=1)) and not of.schedules(2, 4, Sharing(zero=3))
+    assert of.schedules(1, 4, Sharing(zero=3))  # without one
 
 
 def test_axes_that_a_target_lacks_have_one_degree() -> None:

@@ -114,7 +114,7 @@ def test_degrees_must_fit_the_devices() -> None:
         try:
             check_overrides(
                 Overrides(tp=tp, dp=dp, pp=pp), num_devices=devices, global_batch_size=12,
-                num_blocks=9, executable=True, sequences=False,
+                num_blocks=9, sequences=False,
             )  # fmt: skip
         except OverrideError as error:
             refused = str(error)

@@ -122,9 +122,8 @@ def test_a_forbidden_schedule_may_be_the_only_one(given: dict[str, Any], says: s
         restrict(Overrides(**given), layers())
 
 
-@pytest.mark.parametrize("executable", [False, True])
-def test_nothing_given_leaves_everything(executable: bool) -> None:
-    found = restrict(Overrides(), layers(), executable=executable)
+def test_nothing_given_leaves_everything() -> None:
+    found = restrict(Overrides(), layers())
     assert all(getattr(found, name) == (None,) * 8 for name in BY_BLOCK)
     assert (found.zeros, found.policies) == ({0, 1, 2, 3}, RECOMPUTE)
     assert found.schedules == tuple(SCHEDULES)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS
 from meshwright.planner.decisions import OFFLOADS
-from meshwright.planner.plan import away_blocks, in_files, offloaded_parameters, offloaded_weights
+from meshwright.planner.plan import away_blocks, moved_parts, moved_sizes, off_device
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.plan.offload import first_offloaded, moved_sizes, parts
+from meshwright.planner.plan.offload import first_moved
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from tests.helpers.refusals import refusals, refused
 from tests.helpers.tiny import cut, net, plan_for, with_stage
@@ -185,7 +185,7 @@ SIZES = st.lists(st.integers(0, 1000).map(float), min_size=1, max_size=12).filte
 
 @given(SIZES, st.floats(0, 1))
 def test_the_last_blocks_make_the_part(sizes: list[float], part: float) -> None:
-    first = first_offloaded(sizes, part)
+    first = first_moved(sizes, part)
     total = sum(sizes)
     assert sum(sizes[first:]) >= part * total * (1 - 1e-8)
     assert first == len(sizes) or sum(sizes[first + 1 :]) < part * total
@@ -193,12 +193,12 @@ def test_the_last_blocks_make_the_part(sizes: list[float], part: float) -> None:
 
 @given(SIZES)
 def test_each_part_that_there_is_names_its_blocks(sizes: list[float]) -> None:
-    found = parts(sizes)
+    found = moved_parts(sizes)
     assert found[0] == 0
     assert found[-1] == pytest.approx(1)
     assert found == sorted(set(found))
     for part in found:
-        assert sum(sizes[first_offloaded(sizes, part) :]) == pytest.approx(part * sum(sizes))
+        assert sum(sizes[first_moved(sizes, part) :]) == pytest.approx(part * sum(sizes))
 
 
 def test_parameters_that_an_earlier_block_reads_stay_with_it() -> None:
@@ -207,13 +207,13 @@ def test_parameters_that_an_earlier_block_reads_stay_with_it() -> None:
     sizes = moved_sizes(stage, graph)
     assert sizes[-1] == 0  # the head's weight is the embedding's
     assert sum(sizes) == graph.num_parameters()
-    assert offloaded_parameters(stage, graph) == frozenset()
-    everything = offloaded_parameters(replace(stage, offload={"optimizer": 1.0}), graph)
+    assert off_device(stage, graph).states == frozenset()
+    everything = off_device(replace(stage, offload={"optimizer": 1.0}), graph).states
     assert everything == frozenset(graph.parameters)
     # weights that two blocks read stay on the devices
-    weights = offloaded_weights(replace(stage, offload={"weights": 1.0}), graph)
+    weights = off_device(replace(stage, offload={"weights": 1.0}), graph).weights
     assert {graph.parameters[v] for v in everything - weights} == {"embed.weight"}
-    some = offloaded_parameters(replace(stage, offload={"optimizer": 0.1}), graph)
+    some = off_device(replace(stage, offload={"optimizer": 0.1}), graph).states
     names = {graph.parameters[v] for v in some}
     assert names
     assert all(name.startswith("layers.2.") for name in names)
@@ -229,8 +229,8 @@ def test_a_file_says_what_is_offloaded_and_nothing_where_nothing_is() -> None:
         assert again == plan
         assert check_plan(again, graph, table)
         assert json.loads(plan.to_json())["stages"][0]["offload"] == offload
-    some = in_files(plan.stages[0], graph)
-    assert some == offloaded_parameters(replace(plan.stages[0], offload={"optimizer": 0.1}), graph)
+    some = off_device(plan.stages[0], graph).files
+    assert some == off_device(replace(plan.stages[0], offload={"optimizer": 0.1}), graph).states
     assert 0 < len(some) < len(graph.parameters)
 
 
@@ -248,4 +248,4 @@ def test_activations_there_are_no_matter_of_how_weights_are_gathered() -> None:
     offload = {"activations": 1.0}
     plan = with_stage(plan_for(graph, dp=2, tp=1), zero=3, quantized="both", offload=offload)
     assert check_plan(plan, graph, table)
-    assert offloaded_parameters(plan.stages[0], graph) == frozenset()
+    assert off_device(plan.stages[0], graph).states == frozenset()

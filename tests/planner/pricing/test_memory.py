@@ -57,7 +57,7 @@ def test_sums_hold_what_their_blocks_hold(zero: int, recompute: str) -> None:
 
 @pytest.mark.parametrize("name", [n for n, own in SCHEDULES.items() if own.stages_per_device == 1])
 def test_stages_hold_what_their_schedule_lets_them(name: str) -> None:
-    zeros = filter(SCHEDULES[name].divides, range(4))
+    zeros = range(4 if SCHEDULES[name].gathers else 3)
     for zero, m in itertools.product(zeros, (2, 4, 8)):
         given = {"stages": 2, "dp": 4, "tp": 1, "num_microbatches": m, "schedule": name}
         ours, theirs = peaks(**given, zero=zero)

@@ -8,12 +8,13 @@ import pytest
 
 from meshwright.costmodel.kernels.collectives import p2p_time
 from meshwright.costmodel.operators import Batch, Mesh, Sharing
+from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.stages import InFlight
 from meshwright.costmodel.stages.memory import StageMemory
 from meshwright.costmodel.stages.stage import StageCosts, stage_costs
 from meshwright.costmodel.target import Target
 from meshwright.planner.drafts import Candidate, StageDraft, StageSetup
-from meshwright.planner.drafts.candidates import PipelineSetup, make_candidate, make_draft
+from meshwright.planner.drafts.candidates import make_candidate, make_draft
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.stages.programs import BlockPrograms
@@ -56,12 +57,11 @@ def candidate(
 ) -> tuple[Candidate, list[StageCosts]]:
     """The plan of these stages, and what the table says each costs."""
     spans = list(zip(itertools.pairwise(cuts), runs, strict=True))
-    step = PipelineSetup(
-        global_batch_size=ROWS * MICROBATCHES, num_microbatches=MICROBATCHES, schedule="1f1b"
-    )
+    pipeline = Pipeline("1f1b", len(spans), MICROBATCHES, len(spans))
+    drafted = [own.drafted(i, j) for (i, j), own in spans]
     made = make_candidate(
         programs.coster,
-        make_draft(programs.coster, [own.drafted(i, j) for (i, j), own in spans], step, AMPLE),
+        make_draft(programs.coster, drafted, pipeline, ROWS * MICROBATCHES, AMPLE),
         AMPLE,
     )
     return made, [

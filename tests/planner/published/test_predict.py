@@ -186,7 +186,7 @@ def test_a_row_says_what_is_built() -> None:
     assert (dims.layers, dims.hidden, dims.heads, dims.kv_heads) == (32, 4096, 32, 8)
     made = (dims.activation, dims.norm, dims.positions, dims.tied)
     assert made == ("swiglu", "rms", "rotary", False)
-    assert (setup.dp, setup.cp, setup.tp, setup.pp, setup.zero) == (4, 2, 1, 1, 1)
+    assert (setup.dp, setup.cp, setup.tp, setup.pp, setup.sharing.zero) == (4, 2, 1, 1, 1)
     assert (setup.cluster.num_nodes, setup.cluster.devices_per_node) == (1, 8)
     # an allocator's peaks do not see the driver's context
     assert setup.cluster.device.reserved_bytes == 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, simulate
+from meshwright.costmodel.schedules import Pipeline, StageTimes, Timeline, build_schedule, simulate
 from meshwright.planner.plan import expand_names
 from meshwright.planner.report import Report
 from meshwright.planner.report.diagram import MAX_EVENTS, MAX_OF_WINDOW, timeline_data
@@ -132,9 +132,7 @@ STAGES = 4
 def timeline(microbatches: int, schedule: str = "1f1b") -> Timeline:
     times = StageTimes(forward_s=1.0, backward_s=2.0, reduce_s=0.5, optimizer_s=0.25)
     edges = frozenset(itertools.pairwise(range(STAGES)))
-    streams = build_schedule(
-        schedule, num_stages=STAGES, num_microbatches=microbatches, edges=edges, num_devices=STAGES
-    )
+    streams = build_schedule(Pipeline(schedule, STAGES, microbatches, STAGES), edges)
     return simulate(streams, [times] * STAGES, dict.fromkeys(edges, 0.1))
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright import Cluster, Overrides, ParallelModel
-from meshwright.planner.plan.plan import RUNS
 from meshwright.planner.plan.words import describe, layout_words, megatron_layout, seconds
 from meshwright.planner.report.components import Components, why_slower
 from meshwright.planner.report.tensor_axis import ulysses_notes
@@ -156,12 +155,12 @@ def test_a_time_limit_is_told() -> None:
     assert summary.get("bound_s", 0.0) <= searched().report.summary["step_time_s"] * (1 + 1e-9)
 
 
-def test_what_cannot_be_run_is_told_with_what_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RUNS, "recompute", ("none",))
-    result = searched().replan(Overrides(forbid=["tp"], recompute="full"), executable=False)
-    (note,) = [n for n in result.report.notes if "can be priced, but not run yet" in n]
-    assert "recompute='full'" in note and "executable=True asks" in note
-    with pytest.raises(RuntimeError, match=r"recompute='full'.*plan again with executable=True"):
+def test_what_cannot_be_run_is_priced_and_told_where_it_would_run() -> None:
+    plan = searched().replan(Overrides(pp=2, schedule="zb_h1", zero=2)).plan
+    plan = replace(plan, stages=tuple(replace(stage, zero=3) for stage in plan.stages))
+    result = planned(net(), cluster=slow_host(4), plan=plan)
+    assert result.report.summary["step_time_s"] > 0
+    with pytest.raises(RuntimeError, match=r"zero=3 with schedule='zb_h1' can be.*plan again for"):
         result.train_step(batch(8))
 
 

@@ -18,7 +18,7 @@ from meshwright.planner.drafts.reliefs import held_by_flash, held_by_hosts, reli
 from meshwright.planner.overrides import restrict
 from meshwright.planner.overrides.overrides import OverrideError
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.plan.offload import moved_sizes, parts
+from meshwright.planner.plan.offload import moved_parts, moved_sizes
 from meshwright.planner.plan.plan import Plan, PlanError
 from meshwright.planner.plan.words import sized
 from meshwright.planner.pricing.evaluate import Evaluator, Prediction
@@ -79,7 +79,7 @@ def least(result: ParallelModel, given: float, recompute: str = "full") -> int:
 def with_less(result: ParallelModel, of: str) -> Prediction:
     """The price with the next smaller part of it off the device."""
     own = result.plan.stages[0].offload
-    choices = parts(moved_sizes(result.plan.stages[0], result._problem.graph))
+    choices = moved_parts(moved_sizes(result.plan.stages[0], result._problem.graph))
     return priced(result, offload={**own, of: choices[choices.index(own[of]) - 1]})
 
 
@@ -348,7 +348,7 @@ def test_files_are_those_of_the_stages_that_least_need_memory() -> None:
     cluster = gpus(41875, count=2, host_bytes=11 * NUMEL, **slow)
     result = on(cluster, pp=2, recompute="full", zero=0)
     problem, plan = result._problem, result.plan
-    choices = [parts(moved_sizes(stage, problem.graph)) for stage in plan.stages]
+    choices = [moved_parts(moved_sizes(stage, problem.graph)) for stage in plan.stages]
     found = []
     for filed in itertools.product(*choices):
         stages = tuple(

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.schedules import SCHEDULES, Action, build_schedule, in_flight, table
+from meshwright.costmodel.schedules import (
+    SCHEDULES,
+    Action,
+    Pipeline,
+    build_schedule,
+    in_flight,
+    table,
+)
 from meshwright.costmodel.schedules.orders import DeviceOrder
 from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
@@ -200,7 +207,7 @@ def test_its_streams_are_built_and_hold_what_its_record_says(added: str) -> None
         changes = [
             (each.action is Action.FORWARD) - (each.action is Action.BACKWARD) for each in stream
         ]
-        held = in_flight(added, stage=stage, num_stages=4, num_microbatches=9, num_devices=4)
+        held = in_flight(Pipeline(added, 4, 9, 4), stage)
         assert held == max(accumulate(changes))
 
 
@@ -211,23 +218,17 @@ def test_it_is_chosen_where_it_is_asked_for_and_passes_the_checks(added: str) ->
     assert (plan.schedule, len(plan.devices)) == (added, 2)
     assert check_plan(plan, of.graph, of.table) == found.best.assignments
     check_runs(plan)
-    streams = build_schedule(
-        plan.schedule,
-        num_stages=len(plan.stages),
-        num_microbatches=plan.num_microbatches,
-        num_devices=len(plan.devices),
-        edges=crossings(plan, of.graph),
-    )
+    streams = build_schedule(plan.pipeline, crossings(plan, of.graph))
     assert [sum(i.action is Action.FORWARD for i in stream) for stream in streams] == [4, 4]
     assert found.best.evaluation.timeline.stages_of == ((0,), (1,))
 
 
 def test_it_is_among_those_that_a_free_search_simulates(added: str) -> None:
     free = searching(cluster(4), linears(48, 6, 8, 24), batch=16, pp=2)
-    assert (added, 1) in free.space.schedules(2, 4, 0)
+    assert Pipeline(added, 2, 4, 2) in free.space.schedules(2, 4)
     free.run()
     assert added in {
-        combination.schedule
+        combination.pipeline.schedule
         for m in free.space.microbatch_counts()
         for choice in free.equal.mesh_choices(m)
         for combination in free.equal.combinations(choice)

@@ -30,9 +30,7 @@ def searched(objective: str, margin: float = 0.0) -> tuple[Search, SearchResult]
     return search, search.run()
 
 
-PLAIN = Looks(
-    axes=0, tp=1, groups=1, each=1, schedule="1f1b", num_microbatches=1, sharing=Sharing()
-)
+PLAIN = Looks(axes=0, tp=1, groups=1, each=1, common=True, num_microbatches=1, sharing=Sharing())
 
 
 def test_complexity_by_hand() -> None:
