@@ -89,6 +89,11 @@ def check_search(objective: Any, memory_margin: Any, rows_meet: Any, cluster: Cl
         raise MeshwrightError(f"={shown(rows_meet)}", place="rows_meet", legal=ROWS_MEET)
     if objective not in OBJECTIVES:
         raise MeshwrightError(f"={shown(objective)}", place="objective", legal=OBJECTIVES)
+    check_margin(memory_margin, cluster)
+
+
+def check_margin(memory_margin: Any, cluster: Cluster) -> None:
+    """ValueError for a margin that is none, or leaves tensors no memory."""
     if memory_margin is None:
         return
     if not is_number(memory_margin) or not 0 <= memory_margin < 1:

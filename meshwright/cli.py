@@ -32,7 +32,7 @@ from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Rehearsal
 from meshwright.model import ParallelModel
 from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import InfeasibleError, Plan
+from meshwright.planner.plan import InfeasibleError, Plan, describe, slower
 from meshwright.planner.report import Document, Part, Report, sensitivity_parts
 from meshwright.planner.search import Search
 from meshwright.profiles.cluster import Cluster
@@ -43,6 +43,8 @@ from meshwright.shell.named import Parser, UserCodeError, check_writable, cluste
 from meshwright.shell.terminal import show, stdout_is_the_result
 from meshwright.shown_plan import plan_text
 from meshwright.traced import TracedModel
+
+MORE_SEARCHES = 3  # for a plan that fits by its rehearsal
 
 
 def perform(argv: Sequence[str] | None = None) -> int:
@@ -247,22 +249,65 @@ def _searching(args: argparse.Namespace, cluster: Cluster) -> Search:
 def _plan(args: argparse.Namespace) -> int:
     if args.rehearse and args.executable is None:
         args.executable = True  # nothing else can be rehearsed
-    result, _ = _parallelize(args, overrides=override_flags.overrides_of(args))
+    overrides = override_flags.overrides_of(args)
+    cluster = cluster_named(args.cluster)
+    result, _ = _parallelize(args, cluster, overrides=overrides)
+    if not args.rehearse:
+        _write_plan(args, result)
+        _print_report(args, result.report)
+        return 0
+    try:
+        result, found = _rehearsed(args, result, overrides, cluster)
+    except ValueError:
+        _write_plan(args, result)
+        _print_report(args, result.report)
+        raise
+    _write_plan(args, result)
+    _print_report(args, result.report, found.line)
+    return _judged(found, result.report)
+
+
+def _rehearsed(
+    args: argparse.Namespace, result: ParallelModel, overrides: Overrides, cluster: Cluster
+) -> tuple[ParallelModel, Rehearsal]:
+    """The plan with its rehearsal. Where that does not fit, the next best one that does: with as
+    much memory free as the rehearsal took more than the price; the first one where none does."""
+    margin = MEMORY_MARGIN if args.memory_margin is None else args.memory_margin
+    first, of_first = result, result.rehearse()
+    found = of_first
+    for _ in range(MORE_SEARCHES):
+        if rehearsing.exit_code(found, result.report) != 2:
+            break
+        margin = rehearsing.margin_needed(result.prediction, margin, cluster)
+        _say(
+            f"rehearsed, and does not fit: {result.report.memory}; "
+            f"searching again with memory_margin={margin:.3f}"
+        )
+        try:
+            with progress_shown():
+                result = result.replan(
+                    overrides, memory_margin=margin, time_limit_s=args.time_limit
+                )
+        except ValueError:  # none fits any more
+            break
+        found = result.rehearse()
+    if rehearsing.exit_code(found, result.report) == 2:
+        return first, of_first
+    if result is not first:
+        more = result.prediction.step_time_s / first.prediction.step_time_s - 1
+        _say(
+            f"the plan chosen first, {describe(first.plan)}, does not fit by its rehearsal; "
+            f"this one does: {slower(more)} a step"
+        )
+    return result, found
+
+
+def _write_plan(args: argparse.Namespace, result: ParallelModel) -> None:
     if args.output:
         result.plan.save(args.output)
         _say(f"plan written to {args.output}")
     if args.trace:
         result.report.trace(args.trace)
-    if not args.rehearse:
-        _print_report(args, result.report)
-        return 0
-    try:
-        found = result.rehearse()
-    except ValueError:
-        _print_report(args, result.report)
-        raise
-    _print_report(args, result.report, found.line)
-    return _judged(found, result.report)
 
 
 def _print_report(args: argparse.Namespace, report: Report, last: str = "") -> None:

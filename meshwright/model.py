@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from meshwright.arguments import check_types
+from meshwright.arguments import check_margin, check_types
 from meshwright.decisions import Decision, one_at_a_time
 from meshwright.executor.checkpoint import hand_over, take_over
 from meshwright.executor.ranks import launch
@@ -40,10 +40,11 @@ class ParallelModel(Steps, Evaluation, State):
         optimizer: torch.optim.Optimizer | None = None,
         time_limit_s: float | None = None,
         executable: bool | None = None,
+        memory_margin: float | None = None,
     ) -> ParallelModel:
         """Plan again with other overrides, in place of those given before; the rest as in
-        `auto_parallelize`, `executable` as it was. The traced model and what was priced for it are
-        used again.
+        `auto_parallelize`, `executable` and `memory_margin` as they were. The traced model and what
+        was priced for it are used again.
 
         What was trained goes on: weights, buffers, the count of steps, and the states of the
         `optimizer` that is given, which then trains under the new plan; this one runs no more.
@@ -54,11 +55,14 @@ class ParallelModel(Steps, Evaluation, State):
         model, cluster = self._traced.model, self._problem.cluster
         check_types(model=model, cluster=cluster, overrides=overrides, plan=None)
         self._check_optimizer(optimizer)
+        check_margin(memory_margin, cluster)
+        before = self._request
         request = replace(
-            self._request,
+            before,
+            memory_margin=before.memory_margin if memory_margin is None else memory_margin,
             overrides=overrides or Overrides(),
             time_limit_s=time_limit_s,
-            executable=self._request.executable if executable is None else executable,
+            executable=before.executable if executable is None else executable,
         )
         decision = search_plan(self._problem, request, self._traced.phases_s, self._decision)
         new = ParallelModel(decision, self._problem, request, self._traced)

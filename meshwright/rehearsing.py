@@ -24,12 +24,20 @@ from meshwright.executor.rehearsal import (
 )
 from meshwright.executor.stages import CheckedPlan
 from meshwright.planner.batch import input_leaves
-from meshwright.planner.pricing import Evaluation, Evaluator, RehearsedMemory, bytes_beside_tensors
+from meshwright.planner.pricing import (
+    Evaluation,
+    Evaluator,
+    Prediction,
+    RehearsedMemory,
+    bytes_beside_tensors,
+)
 from meshwright.planner.report import Rehearsed, Report, device_groups, memory_summary
+from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell import Progress
 from meshwright.traced import TracedModel
 
+LEAST_MORE = 0.01  # of a device's memory, left free after a rehearsal that did not fit
 OPTIMIZERS: Mapping[str, MakeOptimizer] = MappingProxyType({
     "adamw": torch.optim.AdamW,
     "adamw_fused": lambda params: torch.optim.AdamW(params, fused=True),
@@ -141,6 +149,15 @@ def exit_code(found: Rehearsal, report: Report) -> int:
     if not found.ok:
         return 1
     return 2 if report.summary["memory_verdict"] == "does not fit" else 0
+
+
+def margin_needed(prediction: Prediction, margin: float, cluster: Cluster) -> float:
+    """The part of a device's memory that a search should leave free, after one that left `margin`
+    chose a plan that does not fit by its rehearsal: more by what that took beyond its price."""
+    assert prediction.rehearsed is not None
+    pairs = zip(prediction.rehearsed.peak_bytes, prediction.peak_memory_bytes, strict=True)
+    more = max(rehearsed - priced for rehearsed, priced in pairs) / cluster.device.memory_bytes
+    return margin + max(more, LEAST_MORE)
 
 
 def as_data(found: Rehearsal) -> dict[str, Any]:

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
-from meshwright import Overrides, Plan
+from meshwright import Cluster, Overrides, Plan
 from meshwright.cli import main
+from meshwright.costmodel.intervals import Quantiles
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.executor.rehearsal import Mismatch, Rehearsal, rehearse
 from meshwright.planner.decisions import FORBIDDABLE
 from meshwright.planner.plan.words import describe
+from meshwright.planner.pricing import Prediction, RehearsedMemory
+from meshwright.rehearsing import margin_needed
 from meshwright.shell.override_flags import add_arguments, overrides_of
 from tests.helpers.tiers import second_tier
 from tests.meshwright.commands import FOUR, PLAN, Captured, failed, printed
@@ -301,6 +304,42 @@ def test_a_plan_that_does_not_fit_when_rehearsed_exits_with_2(
     out, err = capsys.readouterr()
     assert "rehearsed 1,024 GiB of tensors" in out and "; does not fit: 0%" in out
     assert "infeasible: the plan was rehearsed, and does not fit" in err
+
+
+def test_the_next_plan_that_fits_when_rehearsed_is_the_answer(
+    capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first: list[Rehearsal] = []  # which alone takes more than there is
+
+    def peak_bytes(found: Rehearsal) -> list[int]:
+        first[:] = first or [found]
+        return [2**40 if found is first[0] else own for own in found.priced_bytes]
+
+    monkeypatch.setattr(Rehearsal, "peak_bytes", property(peak_bytes))
+    monkeypatch.setattr("meshwright.rehearsing.margin_needed", lambda prediction, margin, _: 0.5)
+    assert main([*FOUR, "--tp", "8", "--rehearse", "-o", "plan.json"]) == 0
+    out, err = capsys.readouterr()
+    assert "rehearsed 1,024 GiB of tensors" in err and "searching again with memory_margin=0.500" in err
+    assert "does not fit by its rehearsal; this one does: " in err
+    assert "does not fit" not in out and Plan.load("plan.json").stages[0].tp == 8
+
+
+def test_memory_beyond_the_price_is_left_free_by_the_next_search() -> None:
+    cluster = Cluster.from_catalog("h100-sxm")
+    memory = cluster.device.memory_bytes
+    exact = Quantiles(low=1.0, middle=1.0, high=1.0, rows=1, models=1, of="")
+    rehearsed = RehearsedMemory(tensor_bytes=[memory], beside_bytes=[memory // 20])
+    found = Prediction(
+        step_time_s=1.0,
+        peak_memory_bytes=[memory * 9 // 10],
+        bubble_fraction=0.0,
+        model_flops=1.0,
+        mfu=0.5,
+        step_error=exact,
+        memory_error=exact,
+        rehearsed=rehearsed,
+    )
+    assert margin_needed(found, 0.01, cluster) == pytest.approx(0.01 + 0.15)
 
 
 @pytest.mark.parametrize(
