@@ -319,7 +319,10 @@ def test_the_next_plan_that_fits_when_rehearsed_is_the_answer(
     monkeypatch.setattr("meshwright.rehearsing.margin_needed", lambda prediction, margin, _: 0.5)
     assert main([*FOUR, "--tp", "8", "--rehearse", "-o", "plan.json"]) == 0
     out, err = capsys.readouterr()
-    assert "rehearsed 1,024 GiB of tensors" in err and "searching again with memory_margin=0.500" in err
+    assert (
+        "rehearsed 1,024 GiB of tensors" in err
+        and "searching again with memory_margin=0.500" in err
+    )
     assert "does not fit by its rehearsal; this one does: " in err
     assert "does not fit" not in out and Plan.load("plan.json").stages[0].tp == 8
 
