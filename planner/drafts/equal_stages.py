@@ -21,11 +21,14 @@ from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Setting, Sharing
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.stages import (
+    Floats,
     InFlight,
     StageCosts,
     Sums,
+    as_rows,
     device_peaks,
     of_one,
+    of_rows,
     stage_costs,
 )
 from meshwright.planner.decisions import MESH, taken
@@ -194,28 +197,38 @@ class EqualStages:
             over = self._overfull(least, levels.policies[-1], groups, each, own_each, held, m)
         uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
 
-        def estimate_s(k: int, own: StageCosts[float]) -> float:
-            hides = offered[k].record.hides_sends
-            sent = 0.0 if hides else _sent_s(setup, int(groups * each[k]))
-            turn = own_each[k] * (own.amortised_s(m) + sent)
-            fill = float(filling_s(offered[k], own))
-            through = own.forward_s + own.backward_s - own.weight_s
-            sends = _sent_s(setup, int(groups * own_each[k]))
-            one_s = groups * own_each[k] * (through + sends) * (not setup.paired)
-            entering = in_turn_s(offered[k], one_s)
-            return max(float(m * turn * uneven + (groups - 1) * fill), entering)
+        sent_s = 2 * float(np.median(setup.chain.send_s)) if groups > 1 else 0.0
 
+        def estimates_s(costs: StageCosts[Floats], which: Sequence[int]) -> list[float]:
+            """Of these pipelines."""
+            seconds = costs.forward_s, costs.backward_s, costs.weight_s, costs.amortised_s(m)
+            f, b, w, turn = (own[which].tolist() for own in seconds)
+            found = []
+            for j, k in enumerate(which):
+                own, stages = offered[k], float(groups * own_each[k])
+                sent = 0.0 if own.record.hides_sends else sent_s * (1 - 1 / own.num_stages)
+                fill = float(own.record.fill_s(f[j], b[j], w[j], own.shape))
+                even = m * float(own_each[k]) * (turn[j] + sent) * uneven + (groups - 1) * fill
+                one_s = stages * (f[j] + b[j] - w[j]) + (stages - 1) * sent_s
+                found.append(max(even, in_turn_s(own, one_s * (not setup.paired))))
+            return found
+
+        last = levels.costs[-1]
+        costs = levels.everywhere(chosen)
+        if not chosen.fits.all():
+            costs = of_rows(np.where(chosen.fits, as_rows(costs), as_rows(last)))
+        sure = [k for k in range(len(offered)) if not over[k]]
+        estimate_s = dict(zip(sure, estimates_s(costs, sure), strict=True))
         found, waiting = list[Combination](), list[int]()
         for k, pipeline in enumerate(offered):
             tight = not chosen.fits[k]
             repeats = bool(over[k] or tight or chosen.level[k] or chosen.fraction[k])
             waiting += [k] * repeats
             if not over[k]:
-                own = of_one(levels.costs[-1], k) if tight else levels.at(k, chosen)
                 one = Combination(
                     setup=setup,
                     pipeline=pipeline,
-                    estimate_s=estimate_s(k, own) * (TIGHT if tight else 1.0),
+                    estimate_s=estimate_s[k] * (TIGHT if tight else 1.0),
                     bound_s=pipeline.record.bound_s(*work, m, groups),
                     tight=bool(tight),
                     repeats=repeats,
@@ -226,7 +239,7 @@ class EqualStages:
         left = Waiting(
             setup=setup,
             offered=tuple(offered[k] for k in waiting),
-            estimate_s=min(estimate_s(k, of_one(levels.costs[0], k)) for k in waiting),
+            estimate_s=min(estimates_s(levels.costs[0], waiting)),
             bound_s=min(offered[k].record.bound_s(*work, m, groups) for k in waiting),
             tight=any(over[k] or not chosen.fits[k] for k in waiting),
         )
@@ -522,11 +535,6 @@ def slowest_s(least: np.ndarray, classes: Sequence[str], groups: int) -> float:
         for own, seconds in zip(classes, least, strict=True)
     )
     return max(float(least.sum()) / groups, whole)
-
-
-def _sent_s(setup: StageSetup, stages: int) -> float:
-    """Seconds that the sends of a typical stage take per micro-batch (both directions)."""
-    return 2 * float(np.median(setup.chain.send_s)) * (stages - 1) / stages
 
 
 def _alike(chain: Chain, other: Chain) -> bool:
