@@ -276,9 +276,12 @@ class Sums:
         """Sums of all of these blocks one after the other, (K,): of one run, 0-d."""
         return self.spans(np.array([0]), np.array([len(self)]))[0]
 
-    def shared_out(self, numbers: NDArray[np.int64]) -> Sums:
-        """Sums of an equal part of one run, for each number of parts: (N,); maxima stay."""
-        return Sums(np.stack([self.times(1 / number).array for number in numbers]))
+    @staticmethod
+    def shared_out(runs: Sequence[Sums], numbers: Floats | NDArray[np.int64]) -> Sums:
+        """Sums of an equal part of each run, of so many: (N,); maxima stay."""
+        parts = Sums(np.stack([run.array for run in runs]))
+        parts.array[:, :-MAXIMA] *= (1 / numbers)[:, None]
+        return parts
 
     def scaled(self, *, compute: float, communication: float, data_axis: float) -> Sums:
         """Sums with all seconds of computing, of communication within a pass, and of the data

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import pairwise, repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +60,20 @@ from meshwright.planner.stages import (
 
 ROUNDING = 1e-9  # of sums that may fill a device to the last byte
 SPLIT_MORE = 0.7  # of typical bytes, what a stage needs at least on a tensor axis
+AHEAD = 1.1  # of what one promises, others that are estimated with it
 TIGHT = 1.05  # estimates where an even cut does not fit, but another may
+
+
+class _Estimate(NamedTuple):
+    """A combination, where it may fit; the seconds of its step without recompute, however full
+    devices are, and those that it takes at least; whether it `waits` for a relief, as it runs
+    blocks again or is `tight`."""
+
+    one: Combination | None
+    unhindered_s: float
+    bound_s: float
+    waits: bool
+    tight: bool
 
 
 @dataclass(slots=True)
@@ -68,8 +82,13 @@ class EqualStages:
 
     space: Space
     programs: BlockPrograms
+    # choices of a mesh and device groups, by their numbers of micro-batches
+    _placed: dict[tuple[Mesh, int], dict[int, MeshChoice]] = field(default_factory=dict)
     _combinations: dict[MeshChoice, tuple[Combination, ...]] = field(default_factory=dict)
     _waiting: dict[MeshChoice, tuple[Waiting, ...]] = field(default_factory=dict)
+    _alike: dict[Any, list[Waiting]] = field(default_factory=dict)  # by `_alike_setting`
+    _relieved: dict[int, list[Combination]] = field(default_factory=dict)  # by who waited
+    _works: dict[tuple[Mesh, int, int], tuple[float, float]] = field(default_factory=dict)
     cuts: np.ndarray = field(init=False)
     classes: list[str] = field(init=False)
     parameters: int = field(init=False)
@@ -145,172 +164,223 @@ class EqualStages:
         bounds = [own.record.bound_s(*work, m, groups) for own in offered]
         if bounds and np.isfinite(min(bounds)):
             for own in self.space.placements(mesh, groups):
-                yield MeshChoice(mesh=own, num_microbatches=m, groups=groups, bound_s=min(bounds))
+                choice = MeshChoice(
+                    mesh=own, num_microbatches=m, groups=groups, bound_s=min(bounds)
+                )
+                self._placed.setdefault((own, groups), {})[m] = choice
+                yield choice
 
     def known(self, choice: MeshChoice) -> bool:
         """Whether the combinations of a mesh are priced."""
         return choice in self._combinations
 
     def combinations(self, choice: MeshChoice) -> tuple[Combination, ...]:
-        """All combinations on a mesh that may fit, estimated."""
+        """All combinations on a mesh that may fit, estimated; those of the same mesh with other
+        numbers of micro-batches that promise nearly as much are estimated with them."""
         if choice not in self._combinations:
-            m, groups = choice.num_microbatches, choice.groups
-            found, waiting = list[Combination](), list[Waiting]()
-            for setup in self.setups(choice.mesh, m):
-                offered = self.space.schedules(groups, m, setup.sharing)
-                more, left = self._by_policies(setup, offered)
-                found, waiting = found + more, waiting + left
-            self._combinations[choice], self._waiting[choice] = tuple(found), tuple(waiting)
+            alike = self._placed.get((choice.mesh, choice.groups), {}).values()
+            more = [c for c in alike if choice.bound_s <= c.bound_s < AHEAD * choice.bound_s]
+            self._estimate([choice, *(c for c in more if c not in self._combinations)])
         return self._combinations[choice]
 
-    def _by_policies(
-        self, setup: StageSetup, offered: Sequence[Pipeline]
-    ) -> tuple[list[Combination], list[Waiting]]:
-        """The same for pipelines that may differ in their policies."""
-        found, waiting = list[Combination](), list[Waiting]()
-        for policies in dict.fromkeys(self.policies(setup, one) for one in offered):
-            alike = [one for one in offered if self.policies(setup, one) == policies]
-            more, left = self._estimated(setup, alike)
-            found, waiting = found + more, waiting + left
-        return found, waiting
+    def _estimate(self, choices: Sequence[MeshChoice]) -> None:
+        """Estimate all combinations of choices of one mesh."""
+        setups = [
+            (choice, setup, self.space.schedules(choice.groups, m, setup.sharing))
+            for choice in dict.fromkeys(choices)
+            for m in [choice.num_microbatches]
+            for setup in self.setups(choice.mesh, m)
+        ]
+        found = iter(self._estimated([(setup, one) for _, setup, own in setups for one in own]))
+        self._combinations |= dict.fromkeys(choices, ())
+        self._waiting |= dict.fromkeys(choices, ())
+        for choice, setup, offered in setups:
+            own = [next(found) for _ in offered]
+            self._combinations[choice] += tuple(each.one for each in own if each.one)
+            wait = [k for k, each in enumerate(own) if each.waits]
+            if wait and len(self.space.reliefs) > 1:
+                left = Waiting(
+                    setup=setup,
+                    offered=tuple(offered[k] for k in wait),
+                    estimate_s=min(own[k].unhindered_s for k in wait),
+                    bound_s=min(own[k].bound_s for k in wait),
+                    tight=any(own[k].tight for k in wait),
+                )
+                self._waiting[choice] += (left,)
+                self._alike.setdefault(_alike_setting(setup, choice.groups), []).append(left)
 
-    def _estimated(
-        self, setup: StageSetup, offered: Sequence[Pipeline]
-    ) -> tuple[list[Combination], list[Waiting]]:
-        """Combinations of a setup with each of the pipelines `offered`, of as many micro-batches
-        and device groups, all under the same recompute policies, of which some device may fit an
-        even share: estimated from the sums of the whole model and `_work`. And those that may be
-        relieved, together."""
-        m, groups, _ = offered[0].shape
-        policies, work = self.policies(setup, offered[0]), self._work(setup.mesh, m, groups)
-        each = np.array([own.each for own in offered])
+    def _estimated(self, offered: Sequence[tuple[StageSetup, Pipeline]]) -> list[_Estimate]:
+        """Each of these, on as many device groups, estimated; together those in one setting, but
+        for the rows of a micro-batch, with the same recompute policies."""
+        groups = dict[Any, list[int]]()
+        for k, (setup, one) in enumerate(offered):
+            alike = _alike_setting(setup, one.num_devices), setup.relief, self.policies(setup, one)
+            groups.setdefault(alike, []).append(k)
+        found = dict[int, _Estimate]()
+        for (_, _, policies), here in groups.items():
+            own = self._estimated_alike([offered[k] for k in here], policies)
+            found |= zip(here, own, strict=True)
+        return [found[k] for k in range(len(offered))]
+
+    def _estimated_alike(
+        self, offered: Sequence[tuple[StageSetup, Pipeline]], policies: Sequence[str]
+    ) -> list[_Estimate]:
+        """The same in one setting: from the sums of the whole model and `_work`."""
+        setups, pipelines = [setup for setup, _ in offered], [own for _, own in offered]
+        first, groups = setups[0], pipelines[0].num_devices
+        each = np.array([own.each for own in pipelines])
         # stages of one copy of the model per device group
-        own_each = np.array([own.each / own.record.copies for own in offered])
-        whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
-        levels = self._even_levels(whole, setup, policies, groups * own_each)
-        held = [held_at_peak(own) for own in offered]
+        own_each = np.array([own.each / own.record.copies for own in pipelines])
+        wholes = [s.chain.whole() if groups == 1 else s.chain.typical() for s in setups]
+        parts, blocks = Sums.shared_out(wholes, groups * own_each), len(self.classes) / groups
+        levels = recompute_levels(
+            parts, first.setting, policies, blocks / own_each, first.relief.sends
+        )
+        held = [held_at_peak(own) for own in pipelines]
         average = InFlight(*np.array([np.array(own).mean(axis=0) for own in held]).T)
         chosen = levels.choose(average, self.room, per_device=each)
-        over = [False] * len(offered)
+        costs, over = levels.everywhere(chosen), np.zeros(len(offered), dtype=bool)
         if not chosen.fits.all():  # on average; a first stage with fewer blocks may fit
-            least = setup.sending(levels.sent[-1])
-            over = self._overfull(least, levels.policies[-1], groups, each, own_each, held, m)
-        uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
-
-        sent_s = 2 * float(np.median(setup.chain.send_s)) if groups > 1 else 0.0
-
-        def estimates_s(costs: StageCosts[Floats], which: Sequence[int]) -> list[float]:
-            """Of these pipelines."""
-            seconds = costs.forward_s, costs.backward_s, costs.weight_s, costs.amortised_s(m)
-            f, b, w, turn = (own[which].tolist() for own in seconds)
-            found = []
-            for j, k in enumerate(which):
-                own, stages = offered[k], float(groups * own_each[k])
-                sent = 0.0 if own.record.hides_sends else sent_s * (1 - 1 / own.num_stages)
-                fill = float(own.record.fill_s(f[j], b[j], w[j], own.shape))
-                even = m * float(own_each[k]) * (turn[j] + sent) * uneven + (groups - 1) * fill
-                one_s = stages * (f[j] + b[j] - w[j]) + (stages - 1) * sent_s
-                found.append(max(even, in_turn_s(own, one_s * (not setup.paired))))
-            return found
-
-        last = levels.costs[-1]
-        costs = levels.everywhere(chosen)
-        if not chosen.fits.all():
-            costs = of_rows(np.where(chosen.fits, as_rows(costs), as_rows(last)))
-        sure = [k for k in range(len(offered)) if not over[k]]
-        estimate_s = dict(zip(sure, estimates_s(costs, sure), strict=True))
-        found, waiting = list[Combination](), list[int]()
-        for k, pipeline in enumerate(offered):
+            costs = of_rows(np.where(chosen.fits, as_rows(costs), as_rows(levels.costs[-1])))
+            least = first.sending(levels.sent[-1])
+            over = self._overfull(least, levels.policies[-1], parts, offered, held)
+        repeats = over | ~chosen.fits | (chosen.level > 0) | (chosen.fraction > 0)
+        unhindered: Iterable[float] = repeat(0.0)
+        if first.relief == self.space.reliefs[0]:  # else it is one
+            unhindered = self._steps_s(offered, levels.costs[0])
+        estimates = zip(self._steps_s(offered, costs), unhindered, strict=False)
+        found = []
+        for k, (expected_s, unhindered_s) in enumerate(estimates):
+            setup, pipeline = offered[k]
             tight = not chosen.fits[k]
-            repeats = bool(over[k] or tight or chosen.level[k] or chosen.fraction[k])
-            waiting += [k] * repeats
-            if not over[k]:
-                one = Combination(
-                    setup=setup,
-                    pipeline=pipeline,
-                    estimate_s=estimate_s[k] * (TIGHT if tight else 1.0),
-                    bound_s=pipeline.record.bound_s(*work, m, groups),
-                    tight=bool(tight),
-                    repeats=repeats,
+            work = self._work(setup.mesh, pipeline.num_microbatches, groups)
+            bound_s = pipeline.record.bound_s(*work, pipeline.num_microbatches, groups)
+            one = Combination(
+                setup=setup,
+                pipeline=pipeline,
+                estimate_s=expected_s * (TIGHT if tight else 1.0),
+                bound_s=bound_s,
+                tight=tight,
+                repeats=bool(repeats[k]),
+            )
+            found.append(
+                _Estimate(
+                    one=None if over[k] else one,
+                    unhindered_s=unhindered_s,
+                    bound_s=bound_s,
+                    waits=bool(repeats[k]),
+                    tight=bool(over[k] or tight),
                 )
-                found.append(one)
-        if not waiting or setup.relief != self.space.reliefs[0] or len(self.space.reliefs) == 1:
-            return found, []
-        left = Waiting(
-            setup=setup,
-            offered=tuple(offered[k] for k in waiting),
-            estimate_s=min(estimates_s(levels.costs[0], waiting)),
-            bound_s=min(offered[k].record.bound_s(*work, m, groups) for k in waiting),
-            tight=any(over[k] or not chosen.fits[k] for k in waiting),
-        )
-        return found, [left]
+            )
+        return found
+
+    def _steps_s(
+        self, offered: Sequence[tuple[StageSetup, Pipeline]], costs: StageCosts[Floats]
+    ) -> Iterator[float]:
+        """Seconds of steps whose stages have such costs, an entry for each pipeline."""
+        once = costs.reduce_s + costs.optimizer_s
+        columns = costs.forward_s, costs.backward_s, costs.weight_s, once
+        seconds = zip(*(own.tolist() for own in columns), strict=True)
+        for (setup, own), (forward, backward, weight, after) in zip(offered, seconds, strict=True):
+            n, groups, each = own.num_microbatches, own.num_devices, own.each / own.record.copies
+            work, sent = self._work(setup.mesh, n, groups), 2 * setup.chain.typical_send_s
+            uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
+            exposed = 0.0 if own.record.hides_sends else sent * (1 - 1 / own.num_stages)
+            fill = float(own.record.fill_s(forward, backward, weight, own.shape))
+            turn = forward + backward + after / n
+            even = n * each * (turn + exposed) * uneven + (groups - 1) * fill
+            stages = groups * each
+            one_s = stages * (forward + backward - weight) + (stages - 1) * sent * (groups > 1)
+            yield max(even, in_turn_s(own, one_s * (not setup.paired)))
 
     def _overfull(
         self,
-        setup: StageSetup,
+        least: StageSetup,
         policy: str,
-        groups: int,
-        each: NDArray[Any],
-        own_each: NDArray[Any],
+        parts: Sums,
+        offered: Sequence[tuple[StageSetup, Pipeline]],
         held: Sequence[Sequence[InFlight]],
-        m: int,
-    ) -> list[bool]:
-        """Whether an even share of the model can't fit even under the policy that keeps least, for
-        each number of stages on a device."""
+    ) -> NDArray[np.bool_]:
+        """Whether an even share of the model, `parts`, can't fit even under the policy that keeps
+        least, in each pipeline."""
         if segment_policy(policy)[1] > 1:  # passing is the most, not least
-            return [False] * len(each)
-        whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
-        parts = whole.without_maxima().shared_out(groups * own_each)  # of buffers not all the most
-        kinds, count = self._kinds(setup, groups), len(each)
-        costs = stage_costs(Sums(np.concatenate([parts.array, kinds.array])), setup.setting, policy)
+            return np.zeros(len(offered), dtype=bool)
+        groups, mesh = offered[0][1].num_devices, least.mesh
+        kinds = {id(setup): setup for setup, _ in offered}
+        of_kinds = {key: self._kinds(setup, groups).array for key, setup in kinds.items()}
+        # of buffers not all the most
+        rows = np.concatenate([parts.without_maxima().array, *of_kinds.values()])
+        costs, count = stage_costs(Sums(rows), least.setting, policy), len(offered)
+        ends = np.cumsum([count, *map(len, of_kinds.values())])
+        where = {key: slice(*own) for key, own in zip(of_kinds, pairwise(ends), strict=True)}
         states, sure = costs.kept_bytes[:count], 1 - ROUNDING
-        if setup.mesh.tp > 1 and groups > 1:  # as blocks prefer; those of a stage may split more
-            split = self.parameters / (setup.mesh.tp * setup.mesh.ep * groups * own_each)
+        each = np.array([own.each for _, own in offered])
+        if mesh.tp > 1 and groups > 1:  # as blocks prefer; those of a stage may split more
+            copies = np.array([own.record.copies for _, own in offered])
+            split = self.parameters / (mesh.tp * mesh.ep * groups * each / copies)
             states = states * np.minimum(1.0, split / np.maximum(costs.parameters[:count], 1.0))
             sure = SPLIT_MORE
-        in_flight = np.array([min(h.active if m > 1 else h.first for h in own) for own in held])
+        several = offered[0][1].num_microbatches > 1
+        in_flight = np.array([min(h.active if several else h.first for h in own) for own in held])
         load = groups * each * (states + in_flight * costs.activation_bytes[:count])
-        return [
-            overfull(
-                float(load[k]),
-                (costs.half_bytes if own[0].split else costs.passing_bytes)[count:],
-                self.room / sure,
-                groups,
-            )
-            for k, own in enumerate(held)
-        ]
+        found = []
+        for k, (setup, _) in enumerate(offered):
+            passing = costs.half_bytes if held[k][0].split else costs.passing_bytes
+            own = passing[where[id(setup)]]
+            found.append(overfull(float(load[k]), own, self.room / sure, groups))
+        return np.array(found)
 
     def waiting(self, choice: MeshChoice) -> tuple[Waiting, ...]:
         """Combinations on a mesh that repeat blocks or don't fit, and may be relieved."""
         self.combinations(choice)
         return self._waiting[choice]
 
-    def relieved(self, own: Waiting) -> Iterator[Combination]:
+    def relieved(self, own: Waiting) -> Sequence[Combination]:
         """Combinations that wait, with each relief that they may have, where that may fit; none
-        that gives up more than another with which nothing runs again."""
-        sharing = own.setup.sharing
-        enough = list[HostParts]()
+        that gives up more than another with which nothing runs again. Those that wait in the same
+        setting and promise nearly as much are relieved with them."""
+        if id(own) not in self._relieved:
+            alike = self._alike.get(_alike_setting(own.setup, own.offered[0].num_devices), [])
+            near = [w for w in alike if own.estimate_s <= w.estimate_s < AHEAD * own.estimate_s]
+            left = [w for w in near if w is not own and id(w) not in self._relieved]
+            self._relieve([own, *left])
+        return self._relieved[id(own)]
+
+    def _relieve(self, waiting: Sequence[Waiting]) -> None:
+        enough = {id(own): list[HostParts]() for own in waiting}
+        self._relieved |= {id(own): [] for own in waiting}
         for relief in self.space.reliefs[1:]:
             host = relief.most
-            if relief.segmented and not own.tight:
-                continue
-            if (sharing.gathers and (host.weights or host.files)) or (
-                host.states and sharing.sent_otherwise
-            ):
-                continue
-            if not host.files and any(map(host.exceeds, enough)):
-                continue
-            left = [one for one in own.offered if not host or one.record.copies == 1]
-            sent = self._sendable(own, relief, left) if relief.sends else [0.0] * len(left)
-            found = list[Combination]()
-            for sends in dict.fromkeys(sent):
-                setup = replace(own.setup, relief=replace(relief, sends=sends))
-                alike = [one for one, part in zip(left, sent, strict=True) if part == sends]
-                if sends or not relief.sends:  # else it is another relief
-                    found += self._by_policies(setup, alike)[0]
-            if len(found) == len(left) and not any(one.repeats for one in found):
-                enough.append(host)
-            yield from found
+            tried = [
+                (own, self._relievable(own, relief))
+                for own in waiting
+                if (own.tight or not relief.segmented)
+                and not (own.setup.sharing.gathers and (host.weights or host.files))
+                and not (host.states and own.setup.sharing.sent_otherwise)
+                and (host.files or not any(map(host.exceeds, enough[id(own)])))
+            ]
+            found = iter(self._estimated([one for _, offered in tried for one in offered]))
+            for own, offered in tried:
+                ones = [each.one for each in (next(found) for _ in offered)]
+                may = [one for one in ones if one]
+                usable = [one for one in own.offered if not host or one.record.copies == 1]
+                if len(may) == len(usable) and not any(one.repeats for one in may):
+                    enough[id(own)].append(host)
+                self._relieved[id(own)] += may
+
+    def _relievable(self, own: Waiting, relief: Relief) -> list[tuple[StageSetup, Pipeline]]:
+        """Those that wait, with a relief."""
+        left = [one for one in own.offered if not relief.most or one.record.copies == 1]
+        if not relief.sends:
+            setup = replace(own.setup, relief=relief)
+            return [(setup, one) for one in left]
+        sent = self._sendable(own, relief, left)
+        setups = {
+            sends: replace(own.setup, relief=replace(relief, sends=sends))
+            for sends in dict.fromkeys(sent)
+            if sends  # else it is another relief
+        }
+        return [(setups[part], one) for one, part in zip(left, sent, strict=True) if part]
 
     def _sendable(self, own: Waiting, relief: Relief, offered: Sequence[Pipeline]) -> list[float]:
         """The part of the blocks of a typical stage, whole ones, whose activations the hosts hold
@@ -341,8 +411,11 @@ class EqualStages:
 
     def _work(self, mesh: Mesh, m: int, groups: int) -> tuple[float, float]:
         """Least seconds per micro-batch of all stages and of the slowest device group."""
-        least = self.least(mesh, m)
-        return float(least.sum()), slowest_s(least, self.classes, groups)
+        key = mesh, m, groups
+        if key not in self._works:
+            least = self.least(mesh, m)
+            self._works[key] = float(least.sum()), slowest_s(least, self.classes, groups)
+        return self._works[key]
 
     def _kinds(self, setup: StageSetup, groups: int) -> Sums:
         """Sums of all blocks of each kind; on one device group of the whole model."""
@@ -350,15 +423,6 @@ class EqualStages:
             return Sums(setup.chain.whole().array[None])
         kinds = setup.chain.kinds_typical()
         return Sums(np.stack([kind.sums.times(kind.count).array for kind in kinds]))
-
-    def _even_levels(
-        self, whole: Sums, setup: StageSetup, policies: Sequence[str], stages: NDArray[Any]
-    ) -> RecomputeLevels:
-        """A stage of the `whole` model shared out evenly among so many, an entry for each number of
-        `stages`."""
-        blocks = len(self.classes) / stages
-        parts, sends = whole.shared_out(stages), setup.relief.sends
-        return recompute_levels(parts, setup.setting, policies, blocks, sends)
 
     @property
     def room(self) -> float:
@@ -535,6 +599,12 @@ def slowest_s(least: np.ndarray, classes: Sequence[str], groups: int) -> float:
         for own, seconds in zip(classes, least, strict=True)
     )
     return max(float(least.sum()) / groups, whole)
+
+
+def _alike_setting(setup: StageSetup, groups: int) -> tuple[Any, ...]:
+    """What estimates in one setting have in common."""
+    setting = setup.chain.setting
+    return setting.mesh, setup.sharing, setting.batch.microbatches > 1, groups
 
 
 def _alike(chain: Chain, other: Chain) -> bool:

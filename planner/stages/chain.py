@@ -87,9 +87,10 @@ class Chain:
     recompute policies that the user decided; blocks of one of the `kinds`, numbered from 0 in the
     order of their first, have both and the numbers of states at their ends in common. `cuts` are
     the states that each of the K+1 boundaries may have, `send_s` (K+1,) the seconds to send the
-    activations there. Parameters that several blocks read are `stored` in one state; `shared` has,
-    of each, which blocks read it and the sums and seconds of one copy. `price` gives the sums of a
-    block between two boundary states. Stages start and end `at` C of the boundaries; the blocks
+    activations there, `typical_send_s` their median. Parameters that several blocks read are
+    `stored` in one state; `shared` has, of each, which blocks read it and the sums and seconds of
+    one copy. `price` gives the sums of a block between two boundary states. Stages start and end
+    `at` C of the boundaries; the blocks
     between two of those are a piece.
     """
 
@@ -106,6 +107,7 @@ class Chain:
     shared: Sequence[tuple[Sequence[bool], Sums, float]]
     price: Callable[[BlockTable, tuple[int, ...]], Sums]
     costs: list[Floats] = field(init=False)
+    typical_send_s: float = field(init=False)
     # kind of block and its two boundary states: its sums
     _parts: dict[tuple[int, int, int], Sums] = field(default_factory=dict, init=False)
     # number of a block and its two boundary states
@@ -121,6 +123,7 @@ class Chain:
             if kind == len(matrices):
                 matrices.append(_matrix(table, len(self.cuts[j]), len(self.cuts[j + 1])))
         self.costs = [matrices[kind] for kind in self.kinds]
+        self.typical_send_s = float(np.median(self.send_s))
 
     # --- the whole model, roughly ---
 

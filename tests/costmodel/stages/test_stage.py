@@ -146,7 +146,7 @@ def test_spans_are_sums_and_maxima_of_their_blocks() -> None:
     for k, one in enumerate(blocks.array):
         thrice = functools.reduce(Sums.then, [Sums(one)] * 3)
         np.testing.assert_allclose(times.array[k], thrice.array)
-    part = blocks[0].shared_out(np.array([1, 4]))
+    part = Sums.shared_out([blocks[0]] * 2, np.array([1, 4]))
     np.testing.assert_allclose(part.array[1, :-MAXIMA], blocks.array[0, :-MAXIMA] / 4)
 
 

@@ -11,7 +11,7 @@ from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.operators import Batch, Mesh, Sharing
 from meshwright.costmodel.stages import InFlight
 from meshwright.costmodel.stages.stage import StageCosts, as_rows, of_one, of_rows, stage_costs
-from meshwright.costmodel.stages.sums import Floats
+from meshwright.costmodel.stages.sums import Floats, Sums
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels, recompute_levels
 from tests.helpers.planning import case, odd_cluster, programs_of
 
@@ -151,7 +151,7 @@ def test_all_policies_at_once_cost_what_each_costs(zero: int) -> None:
         Mesh(dp=2, tp=2), Batch(rows=2, microbatches=2), Sharing(zero=zero)
     )
     whole = programs.chain(setting).typical()
-    parts = whole.shared_out(np.array([1, 2, 4]))
+    parts = Sums.shared_out([whole] * 3, np.array([1, 2, 4]))
     together = stage_costs(parts, setting, parts.recompute_by(RECOMPUTE))
     for k, policy in enumerate(RECOMPUTE):
         for j, number in enumerate((1, 2, 4)):
