@@ -31,6 +31,7 @@ from meshwright.costmodel.stages import (
     of_one,
     of_rows,
     stage_costs,
+    used_bytes,
 )
 from meshwright.planner.decisions import MESH, taken
 from meshwright.planner.drafts.candidates import PlanDraft
@@ -58,6 +59,7 @@ from meshwright.planner.stages import (
     recompute_levels,
 )
 
+HELD_STEPS = 16  # of states in host memory, what the fewest are rounded up to
 ROUNDING = 1e-9  # of sums that may fill a device to the last byte
 SPLIT_MORE = 0.7  # of typical bytes, what a stage needs at least on a tensor axis
 AHEAD = 1.1  # of what one promises, others that are estimated with it
@@ -371,6 +373,13 @@ class EqualStages:
     def _relievable(self, own: Waiting, relief: Relief) -> list[tuple[StageSetup, Pipeline]]:
         """Those that wait, with a relief."""
         left = [one for one in own.offered if not relief.most or one.record.copies == 1]
+        if relief.fewest:
+            held = self._fewest_held(own, relief.host, left)
+            return [
+                (replace(own.setup, relief=Relief(host=replace(relief.host, states=part))), one)
+                for one, part in zip(left, held, strict=True)
+                if 0 < part < relief.host.states  # else it is another relief, or none
+            ]
         if not relief.sends:
             setup = replace(own.setup, relief=relief)
             return [(setup, one) for one in left]
@@ -381,6 +390,33 @@ class EqualStages:
             if sends  # else it is another relief
         }
         return [(setups[part], one) for one, part in zip(left, sent, strict=True) if part]
+
+    def _fewest_held(
+        self, own: Waiting, host: HostParts, offered: Sequence[Pipeline]
+    ) -> list[float]:
+        """The part of the states of a typical stage in host memory with which each pipeline takes
+        least: all of its blocks run again by one policy, and as many states as that lacks room for
+        are there. Seconds and bytes are taken to be linear in the part."""
+        setup, copies = own.setup, np.array([one.record.copies for one in offered])
+        each = np.array([one.each for one in offered])
+        policies = [p for p in self.policies(setup, offered[0]) if segment_policy(p)[1] == 1]
+        if not policies:
+            return [0.0] * len(offered)
+        groups, m = offered[0].num_devices, offered[0].num_microbatches
+        parts = Sums.shared_out([setup.chain.typical()] * len(offered), groups * each / copies)
+        held = [np.array(held_at_peak(one)).mean(axis=0) for one in offered]
+        average, again = InFlight(*np.array(held).T), parts.recompute_by(policies)
+        here, there = (
+            stage_costs(parts, replace(setup, relief=Relief(host=own_host)).setting, again)
+            for own_host in (replace(host, states=0.0), host)
+        )
+        most, least = (used_bytes(costs, average, each) for costs in (here, there))
+        part = np.clip((most - self.room) / np.maximum(most - least, 1.0), 0.0, 1.0)
+        first, last = (costs.amortised_s(m) for costs in (here, there))
+        seconds = np.where(least <= self.room, first + part * (last - first), np.inf)
+        best = part[seconds.argmin(axis=0), np.arange(len(offered))] * host.states
+        found: list[float] = (np.ceil(best * HELD_STEPS) / HELD_STEPS).tolist()
+        return found
 
     def _sendable(self, own: Waiting, relief: Relief, offered: Sequence[Pipeline]) -> list[float]:
         """The part of the blocks of a typical stage, whole ones, whose activations the hosts hold

@@ -22,11 +22,13 @@ from meshwright.planner.overrides import Restrictions
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relief:
     """The parts that lie in host memory, the part of the blocks that may send their activations
-    there, and whether blocks may run again in segments."""
+    there, and whether blocks may run again in segments. With the `fewest` states there, blocks run
+    again by the policy with which that and the rest of the states take least."""
 
     host: HostParts = NOT_AWAY
     sends: float = 0.0
     segmented: bool = False
+    fewest: bool = False
 
     @property
     def most(self) -> HostParts:
@@ -51,6 +53,7 @@ def reliefs(problem: Problem, over: Restrictions) -> tuple[Relief, ...]:
     found += [Relief(host=host, segmented=True)] * (free and not host.weights)
     held = held_by_hosts(problem, over)
     for own in (NOT_AWAY, *_held(problem, held)) if held else ():
+        found += [Relief(host=own, fewest=True)] * (own.kinds == {"states"})
         found += [Relief(host=own)] * (own != host)
         found += [Relief(host=own, sends=1.0)] * (not own.files)
     return tuple(found)

@@ -18,13 +18,13 @@ needed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.operators import Mesh
-from meshwright.costmodel.schedules import SCHEDULES, Pipeline, in_flight
+from meshwright.costmodel.schedules import SCHEDULES, Pipeline, PipelineShape, in_flight
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.fills import held_at_peak
@@ -105,16 +105,24 @@ class UnequalStages:
         at |= {k for k, cut in enumerate(self.equal.cuts) if int(cut) in own}
         return np.array(sorted(k for k in at if 0 <= k < count))
 
-    def table(
+    def schedules(self) -> list[str]:
+        """Those that stages of different meshes may have."""
+        names = [name for name, record in SCHEDULES.items() if record.unequal_meshes]
+        return [name for name in names if name in self.space.restrictions.schedules] or names
+
+    def tables(
         self, m: int, setups: Sequence[StageSetup], at: Positions | None = None
-    ) -> tuple[StageTable, list[Option]]:
-        """Costs of every stage under every option, roughly where its ends are only those `at`: it
-        fills the pipeline for one pass t; in time it is busy (m-1)·t more, and once per step."""
+    ) -> tuple[list[StageTable], list[Option]]:
+        """Costs of every stage under every option, roughly where its ends are only those `at`, a
+        table for each way in which `schedules` fill pipelines: with a pass t it is busy (m-1)·t
+        besides, and once per step."""
+        ways = list(dict.fromkeys(SCHEDULES[name].fill_s for name in self.schedules()))
         policies = self.space.restrictions.policies
         places = np.arange(len(self.equal.cuts)) if at is None else at
         grid = np.ix_(places, places)
         options: list[Option] = []
         times, fills, static, active = [], [], [], []
+        shape = PipelineShape(m, 2, 1)  # how many groups there will be is not known
         for setup in setups:
             runs = setup.chain.runs if at is None else self._rough_runs(setup.chain, at)
             index, send = runs.index, self.equal.sent(setup)[grid]
@@ -126,18 +134,20 @@ class UnequalStages:
                 ok = legal & np.isfinite(runs.seconds)[index]
                 options.append(Option(setup=setup, policy=policy))
                 turn = pass_s[index] + send
-                fills.append(np.where(ok, turn, np.inf))
+                f, b, w = costs.forward_s, costs.backward_s, costs.weight_s
+                each = (way(f, b, w, shape)[index] + send for way in ways)
+                fills.append([np.where(ok, fill, np.inf) for fill in each])
                 times.append(np.where(ok, (m - 1) * turn + once_s[index], np.inf))
                 static.append(costs.static_bytes[index])
                 active.append(costs.activation_bytes[index])
         table = StageTable(
             devices=np.array([o.setup.mesh.devices for o in options], dtype=np.int64),
             time_s=np.stack(times),
-            fill_s=np.stack(fills),
             static_bytes=np.stack(static),
             activation_bytes=np.stack(active),
         )
-        return table, options
+        tables = [replace(table, fill_s=np.stack(own)) for own in zip(*fills, strict=True)]
+        return tables, options
 
     def _rough_runs(self, chain: Chain, at: Positions) -> Runs:
         if chain not in self._coarse:
@@ -149,11 +159,11 @@ class UnequalStages:
     ) -> list[StageSetup]:
         """Setups on the meshes of the best partition whose stages end at few cuts, none where it is
         not nearly below the cutoff: with all cuts it would hardly be."""
-        table, options = self.table(m, setups, self.coarse())
-        found = self.solve(table, m, cutoff_s * COARSE_EXCESS, deadline)
-        if found is None:
-            return []
-        meshes = {options[choice.variant].setup.mesh for choice in found.stages}
+        tables, options = self.tables(m, setups, self.coarse())
+        found = [self.solve(table, m, cutoff_s * COARSE_EXCESS, deadline) for table in tables]
+        meshes = {
+            options[choice.variant].setup.mesh for own in found if own for choice in own.stages
+        }
         return [setup for setup in setups if setup.mesh in meshes]
 
     def solve(
@@ -200,13 +210,11 @@ class UnequalStages:
         return found
 
     def _constraints(self, m: int) -> Constraints:
-        names = {name for name, schedule in SCHEDULES.items() if schedule.unequal_meshes}
-        names = names.intersection(self.space.restrictions.schedules) or names
         return Constraints(
             num_devices=self.space.cluster.num_devices,
             memory_bytes=self.equal.room,
             in_flight=lambda position: min(
-                in_flight(Pipeline(name, position, m, position), 0) for name in names
+                in_flight(Pipeline(name, position, m, position), 0) for name in self.schedules()
             ),
             num_stages=self.space.restrictions.pp,
         )

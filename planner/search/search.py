@@ -41,6 +41,7 @@ MAX_PROOFS = 6
 WRITTEN_LESS = 0.01  # of a draft's step, by which the plan that is written out may be faster
 MOST_WRITTEN = 4  # plans that are written out for that
 ALL_COUNTS = 6  # numbers of micro-batches up to which the stage DP looks at all
+FEW_CUTS = 20  # places where stages may end, up to which it looks at all, too
 NEAR_COUNTS = 3  # of more, those that it looks at
 
 
@@ -243,13 +244,13 @@ class Search(Drafter):
         """Of many numbers of micro-batches those next to the best draft's: there the stage DP may
         find a better plan, if anywhere."""
         best = self._best_draft()
-        if best is None or len(counts) <= ALL_COUNTS:
+        if best is None or len(counts) <= ALL_COUNTS or len(self.equal.cuts) <= FEW_CUTS:
             return counts
         own = math.log(best.plan.num_microbatches)
         return sorted(counts, key=lambda m: abs(math.log(m) - own))[:NEAR_COUNTS]
 
     def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
-        """The best cut with different meshes for m micro-batches becomes a draft."""
+        """The best cuts with different meshes for m micro-batches become drafts."""
         limit = self._limit()
         setups = self.unequal.setups(m, meshes, limit)
         if not setups:
@@ -260,13 +261,16 @@ class Search(Drafter):
             setups = self.unequal.promising(m, setups, cutoff_s, deadline)
             if not setups:
                 return
-        table, options = self.unequal.table(m, setups)
-        solution = self.unequal.solve(table, m, cutoff_s, deadline)
-        if solution is None:
-            return
-        for own in self.space.schedules(len(solution.stages), m):
-            stages = self.unequal.stage_drafts(solution, options, own) if own.each == 1 else None
-            self.drafts += [] if stages is None else [self.simulated(stages, own)]
+        tables, options = self.unequal.tables(m, setups)
+        for table in tables:
+            solution = self.unequal.solve(table, m, cutoff_s, deadline)
+            if solution is None:
+                continue
+            for own in self.space.schedules(len(solution.stages), m):
+                stages = None
+                if own.each == 1:
+                    stages = self.unequal.stage_drafts(solution, options, own)
+                self.drafts += [] if stages is None else [self.simulated(stages, own)]
 
     # --- the answer ---
 

@@ -149,7 +149,7 @@ def test_stages_in_the_table_hold_what_their_blocks_do() -> None:
     for search, *_ in instances()[:5]:
         for m in search.space.microbatch_counts():
             ways = search.unequal.setups(m, search.unequal.meshes(m), np.inf)
-            table, options = search.unequal.table(m, ways)
+            (table, *_), options = search.unequal.tables(m, ways)
             for v, option in enumerate(options):
                 chain = option.setup.chain
                 assert table.devices[v] == option.setup.mesh.devices
@@ -186,7 +186,7 @@ def test_the_solution_becomes_stages_that_fit() -> None:
         search = Search(problem_of(of, small), batch, Overrides())
         for m in search.space.microbatch_counts():
             ways = search.unequal.setups(m, search.unequal.meshes(m), np.inf)
-            table, options = search.unequal.table(m, ways)
+            (table, *_), options = search.unequal.tables(m, ways)
             found = search.unequal.solve(table, m, np.inf, None)
             if found is None:
                 continue
