@@ -23,6 +23,7 @@ from meshwright.planner.plan import StagePlan, moved_parts, moved_sizes
 from meshwright.planner.pricing import evaluate
 from meshwright.planner.stages import BlockPrograms
 
+ROUNDING = 1e-9  # of a part
 TIE = 1.01  # of steps, below which the plan with less off its devices is taken
 
 
@@ -81,8 +82,7 @@ class _Back:
         for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
             levels = sorted({p for k in own for p in moved_parts(sizes[k])})
             most = max(best.plan.stages[k].host.files for k in own)
-            count = bisect.bisect_right(levels, most) + 1  # whole blocks reach the next level
-            best = self._least(best, levels[:count], dict.fromkeys(own, "files"))
+            best = self._least(best, _up_to(most, levels), dict.fromkeys(own, "files"))
         return best if best.step_time_s <= TIE * given.step_time_s else given
 
     def _less_on(self, given: Candidate, sizes: Mapping[int, Sequence[float]]) -> Candidate:
@@ -91,7 +91,7 @@ class _Back:
         plan = given.plan
         kinds = {k: "weights" if plan.stages[k].host.weights else "states" for k in sizes}
         levels = {
-            k: [p for p in moved_parts(own) if p <= getattr(plan.stages[k].host, kinds[k])]
+            k: _up_to(getattr(plan.stages[k].host, kinds[k]), moved_parts(own))
             for k, own in sizes.items()
         }
 
@@ -151,6 +151,11 @@ class _Back:
         priced = evaluate(plan, self.space.problem, best.assignments, self.programs.coster)
         fit = priced_fits(priced, self.space.problem.cluster, self.space.memory_bytes)
         return Candidate(evaluation=priced, assignments=best.assignments, fits=fit)
+
+
+def _up_to(most: float, levels: Sequence[float]) -> Sequence[float]:
+    """The rising levels up to the first that has this part, as whole blocks do."""
+    return levels[: bisect.bisect_left(levels, most * (1 - ROUNDING)) + 1]
 
 
 def _with(stage: StagePlan, own: Mapping[str, float]) -> StagePlan:

@@ -59,7 +59,7 @@ from meshwright.planner.stages import (
     recompute_levels,
 )
 
-HELD_STEPS = 16  # of states in host memory, what the fewest are rounded up to
+HELD_STEPS = 16  # of what is in host memory, to which the fewest are rounded up
 ROUNDING = 1e-9  # of sums that may fill a device to the last byte
 SPLIT_MORE = 0.7  # of typical bytes, what a stage needs at least on a tensor axis
 AHEAD = 1.1  # of what one promises, others that are estimated with it
@@ -374,11 +374,11 @@ class EqualStages:
         """Those that wait, with a relief."""
         left = [one for one in own.offered if not relief.most or one.record.copies == 1]
         if relief.fewest:
-            held = self._fewest_held(own, relief.host, left)
+            held = self._fewest_held(own, relief, left)
             return [
-                (replace(own.setup, relief=Relief(host=replace(relief.host, states=part))), one)
-                for one, part in zip(left, held, strict=True)
-                if 0 < part < relief.host.states  # else it is another relief, or none
+                (replace(own.setup, relief=Relief(host=host)), one)
+                for one, host in zip(left, held, strict=True)
+                if host != relief.host  # which is another relief
             ]
         if not relief.sends:
             setup = replace(own.setup, relief=relief)
@@ -392,31 +392,32 @@ class EqualStages:
         return [(setups[part], one) for one, part in zip(left, sent, strict=True) if part]
 
     def _fewest_held(
-        self, own: Waiting, host: HostParts, offered: Sequence[Pipeline]
-    ) -> list[float]:
-        """The part of the states of a typical stage in host memory with which each pipeline takes
-        least: all of its blocks run again by one policy, and as many states as that lacks room for
-        are there. Seconds and bytes are taken to be linear in the part."""
+        self, own: Waiting, relief: Relief, offered: Sequence[Pipeline]
+    ) -> list[HostParts]:
+        """What of a typical stage is in host memory where each pipeline takes least: all of its
+        blocks run again by one policy, and as many states, or weights, as that lacks room for are
+        there. Seconds and bytes are taken to be linear between the least part and all."""
         setup, copies = own.setup, np.array([one.record.copies for one in offered])
         each = np.array([one.each for one in offered])
         policies = [p for p in self.policies(setup, offered[0]) if segment_policy(p)[1] == 1]
         if not policies:
-            return [0.0] * len(offered)
+            return [relief.host] * len(offered)
         groups, m = offered[0].num_devices, offered[0].num_microbatches
-        parts = Sums.shared_out([setup.chain.typical()] * len(offered), groups * each / copies)
+        whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
+        parts = Sums.shared_out([whole] * len(offered), groups * each / copies)
         held = [np.array(held_at_peak(one)).mean(axis=0) for one in offered]
         average, again = InFlight(*np.array(held).T), parts.recompute_by(policies)
         here, there = (
-            stage_costs(parts, replace(setup, relief=Relief(host=own_host)).setting, again)
-            for own_host in (replace(host, states=0.0), host)
+            stage_costs(parts, replace(setup, relief=Relief(host=host)).setting, again)
+            for host in (relief.with_last(1 / HELD_STEPS), relief.host)
         )
         most, least = (used_bytes(costs, average, each) for costs in (here, there))
-        part = np.clip((most - self.room) / np.maximum(most - least, 1.0), 0.0, 1.0)
+        more = np.clip((most - self.room) / np.maximum(most - least, 1.0), 0.0, 1.0)
         first, last = (costs.amortised_s(m) for costs in (here, there))
-        seconds = np.where(least <= self.room, first + part * (last - first), np.inf)
-        best = part[seconds.argmin(axis=0), np.arange(len(offered))] * host.states
-        found: list[float] = (np.ceil(best * HELD_STEPS) / HELD_STEPS).tolist()
-        return found
+        seconds = np.where(least <= self.room, first + more * (last - first), np.inf)
+        best = more[seconds.argmin(axis=0), np.arange(len(offered))]
+        steps = 1 + np.ceil(best * (HELD_STEPS - 1))
+        return [relief.with_last(float(step) / HELD_STEPS) for step in steps]
 
     def _sendable(self, own: Waiting, relief: Relief, offered: Sequence[Pipeline]) -> list[float]:
         """The part of the blocks of a typical stage, whole ones, whose activations the hosts hold

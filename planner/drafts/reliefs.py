@@ -22,8 +22,8 @@ from meshwright.planner.overrides import Restrictions
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relief:
     """The parts that lie in host memory, the part of the blocks that may send their activations
-    there, and whether blocks may run again in segments. With the `fewest` states there, blocks run
-    again by the policy with which that and the rest of the states take least."""
+    there, and whether blocks may run again in segments. With the `fewest` states there, or where
+    weights are there, too, of these, blocks run again by the policy with which both take least."""
 
     host: HostParts = NOT_AWAY
     sends: float = 0.0
@@ -35,6 +35,13 @@ class Relief:
         """The most that may lie in host memory."""
         activations = max(self.host.activations, self.sends)
         return replace(self.host, activations=activations)
+
+    def with_last(self, part: float) -> HostParts:
+        """What is in host memory with such a part of the last that goes there: of the weights, or
+        else of the states."""
+        if self.host.weights:
+            return replace(self.host, weights=part * self.host.weights)
+        return replace(self.host, states=part * self.host.states)
 
 
 NO_RELIEF = Relief()
@@ -53,7 +60,7 @@ def reliefs(problem: Problem, over: Restrictions) -> tuple[Relief, ...]:
     found += [Relief(host=host, segmented=True)] * (free and not host.weights)
     held = held_by_hosts(problem, over)
     for own in (NOT_AWAY, *_held(problem, held)) if held else ():
-        found += [Relief(host=own, fewest=True)] * (own.kinds == {"states"})
+        found += [Relief(host=own, fewest=True)] * bool(own and not own.files)
         found += [Relief(host=own)] * (own != host)
         found += [Relief(host=own, sends=1.0)] * (not own.files)
     return tuple(found)
