@@ -161,7 +161,7 @@ def large_functions(file: SourceFile) -> list[str]:
 
 MOST_FILES = 8  # in which the name of a decision may stand
 # of decisions that stand in more of them: these numbers fall
-MORE_FILES: dict[str, int] = {"recompute": 16, "schedule": 18, "zero": 14}
+MORE_FILES: dict[str, int] = {"recompute": 16, "schedule": 17, "zero": 14}
 KNOBS = {
     "quantized": {"quantized", "quantised"},
     "hpz": {"hpz"},

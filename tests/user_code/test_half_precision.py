@@ -145,7 +145,12 @@ def planned(
 def test_half_precision_misses_no_more_than_autocast(build: Callable[[], nn.Module]) -> None:
     batch = noise(1) if build is Denoiser else sequences(1)
     exact = gradients(built(build), batch, None)
-    autocast = gradients(built(build), batch, torch.bfloat16)
+    try:
+        autocast = gradients(built(build), batch, torch.bfloat16)
+    except RuntimeError as error:  # torch's own, of processors that its kernels don't know
+        if "primitive descriptor" not in str(error):
+            raise
+        pytest.skip("torch has no bf16 kernel for this on this processor")
     made = planned(built(build), batch, "bf16")
     made.train_step(batch)
     held = dict(made.named_parameters())

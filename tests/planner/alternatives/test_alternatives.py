@@ -145,10 +145,10 @@ def test_no_line_is_faster_than_the_choice(case: tuple[str, str]) -> None:
 
 def test_what_was_refused_is_told_with_the_margin_that_it_needs() -> None:
     """The fastest plan fits with a margin of 4 %, not of 5 %."""
-    on, forbid = ON["two nodes"], ["offload", "recompute"]
-    free = searching(on, forbid=forbid).run().best
+    on, own = ON["two nodes"], {"forbid": ["offload", "recompute", "eager_1f1b"]}
+    free = searching(on, **own).run().best
     tight = limited(on, free.evaluation.prediction.fullest_bytes / 0.955)
-    given = {"overrides": Overrides(forbid=forbid), "memory_margin": 0.05}
+    given = {"overrides": Overrides(**own), "memory_margin": 0.05}
     search = Search(problem_of(small(), tight), BATCH, **given)
     answers = Answers(search=search, result=search.run())
     chosen_s = answers.result.best.step_time_s
