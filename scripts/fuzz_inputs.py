@@ -25,7 +25,7 @@ FAMILIES = (
     Family(name="cluster", make=files.cluster, share=14),
     Family(name="catalog", make=files.catalog, share=12),
     Family(name="import", make=files.imported, share=14),
-    Family(name="command", make=calls.command, share=5, refuse_s=5.0, limit_s=30.0),
+    Family(name="command", make=calls.command, share=5, refuse_s=8.0, limit_s=30.0),
     Family(name="checkpoint", make=saved.checkpoint, share=14),
     Family(name="weights", make=saved.weights, share=8),
     Family(name="cache", make=saved.cache_file, share=10),
