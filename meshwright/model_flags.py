@@ -104,6 +104,5 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--executable",
         action=argparse.BooleanOptionalAction,
-        help="search only what `run` can run, or everything that can be planned "
-        "(default: what runs, where ranks are running, on one device and on CPU processes)",
+        help="search only what `run` can run: in this version everything that is planned",
     )

@@ -36,7 +36,8 @@ def send_seconds(
     ends = tuple(source), tuple(destination)
     if not nbytes or ends[0] == ends[1]:
         return 0.0
-    crosses, concurrent = _between(*ends, cluster.devices_per_node)
+    node = cluster.devices_per_node
+    crosses = crosses_node(*ends, node)
     parts = tp if target.scatter_sends else 1
     found = None
     if profile is not None:
@@ -44,6 +45,7 @@ def send_seconds(
     if found:
         seconds = found[0]
     else:
+        concurrent = max(packed(side, node) for side in ends)
         seconds = p2p_time(nbytes / parts, cluster, crosses_node=crosses, concurrent=concurrent)
     gathering = group_for(cluster, size=parts, stride=1)
     seconds += collective_time("all_gather", nbytes, gathering, cluster)
@@ -51,14 +53,6 @@ def send_seconds(
 
 
 @lru_cache(maxsize=4096)
-def _between(
-    source: tuple[int, ...], destination: tuple[int, ...], devices_per_node: int
-) -> tuple[bool, int]:
-    """Whether a send crosses nodes, and ranks that share a node's network cards then."""
-    concurrent = max(packed(side, devices_per_node) for side in (source, destination))
-    return crosses_node(source, destination, devices_per_node), concurrent
-
-
 def crosses_node(source: Sequence[int], destination: Sequence[int], devices_per_node: int) -> bool:
     """Whether some rank's partner is on another node."""
     few, many = sorted((np.asarray(source), np.asarray(destination)), key=len)
@@ -66,6 +60,7 @@ def crosses_node(source: Sequence[int], destination: Sequence[int], devices_per_
     return bool((partners // devices_per_node != many // devices_per_node).any())
 
 
+@lru_cache(maxsize=4096)
 def packed(ranks: Sequence[int], devices_per_node: int) -> int:
     """The most of these ranks that any stretch as long as a node holds."""
     ordered = np.sort(np.asarray(ranks))

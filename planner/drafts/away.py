@@ -12,7 +12,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +19,10 @@ from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.candidates import Candidate, priced_fits
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.plan import StagePlan, moved_parts, moved_sizes
+from meshwright.planner.plan.offload import ROUNDING
 from meshwright.planner.pricing import evaluate
 from meshwright.planner.stages import BlockPrograms
 
-ROUNDING = 1e-9  # of a part
 TIE = 1.01  # of steps, below which the plan with less off its devices is taken
 
 
@@ -73,10 +72,10 @@ class _Back:
         as the hosts have no room for: alike on all stages, and less on those with the most."""
         sizes = [moved_sizes(stage, self.space.problem.graph) for stage in given.plan.stages]
         best = given
-        places = list(map(given.plan.devices.index, (s.ranks for s in given.plan.stages)))
-        for turn in range(max(Counter(places).values())):  # of each device's stages one
-            turns = {g: k for k, g in enumerate(places) if places[:k].count(g) == turn}
-            best = self._less_on(best, {k: sizes[k] for k in turns.values()})
+        ranks = [stage.ranks for stage in given.plan.stages]
+        turns = [ranks[:k].count(own) for k, own in enumerate(ranks)]
+        for turn in range(max(turns) + 1):  # of each device's stages one
+            best = self._less_on(best, {k: sizes[k] for k, own in enumerate(turns) if own == turn})
         held = {k: float(costs.flash_bytes) for k, costs in enumerate(given.evaluation.stages)}
         filed = sorted((k for k in held if held[k]), key=held.__getitem__, reverse=True)
         for own in (*([filed] if len(filed) > 1 else []), *([k] for k in filed)):
@@ -117,13 +116,10 @@ class _Back:
                 break
             middle = {ranks: (max(low[ranks], 0) + high[ranks]) // 2 for ranks in high}
             priced = at(middle)
-            peaks = dict(
-                zip(
-                    priced.plan.devices, priced.evaluation.prediction.peak_memory_bytes, strict=True
-                )
-            )
-            for ranks, count in middle.items():
-                (high if fits(peaks[ranks], self.space.memory_bytes) else low)[ranks] = count
+            peaks = priced.evaluation.prediction.peak_memory_bytes
+            for ranks, peak in zip(priced.plan.devices, peaks, strict=True):
+                if ranks in middle:
+                    (high if fits(peak, self.space.memory_bytes) else low)[ranks] = middle[ranks]
             found += [priced] * priced.fits
         return high, found
 

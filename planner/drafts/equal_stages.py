@@ -88,7 +88,7 @@ class EqualStages:
     _placed: dict[tuple[Mesh, int], dict[int, MeshChoice]] = field(default_factory=dict)
     _combinations: dict[MeshChoice, tuple[Combination, ...]] = field(default_factory=dict)
     _waiting: dict[MeshChoice, tuple[Waiting, ...]] = field(default_factory=dict)
-    _alike: dict[Any, list[Waiting]] = field(default_factory=dict)  # by `_alike_setting`
+    _in_setting: dict[Any, list[Waiting]] = field(default_factory=dict)  # by `_alike_setting`
     _relieved: dict[int, list[Combination]] = field(default_factory=dict)  # by who waited
     _works: dict[tuple[Mesh, int, int], tuple[float, float]] = field(default_factory=dict)
     cuts: np.ndarray = field(init=False)
@@ -181,17 +181,21 @@ class EqualStages:
         numbers of micro-batches that promise nearly as much are estimated with them."""
         if choice not in self._combinations:
             alike = self._placed.get((choice.mesh, choice.groups), {}).values()
-            more = [c for c in alike if choice.bound_s <= c.bound_s < AHEAD * choice.bound_s]
-            self._estimate([choice, *(c for c in more if c not in self._combinations)])
+            near = [c for c in alike if choice.bound_s <= c.bound_s < AHEAD * choice.bound_s]
+            left = [c for c in near if c != choice and c not in self._combinations]
+            self._estimate([choice, *left])
         return self._combinations[choice]
 
     def _estimate(self, choices: Sequence[MeshChoice]) -> None:
         """Estimate all combinations of choices of one mesh."""
         setups = [
-            (choice, setup, self.space.schedules(choice.groups, m, setup.sharing))
-            for choice in dict.fromkeys(choices)
-            for m in [choice.num_microbatches]
-            for setup in self.setups(choice.mesh, m)
+            (
+                choice,
+                setup,
+                self.space.schedules(choice.groups, choice.num_microbatches, setup.sharing),
+            )
+            for choice in choices
+            for setup in self.setups(choice.mesh, choice.num_microbatches)
         ]
         found = iter(self._estimated([(setup, one) for _, setup, own in setups for one in own]))
         self._combinations |= dict.fromkeys(choices, ())
@@ -209,7 +213,7 @@ class EqualStages:
                     tight=any(own[k].tight for k in wait),
                 )
                 self._waiting[choice] += (left,)
-                self._alike.setdefault(_alike_setting(setup, choice.groups), []).append(left)
+                self._in_setting.setdefault(_alike_setting(setup, choice.groups), []).append(left)
 
     def _estimated(self, offered: Sequence[tuple[StageSetup, Pipeline]]) -> list[_Estimate]:
         """Each of these, on as many device groups, estimated; together those in one setting, but
@@ -342,7 +346,7 @@ class EqualStages:
         that gives up more than another with which nothing runs again. Those that wait in the same
         setting and promise nearly as much are relieved with them."""
         if id(own) not in self._relieved:
-            alike = self._alike.get(_alike_setting(own.setup, own.offered[0].num_devices), [])
+            alike = self._in_setting.get(_alike_setting(own.setup, own.offered[0].num_devices), [])
             near = [w for w in alike if own.estimate_s <= w.estimate_s < AHEAD * own.estimate_s]
             left = [w for w in near if w is not own and id(w) not in self._relieved]
             self._relieve([own, *left])
@@ -365,14 +369,13 @@ class EqualStages:
             for own, offered in tried:
                 ones = [each.one for each in (next(found) for _ in offered)]
                 may = [one for one in ones if one]
-                usable = [one for one in own.offered if not host or one.record.copies == 1]
-                if len(may) == len(usable) and not any(one.repeats for one in may):
+                if len(may) == len(_usable(own, relief)) and not any(one.repeats for one in may):
                     enough[id(own)].append(host)
                 self._relieved[id(own)] += may
 
     def _relievable(self, own: Waiting, relief: Relief) -> list[tuple[StageSetup, Pipeline]]:
         """Those that wait, with a relief."""
-        left = [one for one in own.offered if not relief.most or one.record.copies == 1]
+        left = _usable(own, relief)
         if relief.fewest:
             held = self._fewest_held(own, relief, left)
             return [
@@ -451,7 +454,10 @@ class EqualStages:
         key = mesh, m, groups
         if key not in self._works:
             least = self.least(mesh, m)
-            self._works[key] = float(least.sum()), slowest_s(least, self.classes, groups)
+            work = float(least.sum()), slowest_s(least, self.classes, groups)
+            if not work[0]:  # no time is left: it may be known later
+                return work
+            self._works[key] = work
         return self._works[key]
 
     def _kinds(self, setup: StageSetup, groups: int) -> Sums:
@@ -636,6 +642,11 @@ def slowest_s(least: np.ndarray, classes: Sequence[str], groups: int) -> float:
         for own, seconds in zip(classes, least, strict=True)
     )
     return max(float(least.sum()) / groups, whole)
+
+
+def _usable(own: Waiting, relief: Relief) -> list[Pipeline]:
+    """Pipelines of those that wait that may have a relief: in host memory lies one copy's."""
+    return [one for one in own.offered if not relief.most or one.record.copies == 1]
 
 
 def _alike_setting(setup: StageSetup, groups: int) -> tuple[Any, ...]:

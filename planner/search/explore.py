@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from meshwright.costmodel.schedules import Pipeline
 from meshwright.planner.drafts import (
     Combination,
     Drafter,
@@ -38,10 +37,9 @@ FREE = (0.05, 0.1)  # parts of memory that a plan may leave free, beside the mar
 OVERSHOOT, OVERSHOOT_OF_FEW = 0.03, 0.07
 
 
-def overshoot(own: Pipeline) -> float:
+def overshoot(groups: int, m: int) -> float:
     """How many times as long as a simulated step the objective of its cut may be."""
-    part = min(1.0, own.num_devices / own.num_microbatches) * (own.num_devices > 1)
-    return 1 + OVERSHOOT + OVERSHOOT_OF_FEW * part
+    return 1 + OVERSHOOT + OVERSHOOT_OF_FEW * min(1.0, groups / m) * (groups > 1)
 
 
 class Effort:
@@ -187,7 +185,8 @@ class Explorer:
         """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
         the simulation may hide all of what it sends. `given` as to `EqualStages.solve`."""
         sent_s = self.equal.sends_s(combination)
-        above = overshoot(combination.pipeline)
+        pipeline = combination.pipeline
+        above = overshoot(pipeline.num_devices, pipeline.num_microbatches)
         cutoff_s = limit_s / self.taste.ahead(combination) * above + sent_s
         found = self.effort.timed(
             "cut stages", lambda: self.equal.solve(combination, cutoff_s, **given)

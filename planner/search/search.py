@@ -26,7 +26,7 @@ from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan, check_plan
-from meshwright.planner.search.explore import OVERSHOOT, OVERSHOOT_OF_FEW, Effort, Explorer, Queue
+from meshwright.planner.search.explore import Effort, Explorer, Queue, overshoot
 from meshwright.planner.search.failure import LATE_MESHES, failure
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.result import SearchResult
@@ -256,7 +256,7 @@ class Search(Drafter):
         if not setups:
             return
         deadline = self.programs.time.ends_s if limit < math.inf else None  # first find something
-        cutoff_s = limit * (1 + OVERSHOOT + OVERSHOOT_OF_FEW * min(1.0, 2 / m))
+        cutoff_s = limit * overshoot(2, m)
         if limit < math.inf and len(self.unequal.coarse()) < len(self.equal.cuts):
             setups = self.unequal.promising(m, setups, cutoff_s, deadline)
             if not setups:
