@@ -27,11 +27,11 @@ TIE = 1.01  # of steps, below which the plan with less off its devices is taken
 
 
 def brought_back(
-    given: Candidate, programs: BlockPrograms, space: Space, sends: float
+    given: Candidate, programs: BlockPrograms, space: Space, sends: float, room_bytes: float
 ) -> Candidate:
-    """The plan with as little off its devices as fits, but for what the user decided; such a part
-    of its blocks may send their activations at most."""
-    decided, back, best = space.reliefs[0].host, _Back(programs, space), given
+    """The plan with as little off its devices as fits `room_bytes` of each, but for what the user
+    decided; such a part of its blocks may send their activations at most."""
+    decided, back, best = space.reliefs[0].host, _Back(programs, space, room_bytes), given
     if any(s.host.activations for s in given.plan.stages) and sends:
         best = back.less_sent(given, sends)
     held = any(stage.host.states for stage in best.plan.stages)
@@ -44,6 +44,7 @@ class _Back:
 
     programs: BlockPrograms
     space: Space
+    room_bytes: float
 
     def less_sent(self, given: Candidate, sends: float) -> Candidate:
         """The plan with as few activations in host memory as fit, by device group."""
@@ -119,7 +120,7 @@ class _Back:
             peaks = priced.evaluation.prediction.peak_memory_bytes
             for ranks, peak in zip(priced.plan.devices, peaks, strict=True):
                 if ranks in middle:
-                    (high if fits(peak, self.space.memory_bytes) else low)[ranks] = middle[ranks]
+                    (high if fits(peak, self.room_bytes) else low)[ranks] = middle[ranks]
             found += [priced] * priced.fits
         return high, found
 
@@ -145,7 +146,7 @@ class _Back:
             stages[k] = _with(stages[k], own)
         plan = dataclasses.replace(best.plan, stages=tuple(stages))
         priced = evaluate(plan, self.space.problem, best.assignments, self.programs.coster)
-        fit = priced_fits(priced, self.space.problem.cluster, self.space.memory_bytes)
+        fit = priced_fits(priced, self.space.problem.cluster, self.room_bytes)
         return Candidate(evaluation=priced, assignments=best.assignments, fits=fit)
 
 

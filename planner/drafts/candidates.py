@@ -51,10 +51,12 @@ class Priced:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDraft(Priced):
     """A plan priced from its stages' sums; it has no shardings yet. Its fullest device lacks so
-    many bytes, if they are more than 0 (`lacks_bytes`)."""
+    many bytes, if they are more than 0 (`lacks_bytes`). Written out, a device may fill
+    `room_bytes`."""
 
     stages: tuple[StageDraft, ...]
     lacks_bytes: float
+    room_bytes: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +72,10 @@ def make_draft(
     pipeline: Pipeline,
     global_batch_size: int,
     memory_bytes: float,
+    free_bytes: float = 0.0,
 ) -> PlanDraft:
     """Price stages by simulation, seconds from their sums, memory from their blocks; each device
-    may fill `memory_bytes`."""
+    may fill `memory_bytes`, and is to leave so many of them free."""
     ranks = _ranks(stages, pipeline, coster.cluster)
     plans = [
         _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
@@ -92,20 +95,26 @@ def make_draft(
     blocks = (stage_blocks(plan, k, coster, own) for k, own in enumerate(assignments))
     priced = price_blocks(plan, coster, costs, blocks)
     fits = priced_fits(priced, coster.cluster, memory_bytes)
-    lacks = priced.prediction.fullest_bytes - memory_bytes
-    return PlanDraft(stages=tuple(stages), evaluation=priced, fits=fits, lacks_bytes=lacks)
+    fullest = priced.prediction.fullest_bytes
+    return PlanDraft(
+        stages=tuple(stages),
+        evaluation=priced,
+        fits=fits,
+        lacks_bytes=fullest - memory_bytes,
+        room_bytes=min(memory_bytes, max(memory_bytes - free_bytes, fullest)),
+    )
 
 
-def make_candidate(coster: StageCoster, draft: PlanDraft, memory_bytes: float) -> Candidate:
+def make_candidate(coster: StageCoster, draft: PlanDraft) -> Candidate:
     """The plan of a draft, written out and priced from what is written. Where some blocks are
     recomputed, it is the faster one of two: a stage's highest point may be in its last block's
     backward or not."""
     assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
     plan = _with_shardings(coster, draft, assignments)
-    found = _candidate(coster, draft, plan, assignments, memory_bytes, ends=True)
+    found = _candidate(coster, draft, plan, assignments, ends=True)
     if all(set(stage.policies) == {"none"} for stage in found.plan.stages):
         return found
-    other = _candidate(coster, draft, plan, assignments, memory_bytes, ends=False)
+    other = _candidate(coster, draft, plan, assignments, ends=False)
     return min(found, other, key=lambda each: (not each.fits, each.step_time_s))
 
 
@@ -114,13 +123,13 @@ def _candidate(
     draft: PlanDraft,
     plan: Plan,
     assignments: list[dict[str, Assignment]],
-    memory_bytes: float,
     *,
     ends: bool,
 ) -> Candidate:
     """The plan of a draft, whose shardings are written, with the recompute that fits if each stage
     `ends` with its highest point, or not. Where whole blocks don't fit as parts of them did, more
     are recomputed; where they leave room, fewer, once."""
+    memory_bytes = draft.room_bytes
     room = memory_bytes - coster.cluster.device.reserved_bytes
     groups = [
         [k for k, stage in enumerate(draft.plan.stages) if stage.ranks == ranks]

@@ -115,6 +115,11 @@ class StageDraft:
         """Policies and blocks in a segment; all of a stage are on the level of one, or none."""
         return self.policies, self.given or segment_policy(self._names()[0])[1]
 
+    @property
+    def relieved(self) -> bool:
+        """Whether any block runs again, or sends its activations to host memory."""
+        return bool(self.chosen.level[self.run] or self.chosen.fraction[self.run])
+
     def harder(self, steps: int) -> tuple[tuple[str, ...], int]:
         """Policies and blocks in a segment, so many levels of segments beyond its own."""
         last = len(self.levels.policies) - 1

@@ -13,7 +13,7 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.planner.drafts.away import brought_back
 from meshwright.planner.drafts.candidates import Candidate, PlanDraft, make_candidate, make_draft
-from meshwright.planner.drafts.combinations import Combination, StageDraft
+from meshwright.planner.drafts.combinations import StageDraft
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.drafts.unequal_stages import UnequalStages
@@ -100,21 +100,19 @@ class Drafter:
         cluster = replace(self.problem.cluster, num_nodes=num_nodes)
         return self.like(problem=replace(self.problem, cluster=cluster))
 
-    def draft(self, combination: Combination, cut: Sequence[StageDraft]) -> PlanDraft:
-        """A combination cut into stages, simulated."""
-        return self.simulated(cut, combination.pipeline)
-
-    def simulated(self, stages: Sequence[StageDraft], pipeline: Pipeline) -> PlanDraft:
-        """Stages of a pipeline."""
+    def simulated(
+        self, stages: Sequence[StageDraft], pipeline: Pipeline, free_bytes: float = 0.0
+    ) -> PlanDraft:
+        """Stages of a pipeline, simulated; so many bytes of each device are to stay free."""
         batch, room = self.global_batch_size, self.space.memory_bytes
-        return make_draft(self.programs.coster, stages, pipeline, batch, room)
+        return make_draft(self.programs.coster, stages, pipeline, batch, room, free_bytes)
 
     def written(self, draft: PlanDraft) -> Candidate:
         """The plan of a draft, written out and priced from what is written, with as little off its
         devices as fits."""
-        found = make_candidate(self.programs.coster, draft, self.space.memory_bytes)
+        found = make_candidate(self.programs.coster, draft)
         sends = draft.stages[0].setup.relief.sends
-        return brought_back(found, self.programs, self.space, sends)
+        return brought_back(found, self.programs, self.space, sends, draft.room_bytes)
 
     def forget(self) -> None:
         """Give back the memory of what was cut; prices stay."""

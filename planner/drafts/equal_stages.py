@@ -59,6 +59,7 @@ from meshwright.planner.stages import (
     recompute_levels,
 )
 
+HELD_PARTS = (1 / 16, 1 / 4, 1 / 2, 3 / 4, 1.0)  # of what may be in host memory, looked at
 HELD_STEPS = 16  # of what is in host memory, to which the fewest are rounded up
 ROUNDING = 1e-9  # of sums that may fill a device to the last byte
 SPLIT_MORE = 0.7  # of typical bytes, what a stage needs at least on a tensor axis
@@ -399,7 +400,7 @@ class EqualStages:
     ) -> list[HostParts]:
         """What of a typical stage is in host memory where each pipeline takes least: all of its
         blocks run again by one policy, and as many states, or weights, as that lacks room for are
-        there. Seconds and bytes are taken to be linear between the least part and all."""
+        there. Seconds and bytes are taken to be linear between `HELD_PARTS`."""
         setup, copies = own.setup, np.array([one.record.copies for one in offered])
         each = np.array([one.each for one in offered])
         policies = [p for p in self.policies(setup, offered[0]) if segment_policy(p)[1] == 1]
@@ -410,16 +411,24 @@ class EqualStages:
         parts = Sums.shared_out([whole] * len(offered), groups * each / copies)
         held = [np.array(held_at_peak(one)).mean(axis=0) for one in offered]
         average, again = InFlight(*np.array(held).T), parts.recompute_by(policies)
-        here, there = (
+        costs = [
             stage_costs(parts, replace(setup, relief=Relief(host=host)).setting, again)
-            for host in (relief.with_last(1 / HELD_STEPS), relief.host)
+            for host in map(relief.with_last, HELD_PARTS)
+        ]
+        seconds = np.array([own.amortised_s(m) for own in costs])
+        free = np.array([self.room - used_bytes(own, average, each) for own in costs])
+        some = (free >= 0).any(axis=0)
+        high = np.where(some, (free >= 0).argmax(axis=0), len(costs) - 1)
+        ends = np.stack([np.maximum(high - 1, 0), high])
+        parts_of, (low_s, high_s), (lacks, has) = (
+            np.array(HELD_PARTS)[ends],
+            *(np.take_along_axis(own, ends, axis=0) for own in (seconds, free)),
         )
-        most, least = (used_bytes(costs, average, each) for costs in (here, there))
-        more = np.clip((most - self.room) / np.maximum(most - least, 1.0), 0.0, 1.0)
-        first, last = (costs.amortised_s(m) for costs in (here, there))
-        seconds = np.where(least <= self.room, first + more * (last - first), np.inf)
-        best = more[seconds.argmin(axis=0), np.arange(len(offered))]
-        steps = 1 + np.ceil(best * (HELD_STEPS - 1))
+        more = np.clip(-lacks / np.maximum(has - lacks, 1.0), 0.0, 1.0)
+        best = np.where(some, low_s + more * (high_s - low_s), np.inf).argmin(axis=0)
+        held_part = parts_of[0] + more * (parts_of[1] - parts_of[0])
+        best = held_part[best, np.arange(len(offered))]
+        steps = np.ceil(best * HELD_STEPS - 1e-9)
         return [relief.with_last(float(step) / HELD_STEPS) for step in steps]
 
     def _sendable(self, own: Waiting, relief: Relief, offered: Sequence[Pipeline]) -> list[float]:

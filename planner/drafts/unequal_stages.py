@@ -9,16 +9,17 @@ and more, if block b is on a mesh where it takes more than w_b: a mesh on which 
 much more that the bound exceeds the incumbent is in no better plan.
 
 The DP minimises Σ t + max ((m-1)·t + once): Alpa's objective, with the once-per-step work of the
-slowest stage, beside which that of the others passes. It knows the schedule by the micro-batches in
-flight, of the schedule left that has fewest: the simulation judges between those in which the cut
-fits. Its options recompute all blocks of a stage by one policy, the chosen stages only as many as
-needed.
+slowest stage, beside which that of the others passes. It is solved for each way in which schedules
+fill a pipeline, and knows these by the micro-batches in flight, of the one that has fewest: the
+simulation judges between all in which the cut fits. Its options recompute all blocks of a stage by
+one policy, the chosen stages only as many as needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,11 +113,14 @@ class UnequalStages:
 
     def tables(
         self, m: int, setups: Sequence[StageSetup], at: Positions | None = None
-    ) -> tuple[list[StageTable], list[Option]]:
+    ) -> tuple[dict[tuple[str, ...], StageTable], list[Option]]:
         """Costs of every stage under every option, roughly where its ends are only those `at`, a
-        table for each way in which `schedules` fill pipelines: with a pass t it is busy (m-1)·t
-        besides, and once per step."""
-        ways = list(dict.fromkeys(SCHEDULES[name].fill_s for name in self.schedules()))
+        table for those `schedules` that fill pipelines in one way: with a pass t it is busy
+        (m-1)·t besides, and once per step."""
+        ways: dict[Any, tuple[str, ...]] = {}
+        for name in self.schedules():
+            way = SCHEDULES[name].fill_s
+            ways[way] = (*ways.get(way, ()), name)
         policies = self.space.restrictions.policies
         places = np.arange(len(self.equal.cuts)) if at is None else at
         grid = np.ix_(places, places)
@@ -135,8 +139,8 @@ class UnequalStages:
                 options.append(Option(setup=setup, policy=policy))
                 turn = pass_s[index] + send
                 f, b, w = costs.forward_s, costs.backward_s, costs.weight_s
-                each = (way(f, b, w, shape)[index] + send for way in ways)
-                fills.append([np.where(ok, fill, np.inf) for fill in each])
+                filled = (way(f, b, w, shape)[index] + send for way in ways)
+                fills.append([np.where(ok, fill, np.inf) for fill in filled])
                 times.append(np.where(ok, (m - 1) * turn + once_s[index], np.inf))
                 static.append(costs.static_bytes[index])
                 active.append(costs.activation_bytes[index])
@@ -146,8 +150,8 @@ class UnequalStages:
             static_bytes=np.stack(static),
             activation_bytes=np.stack(active),
         )
-        tables = [replace(table, fill_s=np.stack(own)) for own in zip(*fills, strict=True)]
-        return tables, options
+        each = zip(ways.values(), zip(*fills, strict=True), strict=True)
+        return {names: replace(table, fill_s=np.stack(own)) for names, own in each}, options
 
     def _rough_runs(self, chain: Chain, at: Positions) -> Runs:
         if chain not in self._coarse:
@@ -160,20 +164,26 @@ class UnequalStages:
         """Setups on the meshes of the best partition whose stages end at few cuts, none where it is
         not nearly below the cutoff: with all cuts it would hardly be."""
         tables, options = self.tables(m, setups, self.coarse())
-        found = [self.solve(table, m, cutoff_s * COARSE_EXCESS, deadline) for table in tables]
+        cutoff_s *= COARSE_EXCESS
+        found = [self.solve(own, table, m, cutoff_s, deadline) for own, table in tables.items()]
         meshes = {
             options[choice.variant].setup.mesh for own in found if own for choice in own.stages
         }
         return [setup for setup in setups if setup.mesh in meshes]
 
     def solve(
-        self, table: StageTable, m: int, cutoff_s: float, deadline: float | None
+        self,
+        schedules: Sequence[str],
+        table: StageTable,
+        m: int,
+        cutoff_s: float,
+        deadline: float | None,
     ) -> InterOpSolution | None:
-        """The best partition with an objective below the cutoff; None where there is none, or none
-        was found by the deadline (a time.monotonic())."""
+        """The best partition with an objective below the cutoff, where some of the schedules holds
+        it; None where there is none, or none was found by the deadline (a time.monotonic())."""
         return solve_inter_op(
             table,
-            self._constraints(m),
+            self._constraints(schedules, m),
             num_microbatches=2,  # the maximum of what the table calls time counts once
             relative_gap=DP_GAP,
             cutoff_s=cutoff_s,
@@ -182,7 +192,7 @@ class UnequalStages:
 
     def shortfall(self, table: StageTable, m: int) -> MemoryShortfall | None:
         """The partition that comes closest to fitting."""
-        return minimal_shortfall(table, self._constraints(m))
+        return minimal_shortfall(table, self._constraints(self.schedules(), m))
 
     def stage_drafts(
         self, solution: InterOpSolution, options: Sequence[Option], pipeline: Pipeline
@@ -209,12 +219,12 @@ class UnequalStages:
             found.append(draft)
         return found
 
-    def _constraints(self, m: int) -> Constraints:
+    def _constraints(self, schedules: Sequence[str], m: int) -> Constraints:
         return Constraints(
             num_devices=self.space.cluster.num_devices,
             memory_bytes=self.equal.room,
             in_flight=lambda position: min(
-                in_flight(Pipeline(name, position, m, position), 0) for name in self.schedules()
+                in_flight(Pipeline(name, position, m, position), 0) for name in schedules
             ),
             num_stages=self.space.restrictions.pp,
         )

@@ -8,7 +8,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ progress = logging.getLogger("meshwright.progress")  # heard where somebody watc
 
 OPTIMISM = 0.95  # estimates are trusted to be no more than this much too high
 LATE_TRIES = 16  # meshes, combinations and cuts looked at for a first plan when the time is over
+UNUSED = 0.01  # of a device's memory, with which a draft may run fewer blocks again
 FREE = (0.05, 0.1)  # parts of memory that a plan may leave free, beside the margin
 # of a simulated step, by which the objective of its cut may exceed it at most: always, and more
 # with as many device groups as micro-batches, or more groups
@@ -108,16 +109,15 @@ class Explorer:
     effort: Effort
     taste: Taste
     drafts: list[PlanDraft] = field(default_factory=list)
-    _drafted: dict[int, Combination] = field(default_factory=dict)  # by the draft's id
     _known: dict[Any, PlanDraft] = field(default_factory=dict)  # by what it decides
     _limit_s: float = math.inf  # of the first so many `_weighed` drafts
     _weighed: int = 0
 
     def limit_s(self) -> float:
-        """Weighed step time to beat: that of the best draft that fits."""
+        """Weighed step time to beat: of the drafts that fit the least that leaves no better one."""
         for draft in self.drafts[self._weighed :]:
-            if draft.fits:
-                self._limit_s = min(self._limit_s, self.taste.weight(draft) * draft.step_time_s)
+            if draft.fits and self.taste.weight(draft) * draft.step_time_s < self._limit_s:
+                self._limit_s = min(self._limit_s, self.taste.limit_s(draft))
         self._weighed = len(self.drafts)
         return self._limit_s
 
@@ -196,44 +196,54 @@ class Explorer:
         least_s = self.equal.in_turn_s(combination, found[1])
         return max((found[0] - sent_s) / above, least_s), found[1]
 
-    def roomier(self, draft: PlanDraft) -> Iterator[PlanDraft]:
-        """A plan's combination drafted anew with more of its devices' memory free."""
-        combination = self._drafted.get(id(draft))
-        if combination is None:
-            return
-        for part in FREE:
-            less = part * self.drafter.problem.cluster.device.memory_bytes
-            found = self.cut(combination, math.inf, less_bytes=less)
-            if found is not None:
-                yield self._draft(combination, found[1])[0]
-
-    def _draft(self, combination: Combination, cut: Sequence[StageDraft]) -> tuple[PlanDraft, bool]:
+    def _draft(
+        self, combination: Combination, cut: Sequence[StageDraft], free_bytes: float = 0.0
+    ) -> tuple[PlanDraft, bool]:
         """The draft of a cut, and whether it is new: another relief may have given the same."""
         setup = combination.setup
         decided = [(own.start, own.stop, own.repeated, own.host) for own in cut]
         key = setup.chain, setup.sharing, setup.mesh, combination.pipeline, *decided
         new = key not in self._known
         if new:
-            draft = self.effort.timed("simulate", self.drafter.draft, combination, cut)
+            draft = self.effort.timed(
+                "simulate", self.drafter.simulated, cut, combination.pipeline, free_bytes
+            )
             self._known[key] = draft
             self.drafts.append(draft)
-            self._drafted[id(draft)] = combination
         return self._known[key], new
 
     def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
-        """Draft a cut; where it does not fit, one with as much less room as it lacks and its levels
-        left; where devices have several stages, the same after moves of blocks between them."""
+        """Draft a cut, again where its memory is found to be another one than its levels have it;
+        where devices have several stages, after moves of blocks between them; and where certainty
+        counts, with more memory left free."""
+        before_s = self.limit_s()
         (draft, new), less = self._draft(combination, cut), 0.0
-        if not draft.fits and draft.lacks_bytes > 0:
+        if self._off(draft):
             less = draft.lacks_bytes + self.equal.spare_bytes(combination, cut)
-            found = self.cut(combination, self.limit_s(), less_bytes=less)
-            if found is None:
-                return
-            draft, new = self._draft(combination, found[1])
-        if new and combination.pipeline.each > 1 and draft.fits:
+            found = self.cut(combination, before_s, less_bytes=less)
+            if found is not None:
+                draft, new = self._draft(combination, found[1])
+        if not (new and draft.fits):
+            return
+        if combination.pipeline.each > 1:
             limit_s = self.limit_s() / self.taste.weight(draft)
             moved = self.effort.timed(
                 "cut stages", self.equal.moved, combination, draft, limit_s, less
             )
             if moved is not None:
-                self._draft(combination, moved)
+                draft, _ = self._draft(combination, moved)
+        if self.taste.wants_room(draft, before_s):
+            for part in FREE:
+                more = part * self.drafter.problem.cluster.device.memory_bytes
+                found = self.cut(combination, before_s, less_bytes=less + more)
+                if found is not None:
+                    self._draft(combination, found[1], more)
+
+    def _off(self, draft: PlanDraft) -> bool:
+        """Whether a draft has less room than its levels knew, or so much more that it may run fewer
+        blocks again."""
+        if not draft.fits:
+            return draft.lacks_bytes > 0
+        near = draft.step_time_s * OPTIMISM < self.limit_s() / self.taste.weight(draft)
+        more = draft.lacks_bytes < -UNUSED * self.drafter.space.memory_bytes
+        return near and more and any(stage.relieved for stage in draft.stages)

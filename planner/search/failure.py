@@ -110,7 +110,7 @@ def _closest(
         setups = unequal.setups(m, unequal.meshes(m), math.inf)
         if not setups:
             continue
-        (table, *_), _ = unequal.tables(m, setups)
+        table, *_ = unequal.tables(m, setups)[0].values()
         short = unequal.shortfall(table, m)
         if short is not None:
             how = f"{len(short.stages)} stages, {m} micro-batches"

@@ -43,6 +43,9 @@ MOST_WRITTEN = 4  # plans that are written out for that
 ALL_COUNTS = 6  # numbers of micro-batches up to which the stage DP looks at all
 FEW_CUTS = 20  # places where stages may end, up to which it looks at all, too
 NEAR_COUNTS = 3  # of more, those that it looks at
+MOST_OVERSHOOT = (
+    2.0  # of the objective of its cuts: seen where stages are unequal and micro-batches few
+)
 
 
 class Search(Drafter):
@@ -167,10 +170,8 @@ class Search(Drafter):
         return self._explorer.limit_s()
 
     def _best_draft(self) -> PlanDraft | None:
-        fit = (d for d in self.drafts if d.fits)
-        return min(
-            fit, key=lambda d: (self.taste.weight(d) * d.step_time_s, order(d)), default=None
-        )
+        fit = [d for d in self.drafts if d.fits]
+        return self.taste.judged(fit)[0][1] if fit else None
 
     # --- equal stages ---
 
@@ -256,14 +257,15 @@ class Search(Drafter):
         if not setups:
             return
         deadline = self.programs.time.ends_s if limit < math.inf else None  # first find something
-        cutoff_s = limit * overshoot(2, m)
+        few = len(self.equal.cuts) <= FEW_CUTS
+        cutoff_s = limit * (MOST_OVERSHOOT if few else overshoot(2, m))
         if limit < math.inf and len(self.unequal.coarse()) < len(self.equal.cuts):
             setups = self.unequal.promising(m, setups, cutoff_s, deadline)
             if not setups:
                 return
         tables, options = self.unequal.tables(m, setups)
-        for table in tables:
-            solution = self.unequal.solve(table, m, cutoff_s, deadline)
+        for names, table in tables.items():
+            solution = self.unequal.solve(names, table, m, cutoff_s, deadline)
             if solution is None:
                 continue
             for own in self.space.schedules(len(solution.stages), m):
@@ -282,11 +284,9 @@ class Search(Drafter):
         kept: dict[Any, PlanDraft] = {}
         for draft in sorted((d for d in self.drafts if d.fits), key=order):
             kept.setdefault(shape(draft), draft)
-        drafts, more = list(kept.values()), list[PlanDraft]()
-        if self.taste.robust and (best := self._best_draft()) and not self._effort.late():
-            more = [draft for draft in self._explorer.roomier(best) if draft.fits]
+        drafts = list(kept.values())
         written, refused = list[tuple[float, Candidate, PlanDraft]](), list[PlanDraft]()
-        for number_s, draft in self.taste.judged([*drafts, *more]):
+        for number_s, draft in self.taste.judged([d for d in self.drafts if d.fits]):
             more_s = WRITTEN_LESS * (not self.taste.robust and len(written) < MOST_WRITTEN)
             if written and written[0][0] <= number_s * (1 - more_s):
                 break

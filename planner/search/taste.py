@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
@@ -37,7 +37,9 @@ from meshwright.profiles.cluster import Cluster
 QUANTILE = 0.84  # standard deviations: a normal variable is below with 80 %
 TIE = 0.045  # part of a step that prices can't tell apart
 RISK = 0.1  # of a step, what running out of memory costs: another plan, another start
-MOST_JUDGED = 12  # plans whose quantile is simulated, the fastest
+SEEN = 8  # plans whose quantiles tell how certain those of a problem are
+CERTAIN = 0.99  # of fitting: more room gains nothing
+MOST_JUDGED = 24  # plans whose quantile is simulated at most, the fastest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +174,8 @@ class Taste:
 
     coster: StageCoster
     robust: bool
+    # by the id of a draft, with it: its number unweighed
+    _numbers: dict[int, tuple[PlanDraft, float]] = field(default_factory=dict)
 
     def ahead(self, one: Combination | Waiting) -> float:
         """By what the seconds of a combination are multiplied at least."""
@@ -190,21 +194,45 @@ class Taste:
         """The number of a draft, in seconds."""
         if not self.robust:
             return draft.step_time_s
-        probable = draft.evaluation.prediction.memory_probability(self.coster.cluster)
-        return quantile_s(draft, self.coster) * (1 + RISK * (1 - probable)) * self.weight(draft)
+        if id(draft) not in self._numbers:
+            probable = draft.evaluation.prediction.memory_probability(self.coster.cluster)
+            risk = 1 + RISK * (1 - probable)
+            self._numbers[id(draft)] = draft, quantile_s(draft, self.coster) * risk
+        return self._numbers[id(draft)][1] * self.weight(draft)
+
+    def limit_s(self, draft: PlanDraft) -> float:
+        """Weighed seconds of which a plan that is better than a draft takes less: its number is
+        larger by no smaller part than if it only computed, or than those of the drafts seen."""
+        return self.number_s(draft) / self.least_ratio
+
+    @property
+    def least_ratio(self) -> float:
+        """The least of plans' numbers over their weighed seconds."""
+        if len(self._numbers) < SEEN:
+            return 1 + QUANTILE * compute_error(self.coster.cluster.device.name) * self.robust
+        return min(own / draft.step_time_s for draft, own in self._numbers.values())
+
+    def wants_room(self, draft: PlanDraft, limit_s: float) -> bool:
+        """Whether a draft that is better than those before, of which the limit comes, may gain by
+        leaving more of its devices' memory free."""
+        if not self.robust or self.weight(draft) * draft.step_time_s >= limit_s:
+            return False
+        return draft.evaluation.prediction.memory_probability(self.coster.cluster) < CERTAIN
 
     def judged(self, drafts: Sequence[PlanDraft]) -> list[tuple[float, PlanDraft]]:
-        """The drafts in the order in which they should be chosen, each with its number: of the most
-        promising ones exactly, and behind them the rest by what they take as it is weighed."""
+        """The drafts in the order in which they should be chosen, each with its number: of those
+        that may be best exactly, and behind them the rest by what they take as it is weighed."""
         weighed = sorted(((self.weight(d) * d.step_time_s, d) for d in drafts), key=_first)
-        least = min((number for number, _ in weighed), default=math.inf)
-        near = [d for number, d in weighed if number <= least * (1 + 2 * TIE)][:MOST_JUDGED]
-        exact = [(self.number_s(d), sum(self.looks(d).parts()), order(d), d) for d in near]
-        exact.sort(key=lambda own: own[:3])
-        found = [(number, d) for number, _, _, d in exact]
-        known = set(map(id, near))
+        found, limit_s = list[tuple[float, PlanDraft]](), math.inf
+        for own, draft in weighed:
+            if own > limit_s or len(found) == MOST_JUDGED:
+                break
+            found.append((self.number_s(draft), draft))
+            limit_s = min(limit_s, self.limit_s(draft))
+        rest = weighed[len(found) :]
+        found.sort(key=lambda own: (own[0], sum(self.looks(own[1]).parts()), order(own[1])))
         last = max((number for number, _ in found), default=0.0)
-        return found + [(max(last, own), d) for own, d in weighed if id(d) not in known]
+        return found + [(max(last, own), d) for own, d in rest]
 
 
 def _first(own: tuple[float, PlanDraft]) -> tuple[Any, ...]:

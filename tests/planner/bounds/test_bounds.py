@@ -137,7 +137,7 @@ def test_no_cut_of_a_combination_is_faster_than_its_bound(seed: int, target: str
         for choice in search.equal.mesh_choices(m):
             for one in search.equal.combinations(choice):
                 found = search.equal.solve(one, math.inf)
-                draft = search.draft(one, found[1]) if found else None
+                draft = search.simulated(found[1], one.pipeline) if found else None
                 if draft is not None and draft.fits:
                     bound_s = bounds.of_combination(one)
                     assert bound_s <= draft.step_time_s * (1 + 1e-9), (choice, one.pipeline)

@@ -80,7 +80,8 @@ def every(search: Search, node: Combination) -> Iterator[PlanDraft]:
         judged = layouts.shared.judged(cuts[None])
         if np.isfinite(judged.load_s).all() and not judged.lacks.any():
             chosen = layouts.chosen(cuts)
-            yield search.draft(node, search.equal._stages(node, chosen, cuts.tolist()))
+            stages = search.equal._stages(node, chosen, cuts.tolist())
+            yield search.simulated(stages, node.pipeline)
 
 
 def searches(seed: int) -> Iterator[Search]:

@@ -107,11 +107,11 @@ def test_the_cut_is_nearly_the_fastest_and_no_cut_beats_the_bound() -> None:
                 if solved is None:  # to the last byte levels know less than blocks
                     missed += 1
                     continue
-                best = search.draft(node, solved[1])
+                best = search.simulated(solved[1], node.pipeline)
                 if not best.fits:
                     less = best.lacks_bytes + search.equal.spare_bytes(node, solved[1])
                     again = search.equal.solve(node, float("inf"), less_bytes=less)
-                    best = search.draft(node, again[1]) if again else best
+                    best = search.simulated(again[1], node.pipeline) if again else best
                 # stages of one group may share the room unevenly
                 missed += not best.fits and node.pipeline.each == 1
                 if best.fits:
@@ -149,7 +149,8 @@ def test_stages_in_the_table_hold_what_their_blocks_do() -> None:
     for search, *_ in instances()[:5]:
         for m in search.space.microbatch_counts():
             ways = search.unequal.setups(m, search.unequal.meshes(m), np.inf)
-            (table, *_), options = search.unequal.tables(m, ways)
+            tables, options = search.unequal.tables(m, ways)
+            table, *_ = tables.values()
             for v, option in enumerate(options):
                 chain = option.setup.chain
                 assert table.devices[v] == option.setup.mesh.devices
@@ -186,8 +187,9 @@ def test_the_solution_becomes_stages_that_fit() -> None:
         search = Search(problem_of(of, small), batch, Overrides())
         for m in search.space.microbatch_counts():
             ways = search.unequal.setups(m, search.unequal.meshes(m), np.inf)
-            (table, *_), options = search.unequal.tables(m, ways)
-            found = search.unequal.solve(table, m, np.inf, None)
+            tables, options = search.unequal.tables(m, ways)
+            (names, table), *_ = tables.items()
+            found = search.unequal.solve(names, table, m, np.inf, None)
             if found is None:
                 continue
             pipeline = Pipeline("1f1b", len(found.stages), m, len(found.stages))
@@ -220,7 +222,7 @@ def test_a_draft_holds_what_its_plan_does() -> None:
                 solved = search.equal.solve(node, float("inf"))
                 if solved is None:
                     continue
-                draft = search.draft(node, solved[1])
+                draft = search.simulated(solved[1], node.pipeline)
                 written = search.written(draft)
                 ours, theirs = ([s.policies for s in x.plan.stages] for x in (draft, written))
                 if ours == theirs:

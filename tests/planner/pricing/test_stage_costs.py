@@ -60,9 +60,7 @@ def candidate(
     pipeline = Pipeline("1f1b", len(spans), MICROBATCHES, len(spans))
     drafted = [own.drafted(i, j) for (i, j), own in spans]
     made = make_candidate(
-        programs.coster,
-        make_draft(programs.coster, drafted, pipeline, ROWS * MICROBATCHES, AMPLE),
-        AMPLE,
+        programs.coster, make_draft(programs.coster, drafted, pipeline, ROWS * MICROBATCHES, AMPLE)
     )
     return made, [
         stage_costs(own.way.chain.sums[i, j], own.way.setting, own.recompute)
