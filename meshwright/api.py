@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from meshwright.arguments import (
-    MEMORY_MARGIN,
     check_search,
     check_types,
     check_values,
     default_precision,
+    margin_of,
     unwrapped,
 )
 from meshwright.costmodel.operators import Problem
@@ -58,7 +58,6 @@ def auto_parallelize(
     tf32: bool = False,
     profile: bool = True,
     time_limit_s: float | None = None,
-    executable: bool | None = None,
     expert_imbalance: float = 1.0,
     rows_meet: str = "exact",
     allow: Collection[str] = (),
@@ -98,9 +97,8 @@ def auto_parallelize(
     from the end of the trace, which can't be interrupted, the best plan found so far is returned,
     and the report says by how much it may miss the best; where none was found by then, a first one
     is still looked for on few meshes. Answers that the report finds when it is read have as much
-    time again. `executable` leaves the search only what `train_step` runs so far: in this version
-    everything that it plans. `expert_imbalance` says how uneven a mixture of experts routes: tokens
-    of the busiest of the ranks that share experts out, over the mean. It multiplies what such ranks
+    time again. `expert_imbalance` says how uneven a mixture of experts routes: tokens of the
+    busiest of the ranks that share experts out, over the mean. It multiplies what such ranks
     compute, exchange and keep; 1.0 is balanced. `allow` names what may change a training's numbers
     and is left out else: "quantized", ZeRO-3's collectives in blocks of 8 and 4 bits (ZeRO++).
 
@@ -134,9 +132,8 @@ def auto_parallelize(
         global_batch_size=global_batch_size,
         overrides=overrides or Overrides(),
         objective=objective,
-        memory_margin=MEMORY_MARGIN if memory_margin is None else memory_margin,
+        memory_margin=margin_of(memory_margin),
         time_limit_s=time_limit_s,
-        executable=executable,
         compile=compile,
         tf32=tf32,
         check_replicas=check_replicas,

@@ -92,6 +92,11 @@ def check_search(objective: Any, memory_margin: Any, rows_meet: Any, cluster: Cl
     check_margin(memory_margin, cluster)
 
 
+def margin_of(memory_margin: float | None) -> float:
+    """The part of a device's memory that a plan leaves free, if none was given the default."""
+    return MEMORY_MARGIN if memory_margin is None else memory_margin
+
+
 def check_margin(memory_margin: Any, cluster: Cluster) -> None:
     """ValueError for a margin that is none, or leaves tensors no memory."""
     if memory_margin is None:

@@ -20,13 +20,7 @@ import torch
 
 from meshwright import model_flags, rehearsing
 from meshwright.api import auto_parallelize, problem_of
-from meshwright.arguments import (
-    MEMORY_MARGIN,
-    check_search,
-    check_values,
-    default_precision,
-    unwrapped,
-)
+from meshwright.arguments import check_search, check_values, default_precision, margin_of, unwrapped
 from meshwright.decisions import check_units, in_tf32
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Rehearsal
@@ -205,7 +199,6 @@ def _parallelize(
             objective=args.objective,
             memory_margin=args.memory_margin,
             time_limit_s=args.time_limit,
-            executable=args.executable,
             expert_imbalance=args.expert_imbalance,
             rows_meet=args.rows_meet,
             allow=args.allow,
@@ -240,15 +233,13 @@ def _searching(args: argparse.Namespace, cluster: Cluster) -> Search:
         replace(in_tf32(problem) if args.tf32 else problem, allow=tuple(args.allow)),
         args.batch,
         Overrides(),
-        memory_margin=MEMORY_MARGIN if args.memory_margin is None else args.memory_margin,
+        memory_margin=margin_of(args.memory_margin),
         objective=args.objective,
         time_limit_s=args.time_limit,
     )
 
 
 def _plan(args: argparse.Namespace) -> int:
-    if args.rehearse and args.executable is None:
-        args.executable = True  # nothing else can be rehearsed
     overrides = override_flags.overrides_of(args)
     cluster = cluster_named(args.cluster)
     result, _ = _parallelize(args, cluster, overrides=overrides)
@@ -272,7 +263,7 @@ def _rehearsed(
 ) -> tuple[ParallelModel, Rehearsal]:
     """The plan with its rehearsal. Where that does not fit, the next best one that does: with as
     much memory free as the rehearsal took more than the price; the first one where none does."""
-    margin = MEMORY_MARGIN if args.memory_margin is None else args.memory_margin
+    margin = margin_of(args.memory_margin)
     first, of_first = result, result.rehearse()
     found = of_first
     for _ in range(MORE_SEARCHES):

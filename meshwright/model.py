@@ -39,12 +39,11 @@ class ParallelModel(Steps, Evaluation, State):
         *,
         optimizer: torch.optim.Optimizer | None = None,
         time_limit_s: float | None = None,
-        executable: bool | None = None,
         memory_margin: float | None = None,
     ) -> ParallelModel:
         """Plan again with other overrides, in place of those given before; the rest as in
-        `auto_parallelize`, `executable` and `memory_margin` as they were. The traced model and what
-        was priced for it are used again.
+        `auto_parallelize`, `memory_margin` as it was. The traced model and what was priced for it
+        are used again.
 
         What was trained goes on: weights, buffers, the count of steps, and the states of the
         `optimizer` that is given, which then trains under the new plan; this one runs no more.
@@ -62,7 +61,6 @@ class ParallelModel(Steps, Evaluation, State):
             memory_margin=before.memory_margin if memory_margin is None else memory_margin,
             overrides=overrides or Overrides(),
             time_limit_s=time_limit_s,
-            executable=before.executable if executable is None else executable,
         )
         decision = search_plan(self._problem, request, self._traced.phases_s, self._decision)
         new = ParallelModel(decision, self._problem, request, self._traced)

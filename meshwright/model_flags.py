@@ -101,8 +101,3 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end the search then, with the best plan found and what it may miss",
     )
-    parser.add_argument(
-        "--executable",
-        action=argparse.BooleanOptionalAction,
-        help="search only what `run` can run: in this version everything that is planned",
-    )

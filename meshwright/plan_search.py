@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators import Problem
-from meshwright.decisions import Decision, Request, check_units, in_tf32, planned_to_run
+from meshwright.decisions import Decision, Request, check_units, in_tf32
 from meshwright.executor.ranks import launch
 from meshwright.planner.alternatives import Answers, explain_search, with_ways_out
 from meshwright.planner.overrides import check_overrides, restrict, without_effect
@@ -14,7 +14,6 @@ from meshwright.planner.plan import InfeasibleError, Plan
 from meshwright.planner.search import Search
 from meshwright.planner.stages import BlockPrograms
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.profile import load_profile
 from meshwright.profiles.steps import RunKind
 
@@ -34,19 +33,9 @@ def search_plan(
 ) -> Decision:
     """The best plan under the overrides, searched by one rank for all, on what was priced for the
     decision `before`. Raises `OverrideError` and `InfeasibleError`."""
-    executable = request.executable
-    if executable is None:
-        executable = planned_to_run(problem.cluster)
-    if launch.running() and not executable:
-        raise MeshwrightError(
-            "ranks are running, and wait for a plan that they can run",
-            place="executable=False",
-            legal="True or None, or plan in a process of its own",
-        )
     programs = before.programs if isinstance(before, SearchedPlan) else None
-    asked = replace(request, executable=executable)
-    _check(problem, asked)
-    return launch.agree_on(lambda: _searched(problem, asked, phases_s, programs))
+    _check(problem, request)
+    return launch.agree_on(lambda: _searched(problem, request, phases_s, programs))
 
 
 def plan_elsewhere(problem: Problem, request: Request, cluster: Cluster) -> Plan:
@@ -59,9 +48,8 @@ def plan_elsewhere(problem: Problem, request: Request, cluster: Cluster) -> Plan
         profile = load_profile(cluster, run=run)
     there = replace(problem, cluster=cluster, profile=profile, tf32=False)
     there = in_tf32(there) if request.tf32 else there
-    asked = replace(request, executable=True)
-    _check(there, asked)
-    return launch.agree_on(lambda: _searched(there, asked, {}, None).plan)
+    _check(there, request)
+    return launch.agree_on(lambda: _searched(there, request, {}, None).plan)
 
 
 def _check(problem: Problem, request: Request) -> None:

@@ -141,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plan", required=True, help="plan file")
     parser.add_argument("--every", action="store_true", help="every rank, not one of each kind")
     # as `run` takes them; a plan file needs no search
-    parser.set_defaults(objective="robust", memory_margin=None, time_limit=None, executable=None)
+    parser.set_defaults(objective="robust", memory_margin=None, time_limit=None)
 
 
 def exit_code(found: Rehearsal, report: Report) -> int:

@@ -20,7 +20,6 @@ class Request:
     objective: str
     memory_margin: float
     time_limit_s: float | None
-    executable: bool | None
     compile: bool | str
     tf32: bool
     check_replicas: bool = False

@@ -51,11 +51,6 @@ def check_world(cluster: Cluster, world: int | None) -> None:
         )
 
 
-def planned_to_run(cluster: Cluster) -> bool:
-    """Whether plans for a cluster are meant to be run by this version, and now."""
-    return launch.running() or cluster.num_devices == 1 or cluster.backend == "gloo"
-
-
 def why_not_here(plan: Plan, cluster: Cluster) -> str | None:
     """Why the plan can't run in this process, with the way out; None if it can."""
     try:

@@ -43,7 +43,6 @@ def add_command(commands: Any, common: argparse.ArgumentParser, page: Page) -> N
         objective="robust",
         memory_margin=None,
         time_limit=None,
-        executable=None,
         command=lambda args: _write(args, page),
     )
 

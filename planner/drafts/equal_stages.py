@@ -97,9 +97,8 @@ class EqualStages:
     parameters: int = field(init=False)
     floor: MemoryFloor = field(init=False)
     legal: np.ndarray = field(init=False)
-    _levels: dict[tuple[Chain, Sharing, Relief, tuple[str, ...]], RecomputeLevels] = field(
-        default_factory=dict
-    )
+    # by chain, sharing, relief, whether validated, policies
+    _levels: dict[tuple[Any, ...], RecomputeLevels] = field(default_factory=dict)
     _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
 
     def __post_init__(self) -> None:
@@ -190,13 +189,10 @@ class EqualStages:
     def _estimate(self, choices: Sequence[MeshChoice]) -> None:
         """Estimate all combinations of choices of one mesh."""
         setups = [
-            (
-                choice,
-                setup,
-                self.space.schedules(choice.groups, choice.num_microbatches, setup.sharing),
-            )
+            (choice, *own)
             for choice in choices
             for setup in self.setups(choice.mesh, choice.num_microbatches)
+            for own in self._scheduled(setup, choice)
         ]
         found = iter(self._estimated([(setup, one) for _, setup, own in setups for one in own]))
         self._combinations |= dict.fromkeys(choices, ())
@@ -215,6 +211,17 @@ class EqualStages:
                 )
                 self._waiting[choice] += (left,)
                 self._in_setting.setdefault(_alike_setting(setup, choice.groups), []).append(left)
+
+    def _scheduled(
+        self, setup: StageSetup, choice: MeshChoice
+    ) -> Iterator[tuple[StageSetup, list[Pipeline]]]:
+        """A setup, also with steps that are validated afterwards, with the pipelines it may have:
+        then those whose devices begin one after the other."""
+        offered = self.space.schedules(choice.groups, choice.num_microbatches, setup.sharing)
+        yield setup, offered
+        if self.space.may_validate and not setup.sharing.gathers:
+            later = [own for own in offered if own.record.staggered and own.num_devices > 1]
+            yield replace(setup, validated=True), later
 
     def _estimated(self, offered: Sequence[tuple[StageSetup, Pipeline]]) -> list[_Estimate]:
         """Each of these, on as many device groups, estimated; together those in one setting, but
@@ -294,6 +301,7 @@ class EqualStages:
             uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
             exposed = 0.0 if own.record.hides_sends else sent * (1 - 1 / own.num_stages)
             fill = float(own.record.fill_s(forward, backward, weight, own.shape))
+            fill = max(0.0, fill - forward * (setup.validated and own.record.staggered))
             turn = forward + backward + after / n
             even = n * each * (turn + exposed) * uneven + (groups - 1) * fill
             stages = groups * each
@@ -362,6 +370,7 @@ class EqualStages:
                 (own, self._relievable(own, relief))
                 for own in waiting
                 if (own.tight or not relief.segmented)
+                and not (own.setup.validated and host)
                 and not (own.setup.sharing.gathers and (host.weights or host.files))
                 and not (host.states and own.setup.sharing.sent_otherwise)
                 and (host.files or not any(map(host.exceeds, enough[id(own)])))
@@ -485,7 +494,7 @@ class EqualStages:
     def levels(self, setup: StageSetup, pipeline: Pipeline) -> RecomputeLevels:
         """Every run of blocks (`Runs`) of a setup, with the policies that a pipeline allows."""
         policies = self.policies(setup, pipeline)
-        key = setup.chain, setup.sharing, setup.relief, policies
+        key = setup.chain, setup.sharing, setup.relief, setup.validated, policies
         if key not in self._levels:
             runs = setup.chain.runs
             self._levels[key] = recompute_levels(
@@ -661,7 +670,8 @@ def _usable(own: Waiting, relief: Relief) -> list[Pipeline]:
 def _alike_setting(setup: StageSetup, groups: int) -> tuple[Any, ...]:
     """What estimates in one setting have in common."""
     setting = setup.chain.setting
-    return setting.mesh, setup.sharing, setting.batch.microbatches > 1, groups
+    several = setting.batch.microbatches > 1
+    return setting.mesh, setup.sharing, setup.validated, several, groups
 
 
 def _alike(chain: Chain, other: Chain) -> bool:

@@ -346,6 +346,14 @@ class Space:
 
     # --- schedules ---
 
+    @property
+    def may_validate(self) -> bool:
+        """Whether steps may be validated afterwards, if the search finds that it pays."""
+        if "post_validation" not in self.problem.allow or self.restrictions.validated is not None:
+            return False
+        runs = self.problem.target.gradients_come
+        return runs and not self._held_twice and not self.reliefs[0].host
+
     def schedules(self, groups: int, m: int, sharing: Sharing = UNSHARED) -> list[Pipeline]:
         """Equal stages under each schedule. On one device group schedules take the same time: the
         one with the fewest micro-batches in flight."""

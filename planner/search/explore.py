@@ -201,8 +201,9 @@ class Explorer:
     ) -> tuple[PlanDraft, bool]:
         """The draft of a cut, and whether it is new: another relief may have given the same."""
         setup = combination.setup
-        decided = [(own.start, own.stop, own.repeated, own.host) for own in cut]
-        key = setup.chain, setup.sharing, setup.mesh, combination.pipeline, *decided
+        decided = [(stage.start, stage.stop, stage.repeated, stage.host) for stage in cut]
+        own = setup.chain, setup.sharing, setup.mesh, setup.validated
+        key = *own, combination.pipeline, *decided
         new = key not in self._known
         if new:
             draft = self.effort.timed(

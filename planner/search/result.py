@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwright.planner.drafts import Candidate, MeshChoice, PlanDraft
 from meshwright.planner.intra_op import Certificate
@@ -41,11 +41,3 @@ class SearchResult:
         """Fraction by which the chosen step may exceed the fastest there is; inf without a
         bound."""
         return max(0.0, self.best.step_time_s / self.bound_s - 1.0) if self.bound_s else math.inf
-
-    def led_by(self, best: Candidate) -> SearchResult:
-        """The result with another plan as the best."""
-        return replace(
-            self,
-            candidates=(best, *self.candidates[1:]),
-            bound_s=min(self.bound_s, best.step_time_s),
-        )

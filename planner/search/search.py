@@ -25,13 +25,12 @@ from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, Pla
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.intra_op import CORE_S, Certificate
 from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import Plan, check_plan
+from meshwright.planner.plan import check_plan
 from meshwright.planner.search.explore import Effort, Explorer, Queue, overshoot
 from meshwright.planner.search.failure import LATE_MESHES, failure
 from meshwright.planner.search.least_memory import least_memory_choices, memory_needs
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.taste import Taste, order, shape
-from meshwright.planner.search.validated import if_validated_pays
 from meshwright.planner.stages import boundary_index
 
 BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is priced
@@ -99,7 +98,7 @@ class Search(Drafter):
             found = self._attempt()
             if found is None:
                 raise failure(self, self.drafts)
-            return if_validated_pays(self, found)
+            return found
 
     def _attempt(self) -> SearchResult | None:
         """`run`; None where no plan that was written out fits."""
@@ -199,24 +198,6 @@ class Search(Drafter):
             if mesh in self.space.meshes(mesh.devices, m)
             for choice in self.equal.placed(mesh, m, len(plan.devices))
         ]
-
-    def of_meshes(self, choices: Sequence[MeshChoice]) -> list[Candidate | PlanDraft]:
-        """The best plans on these meshes alone, the first of them written out."""
-        self._explore(choices)
-        return self._written()
-
-    def on_meshes_of(self, plan: Plan) -> Candidate | None:
-        """The best plan with the mesh, device groups and micro-batches of another, whose stages all
-        have one mesh; None where none fits."""
-        first, groups, m = plan.stages[0], len(plan.devices), plan.num_microbatches
-        degrees = first.dp, first.tp, first.cp, first.ep
-        meshes = self.space.meshes(first.dp * first.tp * first.cp, m)
-        own = [mesh for mesh in meshes if (mesh.dp, mesh.tp, mesh.cp, mesh.ep) == degrees]
-        written = self.of_meshes([c for mesh in own for c in self.equal.placed(mesh, m, groups)])
-        if not written:
-            return None
-        assert isinstance(written[0], Candidate)  # the first is written out
-        return written[0]
 
     # --- different meshes ---
 

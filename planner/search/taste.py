@@ -47,8 +47,9 @@ class Looks:
     """What is complicated about a plan: `axes` in use besides the data axis; different `meshes` and
     `policies` of recompute; blocks by which stages are `uneven`, beyond one; whether its
     schedule is `common`, its device `groups` and stages on `each`; how ZeRO divides, on ranks that
-    are `spread`; kinds of parts in host memory (`away`); blocks in segments; the part of a device
-    that is `filled`. Before stages are cut, the least that may be."""
+    are `spread`; kinds of parts in host memory (`away`); whether steps are `validated` afterwards;
+    blocks in segments; the part of a device that is `filled`. Before stages are cut, the least that
+    may be."""
 
     axes: int
     tp: int
@@ -59,6 +60,7 @@ class Looks:
     sharing: Sharing
     spread: int = 1
     away: int = 0
+    validated: bool = False
     segmented: bool = False
     meshes: int = 1
     policies: int = 1
@@ -89,6 +91,7 @@ COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
     ),
     (0.35, "has nothing in host memory", lambda own: own.away > 0),
     (0.24, "uses fewer axes besides the data axis", lambda own: own.axes),
+    (0.45, "undoes no steps", lambda own: own.validated),
     (0.2, "has fewer different meshes", lambda own: own.meshes - 1),
     (0.15, "keeps to a common pipeline schedule", lambda own: own.groups > 1 and not own.common),
     (0.15, "shares ZeRO's states among all data ranks and lays ranks side by side", _parted),
@@ -118,6 +121,7 @@ def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
         sharing=replace(first.sharing, zero=max(stage.zero for stage in stages)),
         spread=first.spread,
         away=len({kind for stage in stages for kind in stage.host.kinds}),
+        validated=plan.parts(0).validated,
         segmented=any(stage.segmented for stage in stages),
         meshes=len({mesh_of(stage) for stage in stages}),
         policies=len({policy for stage in stages for policy in stage.policies}),
@@ -141,6 +145,7 @@ def looks_ahead(one: Combination | Waiting) -> Looks:
                 sharing=setup.sharing,
                 spread=setup.mesh.spread,
                 away=len(setup.setting.host.kinds),
+                validated=setup.validated,
             )
             for own in one.offered
         ),

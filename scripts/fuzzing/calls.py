@@ -130,7 +130,7 @@ FLAGS: dict[str, tuple[str, ...]] = {
     "--zero": ("1", "9", "0=1", "x=y"), "--stage": ("0,1", "", "0,,1", "0-2", "a.0-99999999999"),
     "--sharding": ("0=colwise", "=", "**=x", "*a" * 30 + "=colwise"), "--forbid": ("tp", "x", ""),
     "--schedule": ("1f1b", "x"), "--num-microbatches": ("2", "9" * 30, "0"), "--json": ("",),
-    "--objective": ("fastest", "x"), "--executable": ("",), "--rows-meet": ("exact", "x"),
+    "--objective": ("fastest", "x"), "--rows-meet": ("exact", "x"),
     "-o": ("out.json", "no/such/folder/out.json", "", "/"),
 }  # fmt: skip
 TARGETS = ("fuzzed:mlp", "fuzzed:broken", "fuzzed:nothing", "fuzzed:alone", "fuzzed:value",
@@ -191,7 +191,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "tf32": (False, 3, "x"),
     "profile": (False, "x"),
     "time_limit_s": (None, 0, float("nan"), "x", -1, 10**400, float("inf")),
-    "executable": (None, True, False, "x"),
     "expert_imbalance": (1.0, 0, float("nan"), "x", None, 10**400),
     "rows_meet": ("exact", "x", 3, []),
     "check_replicas": (False, "x"),

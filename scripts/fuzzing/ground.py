@@ -110,7 +110,6 @@ def request(overrides: Overrides | None = None) -> Request:
         objective="robust",
         memory_margin=MEMORY_MARGIN,
         time_limit_s=None,
-        executable=None,
         compile=False,
         tf32=False,
     )

@@ -236,7 +236,6 @@ def of_decoders() -> Iterator[tuple[str, Case]]:
     yield "llama 4096, h100", case(large, nodes(h100), 64)
     yield "llama 4096, 4 a100 nodes", case(large, nodes(a100, 4), 256)
     yield "llama 4096, 64 megatron", case(large, nodes(h100, 8), 256, target="megatron")
-    yield "llama 4096, executable", case(large, nodes(h100), 64, executable=True)
     yield "llama 4096, v100", case(large, nodes(v100, 4), 64, precision="fp16")
     yield "llama, 32k tokens", case(lambda: llama(4, 2048, 32768), nodes(h100, 2), 16)
 

@@ -83,7 +83,7 @@ def test_evaluating_changes_nothing() -> None:
 
 def test_plans_for_this_machine_are_plans_that_run() -> None:
     check_runs(four_ranks().plan)
-    far = planned(net(), cluster=dataclasses.replace(host(4), backend="nccl"), executable=True)
+    far = planned(net(), cluster=dataclasses.replace(host(4), backend="nccl"))
     for planner in (four_ranks(), far):
         result = planner.replan(Overrides(cp=2))
         assert {stage.cp for stage in result.plan.stages} == {2}

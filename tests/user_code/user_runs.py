@@ -78,7 +78,7 @@ def plan_of(name: str, layout: str) -> Plan:
         return _planned[name].replan(overrides).plan
     _planned[name] = tiny.planned(
         built(user), cluster=free_links(RANKS), example_inputs=batch_of(user, 0),
-        loss_fn=user.loss_fn, executable=True, overrides=overrides,
+        loss_fn=user.loss_fn, overrides=overrides,
         rows_meet="per_microbatch",  # as the references
     )  # fmt: skip
     return _planned[name].plan
