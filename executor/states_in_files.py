@@ -35,8 +35,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from meshwright.executor.devices import has_streams, to_host
 from meshwright.executor.errors import StateError
 from meshwright.executor.host_values import has_values
+from meshwright.profiles.hardware.host import FOLDER_VARIABLE
 
-FOLDER_VARIABLE = "MESHWRIGHT_NVME"
 _PREFIX = "meshwright-states-"
 _MS_SYNC, _MADV_DONTNEED = 4, 4  # of <sys/mman.h> on Linux
 

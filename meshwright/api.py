@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -107,67 +107,101 @@ def auto_parallelize(
     what, where, the legal values, the way out.
     """
     check_types(model=model, cluster=cluster, overrides=overrides, plan=plan)
-    precision = precision or default_precision(cluster)
-    check_values(global_batch_size, precision, optimizer, time_limit_s, tf32)
-    check_units(precision, cluster)
-    check_search(objective, memory_margin, rows_meet, cluster)
-    if target is None:
-        target = "compiled" if backend_of(compile) else "eager"
-    launch.start(cluster.backend)
-    check_world(cluster, launch.world_size() if launch.running() else None)
-    traced = TracedModel(unwrapped(model), example_inputs, loss_fn, precision)
-    problem = problem_of(
-        traced,
-        cluster,
-        precision=precision,
-        optimizer=optimizer,
-        target=target,
-        expert_imbalance=expert_imbalance,
-        profile=profile,
-        rows_meet=rows_meet,
-    )
-    problem = replace(problem, allow=check_allow(allow))
-    problem = in_tf32(problem) if tf32 else problem
-    request = Request(
+    given = Arguments(
+        example_inputs=example_inputs,
         global_batch_size=global_batch_size,
-        overrides=overrides or Overrides(),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        precision=precision,
+        overrides=overrides,
+        target=target,
         objective=objective,
-        memory_margin=margin_of(memory_margin),
-        time_limit_s=time_limit_s,
+        memory_margin=memory_margin,
         compile=compile,
         tf32=tf32,
+        profile=profile,
+        time_limit_s=time_limit_s,
+        expert_imbalance=expert_imbalance,
+        rows_meet=rows_meet,
+        allow=allow,
         check_replicas=check_replicas,
     )
+    question = asked(model, cluster, given)
+    problem, request, phases_s = question.problem, question.request, question.traced.phases_s
     if plan is not None:
-        decision = take_plan(plan, problem, request, traced.phases_s, memory_margin or 0.0)
+        decision = take_plan(plan, problem, request, phases_s, memory_margin or 0.0)
     else:
         from meshwright.plan_search import search_plan  # a rank with a plan file loads no search
 
-        decision = search_plan(problem, request, traced.phases_s)
-    return ParallelModel(decision, problem, request, traced).started()
+        decision = search_plan(problem, request, phases_s)
+    return ParallelModel(decision, problem, request, question.traced).started()
 
 
-def problem_of(
-    traced: TracedModel,
-    cluster: Cluster,
-    *,
-    precision: str,
-    optimizer: str,
-    target: str,
-    expert_imbalance: float,
-    profile: bool,
-    rows_meet: str,
-) -> Problem:
-    """What is planned, from arguments of `auto_parallelize`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The keyword arguments of `auto_parallelize` but for the plan."""
+
+    example_inputs: Any
+    global_batch_size: int
+    loss_fn: Callable[..., Any] | None = None
+    optimizer: str = "adamw"
+    precision: str | None = None
+    overrides: Overrides | None = None
+    target: str | None = None
+    objective: str = "robust"
+    memory_margin: float | None = None
+    compile: bool | str = False
+    tf32: bool = False
+    profile: bool = True
+    time_limit_s: float | None = None
+    expert_imbalance: float = 1.0
+    rows_meet: str = "exact"
+    allow: Collection[str] = ()
+    check_replicas: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is to be planned: the traced model, the problem, and what was asked of it."""
+
+    traced: TracedModel
+    problem: Problem
+    request: Request
+
+
+def asked(model: nn.Module, cluster: Cluster, given: Arguments) -> Asked:
+    """The question of `auto_parallelize`: its arguments checked, the model traced."""
+    precision = given.precision or default_precision(cluster)
+    check_values(
+        given.global_batch_size, precision, given.optimizer, given.time_limit_s, given.tf32
+    )
+    check_units(precision, cluster)
+    check_search(given.objective, given.memory_margin, given.rows_meet, cluster)
+    target = given.target or ("compiled" if backend_of(given.compile) else "eager")
+    launch.start(cluster.backend)
+    check_world(cluster, launch.world_size() if launch.running() else None)
+    traced = TracedModel(unwrapped(model), given.example_inputs, given.loss_fn, precision)
     run = RunKind(precision=precision, target=target)
     problem = Problem(
         graph=traced.graph,
         factors=traced.factors,
         cluster=cluster,
         precision=precision,
-        optimizer=optimizer,
-        target=replace(target_named(target), expert_imbalance=expert_imbalance),
-        profile=load_profile(cluster, run=run) if profile else None,
-        meetings=traced.use.meetings if rows_meet == "exact" else (),
+        optimizer=given.optimizer,
+        target=replace(target_named(target), expert_imbalance=given.expert_imbalance),
+        profile=load_profile(cluster, run=run) if given.profile else None,
+        meetings=traced.use.meetings if given.rows_meet == "exact" else (),
     )
-    return check_products(problem)
+    problem = replace(check_products(problem), allow=check_allow(given.allow))
+    request = Request(
+        global_batch_size=given.global_batch_size,
+        overrides=given.overrides or Overrides(),
+        objective=given.objective,
+        memory_margin=margin_of(given.memory_margin),
+        time_limit_s=given.time_limit_s,
+        compile=given.compile,
+        tf32=given.tf32,
+        check_replicas=given.check_replicas,
+    )
+    problem = in_tf32(problem) if given.tf32 else problem
+    return Asked(traced=traced, problem=problem, request=request)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from meshwright.costmodel.memory import optimizer_bytes
 from meshwright.planner.overrides import Overrides
@@ -14,27 +12,34 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 
+if TYPE_CHECKING:
+    import torch
+
 OBJECTIVES = ("robust", "fastest")
 ROWS_MEET = ("exact", "per_microbatch")
 MEMORY_MARGIN = 0.05  # peaks are predicted within so much; the allocator's fragments come on top
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The model in DistributedDataParallel, DataParallel or torch.compile: a plan says how it is
     replicated, and `compile=` whether it is compiled."""
-    while isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or (
-        type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, nn.Module)
+    import torch
+
+    while isinstance(model, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)) or (
+        type(model).__name__ == "OptimizedModule" and isinstance(model._orig_mod, torch.nn.Module)
     ):
         wrapped = model._orig_mod if hasattr(model, "_orig_mod") else model.module
-        assert isinstance(wrapped, nn.Module)
+        assert isinstance(wrapped, torch.nn.Module)
         model = wrapped
     return model
 
 
 def check_types(*, model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
     """ValueError for a value of another type, and for a plan beside overrides."""
+    import torch
+
     for name, value, wanted, legal in (
-        ("model", model, nn.Module, "a torch.nn.Module"),
+        ("model", model, torch.nn.Module, "a torch.nn.Module"),
         ("cluster", cluster, Cluster, "a Cluster, e.g. Cluster.from_catalog('h100-sxm')"),
         ("overrides", overrides, (Overrides, type(None)), "Overrides(tp=..., ...) or None"),
         ("plan", plan, (Plan, str, Path, type(None)), "a Plan, a path or None"),

@@ -62,13 +62,9 @@ def _check(problem: Problem, request: Request) -> None:
     )
 
 
-def _searched(
-    problem: Problem,
-    request: Request,
-    phases_s: Mapping[str, float],
-    programs: BlockPrograms | None,
-) -> SearchedPlan:
-    search = Search(
+def search_of(problem: Problem, request: Request, programs: BlockPrograms | None = None) -> Search:
+    """The search for a plan, which has not begun."""
+    return Search(
         problem,
         request.global_batch_size,
         request.overrides,
@@ -77,6 +73,15 @@ def _searched(
         time_limit_s=request.time_limit_s,
         programs=programs,
     )
+
+
+def _searched(
+    problem: Problem,
+    request: Request,
+    phases_s: Mapping[str, float],
+    programs: BlockPrograms | None,
+) -> SearchedPlan:
+    search = search_of(problem, request, programs)
     limit = search.programs.time
     with limit.until(limit.after(request.time_limit_s)):
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -134,14 +133,6 @@ def with_rehearsal(decision: Decision, found: Rehearsal, problem: Problem) -> De
         summary={**decision.report.summary, **memory_summary(prediction, problem.cluster)},
     )
     return replace(decision, report=report, prediction=prediction)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `meshwright rehearse`, beside those of the model."""
-    parser.add_argument("--plan", required=True, help="plan file")
-    parser.add_argument("--every", action="store_true", help="every rank, not one of each kind")
-    # as `run` takes them; a plan file needs no search
-    parser.set_defaults(objective="robust", memory_margin=None, time_limit=None)
 
 
 def exit_code(found: Rehearsal, report: Report) -> int:

@@ -10,11 +10,11 @@ from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from meshwright.costmodel.blocks import RECOMPUTE
-from meshwright.costmodel.operators import Sharing
+from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS
 from meshwright.costmodel.quantized import QUANTIZED
+from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS
+from meshwright.costmodel.sharing import Sharing
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 

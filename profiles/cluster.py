@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from meshwright.profiles.hardware.catalog_reader import (
     Entry,
     catalog_names,
@@ -35,7 +33,6 @@ from meshwright.profiles.hardware.device import DTYPES, Device, Link, Rates, che
 from meshwright.profiles.hardware.host import Host, host_of, is_of_host
 from meshwright.profiles.inputs import MeshwrightError, read_toml, shown
 from meshwright.profiles.inputs.limits import MAX_DEVICES, MAX_TEXT
-from meshwright.profiles.measure_cpu import local_rates, total_memory_bytes
 
 __all__ = ["DTYPES", "LOCAL_NODE", "Cluster", "Device", "Host", "Link", "Rates", "catalog_names"]
 
@@ -141,6 +138,8 @@ class Cluster:
         first time and kept in the cache of measurements, unless `measure` is False, which takes the
         catalog's figures, the same everywhere.
         """
+        import torch
+
         check_whole("Cluster.local: n", n, most=MAX_DEVICES)
         if device not in (None, "cuda", "cpu"):
             raise MeshwrightError(
@@ -200,6 +199,8 @@ class Cluster:
         CPU nodes take the catalog's figures: every rank must describe the same cluster, and two
         measurements never agree.
         """
+        import torch
+
         world = _env_count(environ, "WORLD_SIZE", 1)
         per_node = _env_count(environ, "LOCAL_WORLD_SIZE", world)
         if world % per_node:
@@ -284,11 +285,13 @@ def _naming(entry: Entry) -> Iterator[None]:
 def _profiled(cluster: Cluster, n: int) -> Cluster:
     """`cluster` with its CPU device's rates measured, divided among `n` ranks where these are more
     than cores."""
-    rates, cores = local_rates(n), os.cpu_count() or 1
+    from meshwright.profiles import measure_cpu  # with torch
+
+    rates, cores = measure_cpu.local_rates(n), os.cpu_count() or 1
     share = min(1.0, cores / n)
     device = dataclasses.replace(
         cluster.device,
-        memory_bytes=total_memory_bytes() // n,
+        memory_bytes=measure_cpu.total_memory_bytes() // n,
         peak_flops={"fp32": rates.fp32_flops * share, "bf16": rates.bf16_flops * share},
         memory_bandwidth=rates.stream_bandwidth * share,
         matmul_efficiency=FULL,
@@ -317,7 +320,7 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
     )
     host = cluster.host and dataclasses.replace(
         cluster.host,
-        memory_bytes=total_memory_bytes(),
+        memory_bytes=measure_cpu.total_memory_bytes(),
         memory_bandwidth=rates.copy_bandwidth * share * n,
         link_bandwidth=rates.copy_bandwidth * share / 2,
         assumptions=("local: device and host memory are one, of which each is counted whole",),
@@ -328,6 +331,8 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
 
 
 def _local_gpu() -> str:
+    import torch
+
     driver_name = torch.cuda.get_device_name(0)
     name = device_of_driver(driver_name)
     if name is None:

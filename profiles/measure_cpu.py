@@ -24,8 +24,6 @@ from dataclasses import replace
 from functools import cache
 
 import torch
-from torch import fx, nn
-from torch.nn import functional as F
 
 from meshwright.profiles.store import DeviceId, Measurements, Store
 from meshwright.profiles.timings import CpuRates
@@ -126,7 +124,8 @@ def _matmul_flops(dtype: torch.dtype) -> float:
     rows, inner, columns = _LINEAR
     x, weight = (torch.ones(n, inner, dtype=dtype).requires_grad_() for n in (rows, columns))
     given = torch.ones(rows, columns, dtype=dtype)
-    return 6 * math.prod(_LINEAR) / _best_time_s(lambda: F.linear(x, weight).backward(given))
+    product = torch.nn.functional.linear
+    return 6 * math.prod(_LINEAR) / _best_time_s(lambda: product(x, weight).backward(given))
 
 
 def _copy_bandwidth() -> float:
@@ -138,6 +137,7 @@ def _copy_bandwidth() -> float:
 def _stream_bandwidth() -> float:
     """Of additions, norms, activations and softmaxes one after the other, each of which keeps what
     it made, as in a model: what their prices count, forward and backward."""
+    norm, gelu = torch.nn.functional.layer_norm, torch.nn.functional.gelu
     x = torch.linspace(-3.0, 3.0, math.prod(_ROWS)).view(_ROWS).requires_grad_()
     given = torch.ones_like(x)
     tensors = (3 + 1) + 3 * (2 + 3)  # of a layer that are read and written
@@ -145,31 +145,34 @@ def _stream_bandwidth() -> float:
     def run() -> None:
         y = x
         for _ in range(_LAYERS):
-            y = F.gelu(F.layer_norm(y + given, _ROWS[-1:]), approximate="tanh")
-            y = F.softmax(y, -1)
+            y = gelu(norm(y + given, _ROWS[-1:]), approximate="tanh").softmax(-1)
         y.backward(given)
 
     return 4 * x.numel() * tensors * _LAYERS / _best_time_s(run)
 
 
-class _Chain(nn.Module):
+def _chain() -> torch.fx.GraphModule:
     """Blocks of a Transformer so small that only their calls cost."""
+    nn = torch.nn
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(_TINY)
-        self.up, self.down = nn.Linear(_TINY, _TINY), nn.Linear(_TINY, _TINY)
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(_TINY)
+            self.up, self.down = nn.Linear(_TINY, _TINY), nn.Linear(_TINY, _TINY)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(_CHAINED):
-            y = self.up(self.norm(x)).view(2, 2, 2, _TINY // 2).transpose(1, 2)
-            y = F.softmax(y @ y.transpose(-1, -2), -1) @ y
-            x = x + self.down(F.gelu(y.transpose(1, 2).reshape(2, 2, _TINY)))
-        return x
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(_CHAINED):
+                y = self.up(self.norm(x)).view(2, 2, 2, _TINY // 2).transpose(1, 2)
+                y = (y @ y.transpose(-1, -2)).softmax(-1) @ y
+                x = x + self.down(nn.functional.gelu(y.transpose(1, 2).reshape(2, 2, _TINY)))
+            return x
+
+    return torch.fx.symbolic_trace(Chain())
 
 
 def _issue_s() -> float:
     """Of an operator, and half of it of a view, as prices count them."""
-    chain, tiny = fx.symbolic_trace(_Chain()), torch.ones(2, 2, _TINY, requires_grad=True)
+    chain, tiny = _chain(), torch.ones(2, 2, _TINY, requires_grad=True)
     given = torch.ones_like(tiny)
     return _best_time_s(lambda: chain(tiny).backward(given)) / (_CHAINED * _BLOCK_CALLS)

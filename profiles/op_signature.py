@@ -16,11 +16,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from meshwright.profiles.inputs import MeshwrightError, parse_json, shown
+
+if TYPE_CHECKING:
+    import torch
 
 Operand = tuple[str, tuple[int, ...], bool]  # dtype name, local shape, requires grad
 
@@ -58,6 +59,8 @@ class OpSignature:
     @property
     def nbytes(self) -> int:
         """Bytes of all operands together."""
+        import torch
+
         return sum(
             math.prod(shape) * getattr(torch, dtype).itemsize for dtype, shape, _ in self.operands
         )
@@ -121,10 +124,14 @@ class OperandIndex:
 
 def is_floating(dtype: str) -> bool:
     """Whether the dtype of that name is a floating-point one."""
+    import torch
+
     return bool(getattr(torch, dtype).is_floating_point)
 
 
 def _dtype_name(value: object) -> str:
+    import torch
+
     if not isinstance(value, str) or not isinstance(getattr(torch, value, None), torch.dtype):
         raise ValueError(f"{value!r} is no dtype")
     return value
@@ -134,18 +141,16 @@ def _canonical(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
-# torch's named values that occur as arguments, by the type they are read back as
-_NAMED = (torch.dtype, torch.memory_format, torch.layout)
-
-
 def _encode(value: Any, target: str) -> Any:
+    import torch
+
     if isinstance(value, OperandIndex):
         return {"$operand": value.index}
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, torch.device):
         return {"$device": "here"}  # a call is measured on the device that the profile is of
-    if isinstance(value, _NAMED):
+    if isinstance(value, (torch.dtype, torch.memory_format, torch.layout)):
         return {"$torch": str(value).removeprefix("torch.")}
     if isinstance(value, Mapping):
         return {str(key): _encode(item, target) for key, item in value.items()}
@@ -160,6 +165,8 @@ def _encode(value: Any, target: str) -> Any:
 
 
 def _decode(value: Any, tensor: Callable[[int], Any], device: torch.device) -> Any:
+    import torch
+
     if isinstance(value, list):
         return [_decode(item, tensor, device) for item in value]
     if not isinstance(value, dict):

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 
-import torch
-
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import catalog_names, device_of_driver, read_entry
 from meshwright.profiles.op_signature import OpSignature
@@ -161,6 +159,8 @@ def load_profile(
 
 
 def _loaded(cluster: Cluster, store: Store, run: RunKind | None) -> Profile | None:
+    import torch
+
     accepted = [d for d in store.devices() if is_device_of(cluster, d.name)]
     found = {d: store.read(d) for d in accepted}
     timed = [d for d, own in found.items() if own.operators or own.collectives]
@@ -243,6 +243,8 @@ def cores_busy(cluster: Cluster) -> int:
 
 def device_here(cluster: Cluster) -> DeviceId | None:
     """The cache key of this machine's device of the cluster's kind; None where it has none."""
+    import torch
+
     if cluster.device.kind == "cuda" and not torch.cuda.is_available():
         return None
     return DeviceId.here(cluster.device.kind, cores_busy(cluster))

@@ -23,7 +23,6 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-import torch
 from filelock import FileLock
 
 from meshwright.profiles.hardware.device import check_number, check_whole
@@ -55,6 +54,8 @@ class DeviceId:
     def here(kind: str, at_once: int = 1) -> DeviceId:
         """This machine's device of a kind, "cpu" or "cuda"; for a CPU one core while `at_once` are
         busy."""
+        import torch
+
         if kind == "cuda":
             name, driver = torch.cuda.get_device_name(0), _nvidia_driver()
         else:
@@ -390,6 +391,8 @@ def _cpu_name() -> str:
 
 def _nvidia_driver() -> str:
     """E.g. `CUDA 12.8, driver 550.54.15`: torch's CUDA version, and the installed driver's."""
+    import torch
+
     version = "unknown"
     with contextlib.suppress(OSError, IndexError):
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")

@@ -10,6 +10,7 @@ COPIES = ("to_device", "to_host")  # between host and device, of one rank
 HOST_STEP = "optimizer_step"  # the optimizer's on all cores of a node: bytes read plus written
 FLASH = ("from_flash", "to_flash")  # files that all ranks of a node read or write together
 OF_HOST = (*COPIES, HOST_STEP, *FLASH)  # kinds of what a node's host does
+PROFILE_S = 120.0  # that `meshwright profile` measures, all in all
 
 
 def at_once(kind: str, per_node: int) -> int:

@@ -33,7 +33,6 @@ from meshwright.costmodel.operators import Problem
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import InfeasibleError, describe, seconds
 from meshwright.planner.search import Search
-from meshwright.traced import TracedModel
 from scripts.baselines.methods import METHODS, Run
 from scripts.baselines.space import PlanSpace
 from scripts.drawn.cases import drawn
@@ -76,9 +75,9 @@ def problem_of(case: Case) -> Problem:
     """What is searched of a case."""
     with torch.device("meta"):
         model, batch, loss = case.model()
-    given = {"target": "eager", "expert_imbalance": 1.0} | dict(case.options)
-    traced = TracedModel(model, batch, loss, given["precision"])
-    return api.problem_of(traced, case.cluster(), profile=False, rows_meet="exact", **given)
+    given = {"example_inputs": batch, "loss_fn": loss, "global_batch_size": case.batch}
+    asked = api.Arguments(profile=False, **given, **dict(case.options))
+    return api.asked(model, case.cluster(), asked).problem
 
 
 def compared(seed: int, number: int, times: float) -> Compared:

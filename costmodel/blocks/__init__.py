@@ -3,15 +3,6 @@
 from meshwright.costmodel.blocks.backward import Moment
 from meshwright.costmodel.blocks.excess import Excess
 from meshwright.costmodel.blocks.known_steps import KnownSteps
-from meshwright.costmodel.blocks.policies import (
-    RECOMPUTE,
-    REGATHER,
-    REGATHERING,
-    in_segments,
-    parts_of,
-    recomputable,
-    segment_policy,
-)
 from meshwright.costmodel.blocks.price import (
     PassNeeds,
     PassPrice,
@@ -25,8 +16,7 @@ from meshwright.costmodel.blocks.price import (
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 
 __all__ = [
-    "RECOMPUTE", "REGATHER", "REGATHERING", "Excess", "KnownSteps", "Moment", "PassNeeds",
-    "PassPrice", "Repeated", "Repeats", "in_segments", "parts_of", "price_block", "price_pass",
-    "priced_steps", "recomputable", "repeated_by_policy", "repeated_ops", "repriced",
-    "segment_policy",
-]  # fmt: skip
+    "Excess", "KnownSteps", "Moment", "PassNeeds",
+    "PassPrice", "Repeated", "Repeats", "price_block", "price_pass",
+    "priced_steps", "repeated_by_policy", "repeated_ops", "repriced",
+    ]  # fmt: skip

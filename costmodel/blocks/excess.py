@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.costmodel.blocks.backward import Moment
-from meshwright.costmodel.blocks.policies import RECOMPUTE, REGATHER, parts_of
 from meshwright.costmodel.memory import FP32
+from meshwright.costmodel.recompute import RECOMPUTE, REGATHER, parts_of
 
 
 class Excess(NamedTuple):

@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.operators import Batch, Mesh, Pricer
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.operators import Pricer
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import Run, Step
 

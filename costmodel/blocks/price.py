@@ -14,20 +14,13 @@ from meshwright.costmodel.blocks.backward import Moment, backward_course, gather
 from meshwright.costmodel.blocks.excess import Excess, excesses
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import BlockMemory
-from meshwright.costmodel.blocks.policies import RECOMPUTE, recomputable, regathering
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memory import Storage
-from meshwright.costmodel.operators import (
-    DTYPE_BYTES,
-    Batch,
-    Cost,
-    Pricer,
-    Setting,
-    splits_batch,
-    total,
-)
-from meshwright.costmodel.rules import takes_batch_statistics, traits_of
+from meshwright.costmodel.mesh import Batch
+from meshwright.costmodel.operators import DTYPE_BYTES, Cost, Pricer, Setting, splits_batch, total
+from meshwright.costmodel.recompute import RECOMPUTE, regathering
+from meshwright.costmodel.rules import recomputable, takes_batch_statistics, traits_of
 from meshwright.costmodel.sharding import (
     Assignment,
     BlockLayouts,

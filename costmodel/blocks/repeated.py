@@ -33,10 +33,10 @@ from typing import TypeAlias
 import networkx as nx
 
 from meshwright.costmodel.blocks.memory import BlockMemory
-from meshwright.costmodel.blocks.policies import PARTIAL
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memory import Call, Held, Local, Storage, fresh, keep
 from meshwright.costmodel.operators import op_flops
+from meshwright.costmodel.recompute import PARTIAL
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import FactorTable
 

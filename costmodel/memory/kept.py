@@ -22,8 +22,6 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
 
-import torch
-
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.memory.storage import (
     Held,
@@ -192,6 +190,8 @@ def _kernel(call: Call) -> str:
 
 
 def _attention(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+    import torch
+
     q, k, v = call.operands[:3]
     mask = call.operands[3] if len(call.operands) > 3 else None
     kernel = _kernel(call)
@@ -223,6 +223,8 @@ def _heads(q: Held, k: Held, v: Held) -> tuple[Held, Held]:
 
 def _written_out(call: Call, q: Held, k: Held, v: Held) -> Iterator[Storage]:
     """Scaled queries and keys, probabilities, values; in single precision at least."""
+    import torch
+
     k, v = _heads(q, k, v)
     size, lead = width(q), q.shape[:-2]
     if k.grad:
@@ -238,6 +240,8 @@ def _written_out(call: Call, q: Held, k: Held, v: Held) -> Iterator[Storage]:
 def _dropped(call: Call, q: Held, k: Held, v: Held, mask: Held | None) -> Iterator[Storage]:
     """The executor's attention with dropout by counter: probabilities before and after, and the
     mask between them, besides the operands as matrices and the masks of what may be seen."""
+    import torch
+
     k, v = _heads(q, k, v)
     rank, lead = len(k.shape), q.shape[:-2]
     scores = math.prod(lead) * q.shape[-2] * k.shape[-2]

@@ -17,12 +17,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules import PERMUTATIONS, VIEWS, is_pointwise, permutation
+
+if TYPE_CHECKING:
+    import torch
 
 Sizes = tuple[float, ...]
 Origin = Literal["made", "input", "raw", "stored"]

@@ -18,23 +18,12 @@ from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.products import attention
-from meshwright.costmodel.operators.setting import (
-    DTYPE_BYTES,
-    NOT_AWAY,
-    Batch,
-    HostParts,
-    Mesh,
-    Parts,
-    Problem,
-    Setting,
-)
+from meshwright.costmodel.operators.setting import DTYPE_BYTES, Problem, Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.sharing import UNSHARED, Sharing
 
 __all__ = [
-    "BACKWARD_S", "COMPUTING", "DTYPE_BYTES", "FORWARD_S", "NOT_AWAY", "PASS_COLUMNS", "UNSHARED",
-    "Axis", "Batch", "Cost", "Entry", "Fusion", "HostParts", "LocalSizes", "Mesh", "ModelFlops",
-    "Parts", "Priced", "Pricer", "Problem", "Setting", "Sharing", "attention",
+    "BACKWARD_S", "COMPUTING", "DTYPE_BYTES", "FORWARD_S", "PASS_COLUMNS", "Axis", "Cost", "Entry",
+    "Fusion", "LocalSizes", "ModelFlops", "Priced", "Pricer", "Problem", "Setting", "attention",
     "backward_temporaries", "context_exchange", "fuse", "is_per_row", "model_flops", "op_flops",
     "signature", "splits_batch", "total",
 ]  # fmt: skip

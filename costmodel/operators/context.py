@@ -26,18 +26,15 @@ from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import p2p_time, stream_seconds
+from meshwright.costmodel.mesh import ALL_GATHER, RING, ULYSSES, ContextKind
 from meshwright.costmodel.operators.communication import computed_again, runs_backward
 from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, PASS_COLUMNS, Entry
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import is_causal
 from meshwright.costmodel.sharding import (
-    ALL_GATHER,
     BY_BLOCKS,
     BY_HALO,
-    RING,
-    ULYSSES,
-    ContextKind,
     Placement,
     Strategy,
     attends_by_heads,

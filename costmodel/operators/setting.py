@@ -5,16 +5,15 @@ asked for with the parts that it depends on, and with no others (`Setting.of_pas
 
 from __future__ import annotations
 
-import math
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
 from meshwright.costmodel.memory import fused
+from meshwright.costmodel.mesh import NOT_AWAY, Batch, HostParts, Mesh, Parts
 from meshwright.costmodel.operators.cost import Axis, Entry
-from meshwright.costmodel.sharding import ALL_GATHER, ContextKind, FactorTable, Meeting
+from meshwright.costmodel.sharding import FactorTable, Meeting
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
@@ -57,99 +56,6 @@ class Problem:
     def products(self) -> str:
         """What products are computed in."""
         return "tf32" if self.tf32 else self.precision
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class Mesh:
-    """Devices of one stage: (dp, cp, tp) with tp innermost. cp splits the sequence of every
-    activation, with attention of the kind `cp_kind`; None where that is open (the cheapest one), or
-    cp is 1. `ep` ranks of that mesh, neighbours, share out the experts, which are whole or
-    replicated on the other axes. Neighbours on the data axis are tp·`spread` ranks apart: 1 where
-    the mesh is contiguous, more where so many stages lie between them."""
-
-    dp: int
-    tp: int
-    cp: int = 1
-    ep: int = 1
-    spread: int = 1
-    cp_kind: ContextKind | None = None
-
-    @property
-    def kind(self) -> ContextKind:
-        """That of attention: all ranks gather its keys and values where nothing is said."""
-        return self.cp_kind or ALL_GATHER
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it splits tokens, and leaves the kind of attention open."""
-        return self.cp > 1 and self.cp_kind is None
-
-    def of_kind(self, kind: ContextKind) -> Mesh:
-        """The mesh with this kind of attention, where it splits tokens."""
-        return replace(self, cp_kind=kind) if self.cp > 1 else self
-
-    @property
-    def devices(self) -> int:
-        return self.dp * self.cp * self.tp
-
-    @property
-    def alone(self) -> Mesh:
-        """Without ranks that have other rows alone: the smallest data axis over which the experts
-        can be shared out, spread where axes that communicate within a pass lie across it."""
-        spread = self.spread if self.cp * self.ep > 1 else 1
-        return replace(self, dp=self.ep // math.gcd(self.ep, self.cp), spread=spread)
-
-    @property
-    def holders(self) -> int:
-        """Ranks that hold the same parts of weights: those of the data and the context axis."""
-        return self.dp * self.cp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """`rows` of the batch on a device in each of so many `microbatches`."""
-
-    rows: float
-    microbatches: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostParts:
-    """What lies in host memory: the part of the optimizer `states`, that of the `weights`, but
-    while their block runs (0 with ZeRO-3), of the blocks those that send the `activations` there
-    that they save; and the part of the states that lies in `files` on the node's flash, no more
-    than `states`."""
-
-    states: float = 0.0
-    weights: float = 0.0
-    activations: float = 0.0
-    files: float = 0.0
-
-    def __bool__(self) -> bool:
-        return self != NOT_AWAY
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """What of it lies there."""
-        return frozenset(f.name for f in fields(self) if getattr(self, f.name))
-
-    def exceeds(self, other: HostParts) -> bool:
-        """Whether no less of anything is away than of another."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return all(own >= less for own, less in pairs)
-
-
-NOT_AWAY = HostParts()
-
-
-class Parts(NamedTuple):
-    """What of a `Setting` is the stage's own."""
-
-    mesh: Mesh
-    batch: Batch
-    sharing: Sharing
-    host: HostParts
-    validated: bool
 
 
 @dataclass(frozen=True, kw_only=True)

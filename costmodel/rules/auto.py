@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from meshwright.costmodel.graph import Op, Ref, argument
 from meshwright.costmodel.rules.index import INDEXING
 from meshwright.costmodel.rules.language import (
@@ -93,6 +91,8 @@ def automatic(op: Op) -> Rule | None:
 
 def is_pointwise(op: Op) -> bool:
     """Whether every element of the result depends on the operands' elements at its place alone."""
+    import torch
+
     named = op.target.startswith("aten.") and op.short in POINTWISE
     return named or tagged(op.target, torch.Tag.pointwise)
 

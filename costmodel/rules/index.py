@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import torch
-
 from meshwright.costmodel.graph import Op, Ref, argument
 from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein
 
@@ -36,6 +34,8 @@ def _indices(op: Op) -> list[int]:
 
 def index_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     """`x[:, i, j]`: a look-up; one by flags has as many results as flags are up, and no rule."""
+    import torch
+
     places, table = _indices(op), operands[0]
     if any(meta.dtype in (torch.bool, torch.uint8) for meta in operands[1:]):
         return None
@@ -47,6 +47,8 @@ def index_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
 def index_put_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     """`x[:, i, j] = values`, or `+=`; under flags only a single number, which any part can
     write."""
+    import torch
+
     table, *indices, values = operands
     rank, places = len(table.shape), _indices(op)
     flagged = [meta for meta in indices if meta.dtype in (torch.bool, torch.uint8)]

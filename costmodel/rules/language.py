@@ -30,11 +30,12 @@ import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, Unpack
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from meshwright.costmodel.graph import Op, TensorMeta, argument
+
+if TYPE_CHECKING:
+    import torch
 
 Kind = Literal["map", "sum", "mean", "inner", "whole"]
 Dims = tuple[tuple[str, ...], ...]
@@ -261,6 +262,8 @@ def _listed(name: str, patterns: str) -> bool:
 
 def overload(target: str) -> torch._ops.OpOverload:
     """The operator of a target: `aten.add.Tensor` -> torch.ops.aten.add.Tensor."""
+    import torch
+
     namespace, name, which = target.split(".")
     operator: torch._ops.OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), which)
     return operator

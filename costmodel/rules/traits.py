@@ -13,12 +13,13 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
-
-import torch
+from typing import TYPE_CHECKING, Literal
 
 from meshwright.costmodel.fp8 import SIDE
-from meshwright.costmodel.graph import Graph, Op, Ref, argument, short_name
+from meshwright.costmodel.graph import Block, Graph, Op, Ref, argument, short_name
+
+if TYPE_CHECKING:
+    import torch
 
 DrawKind = Literal[
     "dropout", "channel dropout", "attention dropout",
@@ -253,6 +254,8 @@ def is_fp8(graph: Graph, op: Op) -> bool:
 
 def draws(op: Op) -> bool:
     """Whether a call draws random numbers: dropouts only in training, and with a chance to drop."""
+    import torch
+
     draw = traits_of(op).draw
     if draw is None or draw.when is None:
         return tagged(op.target, torch.Tag.nondeterministic_seeded)
@@ -278,6 +281,12 @@ def updates_statistics(op: Op) -> bool:
     return bool(op.args[found.training]) and isinstance(op.args[found.running[0]], Ref)
 
 
+def recomputable(block: Block, *, pure: bool = False) -> bool:
+    """Whether running a block twice is harmless: not where a forward updates running statistics
+    (unless it is `pure`, see `Target`), or draws what it would not draw again."""
+    return not any((not pure and updates_statistics(op)) or draws_anew(op) for op in block.ops)
+
+
 def takes_batch_statistics(op: Op) -> bool:
     """Whether a norm takes the statistics of the whole batch, over all data-parallel ranks."""
     found = traits_of(op).statistics
@@ -301,6 +310,8 @@ def runs_as_reshape(op: Op) -> bool:
 @functools.cache
 def tagged(target: str, tag: torch.Tag) -> bool:
     """Whether torch tags an operator so."""
+    import torch
+
     namespace, name, overload = [*target.split("."), "default"][:3]
     found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
     return found is not None and tag in found.tags

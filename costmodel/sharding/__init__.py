@@ -1,13 +1,8 @@
 """Factors of a graph, the strategies and layouts they allow, and the moves between them."""
 
 from meshwright.costmodel.sharding.context_axis import (
-    ALL_GATHER,
     BY_BLOCKS,
     BY_HALO,
-    CONTEXT_KINDS,
-    RING,
-    ULYSSES,
-    ContextKind,
     ContextLayout,
     attends_by_heads,
     context_layout,
@@ -66,8 +61,8 @@ from meshwright.costmodel.sharding.strategies import (
 )
 
 __all__ = [
-    "ALL_GATHER", "BY_BLOCKS", "BY_HALO", "CONTEXT_KINDS", "COPY_DIMS", "FOLLOW", "REPLICATE",
-    "RING", "RP", "ULYSSES", "Assignment", "BlockLayouts", "ContextKind", "ContextLayout",
+    "BY_BLOCKS", "BY_HALO", "COPY_DIMS", "FOLLOW", "REPLICATE",
+    "RP", "Assignment", "BlockLayouts", "ContextLayout",
     "DataLayout", "Enter", "Entry", "FactorTable", "Leave", "Meeting", "Move", "P", "Placement",
     "R", "Role", "Route", "RowUse", "Run", "Shift", "Step", "Strategy", "TotalKind", "analyse",
     "attends_by_heads", "buffer_state", "can_hold", "context_layout", "data_layout",

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.mesh import ULYSSES, ContextKind
 from meshwright.costmodel.rules import draws, is_causal, traits_of
 from meshwright.costmodel.sharding.data_axis import (
     DataLayout,
@@ -44,9 +44,6 @@ from meshwright.costmodel.sharding.strategies import (
     strategies,
 )
 
-ContextKind = Literal["all_gather", "ring", "ulysses"]
-CONTEXT_KINDS: tuple[ContextKind, ...] = ("all_gather", "ring", "ulysses")
-ALL_GATHER, RING, ULYSSES = CONTEXT_KINDS
 BY_BLOCKS = "attention by blocks"  # the implementation of attention over tokens of other ranks
 BY_HALO = "halo"  # the implementation of a shift by one token
 Q, K, V, MASK = range(4)  # operands of attention

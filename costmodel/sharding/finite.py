@@ -12,8 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import VIEWS, traits_of
 
@@ -53,6 +51,8 @@ class FiniteBits:
         return bit
 
     def _bit(self, op: Op) -> bool | None:
+        import torch
+
         if any(self.graph.values[v].dtype != torch.bool for v in op.results):
             return None
         if op.operands and self.bits.keys() >= set(op.operands):

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
-
-import torch
+from typing import TYPE_CHECKING, TypeAlias
 
 from meshwright.costmodel.graph import Graph, Op, argument
 from meshwright.costmodel.rules import OpFactors, traits_of
+
+if TYPE_CHECKING:
+    import torch
 
 AtomDims = tuple[tuple[int, ...], ...]
 

@@ -22,11 +22,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks.excess import Excess
-from meshwright.costmodel.blocks.policies import RECOMPUTE, parts_of, segment_policy
 from meshwright.costmodel.blocks.price import BlockPrice, Repeats
 from meshwright.costmodel.memory import FP32
-from meshwright.costmodel.operators import Cost, Pricer, Sharing
+from meshwright.costmodel.operators import Cost, Pricer
+from meshwright.costmodel.recompute import RECOMPUTE, parts_of, segment_policy
 from meshwright.costmodel.sharding import Placement
+from meshwright.costmodel.sharing import Sharing
 
 Floats: TypeAlias = NDArray[np.float64]
 

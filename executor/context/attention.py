@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshwright.costmodel.sharding import RING, ContextKind
+from meshwright.costmodel.mesh import RING, ContextKind
 from meshwright.executor.context.blocks import Part, attend, attend_backward
 from meshwright.executor.resharding import Axis, all_gather_flat, reduce_scatter_flat, zigzag_chunks
 

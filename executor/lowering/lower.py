@@ -16,9 +16,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from meshwright.costmodel.blocks import parts_of, recomputable, repeated_ops
+from meshwright.costmodel.blocks import repeated_ops
 from meshwright.costmodel.graph import Block, Op, class_hash
-from meshwright.costmodel.rules import traits_of
+from meshwright.costmodel.recompute import parts_of
+from meshwright.costmodel.rules import recomputable, traits_of
 from meshwright.costmodel.sharding import (
     Assignment,
     BlockLayouts,

@@ -21,8 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from meshwright.costmodel.operators import UNSHARED, Sharing
 from meshwright.costmodel.sharding import Placement, R
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.executor.devices import synchronize, to_host
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.parameters.partial_dtensors import (

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.costmodel.operators import Sharing
 from meshwright.costmodel.sharding import Placement
+from meshwright.costmodel.sharing import Sharing
 from meshwright.executor.parameters.parameters import StageParameter
 from meshwright.executor.ranks import Place
 from meshwright.executor.resharding import all_gather, local_part

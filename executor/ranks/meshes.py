@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators import UNSHARED, Sharing
 from meshwright.costmodel.sharding import Assignment, FactorTable
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.executor.devices import has_streams
 from meshwright.executor.host_values import with_values
 from meshwright.executor.resharding import Axis

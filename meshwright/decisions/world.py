@@ -62,7 +62,7 @@ def why_not_here(plan: Plan, cluster: Cluster) -> str | None:
     return (
         f"the plan needs {plan.num_ranks} ranks and this is a single process; launch your script "
         f"with `{_torchrun(plan.num_ranks, cluster)} your_script.py`, a command with "
-        f"`{_torchrun(plan.num_ranks, cluster)} -m meshwright.cli run ...`"
+        f"`{_torchrun(plan.num_ranks, cluster)} -m meshwright run ...`"
     )
 
 

@@ -31,10 +31,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith(MISSING):
             self._missing(message.removeprefix(MISSING).split(", "))
-        usage = " ".join(self.format_usage().removeprefix("usage: ").split())
-        raise MeshwrightError(
-            message, place=self.prog, legal=usage, way_out=f"see `{self.prog} --help`"
-        )
+        raise MeshwrightError(message, place=self.prog, way_out=f"see `{self.prog} --help`")
 
     def _missing(self, names: list[str]) -> NoReturn:
         """Required arguments were not given: which, and what each is."""
@@ -70,36 +67,6 @@ def _told(action: argparse.Action) -> str:
     given = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
     told = " ".join([*action.option_strings[-1:], str(given)])
     return f"{told} ({action.help})" if action.help else told
-
-
-def positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}; legal: a number above 0")
-    return value
-
-
-def add_price(parser: argparse.ArgumentParser, **more: Any) -> None:
-    """`--price`, `--watts` and `--tokens`."""
-    parser.add_argument(
-        "--price",
-        type=positive_number,
-        metavar="MONEY",
-        help=f"price per device and hour{', once for all clusters or once for each' * bool(more)}",
-        **more,
-    )
-    parser.add_argument(
-        "--watts",
-        type=positive_number,
-        metavar="WATTS",
-        help="power that a device takes with its share of the machine, for energy in kWh",
-    )
-    parser.add_argument(
-        "--tokens", type=positive_number, metavar="NUMBER", help="tokens to train on"
-    )
 
 
 def saved_json(path: str | Path) -> Any:

@@ -47,12 +47,11 @@ from meshwright.profiles.measure_cpu import local_rates
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.profile import cores_busy, device_name, is_device_of, published_id
 from meshwright.profiles.store import DeviceId, Measurements, Store, export_json, import_json
-from meshwright.profiles.timings import OF_HOST, CollectiveTiming, Timing
+from meshwright.profiles.timings import OF_HOST, PROFILE_S, CollectiveTiming, Timing
 from meshwright.shell.progress import Progress
 
 T = TypeVar("T")
 
-BUDGET_S = 120.0
 COLLECTIVES_SHARE = 1 / 3  # of the budget, at most
 LOGS, TABLES = (".log", ".txt"), (".csv",)  # any other file is an export
 MAX_ROWS = 6  # sizes of a micro-batch that are timed; others lie between two of them
@@ -63,7 +62,7 @@ class Effort:
     """Seconds to spend all in all, whether to time collectives, whether to time what the cache
     knows again, and a folder on the node's flash to time files in."""
 
-    budget_s: float = BUDGET_S
+    budget_s: float = PROFILE_S
     collectives: bool = True
     again: bool = False
     flash: str | None = None

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from meshwright.planner.report import Document, Table
+from meshwright.planner.document import Document, Table
 
 HEADINGS = {r"(?m)^[A-Z].*$": "bold"}
 STYLES = {

@@ -25,7 +25,8 @@ from functools import partial
 from operator import attrgetter
 
 from meshwright.costmodel.memory import fused, model_states, optimizer_named
-from meshwright.costmodel.operators import UNSHARED, Problem, Sharing
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.planner.alternatives import what_if
 from meshwright.planner.drafts import Candidate, MeshChoice
 from meshwright.planner.overrides import OverrideError, each_dropped, without

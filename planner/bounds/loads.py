@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.stages import Floats, Sums, blocks_here, communicator_bytes, stage_costs
 from meshwright.planner.drafts import StageSetup
 from meshwright.planner.stages import Chain

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from meshwright.costmodel.blocks import segment_policy
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.operators import Mesh
+from meshwright.costmodel.mesh import Mesh
+from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharding import Assignment, Entry, Placement
 from meshwright.costmodel.stages import fits

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.operators import HostParts, Mesh, Setting, Sharing
+from meshwright.costmodel.mesh import HostParts, Mesh
+from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import Pipeline
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages import InFlight, StageCosts, mixed, of_one, stage_costs
 from meshwright.planner.drafts.reliefs import NO_RELIEF, Relief
 from meshwright.planner.stages import Chain, ChosenLevel, RecomputeLevels

@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import segment_policy
-from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Setting, Sharing
+from meshwright.costmodel.mesh import Batch, HostParts, Mesh
+from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import Pipeline
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import (
     Floats,
     InFlight,

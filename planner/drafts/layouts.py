@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from meshwright.costmodel.blocks import segment_policy
+from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import build_schedule, step_times
 from meshwright.costmodel.stages import (
     COSTS,

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from meshwright.costmodel.memory import model_states
-from meshwright.costmodel.operators import DTYPE_BYTES, Batch, Mesh
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.operators import DTYPE_BYTES
 from meshwright.costmodel.stages import Floats, Sums, fits, stage_costs
 from meshwright.planner.drafts.segments import may_segment
 from meshwright.planner.drafts.space import Space

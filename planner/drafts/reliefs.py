@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.memory import FP32, optimizer_bytes
-from meshwright.costmodel.operators import NOT_AWAY, HostParts, Problem
+from meshwright.costmodel.mesh import NOT_AWAY, HostParts
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.stages import held_bytes
 from meshwright.planner.drafts.segments import undecided
 from meshwright.planner.overrides import Restrictions

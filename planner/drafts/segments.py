@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.costmodel.blocks import in_segments
+from meshwright.costmodel.recompute import in_segments
 from meshwright.planner.overrides import Restrictions
 
 SIZES = (2, 4, 8, 16, 32, 64)  # blocks in one

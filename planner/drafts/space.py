@@ -24,10 +24,12 @@ from itertools import product
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators import UNSHARED, HostParts, Mesh, Problem, Sharing
+from meshwright.costmodel.mesh import ULYSSES, HostParts, Mesh
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.rules import draws_anew
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule, in_flight
-from meshwright.costmodel.sharding import ULYSSES, FactorTable
+from meshwright.costmodel.sharding import FactorTable
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import room_bytes
 from meshwright.costmodel.written_buffers import inseparable
 from meshwright.planner.drafts.reliefs import Relief, reliefs

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.costmodel.operators import Batch, Mesh, Setting, Sharing
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.quantized import QUANTIZED
+from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.drafts.space import Space
 
 

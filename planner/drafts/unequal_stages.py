@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.operators import Mesh
+from meshwright.costmodel.mesh import Mesh
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, PipelineShape, in_flight
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.costmodel.blocks import REGATHERING
+from meshwright.costmodel.recompute import REGATHERING
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import TARGETS

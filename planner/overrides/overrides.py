@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import Any
 
+from meshwright.costmodel.mesh import ContextKind
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.costmodel.sharding import ContextKind
 from meshwright.planner.decisions import (
     ALLOWABLE,
     CHOICES,

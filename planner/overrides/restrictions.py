@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.mesh import ContextKind
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.costmodel.sharding import ContextKind
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH

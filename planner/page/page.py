@@ -142,7 +142,7 @@ def _commands(data: Row) -> list[tuple[str, str]]:
     return [
         (
             "train by it",
-            f"torchrun {several}--nproc-per-node {cluster['devices_per_node']} -m meshwright.cli "
+            f"torchrun {several}--nproc-per-node {cluster['devices_per_node']} -m meshwright "
             f"run {asked} --precision {plan['precision']} --plan plan.json",
         ),
         ("this page", f"meshwright report plan.json {asked} -o plan.html"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.mesh import ULYSSES
 from meshwright.costmodel.rules import takes_batch_statistics, traits_of
-from meshwright.costmodel.sharding import ULYSSES, FactorTable, head_counts
+from meshwright.costmodel.sharding import FactorTable, head_counts
 from meshwright.planner.decisions import divisors
 from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError

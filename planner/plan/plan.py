@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costmodel.blocks import RECOMPUTE
-from meshwright.costmodel.operators import UNSHARED, Batch, HostParts, Mesh, Parts, Sharing
+from meshwright.costmodel.mesh import ALL_GATHER, Batch, ContextKind, HostParts, Mesh, Parts
+from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule
-from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.planner.decisions import DECISIONS, OFFLOADS
 from meshwright.planner.plan.ranges import (
     PlanError,

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from meshwright.costmodel.blocks import recomputable
 from meshwright.costmodel.graph import Block
+from meshwright.costmodel.rules import recomputable
 
 
 def segments_of(blocks: Sequence[Block], size: int, loss: str | None) -> list[range]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from meshwright.costmodel.blocks import REGATHER, parts_of
 from meshwright.costmodel.memory import (
     Reduction,
     Trained,
@@ -18,6 +17,7 @@ from meshwright.costmodel.memory import (
     undo_bytes,
 )
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
+from meshwright.costmodel.recompute import REGATHER, parts_of
 from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import (

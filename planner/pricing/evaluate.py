@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles, verdict
 from meshwright.costmodel.kernels import collective_time, crosses_node, group_for
-from meshwright.costmodel.operators import Batch, Entry, Mesh, Problem
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.operators import Entry, Problem
 from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
 from meshwright.costmodel.sharding import Assignment
 from meshwright.costmodel.stages import Peak, StageCosts, device_peaks

@@ -26,22 +26,25 @@ from meshwright.costmodel.blocks import (
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_quantiles
 from meshwright.costmodel.kernels import send_seconds
-from meshwright.costmodel.operators import (
+from meshwright.costmodel.mesh import (
+    CONTEXT_KINDS,
     NOT_AWAY,
-    PASS_COLUMNS,
-    UNSHARED,
+    ULYSSES,
     Batch,
-    Fusion,
+    ContextKind,
     HostParts,
-    LocalSizes,
     Mesh,
-    ModelFlops,
     Parts,
+)
+from meshwright.costmodel.operators import (
+    PASS_COLUMNS,
+    Fusion,
+    LocalSizes,
+    ModelFlops,
     Priced,
     Pricer,
     Problem,
     Setting,
-    Sharing,
     attention,
     context_exchange,
     fuse,
@@ -49,11 +52,8 @@ from meshwright.costmodel.operators import (
 )
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
-    CONTEXT_KINDS,
-    ULYSSES,
     Assignment,
     BlockLayouts,
-    ContextKind,
     ContextLayout,
     Placement,
     R,
@@ -62,6 +62,7 @@ from meshwright.costmodel.sharding import (
     moves,
     strategies,
 )
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import Floats, Sums, Walked, block_sums
 from meshwright.planner.blocks import activations_at_cuts
 from meshwright.planner.plan import Plan, StagePlan, expert_weights, fingerprint, ulysses_degrees

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.costmodel.operators import Sharing
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import BUCKET_BYTES
 from meshwright.planner.published.frameworks import Framework, Unpriced, framework_of, with_experts
 from meshwright.planner.published.models import Latent, TransformerDims

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators import Mesh, Sharing
-from meshwright.costmodel.sharding import RING
+from meshwright.costmodel.mesh import RING, Mesh
+from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.plan import Plan, fingerprint, recompute_of, stage_on
 from meshwright.planner.plan.shardings import resolve_block
 from meshwright.planner.published.frameworks import Framework, Unpriced

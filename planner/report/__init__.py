@@ -5,10 +5,10 @@ from meshwright.planner.report.details import sequence_length
 from meshwright.planner.report.explain import Searched, explain, explain_plan, memory_summary
 from meshwright.planner.report.report import SCHEMA, Rehearsed, Report
 from meshwright.planner.report.tensor_axis import Excluded, excluded
-from meshwright.planner.report.text import Document, Part, Table, sensitivity_parts
+from meshwright.planner.report.text import sensitivity_parts
 
 __all__ = [
-    "SCHEMA", "Components", "Document", "Excluded", "Part", "Rehearsed", "Report", "Searched",
-    "Table", "busiest", "device_groups", "excluded", "explain", "explain_plan", "memory_summary",
+    "SCHEMA", "Components", "Excluded", "Rehearsed", "Report", "Searched",
+    "busiest", "device_groups", "excluded", "explain", "explain_plan", "memory_summary",
     "sensitivity_parts", "sequence_length", "why_slower",
 ]  # fmt: skip

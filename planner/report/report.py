@@ -9,11 +9,12 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
+from meshwright.planner.document import Document
 from meshwright.planner.page import framed_page, render_page
 from meshwright.planner.plan import Plan, sized
 from meshwright.planner.report.components import Components, busiest
 from meshwright.planner.report.details import Details, Row, cost_of
-from meshwright.planner.report.text import Document, full_text, short_text
+from meshwright.planner.report.text import full_text, short_text
 from meshwright.profiles.inputs import checked_path, write_text
 
 SCHEMA = 3  # of `Report.to_dict()`: another number where a key changes its meaning or goes

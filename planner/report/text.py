@@ -8,9 +8,9 @@ import re
 import textwrap
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from meshwright.planner.document import Document, Part, Table
 from meshwright.planner.plan import counted, layout_words, peak_words, seconds, sized, slower
 
 if TYPE_CHECKING:
@@ -22,61 +22,10 @@ MAX_STAGES = 8  # rows of the short stage table
 MAX_OTHERS = 5  # plans that the short text compares with
 WIDTH = 150  # of a line that may be long
 MAX_PARTS = 3  # parts of a stage's memory by name
-MAX_CELL = 36  # characters of a table's second column in plain text
 BAR, BARS = "\u2588", 20  # of the whole
 LEAST_PHASE_S = 0.05  # of planning: what takes less is in the sum alone
 LEAST_PART = 5e-4  # of a step: what takes less is left out of the short text
 _OF_HARDWARE = re.compile(r"^(\S+): \S+ = .* is (assumed|fitted) \(", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Rows of cells under their heads. `plain` are its lines where plain text says the same in
-    other words."""
-
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    plain: Sequence[str] = ()
-
-    def __str__(self) -> str:
-        return "\n".join(self.plain or table((self.heads, *self.rows)))
-
-
-Part = str | Table
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """Lines and tables, from top to bottom."""
-
-    parts: tuple[Part, ...]
-
-    @staticmethod
-    def of(*sections: Sequence[Part]) -> Document:
-        """Sections with a line between them; those without a part are left out."""
-        parts: list[Part] = []
-        for section in filter(None, sections):
-            parts += ["", *section] if parts else section
-        return Document(tuple(parts))
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.parts))
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns aligned; the second one shortened."""
-    rows = [
-        [
-            cell if i != 1 or len(cell) <= MAX_CELL else cell[: MAX_CELL - 3] + "..."
-            for i, cell in enumerate(row)
-        ]
-        for row in rows
-    ]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
 
 
 # --- short and full ------------------------------------------------------------------------------

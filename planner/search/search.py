@@ -19,7 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from meshwright.costmodel.operators import Batch, Mesh, Problem
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.operators import Problem
 from meshwright.planner.bounds import Bounds
 from meshwright.planner.drafts import Candidate, Drafter, Given, MeshChoice, PlanDraft
 from meshwright.planner.garbage import seldom_collected

@@ -28,7 +28,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
-from meshwright.costmodel.operators import Mesh, Sharing
+from meshwright.costmodel.mesh import Mesh
+from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.drafts import Candidate, Combination, PlanDraft, Waiting
 from meshwright.planner.plan import Plan, StagePlan
 from meshwright.planner.pricing import StageCoster, price_stages

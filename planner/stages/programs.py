@@ -16,8 +16,10 @@ from typing import TypeAlias
 import numpy as np
 
 from meshwright.costmodel.graph import Block, Graph
-from meshwright.costmodel.operators import UNSHARED, Batch, Mesh, Pricer, Setting, Sharing, op_flops
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.operators import Pricer, Setting, op_flops
 from meshwright.costmodel.sharding import BlockLayouts, Entry, Placement, R, Strategy, divides
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import Floats, Sums, parameter_sums
 from meshwright.planner.intra_op import BlockProgram, BlockTable, SolverTime, TimeLimit
 from meshwright.planner.pricing import StageCoster

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.costmodel.blocks import REGATHERING, segment_policy
 from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.recompute import REGATHERING, segment_policy
 from meshwright.costmodel.stages import (
     Floats,
     InFlight,

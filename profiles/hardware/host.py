@@ -28,6 +28,7 @@ BANDWIDTHS = MappingProxyType(
 )  # by a kind of `timings.OF_HOST`
 
 
+FOLDER_VARIABLE = "MESHWRIGHT_NVME"  # names the folder on the flash of each node
 MARGIN = 0.1  # of hosts' memory and flash, for the system, data loaders and their page cache
 
 

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from meshwright.costmodel.blocks import RECOMPUTE
-from meshwright.costmodel.operators import Mesh, Problem
+from meshwright.costmodel.mesh import Mesh
+from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline
 from meshwright.planner.drafts import priced_fits
 from meshwright.planner.drafts.candidates import place_stages, spread_ranks

@@ -14,8 +14,8 @@ from meshwright.profiles.hardware.catalog_reader import read_file
 from meshwright.profiles.inputs import shown
 from meshwright.profiles.op_signature import OpSignature
 from meshwright.profiles.store import Store, import_json
+from meshwright.shell.commands.show import plan_text
 from meshwright.shell.profile_command import import_profile
-from meshwright.shown_plan import plan_text
 from scripts.fuzzing import ground
 from scripts.fuzzing.mutations import json_case, mutated, spoilt, toml_text, value
 

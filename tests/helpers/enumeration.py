@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.costmodel.operators import Batch, Mesh
+from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.schedules.table import stages_of_devices
 from meshwright.costmodel.sharding.layouts import Assignment

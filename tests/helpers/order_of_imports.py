@@ -62,6 +62,7 @@ running
 data
 shell
 meshwright
+shell.commands
 training
 hf
 """

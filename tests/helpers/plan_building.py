@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.mesh import ALL_GATHER, ContextKind
 from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
-from meshwright.costmodel.sharding import ALL_GATHER, ContextKind
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan, recompute_of
 from meshwright.planner.plan.shardings import resolve_shardings

@@ -16,16 +16,19 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.costmodel.blocks import RECOMPUTE, Excess
+from meshwright.costmodel.blocks import Excess
 from meshwright.costmodel.blocks.price import price_pass
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.operators import Batch, Cost, HostParts, Mesh, Problem, Setting, Sharing
+from meshwright.costmodel.mesh import Batch, HostParts, Mesh
+from meshwright.costmodel.operators import Cost, Problem, Setting
 from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.moves import Move, Run
 from meshwright.costmodel.sharding.sequence import SequenceFactor
 from meshwright.costmodel.sharding.strategies import Placement, transition
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.blocks.cut import cut_blocks

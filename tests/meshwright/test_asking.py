@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from meshwright.cli import main
+from meshwright.planner.plan import Plan, describe
 from meshwright.planner.plan.words import seconds
 from meshwright.planner.search import Search
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
-from meshwright.shell import fitting
-from meshwright.shell.asking import cost_text
-from meshwright.shell.comparing import compared
-from meshwright.shell.fitting import _largest
+from meshwright.shell.commands import fit as fitting
+from meshwright.shell.commands.compare import compared
+from meshwright.shell.commands.fit import _largest
+from meshwright.shell.commands.plan import cost_text
 from tests.meshwright.commands import FOUR, PLAN, Captured, failed, printed
 
 pytestmark = pytest.mark.usefixtures("in_a_folder")
@@ -232,6 +233,19 @@ def test_fit_says_what_would_help(capsys: Captured) -> None:
 )
 def test_the_largest_factor_is_found_within_a_quarter(most: float, found: float) -> None:
     assert _largest(lambda factor: factor <= most) == found
+
+
+def test_fit_and_compare_take_overrides_and_plans(capsys: Captured) -> None:
+    assert main([*FOUR, "--pp=2", "--num-microbatches=4", "-o", "plan.json"]) == 0
+    chosen = describe(Plan.load("plan.json"))
+    asked = [*PLAN[1:], "--cluster", "dgx-a100", "--json"]
+    by_flags = json.loads(printed(capsys, "fit", *asked, "--pp=2", "--num-microbatches=4"))
+    by_plan = json.loads(printed(capsys, "fit", *asked, "--plan", "plan.json"))
+    assert by_flags["plan"] == by_plan["plan"] == chosen
+    rows = json.loads(printed(capsys, "compare", *asked, "--plan", "plan.json"))["rows"]
+    assert [row["plan"] for row in rows] == [chosen]
+    both = failed(capsys, ["fit", *asked, "--plan", "plan.json", "--pp=2"])
+    assert "legal: one of the two" in both
 
 
 def test_catalog_lists_every_entry(capsys: Captured) -> None:

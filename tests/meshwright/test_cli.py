@@ -3,6 +3,8 @@ what to stderr, which exit code."""
 
 import argparse
 import json
+import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,7 @@ from meshwright.planner.decisions import FORBIDDABLE
 from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing import Prediction, RehearsedMemory
 from meshwright.rehearsing import margin_needed
-from meshwright.shell.override_flags import add_arguments, overrides_of
+from meshwright.shell.commands.override_flags import add_arguments, overrides_of
 from tests.helpers.tiers import second_tier
 from tests.meshwright.commands import FOUR, PLAN, Captured, failed, printed
 
@@ -112,6 +114,51 @@ def test_overrides_are_flags_and_show_prints_the_plan(capsys: Captured) -> None:
     assert describe(plan) in out and plan.model in out
     assert "stage 1: blocks block.1 on ranks 4-7, dp2×tp2" in out
     assert printed(capsys, "show", "plan.json", "--json") == plan.to_json()
+
+
+LIGHT = """
+import contextlib, io, sys
+from meshwright.cli import COMMANDS, main
+
+for line in ("--help", "--version", *(f"{name} --help" for name in COMMANDS), *sys.argv[1:]):
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main(line.split())
+        except SystemExit as end:
+            code = end.code
+    assert code == 0, line
+    assert "torch" not in sys.modules, line
+"""
+
+
+def test_what_plans_nothing_loads_no_torch(capsys: Captured) -> None:
+    Path("plan.json").write_text(plan_by_flags())
+    Path("report.json").write_text(printed(capsys, *FOUR, "--json"))
+    lines = (
+        "show plan.json",
+        "diff plan.json plan.json",
+        "diff report.json report.json",
+        "report report.json -o page.html",
+        "catalog",
+        "catalog dgx-a100",
+    )
+    command = [sys.executable, "-c", LIGHT, *lines]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["paln"], "no command 'paln'; legal: plan, show, .*; nearest: plan$"),
+        (["show", "--jsno", "x"], "unrecognized arguments: --jsno .nearest: --json.; see `mesh"),
+    ],
+)
+def test_a_wrong_word_is_answered_by_the_nearest_one(
+    capsys: Captured, arguments: list[str], says: str
+) -> None:
+    text = failed(capsys, arguments)
+    assert re.search(says, text, re.MULTILINE) and len(text) < 250
 
 
 @pytest.mark.parametrize(
@@ -398,4 +445,4 @@ def test_run_takes_a_plan_and_speaks_plainly(capsys: Captured) -> None:
 
 def test_run_without_ranks_says_how_to_launch(capsys: Captured) -> None:
     err = failed(capsys, ["run", *FOUR[1:], "--steps", "2"])
-    assert "torchrun --nproc-per-node 8" in err and "-m meshwright.cli run" in err
+    assert "torchrun --nproc-per-node 8" in err and "-m meshwright run" in err

@@ -20,9 +20,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
+from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS, ContextKind
+from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS, ContextKind
 from meshwright.planner.plan.plan import PRECISIONS, Plan
 from tests.helpers.plan_building import CUTS, Knobs, build_plan
 from tests.helpers.stored import stored

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.profiles import cluster as cluster_module
 from meshwright.profiles import measure_cpu as measure_cpu_module
 from meshwright.profiles.cluster import Cluster, Device, Host, Link
 from meshwright.profiles.hardware.curve import Curve
@@ -174,8 +173,8 @@ class TestLocal:
             fp32_flops=8e10, bf16_flops=4e10, copy_bandwidth=1e10, stream_bandwidth=5e9,
             launch_overhead_s=2e-6, date="2026-11-26", busy=n == 4,
         )  # fmt: skip
-        monkeypatch.setattr(cluster_module, "local_rates", lambda ranks: rates)
-        monkeypatch.setattr(cluster_module, "total_memory_bytes", lambda: 64 * 2**30)
+        monkeypatch.setattr(measure_cpu_module, "local_rates", lambda ranks: rates)
+        monkeypatch.setattr(measure_cpu_module, "total_memory_bytes", lambda: 64 * 2**30)
         monkeypatch.setattr(os, "cpu_count", lambda: 4)
         cluster = Cluster.local(n)
         device = cluster.device

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from meshwright.costmodel.blocks import known_steps
 from meshwright.costmodel.blocks.known_steps import KnownSteps
 from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
-from meshwright.costmodel.blocks.policies import regathering
 from meshwright.costmodel.blocks.price import PassPrice, price_pass
 from meshwright.costmodel.blocks.repeated import least_kept, repeated_ops
 from meshwright.costmodel.graph import Block, Op
@@ -27,6 +26,7 @@ from meshwright.costmodel.kernels.collectives import Group, collective_time
 from meshwright.costmodel.memory.storage import Storage
 from meshwright.costmodel.operators.fusion import fuse
 from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.recompute import regathering
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry
 from meshwright.costmodel.sharding.moves import moves
 from meshwright.costmodel.sharding.strategies import Placement

@@ -16,11 +16,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
-from meshwright.costmodel.blocks.policies import parts_of, recomputable
 from meshwright.costmodel.blocks.repeated import repeated_ops
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.memory.storage import Held, Storage
 from meshwright.costmodel.operators.pricing import Pricer
+from meshwright.costmodel.recompute import parts_of
+from meshwright.costmodel.rules import recomputable
 from meshwright.costmodel.sharding.data_axis import data_layout
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts
 from meshwright.costmodel.sharding.moves import buffer_state, moves

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.memory import GradientBytes, Reduction, Trained
-from meshwright.costmodel.operators import Sharing
+from meshwright.costmodel.sharing import Sharing
 
 BUCKET, ALONE = 100, 80  # bytes: parameters of 20 elements and more travel alone
 

@@ -23,7 +23,7 @@ from meshwright.costmodel.memory.optimizers import (
     optimizer_temporary_bytes,
 )
 from meshwright.costmodel.memory.states import fixed_bytes, model_states, undo_bytes, working_bytes
-from meshwright.costmodel.operators import Sharing
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 

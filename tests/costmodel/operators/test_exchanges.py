@@ -21,11 +21,11 @@ from meshwright.costmodel.kernels.moe_costs import exchange_seconds, reached_par
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.operators.setting import Sharing
 from meshwright.costmodel.quantized import wire_bytes
 from meshwright.costmodel.sharding.layouts import BlockLayouts
 from meshwright.costmodel.sharding.moves import moves
 from meshwright.costmodel.sharding.strategies import RP, P, Placement, R
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from tests.costmodel.operators.test_pricing import (

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.costmodel.blocks.policies import recomputable
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.rules import registry, traits
+from meshwright.costmodel.rules import recomputable, registry, traits
 from meshwright.costmodel.rules.language import ein
 from meshwright.costmodel.rules.traits import Draw, RowLoss, Statistics, Traits
 from meshwright.costmodel.sharding.factors import analyse

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.blocks import Moment
 from meshwright.costmodel.memory import Reduction, Trained
-from meshwright.costmodel.operators import UNSHARED, Sharing
 from meshwright.costmodel.schedules import Action, Pipeline, moments
+from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import BlockBytes, Peak, StageBytes, device_peaks, walked
 from meshwright.costmodel.stages.peak import (
     HELD,

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.memory import model_states, optimizer_step_bytes
-from meshwright.costmodel.operators import Setting, Sharing
+from meshwright.costmodel.operators import Setting
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages.offload import (
     PINNED,
     host_bandwidth,

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.intervals import slowest_of
 from meshwright.costmodel.memory.states import model_states
-from meshwright.costmodel.operators import Cost, Setting, Sharing
+from meshwright.costmodel.operators import Cost, Setting
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs
 from meshwright.costmodel.stages.sums import COLUMNS, FIRST, GROWN, LATER, MAXIMA, SECOND, Sums
 from meshwright.costmodel.target import Target

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from meshwright.costmodel.sharding.context_axis import RING
+from meshwright.costmodel.mesh import RING
 from meshwright.costmodel.sharding.sequence import Shift
 from meshwright.costmodel.sharding.strategies import Placement, R
 from meshwright.executor.context.attention import Blocks

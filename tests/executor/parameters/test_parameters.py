@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.costmodel.operators import Sharing
 from meshwright.costmodel.sharding.layouts import Placement
 from meshwright.costmodel.sharding.strategies import R
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import SENT_AT_ONCE
 from meshwright.costmodel.targets import EAGER
 from meshwright.executor.parameters import reducer as reducer_module

@@ -13,12 +13,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from meshwright.executor.errors import StateError
 from meshwright.executor.parameters import local_of
 from meshwright.executor.runtime.runtime import Runtime
-from meshwright.executor.states_in_files import (
-    FOLDER_VARIABLE,
-    in_file,
-    keep_states_in_files,
-    lies_in_file,
-)
+from meshwright.executor.states_in_files import in_file, keep_states_in_files, lies_in_file
+from meshwright.profiles.hardware.host import FOLDER_VARIABLE
 from tests.executor.trained_cells import cells, goes_on_after_saves
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered

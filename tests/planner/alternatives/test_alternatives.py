@@ -12,10 +12,11 @@ from meshwright.planner.alternatives import answers as module
 from meshwright.planner.alternatives.alternatives import Alternative, families
 from meshwright.planner.alternatives.answers import CUT_SHORT, Answers
 from meshwright.planner.alternatives.explain import alternative_row
+from meshwright.planner.document import Document
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.plan.words import seconds
-from meshwright.planner.report import Document, sensitivity_parts
+from meshwright.planner.report import sensitivity_parts
 from meshwright.planner.search.search import Search
 from meshwright.planner.search.taste import TIE
 from meshwright.profiles.cluster import Cluster

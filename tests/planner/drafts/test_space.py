@@ -14,8 +14,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costmodel.operators import Mesh, Sharing
+from meshwright.costmodel.mesh import Mesh
 from meshwright.costmodel.schedules import Pipeline
+from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.drafts.candidates import place_stages, spread_ranks
 from meshwright.planner.drafts.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, MIN_CONTEXT, Space
 from meshwright.planner.drafts.transports import quantizations, secondaries, transports

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.price import price_block
 from meshwright.costmodel.graph import Block
-from meshwright.costmodel.operators import Batch, Mesh
+from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, default_state
 from meshwright.costmodel.sharding.strategies import RP, Placement, R, Strategy

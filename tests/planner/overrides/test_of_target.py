@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.operators import Mesh, Sharing
+from meshwright.costmodel.mesh import Mesh
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.targets import EAGER, target_named
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.overrides.of_target import check_plan_for, for_target

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS
 from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
-from meshwright.costmodel.sharding.context_axis import ALL_GATHER, CONTEXT_KINDS
 from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.decisions import FORBIDDABLE, PLACEMENTS
 from meshwright.planner.overrides import without_effect

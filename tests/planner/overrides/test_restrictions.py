@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.quantized import QUANTIZED
+from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner.decisions import ALLOWABLE, BY_BLOCK, MESH
 from meshwright.planner.overrides import OverrideError, check_allow

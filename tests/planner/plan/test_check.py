@@ -12,10 +12,10 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.mesh import CONTEXT_KINDS, ContextKind
+from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.costmodel.sharding.context_axis import CONTEXT_KINDS, ContextKind
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.plan.check import check_plan, check_runs, fingerprint

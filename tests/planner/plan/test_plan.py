@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.costmodel.sharding import ALL_GATHER, CONTEXT_KINDS
+from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS
 from meshwright.planner.decisions import OFFLOADS
 from meshwright.planner.plan import away_blocks, moved_parts, moved_sizes, off_device
 from meshwright.planner.plan.check import check_plan

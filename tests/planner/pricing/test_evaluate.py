@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.costmodel.operators import Batch, Mesh, Problem
-from meshwright.costmodel.sharding.context_axis import CONTEXT_KINDS
+from meshwright.costmodel.mesh import CONTEXT_KINDS, Batch, Mesh
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding.strategies import replicated
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER

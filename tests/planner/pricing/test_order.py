@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.costmodel.operators import Batch, Mesh, Setting
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.stages import of_one, stage_costs
 from meshwright.planner.pricing import StageCoster
 from meshwright.planner.stages import BlockPrograms

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.kernels.collectives import p2p_time
-from meshwright.costmodel.operators import Batch, Mesh, Sharing
+from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.schedules import Pipeline
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages import InFlight
 from meshwright.costmodel.stages.memory import StageMemory
 from meshwright.costmodel.stages.stage import StageCosts, stage_costs

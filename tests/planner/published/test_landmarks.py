@@ -11,8 +11,8 @@ from collections import Counter
 from functools import cache
 from typing import Any
 
-from meshwright.costmodel.blocks.policies import PARTIAL
 from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.recompute import PARTIAL
 from meshwright.costmodel.sharding.strategies import Placement
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER, MEGATRON

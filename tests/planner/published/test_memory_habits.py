@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.blocks.policies import recomputable
+from meshwright.costmodel.rules import recomputable
 from meshwright.planner.published.predict import evaluate, traced
 from meshwright.planner.published.rows import read_row
 from meshwright.planner.published.setup import Setup, of_layers

@@ -19,7 +19,8 @@ from meshwright.cli import main
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels.collectives import group_for
 from meshwright.costmodel.kernels.moe_costs import exchange_seconds
-from meshwright.costmodel.operators import Batch, Mesh, Problem
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
+from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator

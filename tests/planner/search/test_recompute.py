@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshwright.costmodel.blocks.policies import REGATHERING
+from meshwright.costmodel.recompute import REGATHERING
 from meshwright.costmodel.targets import COMPILED, EAGER, TARGETS
 from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.of_target import check_plan_for

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.intervals import COMMUNICATION_ERROR, HOST_ERROR, compute_error
-from meshwright.costmodel.operators import HostParts, Sharing
+from meshwright.costmodel.mesh import HostParts
+from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search import taste
 from meshwright.planner.search.result import SearchResult

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.costmodel.blocks.price import price_block, price_pass
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.operators import Batch, Mesh
+from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.layouts import Assignment, BlockLayouts, Entry, translate
 from meshwright.costmodel.sharding.strategies import Placement, R, can_hold

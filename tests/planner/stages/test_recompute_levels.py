@@ -7,8 +7,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from meshwright.costmodel.blocks.policies import RECOMPUTE
-from meshwright.costmodel.operators import Batch, Mesh, Sharing
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.recompute import RECOMPUTE
+from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages import InFlight
 from meshwright.costmodel.stages.stage import StageCosts, as_rows, of_one, of_rows, stage_costs
 from meshwright.costmodel.stages.sums import Floats, Sums

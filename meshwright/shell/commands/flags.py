@@ -1,8 +1,9 @@
-"""The flags that commands share: the model and what it is planned for; how plans are searched."""
+"""Flags that commands share: the model and what it is planned for, the search, the report."""
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES, ROWS_MEET
 from meshwright.costmodel.targets import TARGETS
@@ -101,3 +102,54 @@ def add_search(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="end the search then, with the best plan found and what it may miss",
     )
+
+
+def without_search(parser: argparse.ArgumentParser) -> None:
+    """What `add_search` gives, of a command that takes a plan and searches none."""
+    parser.set_defaults(objective="robust", memory_margin=None, time_limit=None)
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}; legal: a number above 0")
+    return value
+
+
+def add_price(parser: argparse.ArgumentParser, **more: Any) -> None:
+    """`--price`, `--watts` and `--tokens`."""
+    parser.add_argument(
+        "--price",
+        type=positive_number,
+        metavar="MONEY",
+        help=f"price per device and hour{', once for all clusters or once for each' * bool(more)}",
+        **more,
+    )
+    parser.add_argument(
+        "--watts",
+        type=positive_number,
+        metavar="WATTS",
+        help="power that a device takes with its share of the machine, for energy in kWh",
+    )
+    parser.add_argument(
+        "--tokens", type=positive_number, metavar="NUMBER", help="tokens to train on"
+    )
+
+
+def add_report(parser: argparse.ArgumentParser) -> None:
+    """Flags of what a report says."""
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help="print everything: every family, what overrides cost, advice, assumptions, proofs",
+    )
+    add_price(parser)
+
+
+def asked_costs(args: argparse.Namespace) -> dict[str, float | None]:
+    """What the flags of `add_price` ask of `Report.cost`; empty where nothing is asked."""
+    asked = {"tokens": args.tokens, "price_per_hour": args.price, "power_watts": args.watts}
+    return asked if any(value is not None for value in asked.values()) else {}

@@ -1,8 +1,20 @@
-"""A plan in words, as `meshwright show` prints it."""
+"""`meshwright show`: a plan file in words."""
 
 from __future__ import annotations
 
+import argparse
+
 from meshwright.planner.plan import Plan, compress_names, compress_ranks, decision_words, describe
+from meshwright.shell.answer import Answer
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("plan", help="plan file")
+
+
+def run(args: argparse.Namespace) -> Answer:
+    plan = Plan.load(args.plan)
+    return Answer(data=plan.to_json, text=lambda: plan_text(plan))
 
 
 def plan_text(plan: Plan) -> str:

@@ -3,6 +3,7 @@ help where it doesn't."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -13,6 +14,11 @@ from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import InfeasibleError, Relaxation, describe, sized
 from meshwright.planner.report import sequence_length
 from meshwright.planner.search import Search, some_plan_fits
+from meshwright.shell.answer import Answer
+from meshwright.shell.commands import flags, override_flags
+from meshwright.shell.commands.planned import searching
+from meshwright.shell.named import cluster_named
+from meshwright.shell.progress import progress_shown
 
 progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
@@ -20,6 +26,20 @@ FITS, TIGHT, NOT = "fits", "tight", "does not fit"
 SPARE = "a larger --memory-margin leaves more of each device free"
 MOST = 2**12  # times the batch, or the sequence, at most
 FINER = (1.5, 1.25, 1.75)  # times the largest power of two that fits
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_model(parser)
+    parser.add_argument("--plan", help="plan file: whether a plan with its decisions fits")
+    flags.add_search(parser)
+    override_flags.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> Answer:
+    with progress_shown():
+        overrides = override_flags.overrides_of(args)
+        found = fit(searching(args, cluster_named(args.cluster), overrides))
+    return Answer(data=found.as_dict, text=lambda: str(found), code=2 * (found.verdict == NOT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,60 +3,39 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from meshwright.planner.page import render_page
 from meshwright.planner.plan import Plan
-from meshwright.planner.report import SCHEMA, Report
+from meshwright.planner.report import SCHEMA
 from meshwright.profiles.inputs import MeshwrightError, shown, write_text
-from meshwright.shell.asking import asked_costs
-from meshwright.shell.named import add_price, no_report, saved_json
+from meshwright.shell.answer import say
+from meshwright.shell.commands import flags
+from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.named import no_report, saved_json
 
 WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Page:
-    """What the command takes from the command line: it prices a plan file for the model that is
-    named, adds the flags of models and prices, and says what was done."""
-
-    report: Callable[[argparse.Namespace, str], Report]
-    add_model: Callable[..., None]
-    add_prices: Callable[[argparse.ArgumentParser], None]
-    said: Callable[[str], None]
-
-
-def add_command(commands: Any, common: argparse.ArgumentParser, page: Page) -> None:
-    """`meshwright report`; the model is needed for a plan alone."""
-    parser = commands.add_parser(
-        "report", parents=[common], help="write the report of a plan as a page (HTML, one file)"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model is needed for a plan alone."""
     parser.add_argument("plan", help="plan file, or what `meshwright plan --json` printed")
     parser.add_argument("-o", "--output", required=True, help="write the page to this file")
-    add_price(parser)
-    page.add_model(parser, optional=True)
-    page.add_prices(parser)
-    # as `run` takes them; a plan file needs no search
-    parser.set_defaults(
-        objective="robust",
-        memory_margin=None,
-        time_limit=None,
-        command=lambda args: _write(args, page),
-    )
+    flags.add_price(parser)
+    flags.add_model(parser, optional=True)
+    flags.add_prices(parser)
+    flags.without_search(parser)
 
 
-def _write(args: argparse.Namespace, page: Page) -> int:
+def run(args: argparse.Namespace) -> None:
     data = report_data(args.plan)
     if data is None:
         fill_from_plan(args)
-        report = page.report(args, args.plan)
-        report.html(args.output, sensitivity=False, **asked_costs(args))
+        report = parallelized(args, plan=args.plan)[0].report
+        report.html(args.output, sensitivity=False, **flags.asked_costs(args))
     else:
         write_page(data, args)
-    page.said(f"page written to {args.output}")
-    return 0
+    say(f"page written to {args.output}")
 
 
 def report_data(path: str) -> dict[str, Any] | None:
@@ -77,7 +56,7 @@ def report_data(path: str) -> dict[str, Any] | None:
 
 def write_page(data: dict[str, Any], args: argparse.Namespace) -> None:
     """The page of a report that was read. Raises ValueError for what a report can't answer."""
-    if asked_costs(args):
+    if flags.asked_costs(args):
         raise MeshwrightError(
             "--tokens, --price and --watts are for plans, whose prices are found anew",
             place=f"report {args.plan!r}",

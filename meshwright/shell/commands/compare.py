@@ -2,13 +2,49 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from meshwright.planner.document import Document, Table
 from meshwright.planner.plan import InfeasibleError, counted, seconds, sized
-from meshwright.planner.report import Document, Report, Table
+from meshwright.planner.report import Report
+from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.shell.answer import Answer
+from meshwright.shell.commands import flags, override_flags
+from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.named import cluster_named
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_model(parser, several=True)
+    flags.add_price(parser, action="append", dest="prices")
+    parser.add_argument(
+        "--by", choices=("time", "cost"), help="what chooses (default: cost where there are prices)"
+    )
+    parser.add_argument("--plan", help="plan file, priced on each cluster; else plans are searched")
+    flags.add_search(parser)
+    override_flags.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> Answer:
+    clusters = {text: cluster_named(text) for text in args.cluster}
+    found = compared(
+        {text: partial(_report, args, cluster) for text, cluster in clusters.items()},
+        prices=args.prices or [],
+        tokens=args.tokens,
+        watts=args.watts,
+        by=args.by,
+    )
+    return Answer(data=found.as_dict, text=found.document, code=0 if found.chosen else 2)
+
+
+def _report(args: argparse.Namespace, cluster: Cluster) -> Report:
+    overrides = override_flags.overrides_of(args)
+    return parallelized(args, cluster, plan=args.plan, overrides=overrides)[0].report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

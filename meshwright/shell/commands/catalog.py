@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from typing import Any
 
-from meshwright.planner.report import Document, Part, Table
+from meshwright.planner.document import Document, Part, Table
 from meshwright.profiles.hardware.catalog_reader import (
     SOURCE_KINDS,
     Entry,
     catalog_names,
     read_entry,
 )
+from meshwright.shell.answer import Answer
 
 Listing = tuple[Any, Document]  # data, text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", nargs="?", help="a device or node: each of its numbers")
+
+
+def run(args: argparse.Namespace) -> Answer:
+    data, text = entry(args.name) if args.name else every()
+    return Answer(data=lambda: data, text=lambda: text)
 
 
 def every() -> Listing:

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Mapping, Sequence
 
 from meshwright.planner.alternatives import Explained, instead
 from meshwright.planner.plan import Plan, describe, seconds, sized, slower
 from meshwright.planner.report import Report
+from meshwright.shell.answer import Answer
+from meshwright.shell.commands import flags
+from meshwright.shell.commands.planned import parallelized
 
 Collectives = Mapping[str, tuple[int, float]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_model(parser)
+    parser.add_argument("glob", help="modules, operators (with `:`) or parameters")
+    parser.add_argument("--plan", help="plan file; without it a plan is searched")
+    flags.add_search(parser)
+
+
+def run(args: argparse.Namespace) -> Answer:
+    report = parallelized(args, plan=args.plan)[0].report
+    found = explained(report, args.glob)
+    return Answer(
+        data=lambda: [each.as_dict() for each in found], text=lambda: text(found, report.plan)
+    )
 
 
 def explained(report: Report, pattern: str) -> list[Explained]:

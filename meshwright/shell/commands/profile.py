@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from meshwright.executor.states_in_files import FOLDER_VARIABLE
+from meshwright.arguments import default_precision
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.hardware.host import FOLDER_VARIABLE
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.profiles.measure import COLLECTIVES, FILE_BYTES, check_folder
 from meshwright.profiles.profile import device_name, is_device_of
 from meshwright.profiles.store import Store
-from meshwright.shell.named import model_named
-from meshwright.shell.profile_command import (
-    BUDGET_S,
-    Effort,
-    Imported,
-    Summary,
-    export_profile,
-    import_profile,
-    profile_model,
-)
+from meshwright.profiles.timings import PROFILE_S
+from meshwright.shell.answer import Answer, say
+from meshwright.shell.commands import flags
+from meshwright.shell.named import cluster_named, model_named
+
+if TYPE_CHECKING:
+    from meshwright.shell.profile_command import Imported, Summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +41,9 @@ class Forgotten:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that are the command's own."""
+    flags.add_model(parser, optional=True)
     parser.add_argument(
-        "--budget", type=float, default=BUDGET_S, help=f"seconds, all in all ({BUDGET_S:g})"
+        "--budget", type=float, default=PROFILE_S, help=f"seconds, all in all ({PROFILE_S:g})"
     )
     parser.add_argument("--again", action="store_true", help="time what the cache knows, too")
     parser.add_argument("--export", metavar="FILE", help="write what is known of the device")
@@ -64,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     log = parser.add_argument_group("of the imported log, where it doesn't say so itself")
     log.add_argument("--ranks", type=int, metavar="N", help="GPUs of the run")
     log.add_argument("--nodes", type=int, metavar="K", help="nodes of the run")
-    log.add_argument("--collective", choices=tuple(COLLECTIVES), help="what was measured")
+    log.add_argument("--collective", metavar="NAME", help="what was measured, e.g. all_reduce")
     parser.add_argument(
         "--collectives",
         action=argparse.BooleanOptionalAction,
@@ -87,10 +83,16 @@ def forget_steps(cluster: Cluster, store: Store | None = None) -> Forgotten:
     return Forgotten(device=device_name(cluster), plans=plans, cache=str(store.path))
 
 
-def profile(
-    args: argparse.Namespace, cluster: Cluster, precision: str, *, say: Callable[[str], None]
-) -> Summary | Imported | Forgotten:
-    """Do what the command's flags ask; `say` tells what was done beside."""
+def run(args: argparse.Namespace) -> Answer:
+    found = _done(args, cluster_named(args.cluster))
+    return Answer(data=found.to_dict, text=lambda: str(found))
+
+
+def _done(args: argparse.Namespace, cluster: Cluster) -> Summary | Imported | Forgotten:
+    """Do what the command's flags ask."""
+    from meshwright.profiles.measure import FILE_BYTES, check_folder
+    from meshwright.shell.profile_command import Effort, import_profile, profile_model
+
     if args.forget_steps:
         return forget_steps(cluster)
     if args.imported:
@@ -98,7 +100,7 @@ def profile(
             cluster, args.imported, ranks=args.ranks, nodes=args.nodes, collective=args.collective
         )
         if args.model is None:
-            _export(args, cluster, say)
+            _export(args, cluster)
             return imported
         say(str(imported))
     if args.model is None or args.batch is None:
@@ -116,16 +118,18 @@ def profile(
         rest[0] if rest else None,
         cluster,
         batch=args.batch,
-        precision=precision,
+        precision=args.precision or default_precision(cluster),
         effort=Effort(
             budget_s=args.budget, collectives=args.collectives, again=args.again, flash=args.flash
         ),
     )
-    _export(args, cluster, say)
+    _export(args, cluster)
     return summary
 
 
-def _export(args: argparse.Namespace, cluster: Cluster, say: Callable[[str], None]) -> None:
+def _export(args: argparse.Namespace, cluster: Cluster) -> None:
+    from meshwright.shell.profile_command import export_profile
+
     if args.export:
         count = export_profile(cluster, args.export)
         say(f"{count} measurements written to {args.export}")

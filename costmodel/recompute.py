@@ -1,4 +1,4 @@
-"""Recompute policies: which operators of a block run again in its backward, and whether they may.
+"""Recompute policies: which operators of a block run again in its backward.
 
 By what they keep, from all to nothing but a block's inputs:
 
@@ -18,9 +18,6 @@ it gathers from tensor-parallel ranks, and gathers it again in the backward (Kor
 """
 
 from __future__ import annotations
-
-from meshwright.costmodel.graph import Block
-from meshwright.costmodel.rules import draws_anew, updates_statistics
 
 REGATHER = "regather"
 PARTIAL = ("selective", "pointwise", "widening", "alternate", "products")
@@ -54,9 +51,3 @@ def segment_policy(name: str) -> tuple[str, int]:
     """The policy, and the blocks in a segment, 1 where there are none: the inverse of it."""
     policy, _, size = name.partition("/")
     return policy, int(size or 1)
-
-
-def recomputable(block: Block, *, pure: bool = False) -> bool:
-    """Whether running a block twice is harmless: not where a forward updates running statistics
-    (unless it is `pure`, see `Target`), or draws what it would not draw again."""
-    return not any((not pure and updates_statistics(op)) or draws_anew(op) for op in block.ops)

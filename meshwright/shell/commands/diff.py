@@ -3,6 +3,7 @@ both are reports (`meshwright plan --json`), which have prices."""
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.planner.decisions import DECISIONS
+from meshwright.planner.document import Document, Part, Table
 from meshwright.planner.plan import (
     Plan,
     compress_names,
@@ -21,13 +23,26 @@ from meshwright.planner.plan import (
     sized,
     slower,
 )
-from meshwright.planner.report import Document, Part, Table
+from meshwright.shell.answer import Answer
 from meshwright.shell.named import no_report, saved_json
 
 ABSENT = "not there"
 EQUAL = 1e-9  # part of a number up to which two are the same
 
+SAME, DIFFERENT = 0, 4  # exit status
+
 Row = Mapping[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("a", metavar="A", help="plan file, or a report (`plan --json`)")
+    parser.add_argument("b", metavar="B", help="the same of another plan")
+
+
+def run(args: argparse.Namespace) -> Answer:
+    found = between(args.a, args.b)
+    code = DIFFERENT if found else SAME
+    return Answer(data=found.as_dict, text=found.document, code=code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

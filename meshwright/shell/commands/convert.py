@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from meshwright.executor.export import Converted, from_pretrained_files, to_pretrained_files
 from meshwright.profiles.inputs import MeshwrightError, read_json, shown
+from meshwright.shell.answer import Answer
 from meshwright.shell.named import model_named
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from meshwright.executor.export import Converted
 
 DTYPES = ("float32", "bfloat16", "float16")
 CONFIG = "config.json"
 
 
-def add_command(
-    commands: Any, common: argparse.ArgumentParser, show: Callable[[str], None]
-) -> None:
-    """`meshwright convert`; `show` prints the result."""
-    parser = commands.add_parser(
-        "convert", parents=[common], help="a checkpoint to files that transformers loads, or back"
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="checkpoint folder (`--to hf`), or weights")
     parser.add_argument("folder", help="folder to write; one that a save wrote is replaced")
     parser.add_argument("--to", choices=("hf", "checkpoint"), required=True)
@@ -39,10 +33,13 @@ def add_command(
     parser.add_argument("--max-shard-size", default="5GB", help="of a file (default 5GB)")
     parser.add_argument("--dtype", choices=DTYPES, help="of floats (default: as they are stored)")
     parser.add_argument("--submodule", help="the model of transformers inside --model's")
-    parser.set_defaults(command=lambda args: _convert(args, show))
 
 
-def _convert(args: argparse.Namespace, show: Callable[[str], None]) -> int:
+def run(args: argparse.Namespace) -> Answer:
+    import torch
+
+    from meshwright.executor.export import from_pretrained_files, to_pretrained_files
+
     if args.to == "checkpoint" and (args.dtype or args.submodule):
         raise MeshwrightError(
             "a checkpoint holds all of a model as it is stored",
@@ -62,8 +59,7 @@ def _convert(args: argparse.Namespace, show: Callable[[str], None]) -> int:
         )
     else:
         found = from_pretrained_files(args.source, args.folder, model)
-    show(json.dumps(asdict(found), indent=2) if args.json else _text(found, args.folder))
-    return 0
+    return Answer(data=lambda: asdict(found), text=lambda: _text(found, args.folder))
 
 
 def _text(found: Converted, folder: str) -> str:
@@ -74,6 +70,8 @@ def _text(found: Converted, folder: str) -> str:
 def _model_of(config: Path) -> nn.Module:
     """The model that a config of transformers describes, on meta. Raises `MeshwrightError` where
     there is none of its class."""
+    import torch
+
     file = config / CONFIG if config.is_dir() else config
     said, place = read_json(file), f"--config {shown(str(config))}"
     try:

@@ -1,0 +1,170 @@
+"""`meshwright plan`: search for a plan, and print its report."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from meshwright.planner.document import Document, Part
+from meshwright.shell.answer import Answer, say
+from meshwright.shell.commands import flags, override_flags
+from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.named import cluster_named
+from meshwright.shell.progress import progress_shown
+
+if TYPE_CHECKING:
+    from meshwright.executor.rehearsal import Rehearsal
+    from meshwright.model import ParallelModel
+    from meshwright.planner.overrides import Overrides
+    from meshwright.planner.report import Report
+    from meshwright.profiles.cluster import Cluster
+
+MORE_SEARCHES = 3  # for a plan that fits by its rehearsal
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_model(parser)
+    parser.add_argument("-o", "--output", help="write the plan to this file")
+    parser.add_argument("--trace", help="write the simulated step as a Chrome trace")
+    parser.add_argument("--html", metavar="FILE", help="write the report as a page")
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="say which change of the cluster would flip the decision",
+    )
+    flags.add_report(parser)
+    parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run the chosen plan's steps for ranks that are not there, and say what doesn't match",
+    )
+    flags.add_search(parser)
+    override_flags.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> Answer:
+    overrides = override_flags.overrides_of(args)
+    cluster = cluster_named(args.cluster)
+    result, _ = parallelized(args, cluster, overrides=overrides)
+    if not args.rehearse:
+        return _answer(args, result)
+    from meshwright.shell.commands.rehearse import exit_code
+
+    try:
+        result, found = _rehearsed(args, result, overrides, cluster)
+    except ValueError:
+        _answer(args, result).show(as_json=args.json)
+        raise
+    return _answer(args, result, found.line, exit_code(found, result.report))
+
+
+def _answer(
+    args: argparse.Namespace, result: ParallelModel, last: str = "", code: int = 0
+) -> Answer:
+    """The report, and what was asked beside it; the plan's files are written."""
+    if args.output:
+        result.plan.save(args.output)
+        say(f"plan written to {args.output}")
+    if args.trace:
+        result.report.trace(args.trace)
+    if args.html:
+        costs = flags.asked_costs(args)
+        with progress_shown():
+            result.report.html(args.html, sensitivity=args.sensitivity, **costs)
+        say(f"page written to {args.html}")
+    return Answer(
+        data=lambda: _data(args, result.report),
+        text=lambda: _document(args, result.report, last),
+        code=code,
+    )
+
+
+def _data(args: argparse.Namespace, report: Report) -> dict[str, Any]:
+    with progress_shown():  # what was deferred takes seconds
+        data = report.to_dict()
+        if costs := flags.asked_costs(args):
+            data["cost"] = dict(report.cost(**costs) or {})
+        if args.sensitivity:
+            data["sensitivity"] = [dict(row) for row in report.sensitivity()]
+    return data
+
+
+def _document(args: argparse.Namespace, report: Report, last: str) -> Document:
+    from meshwright.planner.report import sensitivity_parts
+
+    with progress_shown():
+        parts: list[list[Part]] = [[*report.document(full=args.full).parts]]
+        if costs := flags.asked_costs(args):
+            parts.append([cost_text(report.cost(**costs) or {})])
+        if args.sensitivity:
+            parts.append(sensitivity_parts(report.sensitivity()))
+    return Document.of(*parts, [last] if last else [])
+
+
+def _rehearsed(
+    args: argparse.Namespace, result: ParallelModel, overrides: Overrides, cluster: Cluster
+) -> tuple[ParallelModel, Rehearsal]:
+    """The plan with its rehearsal. Where that does not fit, the next best one that does: with as
+    much memory free as the rehearsal took more than the price; the first one where none does."""
+    from meshwright import rehearsing
+    from meshwright.arguments import margin_of
+    from meshwright.planner.plan import describe, slower
+
+    margin = margin_of(args.memory_margin)
+    first, of_first = result, result.rehearse()
+    found = of_first
+    for _ in range(MORE_SEARCHES):
+        if rehearsing.exit_code(found, result.report) != 2:
+            break
+        margin = rehearsing.margin_needed(result.prediction, margin, cluster)
+        say(
+            f"rehearsed, and does not fit: {result.report.memory}; "
+            f"searching again with memory_margin={margin:.3f}"
+        )
+        try:
+            with progress_shown():
+                result = result.replan(
+                    overrides, memory_margin=margin, time_limit_s=args.time_limit
+                )
+        except ValueError:  # none fits any more
+            break
+        found = result.rehearse()
+    if rehearsing.exit_code(found, result.report) == 2:
+        return first, of_first
+    if result is not first:
+        more = result.prediction.step_time_s / first.prediction.step_time_s - 1
+        say(
+            f"the plan chosen first, {describe(first.plan)}, does not fit by its rehearsal; "
+            f"this one does: {slower(more)} a step"
+        )
+    return result, found
+
+
+def _counted(x: float) -> str:
+    """A number of at least three digits that count, without an exponent where it has more."""
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def cost_text(cost: Mapping[str, Any]) -> str:
+    """What a run costs, as `Report.cost` has it."""
+    from meshwright.planner.plan import counted
+
+    lines = [f"  {cost['device_hours_per_step']:.4g} device-hours a step"]
+    if "price_per_step" in cost:
+        lines[0] += f", {cost['price_per_step']:.4g} at the price given"
+    if "energy_kwh_per_step" in cost:
+        power = f"{_counted(cost['power_watts'])} W a device as given"
+        lines[0] += f", {cost['energy_kwh_per_step']:.4g} kWh at {power}"
+    if "tokens" in cost:
+        lines.append(
+            f"  {counted(cost['tokens'])} tokens: {cost['steps']:,.0f} steps, "
+            f"{_counted(cost['days'])} days, {_counted(cost['device_hours'])} device-hours"
+        )
+    if "price" in cost:
+        per_million = cost["price_per_million_tokens"]
+        lines[-1] += f", {_counted(cost['price'])} ({per_million:.3g} per million tokens)"
+    if "energy_kwh" in cost:
+        per_million = cost["energy_kwh_per_million_tokens"]
+        lines[-1] += f", {_counted(cost['energy_kwh'])} kWh ({per_million:.3g} per million tokens)"
+    return "\n".join(["Cost (of steps that take what is predicted)", *lines])

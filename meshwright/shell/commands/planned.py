@@ -1,0 +1,69 @@
+"""The model that the command line names, planned as its flags say."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from meshwright.shell.named import cluster_named, model_named
+from meshwright.shell.progress import progress_shown
+
+if TYPE_CHECKING:
+    from meshwright.model import ParallelModel
+    from meshwright.planner.overrides import Overrides
+    from meshwright.planner.search import Search
+    from meshwright.profiles.cluster import Cluster
+
+
+def parallelized(
+    args: argparse.Namespace, cluster: Cluster | None = None, **more: Any
+) -> tuple[ParallelModel, Any]:
+    """The planned model and its example inputs; `more` are arguments of `auto_parallelize`."""
+    from meshwright.api import auto_parallelize
+
+    cluster = cluster or cluster_named(args.cluster)  # before the model, which may take long
+    model, arguments = _arguments(args)
+    with progress_shown():
+        result = auto_parallelize(model, cluster, **arguments, **more)
+    return result, arguments["example_inputs"]
+
+
+def searching(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) -> Search:
+    """The search that `parallelized` would run, which has not begun; with `--plan` all that a plan
+    decides is decided."""
+    from meshwright.api import Arguments, asked
+    from meshwright.arguments import check_types
+    from meshwright.plan_search import search_of
+    from meshwright.planner.overrides import plan_overrides
+    from meshwright.planner.plan import Plan
+
+    model, arguments = _arguments(args)
+    check_types(model=model, cluster=cluster, overrides=overrides, plan=args.plan)
+    question = asked(model, cluster, Arguments(overrides=overrides, **arguments))
+    request = question.request
+    if args.plan:
+        given = plan_overrides(Plan.load(args.plan), question.problem.graph)
+        request = replace(request, overrides=given)
+    return search_of(question.problem, request)
+
+
+def _arguments(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
+    """The model, and arguments of `auto_parallelize` as the flags have them."""
+    model, example, *rest = model_named(args.model)
+    return model, {
+        "example_inputs": example,
+        "global_batch_size": args.batch,
+        "loss_fn": rest[0] if rest else None,
+        "precision": args.precision,
+        "optimizer": args.optimizer,
+        "target": args.target,
+        "profile": not args.no_profile,
+        "objective": args.objective,
+        "memory_margin": args.memory_margin,
+        "time_limit_s": args.time_limit,
+        "expert_imbalance": args.expert_imbalance,
+        "rows_meet": args.rows_meet,
+        "allow": args.allow,
+        "tf32": args.tf32,
+    }
