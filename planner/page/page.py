@@ -7,11 +7,13 @@ digest, nothing is fetched.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import html
 import importlib
 import json
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -21,9 +23,11 @@ from meshwright.planner.page.cells import Row
 from meshwright.planner.page.tables import compared, facts, tables, without_plan
 from meshwright.planner.page.words import WORDS
 from meshwright.planner.plan import counted, seconds
-from meshwright.profiles.inputs import NotInstalledError
+from meshwright.profiles.inputs import NotInstalledError, write_text
+from meshwright.profiles.store import default_path
 
 FOLDER = Path(__file__).parent
+BUNDLER = "vl-convert-python"
 NEEDED = ("altair", "vl_convert", "jinja2")
 POLICY = (
     "default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data: blob:; "
@@ -106,10 +110,21 @@ def _needed(name: str) -> ModuleType:
 
 @cache
 def _library() -> str:
-    """Vega, Vega-Lite and Vega-Embed, of the version that Altair writes for."""
+    """Vega, Vega-Lite and Vega-Embed, of the version that Altair writes for: bundled once, and kept
+    in the cache with their digest."""
     version = ".".join(_needed("altair").SCHEMA_VERSION.split(".")[:2])
-    code: str = _needed("vl_convert").javascript_bundle("window.vegaEmbed = vegaEmbed;", version)
-    return code.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    bundler = _needed("vl_convert")
+    kept = default_path() / f"vega-lite-{version}-vl-convert-{metadata.version(BUNDLER)}.js"
+    with contextlib.suppress(OSError, UnicodeError):
+        digest, _, code = kept.read_text(encoding="utf-8").partition("\n")
+        if digest == _digest(code):
+            return code
+    made: str = bundler.javascript_bundle("window.vegaEmbed = vegaEmbed;", version)
+    code = made.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    with contextlib.suppress(OSError, ValueError):  # without a cache it is made each time
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text(kept, f"{_digest(code)}\n{code}", "cache")
+    return code
 
 
 def _digest(script: str) -> str:

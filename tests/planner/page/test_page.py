@@ -18,6 +18,7 @@ import vl_convert
 
 from meshwright.planner.page import cells, render_page
 from meshwright.planner.page.blocks import line, operator_words, strategy_words
+from meshwright.planner.page.page import _library
 from meshwright.planner.page.rank_map import axes_in_use, rank_rows
 from meshwright.planner.page.specs import charts
 from meshwright.planner.page.tables import compared, without_plan
@@ -404,3 +405,20 @@ def test_a_collective_stands_in_its_pass() -> None:
     forward, backward = (line({**step, "pass": name}) for name in ("forward", "backward"))
     assert forward.forward and forward.forward.value == 0.5 and forward.backward is None
     assert backward.backward and backward.backward.value == 0.5 and backward.forward is None
+
+
+def test_what_draws_charts_is_bundled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again where the kept file is another one than was written."""
+    made: list[str] = []
+
+    def bundle(snippet: str, version: str) -> str:
+        made.append(version)
+        return f"draw('</script>'); {snippet}"
+
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("vl_convert.javascript_bundle", bundle)
+    first, again = _library.__wrapped__(), _library.__wrapped__()
+    assert first == again and "</script" not in first and len(made) == 1
+    (kept,) = (tmp_path / "cache").iterdir()
+    kept.write_text(kept.read_text() + " ")
+    assert _library.__wrapped__() == first and len(made) == 2
