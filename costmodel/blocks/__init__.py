@@ -14,9 +14,3 @@ from meshwright.costmodel.blocks.price import (
     repriced,
 )
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
-
-__all__ = [
-    "Excess", "KnownSteps", "Moment", "PassNeeds",
-    "PassPrice", "Repeated", "Repeats", "price_block", "price_pass",
-    "priced_steps", "repeated_by_policy", "repeated_ops", "repriced",
-    ]  # fmt: skip

@@ -11,9 +11,3 @@ from meshwright.costmodel.kernels.compute import attention_seconds, matmul_secon
 from meshwright.costmodel.kernels.measured import OpProfile
 from meshwright.costmodel.kernels.moe_costs import exchange_seconds, exchanged_bytes, reached_part
 from meshwright.costmodel.kernels.transfers import crosses_node, send_seconds
-
-__all__ = [
-    "Group", "OpProfile", "attention_seconds", "bytes_sent", "collective_time", "crosses_node",
-    "exchange_seconds", "exchanged_bytes", "group_for", "matmul_seconds", "p2p_time",
-    "reached_part", "send_seconds", "stream_seconds",
-]  # fmt: skip

@@ -30,11 +30,3 @@ from meshwright.costmodel.memory.storage import (
     permuted,
     reshaped,
 )
-
-__all__ = [
-    "FP32", "FUSED", "Call", "GradientBytes", "Held", "Local", "ModelStates", "Origin", "Reduction",
-    "Storage", "Trained", "compact", "fixed_bytes", "fresh", "frozen_bytes", "fused",
-    "keep", "model_states", "optimizer_bytes", "optimizer_issues", "optimizer_named",
-    "optimizer_step_bytes", "optimizer_temporary_bytes", "permuted", "reshaped", "undo_bytes",
-    "working_bytes",
-]  # fmt: skip

@@ -20,10 +20,3 @@ from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.products import attention
 from meshwright.costmodel.operators.setting import DTYPE_BYTES, Problem, Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
-
-__all__ = [
-    "BACKWARD_S", "COMPUTING", "DTYPE_BYTES", "FORWARD_S", "PASS_COLUMNS", "Axis", "Cost", "Entry",
-    "Fusion", "LocalSizes", "ModelFlops", "Priced", "Pricer", "Problem", "Setting", "attention",
-    "backward_temporaries", "context_exchange", "fuse", "is_per_row", "model_flops", "op_flops",
-    "signature", "splits_batch", "total",
-]  # fmt: skip

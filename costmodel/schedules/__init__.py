@@ -27,10 +27,3 @@ from meshwright.costmodel.schedules.simulate import (
     step_times,
 )
 from meshwright.costmodel.schedules.table import SCHEDULES, Pipeline, Schedule, stages_of_devices
-
-__all__ = [
-    "SCHEDULES", "Action", "Early", "Event", "Instruction", "Message", "Moment", "Pipeline",
-    "PipelineShape", "Schedule", "StageTimes", "Streams", "Timeline", "backward_follows_forward",
-    "build_schedule", "chrome_trace", "early_parts", "event_of", "fewest_alike", "in_flight",
-    "least_in_flight", "moments", "simulate", "stages_of_devices", "step_times",
-]  # fmt: skip

@@ -59,15 +59,3 @@ from meshwright.costmodel.sharding.strategies import (
     strategies,
     transition,
 )
-
-__all__ = [
-    "BY_BLOCKS", "BY_HALO", "COPY_DIMS", "FOLLOW", "REPLICATE",
-    "RP", "Assignment", "BlockLayouts", "ContextLayout",
-    "DataLayout", "Enter", "Entry", "FactorTable", "Leave", "Meeting", "Move", "P", "Placement",
-    "R", "Role", "Route", "RowUse", "Run", "Shift", "Step", "Strategy", "TotalKind", "analyse",
-    "attends_by_heads", "buffer_state", "can_hold", "context_layout", "data_layout",
-    "default_state", "divides", "head_counts", "indivisible", "largest_part", "loss_is_summed",
-    "moves", "replicated", "replicated_steps", "routes", "row_use", "same_numbers", "shift_of",
-    "splitting_degrees", "stays_with_experts", "strategies", "token_dim", "transition", "translate",
-    "with_numbers_of",
-]  # fmt: skip

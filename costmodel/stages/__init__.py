@@ -41,12 +41,3 @@ from meshwright.costmodel.stages.sums import (
     block_sums,
     parameter_sums,
 )
-
-__all__ = [
-    "COSTS", "HELD", "LATER", "NO_RECOMPUTE", "Beside", "BlockBytes", "Floats", "InFlight",
-    "Passes", "Peak", "Recompute", "Sent", "StageBytes", "StageCosts", "Sums", "Walked", "as_rows",
-    "block_sums", "blocks_here", "communicator_bytes", "device_peaks", "fits", "held_bytes",
-    "held_weights", "host_bandwidth", "mixed", "of_one", "of_rows", "parameter_sums", "room_bytes",
-    "sent_by_block", "stage_bytes", "stage_costs", "stage_passes", "used_bytes",
-    "walked",
-]  # fmt: skip

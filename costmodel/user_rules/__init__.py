@@ -14,8 +14,3 @@ from meshwright.costmodel.user_rules.verify import (
     perform,
     random_operands,
 )
-
-__all__ = [
-    "TOLERANCES", "Fault", "Tensors", "Trial", "called", "cut_dim", "faults", "first_line",
-    "meta_of", "overload_of", "perform", "random_operands", "rule", "target_of", "verified",
-]  # fmt: skip

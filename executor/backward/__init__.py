@@ -5,7 +5,3 @@ from meshwright.executor.backward.away import Away
 from meshwright.executor.backward.deferred import DeferredProduct, WeightGradientQueue, accumulate
 from meshwright.executor.backward.eight_bits import EightBitProduct
 from meshwright.executor.backward.repeated import repeated
-
-__all__ = [
-    "Away", "DeferredProduct", "EightBitProduct", "WeightGradientQueue", "accumulate", "repeated",
-]  # fmt: skip

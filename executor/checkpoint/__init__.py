@@ -6,9 +6,3 @@ from meshwright.executor.checkpoint.collected import SavedTensor, model_tensors,
 from meshwright.executor.checkpoint.handover import hand_over, take_over
 from meshwright.executor.checkpoint.name_matching import Wanted, match_names
 from meshwright.executor.checkpoint.notes import MODEL, write_first_notes
-
-__all__ = [
-    "MODEL", "SavedTensor", "Saving", "Wanted", "check_loaded", "checkpoint", "group_of",
-    "hand_over", "match_names", "model_tensors", "planned_save", "take_over", "weights",
-    "write_first_notes",
-]  # fmt: skip

@@ -2,5 +2,3 @@
 
 from meshwright.executor.context.attention import ContextAttention
 from meshwright.executor.context.halo import Halo
-
-__all__ = ["ContextAttention", "Halo"]

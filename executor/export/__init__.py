@@ -3,8 +3,3 @@
 from meshwright.executor.export.convert import Converted, from_pretrained_files, to_pretrained_files
 from meshwright.executor.export.pretrained import save_pretrained
 from meshwright.executor.export.streams import full_state_dict
-
-__all__ = [
-    "Converted", "from_pretrained_files", "full_state_dict", "save_pretrained",
-    "to_pretrained_files",
-]  # fmt: skip

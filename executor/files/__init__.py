@@ -28,11 +28,3 @@ from meshwright.executor.files.ownership import (
     write_manifest,
 )
 from meshwright.executor.files.weight_files import WeightFiles, open_source
-
-__all__ = [
-    "MANIFEST", "METADATA", "NOTES", "PLAN", "Box", "Chunk", "ChunkRead", "LocalChunks", "OwnFile",
-    "Replica", "ReplicaWriters", "StoredTensor", "WeightFiles", "atomic_folder",
-    "check_every_file", "check_files", "local_chunks", "manifest", "narrowed", "open_source",
-    "placements_on", "planned_writes", "read_metadata", "read_tensors", "untiled",
-    "write_manifest", "write_tensors",
-]  # fmt: skip

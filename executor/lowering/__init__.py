@@ -4,8 +4,3 @@ from meshwright.executor.lowering.compile import backend_of
 from meshwright.executor.lowering.context import Context, State, boundary_placement, local_view
 from meshwright.executor.lowering.implementations import row_weight
 from meshwright.executor.lowering.lower import Lowered, Lowering, block_salt
-
-__all__ = [
-    "Context", "Lowered", "Lowering", "State", "backend_of", "block_salt", "boundary_placement",
-    "local_view", "row_weight",
-]  # fmt: skip

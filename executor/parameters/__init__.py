@@ -26,12 +26,3 @@ from meshwright.executor.parameters.weight_gather import WeightGather
 from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.parameters.zero3 import check_sharding, collect_gradients, shard_stage
 from meshwright.executor.states_in_files import empty_like, keep_states_in_files
-
-__all__ = [
-    "BlockWeights", "Home", "LossScale", "ParameterSpec", "Reduced", "Reducer", "StageParameter",
-    "StepGuard", "TiedLayout", "WeightGather", "WholeTensors", "accumulate_grads", "as_torch",
-    "check_sharding", "clip_", "collect_gradients", "empty_like", "expose", "keep_states_in_files",
-    "load", "local_of", "make_parameter", "norm_share", "part_of", "reduce_in_optimizers",
-    "refresh_frozen", "shard_gradients", "shard_stage", "sum_tied_gradients", "whole_of",
-    "wrap_like",
-]  # fmt: skip

@@ -2,5 +2,3 @@
 
 from meshwright.executor.prices.collectives import collective_of
 from meshwright.executor.prices.prices import Prices
-
-__all__ = ["Prices", "collective_of"]

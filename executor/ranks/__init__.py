@@ -37,12 +37,3 @@ from meshwright.executor.ranks.replicas import (
 from meshwright.executor.ranks.stop_requests import StopRequests
 from meshwright.executor.ranks.together import together
 from meshwright.executor.ranks.watchdog import progress
-
-__all__ = [
-    "BACKWARD", "BESIDE", "FORWARD", "OBJECTS", "WAITING", "Background", "BatchCheck", "Edge",
-    "Holders", "Place", "StageMesh", "StopRequests", "all_gather_object", "background",
-    "broadcast_object", "check_equal", "device_here", "device_mesh", "distributed", "gather_object",
-    "gloo_group", "join_groups", "launch", "make_equal", "phase", "progress",
-    "raising_runtime_error", "run_on_all", "run_on_first", "same_random_state", "single_process",
-    "stage_meshes", "together", "world_size",
-]  # fmt: skip

@@ -11,9 +11,3 @@ from meshwright.executor.rehearsal.result import Rehearsal
 from meshwright.executor.rehearsal.saves import unlike_saves
 from meshwright.executor.rehearsal.steps import rank_log, run_steps
 from meshwright.executor.rehearsal.work import link_bytes
-
-__all__ = [
-    "Estimate", "Event", "Kind", "MakeOptimizer", "Mismatch", "Priced", "RankLog",
-    "Recorder", "Rehearsal", "estimate", "kinds_of_ranks", "link_bytes", "mismatches", "rank_log",
-    "rehearse", "run_steps", "unlike_saves",
-]  # fmt: skip

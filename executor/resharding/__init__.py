@@ -15,9 +15,3 @@ from meshwright.executor.resharding.reshard import (
     split_parts,
 )
 from meshwright.executor.resharding.zigzag import into_zigzag, zigzag_chunks
-
-__all__ = [
-    "MOVES", "Axis", "Reshard", "Waiting", "all_gather", "all_gather_flat", "all_reduce",
-    "into_zigzag", "join_parts", "local_part", "part_of", "reduce_scatter_flat", "split_parts",
-    "zigzag_chunks",
-]  # fmt: skip

@@ -6,8 +6,3 @@ from meshwright.executor.runtime.outputs import forward
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.runtime.timeline import MeasuredStep, Stopwatch, timed_step
-
-__all__ = [
-    "Counted", "Counting", "MeasuredStep", "RankState", "RunOptions", "Runtime", "Stopwatch",
-    "counting", "forward", "timed_step", "why_not_evaluable",
-]  # fmt: skip

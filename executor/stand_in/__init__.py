@@ -18,9 +18,3 @@ from meshwright.executor.stand_in.streams import (
     Stream,
     operands_of,
 )
-
-__all__ = [
-    "ALLOCATE", "NAME", "NOT_KNOWN", "ORDER", "Key", "Known", "KnownFakes", "MixedDevicesError",
-    "MovingData", "Parts", "Stream", "device_for", "mixes_devices", "module", "operands_of",
-    "parts_on_demand", "standing_in",
-]  # fmt: skip

@@ -2,5 +2,3 @@
 
 from meshwright.executor.transfers.channels import Channels, stage_channels
 from meshwright.executor.transfers.release import handed, release
-
-__all__ = ["Channels", "handed", "release", "stage_channels"]

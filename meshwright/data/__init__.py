@@ -3,5 +3,3 @@
 from meshwright.data.arguments import collated
 from meshwright.data.loader import DataLoader, data_loader
 from meshwright.data.packing import PackedStream, Packing, packed
-
-__all__ = ["DataLoader", "PackedStream", "Packing", "collated", "data_loader", "packed"]

@@ -7,8 +7,3 @@ from meshwright.decisions.given_plan import take_plan
 from meshwright.decisions.shapes import OtherShapes
 from meshwright.decisions.tf32 import in_tf32
 from meshwright.decisions.world import check_world, one_at_a_time, why_not_here
-
-__all__ = [
-    "Decision", "OtherShapes", "Request", "check_products", "check_units", "check_world", "in_tf32",
-    "one_at_a_time", "take_plan", "why_not_here",
-]  # fmt: skip

@@ -1,5 +1,3 @@
 """For those who come from Hugging Face: a Trainer that takes `TrainingArguments`."""
 
 from meshwright.hf.trainer import Trainer, TrainOutput
-
-__all__ = ["TrainOutput", "Trainer"]

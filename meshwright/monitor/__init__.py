@@ -11,8 +11,3 @@ from meshwright.monitor.loggers import (
     logger_for,
 )
 from meshwright.monitor.metrics import WARM_UP, Monitor, Predicted
-
-__all__ = [
-    "WARM_UP", "BatchSize", "Deviation", "JsonLinesLogger", "Metrics", "MetricsLogger", "Monitor",
-    "Predicted", "TensorBoardLogger", "TokenCount", "WandbLogger", "logger_for",
-]  # fmt: skip

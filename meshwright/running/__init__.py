@@ -6,8 +6,3 @@ from meshwright.running.planned import PlannedModel
 from meshwright.running.recalibrated import Recalibration, recalibrated, with_corrections
 from meshwright.running.state import State
 from meshwright.running.steps import Steps, repeated
-
-__all__ = [
-    "DataParallel", "Evaluated", "Evaluation", "PlannedModel", "Recalibration", "State", "Steps",
-    "recalibrated", "repeated", "with_corrections",
-]  # fmt: skip

@@ -1,5 +1,3 @@
 """What commands take from the command line, and what they say meanwhile."""
 
 from meshwright.shell.progress import Progress, progress_shown
-
-__all__ = ["Progress", "progress_shown"]

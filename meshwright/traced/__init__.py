@@ -1,5 +1,3 @@
 """The user's model as it was traced, and what of it must not change."""
 
 from meshwright.traced.traced_model import TracedModel
-
-__all__ = ["TracedModel"]

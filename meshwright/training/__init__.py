@@ -1,5 +1,3 @@
 """A whole training run over a parallel model: its loop, its checkpoints."""
 
 from meshwright.training.fit import Fitted, fit
-
-__all__ = ["Fitted", "fit"]

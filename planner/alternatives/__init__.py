@@ -5,7 +5,3 @@ from meshwright.planner.alternatives.explain import explain_search
 from meshwright.planner.alternatives.instead import Explained, instead
 from meshwright.planner.alternatives.ways_out import with_ways_out
 from meshwright.planner.alternatives.what_if import with_sequences
-
-__all__ = [
-    "Answers", "Explained", "explain_search", "instead", "with_sequences", "with_ways_out",
-]  # fmt: skip

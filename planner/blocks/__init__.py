@@ -1,5 +1,3 @@
 """Blocks: the graph cut where little crosses, repeats found by structure."""
 
 from meshwright.planner.blocks.cut import activations_at_cuts, cut_blocks
-
-__all__ = ["activations_at_cuts", "cut_blocks"]

@@ -12,8 +12,3 @@ from meshwright.planner.drafts.drafter import Drafter, Given
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.drafts.unequal_stages import UnequalStages
-
-__all__ = [
-    "Candidate", "Combination", "Drafter", "EqualStages", "Given", "MeshChoice", "PlanDraft",
-    "Space", "StageDraft", "StageSetup", "UnequalStages", "Waiting", "priced_fits",
-]  # fmt: skip

@@ -9,8 +9,3 @@ from meshwright.planner.inter_op.partition import (
 )
 from meshwright.planner.inter_op.shared_devices import Judged, SharedDevices, evenly
 from meshwright.planner.inter_op.table import Constraints, StageTable
-
-__all__ = [
-    "Constraints", "InterOpSolution", "Judged", "MemoryShortfall", "SharedDevices", "StageTable",
-    "cut_evenly", "evenly", "minimal_shortfall", "solve_inter_op",
-]  # fmt: skip

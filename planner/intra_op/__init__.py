@@ -3,5 +3,3 @@
 from meshwright.planner.intra_op.program import BlockProgram, BlockTable
 from meshwright.planner.intra_op.solvers import Certificate
 from meshwright.planner.intra_op.time_limit import CORE_S, SolverTime, TimeLimit
-
-__all__ = ["CORE_S", "BlockProgram", "BlockTable", "Certificate", "SolverTime", "TimeLimit"]

@@ -17,8 +17,3 @@ from meshwright.planner.operators.moe import (
     grouped_weights,
     inverse_of,
 )
-
-__all__ = [
-    "Applied", "Operand", "Program", "UnseenWrite", "combine", "dispatch", "expert_order",
-    "grouped_linear", "grouped_rows", "grouped_weights", "inverse_of", "state_of", "to_meta",
-]  # fmt: skip

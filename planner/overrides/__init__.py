@@ -12,8 +12,3 @@ from meshwright.planner.overrides.overrides import (
 )
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
-
-__all__ = [
-    "OverrideError", "Overrides", "Restrictions", "check_allow", "check_overrides",
-    "check_plan_for", "each_dropped", "plan_overrides", "restrict", "without", "without_effect",
-]  # fmt: skip

@@ -51,16 +51,3 @@ from meshwright.planner.plan.words import (
     slower,
     stage_layout,
 )
-
-__all__ = [
-    "GIB", "OFFLOADS", "PLACEMENTS", "PRECISIONS", "InfeasibleError", "Known", "Plan",
-    "PlanError", "Relaxation", "StagePlan", "away_blocks", "check_blocks", "check_experts_run",
-    "check_plan", "check_runs", "compress_names", "compress_ranks", "counted",
-    "crossings", "decision_words", "describe", "divisors", "expand_names", "expand_ranks",
-    "expert_weights", "express_shardings", "fewest_experts", "fingerprint", "folds", "glob",
-    "has_experts", "kept_together", "layout_words", "legs", "margin_beside",
-    "meeting_words", "megatron_layout", "mesh_words", "moved_parts", "moved_sizes", "off_device",
-    "peak_words", "pipelines", "placement_of", "recompute_of", "refused", "resolve_shardings",
-    "runs_experts", "seconds", "segments_of", "shared_apart", "sized", "slower", "stage_layout",
-    "stage_of", "stage_on", "stages_of_parameters", "ulysses_degrees",
-]  # fmt: skip

@@ -20,10 +20,3 @@ from meshwright.planner.pricing.stage_costs import (
     stage_setting,
 )
 from meshwright.planner.pricing.terms import priced_terms, terms_of
-
-__all__ = [
-    "KINDS_OF_BYTES", "Entered", "Evaluation", "Evaluator", "Ledger", "Prediction", "PricedStage",
-    "RehearsedMemory", "StageBlocks", "StageCoster", "Traffic", "Work", "bytes_beside_tensors",
-    "evaluate", "price_blocks", "price_stages", "priced_terms", "stage_blocks", "stage_setting",
-    "terms_of",
-]  # fmt: skip

@@ -6,9 +6,3 @@ from meshwright.planner.published.moe_layer import GroupedLinear, MoE
 from meshwright.planner.published.predict import evaluate, evaluate_row, traced
 from meshwright.planner.published.rows import read_row
 from meshwright.planner.published.setup import Setup, make_plan, of_layers
-
-__all__ = [
-    "GroupedLinear", "MoE", "Setup", "Transformer", "TransformerDims", "Unpriced",
-    "evaluate", "evaluate_row", "framework_of", "make_plan", "of_layers", "read_row",
-    "traced", "with_experts",
-]  # fmt: skip

@@ -6,9 +6,3 @@ from meshwright.planner.report.explain import Searched, explain, explain_plan, m
 from meshwright.planner.report.report import SCHEMA, Rehearsed, Report
 from meshwright.planner.report.tensor_axis import Excluded, excluded
 from meshwright.planner.report.text import sensitivity_parts
-
-__all__ = [
-    "SCHEMA", "Components", "Excluded", "Rehearsed", "Report", "Searched",
-    "busiest", "device_groups", "excluded", "explain", "explain_plan", "memory_summary",
-    "sensitivity_parts", "sequence_length", "why_slower",
-]  # fmt: skip

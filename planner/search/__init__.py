@@ -9,8 +9,3 @@ from meshwright.planner.search.least_memory import (
 from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.search import Search
 from meshwright.planner.search.taste import TIE, axes_of, looks_of, why_simpler
-
-__all__ = [
-    "TIE", "Search", "SearchResult", "axes_of", "least_memory", "least_memory_choices",
-    "looks_of", "plan_that_fits", "some_plan_fits", "why_simpler",
-]  # fmt: skip

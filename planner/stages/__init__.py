@@ -8,8 +8,3 @@ from meshwright.planner.stages.recompute_levels import (
     RecomputeLevels,
     recompute_levels,
 )
-
-__all__ = [
-    "MODES", "BlockPrograms", "Chain", "ChosenLevel", "Kind", "RecomputeLevels", "Runs",
-    "boundary_index", "choose_policies", "freed_bytes", "recompute_levels",
-]  # fmt: skip

@@ -2,5 +2,3 @@
 
 from meshwright.planner.tracing.trace import trace
 from meshwright.planner.tracing.user_module import CALL_HOOKS, TENSOR_HOOKS
-
-__all__ = ["CALL_HOOKS", "TENSOR_HOOKS", "trace"]

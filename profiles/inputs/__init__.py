@@ -15,9 +15,3 @@ from meshwright.profiles.inputs.paths import (
     checked_path,
     write_text,
 )
-
-__all__ = [
-    "MAX_MEASURED_BYTES", "MeshwrightError", "NotInstalledError", "UnwritableError",
-    "check_writable", "checked_path", "irregular", "parse_json", "read_json", "read_text",
-    "read_toml", "shown", "write_text",
-]  # fmt: skip

@@ -14,9 +14,3 @@ from meshwright.profiles.measure.imports import (
 )
 from meshwright.profiles.measure.neighbours import neighbours
 from meshwright.profiles.measure.operators import Skipped, measure_all
-
-__all__ = [
-    "COLLECTIVES", "FILE_BYTES", "SIZES_BYTES", "CollectiveRow", "Skipped", "check_folder",
-    "is_gpu", "launch_local", "measure_all", "measure_host", "neighbours", "read_collectives_csv",
-    "read_nccl_tests", "shapes", "timings_for", "world_of_log",
-]  # fmt: skip

@@ -15,9 +15,3 @@ from meshwright.profiles.steps.timing import (
     StepTiming,
     linked,
 )
-
-__all__ = [
-    "BACKWARD", "COMPONENTS", "DATA_AXIS", "FORWARD", "HOST", "MESSAGES", "NO_CORRECTIONS", "STEP",
-    "TENSOR_AXIS", "TERMS", "Correction", "Corrections", "RunKind", "StepTiming", "fitted",
-    "linked",
-]  # fmt: skip

@@ -1,5 +1,3 @@
 """Leaves: modules and functions kept as one operator, probed and tried."""
 
 from meshwright.planner.tracing.leaves.record import LEAF_OPERATORS, LeafRecorder
-
-__all__ = ["LEAF_OPERATORS", "LeafRecorder"]

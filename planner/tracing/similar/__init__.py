@@ -8,7 +8,3 @@ from meshwright.planner.tracing.similar.stand_ins import (
     identifiers_of,
     overridden,
 )
-
-__all__ = [
-    "MARKS", "CopiedCalls", "Irregular", "StandIns", "comparable", "identifiers_of", "overridden",
-]  # fmt: skip

@@ -2,5 +2,3 @@
 
 from meshwright.planner.tracing.transformers.adapter import adapted
 from meshwright.planner.tracing.transformers.packed_positions import check_positions
-
-__all__ = ["adapted", "check_positions"]

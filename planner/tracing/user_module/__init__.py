@@ -29,11 +29,3 @@ from meshwright.planner.tracing.user_module.similar_layers import (
     snapshot,
 )
 from meshwright.planner.tracing.user_module.sources import calling_place, condition, user_frame
-
-__all__ = [
-    "CALL_HOOKS", "MEMORY_ONLY", "PLAIN", "STATE", "TENSOR_HOOKS", "TRACE", "Amount",
-    "Declaration", "Held", "Key", "Place", "SimilarLayers", "Watch", "calling_place", "check_hooks",
-    "condition", "declared", "describe", "find_similar_layers", "held_state", "holders_of",
-    "hooked", "hooks_in", "leaf", "refused", "refused_hooks", "snapshot", "taken_hooks",
-    "user_frame",
-]  # fmt: skip

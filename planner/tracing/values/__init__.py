@@ -25,10 +25,3 @@ from meshwright.planner.tracing.values.fx_nodes import (
     thawed,
     where,
 )
-
-__all__ = [
-    "RESHAPES", "GraphBuilder", "Origin", "Slots", "TensorLike", "TracedState", "Unknown",
-    "canonical_target", "check_dense", "functional_call", "infer_metas", "is_dynamic",
-    "meta_of", "mixed_operands", "module_of", "results_of", 
-    "share_memory", "source_of", "split_derived", "thawed", "where",
-]  # fmt: skip
