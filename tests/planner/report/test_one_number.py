@@ -15,7 +15,7 @@ from meshwright.planner.plan import peak_words, seconds, sized
 from meshwright.planner.pricing import Evaluation, Evaluator, Ledger
 from meshwright.planner.report import Report, explain_plan
 from meshwright.profiles.cluster import Cluster
-from meshwright.shell.differing import between
+from meshwright.shell.commands.diff import between
 from tests.parity.parity_cells import Cell, plan_of
 from tests.parity.parity_matrix import ALL
 
