@@ -39,8 +39,8 @@ class Mesh:
         """Whether it splits tokens, and leaves the kind of attention open."""
         return self.cp > 1 and self.cp_kind is None
 
-    def of_kind(self, kind: ContextKind) -> Mesh:
-        """The mesh with this kind of attention, where it splits tokens."""
+    def of_kind(self, kind: ContextKind | None) -> Mesh:
+        """The mesh with this kind of attention, or an open one, where it splits tokens."""
         return replace(self, cp_kind=kind) if self.cp > 1 else self
 
     @property

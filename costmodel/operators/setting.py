@@ -120,7 +120,7 @@ class Setting:
     def of_parameters(self) -> Setting:
         """With what a parameter costs in a step."""
         own = self.of_step
-        mesh, batch = replace(own.mesh, cp_kind=None), replace(own.batch, rows=0.0)
+        mesh, batch = own.mesh.of_kind(None), replace(own.batch, rows=0.0)
         return replace(own, mesh=mesh, batch=batch)
 
     def group(self, *, size: int, stride: int) -> Group:

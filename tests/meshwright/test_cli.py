@@ -222,9 +222,9 @@ def test_the_users_own_error_shows_its_traceback_once(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plna"], "legal: meshwright"),
-        ([*PLAN, "--tp", "two"], "legal: meshwright"),
-        (["run", "m:f", "--batch", "4", "--steps", "0"], "legal: meshwright"),
+        (["xyz"], "no command 'xyz'; legal: plan, show, "),
+        ([*PLAN, "--tp", "two"], "--tp: 'two'; legal: VALUE or GLOB=VALUE; see "),
+        (["run", "m:f", "--batch", "4", "--steps", "0"], "'0'; legal: an integer from 1; see "),
         ([*FOUR, "--target", "abacus"], "'abacus' (choose from"),
         ([*PLAN, "--bacth", "4"],
          "meshwright plan: unrecognized arguments: --bacth 4 (nearest: --batch"),
