@@ -177,7 +177,9 @@ def asked(model: nn.Module, cluster: Cluster, given: Arguments) -> Asked:
     )
     check_units(precision, cluster)
     check_search(given.objective, given.memory_margin, given.rows_meet, cluster)
-    target = given.target or ("compiled" if backend_of(given.compile) else "eager")
+    target = given.target
+    if target is None:
+        target = "compiled" if backend_of(given.compile) else "eager"
     launch.start(cluster.backend)
     check_world(cluster, launch.world_size() if launch.running() else None)
     traced = TracedModel(unwrapped(model), given.example_inputs, given.loss_fn, precision)

@@ -11,11 +11,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, read_json, shown
 from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
+
+if TYPE_CHECKING:
+    from meshwright.profiles.cluster import Cluster
 
 MISSING = "the following arguments are required: "  # argparse's words
 MADE = "a tuple (model, example_inputs) or (model, example_inputs, loss_fn)"
@@ -97,6 +99,8 @@ def no_report(*paths: str | Path) -> Iterator[None]:
 
 def cluster_named(text: str) -> Cluster:
     """The cluster of `--cluster`. Raises `MeshwrightError`."""
+    from meshwright.profiles.cluster import Cluster
+
     if text.endswith(".toml"):
         return Cluster.load(text)
     if text == "detect":

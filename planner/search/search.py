@@ -263,12 +263,11 @@ class Search(Drafter):
         plan may take a little longer than its draft, as whole blocks are recomputed or sent, or
         less, as some come back: drafts are written until none left is better than the best of them,
         or a few more where the fastest plan is asked for."""
-        kept: dict[Any, PlanDraft] = {}
-        for draft in sorted((d for d in self.drafts if d.fits), key=order):
+        fitting, kept = [d for d in self.drafts if d.fits], dict[Any, PlanDraft]()
+        for draft in sorted(fitting, key=order):
             kept.setdefault(shape(draft), draft)
-        drafts = list(kept.values())
         written, refused = list[tuple[float, Candidate, PlanDraft]](), list[PlanDraft]()
-        for number_s, draft in self.taste.judged([d for d in self.drafts if d.fits]):
+        for number_s, draft in self.taste.judged(fitting):
             more_s = WRITTEN_LESS * (not self.taste.robust and len(written) < MOST_WRITTEN)
             if written and written[0][0] <= number_s * (1 - more_s):
                 break
@@ -282,7 +281,7 @@ class Search(Drafter):
         if not written:
             return []
         _, first, own = written[0]
-        others = [d for d in drafts if all(d is not x for x in refused)]
+        others = [d for d in kept.values() if all(d is not x for x in refused)]
         found: list[Candidate | PlanDraft] = [first]
         return [*found, *(d for d in others if shape(d) != shape(own))][:MAX_KEPT]
 

@@ -1,6 +1,7 @@
 """`auto_parallelize` in one process: planning for many ranks, running on one."""
 
 import dataclasses
+import inspect
 import pickle
 import re
 from functools import cache
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from meshwright import Cluster, InfeasibleError, OverrideError, Overrides, ParallelModel, PlanError
+from meshwright.api import Arguments, auto_parallelize
 from meshwright.decisions import Decision, check_world
 from meshwright.plan_search import SearchedPlan
 from meshwright.planner.plan.check import check_runs
@@ -20,6 +22,17 @@ from tests.helpers.tiny import ROWS, batch, host, net, planned, slow_host, small
 @cache
 def four_ranks() -> ParallelModel:
     return planned(net(), 4)
+
+
+def test_a_question_has_the_defaults_of_the_call() -> None:
+    parameters = inspect.signature(auto_parallelize).parameters
+    for own in dataclasses.fields(Arguments):
+        if own.default is not dataclasses.MISSING:
+            assert parameters[own.name].default == own.default
+    asked = {own.name for own in dataclasses.fields(Arguments)}
+    assert set(parameters) - asked == {"model", "cluster", "plan"}
+    with pytest.raises(ValueError, match="target"):
+        planned(net(), target="")
 
 
 def test_planning_needs_no_ranks() -> None:

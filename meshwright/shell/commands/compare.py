@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.planner.document import Document, Table
+from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import InfeasibleError, counted, seconds, sized
 from meshwright.planner.report import Report
 from meshwright.profiles.cluster import Cluster
@@ -32,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     clusters = {text: cluster_named(text) for text in args.cluster}
+    overrides = override_flags.overrides_of(args)
     found = compared(
-        {text: partial(_report, args, cluster) for text, cluster in clusters.items()},
+        {text: partial(_report, args, cluster, overrides) for text, cluster in clusters.items()},
         prices=args.prices or [],
         tokens=args.tokens,
         watts=args.watts,
@@ -42,8 +44,7 @@ def run(args: argparse.Namespace) -> Answer:
     return Answer(data=found.as_dict, text=found.document, code=0 if found.chosen else 2)
 
 
-def _report(args: argparse.Namespace, cluster: Cluster) -> Report:
-    overrides = override_flags.overrides_of(args)
+def _report(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) -> Report:
     return parallelized(args, cluster, plan=args.plan, overrides=overrides)[0].report
 
 

@@ -10,6 +10,7 @@ from meshwright.planner.document import Document, Part
 from meshwright.shell.answer import Answer, say
 from meshwright.shell.commands import flags, override_flags
 from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.commands.rehearse import exit_code
 from meshwright.shell.named import cluster_named
 from meshwright.shell.progress import progress_shown
 
@@ -49,8 +50,6 @@ def run(args: argparse.Namespace) -> Answer:
     result, _ = parallelized(args, cluster, overrides=overrides)
     if not args.rehearse:
         return _answer(args, result)
-    from meshwright.shell.commands.rehearse import exit_code
-
     try:
         result, found = _rehearsed(args, result, overrides, cluster)
     except ValueError:
