@@ -33,7 +33,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if message.startswith(MISSING):
             self._missing(message.removeprefix(MISSING).split(", "))
-        raise MeshwrightError(message, place=self.prog, way_out=f"see `{self.prog} --help`")
+        name = message.removeprefix("argument ").partition(": ")[0]
+        described = [_told(action) for action in self._actions if _name_of(action) == name]
+        said, _, legal = message.partition("; legal: ")
+        raise MeshwrightError(
+            said,
+            place=self.prog,
+            legal=legal or (described or [f"what `{self.prog} --help` lists"])[0],
+            way_out=f"see `{self.prog} --help`",
+        )
 
     def _missing(self, names: list[str]) -> NoReturn:
         """Required arguments were not given: which, and what each is."""
@@ -54,8 +62,12 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, n=3)
-            hint = f" (nearest: {', '.join(near)})" if near else ""
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+            raise MeshwrightError(
+                f"unrecognized arguments: {' '.join(unknown)}",
+                place=self.prog,
+                legal=f"those of `{self.prog} --help`",
+                way_out=f"nearest: {', '.join(near) or 'none'}",
+            )
         return found, unknown
 
 

@@ -151,7 +151,7 @@ def test_what_plans_nothing_loads_no_torch(capsys: Captured) -> None:
     ("arguments", "says"),
     [
         (["paln"], "no command 'paln'; legal: plan, show, .*; nearest: plan$"),
-        (["show", "--jsno", "x"], "unrecognized arguments: --jsno .nearest: --json.; see `mesh"),
+        (["show", "--jsno", "x"], "unrecognized arguments: --jsno; legal: .*; nearest: --json$"),
     ],
 )
 def test_a_wrong_word_is_answered_by_the_nearest_one(
@@ -227,7 +227,7 @@ def test_the_users_own_error_shows_its_traceback_once(capsys: Captured) -> None:
         (["run", "m:f", "--batch", "4", "--steps", "0"], "'0'; legal: an integer from 1; see "),
         ([*FOUR, "--target", "abacus"], "'abacus' (choose from"),
         ([*PLAN, "--bacth", "4"],
-         "meshwright plan: unrecognized arguments: --bacth 4 (nearest: --batch"),
+         "unrecognized arguments: --bacth 4; legal: those of `meshwright plan --help`; nearest: "),
         ([], "meshwright: a command is missing; legal: plan | show | "),
         (["plan"], "meshwright plan: model and --batch are missing; legal: model (module:"),
         (["report", "a.json"], "meshwright report: -o/--output is missing; legal: --output"),

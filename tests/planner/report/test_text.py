@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from meshwright.planner import document
 from meshwright.planner.alternatives import answers as module
 from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.plan.words import sized
@@ -115,7 +116,7 @@ def test_a_table_is_aligned_or_says_it_in_other_words() -> None:
     lines = str(text.Table(heads=("stage", "blocks", "ranks"), rows=rows)).splitlines()
     ends = zip(lines, ("ranks", "0-3", "4"), strict=True)
     assert len({line.index(end) for line, end in ends}) == 1
-    assert max(map(len, lines)) < text.MAX_CELL + 20
+    assert max(map(len, lines)) < document.MAX_CELL + 20
     assert lines[1].endswith("...  0-3")
     assert str(text.Table(heads=("a",), rows=[("b",)], plain=["one", "two"])) == "one\ntwo"
 
