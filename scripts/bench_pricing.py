@@ -13,7 +13,7 @@ import time
 from meshwright.costmodel.operators import Problem
 from meshwright.planner.plan import Plan
 from meshwright.planner.pricing import Evaluator
-from meshwright.planner.published import make_plan, read_row, traced
+from scripts.published import make_plan, read_row, traced
 
 MODEL = {
     "model": "GPT-3", "layers": "96", "hidden": "12288", "heads": "96", "vocab": "51200",

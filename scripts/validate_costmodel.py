@@ -30,9 +30,9 @@ from pathlib import Path
 
 from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.pricing import Evaluation
-from meshwright.planner.published import Unpriced, evaluate_row
 from scripts.experts.rows import fp8_rows, published_rows
 from scripts.experts.scatter import Point, scatter
+from scripts.published import Unpriced, evaluate_row
 from scripts.ranks.rank_correlation import spearman
 
 MOSTLY_COMPUTE = 0.05  # communication's part of a step below which its error does not count

@@ -16,10 +16,11 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import FactorTable, analyse
+from meshwright.moe import GroupedLinear
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.operators import combine, dispatch
-from meshwright.planner.published import GroupedLinear, Transformer, TransformerDims
 from meshwright.planner.tracing import trace
+from scripts.published import Transformer, TransformerDims
 
 TOPK = 2
 CLASSES = 1024

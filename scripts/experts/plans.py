@@ -22,7 +22,11 @@ from meshwright.costmodel.sharding import FactorTable
 from meshwright.costmodel.target import Target
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan, PlanError, fingerprint, resolve_shardings
-from meshwright.planner.published import (
+from meshwright.profiles.cluster import Cluster
+from scripts.experts.alpa import RESNET_50, RESNET_101, moe, traced, wide_resnet
+from scripts.experts.recipes import RECIPES
+from scripts.experts.rows import published_rows
+from scripts.published import (
     Setup,
     Unpriced,
     framework_of,
@@ -31,11 +35,7 @@ from meshwright.planner.published import (
     read_row,
     with_experts,
 )
-from meshwright.planner.published import traced as traced_dims
-from meshwright.profiles.cluster import Cluster
-from scripts.experts.alpa import RESNET_50, RESNET_101, moe, traced, wide_resnet
-from scripts.experts.recipes import RECIPES
-from scripts.experts.rows import published_rows
+from scripts.published import traced as traced_dims
 
 SOURCES = ("SC21", "Alpa OSDI22", "torchtitan", "DGXC")
 # columns in which rows of one configuration, measured with several versions, differ

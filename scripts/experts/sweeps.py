@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from meshwright.planner.published import Unpriced, evaluate_row, read_row
 from meshwright.planner.search import TIE, looks_of
+from scripts.published import Unpriced, evaluate_row, read_row
 
 PLANS = 4  # measured plans that make a sweep
 SWEEP = (

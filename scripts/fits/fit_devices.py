@@ -25,11 +25,11 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.planner.published import Setup, Unpriced, evaluate, read_row
 from meshwright.profiles.cluster import Device
 from meshwright.profiles.hardware.curve import Curve
 from scripts.experts.rows import published_rows
 from scripts.fits.fit_links import Vector
+from scripts.published import Setup, Unpriced, evaluate, read_row
 from scripts.validate_costmodel import halves
 
 BROAD = 0.1  # residuals beyond this weigh by their size, not its square

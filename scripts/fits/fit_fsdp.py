@@ -2,7 +2,7 @@
 
     python -m scripts.fits.fit_fsdp [--data DIR]
 
-`HIDDEN_FSDP` (`planner/published/frameworks.py`), the part of ZeRO-3's gathers and scatters that
+`HIDDEN_FSDP` (`scripts/published/frameworks.py`), the part of ZeRO-3's gathers and scatters that
 compute hides of what it could, is the one of `PARTS` with the least mean of
 
     huber(log(predicted / measured))
@@ -20,9 +20,9 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.planner.published import Unpriced, evaluate, read_row
 from scripts.experts.rows import published_rows
 from scripts.fits.fit_devices import BROAD, Row, errors_line
+from scripts.published import Unpriced, evaluate, read_row
 from scripts.validate_costmodel import halves
 
 SOURCE = "llm-foundry"

@@ -22,9 +22,9 @@ from typing import Any
 
 from meshwright.costmodel import intervals
 from meshwright.costmodel.intervals import OTHER, family_of
-from meshwright.planner.published import Unpriced, evaluate_row, read_row
 from scripts.experts.residuals import NO_LESS, Effects, Residual, coverage, ends, interval
 from scripts.experts.rows import published_rows
+from scripts.published import Unpriced, evaluate_row, read_row
 from scripts.validate_costmodel import halves
 
 PATH = Path(intervals.__file__).with_name("residuals.json")

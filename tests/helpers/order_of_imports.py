@@ -39,7 +39,6 @@ planner.drafts
 planner.bounds
 planner.search
 planner.alternatives
-planner.published
 executor
 executor.backward
 executor.resharding

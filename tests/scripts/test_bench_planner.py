@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.published.predict import traced
-from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Setup
 from scripts.experts import alpa as alpa_models
 from scripts.experts import compare as compare_experts
 from scripts.experts import plans as expert_plans
 from scripts.experts.plans import ALPA_GPT, ALPA_MOE, ALPA_WIDE_RESNET, Expert, Mesh, staged
+from scripts.published.predict import traced
+from scripts.published.rows import read_row
+from scripts.published.setup import Setup
 from tests.helpers.planning import problem_of
 from tests.models.models import Traced
 

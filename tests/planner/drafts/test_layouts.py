@@ -19,9 +19,9 @@ from meshwright.planner.drafts import Combination, PlanDraft
 from meshwright.planner.inter_op import SharedDevices
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan import megatron_layout
-from meshwright.planner.published import read_row, traced
 from meshwright.planner.search.search import Search
 from scripts.experts.rows import fp8_rows
+from scripts.published import read_row, traced
 from tests.helpers.planning import Traced, cluster, cut, problem_of
 from tests.helpers.tiers import second_tier, tiered
 

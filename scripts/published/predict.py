@@ -18,12 +18,12 @@ from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding import FactorTable, analyse
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.pricing import Evaluation, Evaluator
-from meshwright.planner.published.frameworks import Unpriced
-from meshwright.planner.published.models import TransformerDims, build
-from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Setup, make_plan
 from meshwright.planner.tracing import trace
 from meshwright.profiles.inputs import MeshwrightError
+from scripts.published.frameworks import Unpriced
+from scripts.published.models import TransformerDims, build
+from scripts.published.rows import read_row
+from scripts.published.setup import Setup, make_plan
 
 TRACED_LAYERS = 4
 

@@ -16,10 +16,10 @@ from typing import Any
 
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import BUCKET_BYTES
-from meshwright.planner.published.frameworks import Framework, Unpriced, framework_of, with_experts
-from meshwright.planner.published.models import Latent, TransformerDims
-from meshwright.planner.published.setup import Setup
 from meshwright.profiles.cluster import Cluster, Link
+from scripts.published.frameworks import Framework, Unpriced, framework_of, with_experts
+from scripts.published.models import Latent, TransformerDims
+from scripts.published.setup import Setup
 
 # the first pattern that "gpu | interconnect" matches, to a catalog node
 _NODES = (

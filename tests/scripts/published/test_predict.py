@@ -11,10 +11,10 @@ import itertools
 import pytest
 
 from meshwright.planner.plan.check import check_plan
-from meshwright.planner.published.frameworks import Unpriced, framework_of
-from meshwright.planner.published.predict import evaluate_row, traced
-from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Setup, _cuts, make_plan
+from scripts.published.frameworks import Unpriced, framework_of
+from scripts.published.predict import evaluate_row, traced
+from scripts.published.rows import read_row
+from scripts.published.setup import Setup, _cuts, make_plan
 
 BAND = 0.3
 NEAR = 0.05

@@ -33,12 +33,12 @@ from meshwright.planner.plan.check import check_runs
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
 from meshwright.planner.pricing.stage_costs import StageCoster
-from meshwright.planner.published.models import build
-from meshwright.planner.published.predict import traced
 from meshwright.planner.stages.programs import BlockPrograms
+from scripts.published.models import build
+from scripts.published.predict import traced
 from tests.helpers.planning import cluster, setting_on
 from tests.helpers.tiny import plan_for, with_stage
-from tests.planner.published.test_moe_models import DENSE, SPARSE
+from tests.scripts.published.test_moe_models import DENSE, SPARSE
 
 PLAIN = Target(name="plain", bucket_copies=0)
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import pytest
 
-from meshwright.planner.published import Unpriced, evaluate_row, read_row
 from scripts.experts.rows import fp8_rows, out_of_memory_rows, published_rows
+from scripts.published import Unpriced, evaluate_row, read_row
 from tests.helpers.tiers import second_tier
 
 ABLATION = "Alpa OSDI22 intra-op"

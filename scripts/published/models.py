@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.planner.published.moe_layer import MoE
+from meshwright.moe import MoE
 from meshwright.profiles.inputs import MeshwrightError
 
 

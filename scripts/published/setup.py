@@ -17,9 +17,9 @@ from meshwright.costmodel.mesh import RING, Mesh
 from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.plan import Plan, fingerprint, recompute_of, stage_on
 from meshwright.planner.plan.shardings import resolve_block
-from meshwright.planner.published.frameworks import Framework, Unpriced
-from meshwright.planner.published.models import TransformerDims
 from meshwright.profiles.cluster import Cluster
+from scripts.published.frameworks import Framework, Unpriced
+from scripts.published.models import TransformerDims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,9 @@ from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.pricing.evaluate import Evaluator
-from meshwright.planner.published.models import TransformerDims, build
-from meshwright.planner.published.predict import deepen
 from meshwright.planner.tracing.trace import trace
+from scripts.published.models import TransformerDims, build
+from scripts.published.predict import deepen
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import cluster, linears, problem_of
 from tests.helpers.tiny import with_stage

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from meshwright.costmodel.rules import recomputable
-from meshwright.planner.published.predict import evaluate, traced
-from meshwright.planner.published.rows import read_row
-from meshwright.planner.published.setup import Setup, of_layers
 from scripts.experts import alpa
+from scripts.published.predict import evaluate, traced
+from scripts.published.rows import read_row
+from scripts.published.setup import Setup, of_layers
 
 LAYERS, HIDDEN, LENGTH, VOCAB, FFN = 4, 1024, 1024, 51200, 4096
 ROW = {

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from meshwright import profiles
-from meshwright.planner.published.frameworks import EXCHANGE_HIDDEN, Unpriced
-from meshwright.planner.published.models import Latent, TransformerDims, build
-from meshwright.planner.published.predict import evaluate, evaluate_row, traced
-from meshwright.planner.published.rows import facts_of, read_row
 from meshwright.profiles.cluster import Cluster
+from scripts.published.frameworks import EXCHANGE_HIDDEN, Unpriced
+from scripts.published.models import Latent, TransformerDims, build
+from scripts.published.predict import evaluate, evaluate_row, traced
+from scripts.published.rows import facts_of, read_row
 
 CATALOG = Path(profiles.__file__).parent / "catalog"
 DENSE = TransformerDims(

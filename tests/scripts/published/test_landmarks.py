@@ -19,12 +19,12 @@ from meshwright.costmodel.targets import EAGER, MEGATRON
 from meshwright.planner.drafts.candidates import Candidate
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
-from meshwright.planner.published.frameworks import framework_of
-from meshwright.planner.published.models import TransformerDims
-from meshwright.planner.published.predict import traced
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
 from scripts.experts import alpa as alpa_models
+from scripts.published.frameworks import framework_of
+from scripts.published.models import TransformerDims
+from scripts.published.predict import traced
 from tests.helpers.tiers import second_tier
 
 LATER = second_tier("searches of large models; the two landmarks that broke most often stay")
