@@ -22,14 +22,8 @@ from meshwright.executor.rehearsal import (
     rehearse,
 )
 from meshwright.executor.stages import CheckedPlan
+from meshwright.planner import pricing
 from meshwright.planner.batch import input_leaves
-from meshwright.planner.pricing import (
-    Evaluation,
-    Evaluator,
-    Prediction,
-    RehearsedMemory,
-    bytes_beside_tensors,
-)
 from meshwright.planner.report import Rehearsed, Report, device_groups, memory_summary
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
@@ -78,8 +72,8 @@ def rehearse_plan(
             legal=f"{sorted(OPTIMIZERS)}, or give yours: rehearse(optimizer=lambda params: ...)",
         )
     details = report.details
-    priced = details.evaluation if details else Evaluator(problem).price(checked.plan)
-    beside = bytes_beside_tensors(priced.plan, priced.priced)
+    priced = details.evaluation if details else pricing.Evaluator(problem).price(checked.plan)
+    beside = pricing.bytes_beside_tensors(priced.plan, priced.priced)
     peaks = priced.prediction.peak_memory_bytes
     with Progress() as said:
         found = rehearse(
@@ -102,7 +96,7 @@ def rehearse_plan(
     return found
 
 
-def _priced_step(priced: Evaluation) -> Estimate:
+def _priced_step(priced: pricing.Evaluation) -> Estimate:
     """A plan's price as an estimate has it, by the busiest device group."""
     found = [
         {
@@ -122,7 +116,7 @@ def with_rehearsal(decision: Decision, found: Rehearsal, problem: Problem) -> De
     with what a device reserves beside tensors."""
     assert found.plan == decision.plan
     peaks = decision.prediction.peak_memory_bytes
-    memory = RehearsedMemory(
+    memory = pricing.RehearsedMemory(
         tensor_bytes=found.peak_bytes,
         beside_bytes=[peak - own for peak, own in zip(peaks, found.priced_bytes, strict=True)],
     )
@@ -142,7 +136,7 @@ def exit_code(found: Rehearsal, report: Report) -> int:
     return 2 if report.summary["memory_verdict"] == "does not fit" else 0
 
 
-def margin_needed(prediction: Prediction, margin: float, cluster: Cluster) -> float:
+def margin_needed(prediction: pricing.Prediction, margin: float, cluster: Cluster) -> float:
     """The part of a device's memory that a search should leave free, after one that left `margin`
     chose a plan that does not fit by its rehearsal: more by what that took beyond its price."""
     assert prediction.rehearsed is not None

@@ -15,19 +15,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from meshwright.costmodel import memory
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.memory import (
-    Call,
-    Held,
-    Local,
-    Origin,
-    Storage,
-    compact,
-    fresh,
-    keep,
-    permuted,
-    reshaped,
-)
 from meshwright.costmodel.operators import Pricer
 from meshwright.costmodel.rules import divided, row_reduction
 from meshwright.costmodel.sharding import (
@@ -45,7 +34,7 @@ from meshwright.costmodel.sharding import (
 )
 
 ALIASES = frozenset((("R", "Rp"), ("Rp", "R")))  # moves that change the gradient's state alone
-ORIGINS: Mapping[Role, Origin] = {
+ORIGINS: Mapping[Role, memory.Origin] = {
     "input": "input",
     "derived": "raw",
     "parameter": "stored",
@@ -64,15 +53,15 @@ class BlockMemory:
     what differs from their own bytes.
     """
 
-    kept: frozenset[Storage]
-    leaving: Mapping[str, Held]
-    outside: frozenset[Storage]
-    makers: Mapping[Storage, str]
-    reads: Mapping[str, tuple[Storage, ...]]
-    made: Sequence[Storage] = ()
-    sizes: Mapping[Storage, float] = field(default_factory=dict)
-    moved: Mapping[Storage, tuple[Move, Storage]] = field(default_factory=dict)
-    keeps: Mapping[str, tuple[Storage, ...]] = field(default_factory=dict)
+    kept: frozenset[memory.Storage]
+    leaving: Mapping[str, memory.Held]
+    outside: frozenset[memory.Storage]
+    makers: Mapping[memory.Storage, str]
+    reads: Mapping[str, tuple[memory.Storage, ...]]
+    made: Sequence[memory.Storage] = ()
+    sizes: Mapping[memory.Storage, float] = field(default_factory=dict)
+    moved: Mapping[memory.Storage, tuple[Move, memory.Storage]] = field(default_factory=dict)
+    keeps: Mapping[str, tuple[memory.Storage, ...]] = field(default_factory=dict)
 
     @property
     def saved_bytes(self) -> float:
@@ -86,7 +75,7 @@ class BlockMemory:
 
     def kept_repeating(
         self, operators: Collection[str], *, regather: bool = False
-    ) -> frozenset[Storage]:
+    ) -> frozenset[memory.Storage]:
         """What is kept if these operators run again: not what they make, but what those read that
         must; and of what is gathered again the parts."""
         again, between = self.needed(operators, regather=regather)
@@ -96,21 +85,21 @@ class BlockMemory:
         return frozenset(s for s in kept if self.makers.get(s) not in operators)
 
     @property
-    def gathered(self) -> frozenset[Storage]:
+    def gathered(self) -> frozenset[memory.Storage]:
         """What re-shards make whole of tensor-parallel ranks' parts."""
         moves = ((made, move) for made, (move, _) in self.moved.items())
         return frozenset(s for s, m in moves if m.source.sharded and not m.target.sharded)
 
     def needed(
         self, operators: Collection[str] | None = None, *, regather: bool = False
-    ) -> tuple[set[str], list[Storage]]:
+    ) -> tuple[set[str], list[memory.Storage]]:
         """Of these operators, those that make what is kept, and all before them, with what is
         gathered between them if that is gathered again; of all operators there are (None) with what
         any re-shard makes, which is kept otherwise."""
         found: set[str] = set()
-        between: list[Storage] = []
+        between: list[memory.Storage] = []
         again = self.moved.keys() if operators is None else self.gathered if regather else ()
-        seen: set[Storage] = set()
+        seen: set[memory.Storage] = set()
         waiting = [storage for storage in self.kept if storage not in self.outside]
         while waiting:
             storage = waiting.pop()
@@ -126,16 +115,16 @@ class BlockMemory:
                 waiting += (s for s in self.reads[maker] if s not in self.outside)
         return found, between
 
-    def nbytes(self, storage: Storage) -> float:
+    def nbytes(self, storage: memory.Storage) -> float:
         """Bytes of one of its allocations."""
         return self.sizes.get(storage, storage.nbytes)
 
-    def _nbytes(self, storages: Collection[Storage]) -> float:
+    def _nbytes(self, storages: Collection[memory.Storage]) -> float:
         return math.fsum(self.nbytes(s) for s in storages if s not in self.outside)
 
 
 def block_memory(
-    pricer: Pricer, steps: Sequence[Step], given: Mapping[str, Held] | None = None
+    pricer: Pricer, steps: Sequence[Step], given: Mapping[str, memory.Held] | None = None
 ) -> BlockMemory:
     """Run the steps of one block in mind. `given` says where values from outside lie, which are
     contiguous tensors of their own where it doesn't."""
@@ -144,7 +133,7 @@ def block_memory(
 
 def local(
     pricer: Pricer, value: str, placement: Placement = R, tokens: Placement | None = None
-) -> Local:
+) -> memory.Local:
     """A value's shape on one rank at the setting's rows and mesh, on the context axis in the state
     in which it is made, or in another (`tokens`)."""
     setting, table, meta = pricer.setting, pricer.table, pricer.graph.values[value]
@@ -161,31 +150,35 @@ def local(
     if placement.sharded:
         size = meta.shape[placement.dim]
         shape[placement.dim] *= largest_part(size, setting.mesh.tp) / size
-    return Local(shape=tuple(shape), dtype=meta.dtype, grad=meta.requires_grad)
+    return memory.Local(shape=tuple(shape), dtype=meta.dtype, grad=meta.requires_grad)
 
 
-def _part(whole: Held, target: Placement, count: int) -> Held:
+def _part(whole: memory.Held, target: Placement, count: int) -> memory.Held:
     """One of `count` parts of a tensor; of a dim that has parts itself, through their stack."""
     d, split, shape = target.dim, target.split, whole.shape
     if split == 1:
-        return compact(
+        return memory.compact(
             whole.seen_as((*shape[:d], shape[d] / count, *shape[d + 1 :]), whole.strides)
         )
     inner = shape[d] / (split * count)
-    parts = reshaped(whole, (*shape[:d], split, count, inner, *shape[d + 1 :]))
-    stacked = permuted(parts, [d + 1, *(k for k in range(len(parts.shape)) if k != d + 1)])
-    joined = reshaped(stacked, (count, *shape[:d], split * inner, *shape[d + 1 :]))
-    return compact(joined.seen_as(joined.shape[1:], joined.strides[1:]))
+    parts = memory.reshaped(whole, (*shape[:d], split, count, inner, *shape[d + 1 :]))
+    stacked = memory.permuted(parts, [d + 1, *(k for k in range(len(parts.shape)) if k != d + 1)])
+    joined = memory.reshaped(stacked, (count, *shape[:d], split * inner, *shape[d + 1 :]))
+    return memory.compact(joined.seen_as(joined.shape[1:], joined.strides[1:]))
 
 
-def _joined(stacked: Local, source: Placement) -> Held:
+def _joined(stacked: memory.Local, source: Placement) -> memory.Held:
     """The parts of a dim, received one after the other, as one tensor."""
     d, split = source.dim, source.split
     count, *shape = stacked.shape
     inner = shape[d] / split
-    parts = reshaped(fresh(stacked), (count, *shape[:d], split, inner, *shape[d + 1 :]))
+    parts = memory.reshaped(
+        memory.fresh(stacked), (count, *shape[:d], split, inner, *shape[d + 1 :])
+    )
     order = [*range(1, d + 2), 0, *range(d + 2, len(parts.shape))]
-    return reshaped(permuted(parts, order), (*shape[:d], shape[d] * count, *shape[d + 1 :]))
+    return memory.reshaped(
+        memory.permuted(parts, order), (*shape[:d], shape[d] * count, *shape[d + 1 :])
+    )
 
 
 class _Walk:
@@ -194,23 +187,25 @@ class _Walk:
     def __init__(self, pricer: Pricer) -> None:
         self.pricer, self.graph, self.table = pricer, pricer.graph, pricer.table
         self.again = pricer.setting.target.gathers_again
-        self.held: dict[tuple[str, Placement], Held] = {}
-        self.moved_tokens: dict[tuple[str, Placement, Placement], Held] = {}  # on the context axis
-        self.kept: set[Storage] = set()
-        self.parts: dict[Storage, Storage] = {}  # of what is gathered again
-        self.makers: dict[Storage, str] = {}
-        self.reads: dict[str, tuple[Storage, ...]] = {}
-        self.keeps: dict[str, tuple[Storage, ...]] = {}
-        self.made: list[Storage] = []
-        self.moved: dict[Storage, tuple[Move, Storage]] = {}
+        self.held: dict[tuple[str, Placement], memory.Held] = {}
+        self.moved_tokens: dict[
+            tuple[str, Placement, Placement], memory.Held
+        ] = {}  # on the context axis
+        self.kept: set[memory.Storage] = set()
+        self.parts: dict[memory.Storage, memory.Storage] = {}  # of what is gathered again
+        self.makers: dict[memory.Storage, str] = {}
+        self.reads: dict[str, tuple[memory.Storage, ...]] = {}
+        self.keeps: dict[str, tuple[memory.Storage, ...]] = {}
+        self.made: list[memory.Storage] = []
+        self.moved: dict[memory.Storage, tuple[Move, memory.Storage]] = {}
 
-    def run(self, steps: Sequence[Step], given: Mapping[str, Held]) -> BlockMemory:
-        entered: set[Storage] = set()
-        leaving: dict[str, Held] = {}
+    def run(self, steps: Sequence[Step], given: Mapping[str, memory.Held]) -> BlockMemory:
+        entered: set[memory.Storage] = set()
+        leaving: dict[str, memory.Held] = {}
         for step in steps:
             match step:
                 case Enter(value, state, role):
-                    outside = fresh(local(self.pricer, value, state), origin=ORIGINS[role])
+                    outside = memory.fresh(local(self.pricer, value, state), origin=ORIGINS[role])
                     self.held[value, state] = made = given.get(value, outside)
                     entered.add(made.storage)
                     self.made.append(made.storage)
@@ -238,13 +233,13 @@ class _Walk:
             keeps=self.keeps,
         )
 
-    def _written(self) -> set[Storage]:
+    def _written(self) -> set[memory.Storage]:
         """What is kept, where values inside a fused kernel are not: its operands are instead."""
         internal = self.pricer.fusion.internal
         inside = {held.storage for (v, _), held in self.held.items() if v in internal}
         if not inside:
             return self.kept
-        found: set[Storage] = set()
+        found: set[memory.Storage] = set()
         waiting = [*self.kept]
         while waiting:
             storage = waiting.pop()
@@ -254,7 +249,7 @@ class _Walk:
                 found.add(storage)
         return found
 
-    def _moved(self, value: str, source: Placement, target: Placement) -> Held:
+    def _moved(self, value: str, source: Placement, target: Placement) -> memory.Held:
         """What the executor's re-shard makes: a part is a window on the whole where that is
         contiguous; all else that changes values is new."""
         have, tp = self.held[value, source], self.pricer.setting.mesh.tp
@@ -262,10 +257,10 @@ class _Walk:
             return have
         part = local(self.pricer, value, target)
         if not source.sharded and not (source.kind == "R" and target.sharded):
-            return fresh(part)
+            return memory.fresh(part)
         shape = self.graph.values[value].shape
         if any(p.sharded and shape[p.dim] % tp for p in (source, target)):
-            return fresh(part)  # cut out of what was filled up to equal parts
+            return memory.fresh(part)  # cut out of what was filled up to equal parts
         if not source.sharded:
             return _part(have, target, tp)
         mine = local(self.pricer, value, source)
@@ -281,7 +276,7 @@ class _Walk:
         results = list(zip(op.results, strategy.results, strict=True))
         context = self.pricer.context
         tokens = context.strategies[op.name].results if context else (None,) * len(results)
-        call = Call(
+        call = memory.Call(
             op=self._counted_here(op, strategy),
             operands=operands,
             results=tuple(
@@ -293,7 +288,7 @@ class _Walk:
             counted=self._counted(op, strategy),
             counter_dropout=self.pricer.setting.target.counter_dropout,
         )
-        found = keep(call)
+        found = memory.keep(call)
         self.kept.update(found.storages)
         self.keeps[op.name] = found.storages
         self.reads[op.name] = read = tuple(x.storage for x in operands)
@@ -305,7 +300,7 @@ class _Walk:
             moved = context is not None and own != context.states[each[0]]
             self.held[each] = self._tokens_moved(each, made) if moved else made
 
-    def _operands(self, op: Op, strategy: Strategy) -> Iterator[Held]:
+    def _operands(self, op: Op, strategy: Strategy) -> Iterator[memory.Held]:
         """What an operator reads, as the context axis moves it there."""
         context = self.pricer.context
         states = (context.strategies[op.name] if context else strategy).operands
@@ -321,10 +316,10 @@ class _Walk:
             yield self.moved_tokens[key]
 
     def _tokens_moved(
-        self, each: tuple[str, Placement], source: Held, target: Placement | None = None
-    ) -> Held:
+        self, each: tuple[str, Placement], source: memory.Held, target: Placement | None = None
+    ) -> memory.Held:
         """A value that the context axis moves to where it is read, or (None) made."""
-        made = fresh(local(self.pricer, *each, target))
+        made = memory.fresh(local(self.pricer, *each, target))
         self.made.append(made.storage)
         self.moved[made.storage] = Move(*each, each[1], ""), source.storage
         return made

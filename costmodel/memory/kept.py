@@ -23,18 +23,7 @@ from itertools import zip_longest
 from types import MappingProxyType
 
 from meshwright.costmodel.graph import Op, argument
-from meshwright.costmodel.memory.storage import (
-    Held,
-    Local,
-    Storage,
-    compact,
-    elementwise_strides,
-    expanded,
-    fresh,
-    permuted,
-    placed,
-    reshaped,
-)
+from meshwright.costmodel.memory import storage
 from meshwright.costmodel.rules import LEAVES, is_causal, leaf_of
 
 INDEX = 8  # bytes of an index
@@ -49,8 +38,8 @@ class Call:
     `counter_dropout` as in `Target`."""
 
     op: Op
-    operands: tuple[Held, ...]
-    results: tuple[Local, ...]
+    operands: tuple[storage.Held, ...]
+    results: tuple[storage.Local, ...]
     saves: tuple[int, ...]
     device: str
     implementation: str = ""
@@ -59,22 +48,22 @@ class Call:
 
 
 Saver = Callable[
-    [Call, Sequence[Held]], Iterator[Storage]
+    [Call, Sequence[storage.Held]], Iterator[storage.Storage]
 ]  # the allocations kept, from the results
 
 
-def listed(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def listed(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     """The operands and results that `saves` lists."""
     for i in call.saves:
         yield (call.operands[i] if i >= 0 else results[-1 - i]).storage
 
 
-def new(numel: float, itemsize: int) -> Storage:
+def new(numel: float, itemsize: int) -> storage.Storage:
     """An allocation of elements × bytes."""
-    return Storage(numel * itemsize)
+    return storage.Storage(numel * itemsize)
 
 
-def width(x: Local) -> int:
+def width(x: storage.Local) -> int:
     """Bytes of an element in single precision at least."""
     return max(SINGLE, x.dtype.itemsize)
 
@@ -83,46 +72,46 @@ def width(x: Local) -> int:
 class Kept:
     """Memory of the results of a call, and the allocations that its backward needs."""
 
-    results: tuple[Held, ...]
-    storages: tuple[Storage, ...]
+    results: tuple[storage.Held, ...]
+    storages: tuple[storage.Storage, ...]
 
 
 def keep(call: Call) -> Kept:
     """The results and the kept allocations of one call that is not run."""
     place = PLACED.get(call.op.short)
-    results = place(call) if place else placed(call.op, call.operands, call.results)
+    results = place(call) if place else storage.placed(call.op, call.operands, call.results)
     if not any(y.grad for y in results):
         return Kept(results=results, storages=())
     saver = REPLACED.get(call.implementation) or SPECIAL.get(call.op.short, listed)
     return Kept(results=results, storages=tuple(dict.fromkeys(saver(call, results))))
 
 
-def _dropout_results(call: Call) -> tuple[Held, ...]:
+def _dropout_results(call: Call) -> tuple[storage.Held, ...]:
     """Its operand, where it drops nothing."""
     x = call.operands[0]
     if call.saves:
-        return placed(call.op, call.operands, call.results)
+        return storage.placed(call.op, call.operands, call.results)
     return (x.seen_as(x.shape, x.strides, call.results[0].grad),)
 
 
 # --- products -------------------------------------------------------------------------------------
 
 
-def flattened(x: Held, lead: Sequence[float]) -> Held:
+def flattened(x: storage.Held, lead: Sequence[float]) -> storage.Held:
     """The tensor as a batch of matrices: the dims before the last two broadcast to `lead` and
     joined."""
-    whole = expanded(x, (*lead, *x.shape[-2:]))
-    return reshaped(whole, (math.prod(lead), *x.shape[-2:]))
+    whole = storage.expanded(x, (*lead, *x.shape[-2:]))
+    return storage.reshaped(whole, (math.prod(lead), *x.shape[-2:]))
 
 
-def product(a: Held, b: Held) -> Iterator[Storage]:
+def product(a: storage.Held, b: storage.Held) -> Iterator[storage.Storage]:
     """Operands that `a @ b` keeps. A batch times one matrix is one product over all rows, if the
     matrix is trained or the rows lie evenly; else it is a batch of products."""
     if len(a.shape) >= 3 and len(b.shape) <= 2 and (b.grad or _even(a)):
-        a = reshaped(a, (math.prod(a.shape[:-1]), a.shape[-1]))
+        a = storage.reshaped(a, (math.prod(a.shape[:-1]), a.shape[-1]))
     elif len(a.shape) <= 2 and len(b.shape) >= 3 and a.grad:
-        b = permuted(b, [*range(len(b.shape) - 2), -1, -2])
-        b = reshaped(b, (math.prod(b.shape[:-1]), b.shape[-1]))
+        b = storage.permuted(b, [*range(len(b.shape) - 2), -1, -2])
+        b = storage.reshaped(b, (math.prod(b.shape[:-1]), b.shape[-1]))
     elif len(a.shape) >= 3 or len(b.shape) >= 3:
         pairs = zip_longest(a.shape[-3::-1], b.shape[-3::-1], fillvalue=1.0)
         lead = [max(pair) for pair in pairs][::-1]
@@ -133,21 +122,21 @@ def product(a: Held, b: Held) -> Iterator[Storage]:
         yield b.storage
 
 
-def _even(x: Held) -> bool:
+def _even(x: storage.Held) -> bool:
     pairs = zip(x.strides[:-2], x.strides[1:-1], x.shape[1:-1], strict=True)
     return all(outer == inner * size for outer, inner, size in pairs)
 
 
-def _linear(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _linear(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     x, weight = call.operands[:2]
-    return product(x, permuted(weight, [*range(len(weight.shape))][::-1]))
+    return product(x, storage.permuted(weight, [*range(len(weight.shape))][::-1]))
 
 
-def _matmul(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _matmul(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     return product(*call.operands)
 
 
-def _einsum(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _einsum(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     """Two operands become batches of matrices: labels of both, of one alone, summed ones."""
     left, _, out = str(call.op.args[0]).replace(" ", "").partition("->")
     terms = left.split(",")
@@ -160,8 +149,8 @@ def _einsum(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     orders = ([batch, own[0], summed], [batch, summed, own[1]])
     for k, (x, term, groups) in enumerate(zip(call.operands, terms, orders, strict=True)):
         size = dict(zip(term, x.shape, strict=True))
-        moved = permuted(x, [term.index(c) for group in groups for c in group])
-        flat = reshaped(moved, tuple(math.prod(size[c] for c in group) for group in groups))
+        moved = storage.permuted(x, [term.index(c) for group in groups for c in group])
+        flat = storage.reshaped(moved, tuple(math.prod(size[c] for c in group) for group in groups))
         if call.operands[1 - k].grad:
             yield flat.storage
 
@@ -189,7 +178,7 @@ def _kernel(call: Call) -> str:
     return "efficient" if q.shape[-3] == k.shape[-3] else "math"
 
 
-def _attention(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _attention(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     import torch
 
     q, k, v = call.operands[:3]
@@ -209,19 +198,21 @@ def _attention(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
         yield new(mask.numel, q.dtype.itemsize) if made else mask.storage
 
 
-def _heads(q: Held, k: Held, v: Held) -> tuple[Held, Held]:
+def _heads(q: storage.Held, k: storage.Held, v: storage.Held) -> tuple[storage.Held, storage.Held]:
     """Keys and values repeated for every query head."""
     if q.shape[-3:-2] == k.shape[-3:-2]:
         return k, v
     shapes = ((*x.shape[:-3], q.shape[-3], *x.shape[-2:]) for x in (k, v))
     k, v = (
-        fresh(Local(shape=shape, dtype=x.dtype, grad=x.grad))
+        storage.fresh(storage.Local(shape=shape, dtype=x.dtype, grad=x.grad))
         for x, shape in zip((k, v), shapes, strict=True)
     )
     return k, v
 
 
-def _written_out(call: Call, q: Held, k: Held, v: Held) -> Iterator[Storage]:
+def _written_out(
+    call: Call, q: storage.Held, k: storage.Held, v: storage.Held
+) -> Iterator[storage.Storage]:
     """Scaled queries and keys, probabilities, values; in single precision at least."""
     import torch
 
@@ -233,11 +224,13 @@ def _written_out(call: Call, q: Held, k: Held, v: Held) -> Iterator[Storage]:
         yield new(k.numel, size)
     yield new(math.prod(lead) * q.shape[-2] * k.shape[-2], size)
     if q.grad or k.grad:
-        wide = v if v.dtype.itemsize == size else fresh(replace(v, dtype=torch.float32))
+        wide = v if v.dtype.itemsize == size else storage.fresh(replace(v, dtype=torch.float32))
         yield flattened(wide, lead).storage
 
 
-def _dropped(call: Call, q: Held, k: Held, v: Held, mask: Held | None) -> Iterator[Storage]:
+def _dropped(
+    call: Call, q: storage.Held, k: storage.Held, v: storage.Held, mask: storage.Held | None
+) -> Iterator[storage.Storage]:
     """The executor's attention with dropout by counter: probabilities before and after, and the
     mask between them, besides the operands as matrices and the masks of what may be seen."""
     import torch
@@ -245,7 +238,7 @@ def _dropped(call: Call, q: Held, k: Held, v: Held, mask: Held | None) -> Iterat
     k, v = _heads(q, k, v)
     rank, lead = len(k.shape), q.shape[:-2]
     scores = math.prod(lead) * q.shape[-2] * k.shape[-2]
-    yield from product(q, permuted(k, [*range(rank - 2), rank - 1, rank - 2]))
+    yield from product(q, storage.permuted(k, [*range(rank - 2), rank - 1, rank - 2]))
     if is_causal(call.op):
         yield new(q.shape[-2] * k.shape[-2], 1)
     if mask is not None and mask.dtype == torch.bool:
@@ -258,12 +251,12 @@ def _dropped(call: Call, q: Held, k: Held, v: Held, mask: Held | None) -> Iterat
         yield flattened(v, lead).storage
 
 
-def attention_results(call: Call) -> tuple[Held, ...]:
+def attention_results(call: Call) -> tuple[storage.Held, ...]:
     """Kernels write what is laid out as the queries are."""
     if _kernel(call) == "math":
-        return placed(call.op, call.operands, call.results)
+        return storage.placed(call.op, call.operands, call.results)
     y = call.results[0]
-    return (fresh(y, elementwise_strides(y.shape, call.operands[:1])),)
+    return (storage.fresh(y, storage.elementwise_strides(y.shape, call.operands[:1])),)
 
 
 # --- norms, pooling, dropout ----------------------------------------------------------------------
@@ -275,7 +268,7 @@ def _statistics(call: Call) -> int:
     return max(SINGLE, widest) if call.device == "cuda" else widest
 
 
-def _layer_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _layer_norm(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     x = call.operands[0]
     rows = math.prod(x.shape[: len(x.shape) - len(call.op.args[1])])
     yield x.storage
@@ -283,7 +276,7 @@ def _layer_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
     yield new(rows, _statistics(call))
 
 
-def _rms_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _rms_norm(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     """On a CPU a chain of operators in single precision at least."""
     x, trained = call.operands[0], any(w.grad for w in call.operands[1:])
     rows = math.prod(x.shape[: len(x.shape) - len(call.op.args[1])])
@@ -296,15 +289,15 @@ def _rms_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
         yield new(x.numel, width(x))
 
 
-def _group_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _group_norm(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     x = call.operands[0]
     groups = x.shape[0] * int(call.op.args[1])
-    yield compact(x).storage
+    yield storage.compact(x).storage
     yield new(groups, _statistics(call))
     yield new(groups, _statistics(call))
 
 
-def _batch_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _batch_norm(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     x = call.operands[0]
     yield x.storage
     if argument(call.op, 5, "training", True):
@@ -312,7 +305,7 @@ def _batch_norm(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
         yield new(x.shape[1], _statistics(call))
 
 
-def _synchronised(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _synchronised(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     """The executor's batch norm over ranks: centred values, their scale, and the normalised ones if
     there is a weight to train."""
     x = call.operands[0]
@@ -322,19 +315,19 @@ def _synchronised(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
         yield new(x.numel, width(x))
 
 
-def _max_pool(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _max_pool(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     yield call.operands[0].storage
     yield new(results[0].numel, INDEX)
 
 
-def _dropout(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _dropout(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     """The mask, as numbers of the values' type; a GPU's own kernel keeps bytes."""
     if call.saves:
         own = call.device == "cuda" and not call.counter_dropout
         yield new(results[0].numel, 1 if own else results[0].dtype.itemsize)
 
 
-def _log_sigmoid(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _log_sigmoid(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     x = call.operands[0]
     yield x.storage
     if call.device == "cpu":
@@ -344,7 +337,7 @@ def _log_sigmoid(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
 # --- losses and look-ups --------------------------------------------------------------------------
 
 
-def _cross_entropy(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _cross_entropy(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     """Log-softmax, targets, the total weight; with smoothing which rows are ignored."""
     logits, target = call.operands[:2]
     yield new(logits.numel, logits.dtype.itemsize)
@@ -359,22 +352,22 @@ def _cross_entropy(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
             yield new(1, INDEX)
 
 
-def _nll(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _nll(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     logits = call.operands[0]
-    yield (logits if len(logits.shape) in (1, 2, 4) else compact(logits)).storage
+    yield (logits if len(logits.shape) in (1, 2, 4) else storage.compact(logits)).storage
     yield from (x.storage for x in call.operands[1:])
     yield new(1, logits.dtype.itemsize)
     yield from _count(call, logits)
 
 
-def _count(call: Call, logits: Held) -> Iterator[Storage]:
+def _count(call: Call, logits: storage.Held) -> Iterator[storage.Storage]:
     """The number that a loss over ranks and micro-batches is divided by, in single precision at
     least, as the loss is."""
     if call.counted and argument(call.op, 3, "reduction", 1) == 1:
         yield new(1, width(logits))
 
 
-def _vocabulary_parallel(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _vocabulary_parallel(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     """The executor's cross-entropy over split classes: probabilities in single precision at least;
     per row the local target, whether it is elsewhere, whether it counts."""
     logits, target = call.operands[:2]
@@ -385,24 +378,24 @@ def _vocabulary_parallel(call: Call, results: Sequence[Held]) -> Iterator[Storag
     yield from _count(call, logits)
 
 
-def _parallel_embedding(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _parallel_embedding(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     """The executor's look-up in split rows: local ids, and which are elsewhere."""
     ids = call.operands[1]
     yield new(ids.numel, INDEX)
     yield new(ids.numel, 1)
 
 
-def _l1_loss(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _l1_loss(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     yield new(call.operands[0].numel, call.operands[0].dtype.itemsize)
 
 
-def _leaf(call: Call, results: Sequence[Held]) -> Iterator[Storage]:
+def _leaf(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
     """The bytes of its `Work`, in proportion to this rank's part of the first result."""
     work = leaf_of(call.op).work
     for i in work.saves:
         yield (call.operands[i] if i >= 0 else results[-1 - i]).storage
     if work.saved_bytes:
-        yield Storage(work.saved_bytes * results[0].numel / work.numel)
+        yield storage.Storage(work.saved_bytes * results[0].numel / work.numel)
 
 
 SPECIAL: Mapping[str, Saver] = MappingProxyType({
@@ -430,7 +423,7 @@ REPLACED: Mapping[str, Saver] = MappingProxyType({
     "embedding": _parallel_embedding,
 })  # fmt: skip
 # where the results of an operator lie, if not as `storage.placed` says
-PLACED: Mapping[str, Callable[[Call], tuple[Held, ...]]] = MappingProxyType({
+PLACED: Mapping[str, Callable[[Call], tuple[storage.Held, ...]]] = MappingProxyType({
     "dropout": _dropout_results,
     "scaled_dot_product_attention": attention_results,
 })  # fmt: skip

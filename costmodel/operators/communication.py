@@ -13,13 +13,7 @@ from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import exchange_seconds, exchanged_bytes, stream_seconds
-from meshwright.costmodel.operators.cost import (
-    BACKWARD_S,
-    COMPUTING,
-    FORWARD_S,
-    PASS_COLUMNS,
-    Entry,
-)
+from meshwright.costmodel.operators import cost
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import TOKEN_FACTORS, traits_of
@@ -28,17 +22,17 @@ from meshwright.costmodel.sharding import FactorTable, Strategy, strategies
 PASSES = 4  # over a tensor, of operators that make batch statistics of it, beyond one kernel's
 
 
-def batch_statistics(sizes: LocalSizes, op: Op, setting: Setting) -> list[Entry]:
+def batch_statistics(sizes: LocalSizes, op: Op, setting: Setting) -> list[cost.Entry]:
     """Statistics of a batch split over the data axis: sums and squares are added up in both
     directions, by operators that pass over the tensor some four times more than one kernel."""
     channels = sizes.graph.values[op.operands[-1]].numel
     group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
     nbytes = PASSES * sizes.nbytes(op.operands[0])
-    streamed, found = stream_seconds(setting.cluster.device, nbytes), list[Entry]()
-    for column in PASS_COLUMNS:
-        seconds = streamed * setting.correction(COMPUTING[column])
+    streamed, found = stream_seconds(setting.cluster.device, nbytes), list[cost.Entry]()
+    for column in cost.PASS_COLUMNS:
+        seconds = streamed * setting.correction(cost.COMPUTING[column])
         found.append(setting.collective(column, "all_reduce", 4.0 * channels, group, calls=2))
-        found.append(Entry(column=column, kind="stream", seconds=seconds, moved_bytes=nbytes))
+        found.append(cost.Entry(column=column, kind="stream", seconds=seconds, moved_bytes=nbytes))
     return found
 
 
@@ -50,8 +44,8 @@ def splits_batch(graph: Graph, table: FactorTable, op: Op) -> bool:
 
 
 def gathered_batch(
-    sizes: LocalSizes, op: Op, once: Sequence[Entry], setting: Setting
-) -> list[Entry]:
+    sizes: LocalSizes, op: Op, once: Sequence[cost.Entry], setting: Setting
+) -> list[cost.Entry]:
     """What an operator takes on all rows beyond `once`, on this rank's rows."""
     taken, given = (
         sum(sizes.nbytes(v) for v in values if sizes.table.has_batch(v))
@@ -59,7 +53,7 @@ def gathered_batch(
     )
     group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
     found = computed_again(once, setting.mesh.dp - 1)
-    columns = {FORWARD_S: taken, BACKWARD_S: given if runs_backward(once) else 0.0}
+    columns = {cost.FORWARD_S: taken, cost.BACKWARD_S: given if runs_backward(once) else 0.0}
     for column, nbytes in columns.items():
         if nbytes:
             whole = setting.mesh.dp * nbytes
@@ -67,7 +61,7 @@ def gathered_batch(
     return found
 
 
-def computed_again(once: Sequence[Entry], times: float) -> list[Entry]:
+def computed_again(once: Sequence[cost.Entry], times: float) -> list[cost.Entry]:
     """What a device computes of an operator, so many times, by kernels of that size."""
     return [
         entry.times(times)._replace(weight_s=0.0, host_s=0.0)
@@ -76,12 +70,12 @@ def computed_again(once: Sequence[Entry], times: float) -> list[Entry]:
     ]
 
 
-def runs_backward(entries: Sequence[Entry]) -> bool:
+def runs_backward(entries: Sequence[cost.Entry]) -> bool:
     """Whether something takes seconds in the backward."""
-    return any(entry.seconds for entry in entries if entry.column == BACKWARD_S)
+    return any(entry.seconds for entry in entries if entry.column == cost.BACKWARD_S)
 
 
-def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
+def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[cost.Entry]:
     """Bringing each token's copies to their experts, or back, in both passes; nothing for other
     operators."""
     setting, role = sizes.setting, traits_of(op).experts
@@ -104,7 +98,7 @@ def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry
         tokens=sizes.numel(wide, placed) / math.prod(shape[2:]),
     )
     return [
-        Entry(
+        cost.Entry(
             column=column,
             kind="collective",
             seconds=seconds,
@@ -114,5 +108,5 @@ def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry
             sent_bytes=exchanged_bytes(nbytes, shape[2], group, once_per_node=once_per_node),
             crosses=group.nodes > 1,
         )
-        for column in PASS_COLUMNS
+        for column in cost.PASS_COLUMNS
     ]

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import p2p_time, stream_seconds
 from meshwright.costmodel.mesh import ALL_GATHER, RING, ULYSSES, ContextKind
@@ -32,15 +33,6 @@ from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, PASS_COLU
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import is_causal
-from meshwright.costmodel.sharding import (
-    BY_BLOCKS,
-    BY_HALO,
-    Placement,
-    Strategy,
-    attends_by_heads,
-    head_counts,
-    transition,
-)
 
 PIECES = 3  # of attention with all keys at hand: its own, earlier ones, later ones
 MERGED = 3  # passes over an output in single precision, to merge another into it
@@ -53,10 +45,10 @@ def attention_kind(sizes: LocalSizes, op: Op) -> ContextKind | None:
     if sizes.context is None:
         return None
     strategy = sizes.context.strategies[op.name]
-    if strategy.implementation == BY_BLOCKS:
+    if strategy.implementation == sharding.BY_BLOCKS:
         return sizes.context.kind
     # else its probabilities are written out, and all keys are gathered before
-    return ULYSSES if attends_by_heads(sizes.table, op, strategy) else None
+    return ULYSSES if sharding.attends_by_heads(sizes.table, op, strategy) else None
 
 
 def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
@@ -70,7 +62,7 @@ def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
     return (n, 1 / n, late) if kind == RING else (min(n, PIECES), 1 / 2, late)
 
 
-def merges(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
+def merges(sizes: LocalSizes, op: Op, strategy: sharding.Strategy) -> list[Entry]:
     """Putting the output together from its pieces."""
     count, _, _ = pieces(sizes, op)
     each = MERGED * WIDE * sizes.numel(op.results[0], strategy.results[0])
@@ -80,7 +72,7 @@ def merges(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
 
 
 def context_exchange(
-    sizes: LocalSizes, op: Op, strategy: Strategy, forward_s: float, backward_s: float
+    sizes: LocalSizes, op: Op, strategy: sharding.Strategy, forward_s: float, backward_s: float
 ) -> list[Entry]:
     """What is said over the context axis inside attention, or a shift of tokens, in both passes,
     beside so many seconds of computing."""
@@ -107,7 +99,7 @@ def context_exchange(
     return [forward, _sent_on(BACKWARD_S, 2 * n - 1, shared, backward_s, setting)]
 
 
-def backward_temporaries(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
+def backward_temporaries(sizes: LocalSizes, op: Op, strategy: sharding.Strategy) -> float:
     """Bytes that the backward of attention by blocks holds beside the gradients that it is given
     and makes: keys and values of other ranks with their gradients, and of a block of them the
     gradients, and what query heads share repeated for each."""
@@ -117,7 +109,7 @@ def backward_temporaries(sizes: LocalSizes, op: Op, strategy: Strategy) -> float
     q, *shared = (
         sizes.nbytes(*each) for each in zip(op.operands[:3], strategy.operands, strict=False)
     )
-    heads, grouped = head_counts(sizes.graph, op)
+    heads, grouped = sharding.head_counts(sizes.graph, op)
     wide = WIDE * sizes.numel(op.operands[0], strategy.operands[0]) - q  # a sum over blocks
     of_others = (2 * n if kind == ALL_GATHER else 4) - 1 + 1 / 2
     return of_others * sum(shared) + wide + q * (3 + 2 * (heads > grouped))
@@ -174,7 +166,7 @@ def moved_tokens(sizes: LocalSizes, op: Op) -> list[Entry]:
         if value in sizes.graph.parameters or source == target:
             continue
         nbytes = sizes.nbytes(value) * (setting.mesh.cp if source.sharded else 1)
-        kinds = transition(source, target) or ("", "")
+        kinds = sharding.transition(source, target) or ("", "")
         ways = zip(PASS_COLUMNS, kinds[: 1 + meta.requires_grad], strict=False)
         found += [_said(setting, column, kind, nbytes) for column, kind in ways if kind]
     return found
@@ -183,10 +175,10 @@ def moved_tokens(sizes: LocalSizes, op: Op) -> list[Entry]:
 def shifts_tokens(sizes: LocalSizes, op: Op) -> bool:
     """Whether an operator shifts tokens by one, so that each rank needs one of a neighbour."""
     context = sizes.context
-    return context is not None and context.strategies[op.name].implementation == BY_HALO
+    return context is not None and context.strategies[op.name].implementation == sharding.BY_HALO
 
 
-def _token_bytes(sizes: LocalSizes, value: str, placement: Placement) -> float:
+def _token_bytes(sizes: LocalSizes, value: str, placement: sharding.Placement) -> float:
     """Bytes of the tokens that a rank passes on: one of each chunk of each row."""
     assert sizes.context is not None and sizes.table.sequence is not None
     kept = sizes.table.sizes[sizes.table.sequence] / sizes.setting.mesh.cp

@@ -19,18 +19,7 @@ from typing import Any
 
 from meshwright.costmodel.fp8 import cast_calls
 from meshwright.costmodel.graph import Op
-from meshwright.costmodel.operators.communication import (
-    batch_statistics,
-    expert_exchange,
-    gathered_batch,
-    splits_batch,
-)
-from meshwright.costmodel.operators.context import (
-    context_exchange,
-    gathered_tokens,
-    moved_tokens,
-    shifts_tokens,
-)
+from meshwright.costmodel.operators import communication, context
 from meshwright.costmodel.operators.cost import FORWARD_S, PASS_COLUMNS, Cost, Entry, Priced, priced
 from meshwright.costmodel.operators.fusion import Fusion, is_free
 from meshwright.costmodel.operators.local_call import signature
@@ -90,18 +79,18 @@ class Pricer(ReshardPricer):
     def _known(self, op: Op, strategy: Strategy) -> Priced:
         key = (op.name, strategy.name)
         if key not in self._ops:
-            found = [*self._op_entries(op, strategy), *moved_tokens(self, op)]
+            found = [*self._op_entries(op, strategy), *context.moved_tokens(self, op)]
             if self.context is not None and op.key in self.context.gathered:
-                found += gathered_tokens(self, op, found)
+                found += context.gathered_tokens(self, op, found)
             self._ops[key] = priced(found)
         return self._ops[key]
 
     def _met(self, op: Op, strategy: Strategy) -> list[Entry]:
         """What an operator does with the batches of other ranks on the data axis."""
         if self.step.mesh.dp > 1 and takes_batch_statistics(op):
-            return batch_statistics(self, op, self.step)
+            return communication.batch_statistics(self, op, self.step)
         if self.step.mesh.dp > 1 and self.gathers_batch(op):
-            return gathered_batch(self, op, self._known(op, strategy)[0], self.step)
+            return communication.gathered_batch(self, op, self._known(op, strategy)[0], self.step)
         return []
 
     def step_entries(self, step: Run | Move) -> tuple[Entry, ...]:
@@ -141,7 +130,7 @@ class Pricer(ReshardPricer):
     def gathers_batch(self, op: Op) -> bool:
         """Whether the data axis gathers the batch for an operator."""
         if op.name not in self._splits:
-            self._splits[op.name] = splits_batch(self.graph, self.table, op)
+            self._splits[op.name] = communication.splits_batch(self.graph, self.table, op)
         return not self._splits[op.name]
 
     def _op_entries(self, op: Op, strategy: Strategy) -> list[Entry]:
@@ -149,12 +138,12 @@ class Pricer(ReshardPricer):
         differentiable = any(self.graph.values[r].requires_grad for r in op.results)
         host, kernels = self._host_seconds(op), 1.0
         found = list[Entry]()
-        if not is_free(self.table, op) or shifts_tokens(self, op):
+        if not is_free(self.table, op) or context.shifts_tokens(self, op):
             found = self._computed(op, strategy, differentiable)
             seconds = [sum(e.seconds for e in found if e.column == c) for c in PASS_COLUMNS]
-            exchanged = expert_exchange(self, op, strategy)
+            exchanged = communication.expert_exchange(self, op, strategy)
             found += self._implementation(op, strategy)
-            found += [*context_exchange(self, op, strategy, *seconds), *exchanged]
+            found += [*context.context_exchange(self, op, strategy, *seconds), *exchanged]
             # a library that posts token by token has the host wait for the counts of all
             if target.message_s and traits.experts == "dispatch" and exchanged:
                 waits = Entry(column=FORWARD_S, kind="wait", host_s=exchanged[0].seconds)

@@ -22,15 +22,7 @@ from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import Group
-from meshwright.costmodel.operators.cost import (
-    BACKWARD_S,
-    FORWARD_S,
-    NOTHING,
-    Cost,
-    Entry,
-    Priced,
-    priced,
-)
+from meshwright.costmodel.operators import cost
 from meshwright.costmodel.operators.fusion import is_free
 from meshwright.costmodel.operators.products import split_product_seconds
 from meshwright.costmodel.operators.sizes import LocalSizes
@@ -45,9 +37,9 @@ class ReshardPricer(LocalSizes):
     (`strategies.TRANSITIONS`)."""
 
     tensor_group: Group = field(init=False)
-    _comm: dict[tuple[str, str, float, float], Entry] = field(default_factory=dict)
-    _moves: dict[tuple[str, str, str], Priced] = field(default_factory=dict)
-    _alike: dict[tuple[str, str, float], Priced] = field(default_factory=dict)
+    _comm: dict[tuple[str, str, float, float], cost.Entry] = field(default_factory=dict)
+    _moves: dict[tuple[str, str, str], cost.Priced] = field(default_factory=dict)
+    _alike: dict[tuple[str, str, float], cost.Priced] = field(default_factory=dict)
     _beside: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -56,7 +48,7 @@ class ReshardPricer(LocalSizes):
             self._beside = products_beside(self.graph, self.table)
         self.tensor_group = self.setting.group(size=self.setting.mesh.tp, stride=1)
 
-    def comm(self, column: str, kind: str, nbytes: float, host_s: float = 0.0) -> Entry:
+    def comm(self, column: str, kind: str, nbytes: float, host_s: float = 0.0) -> cost.Entry:
         """A collective over the tensor axis, issued by the host in so many seconds; `nbytes` is the
         full tensor's."""
         key = (column, kind, nbytes, host_s)
@@ -67,7 +59,7 @@ class ReshardPricer(LocalSizes):
 
     def reshard(
         self, value: str, source: Placement, target: Placement, *, once: bool = False
-    ) -> Cost | None:
+    ) -> cost.Cost | None:
         """Moving a value between two states, per micro-batch; None where it is illegal. Of
         parameters (`once`) a gradient that comes out partial is reduced once per step."""
         found = self.moved(value, source, target, once=once)
@@ -75,12 +67,12 @@ class ReshardPricer(LocalSizes):
 
     def moved(
         self, value: str, source: Placement, target: Placement, *, once: bool = False
-    ) -> Priced | None:
+    ) -> cost.Priced | None:
         """The same with its entries."""
         if once and source == R and target.kind == "Rp":
             if self.table.has_experts(value):
-                return (), NOTHING  # reduced with all ranks that hold it, `parameter_cost`
-            return priced([self.comm("reduce_s", "all_reduce", self.numel(value) * 4)])
+                return (), cost.NOTHING  # reduced with all ranks that hold it, `parameter_cost`
+            return cost.priced([self.comm("reduce_s", "all_reduce", self.numel(value) * 4)])
         kinds = transition(source, target)
         if kinds is None:
             return None
@@ -91,7 +83,7 @@ class ReshardPricer(LocalSizes):
             self._moves[key] = self._priced(value, *kinds)
         return self._moves[key]
 
-    def _priced(self, value: str, forward: str, backward: str) -> Priced:
+    def _priced(self, value: str, forward: str, backward: str) -> cost.Priced:
         if not self.graph.values[value].requires_grad:
             backward = ""
         nbytes, products = self.nbytes(value), self._beside.get(value)
@@ -100,14 +92,14 @@ class ReshardPricer(LocalSizes):
             return self._alike[key]
         host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
         host *= self.setting.correction(HOST)
-        ways = ((FORWARD_S, forward), (BACKWARD_S, backward))
+        ways = ((cost.FORWARD_S, forward), (cost.BACKWARD_S, backward))
         entries = [self.comm(column, kind, nbytes, host) for column, kind in ways if kind]
         if products:
-            return priced(self.exposed(value, entry) for entry in entries)
-        self._alike[key] = found = priced(entries)
+            return cost.priced(self.exposed(value, entry) for entry in entries)
+        self._alike[key] = found = cost.priced(entries)
         return found
 
-    def exposed(self, value: str, entry: Entry) -> Entry:
+    def exposed(self, value: str, entry: cost.Entry) -> cost.Entry:
         """A collective of a value with the seconds that no product beside it hides."""
         if not entry.seconds or entry.collective not in self.setting.target.overlap_tensor:
             return entry

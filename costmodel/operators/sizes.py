@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from meshwright.costmodel import sharding
 from meshwright.costmodel.fp8 import FP8, wide
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
 from meshwright.costmodel.rules import is_fp8
-from meshwright.costmodel.sharding import (
-    ContextLayout,
-    FactorTable,
-    Placement,
-    R,
-    Strategy,
-    context_layout,
-    largest_part,
-)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,24 +17,24 @@ class LocalSizes:
     which is made where the setting has one and none is given."""
 
     graph: Graph
-    table: FactorTable
+    table: sharding.FactorTable
     setting: Setting
-    context: ContextLayout | None = None
+    context: sharding.ContextLayout | None = None
     _numels: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         mesh = self.setting.mesh
         if mesh.cp > 1 and self.context is None and self.table.sequence is not None:
-            self.context = context_layout(self.graph, self.table, mesh.cp, mesh.kind)
+            self.context = sharding.context_layout(self.graph, self.table, mesh.cp, mesh.kind)
 
-    def numel(self, value: str, placement: Placement = R) -> float:
+    def numel(self, value: str, placement: sharding.Placement = sharding.R) -> float:
         """Local elements of a value at `rows` rows, on this mesh."""
         key = value, placement.dim
         if key not in self._numels:
             self._numels[key] = self._numel(value, placement)
         return self._numels[key]
 
-    def _numel(self, value: str, placement: Placement) -> float:
+    def _numel(self, value: str, placement: sharding.Placement) -> float:
         numel = float(self.graph.values[value].numel)
         if self.table.has_batch(value):
             numel *= self.setting.batch.rows / self.graph.batch_size
@@ -54,7 +46,7 @@ class LocalSizes:
         if not placement.sharded:
             return numel
         size = self.graph.values[value].shape[placement.dim]
-        return numel * largest_part(size, self.setting.mesh.tp) / size
+        return numel * sharding.largest_part(size, self.setting.mesh.tp) / size
 
     def splits_context(self, value: str) -> bool:
         """Whether the context axis splits a value."""
@@ -66,11 +58,11 @@ class LocalSizes:
         shared = self.setting.mesh.ep > 1 and value in self.table.copies
         return self.setting.target.expert_imbalance if shared else 1.0
 
-    def nbytes(self, value: str, placement: Placement = R) -> float:
+    def nbytes(self, value: str, placement: sharding.Placement = sharding.R) -> float:
         """Local bytes of a value."""
         return self.numel(value, placement) * self.graph.values[value].dtype.itemsize
 
-    def moved_bytes(self, op: Op, strategy: Strategy) -> float:
+    def moved_bytes(self, op: Op, strategy: sharding.Strategy) -> float:
         """Bytes of all operands and results."""
         placed = [
             *zip(op.operands, strategy.operands, strict=True),

@@ -12,18 +12,8 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.costmodel.graph import Op, Ref, argument
+from meshwright.costmodel.rules import language
 from meshwright.costmodel.rules.index import INDEXING
-from meshwright.costmodel.rules.language import (
-    Dims,
-    Kind,
-    Metas,
-    OpFactors,
-    Rule,
-    bind,
-    ein,
-    place_of,
-    spec_of,
-)
 from meshwright.costmodel.rules.shuffle import SHUFFLES
 from meshwright.costmodel.rules.traits import tagged
 
@@ -56,7 +46,7 @@ FACTORIES = frozenset({
     "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "rand",
     "randn", "randint",
 })  # fmt: skip
-REDUCTIONS: Mapping[str, Kind] = MappingProxyType({
+REDUCTIONS: Mapping[str, language.Kind] = MappingProxyType({
     "sum": "sum", "mean": "mean", "amax": "whole", "amin": "whole", "var": "whole", "any": "whole",
     "argmax": "whole", "logsumexp": "whole", "std": "whole", "all": "whole", "argmin": "whole",
     "prod": "whole", "max": "whole", "min": "whole", "linalg_vector_norm": "whole",
@@ -70,7 +60,7 @@ REDUCED_DIM: Mapping[str, tuple[int, str, int | None]] = MappingProxyType({
 })  # fmt: skip
 
 
-def automatic(op: Op) -> Rule | None:
+def automatic(op: Op) -> language.Rule | None:
     """The rule of the class an operator belongs to, or None."""
     if not op.target.startswith("aten."):
         return pointwise_rule if is_pointwise(op) else None  # others' names say nothing
@@ -97,15 +87,15 @@ def is_pointwise(op: Op) -> bool:
     return named or tagged(op.target, torch.Tag.pointwise)
 
 
-def pointwise_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def pointwise_rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
     """Dims aligned at the minor end; a dim of size 1 broadcasts."""
     groups: tuple[frozenset[int], ...] = ()
     if all(side and side[0].dtype.is_floating_point for side in (operands, results)):
         groups = () if op.kwargs.get("rounding_mode") else LINEAR.get(op.short, ())
     tensors = [isinstance(a, Ref) for a in op.args[:2]]
     count = [*tensors, False].index(False)  # of tensors before the first number
-    return ein(
-        spec_of([["*d"]] * len(operands), [["*d"]] * len(results)),
+    return language.ein(
+        language.spec_of([["*d"]] * len(operands), [["*d"]] * len(results)),
         linear=[group for group in groups if max(group) < count],
         view=op.short in SAME_MEMORY,
     )(op, operands, results)
@@ -113,7 +103,7 @@ def pointwise_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
 
 def refine(
     before: Sequence[int], after: Sequence[int]
-) -> tuple[Dims, Dims, dict[str, int], set[str]]:
+) -> tuple[language.Dims, language.Dims, dict[str, int], set[str]]:
     """Common refinement of two shapes of equal size: factors of each dim, sizes, and those that
     can't be split.
 
@@ -165,13 +155,15 @@ def refine(
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes, whole
 
 
-def view_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+def view_rule(
+    op: Op, operands: language.Metas, results: language.Metas
+) -> language.OpFactors | None:
     if operands[0].numel == 0:
         return None
     left, right, sizes, whole = refine(operands[0].shape, results[0].shape)
     shape_arg = VIEWS[op.short]
-    kinds: dict[str, Kind] = {name: "whole" if name in whole else "map" for name in sizes}
-    return OpFactors(
+    kinds: dict[str, language.Kind] = {name: "whole" if name in whole else "map" for name in sizes}
+    return language.OpFactors(
         operands=(left, *[right for _ in operands[1:]]),  # the tensor whose shape is taken
         results=(right,),
         sizes=sizes,
@@ -182,13 +174,13 @@ def view_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     )
 
 
-def factory_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def factory_rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
     """Every element equal: any dim may be made at its local size. Of an operand (`new_zeros`) only
     the type counts: dims that it shares with the result stay as they are split."""
     sizes: dict[str, int] = {}
-    outs = bind("*d", results, sizes)
+    outs = language.bind("*d", results, sizes)
     made = results[0].shape
-    return OpFactors(
+    return language.OpFactors(
         operands=tuple(
             tuple(
                 outs[0][d] if d < len(made) and size == made[d] else ()
@@ -199,7 +191,7 @@ def factory_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         results=outs,
         sizes=sizes,
         kinds=dict.fromkeys(sizes, "map"),
-        shape_arg=place_of(op, "size")[0],
+        shape_arg=language.place_of(op, "size")[0],
     )
 
 
@@ -211,7 +203,7 @@ def _dims_argument(value: Any, rank: int) -> set[int]:
     return {int(d) % rank for d in value}
 
 
-def reduction_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def reduction_rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
     rank = len(operands[0].shape)
     given = argument(op, *REDUCED_DIM.get(op.short, (1, "dim", None)))
     given = None if isinstance(given, bool) else given  # `unbiased` stands first where no dim does
@@ -220,8 +212,8 @@ def reduction_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     names = [f"r{d}" if d in reduced else f"d{d}" for d in range(rank)]
     kept = [name for d, name in enumerate(names) if keep or d not in reduced]
     how = REDUCTIONS[op.short]
-    return ein(
-        spec_of([names], [kept] * len(results)),
+    return language.ein(
+        language.spec_of([names], [kept] * len(results)),
         whole="r.*" if how == "whole" else "",
         mean="r.*" if how == "mean" else "",
         linear=[[0]] if op.short in LINEAR_REDUCTIONS else [],

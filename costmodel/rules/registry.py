@@ -14,46 +14,38 @@ from dataclasses import dataclass, replace
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules import auto as auto_rules
 from meshwright.costmodel.rules import image as image_rules
+from meshwright.costmodel.rules import language
 from meshwright.costmodel.rules import leaf as leaf_rules
 from meshwright.costmodel.rules import moe as moe_rules
-from meshwright.costmodel.rules.language import (
-    Dims,
-    Metas,
-    Misfit,
-    OpFactors,
-    Rule,
-    SpecOptions,
-    ein,
-    factors,
-    replicated,
-)
 from meshwright.costmodel.rules.saves import saves_of
 from meshwright.profiles.inputs import MeshwrightError
 
 
-def rule_for(op: Op) -> Rule | None:
+def rule_for(op: Op) -> language.Rule | None:
     """The rule of an operator: the user's, or the one shipped; None if it has none."""
     given = given_for(op.target)
     return shipped_rule_for(op) if given is None else given.rule
 
 
-def shipped_rule_for(op: Op) -> Rule | None:
+def shipped_rule_for(op: Op) -> language.Rule | None:
     """By overload, by name, or by its automatic class."""
     base = op.target.rsplit(".", 1)[0]
     written = RULES.get(op.target) or RULES.get(base) or moe_rules.MOE_RULES.get(base)
     return written or leaf_rules.LEAF_RULES.get(base) or auto_rules.automatic(op)
 
 
-def factors_of(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def factors_of(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
     """The factors of one call; an operator without a rule gets the replicated one
     (`known=False`)."""
     rule = rule_for(op)
     made = rule(op, operands, results) if rule else None
-    found = made or replicated(op, operands, results)
+    found = made or language.replicated(op, operands, results)
     return replace(found, saves=saves_of(op, operands, results))
 
 
-def _cross_entropy(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+def _cross_entropy(
+    op: Op, operands: language.Metas, results: language.Metas
+) -> language.OpFactors | None:
     """Rows are summed, or mapped without a reduction; the class factor is exchanged inside
     (vocabulary-parallel). Class weights and probabilities as targets have no rule."""
     if len(operands) != 2 or operands[1].dtype.is_floating_point:
@@ -63,23 +55,25 @@ def _cross_entropy(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     plain = reduced and not smoothing and len(operands[0].shape) == 2
     inner = {"vocab": "cross_entropy"} if plain else {}
     spec = "n vocab *x, n *x -> " + ("" if reduced else "n *x")
-    return ein(spec, whole="" if plain else "vocab", inner=inner)(op, operands, results)
+    return language.ein(spec, whole="" if plain else "vocab", inner=inner)(op, operands, results)
 
 
-def _nll_loss(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+def _nll_loss(
+    op: Op, operands: language.Metas, results: language.Metas
+) -> language.OpFactors | None:
     if len(operands) != 2:
         return None
     spec = "n v *x, n *x -> " + ("n *x" if argument(op, 3, "reduction", 1) == 0 else "")
-    return ein(spec, whole="v")(op, operands, results)
+    return language.ein(spec, whole="v")(op, operands, results)
 
 
-def _pointwise_loss(position: int) -> Rule:
+def _pointwise_loss(position: int) -> language.Rule:
     """Element-wise losses: reduced by mean (1) or sum (2), or not at all (0)."""
 
-    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    def rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
         reduction = argument(op, position, "reduction", 1)
         left = ", ".join(["*n"] * len(operands))
-        made = ein(f"{left} -> " + ("*n" if reduction == 0 else ""))(op, operands, results)
+        made = language.ein(f"{left} -> " + ("*n" if reduction == 0 else ""))(op, operands, results)
         if reduction != 1:
             return made
         return replace(made, kinds=dict.fromkeys(made.sizes, "mean"))
@@ -87,14 +81,16 @@ def _pointwise_loss(position: int) -> Rule:
     return rule
 
 
-def _embedding(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+def _embedding(
+    op: Op, operands: language.Metas, results: language.Metas
+) -> language.OpFactors | None:
     if argument(op, 3, "scale_grad_by_freq", False):
         return None  # counts ids over the whole batch
-    made = ein("vocab hidden, *b -> *b hidden", implementations={"vocab": "embedding"})
+    made = language.ein("vocab hidden, *b -> *b hidden", implementations={"vocab": "embedding"})
     return made(op, operands, results)
 
 
-def _sdpa(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def _sdpa(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
     """Attention: heads and batch split freely, queries only where nothing ties them to their
     position.
 
@@ -106,7 +102,7 @@ def _sdpa(op: Op, operands: Metas, results: Metas) -> OpFactors:
     mask = "*b (heads group) s t" if len(operands) > 3 and len(operands[3].shape) > 2 else "s t"
     positional = argument(op, 5, "is_causal", False) or argument(op, 4, "dropout_p", 0.0)
     grouped = len(query) > 2 and len(key) > 2
-    return ein(
+    return language.ein(
         f"*b (heads group) s d, *b heads t d, *b heads t e, {mask} -> *b (heads group) s e",
         whole="t d e" + (" s" if positional else ""),
         flops=4.0,
@@ -115,7 +111,7 @@ def _sdpa(op: Op, operands: Metas, results: Metas) -> OpFactors:
     )(op, operands, results)
 
 
-def _einsum(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+def _einsum(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors | None:
     """The equation is the rule. A product of several is priced as its dearest step from the
     left."""
     left, arrow, right = str(op.args[0]).replace(" ", "").partition("->")
@@ -128,12 +124,12 @@ def _einsum(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
         return None  # a diagonal
     spec, out = (", ".join(" ".join(t).replace("...", "*z") for t in ts) for ts in (terms, [kept]))
     each = [[i] for i in range(len(operands))]
-    made = ein(f"{spec} -> {out}", linear=each, flops=2.0)(op, operands, results)
+    made = language.ein(f"{spec} -> {out}", linear=each, flops=2.0)(op, operands, results)
     return replace(made, flops=0.0, flop_factors=()) if len(terms) == 1 else _dearest(made)
 
 
-def _dearest(made: OpFactors) -> OpFactors:
-    def factors(dims: Dims) -> set[str]:
+def _dearest(made: language.OpFactors) -> language.OpFactors:
+    def factors(dims: language.Dims) -> set[str]:
         return {name for dim in dims for name in dim}
 
     each = [factors(dims) for dims in made.operands]
@@ -145,24 +141,24 @@ def _dearest(made: OpFactors) -> OpFactors:
     return replace(made, flop_factors=tuple(f for f in made.flop_factors if f in dearest))
 
 
-def _softmax(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def _softmax(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
     rank = len(operands[0].shape)
     dim = int(op.args[1]) % rank
     names = " ".join("w" if d == dim else f"a{d}" for d in range(rank))
-    return ein(f"{names} -> {names}", whole="w")(op, operands, results)
+    return language.ein(f"{names} -> {names}", whole="w")(op, operands, results)
 
 
-def _norm(spec_norm: str) -> Rule:
-    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def _norm(spec_norm: str) -> language.Rule:
+    def rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
         shape = op.args[1]
         names = " ".join(f"n{i}" for i in range(len(shape)))
         spec = spec_norm.replace("N", names)
-        return ein(spec, whole="n.*")(op, operands, results)
+        return language.ein(spec, whole="n.*")(op, operands, results)
 
     return rule
 
 
-def _recurrent(op: Op, operands: Metas, results: Metas) -> OpFactors:
+def _recurrent(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
     """LSTM, GRU, RNN: rows are independent, steps and the hidden dims are not."""
     steps = "b t i" if argument(op, 8, "batch_first", False) else "t b i"
     states = len(results) - 1
@@ -173,21 +169,23 @@ def _recurrent(op: Op, operands: Metas, results: Metas) -> OpFactors:
     hidden = [f"l b h{k}" for k in range(states)]
     spec = f"{', '.join([steps, *hidden, *weights])} -> "
     spec += ", ".join([steps.replace("i", "o"), *hidden])
-    return ein(spec, whole="t i o l h. w.*")(op, operands, results)
+    return language.ein(spec, whole="t i o l h. w.*")(op, operands, results)
 
 
-def _histc(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+def _histc(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors | None:
     """Counts add up where the bins don't depend on the data."""
     fixed = argument(op, 2, "min", 0) != argument(op, 3, "max", 0)
-    return ein("*x -> bins", whole="bins")(op, operands, results) if fixed else None
+    return language.ein("*x -> bins", whole="bins")(op, operands, results) if fixed else None
 
 
-RULES: dict[str, Rule] = {
-    "aten.linear": ein("*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], flops=2.0),
-    "aten.addmm": ein("out, m in, in out -> m out", pinned=(0,), flops=2.0),
-    "aten.mm": ein("m i, i o -> m o", linear=[[0], [1]], flops=2.0),
-    "aten.bmm": ein("b m i, b i o -> b m o", linear=[[0], [1]], flops=2.0),
-    "aten.baddbmm": ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0),
+RULES: dict[str, language.Rule] = {
+    "aten.linear": language.ein(
+        "*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], flops=2.0
+    ),
+    "aten.addmm": language.ein("out, m in, in out -> m out", pinned=(0,), flops=2.0),
+    "aten.mm": language.ein("m i, i o -> m o", linear=[[0], [1]], flops=2.0),
+    "aten.bmm": language.ein("b m i, b i o -> b m o", linear=[[0], [1]], flops=2.0),
+    "aten.baddbmm": language.ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0),
     "aten.embedding": _embedding,
     "aten.layer_norm": _norm("*b N, N, N -> *b N"),
     "aten.rms_norm": _norm("*b N, N -> *b N"),
@@ -206,11 +204,11 @@ RULES: dict[str, Rule] = {
     "aten.binary_cross_entropy": _pointwise_loss(3),
     "aten.kl_div": _pointwise_loss(2),
     "aten.einsum": _einsum,
-    "aten.mv": ein("m i, i -> m", linear=[[0], [1]], flops=2.0),
-    "aten.dot": ein("i, i -> ", linear=[[0], [1]], flops=2.0),
-    "aten.outer": ein("m, n -> m n", linear=[[0], [1]]),
-    "aten.cdist": ein("*b m d, *b n d -> *b m n", whole="d"),
-    "aten.prelu": ein("b c *x, c -> b c *x"),
+    "aten.mv": language.ein("m i, i -> m", linear=[[0], [1]], flops=2.0),
+    "aten.dot": language.ein("i, i -> ", linear=[[0], [1]], flops=2.0),
+    "aten.outer": language.ein("m, n -> m n", linear=[[0], [1]]),
+    "aten.cdist": language.ein("*b m d, *b n d -> *b m n", whole="d"),
+    "aten.prelu": language.ein("b c *x, c -> b c *x"),
     "aten.histc": _histc,
     **{f"aten.{name}.input": _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **image_rules.IMAGE_RULES,
@@ -230,14 +228,14 @@ class UserRule:
 
     target: str
     spec: str
-    options: SpecOptions
+    options: language.SpecOptions
     verify: bool = True
 
-    def rule(self, op: Op, operands: Metas, results: Metas) -> OpFactors:
+    def rule(self, op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
         """The factors of a call; RuleError where the rule does not fit it."""
         try:
-            made = factors(self.spec, op, operands, results, **self.options)
-        except Misfit as error:
+            made = language.factors(self.spec, op, operands, results, **self.options)
+        except language.Misfit as error:
             shapes = ", ".join(str(list(meta.shape)) for meta in operands)
             given = ", ".join(str(list(meta.shape)) for meta in results)
             raise RuleError(

@@ -24,12 +24,7 @@ from dataclasses import dataclass
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.mesh import ULYSSES, ContextKind
 from meshwright.costmodel.rules import draws, is_causal, traits_of
-from meshwright.costmodel.sharding.data_axis import (
-    DataLayout,
-    activations_of,
-    leave_gradients_partial,
-    sliced_results,
-)
+from meshwright.costmodel.sharding import data_axis
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.sequence import shift_of
 from meshwright.costmodel.sharding.strategies import (
@@ -50,7 +45,7 @@ Q, K, V, MASK = range(4)  # operands of attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextLayout(DataLayout):
+class ContextLayout(data_axis.DataLayout):
     """States of every value on the context axis, with the `kind` of attention, and whether tokens
     lie in `zigzag`."""
 
@@ -73,10 +68,10 @@ def context_layout(
         if strategy.name == REPLICATE and any(at[v].sharded for v in op.operands):
             gathered.append(op.key)
             if table.sequence is not None and divides(table, table.sequence, degree):
-                at |= sliced_results(graph, table, op, table.sequence)
+                at |= data_axis.sliced_results(graph, table, op, table.sequence)
         elif attends_by_heads(table, op, strategy):
-            at |= sliced_results(graph, table, op, table.sequence)
-    leave_gradients_partial(graph, chosen, at)
+            at |= data_axis.sliced_results(graph, table, op, table.sequence)
+    data_axis.leave_gradients_partial(graph, chosen, at)
     return ContextLayout(
         strategies=chosen,
         states=at,
@@ -180,7 +175,7 @@ def _choose(
         table,
         op,
         strategies(graph, table, op, degree, only=only),
-        activations_of(graph, op, at),
+        data_axis.activations_of(graph, op, at),
         gradients=[value for value in op.operands if graph.values[value].requires_grad],
         splitting=True,
     )

@@ -16,16 +16,8 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 
+from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Graph, Op, map_refs
-from meshwright.costmodel.rules import (
-    EXPERT_FACTOR,
-    Kind,
-    OpFactors,
-    copies_of,
-    factors_of,
-    leaf_of,
-    traits_of,
-)
 from meshwright.costmodel.sharding.sequence import AtomDims, SequenceFactor, sequence_factor
 
 
@@ -41,7 +33,7 @@ class FactorTable:
     """
 
     dims: Mapping[str, AtomDims]
-    ops: Mapping[str, OpFactors]
+    ops: Mapping[str, rules.OpFactors]
     letters: Mapping[str, Mapping[str, tuple[int, ...]]]
     sizes: Mapping[int, int]
     batch: int | None
@@ -148,10 +140,10 @@ def analyse(graph: Graph) -> FactorTable:
     batched = [dims[name][0] for name in graph.inputs if name in graph.batched]
     for other in batched[1:]:
         atoms.unify(batched[0], other)
-    ops: dict[str, OpFactors] = {}
+    ops: dict[str, rules.OpFactors] = {}
     letters: dict[str, dict[str, int]] = {}
     broken: dict[str, set[str]] = {}
-    known: dict[Hashable, OpFactors] = {}
+    known: dict[Hashable, rules.OpFactors] = {}
     for op in (*graph.derived, *graph.ops):
         ops[op.name] = _factors(graph, op, known)
         letters[op.name], bad = _link(op, ops[op.name], dims, atoms)
@@ -160,7 +152,7 @@ def analyse(graph: Graph) -> FactorTable:
         if batched and batched[0] and not has_rule(op, ops[op.name]):
             _pass_batch(graph, op, dims, atoms, batched[0][0])
     for name, bad in broken.items():
-        whole: dict[str, Kind] = dict.fromkeys(bad, "whole")
+        whole: dict[str, rules.Kind] = dict.fromkeys(bad, "whole")
         ops[name] = replace(ops[name], kinds={**ops[name].kinds, **whole})
     flat = {name: tuple(tuple(atoms._expand(list(d))) for d in ds) for name, ds in dims.items()}
     table = {
@@ -173,8 +165,8 @@ def analyse(graph: Graph) -> FactorTable:
     experts = frozenset(
         atom
         for op in graph.ops
-        if traits_of(op).experts == "product"
-        for atom in table[op.name].get(EXPERT_FACTOR, ())
+        if rules.traits_of(op).experts == "product"
+        for atom in table[op.name].get(rules.EXPERT_FACTOR, ())
     )
     return FactorTable(
         dims=flat,
@@ -184,14 +176,14 @@ def analyse(graph: Graph) -> FactorTable:
         batch=batch,
         tokens=sequence_factor(graph, flat, ops, table, batch),
         experts=experts,
-        copies=copies_of(graph.ops),
+        copies=rules.copies_of(graph.ops),
         alone=frozenset(used) - _bound(graph, flat, ops, table) - experts - {batch},
     )
 
 
-def has_rule(op: Op, made: OpFactors) -> bool:
+def has_rule(op: Op, made: rules.OpFactors) -> bool:
     """Whether more is known of a call than that it runs in full on every rank."""
-    return made.known and not (traits_of(op).leaf and not leaf_of(op).rule)
+    return made.known and not (rules.traits_of(op).leaf and not rules.leaf_of(op).rule)
 
 
 def _pass_batch(
@@ -214,7 +206,7 @@ def _pass_batch(
 def _bound(
     graph: Graph,
     dims: Mapping[str, AtomDims],
-    ops: Mapping[str, OpFactors],
+    ops: Mapping[str, rules.OpFactors],
     letters: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> set[int]:
     """The atoms that have to be cut into equal parts: those that share a dim or a factor with
@@ -223,28 +215,28 @@ def _bound(
     products += [found for of_op in letters.values() for found in of_op.values()]
     bound = {a for found in products if len(found) > 1 for a in found}
     for op in graph.ops:
-        exchanged = traits_of(op).experts in ("dispatch", "combine")
+        exchanged = rules.traits_of(op).experts in ("dispatch", "combine")
         made = ops[op.name]
         equal = letters[op.name] if exchanged or made.equal else made.counts.values()
         bound |= {a for letter in equal for a in letters[op.name].get(letter, ())}
     return bound
 
 
-def _factors(graph: Graph, op: Op, known: dict[Hashable, OpFactors]) -> OpFactors:
+def _factors(graph: Graph, op: Op, known: dict[Hashable, rules.OpFactors]) -> rules.OpFactors:
     """An operator's factors, from the `known` ones of a call that differs in names alone."""
     operands = tuple(graph.values[n] for n in op.operands)
     results = tuple(graph.values[n] for n in op.results)
-    if traits_of(op).leaf:
-        return factors_of(op, operands, results)
+    if rules.traits_of(op).leaf:
+        return rules.factors_of(op, operands, results)
     call = repr(map_refs((op.args, op.kwargs), lambda _: ...))
     key = op.target, call, operands, results
     if key not in known:
-        known[key] = factors_of(op, operands, results)
+        known[key] = rules.factors_of(op, operands, results)
     return known[key]
 
 
 def _link(
-    op: Op, made: OpFactors, dims: Mapping[str, tuple[list[int], ...]], atoms: _Atoms
+    op: Op, made: rules.OpFactors, dims: Mapping[str, tuple[list[int], ...]], atoms: _Atoms
 ) -> tuple[dict[str, int], set[str]]:
     """Merge one operator's factors into the table; (their atoms, the factors whose dims would not
     nest)."""

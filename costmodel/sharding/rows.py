@@ -22,18 +22,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
+from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Graph, Op, Ref, argument
-from meshwright.costmodel.rules import (
-    VIEWS,
-    Dims,
-    OpFactors,
-    is_pointwise,
-    row_reduction,
-    signature_of,
-    takes_batch_statistics,
-    traits_of,
-    updates_statistics,
-)
 from meshwright.costmodel.sharding.factors import FactorTable, has_rule
 from meshwright.costmodel.sharding.finite import FiniteBits
 from meshwright.profiles.inputs import MeshwrightError
@@ -54,7 +44,9 @@ AFFINE: Mapping[str, frozenset[int]] = {
     "nan_to_num": frozenset({0}),
 }  # fmt: skip
 ZEROS = frozenset({"zeros", "new_zeros", "zeros_like"})
-SAME_ELEMENTS = frozenset({"to", "_to_copy", "clone", "contiguous", "alias", "detach", *VIEWS})
+SAME_ELEMENTS = frozenset(
+    {"to", "_to_copy", "clone", "contiguous", "alias", "detach", *rules.VIEWS}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,9 +198,9 @@ class _Reader:
         made = self.table.ops[op.name]
         if shares:
             others = CONSTANT in states
-            self.scaled |= is_pointwise(op) and (others or any(True for _ in _numbers(op)))
+            self.scaled |= rules.is_pointwise(op) and (others or any(True for _ in _numbers(op)))
             return self._all(op, SHARE) if not rows and _affine(op, made, shares) else self._met(op)
-        if row_reduction(op):
+        if rules.row_reduction(op):
             return self._row_loss(op, rows)
         if not has_rule(op, made):
             return self._without_rule(op)
@@ -246,7 +238,7 @@ class _Reader:
         made = self.table.ops[op.name]
         if made.known and self._letters(made, rows) is None:
             return self._met(op)
-        if row_reduction(op) == 2:
+        if rules.row_reduction(op) == 2:
             return self._summed(op)
         target, *weights = op.operands[1:]
         if self.graph.values[target].dtype.is_floating_point or self.raw.issuperset(
@@ -263,13 +255,15 @@ class _Reader:
     def _without_rule(self, op: Op) -> list[_State]:
         """Rows where they come out again; a loss that says how it reduces them."""
         found = self._unknown(op)
-        names = [n for n, _ in signature_of(op.target)] if op.target.startswith("aten.") else []
+        names = (
+            [n for n, _ in rules.signature_of(op.target)] if op.target.startswith("aten.") else []
+        )
         if UNKNOWN not in found or "reduction" not in names:
             return found
         how = argument(op, names.index("reduction"), "reduction", 1)
         return self._summed(op) if how == 2 else self._all(op, SHARE)
 
-    def _of_rows(self, op: Op, made: OpFactors, rows: Mapping[int, _Rows]) -> list[_State]:
+    def _of_rows(self, op: Op, made: rules.OpFactors, rows: Mapping[int, _Rows]) -> list[_State]:
         joined = self._joined(op, rows)
         if joined is not None:
             return [joined]
@@ -277,7 +271,7 @@ class _Reader:
             return self._own_places(op, rows[0])
         found = self._letters(made, rows)
         if found is None:
-            return self._unknown(op) if op.short in VIEWS else self._met(op)
+            return self._unknown(op) if op.short in rules.VIEWS else self._met(op)
         letter, before = found
         kind = made.kinds[letter]
         if kind == "map":
@@ -292,13 +286,15 @@ class _Reader:
             return self._whole(op, rows)
         return self._met(op)
 
-    def _letters(self, made: OpFactors, rows: Mapping[int, _Rows]) -> tuple[str, int] | None:
+    def _letters(self, made: rules.OpFactors, rows: Mapping[int, _Rows]) -> tuple[str, int] | None:
         """The factor that the rows of all operands are, with the parts of it before them; None
         where they are several, or parts of some."""
         found = {self._letter(made, made.operands[i], state) for i, state in rows.items()}
         return found.pop() if len(found) == 1 else None
 
-    def _letter(self, made: OpFactors, dims: Dims, state: _Rows) -> tuple[str, int] | None:
+    def _letter(
+        self, made: rules.OpFactors, dims: rules.Dims, state: _Rows
+    ) -> tuple[str, int] | None:
         cum = 1
         for letter in dims[state.dim]:
             after = cum * made.sizes[letter]
@@ -307,7 +303,7 @@ class _Reader:
             cum = after
         return None
 
-    def _mapped(self, made: OpFactors, dims: Dims, letter: str, before: int) -> _State:
+    def _mapped(self, made: rules.OpFactors, dims: rules.Dims, letter: str, before: int) -> _State:
         place = made.place(dims, letter)
         return _Rows(place[0], place[1] * before) if place else UNKNOWN
 
@@ -332,7 +328,7 @@ class _Reader:
         if op.short in EXTREMES and op.results[0] in self.raw and len(op.results) == 1:
             self.totals[op.key] = EXTREMES[op.short]
             return [CONSTANT]
-        return self._unknown(op) if op.short in VIEWS or self._in_turn(op) else self._met(op)
+        return self._unknown(op) if op.short in rules.VIEWS or self._in_turn(op) else self._met(op)
 
     def _in_turn(self, op: Op) -> bool:
         """Whether all rows are taken out one by one, as a loop over them does."""
@@ -379,9 +375,9 @@ def _indexed(op: Op) -> dict[int, str]:
     return {d: index.name for d, index in enumerate(op.args[1]) if isinstance(index, Ref)}
 
 
-def _affine(op: Op, made: OpFactors, shares: set[int]) -> bool:
+def _affine(op: Op, made: rules.OpFactors, shares: set[int]) -> bool:
     """Whether f(Σ v(k) / m) = Σ f(v(k)) / m in these operands, the others constant."""
-    if traits_of(op).casts or made.view or any(shares <= group for group in made.linear):
+    if rules.traits_of(op).casts or made.view or any(shares <= group for group in made.linear):
         return True
     return shares <= AFFINE.get(op.short, frozenset())
 
@@ -444,7 +440,7 @@ def _has_numbers(op: Op) -> bool:
     """Whether its plain numbers are no sizes."""
     size = {"full": 0, "new_full": 1}.get(op.short)
     single = size is not None and not op.args[size]
-    return single or is_pointwise(op) or op.short == "scalar_tensor"
+    return single or rules.is_pointwise(op) or op.short == "scalar_tensor"
 
 
 def _with_numbers(op: Op, other: Op) -> Op:
@@ -473,13 +469,15 @@ def counting_nothing(graph: Graph, ends: Iterable[Op]) -> Mapping[str, int] | No
     inputs make zero. Nothing else may look up by them, and no row may leave a trace in a buffer.
     """
     calls = (*graph.derived, *graph.ops)
-    if graph.updates or any(takes_batch_statistics(o) or updates_statistics(o) for o in calls):
+    if graph.updates or any(
+        rules.takes_batch_statistics(o) or rules.updates_statistics(o) for o in calls
+    ):
         return None
     maker = {v: op for op in calls for v in op.results}
     found: dict[str, int] = {}
     ended = set()
     for op in ends:
-        if row_reduction(op) and graph.values[op.operands[1]].dtype.is_floating_point:
+        if rules.row_reduction(op) and graph.values[op.operands[1]].dtype.is_floating_point:
             return None  # probabilities of classes, of which none is ignored
         filling = _filling(op, maker)
         if filling is None or filling[0] not in graph.batched:
@@ -501,7 +499,7 @@ def counting_nothing(graph: Graph, ends: Iterable[Op]) -> Mapping[str, int] | No
 
 def _filling(end: Op, maker: Mapping[str, Op]) -> Filling | None:
     """What keeps rows from counting where they come together."""
-    if row_reduction(end):
+    if rules.row_reduction(end):
         return _source(end.operands[1], maker), int(argument(end, 4, "ignore_index", -100))
     return _zero(end.operands[0], maker) if end.short == "sum" else None
 

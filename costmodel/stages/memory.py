@@ -20,22 +20,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from meshwright.costmodel.memory import (
-    FP32,
-    ModelStates,
-    model_states,
-    optimizer_named,
-    undo_bytes,
-    working_bytes,
-)
+from meshwright.costmodel import memory
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
-from meshwright.costmodel.stages.offload import (
-    Sent,
-    blocks_here,
-    frozen_there,
-    sent_gradients,
-    weights_there,
-)
+from meshwright.costmodel.stages import offload
 from meshwright.costmodel.stages.sums import (
     FIRST,
     GROWN,
@@ -98,14 +85,14 @@ def communicator_bytes(setting: Setting) -> int:
 
 
 def stage_memory(
-    sums: Sums, setting: Setting, repeated: Recompute, kept: Floats, sent: Sent
+    sums: Sums, setting: Setting, repeated: Recompute, kept: Floats, sent: offload.Sent
 ) -> StageMemory[Floats]:
     """The memory of stages whose micro-batches keep so much on the device, beside what they have
     `sent` to the host's memory."""
     # ranks that a parameter is divided among, on average: experts among fewer than the rest
     shards = np.maximum(sums.parameters / np.maximum(sums.shard_parameters, 1e-9), 1.0)
     sharing = setting.sharing
-    states = model_states(
+    states = memory.model_states(
         sums.parameters,
         precision=setting.precision,
         sharing=sharing,
@@ -113,13 +100,13 @@ def stage_memory(
         optimizer=setting.optimizer,
         target=setting.target,
         host=setting.host.states,
-        sent=sent_gradients(setting),
+        sent=offload.sent_gradients(setting),
     )
     stepped = sums.parameters / sharing.parts(shards)
-    undone = setting.validated * undo_bytes(stepped, setting.optimizer)
+    undone = setting.validated * memory.undo_bytes(stepped, setting.optimizer)
     frozen = sums.frozen_shard_bytes if sharing.gathers else sums.frozen_bytes
-    weights = states.weights + frozen - frozen_there(sums, setting) - weights_there(sums, setting)
-    weights = weights + blocks_here(sums, setting)
+    weights = states.weights + frozen - offload.frozen_there(sums, setting)
+    weights = weights - offload.weights_there(sums, setting) + offload.blocks_here(sums, setting)
     weights = weights + sums.moved_weights(sharing)[0] * setting.secondary_bytes
     followed = setting.target.gradients_come
     found = (_followed if followed else _added_up)(sums, setting, repeated, states)
@@ -127,7 +114,7 @@ def stage_memory(
     # as it comes back, what the micro-batch kept on the device of later blocks is let go
     back = np.maximum(sent.passing_bytes - kept, 0.0)
     half, put_off = repeated.excess[FIRST] + found.ahead, repeated.put_off_bytes
-    second = FP32 * sums.parameters + repeated.excess[SECOND]
+    second = memory.FP32 * sums.parameters + repeated.excess[SECOND]
     if not followed:
         half, put_off, second = found.later, kept, found.first
     return StageMemory(
@@ -149,7 +136,11 @@ def stage_memory(
 def _undivided(sums: Sums, setting: Setting) -> Floats:
     """Bytes of the weights that are computed with of experts that ZeRO-3 divides among nobody."""
     holders, nbytes = setting.shards, DTYPE_BYTES[setting.precision]
-    if not setting.sharing.gathers or setting.mesh.ep < setting.mesh.holders or nbytes == FP32:
+    if (
+        not setting.sharing.gathers
+        or setting.mesh.ep < setting.mesh.holders
+        or nbytes == memory.FP32
+    ):
         return np.zeros_like(sums.parameters)
     whole = (sums.shard_parameters - sums.parameters / holders) / max(1 - 1 / holders, 1e-9)
     found: Floats = nbytes * np.maximum(whole, 0.0)
@@ -162,17 +153,17 @@ def _temporary_bytes(sums: Sums, setting: Setting) -> Floats:
     if setting.cluster.device.kind != "cuda" or not setting.target.gradients_come:
         return np.zeros_like(sums.parameters)
     owned = sums.shard_parameters if setting.sharing.divides else sums.parameters
-    own = optimizer_named(setting.optimizer).temporary
+    own = memory.optimizer_named(setting.optimizer).temporary
     found: Floats = own * (1 - setting.host.states) * owned
     return found
 
 
 def _added_up(
-    sums: Sums, setting: Setting, repeated: Recompute, states: ModelStates[Floats]
+    sums: Sums, setting: Setting, repeated: Recompute, states: memory.ModelStates[Floats]
 ) -> _Gradients:
     """Where no step is followed: gradients and buffers all the time."""
     _, gathered = sums.moved_weights(setting.sharing)
-    buffers = setting.sharing.buffer_bytes(gathered) + working_bytes(
+    buffers = setting.sharing.buffer_bytes(gathered) + memory.working_bytes(
         sums.parameters,
         sums.largest_parameters,
         gathered,
@@ -186,17 +177,17 @@ def _added_up(
 
 
 def _followed(
-    sums: Sums, setting: Setting, repeated: Recompute, states: ModelStates[Floats]
+    sums: Sums, setting: Setting, repeated: Recompute, states: memory.ModelStates[Floats]
 ) -> _Gradients:
     """As `train_step` makes and reduces gradients."""
     sharing, several = setting.sharing, setting.batch.microbatches > 1
     later, grown = repeated.excess[LATER], repeated.excess[GROWN]
-    whole, shard = FP32 * sums.parameters, FP32 * sums.shard_parameters
+    whole, shard = memory.FP32 * sums.parameters, memory.FP32 * sums.shard_parameters
     here = 1.0 - setting.host.states
     summed = setting.mesh.holders > 1
     bucket = np.minimum(setting.target.bucket_bytes, whole) * summed
-    largest = FP32 * sums.largest_numel
-    sending = np.minimum(SENT_AT_ONCE * largest, whole) * sent_gradients(setting)
+    largest = memory.FP32 * sums.largest_numel
+    sending = np.minimum(SENT_AT_ONCE * largest, whole) * offload.sent_gradients(setting)
     if not sharing.divides or not summed:
         first = np.minimum(states.gradients + later, grown + bucket)
         read = here * whole
@@ -219,10 +210,10 @@ def _followed(
         last = later + under_way * (part + received)  # all whole still, as it begins to scatter
         return _Gradients(left=whole, first=first, later=last, read=here * shard)
     scattering = np.minimum(scattering, whole + later + twice)
-    stays = 1.0 - sent_gradients(setting)
+    stays = 1.0 - offload.sent_gradients(setting)
     first, left = scattering + stays * np.minimum(made * part, shard), stays * shard
     # a later one begins while the first block's buckets of the one before are on their way
-    ahead = FP32 * sums.first_parameters
+    ahead = memory.FP32 * sums.first_parameters
     ahead = np.where(ahead <= largest + bucket, ahead, SCATTERED_AT_ONCE * bucket)
     begun = later + (1 + received) * (ahead + np.minimum(made, np.maximum(largest, bucket)))
     begun = np.maximum(scattering, begun)

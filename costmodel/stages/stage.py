@@ -33,16 +33,8 @@ import numpy as np
 from meshwright.costmodel.intervals import slowest_of
 from meshwright.costmodel.memory import optimizer_step_bytes, undo_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.stages import offload
 from meshwright.costmodel.stages.memory import A, StageMemory, communicator_bytes, stage_memory
-from meshwright.costmodel.stages.offload import (
-    HostCosts,
-    Sent,
-    host_bandwidth,
-    host_costs,
-    pinned_bytes,
-    sends_each,
-    sent_evenly,
-)
 from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
 
@@ -187,7 +179,7 @@ def _hiding(sums: Sums, setting: Setting) -> Callable[[Floats, Floats, bool], Fl
 
 
 def _data_axis(
-    sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: HostCosts
+    sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: offload.HostCosts
 ) -> Iterator[Beside]:
     """ZeRO's gathers and scatters, and the reduction of gradients."""
     target, sharing = setting.target, setting.sharing
@@ -233,7 +225,7 @@ def _data_axis(
 
 
 def _host_link(
-    sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: HostCosts
+    sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: offload.HostCosts
 ) -> Iterator[Beside]:
     """What goes to the host and comes from it below ZeRO-3."""
     added, none = _hiding(sums, setting), np.zeros(())
@@ -252,7 +244,7 @@ def _host_link(
     yield more("step", "fetched_s", forward, sums.gather_s if divided else none)
     yield more("step", "kept_s", forward)
     returned = more("step", "returned_s", backward, sums.scatter_s if divided else sums.reduce_s)
-    if sends_each(setting):
+    if offload.sends_each(setting):
         yield replace(returned, where="backward")
         if setting.batch.microbatches > 1:
             yield Beside(where="backward", parts={"added_s": host.added_s}, added_s=host.added_s)
@@ -296,16 +288,16 @@ class Passes:
     hidden_s: tuple[Floats, Floats]
     beside: Sequence[Beside]
     optimizer_s: Floats
-    host: HostCosts
-    sent: Sent
+    host: offload.HostCosts
+    sent: offload.Sent
 
 
 def stage_passes(
-    sums: Sums, setting: Setting, repeated: Recompute, sent: Sent | None = None
+    sums: Sums, setting: Setting, repeated: Recompute, sent: offload.Sent | None = None
 ) -> Passes:
     """The passes of stages from the sums of their blocks, and what they run again; what these send
     to host memory, where that is not known by block, is sent evenly."""
-    hidden, host = _hidden(sums, setting.target), host_costs(sums, setting)
+    hidden, host = _hidden(sums, setting.target), offload.host_costs(sums, setting)
     device = sums.forward_s - hidden[0], sums.backward_s - hidden[1] + repeated.seconds
     issued = sums.forward_host_s, sums.backward_host_s + repeated.host_s
     both = _issued if setting.cluster.device.kind == "cuda" else np.add
@@ -329,7 +321,7 @@ def stage_passes(
         busy = host.fetched_s * setting.sharing.gathers  # the link, in a backward
         alone = np.maximum(device[1] - busy, 0.0)
         kept, last = kept_bytes(sums, repeated), (sums.alone_blocks, sums.alone_bytes)
-        sent = sent_evenly(kept, sums.blocks, device[0], alone, setting, last)
+        sent = offload.sent_evenly(kept, sums.blocks, device[0], alone, setting, last)
     beside += _away(sent, setting)
     stepped = sums.shard_s if setting.sharing.divides else sums.optimizer_s
     return Passes(
@@ -351,7 +343,7 @@ def kept_bytes(sums: Sums, repeated: Recompute) -> Floats:
     return found
 
 
-def _away(sent: Sent, setting: Setting) -> Iterator[Beside]:
+def _away(sent: offload.Sent, setting: Setting) -> Iterator[Beside]:
     """Activations on their way to the host and back."""
     if setting.cluster.host is None or not setting.host.activations:
         return
@@ -360,12 +352,12 @@ def _away(sent: Sent, setting: Setting) -> Iterator[Beside]:
         ("backward", sent.backward_s, "to_device"),
     )
     for where, seconds, kind in waits:
-        whole = sent.nbytes / host_bandwidth(setting, kind)
+        whole = sent.nbytes / offload.host_bandwidth(setting, kind)
         yield Beside(where=where, parts={f"away_{kind}_s": whole}, added_s=seconds)
 
 
 def stage_costs(
-    sums: Sums, setting: Setting, recompute: str | Recompute, sent: Sent | None = None
+    sums: Sums, setting: Setting, recompute: str | Recompute, sent: offload.Sent | None = None
 ) -> StageCosts[Floats]:
     """Costs of stages from the sums of their blocks. `recompute` is one policy for all blocks, or
     what they run again: by several, or with a leading axis of alternatives. `sent` is what goes to
@@ -394,5 +386,5 @@ def stage_costs(
         parameters=sums.parameters,
         host_bytes=host.nbytes,
         flash_bytes=host.flash_bytes,
-        away_bytes=pinned_bytes(sent.nbytes, setting.cluster.device),
+        away_bytes=offload.pinned_bytes(sent.nbytes, setting.cluster.device),
     )

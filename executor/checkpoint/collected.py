@@ -15,16 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshwright.executor import files
 from meshwright.executor.checkpoint import optimizer_state
-from meshwright.executor.files import (
-    Box,
-    LocalChunks,
-    Replica,
-    ReplicaWriters,
-    placements_on,
-    planned_writes,
-    untiled,
-)
 from meshwright.executor.runtime import RankState, Runtime
 from meshwright.executor.stages import follow
 from meshwright.planner.plan import stages_of_parameters
@@ -45,7 +37,7 @@ class SavedTensor:
     dtype: str
     group: tuple[int, ...]
     writers: tuple[int, ...] = ()
-    boxes: tuple[Box, ...] = ()
+    boxes: tuple[files.Box, ...] = ()
     fault: str = ""
     merged: bool = False
 
@@ -57,7 +49,7 @@ class Held:
 
     x: torch.Tensor
     group: tuple[int, ...]
-    replica: Replica | None
+    replica: files.Replica | None
     merged: bool
 
 
@@ -67,7 +59,7 @@ class Collected:
     by kind and name; its `notes` on the optimizer."""
 
     held: Mapping[str, Held]
-    tensors: Mapping[str, Mapping[str, LocalChunks]]
+    tensors: Mapping[str, Mapping[str, files.LocalChunks]]
     notes: optimizer_state.Notes | None
 
 
@@ -88,15 +80,15 @@ def collect(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Collec
         for fqn, state in sorted(states.items())
         for name, x in sorted(state.items())
     ]
-    writers, held = ReplicaWriters(), {}
-    tensors: dict[str, dict[str, LocalChunks]] = {"model": {}, "optimizer": {}}
+    writers, held = files.ReplicaWriters(), {}
+    tensors: dict[str, dict[str, files.LocalChunks]] = {"model": {}, "optimizer": {}}
     for kind, name, fqn, x in named:
         group = writing_ranks.get(fqn, place.here.ranks)
         replica = writers.choose(x, place.mesh) if place.rank in group else None
         merged = fqn not in writing_ranks
         held[f"{kind}.{name}"] = Held(x=x, group=group, replica=replica, merged=merged)
         if replica is not None and replica.mine:
-            tensors[kind][name] = LocalChunks.of(x)
+            tensors[kind][name] = files.LocalChunks.of(x)
     return Collected(held=held, tensors=tensors, notes=notes)
 
 
@@ -108,12 +100,12 @@ def planned_save(
     if optimizer is not None:
         follow(optimizer)
     collected, mesh = collect(runtime, optimizer), runtime.place.mesh
-    boxes: dict[str, list[Box]] = {}
-    for item in planned_writes(collected.tensors):
+    boxes: dict[str, list[files.Box]] = {}
+    for item in files.planned_writes(collected.tensors):
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
         boxes.setdefault(item.index.fqn, []).append((tuple(chunk.offsets), tuple(chunk.sizes)))
-    found, ranks = [], dict[Replica, tuple[int, ...]]()  # which thousands of tensors share
+    found, ranks = [], dict[files.Replica, tuple[int, ...]]()  # which thousands of tensors share
     for name, held in collected.held.items():
         saved = SavedTensor(
             name=name,
@@ -152,13 +144,13 @@ def _fault(x: torch.Tensor, mesh: DeviceMesh | None) -> str:
         return ""
     split = [
         (k, p)
-        for k, p in enumerate(placements_on(x, mesh))
+        for k, p in enumerate(files.placements_on(x, mesh))
         if isinstance(p, (Shard, _StridedShard))
     ]
     for dim, size in enumerate(x.shape):
         axes = [(k, p) for k, p in split if p.dim == dim]
         placements = tuple(_of_first_dim(p) for _, p in axes)
-        if fault := untiled(size, placements, tuple(mesh.shape[k] for k, _ in axes)):
+        if fault := files.untiled(size, placements, tuple(mesh.shape[k] for k, _ in axes)):
             return f"of dim {dim} {fault}"
     return ""
 

@@ -18,16 +18,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from meshwright.executor.checkpoint import MODEL, Wanted, match_names, write_first_notes
 from meshwright.executor.errors import SavedError, UnwrittenError
+from meshwright.executor.export import weight_folder
 from meshwright.executor.export.naming import saved_names, saved_part, write_config
-from meshwright.executor.export.weight_folder import (
-    FileWriter,
-    check_dtype,
-    converted,
-    in_turn,
-    laid_out,
-    prepare_folder,
-    publish,
-)
 from meshwright.executor.files import (
     MANIFEST,
     METADATA,
@@ -94,7 +86,7 @@ def to_pretrained_files(
     in `save_pretrained`. Raises ValueError where the checkpoint is of another model, RuntimeError
     where it is damaged or the folder can't be written.
     """
-    check_dtype(dtype)
+    weight_folder.check_dtype(dtype)
     source = atomic_folder.published(atomic_folder.followed(checkpoint))
     if not (source / METADATA).is_file():
         raise SavedError(
@@ -114,24 +106,24 @@ def to_pretrained_files(
     names = saved_names(part, matched.stored, {fqn: want.names for fqn, want in wanted.items()})
     source_of = {name: matched.stored[fqn] for fqn, name in names.items()}
     kinds = {
-        name: converted((stored[of].dtype, stored[of].shape), dtype)
+        name: weight_folder.converted((stored[of].dtype, stored[of].shape), dtype)
         for name, of in source_of.items()
     }
-    layout = laid_out(kinds, max_shard_size)
-    folder, saving = prepare_folder(path)
+    layout = weight_folder.laid_out(kinds, max_shard_size)
+    folder, saving = weight_folder.prepare_folder(path)
     with _written(folder, saving):
         write_config(
             part, {kind[0] for kind in kinds.values() if kind[0].is_floating_point}, saving
         )
-        writer = FileWriter(saving, layout)
-        for file, name in in_turn(layout.files.items()):
+        writer = weight_folder.FileWriter(saving, layout)
+        for file, name in weight_folder.in_turn(layout.files.items()):
             of = source_of[name]
             whole = torch.empty(stored[of].shape, dtype=stored[of].dtype)
             ranges = tuple((0, size) for size in whole.shape)
             read_tensors([ChunkRead(name=of, ranges=ranges, into=whole)], stored)
             writer.write(file, name, whole)
         files = writer.finish()
-        publish(saving, folder, layout, [files])
+        weight_folder.publish(saving, folder, layout, [files])
     return _converted(len(names), files)
 
 

@@ -14,26 +14,8 @@ import torch
 
 from meshwright.executor.checkpoint import check_loaded, group_of
 from meshwright.executor.errors import UnwrittenError
-from meshwright.executor.export.naming import (
-    Part,
-    adapter_names,
-    saved_names,
-    saved_part,
-    write_adapter_config,
-    write_config,
-)
+from meshwright.executor.export import naming, weight_folder
 from meshwright.executor.export.streams import HeldTensor, held_tensors, owner_of, streamed
-from meshwright.executor.export.weight_folder import (
-    ADAPTERS,
-    FileWriter,
-    Layout,
-    check_dtype,
-    converted,
-    in_turn,
-    laid_out,
-    prepare_folder,
-    publish,
-)
 from meshwright.executor.files import OwnFile, atomic_folder
 from meshwright.executor.ranks import (
     all_gather_object,
@@ -52,11 +34,11 @@ class _Export:
     names, in the files of `layout`, each written by its owner. `adapters` alone, or other trained
     parameters alone (`partial`)."""
 
-    part: Part
+    part: naming.Part
     adapters: bool
     partial: bool
     fqn_of: Mapping[str, str]
-    layout: Layout
+    layout: weight_folder.Layout
     owner_of: Mapping[str, int]
 
 
@@ -82,7 +64,7 @@ def save_pretrained(
         export = run_on_all(
             group, lambda: _planned(state, held, max_shard_size, trainable_only, dtype, submodule)
         )
-        folder, saving = run_on_first(group, lambda: prepare_folder(path))
+        folder, saving = run_on_first(group, lambda: weight_folder.prepare_folder(path))
         failed = f"weights {str(folder)!r}: not saved; what was there before still is"
         with (
             raising_runtime_error(failed, UnwrittenError),
@@ -90,7 +72,7 @@ def save_pretrained(
         ):
             run_on_first(group, lambda: _write_configs(export, saving))
             files = all_gather_object(group, _written(state, held, export, saving))
-            run_on_first(group, lambda: publish(saving, folder, export.layout, files))
+            run_on_first(group, lambda: weight_folder.publish(saving, folder, export.layout, files))
 
 
 def _planned(
@@ -101,21 +83,26 @@ def _planned(
     dtype: torch.dtype | None,
     submodule: str | None,
 ) -> _Export:
-    check_dtype(dtype)
-    part = saved_part(state.model, submodule)
+    weight_folder.check_dtype(dtype)
+    part = naming.saved_part(state.model, submodule)
     trained = [fqn for fqn, x in held.items() if x.trained]
     adapters = trainable_only and bool(part.adapters)
     if adapters:
-        names = adapter_names(part, {fqn: x.shape for fqn, x in held.items()}, trained)
+        names = naming.adapter_names(part, {fqn: x.shape for fqn, x in held.items()}, trained)
     else:
         aliases: dict[str, list[str]] = {}
         for alias, fqn in state.graph.aliases.items():
             aliases.setdefault(fqn, []).append(alias)
-        names = saved_names(part, trained if trainable_only else held, aliases)
+        names = naming.saved_names(part, trained if trainable_only else held, aliases)
     kinds = {
-        name: converted((held[fqn].dtype, held[fqn].shape), dtype) for fqn, name in names.items()
+        name: weight_folder.converted((held[fqn].dtype, held[fqn].shape), dtype)
+        for fqn, name in names.items()
     }
-    layout = Layout(files={ADAPTERS: kinds}) if adapters else laid_out(kinds, max_shard_size)
+    layout = (
+        weight_folder.Layout(files={weight_folder.ADAPTERS: kinds})
+        if adapters
+        else weight_folder.laid_out(kinds, max_shard_size)
+    )
     fqn_of = {name: fqn for fqn, name in names.items()}
     bytes_before: dict[int, int] = {}
     owners = {
@@ -134,19 +121,19 @@ def _planned(
 
 def _write_configs(export: _Export, saving: Path) -> None:
     if export.adapters:
-        write_adapter_config(export.part, saving)
+        naming.write_adapter_config(export.part, saving)
     elif not export.partial:  # a config says that the weights are all there
         dtypes = {kind[0] for kinds in export.layout.files.values() for kind in kinds.values()}
-        write_config(export.part, {x for x in dtypes if x.is_floating_point}, saving)
+        naming.write_config(export.part, {x for x in dtypes if x.is_floating_point}, saving)
 
 
 def _written(
     state: RankState, held: dict[str, HeldTensor], export: _Export, saving: Path
 ) -> dict[str, OwnFile]:
     """Write this rank's files; their sizes and checksums. Collective."""
-    order = in_turn(export.layout.files.items())
+    order = weight_folder.in_turn(export.layout.files.items())
     wanted = [(export.fqn_of[name], export.owner_of[file]) for file, name in order]
-    writer = FileWriter(saving, export.layout)
+    writer = weight_folder.FileWriter(saving, export.layout)
     tensors = streamed(state, held, wanted)
     for (file, name), (_, x) in zip(order, tensors, strict=True):
         if x is not None:
@@ -155,7 +142,7 @@ def _written(
     return run_on_all(group_of(state), lambda: _finished(writer, state.place.rank))
 
 
-def _finished(writer: FileWriter, rank: int) -> dict[str, OwnFile]:
+def _finished(writer: weight_folder.FileWriter, rank: int) -> dict[str, OwnFile]:
     try:
         return writer.finish()
     except OSError as error:

@@ -32,12 +32,7 @@ from meshwright.executor.files.moved_bytes import MovedBytes
 from meshwright.executor.files.ownership import METADATA
 from meshwright.executor.files.paths import inside
 from meshwright.executor.ranks import launch
-from meshwright.profiles.inputs import (
-    MAX_MEASURED_BYTES,
-    NotInstalledError,
-    checked_path,
-    read_json,
-)
+from meshwright.profiles import inputs
 
 log = logging.getLogger(__name__)
 FORMATS = (
@@ -58,7 +53,7 @@ class WeightSource(Protocol):
 def open_source(path: str | Path) -> WeightSource:
     """The weights at `path`, in any of `FORMATS`. Raises ValueError where there are none, or a name
     leads out of the folder, RuntimeError where a file is damaged or would run code."""
-    path = checked_path(path, "weights")
+    path = inputs.checked_path(path, "weights")
     if not path.is_file():  # a link to a file keeps its name, which says the format
         path = published(followed(path))
     if path.is_dir():
@@ -99,7 +94,7 @@ def _only(folder: Path, paths: Sequence[Path]) -> Path:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = {*read_json(index, most=MAX_MEASURED_BYTES)["weight_map"].values()}
+        names = {*inputs.read_json(index, most=inputs.MAX_MEASURED_BYTES)["weight_map"].values()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(
             f" is damaged ({type(error).__name__}: {error})",
@@ -177,7 +172,7 @@ def opened(path: Path, stack: ExitStack) -> Mapping[str, Any]:
         try:
             safe_open = import_module("safetensors").safe_open
         except ImportError as error:
-            raise NotInstalledError(
+            raise inputs.NotInstalledError(
                 " needs the safetensors package",
                 place=f"weights: {str(path)!r}",
                 way_out="pip install safetensors",

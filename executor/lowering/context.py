@@ -13,22 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.costmodel import sharding
 from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import is_fp8
-from meshwright.costmodel.sharding import (
-    ContextLayout,
-    DataLayout,
-    FactorTable,
-    Placement,
-    R,
-    token_dim,
-)
 from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.resharding import Axis
 
 # by axis: (data, tensor), or (data, context, tensor) where the sequence is split
-State = tuple[Placement, ...]
+State = tuple[sharding.Placement, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +36,8 @@ class Context:
     """
 
     graph: Graph
-    table: FactorTable
-    data: DataLayout
+    table: sharding.FactorTable
+    data: sharding.DataLayout
     data_axis: Axis
     tensor_axis: Axis
     device: torch.device
@@ -54,7 +47,7 @@ class Context:
     exchange: Axis | None = None
     weight_gradients: WeightGradientQueue | None = None
     deferrable: frozenset[str] = frozenset()
-    context: ContextLayout | None = None
+    context: sharding.ContextLayout | None = None
     context_axis: Axis | None = None
     precision: str = ""
 
@@ -70,17 +63,17 @@ class Context:
         return self.data_axis, *context, self.tensor_axis
 
     @property
-    def outer(self) -> tuple[DataLayout, ...]:
+    def outer(self) -> tuple[sharding.DataLayout, ...]:
         """The layouts of all axes but the tensor axis."""
         return (self.data,) if self.context is None else (self.data, self.context)
 
-    def lies_in_zigzag(self, value: str, k: int, placement: Placement) -> bool:
+    def lies_in_zigzag(self, value: str, k: int, placement: sharding.Placement) -> bool:
         """Whether the k-th axis splits a value into tokens that lie in zigzag."""
         if self.context is None or k != 1 or not self.context.zigzag:
             return False
-        return token_dim(self.table, value, placement)
+        return sharding.token_dim(self.table, value, placement)
 
-    def boundary(self, value: str, tensor: Placement = R) -> State:
+    def boundary(self, value: str, tensor: sharding.Placement = sharding.R) -> State:
         """State in which a value crosses a block's boundary; the loss and totals leave as they
         are."""
         if value == self.graph.loss or value in self.totals:
@@ -96,16 +89,18 @@ class Context:
         return shape
 
 
-def boundary_placement(graph: Graph, data: DataLayout, value: str) -> Placement:
+def boundary_placement(graph: Graph, data: sharding.DataLayout, value: str) -> sharding.Placement:
     """State on an outer axis in which a value goes from block to block, or from stage to stage: its
     rows or tokens split or whole, never partial; whole if it replaces a buffer, which every rank
     holds."""
     state = data.states[value]
     rows = state.sharded and state.split == 1
-    return state if rows and value not in graph.updates.values() else R
+    return state if rows and value not in graph.updates.values() else sharding.R
 
 
-def local_view(placement: Placement, other: Placement, other_size: int) -> Placement:
+def local_view(
+    placement: sharding.Placement, other: sharding.Placement, other_size: int
+) -> sharding.Placement:
     """A placement as seen on a tensor already split by the other axis: parts before it are
     fewer."""
     if (
@@ -114,11 +109,13 @@ def local_view(placement: Placement, other: Placement, other_size: int) -> Place
         and other.dim == placement.dim
         and other.split < placement.split
     ):
-        return Placement("S", placement.dim, placement.split // other_size)
+        return sharding.Placement("S", placement.dim, placement.split // other_size)
     return placement
 
 
-def seen_locally(k: int, placement: Placement, state: State, axes: Sequence[Axis]) -> Placement:
+def seen_locally(
+    k: int, placement: sharding.Placement, state: State, axes: Sequence[Axis]
+) -> sharding.Placement:
     """A placement on the k-th axis as seen on a tensor that the others split as in `state`."""
     for j, (other, axis) in enumerate(zip(state, axes, strict=True)):
         if j != k:

@@ -17,19 +17,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Op, argument, map_refs
 from meshwright.costmodel.rules import divided, draws, runs_as_reshape, traits_of
-from meshwright.costmodel.sharding import (
-    COPY_DIMS,
-    Enter,
-    Leave,
-    Move,
-    Placement,
-    R,
-    Run,
-    Step,
-    token_dim,
-)
 from meshwright.executor.lowering.context import Context, State, seen_locally
 from meshwright.executor.lowering.experts import FindRoute, GroupedProduct, Return, Send
 from meshwright.executor.lowering.implementations import Scaled
@@ -58,7 +48,7 @@ class Emitter:
     """Writes one local fx graph. `outside` are the states on the outer axes of what enters."""
 
     def __init__(
-        self, context: Context, steps: Sequence[Step], outside: Mapping[str, State]
+        self, context: Context, steps: Sequence[sharding.Step], outside: Mapping[str, State]
     ) -> None:
         self.context, self.steps = context, steps
         self.graph, self.table = context.graph, context.table
@@ -68,7 +58,7 @@ class Emitter:
         self.nodes: dict[tuple[str, State], fx.Node] = {}
         self.made: dict[str, list[fx.Node]] = {}
         self.gathers: list[fx.Node] = []
-        self.ops = [step.op for step in steps if isinstance(step, Run)]
+        self.ops = [step.op for step in steps if isinstance(step, sharding.Run)]
         self.positions = {op.name: k for k, op in enumerate(self.ops)}
         self.strategies = {
             step.op.name: (
@@ -76,11 +66,11 @@ class Emitter:
                 step.strategy,
             )
             for step in steps
-            if isinstance(step, Run)
+            if isinstance(step, sharding.Run)
         }
         self.counts: dict[str, fx.Node] = {}
         self.rng: fx.Node | None = None
-        outputs = [step.value for step in steps if isinstance(step, Leave)]
+        outputs = [step.value for step in steps if isinstance(step, sharding.Leave)]
         shared_out = context.exchange is not None
         self.legs = legs(self.ops, self.graph, self.table, outputs) if shared_out else {}
         self.routes: dict[str, fx.Node] = {}
@@ -89,7 +79,9 @@ class Emitter:
 
     def write(self, outputs: Sequence[str]) -> Written:
         """The graph that takes what enters, in order, and gives `outputs`."""
-        entering = {step.value: step.state for step in self.steps if isinstance(step, Enter)}
+        entering = {
+            step.value: step.state for step in self.steps if isinstance(step, sharding.Enter)
+        }
         for i, (name, state) in enumerate(entering.items()):
             self.nodes[name, (*self.outside[name], state)] = self.out.placeholder(f"a{i}")
         losses = [op for op in self.ops if self._counted(op) and op.operands[1] in entering]
@@ -99,15 +91,15 @@ class Emitter:
         leaving: dict[str, fx.Node] = {}
         for step in self.steps:
             match step:
-                case Run():
+                case sharding.Run():
                     before = len(self.out.nodes)
                     self._run(step.op)
                     written = islice(reversed(self.out.nodes), len(self.out.nodes) - before)
                     self.made[step.op.name] = [*written]
-                case Move(value, source, target) if not step.known:
+                case sharding.Move(value, source, target) if not step.known:
                     outer = self.outside[value]
                     self._move(value, (*outer, source), (*outer, target))
-                case Leave(value, state):
+                case sharding.Leave(value, state):
                     leaving[value] = self.value(value, self.context.boundary(value, state))
         self.out.output(tuple(leaving[name] for name in outputs))
         self.out.lint()
@@ -131,10 +123,10 @@ class Emitter:
         for k in range(len(wanted) - 1):
             target = (*at[:k], wanted[k], *at[k + 1 :])
             if at[k] != wanted[k] and self._nested(name, k, at, target):
-                joined = (*at[:-1], R)
+                joined = (*at[:-1], sharding.R)
                 self._move(name, at, joined)
-                self._move(name, joined, (*target[:-1], R))
-                at = (*target[:-1], R)
+                self._move(name, joined, (*target[:-1], sharding.R))
+                at = (*target[:-1], sharding.R)
                 target = (*at[:-1], wanted[-1])
             self._move(name, at, target)
             at = target
@@ -145,7 +137,8 @@ class Emitter:
         tensor = source[-1]
         moved = (p for p in (source[k], target[k]) if p.sharded)
         return tensor.sharded and any(
-            (p.dim, p.split) == (tensor.dim, tensor.split) and token_dim(self.table, name, p)
+            (p.dim, p.split) == (tensor.dim, tensor.split)
+            and sharding.token_dim(self.table, name, p)
             for p in moved
         )
 
@@ -173,8 +166,12 @@ class Emitter:
             self.gathers.append(moved)
         return moved
 
-    def _check_at_home(self, name: str, source: Placement, target: Placement) -> None:
-        if name in self.away and any(p.sharded and p.dim < COPY_DIMS for p in (source, target)):
+    def _check_at_home(
+        self, name: str, source: sharding.Placement, target: sharding.Placement
+    ) -> None:
+        if name in self.away and any(
+            p.sharded and p.dim < sharding.COPY_DIMS for p in (source, target)
+        ):
             raise PlanError(
                 f"{name} goes from {source} to {target} between dispatch and "
                 "combine, where copies of tokens stay with their experts",

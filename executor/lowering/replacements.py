@@ -11,15 +11,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Op, argument
-from meshwright.costmodel.rules import (
-    draws,
-    is_causal,
-    overload,
-    runs_as_reshape,
-    traits_of,
-    updates_statistics,
-)
 from meshwright.costmodel.sharding import BY_BLOCKS, BY_HALO, Strategy, shift_of, token_dim
 from meshwright.executor.backward import DeferredProduct, EightBitProduct
 from meshwright.executor.context import ContextAttention, Halo
@@ -56,15 +49,15 @@ def replacement(call: Call, context: Context) -> Replacement | None:
     """The module standing in for an operator, with its arguments; None where it runs as traced."""
     op, args = call.op, call.args
     on_axes = list(zip(call.strategies, context.axes, strict=True))
-    if traits_of(op).leaf:
+    if rules.traits_of(op).leaf:
         values = context.graph.values
         made = [
             (context.local_shape(value, state), values[value].dtype)
             for value, state in zip(op.results, call.results, strict=True)
         ]
         leaf = LeafCall(op, context.device, call.position, part_number(on_axes), made)
-        return leaf, (*args[1], *([call.rng] if draws(op) else ()))
-    if draws(op):
+        return leaf, (*args[1], *([call.rng] if rules.draws(op) else ()))
+    if rules.draws(op):
         return _drawn(call, context)
     if any(s.implementation == BY_HALO for s in call.strategies):
         return _halo(call, context)
@@ -80,23 +73,23 @@ def replacement(call: Call, context: Context) -> Replacement | None:
     for strategy, axis in on_axes:
         if make := MODULES.get(strategy.implementation):
             module = make(axis, context.table.ops[op.name].sizes[strategy.split_factor])
-    statistics = traits_of(op).statistics
-    if statistics is not None and updates_statistics(op):
+    statistics = rules.traits_of(op).statistics
+    if statistics is not None and rules.updates_statistics(op):
         return RunningNorm(module, callable_of(op), statistics.training), args
     return (module, args) if module else _deferred(call, context) or _in_8_bits(call, context)
 
 
 def callable_of(op: Op) -> Any:
     """What an operator calls where nothing stands in for it."""
-    if runs_as_reshape(op):  # a shard's memory need not allow a view
+    if rules.runs_as_reshape(op):  # a shard's memory need not allow a view
         return torch.ops.aten.reshape.default
-    return overload(op.target)
+    return rules.overload(op.target)
 
 
 def _deferred(call: Call, context: Context) -> Replacement | None:
     """A product whose weight's gradient is put off: the weight is read as it is stored."""
     op, args = call.op, call.args
-    product = traits_of(op).product
+    product = rules.traits_of(op).product
     if context.weight_gradients is None or product is None:
         return None
     if call.kwargs or len(args) != len(op.operands):
@@ -125,7 +118,7 @@ def _in_8_bits(call: Call, context: Context) -> Replacement | None:
 
 def _drawn(call: Call, context: Context) -> Replacement | None:
     """Draws that are the same under every plan; others run on one device alone."""
-    op, draw, (state, *_) = call.op, traits_of(call.op).draw, call.results
+    op, draw, (state, *_) = call.op, rules.traits_of(call.op).draw, call.results
     if draw is not None and draw.kind == "attention dropout":
         return _attention(call, context)
     if draw is not None and draw.by_counter:
@@ -155,7 +148,7 @@ def _by_blocks(call: Call, context: Context) -> Replacement:
     module = ContextAttention(
         context.context_axis,
         context.context.kind,
-        causal=is_causal(call.op),
+        causal=rules.is_causal(call.op),
         zigzag=context.context.zigzag,
     )
     given = _given(call)

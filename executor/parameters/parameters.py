@@ -25,11 +25,7 @@ from meshwright.costmodel.sharding import Placement, R
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.executor.devices import synchronize, to_host
 from meshwright.executor.host_values import share_memory
-from meshwright.executor.parameters.partial_dtensors import (
-    StageGradient,
-    read_strided_parts,
-    read_whole_items,
-)
+from meshwright.executor.parameters import partial_dtensors
 from meshwright.executor.ranks import Holders, Place
 from meshwright.executor.resharding import local_part
 from meshwright.executor.states_in_files import in_file
@@ -197,8 +193,8 @@ def expose(parameter: StageParameter, place: Place, own: nn.Parameter | None = N
     """Make the API's nn.Parameter over the stored tensor's memory: the user's `own` where the rank
     holds the whole model, else a DTensor."""
     if own is None or own.is_meta:
-        read_whole_items()
-        read_strided_parts()
+        partial_dtensors.read_whole_items()
+        partial_dtensors.read_strided_parts()
         local = parameter.stored if own is not None else wrap(parameter, parameter.stored, place)
         parameter.api = nn.Parameter(local, requires_grad=parameter.trainable)
         return
@@ -339,7 +335,7 @@ def accumulate_grads(parameters: Sequence[StageParameter], device: torch.device)
         if p.api.grad is None:
             gradient: Any = wrap_like(p, local)
             if p.staged:
-                gradient.__class__ = StageGradient
+                gradient.__class__ = partial_dtensors.StageGradient
             p.api.grad = gradient
         else:
             local_of(p.api.grad).add_(local)

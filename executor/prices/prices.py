@@ -23,15 +23,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from meshwright.costmodel import kernels
 from meshwright.costmodel.intervals import slowest_of
-from meshwright.costmodel.kernels import (
-    Group,
-    attention_seconds,
-    collective_time,
-    matmul_seconds,
-    p2p_time,
-    stream_seconds,
-)
 from meshwright.executor.prices.collectives import collective_of
 from meshwright.profiles.cluster import Cluster
 
@@ -85,17 +78,17 @@ class Prices:
     ) -> float:
         device = self.cluster.device
         if not flops:
-            return stream_seconds(device, moved)
+            return kernels.stream_seconds(device, moved)
         dtype = "fp8" if name == "_scaled_mm" else _DTYPES.get(made[0].dtype, "fp32")
         if "attention" in name:
             keys = args[2 if "backward" in name else 1].shape[-2]
-            return attention_seconds(device, dtype, flops, keys, moved)
+            return kernels.attention_seconds(device, dtype, flops, keys, moved)
         if name in _PRODUCTS:
             left, right = args[_PRODUCTS[name] :][:2]
             m, k, n = left.shape[-2], left.shape[-1], right.shape[-1]
-            return matmul_seconds(device, dtype, m, n, k, math.prod(left.shape[:-2]), moved)
+            return kernels.matmul_seconds(device, dtype, m, n, k, math.prod(left.shape[:-2]), moved)
         rate = device.flops(dtype) * device.matmul_efficiency(flops)
-        return max(flops / rate, stream_seconds(device, moved))
+        return max(flops / rate, kernels.stream_seconds(device, moved))
 
     def issued_s(self, device_s: float, host_s: float) -> float:
         """Seconds of operators on a device and the host that issues them, at the same time."""
@@ -106,25 +99,29 @@ class Prices:
     def collective_s(self, operation: str, nbytes: int, ranks: tuple[int, ...]) -> float:
         """Seconds of one of torch's collectives of these ranks, all there."""
         kind, whole = collective_of(operation, nbytes, len(ranks))
-        return float(collective_time(kind, whole, _group(self.cluster, ranks), self.cluster))
+        return float(
+            kernels.collective_time(kind, whole, _group(self.cluster, ranks), self.cluster)
+        )
 
     def message_s(self, nbytes: int, source: int, target: int) -> float:
         """Seconds of a message between two ranks, while all of a node send as much to others."""
         node = self.cluster.devices_per_node
         crosses = source // node != target // node
         concurrent = node if crosses else 1
-        return float(p2p_time(nbytes, self.cluster, crosses_node=crosses, concurrent=concurrent))
+        return float(
+            kernels.p2p_time(nbytes, self.cluster, crosses_node=crosses, concurrent=concurrent)
+        )
 
 
 @cache
-def _group(cluster: Cluster, ranks: tuple[int, ...]) -> Group:
+def _group(cluster: Cluster, ranks: tuple[int, ...]) -> kernels.Group:
     """A group on its nodes, whose other devices are in groups like it."""
     node = cluster.devices_per_node
     places = [rank // node for rank in ranks]
     per_node = min(places.count(place) for place in set(places))
     spans = len(set(places)) > 1
     concurrent = max(1, node // per_node) if spans else 1
-    return Group(size=len(ranks), per_node=per_node, concurrent=concurrent)
+    return kernels.Group(size=len(ranks), per_node=per_node, concurrent=concurrent)
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:

@@ -19,12 +19,7 @@ import torch.distributed as dist
 
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.host_values import has_values, read, share_memory
-from meshwright.executor.ranks import launch
-from meshwright.executor.ranks.object_collectives import (
-    all_gather_object,
-    broadcast_object,
-    gloo_group,
-)
+from meshwright.executor.ranks import launch, object_collectives
 from meshwright.executor.resharding import Axis, all_gather_flat
 
 SHOWN = 3  # names in a message
@@ -52,7 +47,9 @@ def make_equal(tensors: Mapping[str, torch.Tensor], device: torch.device) -> Non
 def check_equal(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError, on all ranks, for tensors whose values differ between ranks. Collective."""
     _check_alike(tensors)
-    digests = all_gather_object(gloo_group(), {n: digest(x) for n, x in tensors.items()})
+    digests = object_collectives.all_gather_object(
+        object_collectives.gloo_group(), {n: digest(x) for n, x in tensors.items()}
+    )
     differing = {
         name: [rank for rank, found in enumerate(digests) if found[name] != digests[0][name]]
         for name in tensors
@@ -71,10 +68,10 @@ def check_equal(tensors: Mapping[str, torch.Tensor]) -> None:
 def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError, on all ranks, where they hold other tensors than rank 0."""
     own = {n: (tuple(x.shape), str(x.dtype), x.is_meta) for n, x in tensors.items()}
-    first = broadcast_object(gloo_group(), 0, own)
+    first = object_collectives.broadcast_object(object_collectives.gloo_group(), 0, own)
     unlike = sorted(n for n in own.keys() | first.keys() if own.get(n) != first.get(n))
     said = [(n, own.get(n), first.get(n)) for n in unlike[:SHOWN]]
-    found = all_gather_object(gloo_group(), said)
+    found = object_collectives.all_gather_object(object_collectives.gloo_group(), said)
     for rank, names in enumerate(found):
         if names:
             shown = "; ".join(f"{n!r} is {a}, on rank 0 {b}" for n, a, b in names)
@@ -204,7 +201,7 @@ def same_random_state() -> Iterator[None]:
         yield
         return
     own = _random_states()
-    _set_random_states(broadcast_object(gloo_group(), 0, own))
+    _set_random_states(object_collectives.broadcast_object(object_collectives.gloo_group(), 0, own))
     try:
         yield
     finally:

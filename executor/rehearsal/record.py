@@ -20,22 +20,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from meshwright.executor import stand_in
 from meshwright.executor.checkpoint import SavedTensor
 from meshwright.executor.devices import HOST, has_streams
 from meshwright.executor.prices import Prices
 from meshwright.executor.ranks import OBJECTS, progress
 from meshwright.executor.rehearsal.events import Event, Kind, RankLog
 from meshwright.executor.rehearsal.memory import Memory
-from meshwright.executor.stand_in import (
-    ALLOCATE,
-    NOT_KNOWN,
-    ORDER,
-    Key,
-    Known,
-    KnownFakes,
-    MixedDevicesError,
-    operands_of,
-)
 
 _ATEN = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -77,16 +68,19 @@ class Recorder(TorchDispatchMode):
     """Records inside `with`."""
 
     def __init__(
-        self, device: torch.device = HOST, prices: Prices | None = None, known: Known | None = None
+        self,
+        device: torch.device = HOST,
+        prices: Prices | None = None,
+        known: stand_in.Known | None = None,
     ) -> None:
         """Of a rank on a device: what is on others is not counted. Operators of a step get
         `prices`, where there are any. In a rehearsal, what is `known` of operators is
         answered by `fakes`, the mode of its tensors, and added to."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
-        self.fakes = KnownFakes(known.results) if known is not None else None
-        self.counted: dict[Key, int] = {}  # FLOPs of operators with fake tensors
-        self.took: dict[Key, tuple[float, float]] = {}  # seconds of the same
+        self.fakes = stand_in.KnownFakes(known.results) if known is not None else None
+        self.counted: dict[stand_in.Key, int] = {}  # FLOPs of operators with fake tensors
+        self.took: dict[stand_in.Key, tuple[float, float]] = {}  # seconds of the same
         self.device = device
         self.events: list[Event] = []
         self.memory = Memory(device)
@@ -108,7 +102,7 @@ class Recorder(TorchDispatchMode):
         return RankLog(
             rank=rank,
             events=tuple(self.events),
-            races=tuple(ORDER.races) if has_streams(self.device) else (),
+            races=tuple(stand_in.ORDER.races) if has_streams(self.device) else (),
             peak_bytes=peak,
             peak_by_kind=by_kind,
             saved_by_block={block: n for block, n in self.memory.saved.items() if n},
@@ -166,13 +160,15 @@ class Recorder(TorchDispatchMode):
             self.device_s = self.host_s = 0.0
 
     def _price(
-        self, func: Any, args: Sequence[Any], result: Any, flops: int, key: Key | None
+        self, func: Any, args: Sequence[Any], result: Any, flops: int, key: stand_in.Key | None
     ) -> None:
         """Add an operator's seconds, after waits of its stream for collectives."""
         assert self.prices is not None
-        for group, before in self.awaited.items() if ORDER.current is ORDER.default else ():
-            stream = ORDER.of_group[group]
-            done = ORDER.default.clock.get(stream.stream_id, 0)
+        for group, before in (
+            self.awaited.items() if stand_in.ORDER.current is stand_in.ORDER.default else ()
+        ):
+            stream = stand_in.ORDER.of_group[group]
+            done = stand_in.ORDER.default.clock.get(stream.stream_id, 0)
             if done > before:
                 self.flush()
                 left = stream.clock[stream.stream_id] - done
@@ -200,7 +196,7 @@ class Recorder(TorchDispatchMode):
         if func.namespace == "c10d":
             group, given = self._communicates(func, args)
             result = func(*args, **kwargs)
-            if group is not None and ORDER.followed:
+            if group is not None and stand_in.ORDER.followed:
                 self._transfer(func.overloadpacket.__name__, group, args, given, result)
             return result
         key, result = self._run(func, args, kwargs)
@@ -210,29 +206,29 @@ class Recorder(TorchDispatchMode):
         flops = self._measure(func, args, kwargs, result, key)
         if self.priced:
             self._price(func, args, result, flops, key)
-        if ORDER.followed:
+        if stand_in.ORDER.followed:
             self._queue(func, args, kwargs, made)
         return result
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[Key | None, Any]:
+    def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[stand_in.Key | None, Any]:
         """An operator's result, and its key, if it has fake tensors alone."""
         fakes = self.fakes
         key = fakes.key(func, args, kwargs) if fakes is not None else None
         if fakes is None or key is None:
             return None, func(*args, **kwargs)
         result = fakes.known(key, args)
-        if result is NOT_KNOWN:
+        if result is stand_in.NOT_KNOWN:
             result = fakes.worked_out(key, args, kwargs)
         return key, result
 
     def _queue(self, func: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor]) -> None:
         """Follow the order of work on the stand-in's streams."""
-        operands = operands_of(func, args, kwargs)
+        operands = stand_in.operands_of(func, args, kwargs)
         made = [x for x in made if x.device.type == self.device.type]
-        if func.overloadpacket.__name__ in ALLOCATE:
-            ORDER.allocated(made)
+        if func.overloadpacket.__name__ in stand_in.ALLOCATE:
+            stand_in.ORDER.allocated(made)
         elif operands is not None and (made or func._schema.is_mutable):  # else it reads no values
-            ORDER.queued(partial(self._said, str(func)), operands, made)
+            stand_in.ORDER.queued(partial(self._said, str(func)), operands, made)
 
     def _transfer(
         self, name: str, group: Any, args: Sequence[Any], given: Sequence[torch.Tensor], result: Any
@@ -242,19 +238,21 @@ class Recorder(TorchDispatchMode):
         every = _tensors(args)
         for x in every:
             if x.device.type != self.device.type:
-                raise MixedDevicesError(
+                raise stand_in.MixedDevicesError(
                     f"{what} is given a tensor of shape {list(x.shape)} on {x.device}"
                 )
         only_reads = len(every) > len(given) or name in _SENDS
         reads = {id(x) for x in given} if only_reads else set()
         operands = [(f"a tensor {list(x.shape)}", x, id(x) not in reads) for x in every]
         work = dist.Work.unbox(result[-1] if isinstance(result, (list, tuple)) else result)
-        ORDER.transferred(partial(self._said, what), operands, group, work)
+        stand_in.ORDER.transferred(partial(self._said, what), operands, group, work)
 
     def _said(self, what: str) -> str:
         return f"{progress.activity}, block {self.block}: {what}"
 
-    def _measure(self, func: Any, args: Any, kwargs: Any, result: Any, key: Key | None) -> int:
+    def _measure(
+        self, func: Any, args: Any, kwargs: Any, result: Any, key: stand_in.Key | None
+    ) -> int:
         """Count an operator's FLOPs, which it returns."""
         packet = func.overloadpacket
         if packet not in flop_registry and packet not in _MORE_FLOPS:
@@ -290,7 +288,7 @@ class Recorder(TorchDispatchMode):
         self.unawaited += kind is Kind.RECEIVE
         self.memory.communicated(_tensors(args))
         self.flush()
-        if kind is Kind.COLLECTIVE and ORDER.followed:
+        if kind is Kind.COLLECTIVE and stand_in.ORDER.followed:
             self.awaited.setdefault(known, 0)
         self.events.append(
             Event(
@@ -303,7 +301,7 @@ class Recorder(TorchDispatchMode):
                 root=root,
                 peer=peer,
                 tag=tag,
-                stream=ORDER.name if ORDER.followed else "",
+                stream=stand_in.ORDER.name if stand_in.ORDER.followed else "",
                 where=str(progress.activity),
                 block=self.block,
             )

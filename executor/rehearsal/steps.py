@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import _pytree as pytree
 
 from meshwright.costmodel.schedules import Action, Instruction
+from meshwright.executor import stand_in
 from meshwright.executor.checkpoint import planned_save
 from meshwright.executor.devices import HOST, has_streams
 from meshwright.executor.errors import RehearsalError
@@ -34,14 +35,6 @@ from meshwright.executor.rehearsal.repeat import NotSteadyError, RepeatingRun, R
 from meshwright.executor.rehearsal.result import BATCH, GRADIENTS, STATES, WEIGHTS
 from meshwright.executor.runtime import RunOptions, Runtime
 from meshwright.executor.stages import CheckedPlan, Observer, Phase, PipelineRun
-from meshwright.executor.stand_in import (
-    Known,
-    KnownFakes,
-    MovingData,
-    mixes_devices,
-    parts_on_demand,
-    standing_in,
-)
 
 RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
 
@@ -60,18 +53,18 @@ def rank_log(
     """The log of one rank, on a recorder's kind of device; where it `repeats`, micro-batches that
     do the same are run once."""
     made = recorder()
-    known = made.known or Known()
-    mode = made.fakes or KnownFakes(known.results)
+    known = made.known or stand_in.Known()
+    mode = made.fakes or stand_in.KnownFakes(known.results)
     pipeline = partial(RepeatingRun, repeats=Repeats(made)) if repeats else PipelineRun
     options = RunOptions(device=made.device, pipeline=pipeline)
-    on = standing_in() if has_streams(made.device) else nullcontext()
+    on = stand_in.standing_in() if has_streams(made.device) else nullcontext()
     with on, _standing_for(rank, checked.plan.num_ranks), known.layouts.of_rank():
         try:
             # autograd's threads are one per device that it found when it ran first
             threads = torch.autograd.set_multithreading_enabled(False)
             unrun = noting_unrun(made.unrun)
-            with threads, unrun, parts_on_demand(), made.following_resizes(), mode, made:
-                with MovingData() if has_streams(made.device) else nullcontext():
+            with threads, unrun, stand_in.parts_on_demand(), made.following_resizes(), mode, made:
+                with stand_in.MovingData() if has_streams(made.device) else nullcontext():
                     runtime = Runtime(checked, valueless(model, mode), options=options)
                 run_steps(runtime, batch, optimizer, made, evaluates=evaluates)
         except DataDependentOutputException as error:
@@ -83,7 +76,7 @@ def rank_log(
         except NotSteadyError:
             runtime = None
         except RuntimeError as error:
-            if not mixes_devices(error):
+            if not stand_in.mixes_devices(error):
                 raise
             raise RehearsalError(
                 f"a tensor was left on another device: {getattr(error, 'func', '')} {error}",

@@ -6,18 +6,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Block, Graph, Op
-from meshwright.costmodel.sharding import (
-    BlockLayouts,
-    ContextLayout,
-    DataLayout,
-    Placement,
-    R,
-    RowUse,
-    TotalKind,
-    context_layout,
-    data_layout,
-)
 from meshwright.costmodel.written_buffers import updates_of
 from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.lowering import Context, Lowered, Lowering, State
@@ -49,9 +39,9 @@ class LoweredStage:
     totals: tuple[Total, ...]
     counts: Lowered | None
     losses: Mapping[str, tuple[str, int, str | None]]
-    outer: Sequence[DataLayout]
+    outer: Sequence[sharding.DataLayout]
     stored: Mapping[str, State]
-    buffers: Mapping[str, tuple[str, Placement]]
+    buffers: Mapping[str, tuple[str, sharding.Placement]]
     handed: Mapping[str, State]
 
     @property
@@ -80,13 +70,13 @@ class StageLowering:
         self.graph = graph = checked.graph
         self.table = checked.factors
         self.assignments = checked.assignments
-        self.use = checked.use if plan.num_microbatches > 1 else RowUse()
+        self.use = checked.use if plan.num_microbatches > 1 else sharding.RowUse()
         self.place = place
         self.backend = backend
         self.weight_gradients = weight_gradients
         self.keep = keep
         self.edges = crossings(plan, graph)
-        self._layouts: dict[tuple[int, int, str], tuple[DataLayout, ...]] = {}
+        self._layouts: dict[tuple[int, int, str], tuple[sharding.DataLayout, ...]] = {}
         self._classes: dict[Any, Any] = {}  # of blocks, lowered once for all stages
 
     def blocks(self, k: int) -> list[Block]:
@@ -98,7 +88,7 @@ class StageLowering:
         """One of this rank's stages."""
         graph, place, chosen = self.graph, self.place, self.assignments[k]
         blocks, mesh = self.blocks(k), place.meshes[k]
-        layouts = {b.name: BlockLayouts(graph, self.table, b, mesh.tp) for b in blocks}
+        layouts = {b.name: sharding.BlockLayouts(graph, self.table, b, mesh.tp) for b in blocks}
         outer = self._outer(k)
         stored = parameter_states(graph, blocks, chosen, outer, mesh.outer)
         lowering = self._lowering(k, blocks, outer)
@@ -106,7 +96,7 @@ class StageLowering:
         prologue = _prologue(lowering, graph, blocks, updates)
         buffers = buffer_placements(graph, blocks, layouts, chosen, prologue, updates)
         held_as = {name: placement for name, (_, placement) in buffers.items()}
-        states: dict[str, Placement] = {}  # that the blocks before leave
+        states: dict[str, sharding.Placement] = {}  # that the blocks before leave
         lowered = []
         for block in blocks:
             inputs = {n: states[n] for n in block.inputs if n in states}
@@ -148,33 +138,35 @@ class StageLowering:
         )
 
     def _handed(
-        self, blocks: Sequence[Block], context: Context, states: Mapping[str, Placement]
+        self, blocks: Sequence[Block], context: Context, states: Mapping[str, sharding.Placement]
     ) -> dict[str, State]:
         """What is kept of the blocks' results, and of raw inputs that they read."""
         read = dict.fromkeys(v for b in blocks for v in b.derived)
-        found = {n: states.get(n, R) for n in (*states, *read) if n in self.keep}
+        found = {n: states.get(n, sharding.R) for n in (*states, *read) if n in self.keep}
         return {name: context.boundary(name, state) for name, state in found.items()}
 
-    def _outer(self, k: int) -> tuple[DataLayout, ...]:
+    def _outer(self, k: int) -> tuple[sharding.DataLayout, ...]:
         """The layouts of stage k on the axes of rows and, where there is one, of context."""
         stage = self.plan.stages[k]
         key = stage.dp, stage.cp, stage.mesh.kind
         if key not in self._layouts:
-            rows = data_layout(self.graph, self.table, stage.dp)
+            rows = sharding.data_layout(self.graph, self.table, stage.dp)
             self._layouts[key] = (rows,)
             if stage.cp > 1:
-                tokens = context_layout(self.graph, self.table, stage.cp, stage.mesh.kind)
+                tokens = sharding.context_layout(self.graph, self.table, stage.cp, stage.mesh.kind)
                 self._layouts[key] = rows, tokens
         return self._layouts[key]
 
-    def _lowering(self, k: int, blocks: Sequence[Block], outer: Sequence[DataLayout]) -> Lowering:
+    def _lowering(
+        self, k: int, blocks: Sequence[Block], outer: Sequence[sharding.DataLayout]
+    ) -> Lowering:
         place, stage = self.place, self.plan.stages[k]
         context = Context(
             graph=self.graph,
             table=self.table,
             data=outer[0],
             data_axis=place.rows,
-            context=next((x for x in outer if isinstance(x, ContextLayout)), None),
+            context=next((x for x in outer if isinstance(x, sharding.ContextLayout)), None),
             context_axis=place.context,
             tensor_axis=place.tensor,
             exchange=place.exchange,
@@ -193,7 +185,7 @@ class StageLowering:
             classes=self._classes,
         )
 
-    def _kinds(self, op: Op) -> dict[str, TotalKind]:
+    def _kinds(self, op: Op) -> dict[str, sharding.TotalKind]:
         """The totals that an operator makes."""
         kind = self.use.totals.get(op.key)
         return dict.fromkeys(op.results, kind) if kind else {}

@@ -10,17 +10,9 @@ from torch import nn
 from meshwright.costmodel.graph import Block, Graph, Op, refs
 from meshwright.costmodel.rules import LEAVES, leaf_of
 from meshwright.costmodel.sharding import RP, Assignment, DataLayout, Placement, R
+from meshwright.executor import parameters
 from meshwright.executor.host_memory import use_cores
 from meshwright.executor.lowering import State
-from meshwright.executor.parameters import (
-    Home,
-    ParameterSpec,
-    StageParameter,
-    TiedLayout,
-    expose,
-    keep_states_in_files,
-    make_parameter,
-)
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.planner.plan import (
@@ -49,8 +41,8 @@ class RankParameters:
         self.sources = dict(model.named_parameters())
         self.owners = stages_of_parameters(plan, graph)
         self.experts = expert_weights(graph)
-        self.shared: dict[str, StageParameter] = {}
-        self.homes: dict[str, Home] = {}
+        self.shared: dict[str, parameters.StageParameter] = {}
+        self.homes: dict[str, parameters.Home] = {}
         self.away = set[str]()
         for stage in plan.stages:
             off = off_device(stage, graph)
@@ -59,14 +51,14 @@ class RankParameters:
         if self.homes:
             use_cores(place.device)
         if "file" in self.homes.values():
-            keep_states_in_files()
+            parameters.keep_states_in_files()
         self.tied = _tied(plan, graph, checked.assignments)
         self._states: dict[str, State] = {}  # of the shared ones
         self._reached = _reached(graph)
 
     def of_stage(
         self, k: int, blocks: Sequence[Block], stored: Mapping[str, State]
-    ) -> tuple[StageParameter, ...]:
+    ) -> tuple[parameters.StageParameter, ...]:
         """The parameters of stage k alone, in the order of the forward; those that other stages of
         this rank read, too, are put into `shared`.
 
@@ -87,10 +79,10 @@ class RankParameters:
                 self.expose(parameter)
         return tuple(alone)
 
-    def expose(self, parameter: StageParameter) -> None:
+    def expose(self, parameter: parameters.StageParameter) -> None:
         """Make the API's parameter: the user's own where every rank holds the whole model."""
         own = self.sources[parameter.fqn] if replicated(self.plan) else None
-        expose(parameter, self.place, own)
+        parameters.expose(parameter, self.place, own)
 
     def _check_alike(self, value: str, here: Sequence[int], state: State) -> None:
         if self._states[value] != state:
@@ -102,7 +94,9 @@ class RankParameters:
                 way_out="shard it alike in both",
             )
 
-    def _make(self, k: int, value: str, state: State, *, gatherable: bool) -> StageParameter:
+    def _make(
+        self, k: int, value: str, state: State, *, gatherable: bool
+    ) -> parameters.StageParameter:
         fqn, owners = self.graph.parameters[value], self.owners[value]
         alone = len(owners) == 1
         *outer, on_tensor = state
@@ -117,7 +111,7 @@ class RankParameters:
         if experts and self.place.here.folded:
             on_tensor = Placement("S", 0)
         dtype = self.graph.values[value].dtype
-        spec = ParameterSpec(
+        spec = parameters.ParameterSpec(
             value=value,
             fqn=fqn,
             placement=on_tensor if on_tensor.sharded else R,
@@ -132,7 +126,7 @@ class RankParameters:
             home=self.homes.get(value, "device") if alone else "device",  # copies step alike
             away=alone and value in self.away,
         )
-        return make_parameter(spec, self.sources[fqn], self.place)
+        return parameters.make_parameter(spec, self.sources[fqn], self.place)
 
 
 def replicated(plan: Plan) -> bool:
@@ -208,17 +202,17 @@ def _unread(op: Op) -> set[str]:
 
 def _tied(
     plan: Plan, graph: Graph, assignments: Sequence[Mapping[str, Assignment]]
-) -> dict[str, dict[int, TiedLayout]]:
+) -> dict[str, dict[int, parameters.TiedLayout]]:
     """FQN -> stage -> layout, of parameters held by several stages."""
     owners = stages_of_parameters(plan, graph)
     blocks = {block.name: block for block in graph.blocks}
-    found: dict[str, dict[int, TiedLayout]] = {}
+    found: dict[str, dict[int, parameters.TiedLayout]] = {}
     for k, stage in enumerate(plan.stages):
         for name in stage.blocks:
             for value in blocks[name].parameters:
                 if len(owners[value]) > 1:
                     state = assignments[k][name].states[value]
-                    layout = TiedLayout(
+                    layout = parameters.TiedLayout(
                         placement=state if state.sharded else R, sharing=stage.sharing
                     )
                     found.setdefault(graph.parameters[value], {}).setdefault(k, layout)

@@ -24,16 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
-from meshwright.data.arguments import (
-    MAX_SAMPLES,
-    STATE,
-    DataError,
-    check_options,
-    checked_buckets,
-    checked_lengths,
-    checked_state,
-    collated,
-)
+from meshwright.data import arguments
 from meshwright.data.order import Buckets, GlobalBatch, Order
 from meshwright.executor.ranks import all_gather_object, background, gloo_group, launch
 from meshwright.profiles.inputs import MeshwrightError, shown
@@ -165,7 +156,7 @@ class DataLoader:
         """Go on at a position that was saved, of the same dataset, in the order it was in; in
         batches of other rows from the sample on that is next. Raises ValueError for another
         dataset, and for buckets that were made otherwise."""
-        order, state = self.order, checked_state(state, STATE)
+        order, state = self.order, arguments.checked_state(state, arguments.STATE)
         self._check_same("samples in the dataset", state["size"], order.size)
         buckets = order.buckets.described() if order.buckets is not None else None
         self._check_same("buckets", state["buckets"], buckets)
@@ -231,7 +222,7 @@ def data_loader(
     Raises ValueError for a dataset without a batch, of other sizes on ranks, or whose last batch
     can't be shared out.
     """
-    check_options(
+    arguments.check_options(
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
@@ -244,12 +235,14 @@ def data_loader(
     size = _size(dataset)
     made = None
     if buckets is not None:
-        to = checked_buckets(buckets)
+        to = arguments.checked_buckets(buckets)
         if lengths is None:
             lengths = _length_of
         if callable(lengths):
             lengths = [lengths(dataset[k]) for k in range(size)]
-        made = Buckets(lengths=checked_lengths(lengths, size), to=to, tokens=tokens_per_batch)
+        made = Buckets(
+            lengths=arguments.checked_lengths(lengths, size), to=to, tokens=tokens_per_batch
+        )
     elif tokens_per_batch is not None or lengths is not None:
         raise MeshwrightError(
             " is given without buckets",
@@ -269,7 +262,7 @@ def data_loader(
         dataset,
         result.data_parallel,
         order,
-        collate_fn=collate_fn or collated,
+        collate_fn=collate_fn or arguments.collated,
         padding={**PADDING, **(padding or {})},
         loading=loading,
         waited=result.monitor.waited_for_input,
@@ -283,7 +276,9 @@ def _size(dataset: Any) -> int:
     except (TypeError, OverflowError):
         own = -1
     except ValueError as error:  # on all ranks alike: the length is a negative one
-        raise DataError(f" has no length: {error}", place="data_loader: dataset") from error
+        raise arguments.DataError(
+            f" has no length: {error}", place="data_loader: dataset"
+        ) from error
     sizes = all_gather_object(gloo_group(), own) if launch.world_size() > 1 else [own]
     if min(sizes) < 0 or isinstance(dataset, type | Mapping | str):
         raise MeshwrightError(
@@ -293,11 +288,11 @@ def _size(dataset: Any) -> int:
             way_out="iterate over one without yourself, and feed train_step the global batch, the "
             "same on all ranks, or this rank's rows (local=True, result.data_parallel)",
         )
-    if max(sizes) > MAX_SAMPLES:
-        raise DataError(
+    if max(sizes) > arguments.MAX_SAMPLES:
+        raise arguments.DataError(
             f" has {max(sizes)} samples",
             place="data_loader: dataset",
-            legal=f"up to {MAX_SAMPLES} samples",
+            legal=f"up to {arguments.MAX_SAMPLES} samples",
             way_out="iterate over the data yourself, and feed train_step",
         )
     if len({*sizes}) > 1:
@@ -316,7 +311,7 @@ def _length_of(sample: Any) -> int:
         entries = sample.values() if isinstance(sample, Mapping) else sample
         return len(next(iter(entries)))
     except (TypeError, StopIteration) as error:
-        raise DataError(
+        raise arguments.DataError(
             f" has no length: a {type(sample).__name__}, {shown(sample)}",
             place="data_loader: a sample",
             legal="a dict, tuple or list whose first entry is a tensor or a list of tokens",
@@ -372,7 +367,7 @@ def padded(sample: Any, length: int, padding: Mapping[str, float]) -> Any:
         if not entry.dim() or len(entry) != own:
             return entry
         if length < own:
-            raise DataError(
+            raise arguments.DataError(
                 f" has {own} tokens, and the bucket's length is {length}",
                 place="data_loader: a sample",
                 legal="samples as long as lengths= says",
@@ -389,7 +384,7 @@ def _tensor_of(entry: Any, name: str) -> torch.Tensor:
     try:
         return torch.as_tensor(entry)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(
+        raise arguments.DataError(
             f": the entry {name!r} is a {type(entry).__name__}, {shown(entry)}",
             place="data_loader: a sample",
             legal="tensors, numbers and lists of numbers",

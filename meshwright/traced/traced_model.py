@@ -13,15 +13,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.sharding import (
-    FactorTable,
-    RowUse,
-    analyse,
-    row_use,
-    same_numbers,
-    with_numbers_of,
-)
 from meshwright.costmodel.user_rules import verified
 from meshwright.executor.ranks import same_random_state
 from meshwright.planner.batch import batch_rows, unusual_kind
@@ -65,7 +58,7 @@ class TracedModel:
         self._modes = [(m, m.training) for m in model.modules()]
         self.graph, self.factors = self._traced(model, max(2, batch_rows(example)), like=like)
         self.phases_s = {"trace": time.process_time() - started}
-        self.use = row_use(self.graph, self.factors)
+        self.use = sharding.row_use(self.graph, self.factors)
         self.attributes = Attributes(model, loss_fn, self.graph)
         self.calls = Calls(model)
 
@@ -85,14 +78,14 @@ class TracedModel:
         return frozenset(self.graph.inputs[name] for name in self.graph.batched)
 
     @cached_property
-    def run_use(self) -> RowUse:
+    def run_use(self) -> sharding.RowUse:
         """What a step makes of rows: as `use`, but smaller batches are not filled up where the loss
         has their number of rows in it, as its trace at other rows tells."""
         use = self.use
         if not use.filling or not use.numbers:
             return use
         try:
-            same = same_numbers(self.graph, self.at(2 * self.graph.batch_size)[0])
+            same = sharding.same_numbers(self.graph, self.at(2 * self.graph.batch_size)[0])
         except ValueError:  # it can't be traced there
             same = False
         return use if same else replace(use, filling=None)
@@ -123,24 +116,24 @@ class TracedModel:
         self.attributes.add(other.graph)
         return other
 
-    def at(self, rows: int) -> tuple[Graph, FactorTable]:
+    def at(self, rows: int) -> tuple[Graph, sharding.FactorTable]:
         """The graph and the factors of its tensors' dims at so many rows, cut into blocks alike."""
         if rows == self.graph.batch_size:
             return self.graph, self.factors
         return self._traced(self.model, rows, like=self.graph)
 
-    def in_microbatches(self, rows: int, batch: int) -> tuple[Graph, FactorTable]:
+    def in_microbatches(self, rows: int, batch: int) -> tuple[Graph, sharding.FactorTable]:
         """As `at` so many rows, each the share that its loss has in that of a batch. Raises
         ValueError where that can't be told."""
         graph, factors = self.at(rows)
         if rows < batch and self.use.numbers:
-            graph = with_numbers_of(graph, self.at(batch)[0])
+            graph = sharding.with_numbers_of(graph, self.at(batch)[0])
         return graph, factors
 
     @seldom_collected()
     def _traced(
         self, model: nn.Module, rows: int, *, like: Graph | None
-    ) -> tuple[Graph, FactorTable]:
+    ) -> tuple[Graph, sharding.FactorTable]:
         _said(0, "running it on shapes")
         with same_random_state(), self._in_first_modes():
             traced = trace(
@@ -152,7 +145,7 @@ class TracedModel:
             )
         graph = verified(traced)
         _said(1, "which dims belong together")
-        factors = analyse(graph)
+        factors = sharding.analyse(graph)
         _said(2, "cutting it into blocks")
         return cut_blocks(graph, factors, like), factors
 

@@ -19,15 +19,8 @@ import numpy as np
 
 from meshwright.costmodel.schedules import in_flight, least_in_flight
 from meshwright.costmodel.stages import Floats
+from meshwright.planner.bounds import pipelines
 from meshwright.planner.bounds.loads import Loads, loads_of
-from meshwright.planner.bounds.pipelines import (
-    Work,
-    balanced_s,
-    devices_of,
-    filled_s,
-    shared_s,
-    theta,
-)
 from meshwright.planner.drafts import Combination, EqualStages, MeshChoice, Space, StageSetup
 
 MOST_RAISED = 1000  # bounds, milliseconds each
@@ -81,13 +74,13 @@ class Bounds:
         held = np.maximum(
             np.array(least_in_flight(one.pipeline), dtype=float), 1e-6
         )  # a device may hold none
-        least, price = shared_s(step, float(held.min()), p)
+        least, price = pipelines.shared_s(step, float(held.min()), p)
         if p == 1 or m * least >= below_s:
             return m * least
         before = np.concatenate([[0.0], np.cumsum(_first(own.forward_each_s, p - 1))])
         found = m * least
         for nu in {0.0, price}:
-            found = balanced_s(devices_of(step, held, nu), m, before, found)
+            found = pipelines.balanced_s(pipelines.devices_of(step, held, nu), m, before, found)
         early = own.pass_s
         if one.pipeline.record.splits_backward:
             early = own.pass_s - own.late_s
@@ -117,15 +110,17 @@ class Bounds:
         first = in_flight(one.pipeline, 0)
         kinds: list[tuple[Floats, float, float]] = [(early, first / m, 2 * self._sent_s(one))]
         if each == 1:
-            kinds.append((early, theta(m, p, 1.0), 0.0))
+            kinds.append((early, pipelines.theta(m, p, 1.0), 0.0))
             if one.pipeline.record.splits_backward:
                 part = float((own.forward_s / np.maximum(own.pass_s, 1e-30)).min())
                 if part > 0:
-                    kinds.append((own.pass_s, theta(m, p, part), 0.0))
+                    kinds.append((own.pass_s, pipelines.theta(m, p, part), 0.0))
         for seconds, share, less_s in kinds:
             work = _work(own, seconds, own.again_s, self.equal.room - own.fixed_bytes)
             for nu in {0.0, held[1]}:
-                found = filled_s(devices_of(work, held[0], nu), m, share, less_s, found)
+                found = pipelines.filled_s(
+                    pipelines.devices_of(work, held[0], nu), m, share, less_s, found
+                )
         return found
 
     def _sent_s(self, one: Combination) -> float:
@@ -149,9 +144,9 @@ class Bounds:
         return self._loads[key]
 
 
-def _work(own: Loads, seconds: Floats, again_s: Floats, room: float) -> Work:
+def _work(own: Loads, seconds: Floats, again_s: Floats, room: float) -> pipelines.Work:
     active = own.active_bytes[:, None] - own.freed_bytes
-    return Work(
+    return pipelines.Work(
         cost_s=seconds[:, None] + again_s,
         static_bytes=np.broadcast_to(own.static_bytes[:, None], active.shape),
         active_bytes=active,

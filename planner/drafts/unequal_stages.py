@@ -26,18 +26,11 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.mesh import Mesh
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, PipelineShape, in_flight
+from meshwright.planner import inter_op
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.fills import held_at_peak
 from meshwright.planner.drafts.space import Space
-from meshwright.planner.inter_op import (
-    Constraints,
-    InterOpSolution,
-    MemoryShortfall,
-    StageTable,
-    minimal_shortfall,
-    solve_inter_op,
-)
 from meshwright.planner.stages import Chain, Runs, recompute_levels
 
 COARSE_CUTS = 20  # of more cuts so many are looked at first
@@ -113,7 +106,7 @@ class UnequalStages:
 
     def tables(
         self, m: int, setups: Sequence[StageSetup], at: Positions | None = None
-    ) -> tuple[dict[tuple[str, ...], StageTable], list[Option]]:
+    ) -> tuple[dict[tuple[str, ...], inter_op.StageTable], list[Option]]:
         """Costs of every stage under every option, roughly where its ends are only those `at`, a
         table for those `schedules` that fill pipelines in one way: with a pass t it is busy
         (m-1)·t besides, and once per step."""
@@ -144,7 +137,7 @@ class UnequalStages:
                 times.append(np.where(ok, (m - 1) * turn + once_s[index], np.inf))
                 static.append(costs.static_bytes[index])
                 active.append(costs.activation_bytes[index])
-        table = StageTable(
+        table = inter_op.StageTable(
             devices=np.array([o.setup.mesh.devices for o in options], dtype=np.int64),
             time_s=np.stack(times),
             static_bytes=np.stack(static),
@@ -174,14 +167,14 @@ class UnequalStages:
     def solve(
         self,
         schedules: Sequence[str],
-        table: StageTable,
+        table: inter_op.StageTable,
         m: int,
         cutoff_s: float,
         deadline: float | None,
-    ) -> InterOpSolution | None:
+    ) -> inter_op.InterOpSolution | None:
         """The best partition with an objective below the cutoff, where some of the schedules holds
         it; None where there is none, or none was found by the deadline (a time.monotonic())."""
-        return solve_inter_op(
+        return inter_op.solve_inter_op(
             table,
             self._constraints(schedules, m),
             num_microbatches=2,  # the maximum of what the table calls time counts once
@@ -190,12 +183,12 @@ class UnequalStages:
             deadline=deadline,
         )
 
-    def shortfall(self, table: StageTable, m: int) -> MemoryShortfall | None:
+    def shortfall(self, table: inter_op.StageTable, m: int) -> inter_op.MemoryShortfall | None:
         """The partition that comes closest to fitting."""
-        return minimal_shortfall(table, self._constraints(self.schedules(), m))
+        return inter_op.minimal_shortfall(table, self._constraints(self.schedules(), m))
 
     def stage_drafts(
-        self, solution: InterOpSolution, options: Sequence[Option], pipeline: Pipeline
+        self, solution: inter_op.InterOpSolution, options: Sequence[Option], pipeline: Pipeline
     ) -> list[StageDraft] | None:
         """The stages of a solution in a pipeline, each with no more recompute than its place
         needs; None where one does not fit, or its ZeRO stage is not for the schedule."""
@@ -219,8 +212,8 @@ class UnequalStages:
             found.append(draft)
         return found
 
-    def _constraints(self, schedules: Sequence[str], m: int) -> Constraints:
-        return Constraints(
+    def _constraints(self, schedules: Sequence[str], m: int) -> inter_op.Constraints:
+        return inter_op.Constraints(
             num_devices=self.space.cluster.num_devices,
             memory_bytes=self.equal.room,
             in_flight=lambda position: min(

@@ -32,20 +32,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from meshwright.planner.inter_op import table
 from meshwright.planner.inter_op.bounded_sum import ROUNDING, Attempt
 from meshwright.planner.inter_op.stage_options import Options
-from meshwright.planner.inter_op.table import (
-    Cell,
-    Floats,
-    Ints,
-    Masks,
-    PartitionProblem,
-    Shorts,
-    cover,
-    cover_prefix,
-    device_bounds,
-    first_hit,
-)
 
 Stages: TypeAlias = tuple[int, ...]
 """A partition: the options of its stages, the first stage first."""
@@ -57,7 +46,7 @@ _PRICES = 4
 class LeastSum:
     """The program F(T); it starts from the stage price that its last call ended with."""
 
-    problem: PartitionProblem
+    problem: table.PartitionProblem
     options: Options
     price: float = 0.0
     """μ"""
@@ -67,7 +56,7 @@ class LeastSum:
         problem, options, counts = self.problem, self.options, self.problem.stage_counts
         earliest = _earliest_positions(problem, options, t_max)
         cost = options.cheapest(earliest, t_max)
-        before, after = device_bounds(problem, np.isfinite(cost))
+        before, after = table.device_bounds(problem, np.isfinite(cost))
         reach = options.furthest_at(cost, t_max)
         best: _Layers | None = None
         best_bound, prices = -np.inf, _Prices(counts=counts, t_max=t_max)
@@ -153,27 +142,31 @@ class _Prices:
         return (c - b + slope * p - descent * q) / (slope - descent)
 
 
-def _earliest_positions(problem: PartitionProblem, options: Options, t_max: float) -> Shorts:
+def _earliest_positions(
+    problem: table.PartitionProblem, options: Options, t_max: float
+) -> table.Shorts:
     """Return (K+1, K+1): the position that stage [i, j) has at least."""
     legal = np.isfinite(options.cheapest(1, t_max)).any(axis=0)
     most = len(problem.in_flight) + 1
-    following = np.minimum(cover(np.where(legal, 1.0, np.inf)), most)
+    following = np.minimum(table.cover(np.where(legal, 1.0, np.inf)), most)
     # At most i stages come before block i, so the rest of the smallest count comes after it.
     preceding = problem.stage_counts[0] - np.arange(problem.num_blocks + 1)
-    earliest: Shorts = np.maximum(following[None, :] + 1, preceding[:, None]).astype(np.int16)
+    earliest: table.Shorts = np.maximum(following[None, :] + 1, preceding[:, None]).astype(np.int16)
     return earliest
 
 
-def _prefix_costs(problem: PartitionProblem, cost: Floats, before: Ints, after: Ints) -> Floats:
+def _prefix_costs(
+    problem: table.PartitionProblem, cost: table.Floats, before: table.Ints, after: table.Ints
+) -> table.Floats:
     """Return h, (K+1, D+1): least relaxed cost of blocks 0..j-1 on exactly d devices."""
     blocks, devices = problem.num_blocks, problem.num_devices
     prefix = np.full((blocks + 1, devices + 1), np.inf)
     prefix[0, 0] = 0.0
     scratch = np.empty((blocks, devices + 1))
     legal = np.isfinite(cost)
-    used: Masks = np.any(legal, axis=1)
-    start: Ints = np.argmax(legal, axis=1)
-    stop: Ints = blocks + 1 - legal[:, ::-1].argmax(axis=1)
+    used: table.Masks = np.any(legal, axis=1)
+    start: table.Ints = np.argmax(legal, axis=1)
+    stop: table.Ints = blocks + 1 - legal[:, ::-1].argmax(axis=1)
     for j in range(1, blocks + 1):
         for z in np.flatnonzero(used[:, j]):
             size, i0, i1 = int(problem.sizes[z]), int(start[z, j]), int(stop[z, j])
@@ -190,10 +183,10 @@ def _prefix_costs(problem: PartitionProblem, cost: Floats, before: Ints, after: 
 
 
 def _walk_prefix(
-    problem: PartitionProblem, cost: Floats, reach: Shorts, prefix: Floats
-) -> tuple[tuple[Cell, ...], bool]:
+    problem: table.PartitionProblem, cost: table.Floats, reach: table.Shorts, prefix: table.Floats
+) -> tuple[tuple[table.Cell, ...], bool]:
     """Read a partition that attains h[K, D], and whether it fits in place."""
-    stages: list[Cell] = []
+    stages: list[table.Cell] = []
     in_place = True
     j, d = problem.num_blocks, problem.num_devices
     while j > 0:
@@ -202,7 +195,7 @@ def _walk_prefix(
         hit = (through == prefix[j, d]) & (left >= 0)[:, None]
         fitting = hit & (reach[:, :j, j] > len(stages))
         in_place &= bool(fitting.any())
-        i, z = first_hit(fitting if fitting.any() else hit)
+        i, z = table.first_hit(fitting if fitting.any() else hit)
         stages.append((z, i, j))
         j, d = i, int(left[z])
     return tuple(reversed(stages)), in_place
@@ -212,7 +205,7 @@ def _walk_prefix(
 class _Layers:
     """The exact program f_s[i, d], its planes skewed to e = d - r·(K-i) - e0."""
 
-    problem: PartitionProblem
+    problem: table.PartitionProblem
     options: Options
     t_max: float
     price: float
@@ -221,21 +214,21 @@ class _Layers:
     """r"""
     origin: int
     """e0"""
-    remaining: Floats
+    remaining: table.Floats
     """(K+1, E): h[i, D-d], what blocks 0..i-1 still cost at least."""
-    fewest_before: Floats
+    fewest_before: table.Floats
     """(K+1,): the fewest stages that cover blocks 0..i-1."""
 
     @classmethod
     def build(
         cls,
-        problem: PartitionProblem,
+        problem: table.PartitionProblem,
         options: Options,
         t_max: float,
         price: float,
-        prefix: Floats,
-        before: Ints,
-        after: Ints,
+        prefix: table.Floats,
+        before: table.Ints,
+        after: table.Ints,
     ) -> "_Layers":
         """Choose the skew that makes the band of states from which both ends are covered narrow."""
         blocks, devices = problem.num_blocks, problem.num_devices
@@ -260,7 +253,7 @@ class _Layers:
             skew=skew,
             origin=origin,
             remaining=remaining,
-            fewest_before=cover_prefix(np.where(legal, 1.0, np.inf)),
+            fewest_before=table.cover_prefix(np.where(legal, 1.0, np.inf)),
         )
 
     def column(self, i: int, d: int) -> int:
@@ -290,14 +283,14 @@ class _Layers:
                 break
         return self._walk(layers[: found + 1]) if found else None
 
-    def _rows_that_can_end(self, s: int) -> Masks:
+    def _rows_that_can_end(self, s: int) -> table.Masks:
         """Return (K+1,): rows whose blocks before can make up an allowed number of stages."""
         more = np.array(self.problem.stage_counts)[:, None] - s
         block = np.arange(self.problem.num_blocks + 1)
-        rows: Masks = np.any((more >= self.fewest_before) & (more <= block), axis=0)
+        rows: table.Masks = np.any((more >= self.fewest_before) & (more <= block), axis=0)
         return rows
 
-    def _next(self, layer: Floats, cost: Floats, cutoff: float) -> Floats:
+    def _next(self, layer: table.Floats, cost: table.Floats, cutoff: float) -> table.Floats:
         """Put one more stage in front of every state of ``layer``."""
         rows, width = layer.shape
         ahead = layer.min(axis=1)[None, :] + self.remaining.min(axis=1)[:, None]
@@ -326,7 +319,7 @@ class _Layers:
             np.minimum(target, through, out=target)
         return result
 
-    def _walk(self, layers: Sequence[Floats]) -> list[int]:
+    def _walk(self, layers: Sequence[table.Floats]) -> list[int]:
         """Read the partition from its first stage on."""
         problem = self.problem
         stages: list[int] = []
@@ -339,7 +332,7 @@ class _Layers:
             inside = (e >= 0) & (e < self.remaining.shape[1])
             later = np.where(inside, layers[s - 1][j, np.where(inside, e, 0)], np.inf)
             through = (cost[:, i, i + 1 :] + self.price) + later
-            block, z = first_hit(through == layers[s][i, self.column(i, d)])
+            block, z = table.first_hit(through == layers[s][i, self.column(i, d)])
             cell = (z, i, int(j[block]))
             stages.append(self.options.find(*cell, fill_s=cost[cell], position=s, t_max=self.t_max))
             i, d = cell[2], int(left[z])

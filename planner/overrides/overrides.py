@@ -15,16 +15,7 @@ from typing import Any
 
 from meshwright.costmodel.mesh import ContextKind
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.planner.decisions import (
-    ALLOWABLE,
-    CHOICES,
-    CONTRADICTIONS,
-    DECISIONS,
-    FORBIDDABLE,
-    FORBIDS,
-    MESH,
-    Decision,
-)
+from meshwright.planner import decisions
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_TEXT
 
@@ -101,7 +92,7 @@ class Overrides:
     forbid: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for name, own in DECISIONS.items():
+        for name, own in decisions.DECISIONS.items():
             _check_value(own, getattr(self, name))
         _check_forbid(self.forbid)
         _check_stages(self.stages)
@@ -117,7 +108,7 @@ class Overrides:
     def items(self, name: str) -> Iterator[tuple[str | None, Any]]:
         """(glob, value) of an override; the glob is None where one value is for all."""
         value = getattr(self, name)
-        if isinstance(value, Mapping) and DECISIONS[name].by_block:
+        if isinstance(value, Mapping) and decisions.DECISIONS[name].by_block:
             yield from value.items()
         elif value is not None:
             yield None, value
@@ -132,18 +123,22 @@ class Overrides:
 
     def left(self, name: str) -> tuple[Any, ...]:
         """The values of a choice (zero, recompute, schedule, placement) that are not forbidden."""
-        kept = [FORBIDS[f][1] for f in self.forbid if f in FORBIDS and FORBIDS[f][0] == name]
-        return tuple(v for v in CHOICES[name] if all(v in values for values in kept))
+        kept = [
+            decisions.FORBIDS[f][1]
+            for f in self.forbid
+            if f in decisions.FORBIDS and decisions.FORBIDS[f][0] == name
+        ]
+        return tuple(v for v in decisions.CHOICES[name] if all(v in values for values in kept))
 
     def everywhere(self, name: str) -> Any:
         """The one value that is given for all blocks, or that `forbid` leaves; else None."""
         value = getattr(self, name)
         if value is not None and not isinstance(value, Mapping):
             return value
-        if name in CHOICES:
+        if name in decisions.CHOICES:
             left = self.left(name)
         else:
-            left = FORBIDS[name][1] if name in self.forbid else ()
+            left = decisions.FORBIDS[name][1] if name in self.forbid else ()
         return left[0] if len(left) == 1 else None
 
     def offloaded(self, what: str) -> float | None:
@@ -172,7 +167,7 @@ class Overrides:
     def ruled_out(self, *, given: bool) -> Iterator[OverrideError]:
         """Values that rule each other out wherever they are, of which one at least is for all: as
         soon as they are `given`, or where a plan is looked for."""
-        for row in (row for row in CONTRADICTIONS if row.given == given):
+        for row in (row for row in decisions.CONTRADICTIONS if row.given == given):
             for (at, a), (where, b) in product(self._known(row.a), self._known(row.b)):
                 if None in (at, where) and row.clash(a, b):
                     other = f"forbid={row.b!r}" if row.b in self.forbid else ""
@@ -188,7 +183,7 @@ class Overrides:
         return found if found or left is None else [(None, left)]
 
     def _check_forbidden(self, forbidden: str) -> None:
-        name, left = FORBIDS.get(forbidden, ("", ()))
+        name, left = decisions.FORBIDS.get(forbidden, ("", ()))
         for pattern, value in self.items(name) if name else ():
             nothing = isinstance(value, Mapping) and not any(value.values())
             if value not in left and not nothing:
@@ -198,7 +193,7 @@ class Overrides:
 
     def _check_meshes(self) -> None:
         """Degrees that differ between blocks need stages of unequal meshes."""
-        for name in MESH:
+        for name in decisions.MESH:
             values = getattr(self, name)
             if not isinstance(values, Mapping) or len(set(values.values())) < 2:
                 continue
@@ -329,7 +324,7 @@ def left_quantized(overrides: Overrides, allow: Collection[str], precision: str)
 # --- one value ------------------------------------------------------------------------------------
 
 
-def _check_value(own: Decision, value: Any) -> None:
+def _check_value(own: decisions.Decision, value: Any) -> None:
     """Raise `OverrideError` unless this is a value of a decision, None, or where blocks may differ
     a mapping from globs to values."""
     if value is None:
@@ -353,13 +348,13 @@ def _check_forbid(forbid: Any) -> None:
         legal = f"a list of names, e.g. forbid=[{shown(forbid)}]"
         raise OverrideError(f"={shown(forbid)}", place="override forbid", legal=legal)
     for name in forbid:
-        if not isinstance(name, str) or name not in FORBIDDABLE:
+        if not isinstance(name, str) or name not in decisions.FORBIDDABLE:
             text = name[:MAX_TEXT] if isinstance(name, str) else ""
-            near = difflib.get_close_matches(text, FORBIDDABLE, n=1)
+            near = difflib.get_close_matches(text, decisions.FORBIDDABLE, n=1)
             raise OverrideError(
                 f"={shown(name)}",
                 place="override forbid",
-                legal=FORBIDDABLE,
+                legal=decisions.FORBIDDABLE,
                 way_out=f"did you mean {near[0]!r}?" if near else "",
             )
 
@@ -396,7 +391,11 @@ def _check_shardings(shardings: Any) -> None:
 def check_allow(allow: Any) -> tuple[str, ...]:
     """The names of what may change numbers. Raises `OverrideError` for another."""
     named = _is_list(allow) or isinstance(allow, set | frozenset)
-    if not named or not all(isinstance(name, str) and name in ALLOWABLE for name in allow):
-        legal = f"a list of {', '.join(ALLOWABLE)}, e.g. allow=[{ALLOWABLE[0]!r}]"
+    if not named or not all(
+        isinstance(name, str) and name in decisions.ALLOWABLE for name in allow
+    ):
+        legal = (
+            f"a list of {', '.join(decisions.ALLOWABLE)}, e.g. allow=[{decisions.ALLOWABLE[0]!r}]"
+        )
         raise OverrideError(f"={shown(allow)}", place="allow", legal=legal)
     return tuple(dict.fromkeys(allow))

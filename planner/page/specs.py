@@ -15,21 +15,9 @@ from typing import Any
 
 import altair as alt
 
+from meshwright.planner.page import drawing
 from meshwright.planner.page.blocks import operator_words
 from meshwright.planner.page.cells import REHEARSED, Row, peaks_of, stage_words
-from meshwright.planner.page.drawing import (
-    BAR,
-    GREY,
-    INK,
-    Spec,
-    capacity_line,
-    named,
-    seconds_axis,
-    specified,
-    stacked,
-    tips_of,
-    unnamed,
-)
 from meshwright.planner.page.rank_map import rank_map
 from meshwright.planner.page.tables import busiest_stage
 from meshwright.planner.plan import GIB
@@ -51,7 +39,7 @@ MOST_LETTERS = 24  # of an operator and its module
 ROOM = 2.2  # times the longest bar: what is written beside bars has room
 
 
-def charts(data: Row) -> dict[str, Spec]:
+def charts(data: Row) -> dict[str, drawing.Spec]:
     """Specifications by the name of the view they are in; a view without data has none."""
     found = {
         "fit": fit(data),
@@ -68,7 +56,7 @@ def charts(data: Row) -> dict[str, Spec]:
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
-def fit(data: Row) -> Spec:
+def fit(data: Row) -> drawing.Spec:
     """The peaks of the fullest device against its memory, the price's with its interval."""
     summary = data["summary"]
     peaks = {name: nbytes / GIB for name, nbytes in peaks_of(summary).items()}
@@ -79,28 +67,33 @@ def fit(data: Row) -> Spec:
     whole = {"name": names[0], "low": low, "high": high}
     y = alt.Y("name:N", title=None, sort=names)
     bars = (
-        alt.Chart(named(rows))
+        alt.Chart(drawing.named(rows))
         .mark_bar(color="#4c78a8")
         .encode(
             x=alt.X("peak:Q", title="GiB of the fullest device"),
             y=y,
-            tooltip=tips_of(name="peak", peak="GiB|.4~g"),
+            tooltip=drawing.tips_of(name="peak", peak="GiB|.4~g"),
         )
     )
     interval = (
-        alt.Chart(named([whole]))
+        alt.Chart(drawing.named([whole]))
         .mark_rule(strokeWidth=3)
-        .encode(x="low:Q", x2="high:Q", y=y, tooltip=tips_of(low="from, GiB|.4~g", high="to|.4~g"))
+        .encode(
+            x="low:Q",
+            x2="high:Q",
+            y=y,
+            tooltip=drawing.tips_of(low="from, GiB|.4~g", high="to|.4~g"),
+        )
     )
     label = "Peak memory of the fullest device: " + ", ".join(
         f"{name} {peak:.1f} GiB" for name, peak in peaks.items()
     )
     label += f"; a device has {capacity / GIB:.1f} GiB"
-    chart = alt.layer(bars, interval, capacity_line(capacity))
-    return specified(chart, label, height=BAR * (len(rows) + 1))
+    chart = alt.layer(bars, interval, drawing.capacity_line(capacity))
+    return drawing.specified(chart, label, height=drawing.BAR * (len(rows) + 1))
 
 
-def alternatives(data: Row) -> Spec | None:
+def alternatives(data: Row) -> drawing.Spec | None:
     """Step time against memory of the chosen plan and the others, with the Pareto front."""
     rows = [row for row in data["compared"] if row["peak_memory_bytes"] is not None]
     if len(rows) < 2:
@@ -120,69 +113,71 @@ def alternatives(data: Row) -> Spec | None:
         if point["memory"] < least:
             least = point["memory"]
             front.append(point)
-    axis = seconds_axis(points[-1]["step"], "of a step")
+    axis = drawing.seconds_axis(points[-1]["step"], "of a step")
     x = alt.X("step:Q", scale=alt.Scale(zero=False), axis=axis)
     y = alt.Y("memory:Q", title="GiB of the fullest device", scale=alt.Scale(zero=False))
-    line = alt.Chart(named(front)).mark_line(
-        interpolate="step-after", strokeDash=[4, 3], color=GREY
+    line = alt.Chart(drawing.named(front)).mark_line(
+        interpolate="step-after", strokeDash=[4, 3], color=drawing.GREY
     )
-    marks = alt.Chart(named(points)).mark_point(filled=True, size=140, cursor="pointer", opacity=1)
+    marks = alt.Chart(drawing.named(points)).mark_point(
+        filled=True, size=140, cursor="pointer", opacity=1
+    )
     kinds = alt.Scale(domain=["chosen", "alternative"], range=["#e45756", "#4c78a8"])
     color = alt.Color("kind:N", title=None, scale=kinds)
     shape = alt.Shape("kind:N", title=None, scale=alt.Scale(domain=["chosen", "alternative"]))
-    tips = tips_of(name="plan", step="s a step|.4~g", memory="GiB|.4~g")
+    tips = drawing.tips_of(name="plan", step="s a step|.4~g", memory="GiB|.4~g")
     chart = alt.layer(
         line.encode(x=x, y=y), marks.encode(x=x, y=y, color=color, shape=shape, tooltip=tips)
     )
     label = f"Step time against memory of {len(points)} plans; the dashed line is the Pareto front"
-    return specified(chart, label, height=260)
+    return drawing.specified(chart, label, height=260)
 
 
-def memory(data: Row) -> Spec:
+def memory(data: Row) -> drawing.Spec:
     """Bytes of each device group by what holds them, against the capacity."""
     held = {
         stage_words(row["stages"]): {part: nbytes / GIB for part, nbytes in row["parts"].items()}
         for row in data["memory"]
     }
-    bars = stacked(held, "GiB of a device", unit="GiB")
+    bars = drawing.stacked(held, "GiB of a device", unit="GiB")
     rehearsed = data["summary"].get("rehearsed_memory_bytes", [])
     peaks = [
         {"name": stage_words(row["stages"]), "peak": REHEARSED, "value": nbytes / GIB}
         for row, nbytes in zip(data["memory"], rehearsed, strict=False)
     ]
-    layers = [bars, capacity_line(data["summary"]["memory_bytes"])]
+    layers = [bars, drawing.capacity_line(data["summary"]["memory_bytes"])]
     if peaks:
         layers.append(_peak_marks(peaks))
     label = "Memory of a device of each group by what holds it; the dashed line is what it has"
     chart = alt.layer(*layers).resolve_scale(color="independent", shape="independent")
-    return specified(chart, label, height=BAR * (len(data["memory"]) + 1))
+    return drawing.specified(chart, label, height=drawing.BAR * (len(data["memory"]) + 1))
 
 
 def _peak_marks(rows: Sequence[Row]) -> Any:
     """A mark at `value`, GiB, in the row of its `name`."""
     scale = alt.Scale(domain=[REHEARSED], range=["circle"])
     return (
-        alt.Chart(named(rows))
-        .mark_point(filled=True, size=60, opacity=1, stroke=GREY, strokeWidth=1)
+        alt.Chart(drawing.named(rows))
+        .mark_point(filled=True, size=60, opacity=1, stroke=drawing.GREY, strokeWidth=1)
         .encode(
             x="value:Q",
             y=alt.Y("name:N", sort=list(dict.fromkeys(row["name"] for row in rows))),
             shape=alt.Shape("peak:N", title=None, scale=scale),
-            color=alt.value(INK),
-            tooltip=tips_of(name="of", peak="peak", value="GiB|.4~g"),
+            color=alt.value(drawing.INK),
+            tooltip=drawing.tips_of(name="of", peak="peak", value="GiB|.4~g"),
         )
     )
 
 
-def components(data: Row) -> Spec:
+def components(data: Row) -> drawing.Spec:
     """Seconds of each device group by what it does."""
     bars = {stage_words(row["stages"]): row["components_s"] for row in data["device_groups"]}
-    chart = stacked(bars, "of a step", unit="s")
+    chart = drawing.stacked(bars, "of a step", unit="s")
     label = "Seconds of a step of each device group by what it does"
-    return specified(chart, label, height=BAR * (len(bars) + 1))
+    return drawing.specified(chart, label, height=drawing.BAR * (len(bars) + 1))
 
 
-def timelines(data: Row) -> dict[str, Spec]:
+def timelines(data: Row) -> dict[str, drawing.Spec]:
     """A chart for each window of the simulated step."""
     timeline = data["timeline"]
     names = [stage_words(group["stages"]) for group in data["device_groups"]]
@@ -192,7 +187,7 @@ def timelines(data: Row) -> dict[str, Spec]:
     }
 
 
-def _window(window: Row, names: Sequence[str]) -> Spec:
+def _window(window: Row, names: Sequence[str]) -> drawing.Spec:
     events = list(csv.DictReader(window["events_csv"].splitlines()))
     shown = {event["kind"] for event in events}
     kinds = [kind for kind in KINDS if kind in shown]
@@ -203,7 +198,7 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
     scale = alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds])
     zoom = alt.selection_interval(bind="scales", encodings=["x"])
     chart = (
-        unnamed(rows, EVENT)
+        drawing.unnamed(rows, EVENT)
         .transform_calculate(
             name=f"{json.dumps(list(names))}[datum.group]",
             what=f"{json.dumps(kinds)}[datum.kind]",
@@ -216,14 +211,14 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
         .encode(
             x=alt.X(
                 "start_s:Q",
-                axis=seconds_axis(window["end_s"], "from the start of the step"),
+                axis=drawing.seconds_axis(window["end_s"], "from the start of the step"),
                 scale=alt.Scale(domain=[window["start_s"], window["end_s"]], nice=False),
             ),
             x2="end_s:Q",
             y=alt.Y("name:N", title=None, sort=list(names)),
             yOffset=alt.YOffset("lane:N", sort=["compute", "communication"]),
             color=alt.Color("what:N", title=None, sort=kinds, scale=scale),
-            tooltip=tips_of(
+            tooltip=drawing.tips_of(
                 name="on", what="what", stage="stage", microbatch="micro-batch",
                 start_s="from, s|.5~g", seconds="takes, s|.4~g",
             ),
@@ -231,8 +226,8 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
         .add_params(zoom)
     )  # fmt: skip
     label = f"Simulated step, {window['window']}: what each device group does when; scroll zooms"
-    height = max(4 * BAR, 2 * BAR * len(names))
-    return specified(chart, label, height=height, marks=len(rows))
+    height = max(4 * drawing.BAR, 2 * drawing.BAR * len(names))
+    return drawing.specified(chart, label, height=height, marks=len(rows))
 
 
 def _ticks(
@@ -247,7 +242,7 @@ def _ticks(
         yield *where, round(start), round(end) - round(start)
 
 
-def communication(data: Row) -> Spec | None:
+def communication(data: Row) -> drawing.Spec | None:
     """Seconds of the busiest stage's collectives, exposed and hidden."""
     rows = data["communication"]
     if not rows:
@@ -262,18 +257,18 @@ def communication(data: Row) -> Spec | None:
             parts["hidden"] += row["seconds"] - row["exposed_s"]
     bars = dict(sorted(own.items(), key=lambda item: -sum(item[1].values())))
     colours = ("#e45756", "#9ecae9")
-    chart = stacked(bars, f"of a step, stage {stage}", unit="s", colours=colours)
+    chart = drawing.stacked(bars, f"of a step, stage {stage}", unit="s", colours=colours)
     label = f"Seconds of communication of stage {stage} by axis, collective and link"
-    return specified(chart, label, height=2 * BAR * len(own))
+    return drawing.specified(chart, label, height=2 * drawing.BAR * len(own))
 
 
-def block_charts(data: Row) -> dict[str, Spec]:
+def block_charts(data: Row) -> dict[str, drawing.Spec]:
     """A chart for each block in which something takes time."""
     found = {f"block-{k}": _block(block) for k, block in enumerate(data["blocks"])}
     return {name: spec for name, spec in found.items() if spec is not None}
 
 
-def _block(block: Row) -> Spec | None:
+def _block(block: Row) -> drawing.Spec | None:
     lines = list(_lines(block["steps"]))
     if not lines:
         return None
@@ -292,28 +287,30 @@ def _block(block: Row) -> Spec | None:
     x = alt.X(
         "value:Q",
         stack="zero",
-        axis=seconds_axis(most, ""),
+        axis=drawing.seconds_axis(most, ""),
         scale=alt.Scale(domain=[0, ROOM * most], nice=False),
     )
     kinds = [kind for kind in BLOCK_COLOURS if any(bar["part"] == kind for bar in bars)]
     scale = alt.Scale(domain=kinds, range=[BLOCK_COLOURS[kind] for kind in kinds])
     drawn = (
-        alt.Chart(named(bars))
+        alt.Chart(drawing.named(bars))
         .mark_bar()
         .encode(
             x=x,
             y=y,
             color=alt.Color("part:N", title=None, sort=kinds, scale=scale),
             order=alt.Order("part:N", sort="descending"),
-            tooltip=tips_of(name="what", part="in", value="s|.4~g"),
+            tooltip=drawing.tips_of(name="what", part="in", value="s|.4~g"),
         )
     )
-    beside = alt.Chart(named(ends)).mark_text(align="left", dx=4, fontSize=9, color=GREY)
+    beside = alt.Chart(drawing.named(ends)).mark_text(
+        align="left", dx=4, fontSize=9, color=drawing.GREY
+    )
     written = beside.encode(x="value:Q", y=y, text="states:N")
     label = (
         "What runs in a block, its seconds in one micro-batch and its shardings, from top to bottom"
     )
-    return specified(alt.layer(drawn, written), label, height=BAR * len(lines))
+    return drawing.specified(alt.layer(drawn, written), label, height=drawing.BAR * len(lines))
 
 
 def _lines(steps: list[Row]) -> Iterator[tuple[str, str, dict[str, float]]]:
@@ -351,7 +348,7 @@ def _states(step: Row) -> str:
     return " → ".join(filter(None, sides))
 
 
-def sensitivity(data: Row) -> Spec | None:
+def sensitivity(data: Row) -> drawing.Spec | None:
     """The factor on each property of the cluster that flips the decision."""
     rows = [row for row in data.get("sensitivity", ()) if row["factor"] is not None]
     if not rows:
@@ -366,22 +363,24 @@ def sensitivity(data: Row) -> Spec | None:
         for row in sorted(rows, key=lambda row: max(row["factor"], 1 / row["factor"]))
     ]
     chart = (
-        alt.Chart(named(bars))
+        alt.Chart(drawing.named(bars))
         .mark_bar()
         .encode(
             x=alt.X("one:Q", title="times what it is", scale=alt.Scale(type="log", base=2)),
             x2="factor:Q",
             y=alt.Y("name:N", title=None, sort=[bar["name"] for bar in bars]),
-            tooltip=tips_of(name="property", factor="times|.3~g", plan="then"),
+            tooltip=drawing.tips_of(name="property", factor="times|.3~g", plan="then"),
         )
     )
     label = "The factor on each property of the cluster from which on another plan is chosen"
-    return specified(chart, label, height=BAR * (len(bars) + 1))
+    return drawing.specified(chart, label, height=drawing.BAR * (len(bars) + 1))
 
 
-def sources(data: Row) -> Spec:
+def sources(data: Row) -> drawing.Spec:
     """What the operators' seconds rest on."""
     rests, colours = data["summary"]["rests_on"], ("#54a24b", "#eeca3b", "#9d755d")
     title = "share of the operators' seconds"
-    chart = stacked({"seconds": rests}, title, unit="share", colours=colours)
-    return specified(chart, "Share of the operators' seconds by what they rest on", height=2 * BAR)
+    chart = drawing.stacked({"seconds": rests}, title, unit="share", colours=colours)
+    return drawing.specified(
+        chart, "Share of the operators' seconds by what they rest on", height=2 * drawing.BAR
+    )

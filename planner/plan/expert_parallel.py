@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from meshwright.costmodel import sharding
+from meshwright.costmodel import rules, sharding
 from meshwright.costmodel.graph import Block, Graph, Op
-from meshwright.costmodel.rules import EXPERT_FACTOR, TOKEN_FACTORS, traits_of
 from meshwright.planner.plan.expert_legs import legs, refused
 from meshwright.planner.plan.plan import StagePlan
 from meshwright.planner.plan.ranges import PlanError
@@ -22,13 +21,13 @@ from meshwright.planner.plan.ranges import PlanError
 
 def has_experts(graph: Graph) -> bool:
     """Whether any operator has weights of several experts."""
-    return any(traits_of(op).experts == "product" for op in graph.ops)
+    return any(rules.traits_of(op).experts == "product" for op in graph.ops)
 
 
 def fewest_experts(graph: Graph, factors: sharding.FactorTable) -> int:
     """The fewest experts that any operator has weights of; 1 without such operators."""
-    ops = [op for op in graph.ops if traits_of(op).experts == "product"]
-    return min((factors.ops[op.name].sizes[EXPERT_FACTOR] for op in ops), default=1)
+    ops = [op for op in graph.ops if rules.traits_of(op).experts == "product"]
+    return min((factors.ops[op.name].sizes[rules.EXPERT_FACTOR] for op in ops), default=1)
 
 
 def expert_weights(graph: Graph) -> frozenset[str]:
@@ -36,7 +35,7 @@ def expert_weights(graph: Graph) -> frozenset[str]:
     return frozenset(
         value
         for op in graph.ops
-        if traits_of(op).experts == "product"
+        if rules.traits_of(op).experts == "product"
         for value in _weights(op.operands)
     )
 
@@ -65,12 +64,12 @@ def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, sharding.Ass
         for value in weights.intersection(block.parameters)
     )
     return whole and all(
-        strategy.split_factor in TOKEN_FACTORS
-        if traits_of(op).experts == "dispatch"
+        strategy.split_factor in rules.TOKEN_FACTORS
+        if rules.traits_of(op).experts == "dispatch"
         else not strategy.operands[1].sharded
         for block in blocks
         for op in block.ops
-        if traits_of(op).experts in ("dispatch", "product")
+        if rules.traits_of(op).experts in ("dispatch", "product")
         for strategy in (assignments[block.name].strategies[op.name],)
     )
 
@@ -81,7 +80,7 @@ def check_blocks(blocks: Sequence[Block], graph: Graph, factors: sharding.Factor
     for block in blocks:
         legs(block.ops, graph, factors, block.outputs)
         for op in block.ops:
-            matrices = _weights(op.operands) if traits_of(op).experts == "product" else ()
+            matrices = _weights(op.operands) if rules.traits_of(op).experts == "product" else ()
             for value in op.operands:
                 if value in weights and not (value in matrices and value in graph.parameters):
                     said = graph.parameters.get(value, value)
@@ -137,8 +136,8 @@ def check_experts(
     states = {value: at for own in assignments.values() for value, at in own.states.items()}
     _check_moves(ops, factors, strategies, states, f"{place}: ep={stage.ep}")
     for op in ops:
-        if traits_of(op).experts == "product":
-            count = factors.ops[op.name].sizes[EXPERT_FACTOR]
+        if rules.traits_of(op).experts == "product":
+            count = factors.ops[op.name].sizes[rules.EXPERT_FACTOR]
             if count % stage.ep:
                 raise PlanError(
                     f"={stage.ep} does not divide the {count} experts of {op.module}",
@@ -153,8 +152,8 @@ def check_experts(
                     place=f"{place}: ep",
                     legal="a divisor of it, or whole matrices",
                 )
-        if traits_of(op).experts == "dispatch":
-            token_ranks = stage.tp if strategies[op.name].split_factor in TOKEN_FACTORS else 1
+        if rules.traits_of(op).experts == "dispatch":
+            token_ranks = stage.tp if strategies[op.name].split_factor in rules.TOKEN_FACTORS else 1
             ranks = stage.dp * stage.cp * token_ranks
             if ranks % stage.ep:
                 raise PlanError(

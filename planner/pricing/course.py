@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from meshwright.costmodel.memory import (
-    Reduction,
-    Trained,
-    fixed_bytes,
-    optimizer_temporary_bytes,
-    undo_bytes,
-)
+from meshwright.costmodel import memory
 from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
 from meshwright.costmodel.recompute import REGATHER, parts_of
 from meshwright.costmodel.schedules import Action
@@ -148,7 +142,7 @@ def _stage(
     return StageBytes(
         fixed=weights + states,
         weights=weights,
-        optimizer=optimizer_temporary_bytes(
+        optimizer=memory.optimizer_temporary_bytes(
             owned, optimizer=setting.optimizer, device=setting.cluster.device.kind
         ),
         blocks=sending(own, blocks),
@@ -170,7 +164,7 @@ def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]
         for value, state in (each for block in own.blocks for each in block.parameters):
             if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
                 parts = own.stage.parts(pricer.parameters.shard_count(value, state))
-                kept[ranks] += own.setting.validated * undo_bytes(
+                kept[ranks] += own.setting.validated * memory.undo_bytes(
                     pricer.numel(value, state) / parts, own.setting.optimizer
                 )
             held.add((ranks, value))
@@ -183,7 +177,7 @@ def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]
 
 
 def _fixed_bytes(
-    trained: Sequence[Trained], others: Sequence[Frozen], setting: Setting
+    trained: Sequence[memory.Trained], others: Sequence[Frozen], setting: Setting
 ) -> tuple[float, float]:
     """Bytes of weights, with the secondary shards that a backward begins with; and of optimizer
     states, with what a step that is validated afterwards may have to undo."""
@@ -197,10 +191,10 @@ def _fixed_bytes(
     weights += setting.secondary_bytes * again + sum(p.nbytes for p in others)
     sharing, optimizer = setting.sharing, setting.optimizer
     states = setting.validated * sum(
-        undo_bytes(p.numel / sharing.parts(p.shards), optimizer) for p in trained
+        memory.undo_bytes(p.numel / sharing.parts(p.shards), optimizer) for p in trained
     )
     for p in trained:
-        own, kept = fixed_bytes(
+        own, kept = memory.fixed_bytes(
             p.numel,
             p.shards,
             precision=setting.precision,
@@ -217,7 +211,7 @@ def _parameters(
     held: Collection[tuple[tuple[int, ...], str]],
     pricer: Pricer,
     stage: StagePlan,
-) -> tuple[list[Trained], dict[tuple[int, int], int], list[Frozen]]:
+) -> tuple[list[memory.Trained], dict[tuple[int, int], int], list[Frozen]]:
     """The trained parameters that are not `held` already, in the order of the forward, the number
     of each by block and number there, and the frozen ones."""
     off = off_device(stage, pricer.graph)
@@ -243,7 +237,7 @@ def _parameters(
             shards = shards if divided else 1
             frozen.append(Frozen(numel=numel, shards=shards, block=block, nbytes=here))
             continue
-        p = Trained(
+        p = memory.Trained(
             numel=numel,
             holders=pricer.parameters.holders(value, state),
             shards=shards,
@@ -259,7 +253,7 @@ def _parameters(
 
 
 def _gathered(
-    parameters: Sequence[Trained | Frozen], blocks: int, setting: Setting
+    parameters: Sequence[memory.Trained | Frozen], blocks: int, setting: Setting
 ) -> list[tuple[tuple[float, float], float]]:
     """Bytes of weights that `fully_shard` holds under ZeRO-3 in each block's forward: its own, also
     as they were gathered, and as it begins those of the block before as they were; and in its
@@ -286,9 +280,9 @@ def _gathered(
     ]
 
 
-def _reduction(setting: Setting) -> Reduction:
+def _reduction(setting: Setting) -> memory.Reduction:
     target = setting.target
-    return Reduction(
+    return memory.Reduction(
         sharing=setting.sharing,
         weight_bytes=DTYPE_BYTES[setting.precision],
         bucket_bytes=target.bucket_bytes,

@@ -7,16 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from meshwright.costmodel import stages
 from meshwright.costmodel.sharding import Assignment, Placement
-from meshwright.costmodel.stages import (
-    Recompute,
-    Sent,
-    StageCosts,
-    Sums,
-    of_one,
-    parameter_sums,
-    stage_costs,
-)
 from meshwright.planner.plan import Plan
 from meshwright.planner.pricing.away import sent_of
 from meshwright.planner.pricing.segments import stage_recompute
@@ -29,10 +21,10 @@ class PricedStage(StageBlocks):
     every block repeats by its own policy, what is sent to host memory (None where nothing is), and
     the costs."""
 
-    sums: Sums
-    repeated: Recompute
-    sent: Sent | None
-    costs: StageCosts[float]
+    sums: stages.Sums
+    repeated: stages.Recompute
+    sent: stages.Sent | None
+    costs: stages.StageCosts[float]
 
 
 def priced_stage(
@@ -41,11 +33,11 @@ def priced_stage(
     """Stage k of a checked plan."""
     own = stage_blocks(plan, k, coster, assignments)
     stage, setting, pricer, blocks = own.stage, own.setting, own.pricer, own.blocks
-    rows = Sums(np.stack([each.sums.array for each in blocks]))
+    rows = stages.Sums(np.stack([each.sums.array for each in blocks]))
     sums, stored = rows.joined(), set[tuple[str, Placement]]()
     for each in blocks:
         for value, state in stored.intersection(each.shared):
-            sums = sums - parameter_sums(pricer, value, state)
+            sums = sums - stages.parameter_sums(pricer, value, state)
         stored.update(each.shared)
     sent, repeated = sent_of(own), stage_recompute(own)
     # where steps are followed, the walk over the blocks says what a backward holds
@@ -60,5 +52,5 @@ def priced_stage(
         sums=sums,
         repeated=repeated,
         sent=sent,
-        costs=of_one(stage_costs(sums, setting, repeated, sent)),
+        costs=stages.of_one(stages.stage_costs(sums, setting, repeated, sent)),
     )

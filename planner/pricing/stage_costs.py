@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from meshwright.costmodel import operators
 from meshwright.costmodel.blocks import (
     KnownSteps,
     PassNeeds,
@@ -35,20 +36,6 @@ from meshwright.costmodel.mesh import (
     HostParts,
     Mesh,
     Parts,
-)
-from meshwright.costmodel.operators import (
-    PASS_COLUMNS,
-    Fusion,
-    LocalSizes,
-    ModelFlops,
-    Priced,
-    Pricer,
-    Problem,
-    Setting,
-    attention,
-    context_exchange,
-    fuse,
-    model_flops,
 )
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
@@ -98,8 +85,8 @@ class StageBlocks:
     """A stage with its blocks as they run."""
 
     stage: StagePlan
-    setting: Setting
-    pricer: Pricer
+    setting: operators.Setting
+    pricer: operators.Pricer
     blocks: Sequence[Entered]
 
 
@@ -109,11 +96,13 @@ class _Known:
 
     kinds: dict[tuple[Mesh, Batch], ContextKind] = field(default_factory=dict)
     contexts: dict[tuple[int, ContextKind | None], ContextLayout] = field(default_factory=dict)
-    settings: dict[Parts, Setting] = field(default_factory=dict)
+    settings: dict[Parts, operators.Setting] = field(default_factory=dict)
     # prices of operators, by the setting of a pass, and by that of a step
-    pricers_of_pass: dict[tuple[Mesh, Batch], Pricer] = field(default_factory=dict)
-    pricers: dict[Parts, Pricer] = field(default_factory=dict)
-    parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)  # of `ParameterPricer`
+    pricers_of_pass: dict[tuple[Mesh, Batch], operators.Pricer] = field(default_factory=dict)
+    pricers: dict[Parts, operators.Pricer] = field(default_factory=dict)
+    parameters: dict[Any, dict[Any, operators.Priced]] = field(
+        default_factory=dict
+    )  # of `ParameterPricer`
     blocks: dict[tuple[Mesh, Batch, Sharing, Decided, bool], tuple[PassPrice, Sums]] = field(
         default_factory=dict
     )
@@ -134,7 +123,7 @@ class _Known:
 class StageCoster:
     """Prices blocks of one problem; blocks of one class with equal decisions are priced once."""
 
-    problem: Problem
+    problem: operators.Problem
     walks: dict[Any, Walked] = field(default_factory=dict, init=False)  # `walked_stages`
     _known: _Known = field(default_factory=_Known, init=False)
 
@@ -152,8 +141,8 @@ class StageCoster:
         return {block.name: block for block in self.graph.blocks}
 
     @cached_property
-    def model_flops(self) -> ModelFlops:
-        return model_flops(self.graph, self.problem.factors)
+    def model_flops(self) -> operators.ModelFlops:
+        return operators.model_flops(self.graph, self.problem.factors)
 
     @cached_property
     def errors(self) -> tuple[Quantiles, Quantiles]:
@@ -181,8 +170,8 @@ class StageCoster:
         return partial(send_seconds, cluster=own.cluster, target=own.target, profile=own.profile)
 
     @cached_property
-    def _fusion(self) -> Fusion:
-        return fuse(self.graph, self.problem.factors, self.problem.target.fusion)
+    def _fusion(self) -> operators.Fusion:
+        return operators.fuse(self.graph, self.problem.factors, self.problem.target.fusion)
 
     def setting(
         self,
@@ -191,11 +180,11 @@ class StageCoster:
         sharing: Sharing = UNSHARED,
         host: HostParts = NOT_AWAY,
         validated: bool = False,
-    ) -> Setting:
+    ) -> operators.Setting:
         """A stage of this problem; where the kind of attention is open, it is the cheapest."""
         if mesh.is_open:
             mesh = mesh.of_kind(self._cheapest_kind(mesh, batch))
-        own = Setting(
+        own = operators.Setting(
             problem=self.problem,
             mesh=mesh,
             batch=batch,
@@ -207,7 +196,7 @@ class StageCoster:
 
     def _cheapest_kind(self, mesh: Mesh, batch: Batch) -> ContextKind:
         """The kind of attention over the context axis that takes least."""
-        own = Setting(problem=self.problem, mesh=replace(mesh, ep=1), batch=batch).of_pass
+        own = operators.Setting(problem=self.problem, mesh=replace(mesh, ep=1), batch=batch).of_pass
         key = own.mesh, own.batch
         if key not in self._known.kinds:
             by_heads = mesh.cp in ulysses_degrees(self.graph, mesh.tp)
@@ -215,24 +204,28 @@ class StageCoster:
             self._known.kinds[key] = min(kinds, key=lambda kind: self._attention_s(own, kind))
         return self._known.kinds[key]
 
-    def _attention_s(self, setting: Setting, kind: ContextKind) -> float:
+    def _attention_s(self, setting: operators.Setting, kind: ContextKind) -> float:
         """Seconds of the graph's attention by a kind of context parallelism."""
         graph, table = self.graph, self.problem.factors
         own = replace(setting, mesh=setting.mesh.of_kind(kind))
-        sizes = LocalSizes(graph=graph, table=table, setting=own, context=self._context(own))
+        sizes = operators.LocalSizes(
+            graph=graph, table=table, setting=own, context=self._context(own)
+        )
         found = [op for op in graph.ops if traits_of(op).kernel == "attention"]
         distinct = {tuple(graph.values[v].shape for v in op.operands): op for op in found}
         seconds = 0.0
         for op in distinct.values():
             options = strategies(graph, table, op, own.mesh.tp)
             by_heads = next((x for x in options if x.split_factor == "heads"), options[0])
-            entries = attention(sizes, op, by_heads)
-            computed = [sum(e.seconds for e in entries if e.column == c) for c in PASS_COLUMNS]
-            exchanged = context_exchange(sizes, op, by_heads, *computed)
+            entries = operators.attention(sizes, op, by_heads)
+            computed = [
+                sum(e.seconds for e in entries if e.column == c) for c in operators.PASS_COLUMNS
+            ]
+            exchanged = operators.context_exchange(sizes, op, by_heads, *computed)
             seconds += sum(computed) + sum(entry.seconds for entry in exchanged)
         return seconds
 
-    def _context(self, setting: Setting) -> ContextLayout | None:
+    def _context(self, setting: operators.Setting) -> ContextLayout | None:
         """The layout of the context axis, if there is one."""
         table, contexts = self.problem.factors, self._known.contexts
         if setting.mesh.cp == 1 or table.sequence is None:
@@ -242,17 +235,17 @@ class StageCoster:
             contexts[key] = context_layout(self.graph, table, setting.mesh.cp, setting.mesh.kind)
         return contexts[key]
 
-    def pricer(self, setting: Setting) -> Pricer:
+    def pricer(self, setting: operators.Setting) -> operators.Pricer:
         """Prices of operators and re-shards in a setting."""
         key, pricers = setting.parts, self._known.pricers
         if key not in pricers:
             pricers[key] = self._of_pass(setting.of_pass).once(setting)
         return pricers[key]
 
-    def _of_pass(self, own: Setting) -> Pricer:
+    def _of_pass(self, own: operators.Setting) -> operators.Pricer:
         key, pricers = (own.mesh, own.batch), self._known.pricers_of_pass
         if key not in pricers:
-            pricers[key] = Pricer(
+            pricers[key] = operators.Pricer(
                 graph=self.graph,
                 table=self.problem.factors,
                 setting=own,
@@ -263,7 +256,11 @@ class StageCoster:
         return pricers[key]
 
     def block(
-        self, pricer: Pricer, block: Block, assignment: Assignment, inputs: Mapping[str, Placement]
+        self,
+        pricer: operators.Pricer,
+        block: Block,
+        assignment: Assignment,
+        inputs: Mapping[str, Placement],
     ) -> tuple[PassPrice, Sums]:
         """The price of a block per micro-batch, and its contribution to the sums of its stage."""
         own, known = pricer.step.of_step, self._known.blocks
@@ -280,7 +277,7 @@ class StageCoster:
 
     def _pass(
         self,
-        setting: Setting,
+        setting: operators.Setting,
         layouts: BlockLayouts,
         assignment: Assignment,
         inputs: Mapping[str, Placement],
@@ -325,7 +322,7 @@ class StageCoster:
         return known[block.name, tp]
 
     def entered(
-        self, pricer: Pricer, stage: StagePlan, assignments: Mapping[str, Assignment]
+        self, pricer: operators.Pricer, stage: StagePlan, assignments: Mapping[str, Assignment]
     ) -> Iterator[Entered]:
         """The blocks of a stage in their order, whose inputs enter as a block before left them, or
         whole from another stage."""
@@ -366,7 +363,7 @@ class StageCoster:
             known[key] = KnownSteps(moves(layouts, assignment, inputs))
         return known[key]
 
-    def send_seconds(self, setting: Setting) -> Floats:
+    def send_seconds(self, setting: operators.Setting) -> Floats:
         """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,
         between two stages with this mesh; where some neighbours share a node and others don't, on
         average."""
@@ -392,7 +389,7 @@ class StageCoster:
         known = {nbytes: seconds(nbytes) for nbytes in set(sent)}
         return np.array([known[nbytes] for nbytes in sent])
 
-    def _sent_bytes(self, pricer: Pricer) -> list[float]:
+    def _sent_bytes(self, pricer: operators.Pricer) -> list[float]:
         """Bytes of the activations at each boundary."""
         setting, known = pricer.setting, self._known.sent_bytes
         key = setting.mesh, setting.batch
@@ -401,7 +398,7 @@ class StageCoster:
         return known[key]
 
 
-def stage_setting(plan: Plan, k: int, coster: StageCoster) -> Setting:
+def stage_setting(plan: Plan, k: int, coster: StageCoster) -> operators.Setting:
     """The mesh of stage k of a plan, with its rows, ZeRO and micro-batches."""
     return coster.setting(*plan.parts(k))
 

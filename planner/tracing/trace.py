@@ -33,33 +33,14 @@ from meshwright.costmodel.graph import Graph
 from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
 from meshwright.planner.garbage import seldom_collected
+from meshwright.planner.tracing import context, user_module
 from meshwright.planner.tracing.batch import FakeBatch, check_call
-from meshwright.planner.tracing.context import (
-    DataAccess,
-    emptied_caches,
-    explain,
-    generators_untouched,
-    quiet,
-    recorded_gradients,
-    recorded_inference_mode,
-    refused_draws,
-    refused_gradients,
-)
 from meshwright.planner.tracing.convert import convert
 from meshwright.planner.tracing.leaves import LeafRecorder
 from meshwright.planner.tracing.loss import LossModule
 from meshwright.planner.tracing.second_forward import kept_tensors
 from meshwright.planner.tracing.similar import Irregular, StandIns
 from meshwright.planner.tracing.transformers import adapted
-from meshwright.planner.tracing.user_module import (
-    Held,
-    Key,
-    SimilarLayers,
-    check_hooks,
-    describe,
-    find_similar_layers,
-    user_frame,
-)
 from meshwright.planner.tracing.values import mixed_operands
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -103,8 +84,8 @@ def trace(
     fix: frozenset[str] = frozenset()  # numbers that can't be carried
     FakeBatch.of(example_inputs, DTYPES[precision], batch_size)
     check_call(model, example_inputs, loss_fn)
-    check_hooks(model)
-    carried: frozenset[Key] = frozenset()
+    user_module.check_hooks(model)
+    carried: frozenset[user_module.Key] = frozenset()
     while True:
         batch = FakeBatch.of(example_inputs, DTYPES[precision], batch_size, fix)
         tracer = _Tracer(
@@ -148,7 +129,7 @@ class _Tracer:
     loss_fn: Callable[..., Any] | None
     dtype: torch.dtype
     batch: FakeBatch
-    carried: frozenset[Key]
+    carried: frozenset[user_module.Key]
 
     def with_leaves(self, repeats: bool) -> Graph:
         """The graph, modules that can't be traced kept as leaves. Raises `TraceError`, and
@@ -168,7 +149,9 @@ class _Tracer:
                         whole = TraceError(f"{first}\n{message}: {error}")
                     raise whole from first.__cause__  # the user's own, if it is one
 
-    def graph(self, groups: Sequence[SimilarLayers], leaves: Mapping[str, str]) -> Graph:
+    def graph(
+        self, groups: Sequence[user_module.SimilarLayers], leaves: Mapping[str, str]
+    ) -> Graph:
         """The graph by `torch.export`. Raises `TraceError`, `Irregular` where `groups` do not prove
         to be similar, and `KeptTensors`."""
 
@@ -188,7 +171,7 @@ class _Tracer:
         """The graph by way of similar layers; None where only a full trace can tell."""
         apart: Sequence[str] = ()
         try:
-            while groups := find_similar_layers(self.model, apart):
+            while groups := user_module.find_similar_layers(self.model, apart):
                 try:
                     return self.graph(groups, leaves)
                 except Irregular as error:
@@ -201,7 +184,7 @@ class _Tracer:
             return None
 
     def _loss_module(
-        self, groups: Sequence[SimilarLayers], leaves: Mapping[str, str]
+        self, groups: Sequence[user_module.SimilarLayers], leaves: Mapping[str, str]
     ) -> LossModule:
         """A copy of model and loss in fake tensors, ready to be exported once."""
 
@@ -270,17 +253,17 @@ def _export(
 def _tracing(module: LossModule, dtype: torch.dtype) -> Iterator[None]:
     """Context in which a forward is recorded as it is written."""
     with (
-        quiet(),
-        emptied_caches(module.model, module.loss_fn),
+        context.quiet(),
+        context.emptied_caches(module.model, module.loss_fn),
         torch.enable_grad(),
         adapted(module.model),
-        recorded_gradients(),
-        recorded_inference_mode(),
-        refused_draws(),
-        refused_gradients(),
+        context.recorded_gradients(),
+        context.recorded_inference_mode(),
+        context.refused_draws(),
+        context.refused_gradients(),
         # arguments are validated only where asked to: a trace has no values
         mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
-        DataAccess(),
+        context.DataAccess(),
         nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype=dtype),
     ):
         yield
@@ -302,9 +285,9 @@ def _check_second_forward(
 
 
 def _failure(error: Exception, module: LossModule) -> Untraceable:
-    reason = f"{user_frame(traceback.extract_tb(error.__traceback__))} can't be traced"
+    reason = f"{user_module.user_frame(traceback.extract_tb(error.__traceback__))} can't be traced"
     modules = enclosing_modules(_running_module(error, module.model))
-    message = explain(error)
+    message = context.explain(error)
     if module.batch.scale != 1:
         message += (
             f" (It was traced for a micro-batch of {module.batch.rows} rows, not as many as "
@@ -326,10 +309,10 @@ def _symbolic(module: LossModule) -> fx.GraphModule:
         for name, value in bound.arguments.items()
         if value is None or type(value) in (bool, int, float, str)
     }
-    held, drawn = Held(module.watch.holders), torch.get_rng_state()
-    with module.watch.recording(), generators_untouched():
+    held, drawn = user_module.Held(module.watch.holders), torch.get_rng_state()
+    with module.watch.recording(), context.generators_untouched():
         traced = fx.symbolic_trace(module.model, concrete_args=fixed or None)
-    changed = held.changed(Held(module.watch.holders)) - module.watch.written_first
+    changed = held.changed(user_module.Held(module.watch.holders)) - module.watch.written_first
     if changed or not torch.equal(drawn, torch.get_rng_state()):
         raise TraceError("a forward with state, or random draws, that a symbolic trace would fix")
     traced.graph.eliminate_dead_code()
@@ -429,7 +412,7 @@ def _more_leaves(model: nn.Module, leaves: Mapping[str, str], error: Untraceable
     for fqn in error.modules:
         if fqn in leaves or fqn not in modules or not _has_forward(modules[fqn]):
             continue
-        parts = describe(modules[fqn])[0]
+        parts = user_module.describe(modules[fqn])[0]
         like = [name for name, m in modules.items() if name and _is_like(m, modules[fqn], parts)]
         inside = tuple(f"{name}." for name in like)
         outer = {name: why for name, why in leaves.items() if not name.startswith(inside)}
@@ -438,7 +421,9 @@ def _more_leaves(model: nn.Module, leaves: Mapping[str, str], error: Untraceable
 
 
 def _is_like(module: nn.Module, other: nn.Module, parts: list[object]) -> bool:
-    return module is other or (type(module) is type(other) and describe(module)[0] == parts)
+    return module is other or (
+        type(module) is type(other) and user_module.describe(module)[0] == parts
+    )
 
 
 def _has_forward(module: nn.Module) -> bool:

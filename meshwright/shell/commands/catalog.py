@@ -7,12 +7,7 @@ from collections import Counter
 from typing import Any
 
 from meshwright.planner.document import Document, Part, Table
-from meshwright.profiles.hardware.catalog_reader import (
-    SOURCE_KINDS,
-    Entry,
-    catalog_names,
-    read_entry,
-)
+from meshwright.profiles.hardware import catalog_reader
 from meshwright.shell.answer import Answer
 
 Listing = tuple[Any, Document]  # data, text
@@ -29,7 +24,7 @@ def run(args: argparse.Namespace) -> Answer:
 
 def every() -> Listing:
     """All entries, a row each."""
-    entries = [read_entry(name) for name in catalog_names()]
+    entries = [catalog_reader.read_entry(name) for name in catalog_reader.catalog_names()]
     rows = [_row(entry) for entry in entries]
     parts: list[Part] = []
     for kind in ("device", "node"):
@@ -45,9 +40,9 @@ def every() -> Listing:
 _PEAKS = tuple(f"peak_flops.{precision}" for precision in ("bf16", "fp16", "fp32"))
 
 
-def _row(entry: Entry) -> dict[str, Any]:
+def _row(entry: catalog_reader.Entry) -> dict[str, Any]:
     kinds = Counter(quantity.kind for quantity in entry.quantities.values())
-    numbers = {kind: kinds[kind] for kind in SOURCE_KINDS if kinds[kind]}
+    numbers = {kind: kinds[kind] for kind in catalog_reader.SOURCE_KINDS if kinds[kind]}
     row: dict[str, Any] = {"entry": entry.texts["entry"], "name": entry.name}
     row["title"] = entry.texts["title"]
     if entry.is_node:
@@ -73,7 +68,7 @@ def _counted(numbers: dict[str, int]) -> str:
 
 def entry(name: str) -> Listing:
     """One entry: each number, as written, with its source. Raises ValueError for unknown names."""
-    found = read_entry(name)
+    found = catalog_reader.read_entry(name)
     rows = [
         {"key": key, "value": q.text, "kind": q.kind, "date": q.date, "source": q.source}
         for key, q in found.quantities.items()

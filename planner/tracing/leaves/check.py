@@ -17,17 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.costmodel import user_rules
 from meshwright.costmodel.graph import Op, TensorMeta
 from meshwright.costmodel.rules import LEAF, Leaf, Misfit, OpFactors, Work, factors_of_spec
-from meshwright.costmodel.user_rules import (
-    TOLERANCES,
-    Fault,
-    Trial,
-    faults,
-    first_line,
-    meta_of,
-    random_operands,
-)
 from meshwright.planner.operators import Program, UnseenWrite
 from meshwright.planner.tracing.leaves.probe import LeafError, in_plain_thread, probe_on_fakes
 from meshwright.planner.tracing.values import TensorLike
@@ -101,7 +93,7 @@ def _check_part(
             in_plain_thread(lambda: probe_on_fakes(program, operand_parts), grad=True).outputs
         )
     except Exception as error:  # noqa: BLE001 - whatever it raises, it does not work on a part
-        problem = f"raises {first_line(error)}"
+        problem = f"raises {user_rules.first_line(error)}"
     else:
         if shapes == expected:
             return
@@ -159,12 +151,12 @@ def try_rule(leaf: Leaf, factors: OpFactors, operands: Likes, results: Likes, *,
     if not traced:
         return ""
 
-    def faults_at(sizes: Mapping[str, int]) -> list[Fault] | str:
+    def faults_at(sizes: Mapping[str, int]) -> list[user_rules.Fault] | str:
         like = [x.resized(dims, sizes) for x, dims in zip(operands, factors.operands, strict=True)]
         wanted = [x.resized(dims, sizes) for x, dims in zip(results, factors.results, strict=True)]
         return _first_trial(leaf, like, wanted, runs=runs)
 
-    def stands(fault: Fault, sizes: Mapping[str, int]) -> bool:
+    def stands(fault: user_rules.Fault, sizes: Mapping[str, int]) -> bool:
         """Whether it is a fault also where its letter is as wide as traced: the letter may be made
         of heads of a fixed size."""
         wide = {**sizes, fault.factor: traced[fault.factor]}
@@ -199,14 +191,16 @@ def _trial_sizes(
     yield from (trial for k, trial in enumerate(trials) if trial not in trials[:k])
 
 
-def _first_trial(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> list[Fault] | str:
+def _first_trial(
+    leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool
+) -> list[user_rules.Fault] | str:
     """The faults on tensors like `operands`, in the first dtype that works, or the reason why that
     can't be told."""
     try:
         if above := _above(_work(leaf, operands, wanted, runs=runs)):
             return above
     except Exception as error:  # noqa: BLE001 - the forward's own, whatever it is
-        return first_line(error)
+        return user_rules.first_line(error)
     reasons = []
     for dtype in DTYPES:
         run = functools.partial(_faults, leaf, operands, wanted, dtype)
@@ -215,7 +209,7 @@ def _first_trial(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> l
         except UnseenWrite as error:
             raise LeafError(str(error)) from None
         except Exception as error:  # noqa: BLE001 - the forward's own; other dtypes may do
-            outcome = first_line(error)
+            outcome = user_rules.first_line(error)
         if not isinstance(outcome, str):
             return outcome
         reasons.append(outcome)
@@ -252,7 +246,7 @@ def _above(work: Work) -> str:
 
 def _faults(
     leaf: Leaf, operands: Likes, wanted: Likes, dtype: torch.dtype | None
-) -> list[Fault] | str:
+) -> list[user_rules.Fault] | str:
     """The faults on random numbers of a dtype, or the reason why that can't be told."""
     assert isinstance(leaf.program, Program)
     if dtype is not None:
@@ -265,7 +259,9 @@ def _faults(
         torch.manual_seed(0)
         coarsest = _CoarsestDtype()
         with coarsest:
-            trial = Trial.of(op, random_operands(metas, dtype), [x.requires_grad for x in operands])
+            trial = user_rules.Trial.of(
+                op, user_rules.random_operands(metas, dtype), [x.requires_grad for x in operands]
+            )
         outputs = trial.whole.results
         if [tuple(y.shape) for y in outputs] != [x.shape for x in wanted]:
             return "its results don't follow the sizes of its tensors"
@@ -278,11 +274,11 @@ def _faults(
             leaf.rule,
             leaf.sums,
             op,
-            list(map(meta_of, trial.operands)),
-            list(map(meta_of, outputs)),
+            list(map(user_rules.meta_of, trial.operands)),
+            list(map(user_rules.meta_of, outputs)),
         )
         trial = replace(trial, tolerance=max(trial.tolerance, coarsest.tolerance))
-        return faults(trial, local)
+        return user_rules.faults(trial, local)
 
 
 class _CoarsestDtype(TorchDispatchMode):
@@ -298,11 +294,11 @@ class _CoarsestDtype(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for x in pytree.tree_leaves(result):
             if isinstance(x, torch.Tensor):
-                self.tolerance = max(self.tolerance, TOLERANCES.get(x.dtype, 0.0))
+                self.tolerance = max(self.tolerance, user_rules.TOLERANCES.get(x.dtype, 0.0))
         return result
 
 
-def _wrong(leaf: Leaf, wrong: Sequence[Fault]) -> str:
+def _wrong(leaf: Leaf, wrong: Sequence[user_rules.Fault]) -> str:
     """The message of the `LeafError` about these faults."""
     program = leaf.program
     assert isinstance(program, Program)

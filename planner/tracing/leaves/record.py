@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from meshwright.costmodel.rules import LEAF, RANDOM_LEAF, Leaf, Work
 from meshwright.planner.errors import Untraceable, enclosing_modules
 from meshwright.planner.operators import Applied, Operand, Program, state_of, to_meta
+from meshwright.planner.tracing import user_module
 from meshwright.planner.tracing.leaves.check import check_rule
 from meshwright.planner.tracing.leaves.probe import (
     LeafError,
@@ -32,17 +33,6 @@ from meshwright.planner.tracing.leaves.probe import (
     probe_on_random,
 )
 from meshwright.planner.tracing.similar import Irregular, comparable, identifiers_of, overridden
-from meshwright.planner.tracing.user_module import (
-    PLAIN,
-    TRACE,
-    Amount,
-    Declaration,
-    declared,
-    describe,
-    hooked,
-    hooks_in,
-    taken_hooks,
-)
 from meshwright.planner.tracing.values import TensorLike
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -110,15 +100,15 @@ class _Subject:
     identity: Any
     state: Mapping[str, torch.Tensor]
     weights: Mapping[str, torch.Tensor]
-    declaration: Declaration
+    declaration: user_module.Declaration
     identified: bool
 
     @staticmethod
     def of_module(
-        fqn: str, module: nn.Module, original: nn.Module, declaration: Declaration
+        fqn: str, module: nn.Module, original: nn.Module, declaration: user_module.Declaration
     ) -> _Subject:
         """The traced copy `module` of the user's module `original`."""
-        parts, integers = describe(original)
+        parts, integers = user_module.describe(original)
         watched = identifiers_of(module)
         known = {path: n for path, n in integers.items() if path not in watched}
         return _Subject(
@@ -127,7 +117,7 @@ class _Subject:
             function=module,
             module=module,
             kind=type(original),
-            identity=(tuple(parts), frozenset(known.items()), hooks_in(original)),
+            identity=(tuple(parts), frozenset(known.items()), user_module.hooks_in(original)),
             state=state_of(module),
             weights=state_of(original),
             declaration=declaration,
@@ -146,7 +136,7 @@ class _Subject:
             identity=("function", target),
             state={},
             weights={},
-            declaration=declared(target) or Declaration(),
+            declaration=user_module.declared(target) or user_module.Declaration(),
             identified=False,
         )
 
@@ -179,7 +169,7 @@ class LeafRecorder:
         self.calls: list[_Recorded] = []
         self.classes: dict[str, tuple[nn.Module, type]] = {}
         self.hooks: dict[str, dict[str, Any]] = {}  # of the leaves' own modules
-        if declared(model) is not None:
+        if user_module.declared(model) is not None:
             raise MeshwrightError(
                 f"{type(model).__name__} is the whole model, of which nothing would be left to "
                 "plan",
@@ -198,15 +188,15 @@ class LeafRecorder:
         """Replace the forwards of the leaves in a copy by recording ones, but for modules inside of
         `spared`, which are stand-ins. Raises `LeafError` for a forward that can't be replaced."""
         for fqn, original in self.model.named_modules():
-            declaration = declared(original)
+            declaration = user_module.declared(original)
             inside = any(fqn == name or fqn.startswith(f"{name}.") for name in spared)
             if inside or (declaration is None and fqn not in self.reasons):
                 continue
             module = copied.get_submodule(fqn)
-            self._instrument(fqn, module, original, declaration or Declaration())
+            self._instrument(fqn, module, original, declaration or user_module.Declaration())
 
     def _instrument(
-        self, fqn: str, module: nn.Module, original: nn.Module, declaration: Declaration
+        self, fqn: str, module: nn.Module, original: nn.Module, declaration: user_module.Declaration
     ) -> None:
         cls = type(module)
         if "forward" in vars(module):
@@ -216,12 +206,14 @@ class LeafRecorder:
                 "out: override forward in a subclass"
             )
         self.classes[fqn] = module, cls
-        self.hooks[fqn] = taken_hooks(module)  # the leaf's call runs them, not the trace's
+        self.hooks[fqn] = user_module.taken_hooks(
+            module
+        )  # the leaf's call runs them, not the trace's
 
         def forward(proxy: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if TRACE.get() is not self:
+            if user_module.TRACE.get() is not self:
                 return cls.forward(proxy, *args, **kwargs)
-            with hooked(module, self.hooks[fqn]):
+            with user_module.hooked(module, self.hooks[fqn]):
                 subject = _Subject.of_module(fqn, module, original, declaration)
                 try:
                     return self._call(subject, args, kwargs)
@@ -236,11 +228,11 @@ class LeafRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which calls of leaves are recorded here."""
-        token = TRACE.set(self)
+        token = user_module.TRACE.set(self)
         try:
             yield
         finally:
-            TRACE.reset(token)
+            user_module.TRACE.reset(token)
 
     def restore(self) -> None:
         """After the export: give the copy's leaves, which the executor runs, their own forwards
@@ -265,7 +257,7 @@ class LeafRecorder:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
                 template.append(Operand(sum(isinstance(x, Operand) for x in template)))
-            elif isinstance(leaf, (*PLAIN, enum.Enum)):
+            elif isinstance(leaf, (*user_module.PLAIN, enum.Enum)):
                 template.append(leaf)
             else:
                 raise LeafError(
@@ -405,11 +397,11 @@ class LeafRecorder:
             raise LeafError(message) from first
 
     def _declared_work(
-        self, work: Work, declaration: Declaration, likes: Sequence[TensorLike]
+        self, work: Work, declaration: user_module.Declaration, likes: Sequence[TensorLike]
     ) -> Work:
         """The work of a probe, with the FLOPs and saved bytes that were declared."""
 
-        def amount(value: Amount) -> int:
+        def amount(value: user_module.Amount) -> int:
             shapes = (x.shape for x in likes)
             return int(value(*shapes) if callable(value) else value * self.scale)
 
