@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, stream_seconds
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.memory import frozen_bytes, optimizer_issues, optimizer_step_bytes
 from meshwright.costmodel.operators.cost import BACKWARD_S, NOTHING, Entry, Priced, priced
 from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
@@ -58,21 +59,19 @@ class ParameterPricer:
     setting: Setting
     numel: Callable[[str, Placement], float]
     unit_numel: Mapping[str, tuple[float, float]]
-    known: dict[Any, dict[Any, Priced]] = field(default_factory=dict)
-    _own: dict[Any, Priced] = field(init=False)  # those of this setting
+    known: Memo[Any, Memo[Any, Priced]] = field(default_factory=Memo)
+    _own: Memo[Any, Priced] = field(init=False)  # those of this setting
 
     def __post_init__(self) -> None:
         of = self.setting = self.setting.of_parameters
-        self._own = self.known.setdefault((of.mesh, of.sharing, of.batch), {})
+        self._own = self.known.of((of.mesh, of.sharing, of.batch), Memo)
 
     def priced(self, value: str, placement: Placement) -> Priced:
         """Gradient reduction, gathering, accumulation over micro-batches and optimizer step of one
         parameter, for each ZeRO stage and for none."""
-        key = value, placement
-        if key not in self._own:
-            some = self.graph.values[value].numel > 0
-            self._own[key] = self._alike(value, placement) if some else ((), NOTHING)
-        return self._own[key]
+        if not self.graph.values[value].numel:
+            return (), NOTHING
+        return self._own.of((value, placement), lambda: self._alike(value, placement))
 
     def _alike(self, value: str, placement: Placement) -> Priced:
         """The same for all parameters of one size that travel with as many others."""
@@ -82,10 +81,8 @@ class ParameterPricer:
         # also of settings that differ in who shares experts out
         of = self.setting
         where = replace(of.mesh, ep=1), of.secondary, of.sharing, of.batch
-        known, key = self.known.setdefault(where, {}), (size, self._parts(value, placement))
-        if key not in known:
-            known[key] = priced(self._entries(value, placement))
-        return known[key]
+        known, key = self.known.of(where, Memo), (size, self._parts(value, placement))
+        return known.of(key, lambda: priced(self._entries(value, placement)))
 
     def _entries(self, value: str, placement: Placement) -> Iterator[Entry]:
         setting, target, parts = self.setting, self.setting.target, self._parts(value, placement)

@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright.costmodel.fp8 import cast_calls
 from meshwright.costmodel.graph import Op
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.operators import communication, context
 from meshwright.costmodel.operators.cost import FORWARD_S, PASS_COLUMNS, Cost, Entry, Priced, priced
 from meshwright.costmodel.operators.fusion import Fusion, is_free
@@ -47,9 +48,9 @@ class Pricer(ReshardPricer):
     unit_numel: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     parameters: ParameterPricer = field(init=False)
     _ops: dict[tuple[str, str], Priced] = field(default_factory=dict)
-    known_parameters: dict[Any, dict[Any, Priced]] = field(default_factory=dict)
-    _issues: dict[tuple[str, float], Entry] = field(default_factory=dict)
-    _splits: dict[str, bool] = field(default_factory=dict)
+    known_parameters: Memo[Any, Memo[Any, Priced]] = field(default_factory=Memo)
+    _issues: Memo[tuple[str, float], Entry] = field(default_factory=Memo)
+    _splits: Memo[str, bool] = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
         self.step, self.setting = self.setting, self.setting.of_pass
@@ -129,9 +130,8 @@ class Pricer(ReshardPricer):
 
     def gathers_batch(self, op: Op) -> bool:
         """Whether the data axis gathers the batch for an operator."""
-        if op.name not in self._splits:
-            self._splits[op.name] = communication.splits_batch(self.graph, self.table, op)
-        return not self._splits[op.name]
+        splits = communication.splits_batch
+        return not self._splits.of(op.name, lambda: splits(self.graph, self.table, op))
 
     def _op_entries(self, op: Op, strategy: Strategy) -> list[Entry]:
         target, traits = self.setting.target, traits_of(op)
@@ -159,9 +159,7 @@ class Pricer(ReshardPricer):
     def _issued(self, column: str, host_s: float) -> Entry:
         """What the host does for an operator, the same for many."""
         key = column, host_s
-        if key not in self._issues:
-            self._issues[key] = Entry(column=column, kind="issue", host_s=host_s)
-        return self._issues[key]
+        return self._issues.of(key, lambda: Entry(column=column, kind="issue", host_s=host_s))
 
     def _computed(self, op: Op, strategy: Strategy, differentiable: bool) -> list[Entry]:
         """What the device computes, timed or modelled, and corrected by the steps that ran."""

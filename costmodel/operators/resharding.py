@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import Group
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.operators import cost
 from meshwright.costmodel.operators.fusion import is_free
 from meshwright.costmodel.operators.products import split_product_seconds
@@ -37,8 +38,8 @@ class ReshardPricer(LocalSizes):
     (`strategies.TRANSITIONS`)."""
 
     tensor_group: Group = field(init=False)
-    _comm: dict[tuple[str, str, float, float], cost.Entry] = field(default_factory=dict)
-    _moves: dict[tuple[str, str, str], cost.Priced] = field(default_factory=dict)
+    _comm: Memo[tuple[str, str, float, float], cost.Entry] = field(default_factory=Memo)
+    _moves: Memo[tuple[str, str, str], cost.Priced] = field(default_factory=Memo)
     _alike: dict[tuple[str, str, float], cost.Priced] = field(default_factory=dict)
     _beside: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
 
@@ -51,11 +52,11 @@ class ReshardPricer(LocalSizes):
     def comm(self, column: str, kind: str, nbytes: float, host_s: float = 0.0) -> cost.Entry:
         """A collective over the tensor axis, issued by the host in so many seconds; `nbytes` is the
         full tensor's."""
-        key = (column, kind, nbytes, host_s)
-        if key not in self._comm:
-            found = self.setting.collective(column, kind, nbytes, self.tensor_group, "tensor")
-            self._comm[key] = found._replace(host_s=host_s)
-        return self._comm[key]
+        collective, group = self.setting.collective, self.tensor_group
+        return self._comm.of(
+            (column, kind, nbytes, host_s),
+            lambda: collective(column, kind, nbytes, group, "tensor")._replace(host_s=host_s),
+        )
 
     def reshard(
         self, value: str, source: Placement, target: Placement, *, once: bool = False
@@ -79,9 +80,7 @@ class ReshardPricer(LocalSizes):
         if self.setting.mesh.ep > 1 and stays_with_experts(self.table, value, source, target):
             return None
         key = (value, *kinds)
-        if key not in self._moves:
-            self._moves[key] = self._priced(value, *kinds)
-        return self._moves[key]
+        return self._moves.of(key, lambda: self._priced(value, *kinds))
 
     def _priced(self, value: str, forward: str, backward: str) -> cost.Priced:
         if not self.graph.values[value].requires_grad:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from meshwright.costmodel import sharding
 from meshwright.costmodel.fp8 import FP8, wide
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
 from meshwright.costmodel.rules import is_fp8
 
@@ -20,7 +21,7 @@ class LocalSizes:
     table: sharding.FactorTable
     setting: Setting
     context: sharding.ContextLayout | None = None
-    _numels: dict[tuple[str, int], float] = field(default_factory=dict)
+    _numels: Memo[tuple[str, int], float] = field(default_factory=Memo)
 
     def __post_init__(self) -> None:
         mesh = self.setting.mesh
@@ -30,9 +31,7 @@ class LocalSizes:
     def numel(self, value: str, placement: sharding.Placement = sharding.R) -> float:
         """Local elements of a value at `rows` rows, on this mesh."""
         key = value, placement.dim
-        if key not in self._numels:
-            self._numels[key] = self._numel(value, placement)
-        return self._numels[key]
+        return self._numels.of(key, lambda: self._numel(value, placement))
 
     def _numel(self, value: str, placement: sharding.Placement) -> float:
         numel = float(self.graph.values[value].numel)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, Streams
 
@@ -96,7 +97,7 @@ class _Compiler:
         self.position = [0] * len(streams)
         self.last = [0] * len(streams)
         self.arrived = [0] * len(streams)  # a message that the device's next node waits for
-        self.links: dict[tuple[int, int, str], _Link] = {}  # source, destination stage, F or B
+        self.links = Memo[tuple[int, int, str], _Link]()  # source, destination stage, F or B
         self.last_message: Counter[tuple[int, int]] = Counter()  # by (source, destination) device
         self.ready = deque(range(len(streams)))
         self.computes: list[Counter[int]] = [Counter() for _ in streams]
@@ -194,9 +195,9 @@ class _Compiler:
             source, destination = destination, source
         forward = message.action in (Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
         key = (source, destination, "F" if forward else "B")
-        if key not in self.links:
-            self.links[key] = self._new_link(message, source, destination, forward=forward)
-        return self.links[key]
+        return self.links.of(
+            key, lambda: self._new_link(message, source, destination, forward=forward)
+        )
 
     def _new_link(
         self, message: Instruction, source: int, destination: int, *, forward: bool

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Graph, Op, map_refs
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.sharding.sequence import AtomDims, SequenceFactor, sequence_factor
 
 
@@ -143,7 +144,7 @@ def analyse(graph: Graph) -> FactorTable:
     ops: dict[str, rules.OpFactors] = {}
     letters: dict[str, dict[str, int]] = {}
     broken: dict[str, set[str]] = {}
-    known: dict[Hashable, rules.OpFactors] = {}
+    known = Memo[Hashable, rules.OpFactors]()
     for op in (*graph.derived, *graph.ops):
         ops[op.name] = _factors(graph, op, known)
         letters[op.name], bad = _link(op, ops[op.name], dims, atoms)
@@ -222,7 +223,7 @@ def _bound(
     return bound
 
 
-def _factors(graph: Graph, op: Op, known: dict[Hashable, rules.OpFactors]) -> rules.OpFactors:
+def _factors(graph: Graph, op: Op, known: Memo[Hashable, rules.OpFactors]) -> rules.OpFactors:
     """An operator's factors, from the `known` ones of a call that differs in names alone."""
     operands = tuple(graph.values[n] for n in op.operands)
     results = tuple(graph.values[n] for n in op.results)
@@ -230,9 +231,7 @@ def _factors(graph: Graph, op: Op, known: dict[Hashable, rules.OpFactors]) -> ru
         return rules.factors_of(op, operands, results)
     call = repr(map_refs((op.args, op.kwargs), lambda _: ...))
     key = op.target, call, operands, results
-    if key not in known:
-        known[key] = rules.factors_of(op, operands, results)
-    return known[key]
+    return known.of(key, lambda: rules.factors_of(op, operands, results))
 
 
 def _link(

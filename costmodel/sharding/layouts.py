@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from meshwright.costmodel.graph import Block, Graph, Op
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.costmodel.sharding.strategies import (
     ALIASES,
@@ -80,7 +81,7 @@ class BlockLayouts:
     block: Block
     degree: int
     readers: dict[str, list[tuple[Op, int]]] = field(init=False, default_factory=dict)
-    _options: dict[str, list[Strategy]] = field(init=False, default_factory=dict)
+    _options: Memo[str, list[Strategy]] = field(init=False, default_factory=Memo)
 
     def __post_init__(self) -> None:
         for op in self.block.ops:
@@ -88,9 +89,9 @@ class BlockLayouts:
                 self.readers.setdefault(name, []).append((op, i))
 
     def options(self, op: Op) -> list[Strategy]:
-        if op.name not in self._options:
-            self._options[op.name] = strategies(self.graph, self.table, op, self.degree)
-        return self._options[op.name]
+        return self._options.of(
+            op.name, lambda: strategies(self.graph, self.table, op, self.degree)
+        )
 
     def targets(self, value: str, chosen: Mapping[str, Strategy]) -> list[Placement]:
         """Distinct states in which the block's operators read a value."""

@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Op, argument, map_refs
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.rules import divided, draws, runs_as_reshape, traits_of
 from meshwright.executor.lowering.context import Context, State, seen_locally
 from meshwright.executor.lowering.experts import FindRoute, GroupedProduct, Return, Send
@@ -55,7 +56,7 @@ class Emitter:
         self.out = fx.Graph()
         self.root = nn.Module()
         self.outside = dict(outside)
-        self.nodes: dict[tuple[str, State], fx.Node] = {}
+        self.nodes = Memo[tuple[str, State], fx.Node]()
         self.made: dict[str, list[fx.Node]] = {}
         self.gathers: list[fx.Node] = []
         self.ops = [step.op for step in steps if isinstance(step, sharding.Run)]
@@ -144,9 +145,7 @@ class Emitter:
 
     def _move(self, name: str, source: State, target: State) -> fx.Node:
         """The node of a value moved on one axis, once."""
-        if (name, target) not in self.nodes:
-            self.nodes[name, target] = self._moved(name, source, target)
-        return self.nodes[name, target]
+        return self.nodes.of((name, target), lambda: self._moved(name, source, target))
 
     def _moved(self, name: str, source: State, target: State) -> fx.Node:
         node, context = self.nodes[name, source], self.context

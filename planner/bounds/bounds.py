@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.schedules import in_flight, least_in_flight
 from meshwright.costmodel.stages import Floats
 from meshwright.planner.bounds import pipelines
@@ -32,7 +33,7 @@ class Bounds:
 
     space: Space
     equal: EqualStages
-    _loads: dict[Any, Loads] = field(default_factory=dict)
+    _loads: Memo[Any, Loads] = field(default_factory=Memo)
 
     def of_equal(
         self, choices: Sequence[MeshChoice], below_s: float, late: Callable[[], bool]
@@ -139,9 +140,7 @@ class Bounds:
 
     def _loads_of(self, setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> Loads:
         key = setup.chain, setup.sharing, policies, single
-        if key not in self._loads:
-            self._loads[key] = loads_of(setup, policies, single=single)
-        return self._loads[key]
+        return self._loads.of(key, lambda: loads_of(setup, policies, single=single))
 
 
 def _work(own: Loads, seconds: Floats, again_s: Floats, room: float) -> pipelines.Work:

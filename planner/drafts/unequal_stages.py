@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import Mesh
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, PipelineShape, in_flight
 from meshwright.planner import inter_op
@@ -55,7 +56,7 @@ class UnequalStages:
 
     space: Space
     equal: EqualStages
-    _coarse: dict[Chain, Runs] = field(default_factory=dict)
+    _coarse: Memo[Chain, Runs] = field(default_factory=Memo)
 
     def meshes(self, m: int) -> list[Mesh]:
         """All meshes; tokens lie on all stages in one order, on as many ranks."""
@@ -147,9 +148,7 @@ class UnequalStages:
         return {names: replace(table, fill_s=np.stack(own)) for names, own in each}, options
 
     def _rough_runs(self, chain: Chain, at: Positions) -> Runs:
-        if chain not in self._coarse:
-            self._coarse[chain] = chain.typical_runs(self.equal.cuts[at].tolist())
-        return self._coarse[chain]
+        return self._coarse.of(chain, lambda: chain.typical_runs(self.equal.cuts[at].tolist()))
 
     def promising(
         self, m: int, setups: Sequence[StageSetup], cutoff_s: float, deadline: float | None

@@ -30,6 +30,7 @@ from functools import partial
 import numpy as np
 
 from meshwright.costmodel.graph import Op
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.operators import Cost, Pricer
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import (
@@ -145,7 +146,7 @@ class BlockProgram:
         ]
         # parameters whose local size depends on how many ranks share the experts out
         self._varying = [v for v in self.block.parameters if several and experts(v)]
-        self._assignments: dict[tuple[int, ...], Assignment] = {}  # by the states of all nodes
+        self._assignments = Memo[tuple[int, ...], Assignment]()  # by the states of all nodes
         self._build()
         # states in which a parameter may be stored: replicated, or as some reader takes it
         self.storable = {
@@ -422,9 +423,7 @@ class BlockProgram:
         """The solution for given boundary states as strategies and states."""
         choice = table.choices[index]
         key = tuple(choice.values())
-        if key not in self._assignments:
-            self._assignments[key] = self._assigned(choice)
-        return self._assignments[key]
+        return self._assignments.of(key, lambda: self._assigned(choice))
 
     def _assigned(self, choice: Mapping[str, int]) -> Assignment:
         picked = {name: self.problem.states[name][s] for name, s in choice.items()}

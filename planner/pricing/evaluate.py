@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles, verdict
 from meshwright.costmodel.kernels import collective_time, crosses_node, group_for
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.operators import Entry, Problem
 from meshwright.costmodel.schedules import StageTimes, Timeline, build_schedule, in_flight, simulate
@@ -165,16 +166,17 @@ class Evaluator:
 
     problem: Problem
     _checked: Known = field(default_factory=dict)
-    _costers: dict[str, StageCoster] = field(default_factory=dict, init=False)
+    _costers: Memo[str, StageCoster] = field(default_factory=Memo, init=False)
 
     def price(self, plan: Plan) -> Evaluation:
         """Check a plan and price it; raises `PlanError` as `check_plan` does."""
         problem = self.problem
         assignments = check_plan(plan, problem.graph, problem.factors, self._checked)
-        if plan.precision not in self._costers:
-            own = replace(problem, precision=plan.precision)
-            self._costers[plan.precision] = StageCoster(own)
-        return evaluate(plan, problem, assignments, self._costers[plan.precision])
+        precision = plan.precision
+        coster = self._costers.of(
+            precision, lambda: StageCoster(replace(problem, precision=precision))
+        )
+        return evaluate(plan, problem, assignments, coster)
 
     def on(self, cluster: Cluster) -> Evaluator:
         """The same on another cluster."""

@@ -27,6 +27,7 @@ from meshwright.costmodel.blocks import (
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.intervals import Quantiles, memory_quantiles, step_quantiles
 from meshwright.costmodel.kernels import send_seconds
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import (
     CONTEXT_KINDS,
     NOT_AWAY,
@@ -94,29 +95,29 @@ class StageBlocks:
 class _Known:
     """What was priced before, kept as long as the coster."""
 
-    kinds: dict[tuple[Mesh, Batch], ContextKind] = field(default_factory=dict)
-    contexts: dict[tuple[int, ContextKind | None], ContextLayout] = field(default_factory=dict)
+    kinds: Memo[tuple[Mesh, Batch], ContextKind] = field(default_factory=Memo)
+    contexts: Memo[tuple[int, ContextKind | None], ContextLayout] = field(default_factory=Memo)
     settings: dict[Parts, operators.Setting] = field(default_factory=dict)
     # prices of operators, by the setting of a pass, and by that of a step
-    pricers_of_pass: dict[tuple[Mesh, Batch], operators.Pricer] = field(default_factory=dict)
-    pricers: dict[Parts, operators.Pricer] = field(default_factory=dict)
-    parameters: dict[Any, dict[Any, operators.Priced]] = field(
-        default_factory=dict
+    pricers_of_pass: Memo[tuple[Mesh, Batch], operators.Pricer] = field(default_factory=Memo)
+    pricers: Memo[Parts, operators.Pricer] = field(default_factory=Memo)
+    parameters: Memo[Any, Memo[Any, operators.Priced]] = field(
+        default_factory=Memo
     )  # of `ParameterPricer`
-    blocks: dict[tuple[Mesh, Batch, Sharing, Decided, bool], tuple[PassPrice, Sums]] = field(
-        default_factory=dict
+    blocks: Memo[tuple[Mesh, Batch, Sharing, Decided, bool], tuple[PassPrice, Sums]] = field(
+        default_factory=Memo
     )
     # by the setting of a step: blocks by name and what was decided of them
-    entered: dict[tuple[Mesh, Batch, Sharing], dict[Decided, Entered]] = field(default_factory=dict)
-    needs: dict[str, PassNeeds] = field(default_factory=dict)  # by class of a block
-    passes: dict[tuple[Mesh, Batch, Decided], PassPrice] = field(default_factory=dict)
+    entered: Memo[tuple[Mesh, Batch, Sharing], Memo[Decided, Entered]] = field(default_factory=Memo)
+    needs: Memo[str, PassNeeds] = field(default_factory=Memo)  # by class of a block
+    passes: Memo[tuple[Mesh, Batch, Decided], PassPrice] = field(default_factory=Memo)
     # name of a block, tp: its layouts, its steps by choices and states of its inputs
-    layouts: dict[tuple[str, int], BlockLayouts] = field(default_factory=dict)
-    steps: dict[tuple[str, int, str, States], KnownSteps] = field(default_factory=dict)
+    layouts: Memo[tuple[str, int], BlockLayouts] = field(default_factory=Memo)
+    steps: Memo[tuple[str, int, str, States], KnownSteps] = field(default_factory=Memo)
     # bytes of the activations at each boundary, by the setting of a pass
-    sent_bytes: dict[tuple[Mesh, Batch], list[float]] = field(default_factory=dict)
+    sent_bytes: Memo[tuple[Mesh, Batch], list[float]] = field(default_factory=Memo)
     # class of a block: positions of the operators that each recompute policy repeats
-    repeated: dict[str, Repeated] = field(default_factory=dict)
+    repeated: Memo[str, Repeated] = field(default_factory=Memo)
 
 
 @dataclass
@@ -124,7 +125,7 @@ class StageCoster:
     """Prices blocks of one problem; blocks of one class with equal decisions are priced once."""
 
     problem: operators.Problem
-    walks: dict[Any, Walked] = field(default_factory=dict, init=False)  # `walked_stages`
+    walks: Memo[Any, Walked] = field(default_factory=Memo, init=False)  # `walked_stages`
     _known: _Known = field(default_factory=_Known, init=False)
 
     @property
@@ -197,12 +198,13 @@ class StageCoster:
     def _cheapest_kind(self, mesh: Mesh, batch: Batch) -> ContextKind:
         """The kind of attention over the context axis that takes least."""
         own = operators.Setting(problem=self.problem, mesh=replace(mesh, ep=1), batch=batch).of_pass
-        key = own.mesh, own.batch
-        if key not in self._known.kinds:
+
+        def cheapest() -> ContextKind:
             by_heads = mesh.cp in ulysses_degrees(self.graph, mesh.tp)
             kinds = [kind for kind in CONTEXT_KINDS if kind != ULYSSES or by_heads]
-            self._known.kinds[key] = min(kinds, key=lambda kind: self._attention_s(own, kind))
-        return self._known.kinds[key]
+            return min(kinds, key=lambda kind: self._attention_s(own, kind))
+
+        return self._known.kinds.of((own.mesh, own.batch), cheapest)
 
     def _attention_s(self, setting: operators.Setting, kind: ContextKind) -> float:
         """Seconds of the graph's attention by a kind of context parallelism."""
@@ -231,29 +233,28 @@ class StageCoster:
         if setting.mesh.cp == 1 or table.sequence is None:
             return None
         key = setting.mesh.cp, setting.mesh.kind
-        if key not in contexts:
-            contexts[key] = context_layout(self.graph, table, setting.mesh.cp, setting.mesh.kind)
-        return contexts[key]
+        return contexts.of(
+            key, lambda: context_layout(self.graph, table, setting.mesh.cp, setting.mesh.kind)
+        )
 
     def pricer(self, setting: operators.Setting) -> operators.Pricer:
         """Prices of operators and re-shards in a setting."""
         key, pricers = setting.parts, self._known.pricers
-        if key not in pricers:
-            pricers[key] = self._of_pass(setting.of_pass).once(setting)
-        return pricers[key]
+        return pricers.of(key, lambda: self._of_pass(setting.of_pass).once(setting))
 
     def _of_pass(self, own: operators.Setting) -> operators.Pricer:
         key, pricers = (own.mesh, own.batch), self._known.pricers_of_pass
-        if key not in pricers:
-            pricers[key] = operators.Pricer(
+        return pricers.of(
+            key,
+            lambda: operators.Pricer(
                 graph=self.graph,
                 table=self.problem.factors,
                 setting=own,
                 fusion=self._fusion,
                 known_parameters=self._known.parameters,
                 context=self._context(own),
-            )
-        return pricers[key]
+            ),
+        )
 
     def block(
         self,
@@ -295,14 +296,14 @@ class StageCoster:
             known.passes[key] = repriced(passes, self.pricer(own), steps)
         elif key not in known.passes:
             pricer = self.pricer(own)
-            if block.class_id not in known.repeated:
-                known.repeated[block.class_id] = repeated_by_policy(pricer, block)
             known.passes[key] = price_pass(
                 pricer,
                 layouts,
                 assignment,
                 inputs,
-                repeated=known.repeated[block.class_id],
+                repeated=known.repeated.of(
+                    block.class_id, lambda: repeated_by_policy(pricer, block)
+                ),
                 known=self._steps(layouts, assignment, inputs),
             )
         return known.passes[key]
@@ -310,16 +311,16 @@ class StageCoster:
     def needs(self, block: Block) -> PassNeeds:
         """What the price of a pass of a block depends on."""
         known = self._known.needs
-        if block.class_id not in known:
-            known[block.class_id] = PassNeeds.of(block, self.graph, self.problem.factors)
-        return known[block.class_id]
+        return known.of(
+            block.class_id, lambda: PassNeeds.of(block, self.graph, self.problem.factors)
+        )
 
     def layouts(self, block: Block, tp: int) -> BlockLayouts:
         """The layouts of a block on a tensor axis."""
         known = self._known.layouts
-        if (block.name, tp) not in known:
-            known[block.name, tp] = BlockLayouts(self.graph, self.problem.factors, block, tp)
-        return known[block.name, tp]
+        return known.of(
+            (block.name, tp), lambda: BlockLayouts(self.graph, self.problem.factors, block, tp)
+        )
 
     def entered(
         self, pricer: operators.Pricer, stage: StagePlan, assignments: Mapping[str, Assignment]
@@ -327,7 +328,7 @@ class StageCoster:
         """The blocks of a stage in their order, whose inputs enter as a block before left them, or
         whole from another stage."""
         own, states = pricer.step.of_step, dict[str, Placement]()
-        known = self._known.entered.setdefault((own.mesh, own.batch, own.sharing), {})
+        known = self._known.entered.of((own.mesh, own.batch, own.sharing), Memo)
         for name in stage.blocks:
             block, assignment = self.blocks[name], assignments[name]
             inputs = {value: states.get(value, R) for value in block.inputs}
@@ -359,9 +360,7 @@ class StageCoster:
     ) -> KnownSteps:
         known, block = self._known.steps, layouts.block
         key = (block.name, layouts.degree, assignment.choices, tuple(inputs.values()))
-        if key not in known:
-            known[key] = KnownSteps(moves(layouts, assignment, inputs))
-        return known[key]
+        return known.of(key, lambda: KnownSteps(moves(layouts, assignment, inputs)))
 
     def send_seconds(self, setting: operators.Setting) -> Floats:
         """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,
@@ -393,9 +392,9 @@ class StageCoster:
         """Bytes of the activations at each boundary."""
         setting, known = pricer.setting, self._known.sent_bytes
         key = setting.mesh, setting.batch
-        if key not in known:
-            known[key] = [sum(map(pricer.nbytes, values)) for values in self.activations_at_cuts]
-        return known[key]
+        return known.of(
+            key, lambda: [sum(map(pricer.nbytes, values)) for values in self.activations_at_cuts]
+        )
 
 
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> operators.Setting:

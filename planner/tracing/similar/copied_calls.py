@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from meshwright.costmodel.graph import Op, Ref, map_refs
+from meshwright.costmodel.memo import Memo
 from meshwright.planner.tracing.similar.stand_ins import ENTER, LEAVE, REPEATED, Irregular
 from meshwright.planner.tracing.user_module import SimilarLayers
 from meshwright.planner.tracing.values import TracedState
@@ -70,7 +71,7 @@ class CopiedCalls:
         self.calls: dict[str, _TracedCall] = {}
         self.open: _TracedCall | None = None
         self.copies: dict[str, list[str]] = {}  # spared member -> the slots it makes
-        self.programs: dict[str, _CanonicalCall] = {}
+        self.programs = Memo[str, _CanonicalCall]()
         self.copied_results: set[str] = set()
 
     # --- while the graph is made ---
@@ -163,9 +164,7 @@ class CopiedCalls:
     # --- canonical calls ---
 
     def _program(self, member: str) -> _CanonicalCall:
-        if member not in self.programs:
-            self.programs[member] = self._described(member, self.calls[member])
-        return self.programs[member]
+        return self.programs.of(member, lambda: self._described(member, self.calls[member]))
 
     def _described(self, member: str, call: _TracedCall) -> _CanonicalCall:
         program = _CanonicalCall()
