@@ -33,106 +33,120 @@ _CHOICES = {"fusion": FUSION, "unit": UNITS, "gathered_unit": UNITS, "dispatch":
 class Target:
     """What a framework does with kernels, gradients and parameters, and what it can't run.
 
-    Kernels: `fusion` "none" launches every operator by itself (eager); "pointwise" fuses chains of
-    pointwise operators and softmax (hand-written kernels as Megatron's); "full" norms and
-    reductions, too (a compiler). `host_scale` is the host's work per operator relative to plain
-    eager PyTorch (0 with CUDA graphs), `expert_host` for each operator of an expert layer's data
-    path (counting, sorting, splitting). `tuned_attention`: fused attention is the kernel written
-    for each device (cuDNN's); `attention_scale` is its speed relative to the device's.
-    `fused_accumulation`: the product that makes a weight's gradient adds it to those of earlier
-    micro-batches. `delayed_scaling`: operands in 8 bits are cast with the scales of earlier steps,
-    in one pass, both ways round. `counter_dropout`: masks are a function of global indices, as this
-    project's executor draws them, kept as numbers, and attention with dropout is written out; else
-    kernels keep bytes, and fused attention draws its own. `defers_weights`: whether a backward can
-    put weight gradients off, for schedules that split it; else its first part takes all the time.
-
-    Memory: `loss_in_place`: a cross-entropy writes its logits' gradient over what it kept of them.
-    `gathers_again`: of an activation gathered from tensor-parallel ranks a backward keeps this
-    rank's part, and gathers it beside another product, always; `regathers`: where a recompute
-    policy says so. `pure`: running statistics are results, not
-    written by a forward, so that any block may be run again. `repeats_whole`: full recompute runs a
-    block's whole forward again, also what no backward needs.
-
-    What is hidden, on GPUs (on CPUs nothing: the cores that compute move the bytes):
-    `overlap_gradients` the reduction of gradients behind the backward, `overlap_parameters` ZeRO's
-    gathers, a block ahead, `overlap_replicas` the reduction among replicas of a shard, for these
-    ZeRO stages; `overlap_passes` the communication of a forward and a backward that a schedule runs
-    together, where experts are shared out; `overlap_tensor` these kinds of collectives of the
-    tensor axis behind the products they belong to, part by part
-    (`costmodel/operators/resharding.py`). `overlap_experts` is the
-    fraction of the exchange of tokens between experts behind other micro-batches. `overlap_sends`:
-    a stage computes on while it sends; `scatter_sends`: tensor-parallel ranks send a part each,
-    gathered by the receivers.
-
-    Gradients: `gradient_bytes` per element as accumulated and reduced, `bucket_bytes` of them
-    together, and no less than `bucket_bytes_per_rank` for each data-parallel rank, from buffers of
-    which `bucket_copies` exist beside the gradients (0: these lie in them); parameters of
-    `alone_bytes` and more travel by themselves (0: none do). `gradients_come`: they exist from when
-    a backward makes them until the optimizer has read them, as `train_step`'s do
-    (`costmodel/memory/gradients.py`), not always. `whole_gradients`: ZeRO scatters them when all
-    are there. `master`: fp32 copies of 16-bit weights are kept; `optimizer_passes` is how often the
-    optimizer's traffic passes through memory (1 for the
-    optimizer alone; unscaling, norm and clipping add to it), `fused_optimizer`: its step is one
-    kernel whatever the user says, as in frameworks that bring theirs.
-
-    ZeRO: of what stage 3 could hide behind compute, the part `hidden_zero3` is hidden. What one
-    collective moves, a bucket, each parameter by itself, or all parameters of a
-    block, is `unit` for stages 1 and 2, `gathered_unit` for 3, whose collectives reach the part
-    `zero_bandwidth` of the links. `copies_weights`: 16-bit weights, and all of ZeRO-3's, are
-    copied from where they were gathered to where they are read.
-
-    Experts: `dispatch` says how often a token crosses to a node, once "per_expert" there (an
-    all-to-all), or "per_node" (DeepEP and its like, which spread it inside); `message_s` are the
-    seconds of each token sent to another node, where they are sent one by one. `expert_imbalance`:
-    copies of tokens on the busiest of the ranks that share experts out, over the mean, from 1.
-
-    What it can't run is not searched for it: `excludes` are names that an override may forbid;
-    `zeros_with_tensor` and `zeros_with_pipeline` the ZeRO stages that it combines with those axes.
+    Nothing that is hidden is hidden on CPUs, whose cores compute and move the bytes both.
     """
 
     name: str
+
+    # --- kernels ---
+    # "none": each operator is a kernel (eager); "pointwise": chains of pointwise operators and
+    # softmax are one (hand-written kernels as Megatron's); "full": norms and reductions, too (a
+    # compiler)
     fusion: str = "none"
+    # host's work per operator, relative to plain eager PyTorch; 0 with CUDA graphs
     host_scale: float = 1.0
-    overlap_gradients: bool = False
-    overlap_parameters: bool = False
-    overlap_replicas: tuple[int, ...] = ZEROS
-    overlap_passes: bool = False
-    overlap_tensor: tuple[str, ...] = ()
-    overlap_experts: float = 0.0
-    overlap_sends: bool = True
-    scatter_sends: bool = False
-    attention_scale: float = 1.0
-    tuned_attention: bool = False
-    fused_accumulation: bool = False
-    delayed_scaling: bool = False
-    zero_bandwidth: float = 1.0
-    hidden_zero3: float = 1.0
-    copies_weights: bool = False
-    dispatch: str = "per_expert"
+    # the same, for operators of an expert layer's data path (counting, sorting, splitting)
     expert_host: float = 1.0
-    message_s: float = 0.0
-    expert_imbalance: float = 1.0
-    gradient_bytes: int = 4
-    master: bool = True
-    optimizer_passes: float = 1.0
-    fused_optimizer: bool = True
-    bucket_bytes: int = BUCKET_BYTES
-    bucket_bytes_per_rank: int = 0
-    bucket_copies: int = 2
-    alone_bytes: int = 0
-    gradients_come: bool = False
-    whole_gradients: bool = False
-    unit: str = "bucket"
-    gathered_unit: str = "bucket"
+    # fused attention is the kernel written for each device (cuDNN's)
+    tuned_attention: bool = False
+    # speed of fused attention, relative to the device's
+    attention_scale: float = 1.0
+    # the product that makes a weight's gradient adds it to those of earlier micro-batches
+    fused_accumulation: bool = False
+    # operands in 8 bits are cast with the scales of earlier steps, in one pass, both ways round
+    delayed_scaling: bool = False
+    # dropout masks are functions of global indices, kept as numbers, and attention with dropout is
+    # written out; else kernels keep bytes, and fused attention draws its own
     counter_dropout: bool = False
-    loss_in_place: bool = False
-    gathers_again: bool = False
-    regathers: bool = False
-    pure: bool = False
+    # a backward can put weight gradients off, for schedules that split it; else its first part
+    # takes all the time
     defers_weights: bool = True
+
+    # --- memory of activations ---
+    # a cross-entropy writes its logits' gradient over what it kept of them
+    loss_in_place: bool = False
+    # of an activation gathered from tensor-parallel ranks a backward keeps this rank's part, and
+    # gathers it beside another product: always
+    gathers_again: bool = False
+    # the same, where a recompute policy says so
+    regathers: bool = False
+    # running statistics are results, not written by a forward, so that any block may run again
+    pure: bool = False
+    # full recompute runs a block's whole forward again, also what no backward needs
     repeats_whole: bool = True
+
+    # --- communication behind compute, on GPUs ---
+    # reduction of gradients behind the backward
+    overlap_gradients: bool = False
+    # ZeRO's gathers, a block ahead
+    overlap_parameters: bool = False
+    # ZeRO stages whose reduction among replicas of a shard is behind the backward
+    overlap_replicas: tuple[int, ...] = ZEROS
+    # communication of a forward and a backward that a schedule runs together, where experts are
+    # shared out
+    overlap_passes: bool = False
+    # collectives of the tensor axis that run part by part behind the products they belong to
+    # (`costmodel/operators/resharding.py`)
+    overlap_tensor: tuple[str, ...] = ()
+    # fraction of the exchange of tokens between experts behind other micro-batches, 0 to 1
+    overlap_experts: float = 0.0
+    # a stage computes on while it sends
+    overlap_sends: bool = True
+    # tensor-parallel ranks send a part each, gathered by the receivers
+    scatter_sends: bool = False
+
+    # --- gradients and the optimizer ---
+    # bytes of a gradient's element, as accumulated and reduced
+    gradient_bytes: int = 4
+    # bytes of gradients that are reduced together
+    bucket_bytes: int = BUCKET_BYTES
+    # no less than so many for each data-parallel rank
+    bucket_bytes_per_rank: int = 0
+    # buckets beside the gradients; 0: gradients lie in them
+    bucket_copies: int = 2
+    # bytes from which a parameter is reduced by itself; 0: none is
+    alone_bytes: int = 0
+    # gradients exist from when a backward makes them until the optimizer has read them, as
+    # `train_step`'s do (`costmodel/memory/gradients.py`); else always
+    gradients_come: bool = False
+    # ZeRO scatters gradients when all are there
+    whole_gradients: bool = False
+    # fp32 copies of 16-bit weights are kept
+    master: bool = True
+    # passes of the optimizer's traffic through memory: 1 for the optimizer alone; unscaling, norm
+    # and clipping add to it
+    optimizer_passes: float = 1.0
+    # the optimizer's step is one kernel whatever the user says, as in frameworks that bring theirs
+    fused_optimizer: bool = True
+
+    # --- ZeRO ---
+    # what one collective moves in stages 1 and 2: of `UNITS`
+    unit: str = "bucket"
+    # the same, in stage 3
+    gathered_unit: str = "bucket"
+    # fraction of the links that stage 3's collectives reach
+    zero_bandwidth: float = 1.0
+    # fraction hidden of what stage 3 could hide behind compute, 0 to 1
+    hidden_zero3: float = 1.0
+    # 16-bit weights, and all of ZeRO-3's, are copied from where they were gathered to where they
+    # are read
+    copies_weights: bool = False
+
+    # --- experts ---
+    # how often a token crosses to a node: once "per_expert" there (an all-to-all), or "per_node"
+    # (DeepEP and its like, which spread it inside)
+    dispatch: str = "per_expert"
+    # seconds of each token sent to another node, where they are sent one by one
+    message_s: float = 0.0
+    # copies of tokens on the busiest of the ranks that share experts out, over the mean, from 1
+    expert_imbalance: float = 1.0
+
+    # --- what it can't run, which is not searched for it ---
+    # names that an override may forbid
     excludes: tuple[str, ...] = ()
+    # ZeRO stages that it combines with tensor parallelism
     zeros_with_tensor: tuple[int, ...] = ZEROS
+    # ZeRO stages that it combines with pipelines
     zeros_with_pipeline: tuple[int, ...] = ZEROS
 
     def __post_init__(self) -> None:
