@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import gc
+import json
+import logging
 import os
+import secrets
+import selectors
+import signal
+import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore  # dist declares neither
+from torch._C._distributed_c10d import (  # dist declares neither
+    PrefixStore,
+    Store,  # torch.distributed does not declare it
+    TCPStore,
+)
 from torch.distributed import distributed_c10d as c10d
 
 from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import background, joining
-from meshwright.executor.ranks.interrupts import Interrupts
 from meshwright.executor.ranks.joining import StartError
-from meshwright.executor.ranks.lifelines import Lifelines
 from meshwright.executor.ranks.watchdog import FIRST_STEP_FACTOR, Watchdog, progress, say
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -266,3 +276,200 @@ def _leave(code: int) -> NoReturn:
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     os._exit(code)
+
+
+# --- interrupts -----------------------------------------------------------------------------------
+
+# Ctrl-C in a rank: Python raises KeyboardInterrupt when its main thread runs bytecode again, which
+# a rank that waits for others inside of a library may never do.
+#
+# The C handler of a signal writes to a descriptor at once, whatever the main thread does. A thread
+# reads there, and where the interrupt is not raised within `PATIENCE_S` it ends the rank. Code that
+# catches KeyboardInterrupt has all the time that it wants.
+
+
+PATIENCE_S = 3.0
+
+
+class Interrupts:
+    """Calls `ends` where SIGINT does not become a KeyboardInterrupt; nothing where the process
+    handles the signal in a way of its own, or this is not its main thread."""
+
+    def __init__(self, ends: Callable[[], None]) -> None:
+        self.ends = ends
+        self.raised = threading.Event()
+        self.installed = (
+            threading.current_thread() is threading.main_thread()
+            and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        )
+        if not self.installed:
+            return
+        self.reader, self.writer = socket.socketpair()
+        self.writer.setblocking(False)
+        before = signal.set_wakeup_fd(self.writer.fileno(), warn_on_full_buffer=False)
+        if before != -1:  # somebody else listens
+            signal.set_wakeup_fd(before)
+            self.installed = False
+            return
+        signal.signal(signal.SIGINT, self._raise)
+        os.register_at_fork(after_in_child=_forget)
+        threading.Thread(target=self._listen, name="meshwright-interrupts", daemon=True).start()
+
+    def close(self) -> None:
+        """Handle the signal as before."""
+        if not self.installed:
+            return
+        self.installed = False
+        with suppress(ValueError):  # not the main thread
+            if signal.getsignal(signal.SIGINT) == self._raise:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+            found = signal.set_wakeup_fd(-1)
+            if found not in (-1, self.writer.fileno()):
+                signal.set_wakeup_fd(found)
+        self.writer.close()  # ends the thread
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self.raised.set()
+        signal.default_int_handler(number, frame)
+
+    def _listen(self) -> None:
+        with self.reader:
+            while numbers := self.reader.recv(64):
+                if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) != self._raise:
+                    continue
+                if not self.raised.wait(PATIENCE_S) and self.installed:
+                    self.ends()
+                self.raised.clear()
+
+
+def _forget() -> None:
+    """In a forked process: its signals are not this one's."""
+    with suppress(ValueError):
+        signal.set_wakeup_fd(-1)
+
+
+# --- lifelines ------------------------------------------------------------------------------------
+
+# Lifelines: a connection of every rank to rank 0, which the kernel closes when the process ends.
+#
+# A killed rank says nothing, and those that don't wait for it just then hear of it from nobody. Its
+# end of the connection closes at once, though, be it busy, in user code or out of memory; a beat in
+# the store would not tell a killed rank from one that holds the interpreter's lock for long. A rank
+# that leaves in order writes `GOODBYE` before. A host that loses its power or its network closes
+# nothing: that is for the timeout.
+#
+# Rank 0 listens on a port of its own, says it in the store with a random word, and takes those who
+# know the word. Where no connection can be made, there is none, and the timeout stays.
+
+
+log = logging.getLogger(__name__)
+KEY = "lifelines"
+GOODBYE = b"."
+POLL_S = 0.5
+CONNECT_S = 10.0
+LONGEST = 100  # bytes of a greeting
+
+
+class Lifelines:
+    """This rank's end. `lost` is called, in a thread of its own, with a rank whose process ended
+    without a goodbye; ranks that are not 0 hear of rank 0 alone."""
+
+    def __init__(self, store: Store, host: str, rank: int, lost: Callable[[int], None]) -> None:
+        self._store, self._host, self._rank, self._lost = store, host, rank, lost
+        self._closing = threading.Event()
+        self._server = _listening(store) if rank == 0 else None
+        self._ends: set[socket.socket] = set()
+        self._thread = threading.Thread(target=self._run, name="meshwright-lifelines", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        os.register_at_fork(after_in_child=self._drop)  # a child must not hold its parent's end
+
+    def close(self) -> None:
+        """Say goodbye."""
+        atexit.unregister(self.close)
+        self._closing.set()
+        self._thread.join(timeout=4 * POLL_S)
+        self._drop()
+
+    def _drop(self) -> None:
+        for end in (*self._ends, *filter(None, [self._server and self._server[0]])):
+            end.close()
+        self._ends.clear()
+
+    def _run(self) -> None:
+        try:
+            if self._rank:
+                self._watch([(self._connected(), 0)])
+            elif self._server is not None:
+                self._watch([])
+        except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: of the store
+            log.info("rank %d has no lifeline: %s", self._rank, error)
+
+    def _connected(self) -> socket.socket:
+        port, word = json.loads(self._store.get(KEY))
+        end = socket.create_connection((self._host, port), timeout=CONNECT_S)
+        end.sendall(f"{word} {self._rank}\n".encode())
+        return end
+
+    def _watch(self, known: Iterable[tuple[socket.socket, int]]) -> None:
+        """Read what arrives until this rank leaves. An end's rank is None until it has greeted."""
+        with selectors.DefaultSelector() as selector:
+            if self._server is not None:
+                selector.register(self._server[0], selectors.EVENT_READ)
+            for end, rank in known:
+                self._add(selector, end, rank)
+            try:
+                while not self._closing.is_set():
+                    for key, _ in selector.select(POLL_S):
+                        self._serve(selector, key)
+            finally:
+                for end in self._ends:
+                    with suppress(OSError):
+                        end.send(GOODBYE)
+
+    def _serve(self, selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+        end = key.fileobj
+        assert isinstance(end, socket.socket)
+        if self._server is None or end is not self._server[0]:
+            self._read(selector, end, key.data)
+            return
+        try:
+            self._add(selector, end.accept()[0], None)
+        except OSError:  # no file is left to open
+            self._closing.wait(POLL_S)
+
+    def _add(self, selector: selectors.BaseSelector, end: socket.socket, rank: int | None) -> None:
+        end.setblocking(False)
+        self._ends.add(end)
+        selector.register(end, selectors.EVENT_READ, rank)
+
+    def _read(self, selector: selectors.BaseSelector, end: socket.socket, rank: int | None) -> None:
+        said = b""
+        with suppress(ConnectionError):  # a killed peer may reset it
+            said = end.recv(LONGEST)
+        if rank is None and self._server is not None and said:
+            word, _, name = said.decode(errors="replace").strip().partition(" ")
+            if secrets.compare_digest(word, self._server[1]) and name.isdecimal():
+                selector.modify(end, selectors.EVENT_READ, int(name))
+                return
+        selector.unregister(end)
+        self._ends.discard(end)
+        end.close()
+        if rank is not None and not said:
+            threading.Thread(target=self._lost, args=(rank,), daemon=True).start()
+
+
+def _listening(store: Store) -> tuple[socket.socket, str] | None:
+    """A socket that listens on all addresses, and the word; None where there can be none."""
+    word = secrets.token_hex(16)
+    try:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        server = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+    except OSError as error:
+        log.info("rank 0 has no lifelines: %s", error)
+        store.set(KEY, "[]")  # nobody waits for it
+        return None
+    server.setblocking(False)
+    store.set(KEY, json.dumps([server.getsockname()[1], word]))
+    return server, word

@@ -2,12 +2,10 @@
 
 from meshwright.executor.rehearsal.estimate import Estimate, Priced, estimate
 from meshwright.executor.rehearsal.events import Event, Kind, RankLog
-from meshwright.executor.rehearsal.kinds import kinds_of_ranks
 from meshwright.executor.rehearsal.optimizers import MakeOptimizer
 from meshwright.executor.rehearsal.proof import Mismatch, mismatches
 from meshwright.executor.rehearsal.record import Recorder
-from meshwright.executor.rehearsal.rehearse import rehearse
+from meshwright.executor.rehearsal.rehearse import kinds_of_ranks, rehearse, unlike_saves
 from meshwright.executor.rehearsal.result import Rehearsal
-from meshwright.executor.rehearsal.saves import unlike_saves
 from meshwright.executor.rehearsal.steps import rank_log, run_steps
 from meshwright.executor.rehearsal.work import link_bytes

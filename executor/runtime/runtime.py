@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,6 +18,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action
 from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.errors import BatchError, StateError
+from meshwright.executor.host_values import read
 from meshwright.executor.lowering import backend_of
 from meshwright.executor.parameters import (
     LossScale,
@@ -24,15 +26,26 @@ from meshwright.executor.parameters import (
     StepGuard,
     WeightGather,
     accumulate_grads,
+    check_sharding,
     collect_gradients,
     reduce_in_optimizers,
     refresh_frozen,
     shard_gradients,
     sum_tied_gradients,
 )
-from meshwright.executor.ranks import BatchCheck, check_equal, device_here, make_equal, progress
+from meshwright.executor.ranks import (
+    BatchCheck,
+    Place,
+    check_equal,
+    device_here,
+    join_groups,
+    make_equal,
+    progress,
+    single_process,
+    stage_meshes,
+    world_size,
+)
 from meshwright.executor.runtime.evaluation import check_evaluable
-from meshwright.executor.runtime.joined import join_plan, shared_seed, stages_of_ranks
 from meshwright.executor.runtime.losses import with_backward_done
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.runtime.step import Step, unobserved
@@ -54,6 +67,7 @@ from meshwright.executor.stages import (
     look_ups_named,
     replicated,
 )
+from meshwright.planner.plan import Plan, PlanError, crossings, stages_of_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,3 +412,46 @@ class Runtime(RankState):
 
     def _step_seed(self) -> int:
         return random.Random(self.seed * 1_000_003 + self.steps).getrandbits(31)
+
+
+# --- joined passes --------------------------------------------------------------------------------
+
+# What the ranks of a plan agree on before it runs: process groups, stages, the seed.
+
+
+def join_plan(checked: CheckedPlan, device: torch.device) -> Place:
+    """Make this process' groups for a plan, together with all other ranks. Raises PlanError, on all
+    alike and before any group is made, for a plan of another number of ranks."""
+    plan, graph = checked.plan, checked.graph
+    meshes = stage_meshes(plan, graph, checked.factors, checked.assignments)
+    check_sharding(plan, meshes)
+    if plan.num_ranks == 1 and world_size() == 1:
+        return single_process(device, meshes)
+    if world_size() != plan.num_ranks:
+        raise PlanError(
+            f"made for {plan.num_ranks} ranks, but {world_size()} are running",
+            place="plan",
+            way_out=f"launch {plan.num_ranks} with torchrun, take a plan file for {world_size()} "
+            f"ranks, or plan again for a cluster of {world_size()} devices",
+        )
+    edges = [e for e in crossings(plan, graph) if meshes[e[0]].ranks != meshes[e[1]].ranks]
+    tied = sorted({o for o in stages_of_parameters(plan, graph).values() if len(o) > 1})
+    return join_groups(meshes, device, edges, tied)
+
+
+def stages_of_ranks(plan: Plan) -> dict[int, list[int]]:
+    """Rank -> the stages that it runs."""
+    stages: dict[int, list[int]] = {}
+    for k, stage in enumerate(plan.stages):
+        for rank in stage.ranks:
+            stages.setdefault(rank, []).append(k)
+    return stages
+
+
+def shared_seed(place: Place) -> int:
+    """Rank 0's torch seed, on every rank: the root of all dropout masks."""
+    seed = torch.tensor(torch.initial_seed() & 0x7FFFFFFF, device=place.device)
+    if place.mesh is not None:
+        dist.broadcast(seed, src=0)
+    shared: int = read(seed, lambda: 0)
+    return shared

@@ -2,14 +2,171 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action
-from meshwright.costmodel.sharding import DataLayout
+from meshwright.costmodel.sharding import DataLayout, Placement
 from meshwright.executor.lowering import boundary_placement
-from meshwright.executor.ranks import BACKWARD, FORWARD, Edge, Place
-from meshwright.executor.transfers.transfer import Channel, held, slices
+from meshwright.executor.ranks import BACKWARD, FORWARD, Edge, Place, StageMesh
+
+# --- transfers ------------------------------------------------------------------------------------
+
+# Point-to-point transfers between stages: each rank sends exactly the slices the other needs.
+#
+# A tensor lies on a stage's mesh replicated, or split by rows and by tokens (of which all stages
+# have as many parts, in the same order: it does not matter in which). The slices are the
+# intersections of the boxes that source and destination ranks hold; where several source ranks
+# hold the same box, the destinations take them in turn (between equal meshes: each its
+# counterpart).
+
+
+Box = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """`box` (global index ranges per dim) travels from rank `source` to rank `target`."""
+
+    source: int
+    target: int
+    box: Box
+
+
+def held(shape: Sequence[int], placements: Sequence[Placement], mesh: StageMesh, d: int) -> Box:
+    """The box of a mesh's data rank d; `placements` are by its outer axes."""
+    box = [(0, size) for size in shape]
+    for placement, n, k in zip(placements, mesh.outer, mesh.outer_coordinate(d), strict=True):
+        if placement.sharded:
+            first, end = box[placement.dim]
+            size = (end - first) // n
+            box[placement.dim] = (first + k * size, first + (k + 1) * size)
+    return tuple(box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """The common part of two boxes; None if it is empty."""
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+@lru_cache(maxsize=256)  # the values of an edge, and all edges of equal meshes, have the same
+def slices(
+    shape: tuple[int, ...],
+    source: StageMesh,
+    source_placements: tuple[Placement, ...],
+    target: StageMesh,
+    target_placements: tuple[Placement, ...],
+) -> tuple[Slice, ...]:
+    """Every slice that moves a tensor of global `shape` from one stage's layout to another's."""
+    moved: list[Slice] = []
+    taken: Counter[Box] = Counter()
+    holders = _holders(shape, source, source_placements)
+    for d in range(target.dp):
+        wanted = held(shape, target_placements, target, d)
+        for t in range(target.tp):
+            for box, replicas in holders.items():
+                common = intersect(box, wanted)
+                if common is not None:
+                    origin = replicas[taken[box] % len(replicas)]
+                    taken[box] += 1
+                    moved.append(Slice(source=origin, target=target.rank(d, t), box=common))
+    return tuple(moved)
+
+
+def _holders(
+    shape: Sequence[int], mesh: StageMesh, placements: Sequence[Placement]
+) -> dict[Box, list[int]]:
+    """The distinct boxes of a tensor on a mesh, and the ranks that hold each."""
+    found: dict[Box, list[int]] = {}
+    for d in range(mesh.dp):
+        ranks = [mesh.rank(d, t) for t in range(mesh.tp)]
+        found.setdefault(held(shape, placements, mesh, d), []).extend(ranks)
+    return found
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Index of a box relative to the tensor that holds `outer`."""
+    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, outer, strict=True))
+
+
+class Channel:
+    """One tensor's sends and receives from one stage to another, as seen from this rank, which
+    holds the box `mine`."""
+
+    def __init__(
+        self,
+        moved: Sequence[Slice],
+        rank: int,
+        mine: Box,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        tag: int,
+    ) -> None:
+        self.outgoing = [s for s in moved if s.source == rank]
+        self.incoming = [s for s in moved if s.target == rank]
+        self.mine = mine
+        self.dtype = dtype
+        self.device = device
+        self.group = group
+        self.tag = tag
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes this rank sends per micro-batch."""
+        return sum(_numel(s.box) for s in self.outgoing) * self.dtype.itemsize
+
+    def send(self, x: torch.Tensor) -> list[tuple[dist.Work, torch.Tensor]]:
+        """Start sending; the tensors must live until the work is done."""
+        started = []
+        for piece in self.outgoing:
+            part = x.detach()[within(piece.box, self.mine)].contiguous()
+            work = _begun(dist.isend(part, piece.target, group=self.group, tag=self.tag))
+            started.append((work, part))
+        return started
+
+    def post(self) -> list[tuple[dist.Work, torch.Tensor, Slice]]:
+        """Post the receives of one micro-batch."""
+        posted = []
+        for piece in self.incoming:
+            part = torch.empty([b - a for a, b in piece.box], dtype=self.dtype, device=self.device)
+            work = _begun(dist.irecv(part, piece.source, group=self.group, tag=self.tag))
+            posted.append((work, part, piece))
+        return posted
+
+    def finish(self, posted: list[tuple[dist.Work, torch.Tensor, Slice]]) -> torch.Tensor:
+        """Wait for posted receives and put the tensor together."""
+        for work, _, _ in posted:
+            work.wait()
+        if len(posted) == 1 and posted[0][2].box == self.mine:
+            return posted[0][1]
+        whole = torch.empty([b - a for a, b in self.mine], dtype=self.dtype, device=self.device)
+        for _, part, piece in posted:
+            whole[within(piece.box, self.mine)] = part
+        return whole
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    assert work is not None, "a rank outside the group takes part in no transfer"
+    return work
+
+
+def _numel(box: Box) -> int:
+    total = 1
+    for start, stop in box:
+        total *= stop - start
+    return total
+
+
+# --- channels -------------------------------------------------------------------------------------
+
 
 Channels = Mapping[tuple[Action, int], Mapping[str, Channel]]  # (instruction, peer stage) -> value
 

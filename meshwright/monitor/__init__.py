@@ -1,7 +1,6 @@
 """What a run measures of itself beside what was predicted, and where that is written."""
 
 from meshwright.monitor.batch_size import BatchSize, TokenCount
-from meshwright.monitor.deviation import Deviation
 from meshwright.monitor.loggers import (
     JsonLinesLogger,
     Metrics,
@@ -10,4 +9,4 @@ from meshwright.monitor.loggers import (
     WandbLogger,
     logger_for,
 )
-from meshwright.monitor.metrics import WARM_UP, Monitor, Predicted
+from meshwright.monitor.metrics import WARM_UP, Deviation, Monitor, Predicted

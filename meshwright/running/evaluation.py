@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,15 +12,21 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.errors import BatchError, StateError
-from meshwright.executor.ranks import background, gloo_group, together
+from meshwright.executor.ranks import (
+    all_gather_object,
+    background,
+    gloo_group,
+    run_on_all,
+    together,
+)
 from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward
-from meshwright.planner.batch import batch_rows
+from meshwright.planner.batch import batch_rows, unusual_kind
 from meshwright.profiles.inputs import shown
-from meshwright.profiles.inputs.limits import is_number
-from meshwright.running.generation import Generator
-from meshwright.running.inputs import completed
+from meshwright.profiles.inputs.limits import MAX_COUNT, is_number
+from meshwright.running.inputs import behind, completed
 from meshwright.running.planned import PlannedModel
 from meshwright.running.steps import with_targets
+from meshwright.traced import TracedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,3 +224,206 @@ def _counted(
 
     loss, _ = runtime.evaluate(batch, how.values, keep=keep, local=local)
     return float(loss), counts[0].whole()
+
+
+# --- generation -----------------------------------------------------------------------------------
+
+# Greedy generation by forwards of the training layout: whole rows, nothing cached.
+#
+# Prompts are padded on the right: a causal model's logits at a position do not depend on what comes
+# after it, which is tried before the first token. Batches have the planned rows, and the planned
+# length or the next power of two of it, so that few shapes are lowered.
+
+
+MASK = "attention_mask"
+CLOSE = 1e-4  # of the largest logit: what rounding makes of equal sums
+
+
+class Generator:
+    """Generates with a running plan. Raises `StateError` for one of no causal language model: one
+    output `logits` [rows, length, classes], made of ids [rows, length] and maybe a mask."""
+
+    def __init__(self, runtime: Runtime, traced: TracedModel, rows: int) -> None:
+        self.runtime, self.traced, self.rows = runtime, traced, rows
+        self.logits, self.ids = _logits_and_ids(traced)
+        self.causal: bool | None = None
+
+    def __call__(
+        self,
+        prompts: torch.Tensor,
+        max_new_tokens: int,
+        *,
+        eos_token_id: int | None,
+        pad_token_id: int | None,
+    ) -> torch.Tensor:
+        """The prompts with what follows them. Collective."""
+        background.finish_all()  # a save in the background uses the same group
+        group = None if self.runtime.place.mesh is None else gloo_group()
+        names = {"eos": eos_token_id, "pad": pad_token_id}
+        asked = max_new_tokens, eos_token_id, pad_token_id
+        run_on_all(group, lambda: _check(prompts, max_new_tokens, names))
+        _check_same(all_gather_object(group, (_digest(prompts), *asked)))
+        pad = eos_token_id if pad_token_id is None else pad_token_id
+        pad = 0 if pad is None else pad
+        lengths = _lengths(prompts, pad_token_id)
+        longest = int(lengths.max())
+        self._check_causal()
+        ids = torch.full((len(prompts), longest + max_new_tokens), pad, dtype=torch.int64)
+        ids[:, :longest] = prompts[:, :longest]
+        ends = lengths.clone()
+        for first in range(0, len(prompts), self.rows):
+            part = slice(first, first + self.rows)
+            self._extend(ids[part], ends[part], max_new_tokens, eos_token_id)
+        return ids[:, : int(ends.max())].to(prompts.device)
+
+    def _extend(
+        self, ids: torch.Tensor, ends: torch.Tensor, new_tokens: int, eos: int | None
+    ) -> None:
+        """Write the tokens that follow each row's end, and move the end."""
+        open_rows = torch.ones(len(ids), dtype=torch.bool)
+        width = self._width(ids.shape[1])
+        every = torch.arange(len(ids))
+        for _ in range(new_tokens):
+            found = self._at(ids, ends, ends - 1, width).argmax(dim=-1).cpu()
+            ids[every[open_rows], ends[open_rows]] = found[open_rows]
+            ends += open_rows
+            if eos is not None:
+                open_rows &= found != eos
+            if not open_rows.any():
+                return
+
+    def _at(
+        self, ids: torch.Tensor, ends: torch.Tensor, at: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """The logits [rows, classes] at one position of each row, on every rank. Collective."""
+        given = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
+        batch: dict[str, Any] = {self.ids: given}
+        if MASK in self.traced.graph.inputs.values():
+            name = next(n for n, p in self.traced.graph.inputs.items() if p == MASK)
+            mask = torch.arange(width) < ends[:, None]
+            batch[MASK] = mask.to(self.traced.graph.values[name].dtype)
+        graph = self.traced.graph
+        whole: Any = batch
+        if self.ids.isdigit():  # of a tuple
+            whole = (given,)
+        else:
+            whole |= {path: x for path, x in graph.fixed.items() if "." not in path}
+        filled = completed(whole, self.traced, [self.logits], rows=self.rows)
+        found = forward(
+            self.runtime, filled.batch, [self.logits], rows=len(ids), gather=True, at=at
+        ).values[self.logits]
+        assert found is not None, "gathered on every rank"
+        return found
+
+    def _width(self, length: int) -> int:
+        """The length at which rows of so many tokens run: planned, or a power of two of it, within
+        what the model's own config allows."""
+        width = self._planned
+        while width < length:
+            width *= 2
+        config = getattr(self.runtime.model, "config", None)
+        most = getattr(config, "max_position_embeddings", None)
+        return max(length, min(width, most)) if isinstance(most, int) else width
+
+    @property
+    def _planned(self) -> int:
+        return self.traced.graph.values[self.logits].shape[1]
+
+    def _check_causal(self) -> None:
+        """Raise `StateError` where later tokens change logits of earlier positions. Collective."""
+        if self.causal is None:
+            width = self._planned
+            classes = self.traced.graph.values[self.logits].shape[2]
+            half = max(1, width // 2)
+            ids = torch.arange(self.rows * width).view(self.rows, width) % classes
+            other = torch.cat([ids[:, :half], (ids[:, half:] + classes // 2 + 1) % classes], 1)
+            ends, at = torch.full((self.rows,), width), torch.full((self.rows,), half - 1)
+            one, two = (self._at(x, ends, at, width) for x in (ids, other))
+            self.causal = bool((one - two).abs().max() <= CLOSE * one.abs().max())
+        if not self.causal:
+            raise StateError(
+                "generate: the model's logits at a position change with the tokens after it, so "
+                "its attention is not causal; legal: causal language models. Way out: use forward"
+            )
+
+
+def _logits_and_ids(traced: TracedModel) -> tuple[str, str]:
+    """The value of the logits, and the path of the ids that they are made of."""
+    graph = traced.graph
+    known = {} if graph.outputs is None else graph.outputs.known
+    found = {p: v for p, v in known.items() if len(graph.values[v].shape) == 3}
+    logits = found.get("logits") or (next(iter(found.values())) if len(found) == 1 else None)
+    read = behind(graph, [logits] if logits else [])
+    needed = {name: graph.inputs[name] for name in graph.inputs if name in read}
+    ids = [name for name, path in needed.items() if path != MASK]
+    if logits and len(ids) == 1:
+        meta, shape = graph.values[ids[0]], graph.values[logits].shape
+        whole = not meta.dtype.is_floating_point and len(meta.shape) == 2
+        if whole and shape[:2] == meta.shape and ids[0] in graph.batched:
+            return logits, needed[ids[0]]
+    inputs = sorted(needed.values()) or sorted(graph.inputs.values())
+    raise StateError(
+        f"generate: the model makes {sorted(known)} of the inputs {inputs}; "
+        "legal: a causal language model, whose output `logits` [rows, length, classes] is made of "
+        "ids [rows, length] and of nothing else but an attention_mask. Way out: plan it with these "
+        "inputs alone (and labels), or use forward"
+    )
+
+
+def _check(prompts: object, max_new_tokens: object, tokens: Mapping[str, object]) -> None:
+    """Raise `BatchError` for what are no prompts, and for numbers that can't be."""
+    if not isinstance(prompts, torch.Tensor):
+        what = f"are a {type(prompts).__name__}, {shown(prompts)}"
+    elif prompts.dim() != 2 or 0 in prompts.shape or prompts.is_meta or unusual_kind(prompts):
+        what = f"are {prompts.dtype} of shape {tuple(prompts.shape)} on {prompts.device}"
+    elif prompts.is_floating_point() or prompts.is_complex() or prompts.dtype is torch.bool:
+        what = f"are of {prompts.dtype}"
+    else:
+        what = ""
+    if what:
+        raise BatchError(
+            what,
+            place="generate: input_ids",
+            legal="a tensor of ids, integers [rows, length]",
+            way_out="tokenize the prompts, padded on the right",
+        )
+    numbers = {"max_new_tokens": (max_new_tokens, 1)}
+    numbers |= {f"{n}_token_id": (x, -MAX_COUNT) for n, x in tokens.items() if x is not None}
+    for name, (given, least) in numbers.items():
+        if type(given) is not int or not least <= given <= MAX_COUNT:
+            raise BatchError(
+                f"={shown(given)}",
+                place=f"generate: {name}",
+                legal="an integer from 1" if least > 0 else "the integer of a token, or None",
+                way_out="give one",
+            )
+
+
+def _digest(prompts: torch.Tensor) -> tuple[Any, ...]:
+    ids = prompts.to("cpu", torch.int64).contiguous()
+    return tuple(ids.shape), zlib.crc32(ids.numpy().tobytes())
+
+
+def _check_same(given: Sequence[Any]) -> None:
+    """Raise `StateError`, on all ranks, where one asks for something else than rank 0."""
+    if unlike := [rank for rank, own in enumerate(given) if own != given[0]]:
+        raise StateError(
+            f"ranks {unlike} give other prompts or arguments than rank 0",
+            place="generate",
+            legal="the same on every rank",
+            way_out="read the prompts on rank 0 and broadcast them",
+        )
+
+
+def _lengths(prompts: torch.Tensor, pad: int | None) -> torch.Tensor:
+    """The tokens of each prompt before its padding."""
+    if pad is None:
+        return torch.full((len(prompts),), prompts.shape[1])
+    real = (prompts != pad).cpu()
+    lengths = prompts.shape[1] - real.flip(1).long().argmax(1)
+    if not real.any(1).all():
+        raise StateError(
+            "generate: a prompt is all padding; legal: prompts of one token at least, padded on "
+            "the right"
+        )
+    return lengths

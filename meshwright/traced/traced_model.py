@@ -8,13 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from itertools import count, zip_longest
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from meshwright.costmodel import sharding
-from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.graph import Graph, Op, map_refs
+from meshwright.costmodel.rules import runs_as_reshape, traits_of
 from meshwright.costmodel.user_rules import verified
 from meshwright.executor.ranks import same_random_state
 from meshwright.planner.batch import batch_rows, unusual_kind
@@ -25,8 +27,6 @@ from meshwright.planner.tracing.transformers import check_positions
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.traced.attributes import Attributes
 from meshwright.traced.calls import Calls
-from meshwright.traced.modes import first_difference
-from meshwright.traced.quantized import check_not_quantized
 
 progress = logging.getLogger("meshwright.progress")
 PARTS = 3  # of a trace
@@ -195,3 +195,110 @@ def _check_parameters(model: nn.Module) -> None:
                 way_out="keep a sparse one as a buffer, a complex one as torch.view_as_real of it, "
                 "and freeze one that isn't trained",
             )
+
+
+# --- quantized weights ----------------------------------------------------------------------------
+
+# Weights that other libraries have packed into fewer bits: recognised, and refused by name.
+
+
+PACKERS = ("bitsandbytes", "torchao", "hqq", "optimum", "quanto", "gptqmodel", "awq")
+PACKED_CLASSES = ("Params4bit", "Int8Params")  # of bitsandbytes, and of what stands for it
+
+
+def check_not_quantized(model: nn.Module) -> None:
+    """Raise `MeshwrightError` for a model with packed weights (QLoRA), by the classes of parameters
+    and what transformers notes on the model: no such library has to be there."""
+    for name, p in model.named_parameters():
+        kind = type(p)
+        package = kind.__module__.partition(".")[0]
+        if package in PACKERS or kind.__name__ in PACKED_CLASSES or hasattr(p, "quant_state"):
+            raise _error(f"model: parameter {name!r}", f"{kind.__name__} of {package}")
+    for name, module in model.named_modules():
+        method = getattr(module, "quantization_method", None)
+        if method is not None and getattr(module, "is_quantized", True):
+            where = f"model: module {name!r}" if name else "model"
+            raise _error(where, str(getattr(method, "value", method)))
+
+
+def _error(place: str, how: str) -> MeshwrightError:
+    return MeshwrightError(
+        f" is quantized ({how}), as for QLoRA: the values are packed, so that no rank can take a "
+        "part of them, and what they take and cost is not known",
+        place=place,
+        legal="weights in float32, bfloat16 or float16",
+        way_out="load the base model in bfloat16 without quantization_config, and train LoRA on "
+        "it: tp, pp and ZeRO-3 divide the frozen weights",
+    )
+
+
+# --- modes of training ----------------------------------------------------------------------------
+
+# Whether a forward in evaluation mode runs the operators that were planned in training mode, but
+# for dropouts and running statistics, which follow the mode in which a plan runs.
+
+
+# how a tensor lies in memory may depend on the mode by way of the kernels that are chosen
+MEMORY = frozenset({"contiguous", "clone", "alias"})
+
+ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+UNSET = (None, False)  # what an export leaves out
+
+_Line = tuple[str, Any, Any]  # an operator's target, args and kwargs, values by number
+
+
+def first_difference(trained: Graph, evaluated: Graph) -> str:
+    """The first operator of the loss that one mode runs and the other does not, with its place;
+    empty where both modes run the same."""
+    pairs = zip_longest(_lines(trained), _lines(evaluated), fillvalue=None)
+    for one, other in pairs:
+        if one is None or other is None or one[1] != other[1]:
+            found = one or other
+            assert found is not None
+            op = found[0]
+            mode = "training" if one is not None else "evaluation"
+            at = f" at {op.source}" if op.source else ""
+            return f"{op.key} ({op.target}){at} in {mode} mode"
+    return ""
+
+
+def _lines(graph: Graph) -> Iterator[tuple[Op, _Line]]:
+    """The operators behind the loss, without dropouts, in a form that compares."""
+    numbers: dict[str, Any] = {}
+    for names in (graph.inputs, graph.parameters, graph.buffers):
+        numbers |= {name: (path,) for name, path in names.items()}
+    numbers |= {name: (tuple(x.shape), str(x.dtype)) for name, x in graph.constants.items()}
+    live, made = _behind_loss(graph), count()
+    for op in (*graph.derived, *graph.ops):
+        if live.isdisjoint(op.results):
+            continue
+        draw = traits_of(op).draw
+        dropout = draw is not None and draw.kind in ("dropout", "channel dropout")
+        if dropout or op.short in MEMORY:
+            numbers[op.results[0]] = numbers[op.operands[0]]
+            continue
+        args, kwargs = map_refs(_without_mode(op), numbers.__getitem__)
+        target = op.target
+        if runs_as_reshape(op):
+            target, args, kwargs = "reshape", (args[0], graph.values[op.results[0]].shape), {}
+        numbers |= {result: next(made) for result in op.results}
+        yield op, (target, args, kwargs)
+
+
+def _without_mode(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, those that tell the mode as in evaluation."""
+    args, kwargs, traits = list(op.args), dict(op.kwargs), traits_of(op)
+    if traits.statistics is not None:
+        args[traits.statistics.training] = False
+    if traits.draw is not None and traits.draw.kind == "attention dropout":
+        kwargs = dict(zip(ATTENTION, args, strict=False)) | kwargs
+        args, kwargs = [], {n: x for n, x in kwargs.items() if n != "dropout_p" and x not in UNSET}
+    return tuple(args), kwargs
+
+
+def _behind_loss(graph: Graph) -> set[str]:
+    found = {graph.loss}
+    for op in reversed((*graph.derived, *graph.ops)):
+        if not found.isdisjoint(op.results):
+            found.update(op.operands)
+    return found

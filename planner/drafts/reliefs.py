@@ -4,7 +4,7 @@ Every candidate that has to run blocks again, or does not fit, is completed by e
 turn: parts of its states, weights and activations in host memory or on flash, or segments of blocks
 that run again. How many blocks then send their activations, and which run again, is found together
 (`planner/stages/recompute_levels.py`); what the chosen plan has room for comes back to its devices,
-stage by stage (`planner/drafts/away.py`).
+stage by stage (`planner/drafts/drafter.py`).
 """
 
 from __future__ import annotations

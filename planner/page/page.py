@@ -12,17 +12,16 @@ import hashlib
 import html
 import importlib
 import json
+from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 
-from meshwright.planner.page.answers import answers
 from meshwright.planner.page.blocks import diagrams
-from meshwright.planner.page.cells import Row
-from meshwright.planner.page.tables import compared, facts, tables, without_plan
-from meshwright.planner.page.words import WORDS
-from meshwright.planner.plan import counted, seconds
+from meshwright.planner.page.cells import Row, between, gib, many, sent, share, stage_words, time
+from meshwright.planner.page.tables import busiest_stage, compared, facts, tables, without_plan
+from meshwright.planner.plan import counted, peak_words, seconds, slower
 from meshwright.profiles.inputs import NotInstalledError, write_text
 from meshwright.profiles.store import default_path
 
@@ -163,3 +162,204 @@ def _commands(data: Row) -> list[tuple[str, str]]:
         ("this page", f"meshwright report plan.json {asked} -o plan.html"),
         ("in a script", 'auto_parallelize(model, cluster, ..., plan="plan.json")'),
     ]
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+# What the words of the page mean, for who reads one for the first time.
+
+
+WORDS: Mapping[str, str] = MappingProxyType({
+    "rank": "one process, which drives one device; ranks are numbered node by node",
+    "row": "one example of the batch: a sequence, an image",
+    "micro-batch": "the part of a batch that goes forward and backward at a time; gradients add up",
+    "dp": "data parallelism: so many groups of ranks take rows of their own",
+    "tp": "tensor parallelism: so many ranks share each operator out",
+    "pp": "pipeline parallelism: so many groups of ranks run parts of the model in turn",
+    "cp": "context parallelism: so many ranks share out the tokens of a row",
+    "ep": "expert parallelism: so many ranks of the data axis share out the experts",
+    "mesh": "the ranks of a stage by their degrees: dp × cp × tp, with ep where there are experts",
+    "ZeRO": (
+        "what ranks of the data axis divide among them rather than hold each: 0 nothing, 1 the "
+        "optimizer's states, 2 gradients too, 3 weights too"
+    ),
+    "block": "a run of operators, mostly one layer; stages are made of blocks",
+    "stage": "consecutive blocks that the same ranks run",
+    "device group": "the ranks that run the same stage, or several of an interleaved schedule",
+    "in flight": "micro-batches that a stage has gone forward with and not yet backward",
+    "schedule": (
+        "the order of a pipeline's forwards and backwards: gpipe all forwards first; 1f1b in turn; "
+        "eager_1f1b the same, further ahead; interleaved_1f1b several stages on each group; "
+        "zb_h1, zb_h2 and zb_v put gradients of weights off to fill gaps; chimera and dualpipe run "
+        "two copies of the model in opposite directions"
+    ),
+    "recompute": (
+        "what a backward makes again rather than keeps, of how many blocks: none; selective "
+        "(attention that is written out); pointwise (norms, activations, casts); widening "
+        "(products larger than what goes in); products; full; alternate (every other block in "
+        "full); regather: also what was gathered from tensor-parallel ranks is gathered again"
+    ),
+    "MFU": "the model's FLOPs a second over what the device can do at most",
+    "HFU": "the same with the FLOPs of recompute",
+    "exposed communication": "seconds in which a device waits for others, with nothing to compute",
+    "hidden": "seconds of communication during which the device computes",
+    "gradient reduction": "seconds of summing gradients over the data axis that nothing hides",
+    "bubble": "the part of a pipeline's time in which its devices wait, on average",
+    "waiting": "seconds in which a device group waits for the others",
+    "activations": "what forwards keep for backwards, of all micro-batches in flight",
+    "buffers": "messages between stages",
+    "transient": "what a backward makes again, gathers, or works on, at the fullest moment",
+    "reserved": "the device's context and the communicators' buffers",
+    "predicted peak": "what is held at the fullest moment of a step; plans are chosen by it",
+    "rehearsed": (
+        "of the plan's own steps, run on tensors without values; what a device reserves is added"
+    ),
+    "price": "what the cost model predicts; nothing was run on the devices",
+    "interval": (
+        "measured over predicted is between these for 80 % of the published measurements of "
+        "models and plans like this"
+    ),
+    "gap": "how much more than the bound the plan takes; the bound is no plan, and may be too low",
+    "family": "plans with one decision in common that the chosen one hasn't, as tp=2 or ZeRO-2",
+    "runner-up": "a plan that came near the chosen one, of its own families",
+    "tie": "a difference smaller than prices resolve; the simpler plan of those is chosen",
+    "measured": "seconds of operators that were measured on this device (meshwright profile)",
+    "interpolated": "seconds between measured sizes",
+    "modelled": "seconds from the device's speed and a curve of efficiency, of the catalog",
+})  # fmt: skip
+
+
+# --- answers --------------------------------------------------------------------------------------
+
+# The sentence that answers the question of each view, from the report's data.
+
+
+LEAST = 1e-3  # of a step: what takes less is in the table alone
+
+
+def answers(data: Row) -> dict[str, str]:
+    """Sentences by the name of the view."""
+    rehearsal = {"rehearsal": _rehearsed(data["rehearsal"])} if "rehearsal" in data else {}
+    return {
+        "chosen": _chosen(data["summary"]),
+        **rehearsal,
+        "alternatives": _alternatives(data),
+        "memory": _memory(data),
+        "components": _components(data),
+        "timeline": _timeline(data),
+        "communication": _communication(data),
+        "blocks": f"{len(data['blocks'])} distinct blocks; blocks that do the same are one.",
+        "ranks": _ranks(data),
+        "sources": _sources(data),
+    }
+
+
+def _chosen(summary: Row) -> str:
+    likely = share(summary["memory_probability"]).text
+    text = f"Memory: {summary['memory_verdict']} ({likely}), by the {summary['memory_verdict_by']}."
+    if summary["memory_verdict_by"] == "price":
+        interval = between(gib, summary["memory_interval_bytes"])
+        text += f" The peak is {interval} with 80 % (the thin line)."
+    else:
+        text += (
+            f" Rehearsed are {gib(summary['rehearsed_tensor_bytes']).text} of tensors, "
+            f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them."
+        )
+    return text
+
+
+def _alternatives(data: Row) -> str:
+    others = [row for row in compared(data) if not row["chosen"]]
+    if not others:
+        searched = "complete" in data["summary"]
+        return f"{'No other plan was found' if searched else 'The plan was given, not searched'}."
+    first, step_s = others[0], data["summary"]["step_time_s"]
+    difference = time(abs(first["step_time_s"] - step_s)).text
+    return (
+        f"The fastest of the {len(others)} others, {first['plan']}, takes {difference} "
+        f"{'more' if first['slower'] >= 0 else 'less'} a step ({slower(first['slower'])})"
+        f"{', less than prices resolve: a tie' * first['tie']}."
+    )
+
+
+def _memory(data: Row) -> str:
+    fullest = max(data["memory"], key=lambda row: row["priced_bytes"])
+    part, nbytes = max(fullest["parts"].items(), key=lambda item: item[1])
+    of = gib(data["summary"]["memory_bytes"]).text
+    text = (
+        f"A device of {stage_words(fullest['stages'])} takes most, "
+        f"{gib(fullest['priced_bytes']).text} of {of}; {part} {gib(nbytes).text} of it."
+    )
+    text += f" The peak comes in the {peak_words(fullest['moment'], fullest['block'])}."
+    if rehearsed_bytes := data["summary"].get("rehearsed_memory_bytes"):
+        text += f" Rehearsed were {gib(max(rehearsed_bytes)).text}."
+    return text
+
+
+def _components(data: Row) -> str:
+    parts = data["components_s"]
+    whole = sum(parts.values()) or 1.0
+    listed = ", ".join(
+        f"{name} {time(value).text} ({share(value / whole).text})"
+        for name, value in sorted(parts.items(), key=lambda item: -item[1])
+        if value >= LEAST * whole
+    )
+    step = between(time, data["summary"]["step_interval_s"])
+    return f"Of the busiest devices' step: {listed}. With 80 % the whole takes {step}."
+
+
+def _timeline(data: Row) -> str:
+    timeline = data["timeline"]
+    if timeline["complete"]:
+        return f"All {timeline['events']:,} events of the simulated step."
+    return (
+        f"{timeline['events']:,} events are too many for a page: the first, the steady and the "
+        "last window."
+    )
+
+
+def _communication(data: Row) -> str:
+    rows = data["communication"]
+    if not rows:
+        return "No rank communicates."
+    stage = busiest_stage(rows)
+    own = [row for row in rows if row["stage"] == stage]
+    exposed, whole = (sum(row[key] for row in own) for key in ("exposed_s", "seconds"))
+    return (
+        f"Stage {stage} waits longest: {time(exposed).text} of {time(whole).text} are exposed; "
+        f"a rank sends {sent(sum(row['sent_bytes'] for row in own)).text} a step."
+    )
+
+
+def _ranks(data: Row) -> str:
+    cluster, groups = data["cluster"], data["device_groups"]
+    count = cluster["num_nodes"] * cluster["devices_per_node"]
+    return (
+        f"{many(count, 'rank')} on {many(cluster['num_nodes'], 'node')} of "
+        f"{cluster['devices_per_node']} {cluster['device']}, in "
+        f"{many(len(groups), 'device group')}."
+    )
+
+
+def _sources(data: Row) -> str:
+    error = data["uncertainty"]
+    step, memory = error["step"], error["memory"]
+    spent = sum(data["planning_s"].values())
+    return (
+        f"Planned in {time(spent).text}. "
+        f"A measured step was {step['low']:.2f} to {step['high']:.2f} times the predicted with "
+        f"{error['level']:.0%} ({step['rows']} measurements: {step['of']}); memory "
+        f"{memory['low']:.2f} to {memory['high']:.2f} times ({memory['rows']}: {memory['of']})."
+    )
+
+
+def _rehearsed(found: Row) -> str:
+    """What was rehearsed, and whether ranks agree."""
+    ranks, wrong = found["ranks"], len(found["mismatches"])
+    count = sum(row["stands_for"] for row in ranks.values())
+    agree = f"{wrong:,} do not match" if wrong else "all match"
+    return (
+        f"{len(ranks):,} of {count:,} ranks, one of each kind, ran the plan's own step here on "
+        f"tensors without values, in {time(found['seconds']).text}. Of their collectives, messages "
+        f"and parts of a checkpoint {agree}."
+    )

@@ -14,18 +14,21 @@ the group fills its nodes, for their NICs are shared; inside a node, links are e
 
 from __future__ import annotations
 
+import csv
+import io
+import math
 import os
 import re
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import catalog_names, device_of_driver, read_entry
-from meshwright.profiles.inputs import MeshwrightError
-from meshwright.profiles.measure.cells import csv_rows, number, whole
+from meshwright.profiles.inputs import MeshwrightError, read_text, shown
+from meshwright.profiles.inputs.limits import LEAST_NUMBER, MOST_NUMBER
 from meshwright.profiles.timings import CollectiveTiming
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "p2p")
@@ -373,3 +376,58 @@ def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:
 def _tensor_bytes(collective: str, size: float, ranks: int) -> float:
     """Bytes of the full tensor, from one rank's buffer for an all-to-all."""
     return size * ranks if collective == "all_to_all" else size
+
+
+# --- cells of tables ------------------------------------------------------------------------------
+
+# The cells of tables that others measured: rows of a CSV file, numbers in range.
+
+
+def csv_rows(place: Path, needed: tuple[str, ...]) -> Iterator[tuple[int, Mapping[str, str]]]:
+    """Line number and cells of every row."""
+    reader = csv.DictReader(io.StringIO(read_text(place), newline=""), strict=True)
+    try:
+        missing = [name for name in needed if name not in (reader.fieldnames or ())]
+        if missing:
+            raise MeshwrightError(
+                f"no column {', '.join(missing)}",
+                place=f"{place}:1",
+                legal=needed,
+                way_out="add the columns, empty where they may be",
+            )
+        for cells in reader:
+            for name in needed:
+                if cells[name] is None:
+                    raise MeshwrightError(
+                        f"the row ends before {name}",
+                        place=f"{place}:{reader.line_num}",
+                        legal=f"{len(needed)} cells or more",
+                        way_out="fill the row up",
+                    )
+            yield reader.line_num, cells
+    except csv.Error as error:
+        where = f"{place}:{reader.line_num + 1}"
+        raise MeshwrightError(
+            f"not a row of a CSV file in UTF-8 ({error})",
+            place=where,
+            legal="a row as the csv module writes it",
+            way_out="correct the row",
+        ) from None
+
+
+def number(text: str, what: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not LEAST_NUMBER <= value <= MOST_NUMBER:
+        legal = f"a finite number above 0, {LEAST_NUMBER:g} to {MOST_NUMBER:g}"
+        raise MeshwrightError(f" is {shown(text)}", place=what, legal=legal)
+    return value
+
+
+def whole(text: str, what: str) -> int:
+    if not re.fullmatch("[0-9]{1,15}", text) or int(text) < 1:
+        legal = "a whole number, 1 or more, of up to 15 digits"
+        raise MeshwrightError(f" is {shown(text)}", place=what, legal=legal)
+    return int(text)

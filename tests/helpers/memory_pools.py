@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from meshwright.executor.backward import away
-from meshwright.executor.parameters import block_weights, gradients_to_host, parameters
+from meshwright.executor.parameters import block_weights, parameters, reducer
 
 DEVICE, HOST = "device", "host"
 COPIES = ("copy", "detach", "c10d", "set_", "alias")  # in the names of operators that may cross
@@ -57,7 +57,7 @@ class MemoryPools(TorchDispatchMode):
         """Context in which the executor's `to_host` makes tensors of the host, and all is
         counted."""
         with ExitStack() as stack:
-            for crossing in (parameters, gradients_to_host, block_weights, away):
+            for crossing in (parameters, reducer, block_weights, away):
                 stack.enter_context(mock.patch.object(crossing, "to_host", self._to_host))
             stack.enter_context(self._following_resizes())
             stack.enter_context(self)

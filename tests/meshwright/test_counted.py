@@ -13,8 +13,8 @@ from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
-from meshwright.running import counted
-from meshwright.running.counted import name_of, other_than_counted
+from meshwright.running import steps
+from meshwright.running.steps import name_of, other_than_counted
 from tests.helpers import tiny
 from tests.helpers.planning import linears, problem_of
 
@@ -53,7 +53,7 @@ def test_another_peak_is_said_with_that_of_the_plan() -> None:
 def test_the_first_step_says_it_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counted, "DIFFERS", 0.0)
+    monkeypatch.setattr(steps, "DIFFERS", 0.0)
     result = tiny.planned(tiny.net())
     optimizer = optim.SGD(result.parameters(), lr=0.1)
     with caplog.at_level(logging.WARNING, logger="meshwright"):

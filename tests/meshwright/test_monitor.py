@@ -15,9 +15,18 @@ from meshwright import Overrides, ParallelModel, data_loader, progress_shown
 from meshwright.executor.devices import Clock
 from meshwright.executor.ranks import all_gather_object, gloo_group, launch
 from meshwright.monitor import BatchSize, Monitor, Predicted
-from meshwright.monitor.deviation import AIMS, BETWEEN, BLOCKS, NAMES, TERMS, deviation
 from meshwright.monitor.loggers import JsonLinesLogger, TensorBoardLogger, WandbLogger, logger_for
-from meshwright.monitor.metrics import OBSERVE_EVERY, TELL_AFTER, WARM_UP
+from meshwright.monitor.metrics import (
+    AIMS,
+    BETWEEN,
+    BLOCKS,
+    NAMES,
+    OBSERVE_EVERY,
+    TELL_AFTER,
+    TERMS,
+    WARM_UP,
+    deviation,
+)
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered
 from tests.helpers.tiny import ROWS, SEQUENCE, batch, net, planned

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
-from meshwright.executor.transfers.transfer import Channel
+from meshwright.executor.transfers.channels import Channel
 from meshwright.planner.blocks.cut import cut_blocks
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace

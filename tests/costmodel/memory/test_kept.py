@@ -21,8 +21,8 @@ from meshwright.costmodel.memory.storage import (
     fresh,
     reshaped,
 )
-from meshwright.costmodel.rules.saves import BY_CALL, saves_of
-from meshwright.costmodel.rules.saves import WRITTEN as LINES
+from meshwright.costmodel.rules.registry import BY_CALL, saves_of
+from meshwright.costmodel.rules.registry import WRITTEN as LINES
 from tests.costmodel.memory.saved_tensors import ledger
 from tests.costmodel.rules.rule_cases import AUTOMATIC, IMAGES, RECURRENT, WRITTEN, Case
 from tests.costmodel.traces import call_graph, drawn

@@ -20,7 +20,6 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.executor.parameters import reducer as reducer_module
 from meshwright.executor.parameters import weight_gather as gather_module
 from meshwright.executor.parameters.block_weights import BlockWeights
-from meshwright.executor.parameters.gradients_to_host import GradientsToHost
 from meshwright.executor.parameters.parameters import (
     ParameterSpec,
     StageParameter,
@@ -31,7 +30,7 @@ from meshwright.executor.parameters.parameters import (
     refresh_frozen,
     shard_placement,
 )
-from meshwright.executor.parameters.reducer import Reducer
+from meshwright.executor.parameters.reducer import GradientsToHost, Reducer
 from meshwright.executor.parameters.weight_gather import WeightGather
 from meshwright.executor.parameters.whole_tensors import _owners
 from meshwright.executor.ranks.meshes import StageMesh, single_process

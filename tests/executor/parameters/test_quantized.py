@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshwright.costmodel.quantized import BLOCK, GRADIENT_BITS, WEIGHT_BITS, wire_bytes
-from meshwright.executor.parameters.quantized import (
+from meshwright.executor.parameters.zero3 import (
     QuantizedAllGather,
     QuantizedReduceScatter,
     packed,

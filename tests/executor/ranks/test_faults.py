@@ -27,9 +27,8 @@ import torch.distributed as dist
 
 from meshwright.executor.ranks import StopRequests, joining, stop_requests, watchdog
 from meshwright.executor.ranks import launch as process_group
-from meshwright.executor.ranks.interrupts import Interrupts
 from meshwright.executor.ranks.joining import StartError, agreed_prefix
-from meshwright.executor.ranks.lifelines import KEY, Lifelines
+from meshwright.executor.ranks.launch import KEY, Interrupts, Lifelines
 from meshwright.executor.ranks.object_collectives import WAITING
 from meshwright.executor.ranks.watchdog import Progress, is_out_of_memory, memory_advice
 from tests.executor.ranks.fault_worker import APART, FEWER, OPTIMIZER, SAVING, STEPS

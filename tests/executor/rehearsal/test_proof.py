@@ -16,8 +16,8 @@ from meshwright.executor.files.chunks import untiled
 from meshwright.executor.ranks import StageMesh
 from meshwright.executor.rehearsal import unlike_saves
 from meshwright.executor.rehearsal.events import Event, Kind, RankLog
-from meshwright.executor.rehearsal.kinds import kinds_of_ranks
 from meshwright.executor.rehearsal.proof import Mismatch, mismatches
+from meshwright.executor.rehearsal.rehearse import kinds_of_ranks
 from tests.executor.rehearsal.rehearsal_runs import rehearsal
 
 MICROBATCHES = 3

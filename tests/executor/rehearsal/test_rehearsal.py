@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshwright.executor.rehearsal import RankLog, rank_log, rehearse, repeat, workers
-from meshwright.executor.rehearsal.repeat import Repeats
+from meshwright.executor.rehearsal import RankLog, rank_log, rehearse, steps
+from meshwright.executor.rehearsal.rehearse import logs_of
+from meshwright.executor.rehearsal.steps import Repeats
 from meshwright.executor.stages import PipelineRun
 from tests.executor.rehearsal.rehearsal_runs import checked, does_what_was_rehearsed, rehearsal
 from tests.helpers.ranks import on_ranks
@@ -20,6 +21,7 @@ from tests.helpers.tiers import tiered
 from tests.models.models import adamw
 from tests.parity.parity_cells import Cell
 
+MODULE = sys.modules["meshwright.executor.rehearsal.rehearse"]  # has the name of a function
 FIRST = (
     "gpt2_tied pp2xdp2 1f1b m4 zero3",
     "gpt2_tied tp2 gpipe m2 mixed sequence",
@@ -143,15 +145,15 @@ def test_what_is_not_steady_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     is rehearsed again without repetitions."""
     of = checked(STEADY[0][0])
     whole = of.rank_log(0, repeats=False)
-    monkeypatch.setattr(repeat._Record, "like", lambda *_: False)
+    monkeypatch.setattr(steps._Record, "like", lambda *_: False)
     assert of.rank_log(0) == whole
-    forwards = repeat.FORWARD
+    forwards = steps.FORWARD
     monkeypatch.setattr(
         Repeats, "known", lambda self, what: self.first[what] if what[1] in forwards else None
     )
     raised: list[object] = []
-    error = type("Raised", (repeat.NotSteadyError,), {"__init__": raised.append})
-    monkeypatch.setattr(repeat, "NotSteadyError", error)
+    error = type("Raised", (steps.NotSteadyError,), {"__init__": raised.append})
+    monkeypatch.setattr(steps, "NotSteadyError", error)
     assert of.rank_log(0) == whole
     assert raised
 
@@ -184,14 +186,14 @@ def log_of(rank: int) -> RankLog:
 
 
 def shared(run: Callable[[int], RankLog], monkeypatch: pytest.MonkeyPatch) -> dict[int, RankLog]:
-    monkeypatch.setattr(workers, "WORTH_S", 0.0)
-    monkeypatch.setattr(workers, "_workers", lambda: 2)
-    return dict(workers.logs_of(RANKS, run))
+    monkeypatch.setattr(MODULE, "WORTH_S", 0.0)
+    monkeypatch.setattr(MODULE, "_workers", lambda: 2)
+    return dict(logs_of(RANKS, run))
 
 
 def test_the_first_is_run_here_and_the_others_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """But small work, all of which is done here."""
-    found = dict(workers.logs_of(RANKS, log_of))
+    found = dict(logs_of(RANKS, log_of))
     assert [*found] == [*RANKS]
     assert {log.peak_bytes for log in found.values()} == {os.getpid()}
     found = shared(log_of, monkeypatch)

@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from meshwright.data.loader import PADDING, DataLoader, padded
-from meshwright.data.order import Buckets, Order
+from meshwright.data.loader import PADDING, Buckets, DataLoader, Order, padded
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running import DataParallel
 

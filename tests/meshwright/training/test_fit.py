@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from meshwright import ParallelModel, fit
-from meshwright.data.order import Order
+from meshwright.data.loader import Order
 from meshwright.executor.errors import StateError
 from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError

@@ -12,8 +12,8 @@ import meshwright.plan_search
 from meshwright import Cluster, Overrides, Plan, fit
 from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.training.fit import KeptPlans
 from meshwright.training.kept import KeptCheckpoints
-from meshwright.training.plans import KeptPlans
 from tests.executor.checkpoint.checkpoint_runs import start
 from tests.helpers.tiny import Net, batch, host, loss, net
 from tests.meshwright.data.feeding import ROWS, Tokens

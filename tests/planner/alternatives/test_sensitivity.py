@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from meshwright.costmodel.kernels.collectives import collective_time, group_for, p2p_time
-from meshwright.planner.alternatives.sensitivity import (
+from meshwright.planner.alternatives.answers import (
     ENDS,
     KNOBS,
     MEMORY,

@@ -19,8 +19,7 @@ import vl_convert
 from meshwright.planner.page import cells, render_page
 from meshwright.planner.page.blocks import line, operator_words, strategy_words
 from meshwright.planner.page.page import _library
-from meshwright.planner.page.rank_map import axes_in_use, rank_rows
-from meshwright.planner.page.specs import charts
+from meshwright.planner.page.specs import axes_in_use, charts, rank_rows
 from meshwright.planner.page.tables import compared, without_plan
 from meshwright.planner.report import diagram
 from tests.helpers.reports import rehearsed_report, report_of_axes

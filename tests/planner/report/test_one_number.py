@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.costmodel.operators import Problem
 from meshwright.monitor.metrics import Predicted
-from meshwright.planner.page.answers import answers
+from meshwright.planner.page.page import answers
 from meshwright.planner.page.tables import compared, facts, tables
 from meshwright.planner.plan import peak_words, seconds, sized
 from meshwright.planner.pricing import Evaluation, Evaluator, Ledger
