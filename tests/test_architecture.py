@@ -23,6 +23,7 @@ from tests.helpers.source_files import (
     defined_in,
     files_in,
     import_cycle,
+    importers,
     is_within,
 )
 
@@ -31,6 +32,7 @@ CONTRACT = ("planner.plan", "planner.operators", "planner.batch")
 
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
+ONE_IMPORTER = 0.2  # part of the modules that one other uses, at most; 0.1 is wished
 PUBLIC = {"auto_parallelize", "data_loader", "fit", "rule"}  # keywords of users and what each means
 
 SOLVERS = ("pulp", "highspy")
@@ -276,6 +278,23 @@ def test_every_package_has_its_place() -> None:
 def test_no_import_cycle() -> None:
     cycle = import_cycle(files_in(*PRODUCT))
     assert not cycle, " -> ".join(cycle)
+
+
+def test_few_modules_serve_one_other_alone() -> None:
+    users = importers(files_in(*PRODUCT))
+    lonely = sorted(name for name, found in users.items() if len(found) == 1)
+    assert len(lonely) <= ONE_IMPORTER * len(users), "\n".join(lonely)
+
+
+def test_users_are_found_through_packages_and_attributes() -> None:
+    files = [
+        SourceFile("planner/a/__init__.py", "from meshwright.planner.a.b import f"),
+        SourceFile("planner/a/b.py", "def f(): ..."),
+        SourceFile("planner/c.py", "from meshwright.planner.a import f"),
+        SourceFile("planner/d.py", "from meshwright.planner import a\na.f()"),
+    ]
+    users = importers(files)
+    assert users["meshwright.planner.a.b"] == {"meshwright.planner.c", "meshwright.planner.d"}
 
 
 # --- the rules ------------------------------------------------------------------------------------

@@ -165,7 +165,7 @@ def _first(each: Floats, count: int) -> Floats:
 
 # What a setup's blocks ask of their devices at least: seconds and bytes, linear in the blocks.
 #
-# `costmodel.blocks.stage_costs` prices a stage from sums over its blocks. A pass takes no less than
+# `planner.pricing.stage_costs` prices a stage from sums over its blocks. A pass takes no less than
 # the longer of device and host, and communication x beside compute c, with the slowdown s, at least
 #
 #     max(c + s min(c, x), x)  >=  max(c + s/(1+s) x, x)

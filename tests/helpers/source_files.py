@@ -114,6 +114,26 @@ def defined_in(name: str, modules: Mapping[str, SourceFile]) -> str | None:
     return module
 
 
+def importers(files: Iterable[SourceFile]) -> dict[str, set[str]]:
+    """Module -> the modules that use it, by what packages export of it and as attributes of rooms
+    (`sharding.moves`), too; packages themselves are no modules here."""
+    modules = {file.module: file for file in files}
+    found: dict[str, set[str]] = {name: set() for name, f in modules.items() if not f.is_package}
+    for file in (modules[name] for name in found):
+        names = [name for _, name in file.imports]
+        rooms = {name.rpartition(".")[2]: name for name in names if name in modules}
+        names += [
+            f"{rooms[node.value.id]}.{node.attr}"
+            for node in file.nodes
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in rooms
+        ]
+        for source in {defined_in(name, modules) for name in names} & found.keys():
+            found[source].add(file.module)
+    return found
+
+
 # --- cycles ---------------------------------------------------------------------------------------
 
 
