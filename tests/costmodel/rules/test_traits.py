@@ -156,7 +156,8 @@ def names_compared(tree: ast.AST) -> int:
             isinstance(x, ast.Constant) and isinstance(x.value, str) for x in ast.walk(node)
         )
         named |= texts and any(isinstance(x, ast.Name) and x.id == "short" for x in sides)
-        table = isinstance(node.ops[0], ast.In | ast.NotIn) and isinstance(sides[1], ast.Name)
+        among = isinstance(node.ops[0], ast.In | ast.NotIn)
+        table = among and isinstance(sides[1], ast.Name | ast.Attribute)
         found += named and not table
     return found
 
