@@ -5,7 +5,7 @@ so does what the optimizer makes of it: a torch optimizer's states lie where its
 it steps there. The leaf stays on the device:
 
     in a backward         the gradient is copied to the host as it is made, or reduced
-                          (`gradients_to_host.py`), and added up there
+                          (`executor/parameters/reducer.py`), and added up there
     before a forward      the stored weight is copied to the device on a stream of its own and cast
                           there, block by block in the order of the forward, which waits for its own
 

@@ -188,9 +188,8 @@ class _Walk:
         self.pricer, self.graph, self.table = pricer, pricer.graph, pricer.table
         self.again = pricer.setting.target.gathers_again
         self.held: dict[tuple[str, Placement], memory.Held] = {}
-        self.moved_tokens: dict[
-            tuple[str, Placement, Placement], memory.Held
-        ] = {}  # on the context axis
+        # on the context axis
+        self.moved_tokens: dict[tuple[str, Placement, Placement], memory.Held] = {}
         self.kept: set[memory.Storage] = set()
         self.parts: dict[memory.Storage, memory.Storage] = {}  # of what is gathered again
         self.makers: dict[memory.Storage, str] = {}

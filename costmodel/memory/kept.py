@@ -1,6 +1,6 @@
 """Bytes that one operator call keeps for its backward, as torch runs it on a kind of device.
 
-Most keep what `rules/saves.py` lists, their own operands and results. The others are here:
+Most keep their own operands and results, which `rules/registry.py` lists. The others are here:
 
     products     of batches of matrices flatten them; where that is no view, the copy is kept
     attention    keeps the logarithm of each row's normaliser; without a fused kernel it is products

@@ -54,7 +54,7 @@ class OpFactors:
 
     `operands` and `results` give, per tensor and dim, factor names major to minor; dims of size 1
     that broadcast have none. Forward FLOPs are `flops × Π size(f), f in flop_factors`. `saves`
-    (filled in from `saves.py`) are what autograd keeps for the backward: operand i as i, result i
+    (filled in by `registry.py`) are what autograd keeps for the backward: operand i as i, result i
     as -1-i. `shape_arg` is the index of an argument holding the result's sizes, to be rewritten
     with the local ones; `counts` maps the name of an integer argument to the factor it is
     proportional to (groups of a convolution), to be divided where that is split. `equal` tells that

@@ -19,7 +19,6 @@ from meshwright.costmodel.rules import image as image_rules
 from meshwright.costmodel.rules import language
 from meshwright.costmodel.rules import leaf as leaf_rules
 from meshwright.costmodel.rules import moe as moe_rules
-from meshwright.costmodel.rules.language import Metas
 from meshwright.costmodel.rules.traits import draws
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -328,7 +327,7 @@ WRITTEN: Mapping[str, str] = MappingProxyType({
 Line = Callable[[Op, int], str]  # from a call and the number of its operands
 
 
-def saves_of(op: Op, operands: Metas, results: Metas) -> tuple[int, ...]:
+def saves_of(op: Op, operands: language.Metas, results: language.Metas) -> tuple[int, ...]:
     """Operand i as i, result k as -1-k; of an operator not listed every operand, and nothing where
     no gradient flows."""
     if not any(meta.requires_grad for meta in results):

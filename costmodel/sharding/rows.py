@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Graph, Op, Ref, argument
-from meshwright.costmodel.rules import VIEWS, traits_of
 from meshwright.costmodel.sharding.factors import FactorTable, has_rule
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -550,7 +549,7 @@ OF_FINITE: Mapping[str, bool] = {
 }  # fmt: skip
 # what becomes of known bits
 OF_BITS: Mapping[str, Callable[[Sequence[bool]], bool]] = {
-    **dict.fromkeys(("any", "all", "clone", "expand", "select", "transpose", *VIEWS), all),
+    **dict.fromkeys(("any", "all", "clone", "expand", "select", "transpose", *rules.VIEWS), all),
     **dict.fromkeys(("logical_and", "bitwise_and", "__and__"), all),
     **dict.fromkeys(("logical_or", "bitwise_or", "__or__"), any),
     **dict.fromkeys(("logical_not", "bitwise_not"), lambda bits: not all(bits)),
@@ -594,9 +593,9 @@ class FiniteBits:
     def _infinite(self, op: Op) -> bool:
         """Whether what an operator makes need not be finite."""
         foreign = op.short.count(".") > 0  # may do anything
-        if op.short in POLES or foreign or traits_of(op).leaf:
+        if op.short in POLES or foreign or rules.traits_of(op).leaf:
             return True
-        if op.short in MADE_FINITE or traits_of(op).main:
+        if op.short in MADE_FINITE or rules.traits_of(op).main:
             return False
         floats = any(self.graph.values[v].dtype.is_floating_point for v in op.results)
         own = any(True for _ in _infinities((op.args, *op.kwargs.values())))

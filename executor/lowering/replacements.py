@@ -14,7 +14,6 @@ from torch import fx, nn
 
 from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Op, argument
-from meshwright.costmodel.rules import Leaf, draws, leaf_of
 from meshwright.costmodel.sharding import BY_BLOCKS, BY_HALO, Strategy, shift_of, token_dim
 from meshwright.executor.backward import DeferredProduct, EightBitProduct
 from meshwright.executor.context import ContextAttention, Halo
@@ -230,9 +229,10 @@ class LeafCall(nn.Module):
         self, op: Op, device: torch.device, salt: int, part: int, results: Sequence[ShapeAndDtype]
     ) -> None:
         super().__init__()
-        program, self.leaf, self.results = leaf_of(op).program, leaf_of(op), tuple(results)
+        self.leaf, self.results = rules.leaf_of(op), tuple(results)
+        program = self.leaf.program
         assert isinstance(program, Program)
-        self.random = draws(op)
+        self.random = rules.draws(op)
         self.salt, self.part, self.device = salt, part, device
         # in a tuple, so that the module, which has no weights of its own, is not registered
         self.held = (program, [(m, m.training) for m in _modules(program)])
@@ -275,7 +275,9 @@ class _AsTraced(torch.autograd.Function):
     """A leaf's results without values, and what it keeps: its work's `saves` and `saved_bytes`."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Leaf, results: Sequence[ShapeAndDtype], *operands: Any) -> Any:
+    def forward(
+        ctx: Any, leaf: rules.Leaf, results: Sequence[ShapeAndDtype], *operands: Any
+    ) -> Any:
         device = operands[0].device
         made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results]
         work, ctx.operands = leaf.work, [(x.shape, x.dtype) for x in operands]

@@ -13,8 +13,7 @@ micro-batch's backward scatters, and only this rank's shard is accumulated. The 
 
 A gradient that is whole on every rank stays where autograd leaves it, in fp32. ZeRO-3's data axis
 is `fully_shard`'s (`zero3.py`). What lies in host memory goes there, and is added up there, as soon
-as it is whole: in each backward where no collective sums it, or ZeRO-2's does, else in the last
-(`gradients_to_host.py`).
+as it is whole: in each backward where no collective sums it, or ZeRO-2's does, else in the last.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The rehearsal: the executor's own code, run for each kind of rank on tensors without values.
 
 A process stands for one rank after the other (`steps.py`), or several do side by side
-(`workers.py`). What they wrote down is compared (`proof.py`, `saves.py`) and priced again
-(`estimate.py`).
+(`logs_of`). What they wrote down is compared (`proof.py`) and priced again (`estimate.py`).
 """
 
 from __future__ import annotations

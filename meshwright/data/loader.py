@@ -27,7 +27,6 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
 from meshwright.data import arguments
-from meshwright.data.arguments import checked_buckets
 from meshwright.executor.ranks import all_gather_object, background, gloo_group, launch
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.running import DataParallel, Steps
@@ -422,7 +421,7 @@ class Buckets:
 
     def __post_init__(self) -> None:
         place = "data_loader: buckets"
-        checked_buckets(self.to)
+        arguments.checked_buckets(self.to)
         longer = sum(n > self.to[-1] for n in self.lengths)
         if longer:
             raise MeshwrightError(

@@ -1,7 +1,7 @@
 """Bounds on the step of every plan of a space with equal stages, combination by combination.
 
 A combination has the bound that it was found with, which knows the least seconds of its blocks and
-nothing else. The least bounds are raised by relaxations of what is left (`loads.py`,
+nothing else. The least bounds are raised by relaxations of what is left (`Loads`,
 `pipelines.py`) until the least of all is one that was raised: no more work than the answer asks
 for.
 """

@@ -18,7 +18,6 @@ import altair as alt
 from meshwright.planner.page import drawing
 from meshwright.planner.page.blocks import operator_words
 from meshwright.planner.page.cells import REHEARSED, Row, many, peaks_of, stage_words
-from meshwright.planner.page.drawing import BAR, Spec, specified, tips_of, unnamed
 from meshwright.planner.page.tables import busiest_stage
 from meshwright.planner.plan import GIB, expand_ranks
 
@@ -400,7 +399,7 @@ SIDE = 0.92  # of a cell that is filled
 BRIGHT = 0.6  # part of the scale of colours from which on black is read better than white
 
 
-def rank_map(data: Row) -> Spec:
+def rank_map(data: Row) -> drawing.Spec:
     """Nodes × ranks, coloured by the place on an axis."""
     groups, cluster = data["device_groups"], data["cluster"]
     node = cluster["devices_per_node"]
@@ -409,7 +408,7 @@ def rank_map(data: Row) -> Spec:
     lines = -(-cluster["num_nodes"] // NODES_OF_LINE)
     of_line = f"floor(datum.node / {NODES_OF_LINE}) * {node + 1} + datum.slot"
     in_line = f"datum.node % {NODES_OF_LINE}"
-    base = unnamed(rows, COLUMNS).transform_calculate(
+    base = drawing.unnamed(rows, COLUMNS).transform_calculate(
         x=in_line,
         x2=f"{in_line} + {SIDE}",
         y=of_line,
@@ -421,16 +420,18 @@ def rank_map(data: Row) -> Spec:
     x, y = _sides(cluster["num_nodes"], node, lines)
     cells = base.mark_rect().encode(
         x=x, x2="x2:Q", y=y, y2="y2:Q", color=_colour(groups, axes),
-        tooltip=tips_of(**{name: name for name in ("rank", "node", *axes)}),
+        tooltip=drawing.tips_of(**{name: name for name in ("rank", "node", *axes)}),
     )  # fmt: skip
     buttons: Any = alt.binding_radio(options=axes, name="colour by ")
     by = alt.param(name="by", value=axes[0], bind=buttons if len(axes) > 1 else alt.Undefined)
     layers = [cells, *([_numbers(base, rows, axes)] if len(rows) <= MAX_NUMBERED else [])]
     where = many(cluster["num_nodes"], "node")
     label = f"{many(len(rows), 'rank')} on {where}, coloured by {_of(axes)}"
-    height = max(3 if lines > 4 else BAR // 2, min(BAR, 220 // (lines * node)))
+    height = max(3 if lines > 4 else drawing.BAR // 2, min(drawing.BAR, 220 // (lines * node)))
     chart = alt.layer(*layers).add_params(by)
-    return specified(chart, label, height=height * (lines * (node + 1) - 1), marks=len(rows))
+    return drawing.specified(
+        chart, label, height=height * (lines * (node + 1) - 1), marks=len(rows)
+    )
 
 
 def rank_rows(groups: Sequence[Row], devices_per_node: int) -> list[tuple[int, ...]]:

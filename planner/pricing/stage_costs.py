@@ -101,9 +101,8 @@ class _Known:
     # prices of operators, by the setting of a pass, and by that of a step
     pricers_of_pass: Memo[tuple[Mesh, Batch], operators.Pricer] = field(default_factory=Memo)
     pricers: Memo[Parts, operators.Pricer] = field(default_factory=Memo)
-    parameters: Memo[Any, Memo[Any, operators.Priced]] = field(
-        default_factory=Memo
-    )  # of `ParameterPricer`
+    # of `ParameterPricer`
+    parameters: Memo[Any, Memo[Any, operators.Priced]] = field(default_factory=Memo)
     blocks: Memo[tuple[Mesh, Batch, Sharing, Decided, bool], tuple[PassPrice, Sums]] = field(
         default_factory=Memo
     )

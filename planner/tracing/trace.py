@@ -42,7 +42,6 @@ from meshwright.planner.tracing.leaves import LeafRecorder
 from meshwright.planner.tracing.loss import LossModule
 from meshwright.planner.tracing.similar import Irregular, StandIns
 from meshwright.planner.tracing.transformers import adapted
-from meshwright.planner.tracing.user_module import Held, Key, Watch, calling_place
 from meshwright.planner.tracing.values import mixed_operands
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -479,33 +478,33 @@ class _Calls(TorchDispatchMode):
         self.alive += made
         for x in operands:
             if id(x) in self.kept:
-                self.used.setdefault(id(x), calling_place())
+                self.used.setdefault(id(x), user_module.calling_place())
         if func.namespace == "prim":  # questions about a tensor
             return output
         random = torch.Tag.nondeterministic_seeded in func.tags
         if random or any(id(x) in self.known for x in operands):
             self.known.update(map(id, made))
             told = [tuple(x.shape) if isinstance(x, torch.Tensor) else repr(x) for x in leaves]
-            self.calls.append(((str(func), told), calling_place()))
+            self.calls.append(((str(func), told), user_module.calling_place()))
         return output
 
 
 def kept_tensors(
-    forward: Callable[[], Any], watch: Watch, known: Sequence[torch.Tensor]
-) -> frozenset[Key]:
+    forward: Callable[[], Any], watch: user_module.Watch, known: Sequence[torch.Tensor]
+) -> frozenset[user_module.Key]:
     """The tensor attributes to carry like buffers from one `forward` to the next, whose inputs and
     parameters are `known`. Raises TraceError where a second forward would not do what the first
     did."""
-    start = Held(watch.holders)
+    start = user_module.Held(watch.holders)
     with _Calls(known) as first:
         forward()
-    left = Held(watch.holders)
+    left = user_module.Held(watch.holders)
     tensors = {id(x): key for key in start.changed(left) for x in left.tensors.get(key, [])}
     kept = [x for held in left.tensors.values() for x in held if id(x) in tensors]
     with _Calls(known, kept) as second:
         forward()
-    again = Held(watch.holders)
-    carried: set[Key] = set()
+    again = user_module.Held(watch.holders)
+    carried: set[user_module.Key] = set()
     for number, place in second.used.items():
         key = tensors[number]
         x = next(x for x in kept if id(x) == number)
@@ -532,12 +531,14 @@ def kept_tensors(
     return frozenset()
 
 
-def name_of(key: Key) -> str:
+def name_of(key: user_module.Key) -> str:
     """An attribute as users write it."""
     return ".".join(part for part in key if part)
 
 
-def _refusal(watch: Watch, key: Key, used: str | None, why: str) -> TraceError:
+def _refusal(
+    watch: user_module.Watch, key: user_module.Key, used: str | None, why: str
+) -> TraceError:
     at = f", read at {used}," if used else ""
     return TraceError(
         f"at {watch.place(key)} the forward leaves something in the attribute "
@@ -545,7 +546,9 @@ def _refusal(watch: Watch, key: Key, used: str | None, why: str) -> TraceError:
     )
 
 
-def _other_course(changed: Iterable[Key], watch: Watch, place: str) -> TraceError:
+def _other_course(
+    changed: Iterable[user_module.Key], watch: user_module.Watch, place: str
+) -> TraceError:
     key = min(changed)
     return TraceError(
         f"at {watch.place(key)} the forward changes the attribute {name_of(key)!r}, and at "
