@@ -167,7 +167,7 @@ class Target:
     def _check(self, name: str, holds: bool, legal: str | Iterable[str]) -> None:
         if not holds:
             value = getattr(self, name)
-            raise MeshwrightError(f"={value!r}", place=f"target {self.name!r}: {name}", legal=legal)
+            raise MeshwrightError.refused(f"target {self.name!r}: {name}", value, legal=legal)
 
     def hides_replicas(self, sharing: Sharing) -> bool:
         """Whether the reduction among replicas of shards joins a backward."""

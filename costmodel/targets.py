@@ -187,4 +187,4 @@ def target_named(name: str) -> Target:
     try:
         return TARGETS[name]
     except (KeyError, TypeError):
-        raise MeshwrightError(f"={name!r}", place="target", legal=TARGETS) from None
+        raise MeshwrightError.refused("target", name, legal=TARGETS) from None

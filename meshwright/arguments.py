@@ -68,13 +68,13 @@ def check_values(
     """ValueError for a number or name that can't be."""
     batch = global_batch_size
     if not isinstance(batch, int) or isinstance(batch, bool) or not 1 <= batch <= MAX_ROWS:
-        raise MeshwrightError(
-            f"={shown(batch)}",
-            place="global_batch_size",
+        raise MeshwrightError.refused(
+            "global_batch_size",
+            batch,
             legal=f"an integer from 1 to {MAX_ROWS}, rows per optimizer step",
         )
     if precision not in PRECISIONS:
-        raise MeshwrightError(f"={shown(precision)}", place="precision", legal=PRECISIONS)
+        raise MeshwrightError.refused("precision", precision, legal=PRECISIONS)
     optimizer_bytes(optimizer)
     if time_limit_s is not None:
         _check_time_limit(time_limit_s)
@@ -91,9 +91,9 @@ def check_search(objective: Any, memory_margin: Any, rows_meet: Any, cluster: Cl
     """ValueError for an objective or consent that can't be, or a margin that leaves tensors no
     memory."""
     if rows_meet not in ROWS_MEET:
-        raise MeshwrightError(f"={shown(rows_meet)}", place="rows_meet", legal=ROWS_MEET)
+        raise MeshwrightError.refused("rows_meet", rows_meet, legal=ROWS_MEET)
     if objective not in OBJECTIVES:
-        raise MeshwrightError(f"={shown(objective)}", place="objective", legal=OBJECTIVES)
+        raise MeshwrightError.refused("objective", objective, legal=OBJECTIVES)
     check_margin(memory_margin, cluster)
 
 
@@ -107,9 +107,9 @@ def check_margin(memory_margin: Any, cluster: Cluster) -> None:
     if memory_margin is None:
         return
     if not is_number(memory_margin) or not 0 <= memory_margin < 1:
-        raise MeshwrightError(
-            f"={shown(memory_margin)}",
-            place="memory_margin",
+        raise MeshwrightError.refused(
+            "memory_margin",
+            memory_margin,
             legal=(
                 "the part of a device's memory to leave free, from 0 to less than 1, or None "
                 f"for {MEMORY_MARGIN}"
@@ -128,8 +128,6 @@ def check_margin(memory_margin: Any, cluster: Cluster) -> None:
 
 def _check_time_limit(time_limit_s: Any) -> None:
     if not is_number(time_limit_s) or time_limit_s < 0:
-        raise MeshwrightError(
-            f"={shown(time_limit_s)}",
-            place="time_limit_s",
-            legal="seconds, 0 or more, or None for no limit",
+        raise MeshwrightError.refused(
+            "time_limit_s", time_limit_s, legal="seconds, 0 or more, or None for no limit"
         )

@@ -103,11 +103,9 @@ class Decision:
         """Raise unless these are its parts, each from 0 to 1 and within the other."""
         for name, part in given.items():
             if name not in self.parts:
-                raise error(f"={shown(name)}", place=place, legal=self.parts)
+                raise error.refused(place, name, legal=self.parts)
             if not is_number(part) or not 0 <= part <= 1:
-                raise error(
-                    f"={shown(part)}", place=f"{place}: {name}", legal="a part, from 0 to 1"
-                )
+                raise error.refused(f"{place}: {name}", part, legal="a part, from 0 to 1")
         for name, whole, why in self.within:
             if given.get(name, 0.0) > (most := given.get(whole, 0.0)):
                 raise error(

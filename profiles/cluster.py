@@ -63,10 +63,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not 0 < len(self.name) <= MAX_TEXT:
-            raise MeshwrightError(
-                f"={shown(self.name)}",
-                place="cluster name",
-                legal=f"a text of 1 to {MAX_TEXT} characters",
+            raise MeshwrightError.refused(
+                "cluster name", self.name, legal=f"a text of 1 to {MAX_TEXT} characters"
             )
         what = f"cluster {self.name!r}"
         check_whole(f"{what}: num_nodes", self.num_nodes, most=MAX_DEVICES)

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import MeshwrightError
 
 FUSED = "_fused"
 FP32 = 4
@@ -54,9 +54,9 @@ def optimizer_named(name: str) -> Optimizer:
     try:
         return OPTIMIZERS[name]
     except (KeyError, TypeError):  # unknown, or no name at all
-        raise MeshwrightError(
-            f"={shown(name)}",
-            place="optimizer",
+        raise MeshwrightError.refused(
+            "optimizer",
+            name,
             legal=sorted(OPTIMIZERS),
             way_out="name the one with as many moments as yours (the model is trained with any "
             "torch optimizer)",

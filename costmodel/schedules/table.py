@@ -36,7 +36,7 @@ from typing import NamedTuple, TypeAlias
 from meshwright.costmodel.schedules import fills, orders
 from meshwright.costmodel.schedules.fills import Floats, PipelineShape
 from meshwright.costmodel.schedules.orders import Compute, DeviceOrder
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import MeshwrightError
 
 Stages: TypeAlias = tuple[int, ...]
 
@@ -246,7 +246,7 @@ def stages_of_devices(name: str, *, num_stages: int, num_devices: int) -> tuple[
     """The stages each device owns, in the order of the data. Raises ValueError for an unknown
     schedule, a count below 1, or counts that the schedule cannot place."""
     if name not in SCHEDULES:
-        raise MeshwrightError(f"={shown(name)}", place="schedule", legal=SCHEDULES)
+        raise MeshwrightError.refused("schedule", name, legal=SCHEDULES)
     schedule = SCHEDULES[name]
     each = schedule.stages_per_device
     check_count("num_stages", num_stages)

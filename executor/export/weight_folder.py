@@ -61,9 +61,9 @@ def laid_out(kinds: Mapping[str, Kind], max_shard_size: int | str) -> Layout:
         or not isinstance(max_shard_size, int | str)
         or (isinstance(max_shard_size, int) and max_shard_size < 1)
     ):
-        raise SavedError(
-            f"={shown(max_shard_size)}",
-            place="max_shard_size",
+        raise SavedError.refused(
+            "max_shard_size",
+            max_shard_size,
             legal="bytes, from 1, or text as '5GB'",
             way_out="leave it out for 5 GB",
         )
@@ -89,9 +89,9 @@ def check_dtype(dtype: object) -> None:
     """Raise ValueError for what floats can't be saved as."""
     legal = [x for x in NAMES_OF_DTYPES if x.is_floating_point]
     if dtype is not None and dtype not in legal:
-        raise SavedError(
-            f"={shown(dtype)}",
-            place="dtype",
+        raise SavedError.refused(
+            "dtype",
+            dtype,
             legal=f"None, {', '.join(map(str, legal))}",
             way_out="leave it out to keep what is stored",
         )

@@ -46,9 +46,9 @@ def backend_of(compile: Any, device_type: str | None = None) -> str | None:
         backend = compile
         legal = torch.compiler.list_backends(exclude_tags=())
         if backend not in legal:
-            raise MeshwrightError(
-                f"={compile!r}",
-                place="compile",
+            raise MeshwrightError.refused(
+                "compile",
+                compile,
                 legal=f"True, False, or a backend of torch.compile: {', '.join(legal)}",
             )
     if backend == DEFAULT and device_type is not None:

@@ -214,9 +214,9 @@ def _listed(ranks: list[int]) -> str:
 def _number(name: str, most: int = MAX_DEVICES) -> int:
     text = os.environ.get(name, "")
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) > most:
-        raise StartError(
-            f"={shown(text)}",
-            place=f"start: {name}",
+        raise StartError.refused(
+            f"start: {name}",
+            text,
             legal=f"a whole number from 0 to {most}, as torchrun sets it",
             way_out="launch with torchrun",
         )

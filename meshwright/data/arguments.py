@@ -90,10 +90,9 @@ def _is_count(given: Any) -> bool:
 
 
 def _of(name: str, given: Any, legal: str) -> DataError:
-    return DataError(
-        f"={shown(given)}", place=f"data_loader: {name}", legal=legal,
-        way_out="leave it out for the default",
-    )  # fmt: skip
+    return DataError.refused(
+        f"data_loader: {name}", given, legal=legal, way_out="leave it out for the default"
+    )
 
 
 def checked_buckets(given: Any) -> tuple[int, ...]:
@@ -105,9 +104,9 @@ def checked_buckets(given: Any) -> tuple[int, ...]:
         or not all(type(x) is int and 1 <= x <= MAX_ROWS for x in given)
         or list(given) != sorted(set(given))
     ):
-        raise DataError(
-            f"={shown(given)}",
-            place=place,
+        raise DataError.refused(
+            place,
+            given,
             legal=f"increasing lengths from 1 to {MAX_ROWS}",
             way_out="name the lengths that batches are padded to, e.g. (128, 256, 512)",
         )

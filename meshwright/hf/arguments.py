@@ -202,10 +202,12 @@ def _check_values(args: Any) -> None:
         for name in names:
             given = getattr(args, name, None)
             if given is not None and not right(given):
-                raise MeshwrightError(
-                    f"={shown(given)}", place=f"TrainingArguments: {name}", legal=legal,
+                raise MeshwrightError.refused(
+                    f"TrainingArguments: {name}",
+                    given,
+                    legal=legal,
                     way_out="leave it out for the default",
-                )  # fmt: skip
+                )
 
 
 def _check_choices(args: Any) -> None:

@@ -189,11 +189,8 @@ def _check_asked(batches: object, weigh: object) -> None:
             way_out="give one",
         )
     if weigh is not None and not callable(weigh):
-        raise BatchError(
-            f"={shown(weigh)}",
-            place="evaluate: weigh",
-            legal="a function of a batch, or None",
-            way_out="leave it out",
+        raise BatchError.refused(
+            "evaluate: weigh", weigh, legal="a function of a batch, or None", way_out="leave it out"
         )
 
 
@@ -391,9 +388,9 @@ def _check(prompts: object, max_new_tokens: object, tokens: Mapping[str, object]
     numbers |= {f"{n}_token_id": (x, -MAX_COUNT) for n, x in tokens.items() if x is not None}
     for name, (given, least) in numbers.items():
         if type(given) is not int or not least <= given <= MAX_COUNT:
-            raise BatchError(
-                f"={shown(given)}",
-                place=f"generate: {name}",
+            raise BatchError.refused(
+                f"generate: {name}",
+                given,
                 legal="an integer from 1" if least > 0 else "the integer of a token, or None",
                 way_out="give one",
             )

@@ -20,9 +20,7 @@ PLANNING = tuple(inspect.signature(auto_parallelize).parameters)[1:]
 
 
 def refused(name: str, given: Any, legal: str, way_out: str) -> MeshwrightError:
-    return MeshwrightError(
-        f"={shown(given)}", place=f"fit: {name}", legal=legal, way_out=way_out
-    )  # fmt: skip
+    return MeshwrightError.refused(f"fit: {name}", given, legal=legal, way_out=way_out)
 
 
 def check_counts(*, keep: Any, **counts: Any) -> None:

@@ -332,7 +332,7 @@ def _check_value(own: decisions.Decision, value: Any) -> None:
     if own.parts:
         if not isinstance(value, Mapping) or not value:
             legal = f'parts from 0 to 1, e.g. {{"{own.parts[0]}": 0.5}}, or None to leave it free'
-            raise OverrideError(f"={shown(value)}", place=f"override {own.name}", legal=legal)
+            raise OverrideError.refused(f"override {own.name}", value, legal=legal)
         own.check_parts(value, f"override {own.name}", OverrideError)
         return
     legal = "True, False" if own.is_flag else own.values
@@ -340,20 +340,20 @@ def _check_value(own: decisions.Decision, value: Any) -> None:
     by_glob = value if own.by_block and isinstance(value, Mapping) else {"*": value}
     named = all(isinstance(glob, str) and 0 < len(glob) <= MAX_TEXT for glob in by_glob)
     if not (by_glob and named and all(map(own.accepts, by_glob.values()))):
-        raise OverrideError(f"={shown(value)}", place=f"override {own.name}", legal=legal)
+        raise OverrideError.refused(f"override {own.name}", value, legal=legal)
 
 
 def _check_forbid(forbid: Any) -> None:
     if isinstance(forbid, str) or not isinstance(forbid, Collection):
         legal = f"a list of names, e.g. forbid=[{shown(forbid)}]"
-        raise OverrideError(f"={shown(forbid)}", place="override forbid", legal=legal)
+        raise OverrideError.refused("override forbid", forbid, legal=legal)
     for name in forbid:
         if not isinstance(name, str) or name not in decisions.FORBIDDABLE:
             text = name[:MAX_TEXT] if isinstance(name, str) else ""
             near = difflib.get_close_matches(text, decisions.FORBIDDABLE, n=1)
-            raise OverrideError(
-                f"={shown(name)}",
-                place="override forbid",
+            raise OverrideError.refused(
+                "override forbid",
+                name,
                 legal=decisions.FORBIDDABLE,
                 way_out=f"did you mean {near[0]!r}?" if near else "",
             )
@@ -364,10 +364,10 @@ def _check_stages(stages: Any) -> None:
         return
     legal = 'a list of block names per stage, e.g. [["embed", "layers.0-5"], ["layers.6-11"]]'
     if not _is_list(stages) or not stages:
-        raise OverrideError(f"={shown(stages)}", place="override stages", legal=legal)
+        raise OverrideError.refused("override stages", stages, legal=legal)
     for k, stage in enumerate(stages):
         if not _is_list(stage) or not stage or not all(isinstance(n, str) for n in stage):
-            raise OverrideError(f"={shown(stage)}", place=f"override stages[{k}]", legal=legal)
+            raise OverrideError.refused(f"override stages[{k}]", stage, legal=legal)
 
 
 def _is_list(value: Any) -> bool:
@@ -380,9 +380,9 @@ def _check_shardings(shardings: Any) -> None:
         for item in shardings.items()
         for text in item
     ):
-        raise OverrideError(
-            f"={shown(shardings)}",
-            place="override shardings",
+        raise OverrideError.refused(
+            "override shardings",
+            shardings,
             legal='a dict of glob: decision, e.g. {"layers.*.mlp.up_proj": "colwise"}, each of up '
             f"to {MAX_TEXT} characters",
         )
@@ -397,5 +397,5 @@ def check_allow(allow: Any) -> tuple[str, ...]:
         legal = (
             f"a list of {', '.join(decisions.ALLOWABLE)}, e.g. allow=[{decisions.ALLOWABLE[0]!r}]"
         )
-        raise OverrideError(f"={shown(allow)}", place="allow", legal=legal)
+        raise OverrideError.refused("allow", allow, legal=legal)
     return tuple(dict.fromkeys(allow))

@@ -146,7 +146,7 @@ def _check_step(plan: Plan) -> None:
         ("precision", plan.precision, PRECISIONS),
     ):
         if value not in legal:
-            raise PlanError(f"={value!r}", place=f"plan: {name}", legal=legal)
+            raise PlanError.refused(f"plan: {name}", value, legal=legal)
     for name in ("global_batch_size", "num_microbatches"):
         _check_whole(getattr(plan, name), f"plan: {name}")
     if plan.global_batch_size % plan.num_microbatches:
@@ -192,7 +192,7 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
             continue
         for value in stage.by_policy if own.acts == "block" else [getattr(stage, name)]:
             if isinstance(value, bool) or (value != own.off and not own.accepts(value)):
-                raise PlanError(f"={shown(value)}", place=f"{place}: {name}", legal=own.values)
+                raise PlanError.refused(f"{place}: {name}", value, legal=own.values)
         if own.acts == "block":
             _check_named(stage, name, place)
     _check_shards(stage, place)
@@ -235,7 +235,7 @@ def _check_shards(stage: StagePlan, place: str) -> None:
 
 def _check_whole(value: Any, place: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"={value!r}", place=place, legal="an integer from 1")
+        raise PlanError.refused(place, value, legal="an integer from 1")
 
 
 def _check_blocks(stages: Sequence[StagePlan], graph: Graph) -> None:

@@ -319,7 +319,7 @@ def _read(data: Mapping[str, Any], names: set[str], place: str) -> dict[str, Any
     for name in names & data.keys():
         own, value = DECISIONS[name], data[name]
         if not own.accepts(value):
-            raise PlanError(f"={shown(value)}", place=f"{place}: {name}", legal=own.values)
+            raise PlanError.refused(f"{place}: {name}", value, legal=own.values)
         found[name] = {part: float(n) for part, n in value.items()} if own.parts else value
     return found
 
@@ -349,9 +349,7 @@ def _plan(data: Any, name: str) -> Plan:
     _same_keys(data, {f.name for f in dataclasses.fields(Plan)} | {"format"}, name, optional)
     stages = data["stages"]
     if not isinstance(stages, list) or not stages:
-        raise PlanError(
-            f"={shown(stages)}", place=f"{name}: stages", legal="a list of one object per stage"
-        )
+        raise PlanError.refused(f"{name}: stages", stages, legal="a list of one object per stage")
     return Plan(
         model=_text(data["model"], f"{name}: model"),
         global_batch_size=_whole(data["global_batch_size"], f"{name}: global_batch_size"),
@@ -371,23 +369,21 @@ def _stage(data: Any, place: str) -> StagePlan:
     _same_keys(data, keys | always | optional, place, optional)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
     if not isinstance(blocks, list) or not blocks or not all(isinstance(b, str) for b in blocks):
-        raise PlanError(
-            f"={shown(blocks)}",
-            place=f"{place}: blocks",
-            legal='a list of names, e.g. ["embed", "h.0-11"]',
+        raise PlanError.refused(
+            f"{place}: blocks", blocks, legal='a list of names, e.g. ["embed", "h.0-11"]'
         )
     degrees, more = (_keys("mesh", always=each) for each in (True, False))
     if not isinstance(mesh, dict) or set(mesh) - more != degrees:
         used = (f'"{name}" ({DECISIONS[name].what})' for name in DECISIONS if name in more)
-        raise PlanError(
-            f"={shown(mesh)}",
-            place=f"{place}: mesh",
+        raise PlanError.refused(
+            f"{place}: mesh",
+            mesh,
             legal=f'{{"dp": n, "tp": n}}, and where they are used {", ".join(used)}',
         )
     if not isinstance(shardings, dict) or not all(isinstance(v, str) for v in shardings.values()):
-        raise PlanError(
-            f"={shown(shardings)}",
-            place=f"{place}: shardings",
+        raise PlanError.refused(
+            f"{place}: shardings",
+            shardings,
             legal='an object of glob: decision, e.g. {"h.*.mlp.c_fc": "colwise"}',
         )
     return StagePlan(
@@ -406,10 +402,8 @@ def _recompute(value: Any, place: str) -> str | dict[str, tuple[str, ...]]:
         return _text(value, place)
     for policy, names in value.items():
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
-            raise PlanError(
-                f"={shown(names)}",
-                place=f"{place}: {policy}",
-                legal='a list of block names, e.g. {"full": ["h.0-5"]}',
+            raise PlanError.refused(
+                f"{place}: {policy}", names, legal='a list of block names, e.g. {"full": ["h.0-5"]}'
             )
     return {policy: expand_names(names, place) for policy, names in value.items()}
 
@@ -418,13 +412,13 @@ def _whole(value: Any, place: str, least: int = 1) -> int:
     """An integer from `least`; JSON's true is none. Raises `PlanError`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_ROWS:
         legal = f"an integer from {least} to {MAX_ROWS}"
-        raise PlanError(f"={shown(value)}", place=place, legal=legal)
+        raise PlanError.refused(place, value, legal=legal)
     return value
 
 
 def _text(value: Any, place: str) -> str:
     if not isinstance(value, str) or len(value) > MAX_TEXT:
-        raise PlanError(f"={shown(value)}", place=place, legal=f"a text of up to {MAX_TEXT}")
+        raise PlanError.refused(place, value, legal=f"a text of up to {MAX_TEXT}")
     return value
 
 

@@ -87,8 +87,8 @@ def expand_ranks(text: Any, place: str = "plan") -> tuple[int, ...]:
 
 
 def _not_ranks(text: Any, place: str) -> PlanError:
-    return PlanError(
-        f"={shown(text)}",
-        place=f"{place}: ranks",
+    return PlanError.refused(
+        f"{place}: ranks",
+        text,
         legal=f'"0-3" or "0,2,4", up to {MAX_DEVICES} ranks, each below {MAX_DEVICES}',
     )

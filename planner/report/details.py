@@ -18,7 +18,7 @@ from meshwright.planner.pricing import Evaluation, Ledger, Work
 from meshwright.planner.report.components import Components, device_groups
 from meshwright.planner.report.diagram import block_diagrams, timeline_data
 from meshwright.profiles.cluster import Cluster, catalog_names
-from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.inputs.limits import is_number
 
 Row = Mapping[str, Any]
@@ -236,7 +236,7 @@ def cost_of(
     given = {"tokens": tokens, "price_per_hour": price_per_hour, "power_watts": power_watts}
     for name, value in given.items():
         if value is not None and not (is_number(value) and value > 0):
-            raise MeshwrightError(f"={shown(value)}", place=name, legal="a number above 0, or None")
+            raise MeshwrightError.refused(name, value, legal="a number above 0, or None")
     found, step = details.throughput, details.evaluation.prediction.step_time_s
     row: dict[str, Any] = {"device_hours_per_step": found["device_hours_per_step"]}
     hourly: dict[str, float] = {}  # of a device, by what it is of

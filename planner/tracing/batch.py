@@ -53,7 +53,7 @@ class FakeBatch:
         sample_rows = batch_rows(example_inputs)
         rows = sample_rows if batch_size is None else batch_size
         if rows < 1:
-            raise MeshwrightError(f"={batch_size!r}", place="batch_size", legal="an integer from 1")
+            raise MeshwrightError.refused("batch_size", batch_size, legal="an integer from 1")
         mode = FakeTensorMode()
         named, spec = input_leaves(example_inputs)
         inputs: list[tuple[str, bool]] = []

@@ -74,7 +74,7 @@ def trace(
     source line where neither `torch.export` nor `torch.fx.symbolic_trace` can follow the model.
     """
     if precision not in DTYPES:
-        raise MeshwrightError(f"={precision!r}", place="precision", legal=DTYPES)
+        raise MeshwrightError.refused("precision", precision, legal=DTYPES)
     if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
         raise MeshwrightError(
             " has parameters of its own",

@@ -36,6 +36,12 @@ class MeshwrightError(ValueError):
         self.way_out = way_out or self.WAY_OUT or (listed and f"give one of: {listed}")
 
     @classmethod
+    def refused(cls, place: object, value: object, *, legal: object, way_out: str = "") -> Self:
+        """The error of a `value` out of range, not a choice or of another type, as the text
+        `place=value; legal: …`."""
+        return cls(f"={shown(value)}", place=place, legal=legal, way_out=way_out)
+
+    @classmethod
     def of(cls, error: ValueError, place: object) -> Self:
         """An error with the fields of another, found inside `place`."""
         if not isinstance(error, MeshwrightError):

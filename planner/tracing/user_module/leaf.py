@@ -88,7 +88,7 @@ def leaf(
     than those that no result has.
     """
     if rule and rule.count("->") != 1:
-        raise MeshwrightError(f"={rule!r}", place="leaf: rule", legal=RULES)
+        raise MeshwrightError.refused("leaf: rule", rule, legal=RULES)
     legal = summable(rule) if rule else set()
     if wrong := sorted(set(sums.split()) - legal):
         raise MeshwrightError(
