@@ -25,7 +25,6 @@ SIGNALS = {
     "MixedDevicesError": "the rehearsal names rank, phase and block",
     "NotSteadyError": "the rehearsal runs every micro-batch",
     "TooLarge": "the operator is skipped, and said to be",
-    "UnpicklingError": "the reader names the file",
 }
 # file and class -> why no user is given it
 INSIDE = {
@@ -37,7 +36,11 @@ INSIDE = {
     ("planner/inter_op/partition.py", "ValueError"): OWN_TABLES,
     ("planner/inter_op/equal_meshes.py", "ValueError"): OWN_TABLES,
     ("executor/files/checksums.py", "EOFError"): CAUGHT,
-    ("executor/files/dcp_reads.py", "InterruptedError"): "ends a thread, after another error",
+    ("executor/files/manifest.py", "ValueError"): CAUGHT,
+    ("executor/files/manifest.py", "TypeError"): CAUGHT,
+    ("executor/files/tensors.py", "ValueError"): CAUGHT,
+    ("executor/checkpoint/values.py", "ValueError"): CAUGHT,
+    ("executor/checkpoint/values.py", "TypeError"): CAUGHT,
     ("executor/stand_in/parts.py", "IndexError"): PROTOCOL,
     ("planner/tracing/similar/stand_ins.py", "AttributeError"): PROTOCOL,
     ("meshwright/__init__.py", "AttributeError"): PROTOCOL,
@@ -47,7 +50,6 @@ INSIDE = {
 # files of the executor some of whose errors say all in `what`, and why
 WHOLE = {
     "executor/checkpoint/notes.py": "the reader of the checkpoint names it around them",
-    "executor/files/dcp_metadata.py": "the reader of the file names it around them",
     "executor/ranks/joining.py": "rank 0's own text, told by the others",
     "executor/ranks/replicas.py": "made of what all ranks say",
     "executor/runtime/evaluation.py": "a text that the report has too",

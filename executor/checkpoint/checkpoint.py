@@ -2,18 +2,17 @@
 
 A checkpoint is a folder on a file system that all ranks see:
 
-    .metadata, *.distcp   tensors, by torch.distributed.checkpoint (DCP), each rank its own parts:
-                          `model.<FQN>` for parameters and buffers, the first name of tied ones, and
-                          `optimizer.<FQN>.<state>`; without any layout in it
-    training.pt           what is no tensor, the same on all ranks: steps done, seed of the random
-                          masks, loss scale, options and counters of the optimizer, and the states
-                          of the user's own objects
-    plan.json             the plan that it was saved under, for people: loading does not read it
-    manifest.json         the files of the save, with their sizes and checksums
+    tensors-<rank>.safetensors   each rank's parts of `model.<FQN>`, for parameters and buffers, the
+                                 first name of tied ones, and of `optimizer.<FQN>.<state>`
+    manifest.json                where the parts of each tensor are, with their checksums; the plan;
+                                 and what is no tensor, the same on all ranks: steps done, seed of
+                                 the random masks, loss scale, options and counters of the
+                                 optimizer, states of the user's own objects
 
-`dcp.load({"model": ...}, checkpoint_id=path)` reads the weights without Meshwright. What is read is
-verified by the checksums; a checkpoint of an older version, without a manifest, is loaded with a
-note that it is not.
+Any reader of safetensors reads the files, in which the name of a part says its box. What a load
+reads is verified by the checksums. torch's own storage of this format (`HuggingFaceStorageWriter`)
+takes one part of a tensor per rank, where a strided shard has several, builds a rank's file in
+memory, and has no checksums.
 
 Of the replicas of a chunk, one rank writes (`collected.py`). An error of one rank in a save or a
 load is raised on all (`ranks/object_collectives.py`). `atomic_folder.py` says how a finished folder
@@ -21,7 +20,7 @@ replaces the last.
 
 A load needs no memory beside the tensors that it fills: parameters are read in place, the
 optimizer's states into those it will keep. A load that fails while it reads (a damaged file) has
-overwritten some; every other error is raised before. Tensors without elements are not stored.
+overwritten some; every other error is raised before.
 """
 
 from __future__ import annotations
@@ -39,20 +38,18 @@ import torch.distributed as dist
 from meshwright.executor.checkpoint import optimizer_state
 from meshwright.executor.checkpoint.collected import Collected, collect, model_tensors
 from meshwright.executor.checkpoint.name_matching import differences
-from meshwright.executor.checkpoint.notes import ANY_MODEL, model_shapes, read_notes, write_notes
+from meshwright.executor.checkpoint.notes import ANY_MODEL, make_notes, model_shapes, read_notes
 from meshwright.executor.checkpoint.weights import initialise_buffers, wanted_tensors
 from meshwright.executor.devices import synchronize
 from meshwright.executor.errors import NotThereError, SavedError, UnwrittenError
 from meshwright.executor.files import (
     MANIFEST,
-    NOTES,
     LocalChunks,
+    Manifest,
     StoredTensor,
     atomic_folder,
-    check_files,
-    read_metadata,
+    read_checkpoint,
     read_tensors,
-    write_manifest,
     write_tensors,
 )
 from meshwright.executor.ranks import (
@@ -96,7 +93,7 @@ class _Targets:
 
     model: dict[str, torch.Tensor]
     optimizer: optimizer_state.States
-    stored: dict[str, StoredTensor]
+    stored: Mapping[str, StoredTensor]
 
 
 def group_of(state: RankState, name: str = OBJECTS) -> dist.ProcessGroup | None:
@@ -154,20 +151,24 @@ def save(
         folder, saving = run_on_first(group, lambda: _prepared_folder(path))
         with atomic_folder.discarded_on_error(saving, first=runtime.place.rank == 0):
             collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
-            tensors, all_notes = collected.tensors, gather_object(group, collected.notes)
+            tensors, all_notes = dict(collected.tensors), gather_object(group, collected.notes)
             # on every rank, since a state may be gathered from all
-            given = run_on_all(group, lambda: _states(extra or {}))
-            run_on_first(group, lambda: write_notes(saving, runtime, all_notes, given))
-        work = partial(_write, saving=saving, folder=folder)
+            states = run_on_all(group, lambda: _states(extra or {}))
+            training: dict[str, Any] = {}
+
+            def note() -> None:  # on rank 0
+                training_notes, of_notes = make_notes(runtime, all_notes, states)
+                training.update(training_notes)
+                tensors.update((name, LocalChunks.of(x)) for name, x in of_notes.items())
+
+            run_on_first(group, note)
+        work = partial(_write, training=training, saving=saving, folder=folder)
         if not asynchronous:
             work(tensors, group=group)
             return Saving(thread=None)
         beside = group_of(runtime, BESIDE)
         with phase("copying a checkpoint to the host"):
-            copied = {
-                kind: {name: chunks.copied() for name, chunks in named.items()}
-                for kind, named in tensors.items()
-            }
+            copied = {name: chunks.copied() for name, chunks in tensors.items()}
             synchronize(runtime.place.device)
     return Saving(thread=Background(f"checkpoint {folder}", partial(work, copied, group=beside)))
 
@@ -204,7 +205,8 @@ def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: 
 
 
 def _write(
-    tensors: Mapping[str, Mapping[str, LocalChunks]],
+    tensors: Mapping[str, LocalChunks],
+    training: Mapping[str, Any],
     saving: Path,
     folder: Path,
     group: dist.ProcessGroup | None,
@@ -216,12 +218,13 @@ def _write(
         raising_runtime_error(failed, UnwrittenError),
         atomic_folder.discarded_on_error(saving, first=first),
     ):
-        bytes_of = write_tensors(tensors, saving, group)
-        run_on_first(group, lambda: _publish(bytes_of, saving, folder))
+        stored, files = write_tensors(tensors, saving, group)
+        manifest = Manifest(files=files, tensors=stored, training=training)
+        run_on_first(group, lambda: _publish(manifest, saving, folder))
 
 
-def _publish(bytes_of: Mapping[str, int], saving: Path, folder: Path) -> None:
-    atomic_folder.write_synced(saving / MANIFEST, write_manifest(saving, bytes_of))
+def _publish(manifest: Manifest, saving: Path, folder: Path) -> None:
+    atomic_folder.write_synced(saving / MANIFEST, manifest.to_json())
     atomic_folder.publish(saving, folder)
 
 
@@ -287,22 +290,7 @@ def _opened(
         raise NotThereError(
             "there is none", place=place, way_out="it must be a path that was saved to"
         )
-    if not (folder / NOTES).is_file():
-        raise SavedError(
-            f"has no {NOTES!r}, so it is no checkpoint of a ParallelModel",
-            place=place,
-            way_out="weights saved otherwise go through load_state_dict",
-        )
-    with raising_runtime_error(f"{place}: damaged"):
-        verified = check_files(folder)
-    if not verified:
-        log.warning(
-            "%s: has no %r, as those of older versions: it is loaded without verification of its "
-            "files; the next save writes one",
-            place,
-            MANIFEST,
-        )
-    notes = read_notes(folder, runtime, place)
+    notes = read_notes(read_checkpoint(folder, place), runtime, place)
     if optimizer is not None:
         optimizer_state.check_class(optimizer, notes["optimizer"], place)
     if missing := sorted(set(extra) - set(notes["extra"])):
@@ -325,7 +313,7 @@ def _prepared(
 
     Buffers that are on meta and were not saved are initialised, as by `load_weights`.
     """
-    stored = read_metadata(folder)
+    stored = read_checkpoint(folder, place, check_files=False).tensors
     model = {
         fqn: torch.empty_like(x, device="cpu") if x.is_meta else x
         for fqn, x in model_tensors(runtime).items()

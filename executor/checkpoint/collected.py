@@ -1,8 +1,8 @@
 """What a rank writes to a checkpoint, and who writes the rest: known before anything is written.
 
 Of the replicas of a chunk, one rank writes: on one mesh `ReplicaWriters` chooses it; of tied copies
-it is the first stage's. Buffers that several stages hold are written by each, and the same: DCP
-keeps one of them.
+it is the first stage's. Buffers that several stages hold are written by each, and the same: one of
+them is read.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What a rank `held` by name in the checkpoint; of it the chunks that it writes, as `tensors`
-    by kind and name; its `notes` on the optimizer."""
+    """What a rank `held` by name in the checkpoint; of it the chunks that it writes, as `tensors`;
+    its `notes` on the optimizer."""
 
     held: Mapping[str, Held]
-    tensors: Mapping[str, Mapping[str, files.LocalChunks]]
+    tensors: Mapping[str, files.LocalChunks]
     notes: optimizer_state.Notes | None
 
 
@@ -74,21 +74,21 @@ def collect(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Collec
         led = [fqn for fqn in parameters if writing_ranks[fqn][0] == place.rank]
         states, notes = optimizer_state.collect(optimizer, parameters, led)
     # in the order of the names, since buffers come in another order on every rank
-    named = [("model", fqn, fqn, x) for fqn, x in sorted(model_tensors(runtime).items())]
+    named = [(f"model.{fqn}", fqn, x) for fqn, x in sorted(model_tensors(runtime).items())]
     named += [
-        ("optimizer", f"{fqn}.{name}", fqn, x)
+        (f"optimizer.{fqn}.{name}", fqn, x)
         for fqn, state in sorted(states.items())
         for name, x in sorted(state.items())
     ]
     writers, held = files.ReplicaWriters(), {}
-    tensors: dict[str, dict[str, files.LocalChunks]] = {"model": {}, "optimizer": {}}
-    for kind, name, fqn, x in named:
+    tensors: dict[str, files.LocalChunks] = {}
+    for name, fqn, x in named:
         group = writing_ranks.get(fqn, place.here.ranks)
         replica = writers.choose(x, place.mesh) if place.rank in group else None
         merged = fqn not in writing_ranks
-        held[f"{kind}.{name}"] = Held(x=x, group=group, replica=replica, merged=merged)
+        held[name] = Held(x=x, group=group, replica=replica, merged=merged)
         if replica is not None and replica.mine:
-            tensors[kind][name] = files.LocalChunks.of(x)
+            tensors[name] = files.LocalChunks.of(x)
     return Collected(held=held, tensors=tensors, notes=notes)
 
 
@@ -100,11 +100,10 @@ def planned_save(
     if optimizer is not None:
         follow(optimizer)
     collected, mesh = collect(runtime, optimizer), runtime.place.mesh
-    boxes: dict[str, list[files.Box]] = {}
-    for item in files.planned_writes(collected.tensors):
-        assert item.tensor_data is not None
-        chunk = item.tensor_data.chunk
-        boxes.setdefault(item.index.fqn, []).append((tuple(chunk.offsets), tuple(chunk.sizes)))
+    boxes = {
+        name: tuple((chunk.offset, chunk.sizes) for chunk in x.chunks)
+        for name, x in collected.tensors.items()
+    }
     found, ranks = [], dict[files.Replica, tuple[int, ...]]()  # which thousands of tensors share
     for name, held in collected.held.items():
         saved = SavedTensor(
@@ -112,7 +111,7 @@ def planned_save(
             shape=tuple(held.x.shape),
             dtype=str(held.x.dtype).removeprefix("torch."),
             group=held.group,
-            boxes=tuple(boxes.get(name, ())),
+            boxes=boxes.get(name, ()),
             merged=held.merged,
         )
         if held.replica is not None:

@@ -1,118 +1,104 @@
-"""What of a checkpoint is no tensor of the model or the optimizer: written, read, and checked.
+"""Training state of a checkpoint that is no tensor of the model or the optimizer, written and read.
 
-Notes load without running code (`weights_only` of `torch.load`), and every value that is used has
-its type, or the checkpoint is refused before anything of it is loaded.
+It is the manifest's `training`: JSON values, whose tensors are stored beside the model's as
+`training.<n>`. Every value that is used has its type, or the checkpoint is refused before anything
+of it is loaded.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from meshwright.executor.checkpoint import optimizer_state
+from meshwright.executor.checkpoint import optimizer_state, values
 from meshwright.executor.checkpoint.name_matching import differences
 from meshwright.executor.checkpoint.weights import wanted_tensors
-from meshwright.executor.errors import SavedError, UnwrittenError
-from meshwright.executor.files import NOTES, PLAN, StoredTensor, atomic_folder, read_metadata
+from meshwright.executor.errors import SavedError
+from meshwright.executor.files import LocalChunks, Manifest, StoredTensor, read_tensors
 from meshwright.executor.ranks import raising_runtime_error
 from meshwright.executor.runtime import Runtime
 
-FORMAT = 1
 MODEL = "model."  # before the names of parameters and buffers in a checkpoint
+TRAINING = "training."  # before the numbers of the notes' tensors
 ANY_MODEL = ""  # the fingerprint where none is known
 
 
-def write_notes(
-    saving: Path,
-    runtime: Runtime,
-    notes: Sequence[optimizer_state.Notes | None],
-    states: Mapping[str, Any],
-) -> None:
-    """Write the notes and the plan, with the `states` of what is saved beside the model. Raises
-    ValueError for a state that does not load without running code."""
+def make_notes(
+    runtime: Runtime, notes: Sequence[optimizer_state.Notes | None], states: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The notes and the plan, with the `states` of objects beside the model, as JSON; and their
+    tensors by name. Raises `SavedError` for a state that JSON and tensors can't hold."""
     given = [note for note in notes if note is not None]
-    merged = optimizer_state.merge(given) if given else None
+    tensors: list[torch.Tensor] = []
+
+    def encoded(name: str, state: Any) -> Any:
+        try:
+            return values.encoded(state, tensors)
+        except TypeError as error:
+            raise SavedError(
+                f"the state of {name!r} holds {error}",
+                place="checkpoint",
+                legal=values.LEGAL,
+                way_out="have its state_dict() return such",
+            ) from None
+
+    scale = runtime.loss_scale
     described = {
-        "format": FORMAT,
         "model": runtime.plan.model,
         "steps": runtime.steps,
         "seed": runtime.seed,
-        "loss_scale": runtime.loss_scale.state_dict() if runtime.loss_scale else None,
-        "optimizer": merged,
-        "extra": dict(states),
+        "loss_scale": encoded("loss_scale", scale.state_dict() if scale else None),
+        "optimizer": encoded("optimizer", optimizer_state.merge(given) if given else None),
+        "extra": {name: encoded(name, state) for name, state in states.items()},
+        "plan": json.loads(runtime.plan.to_json()),
     }
-    for name, value in {"optimizer": merged, **states}.items():
-        try:
-            torch.load(io.BytesIO(_serialized(value)), weights_only=True)
-        except (pickle.PickleError, AttributeError, TypeError) as error:
-            raise SavedError(
-                f"the state of {name!r} holds more than tensors, numbers, text and "
-                f"containers of these, so it could not be loaded safely: {error}",
-                place="checkpoint",
-                legal="states of tensors, numbers, text and containers of these",
-                way_out="have its state_dict() return such",
-            ) from error
-    try:
-        atomic_folder.write_synced(saving / NOTES, _serialized(described))
-        atomic_folder.write_synced(saving / PLAN, runtime.plan.to_json().encode())
-    except OSError as error:
-        what = f"checkpoint: its notes were not written; what was there before still is ({error})"
-        raise UnwrittenError(what) from error
+    return described, {f"{TRAINING}{k}": x for k, x in enumerate(tensors)}
 
 
-def write_first_notes(saving: Path) -> None:
-    """Write the notes on weights that no plan has trained: of any model whose tensors they are,
-    before the first step."""
-    nothing: dict[str, Any] = dict.fromkeys(("seed", "loss_scale", "optimizer"))
-    described = {"format": FORMAT, "model": ANY_MODEL, "steps": 0, "extra": {}, **nothing}
-    atomic_folder.write_synced(saving / NOTES, _serialized(described))
+def first_notes() -> dict[str, Any]:
+    """Notes on weights that no plan has trained: of any model whose tensors they are, before the
+    first step."""
+    nothing: dict[str, Any] = dict.fromkeys(("seed", "loss_scale", "optimizer", "plan"))
+    return {"model": ANY_MODEL, "steps": 0, "extra": {}, **nothing}
 
 
-def read_notes(folder: Path, runtime: Runtime, place: str) -> dict[str, Any]:
+def read_notes(manifest: Manifest, runtime: Runtime, place: str) -> dict[str, Any]:
     """The notes of a checkpoint. Raises RuntimeError where they are damaged, ValueError where they
-    are of another format or model."""
-    with raising_runtime_error(f"{place}: {NOTES!r} is damaged; load an earlier checkpoint"):
-        notes = torch.load(folder / NOTES, weights_only=True)
-        version = _of(_of(notes, "it", dict).get("format"), "format", int)
-    if version != FORMAT:
-        raise SavedError(
-            f"has format {version}; this version reads {FORMAT}",
-            place=place,
-            way_out="load it with the version that saved it, or its weights by load_weights",
-        )
-    with raising_runtime_error(f"{place}: {NOTES!r} is damaged; load an earlier checkpoint"):
+    are of another model."""
+
+    def tensor(number: Any) -> torch.Tensor:
+        name = f"{TRAINING}{number}"
+        stored = manifest.tensors[name]
+        x = torch.empty(stored.shape, dtype=stored.dtype)
+        read_tensors(LocalChunks.of(x).reads(name), manifest.tensors)
+        return x
+
+    with raising_runtime_error(f"{place}: its notes are damaged; load an earlier checkpoint"):
+        notes = values.decoded(dict(manifest.training or {}), tensor)
         _check(notes)
     if notes["model"] not in (runtime.plan.model, ANY_MODEL):
         raise SavedError(
             f"is of another model (fingerprint {notes['model']}, this one {runtime.plan.model}); "
-            f"{_differing(folder, runtime)}",
+            f"{_differing(manifest, runtime)}",
             place=place,
             legal="checkpoints of this model",
-            way_out="load it with the model that it was saved from, or read its weights by "
-            "torch.distributed.checkpoint and give load_state_dict those that fit",
+            way_out="load it with the model that it was saved from, or read its safetensors and "
+            "give load_state_dict those that fit",
         )
     return dict(notes)
 
 
-def _differing(folder: Path, runtime: Runtime) -> str:
-    found = differences(wanted_tensors(runtime), model_shapes(read_metadata(folder)))
-    return found or "names and shapes are the same, so they are used in another way"
+def _differing(manifest: Manifest, runtime: Runtime) -> str:
+    differing = differences(wanted_tensors(runtime), model_shapes(manifest.tensors))
+    return differing or "names and shapes are the same, so they are used in another way"
 
 
 def model_shapes(stored: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
     """The shapes of a checkpoint's parameters and buffers, by FQN."""
     return {n.removeprefix(MODEL): x.shape for n, x in stored.items() if n.startswith(MODEL)}
-
-
-def _serialized(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
 
 
 def _check(notes: Mapping[str, Any]) -> None:

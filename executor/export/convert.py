@@ -6,7 +6,6 @@ refused with what differs. What is read is verified where there are checksums.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,37 +13,31 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from meshwright.executor.checkpoint import MODEL, Wanted, match_names, write_first_notes
+from meshwright.executor.checkpoint import MODEL, Wanted, first_notes, match_names
 from meshwright.executor.errors import SavedError, UnwrittenError
 from meshwright.executor.export import weight_folder
 from meshwright.executor.export.naming import saved_names, saved_part, write_config
 from meshwright.executor.files import (
     MANIFEST,
-    METADATA,
-    NOTES,
     ChunkRead,
     LocalChunks,
-    OwnFile,
+    Manifest,
+    SavedFile,
     WeightFiles,
     atomic_folder,
-    check_every_file,
-    check_files,
-    manifest,
     open_source,
-    read_metadata,
+    read_checkpoint,
+    read_manifest,
     read_tensors,
     write_tensors,
 )
 from meshwright.executor.ranks import raising_runtime_error
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _FileTensor(LocalChunks):
-    """A tensor of a file, which is read when DCP asks for it: `local` has no values."""
+    """A tensor of a file, read when it is written elsewhere: `local` has no values."""
 
     name: str
     read: Callable[..., torch.Tensor]
@@ -53,12 +46,13 @@ class _FileTensor(LocalChunks):
     def of_file(
         name: str, shape: tuple[int, ...], read: Callable[..., torch.Tensor]
     ) -> _FileTensor:
-        whole = LocalChunks.of(torch.empty(shape, dtype=read(name, rows=0).dtype, device="meta"))
+        described = torch.empty(shape, dtype=read(name, rows=0).dtype, device="meta")
+        chunks = LocalChunks.of(described).chunks
         return _FileTensor(
-            shape=whole.shape, local=whole.local, chunks=whole.chunks, name=name, read=read
+            shape=described.shape, local=described, chunks=chunks, name=name, read=read
         )
 
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+    def values(self, k: int) -> torch.Tensor:
         return self.read(self.name)
 
 
@@ -88,18 +82,8 @@ def to_pretrained_files(
     """
     weight_folder.check_dtype(dtype)
     source = atomic_folder.published(atomic_folder.followed(checkpoint))
-    if not (source / METADATA).is_file():
-        raise SavedError(
-            f"is no checkpoint: it has no {METADATA!r}",
-            place=f"convert: {str(checkpoint)!r}",
-            legal="a folder that save_checkpoint, or torch's, wrote",
-        )
-    ours = (source / NOTES).is_file()
-    if not (ours and check_files(source)):
-        log.warning("%r has no checksums: it is read without verification", str(checkpoint))
-    stored = read_metadata(source)
-    if ours:
-        stored = {n.removeprefix(MODEL): x for n, x in stored.items() if n.startswith(MODEL)}
+    tensors = read_checkpoint(source, f"convert: {str(checkpoint)!r}").tensors
+    stored = {n.removeprefix(MODEL): x for n, x in tensors.items() if n.startswith(MODEL)}
     wanted = _wanted(model)
     matched = match_names(wanted, {n: x.shape for n, x in stored.items()}, str(checkpoint))
     part = saved_part(model, submodule)
@@ -142,21 +126,19 @@ def from_pretrained_files(path: str | Path, checkpoint: str | Path, model: nn.Mo
             legal="a folder or file of weights",
             way_out="give a folder of safetensors",
         )
-    if Path(path).is_dir():
-        check_every_file(Path(path))
+    if Path(path).is_dir() and (saved := read_manifest(Path(path))) is not None:
+        saved.check(Path(path))
     matched = match_names(_wanted(model), source.shapes, str(path))
     folder = atomic_folder.followed(checkpoint)
     saving = atomic_folder.prepare(folder)
     with _written(folder, saving), source.opened() as read:
         tensors = {
-            fqn: _FileTensor.of_file(name, source.shapes[name], read)
+            MODEL + fqn: _FileTensor.of_file(name, source.shapes[name], read)
             for fqn, name in matched.stored.items()
         }
-        sizes = write_tensors({MODEL.removesuffix("."): tensors}, saving, None)
-        write_first_notes(saving)
-        files = {name: OwnFile(bytes=size) for name, size in sizes.items()}
-        said = manifest(saving, files, (METADATA, NOTES))
-        atomic_folder.write_synced(saving / MANIFEST, said)
+        stored, files = write_tensors(tensors, saving, None)
+        manifest = Manifest(files=files, tensors=stored, training=first_notes())
+        atomic_folder.write_synced(saving / MANIFEST, manifest.to_json())
         atomic_folder.publish(saving, folder)
     return _converted(len(tensors), files)
 
@@ -190,6 +172,6 @@ def _written(folder: Path, saving: Path) -> Iterator[None]:
         yield
 
 
-def _converted(tensors: int, files: dict[str, OwnFile]) -> Converted:
+def _converted(tensors: int, files: dict[str, SavedFile]) -> Converted:
     total = sum(file.bytes for file in files.values())
     return Converted(tensors=tensors, bytes=total, files=tuple(sorted(files)))

@@ -16,7 +16,7 @@ from meshwright.executor.checkpoint import check_loaded, group_of
 from meshwright.executor.errors import UnwrittenError
 from meshwright.executor.export import naming, weight_folder
 from meshwright.executor.export.streams import HeldTensor, held_tensors, owner_of, streamed
-from meshwright.executor.files import OwnFile, atomic_folder
+from meshwright.executor.files import SavedFile, atomic_folder
 from meshwright.executor.ranks import (
     all_gather_object,
     background,
@@ -129,7 +129,7 @@ def _write_configs(export: _Export, saving: Path) -> None:
 
 def _written(
     state: RankState, held: dict[str, HeldTensor], export: _Export, saving: Path
-) -> dict[str, OwnFile]:
+) -> dict[str, SavedFile]:
     """Write this rank's files; their sizes and checksums. Collective."""
     order = weight_folder.in_turn(export.layout.files.items())
     wanted = [(export.fqn_of[name], export.owner_of[file]) for file, name in order]
@@ -142,7 +142,7 @@ def _written(
     return run_on_all(group_of(state), lambda: _finished(writer, state.place.rank))
 
 
-def _finished(writer: weight_folder.FileWriter, rank: int) -> dict[str, OwnFile]:
+def _finished(writer: weight_folder.FileWriter, rank: int) -> dict[str, SavedFile]:
     try:
         return writer.finish()
     except OSError as error:

@@ -13,18 +13,23 @@ from meshwright.executor.files.chunks import (
     placements_on,
     untiled,
 )
-from meshwright.executor.files.dcp_metadata import StoredTensor, read_metadata
-from meshwright.executor.files.dcp_reads import read_tensors
-from meshwright.executor.files.dcp_writes import planned_writes, write_tensors
-from meshwright.executor.files.ownership import (
+from meshwright.executor.files.manifest import (
     MANIFEST,
-    METADATA,
-    NOTES,
-    PLAN,
-    OwnFile,
-    check_every_file,
-    check_files,
-    manifest,
-    write_manifest,
+    Manifest,
+    SavedFile,
+    StoredChunk,
+    StoredTensor,
+    files_beside,
+    holds_checkpoint,
+    read_checkpoint,
+    read_manifest,
 )
+from meshwright.executor.files.safetensors_file import (
+    NAMES_OF_DTYPES,
+    Kind,
+    SafetensorsFile,
+    bytes_of,
+    in_file_order,
+)
+from meshwright.executor.files.tensors import read_tensors, write_tensors
 from meshwright.executor.files.weight_files import WeightFiles, open_source

@@ -12,7 +12,7 @@ that look, as on local and on shared POSIX file systems (NFS, Lustre, GPFS), and
 writes to a path. `n` is random: a host whose NFS client remembers the last save's name would write
 into the folder that has been published since.
 
-Nothing but what saves wrote (`ownership.py`) is ever removed: a folder that holds anything else is
+Nothing but what saves wrote (`manifest.py`) is ever removed: a folder that holds anything else is
 refused, before the save and again before it is replaced. `F` is what a path leads to when its links
 are followed.
 """
@@ -26,10 +26,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from meshwright.executor.errors import SavedError
-from meshwright.executor.files.ownership import SHOWN, foreign_files
+from meshwright.executor.files.manifest import MAX_SHOWN, foreign_files
 from meshwright.profiles.inputs import MeshwrightError, checked_path
 
 
@@ -97,7 +95,7 @@ def discarded_on_error(saving: Path, *, first: bool) -> Iterator[None]:
     full disk took is free again. Where a rank is lost, others may still have files open in it."""
     try:
         yield
-    except (CheckpointException, OSError, MeshwrightError):  # not of a connection that broke
+    except (OSError, MeshwrightError):  # not of a connection that broke
         if first:
             with suppress(OSError, ValueError):  # the next `prepare` clears up
                 _remove(saving)
@@ -158,9 +156,9 @@ def _rename(source: Path, target: Path) -> None:
 
 def _refuse_foreign(folder: Path, *, finished: bool) -> None:
     if names := foreign_files(folder, finished=finished):
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+        more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
         raise SavedError(
-            f"holds what no save wrote, {names[:SHOWN]}{more}, so it is not replaced",
+            f"holds what no save wrote, {names[:MAX_SHOWN]}{more}, so it is not replaced",
             place=f"checkpoint {str(folder)!r}",
             way_out="move that elsewhere, or save to another path",
         )

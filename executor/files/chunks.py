@@ -1,12 +1,9 @@
-"""The chunks of a tensor that a rank holds, as torch.distributed.checkpoint (DCP) stores them.
+"""The chunks of a tensor that a rank holds, and is saved and read by.
 
-A DCP chunk is a box of a tensor: an offset in the global tensor, sizes, and the data. A plain shard
-is one chunk. A strided one is several: of a fused projection [q; k; v], split over the tensor axis,
-each rank holds three runs of rows. DCP describes a DTensor by one chunk, which a strided shard is
-not; so tensors are saved as `LocalChunks`, which list every chunk and give views of the local
-tensor to write from, and loaded as `ChunkRead`s, each a box of a stored tensor and the memory it is
-read into. Nothing is gathered or re-laid, and as offsets are global, a reader of any other layout
-finds what it needs.
+A chunk is a box of a tensor: an offset in the global tensor, sizes, and the data. A plain shard is
+one chunk. A strided one is several: of a fused projection [q; k; v], split over the tensor axis,
+each rank holds three runs of rows. Nothing is gathered or re-laid to be saved, and as offsets are
+global, a reader of any other layout finds what it needs.
 
 Along a dim of n elements, with placements applied from the outermost mesh axis inwards to the
 indices I = (0, …, n-1), `Shard` of m ranks keeps the rank's one of m parts of I, and a strided
@@ -21,15 +18,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from itertools import pairwise, product
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -116,8 +106,7 @@ class ChunkRead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalChunks:
-    """This rank's chunks of one tensor of global `shape`, with the methods that DCP calls to save
-    it."""
+    """This rank's chunks of one tensor of global `shape`, as views of its `local` part."""
 
     shape: torch.Size
     local: torch.Tensor
@@ -134,6 +123,10 @@ class LocalChunks:
         chunks = local_chunks(x.shape, x.placements, mesh.shape, mesh.get_coordinate() or ())
         return LocalChunks(shape=x.shape, local=x.to_local(), chunks=chunks)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
     def copied(self) -> LocalChunks:
         """A copy in host memory. From a GPU it is only started."""
         return replace(self, local=to_host(self.local))
@@ -144,27 +137,9 @@ class LocalChunks:
             ranges = tuple((a, a + n) for a, n in zip(chunk.offset, chunk.sizes, strict=True))
             yield ChunkRead(name=stored, ranges=ranges, into=self._view(chunk))
 
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.shape),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(chunk.offset), sizes=torch.Size(chunk.sizes))
-            for chunk in self.chunks
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        offset = tuple(index.offset)
-        return self._view(next(chunk for chunk in self.chunks if chunk.offset == offset))
+    def values(self, k: int) -> torch.Tensor:
+        """The values of the k-th chunk, of `dtype`."""
+        return self._view(self.chunks[k])
 
     def _view(self, chunk: Chunk) -> torch.Tensor:
         return narrowed(self.local, chunk.local_offset, chunk.sizes)

@@ -1,19 +1,17 @@
-"""Weight files: `torch.save`, safetensors and DCP folders, of which a rank reads its chunks only.
+"""Weight files: `torch.save`, safetensors and checkpoint folders, of which a rank reads its chunks.
 
 `fill` reads for each `ChunkRead` (`chunks.py`)
 
 - of a `torch.save` file, mapped into memory: the pages that hold the box;
 - of safetensors, one file or several with an index: the bytes of the box;
-- of a checkpoint folder of torch.distributed.checkpoint (DCP): the saved chunks that overlap the
-  box (its format stores a chunk as one archive).
+- of a checkpoint folder: the saved chunks that overlap the box, verified by their checksums.
 
-No file runs code, and an index names files of its own folder only. Checkpoints are verified by
-their checksums; the other formats have none that are read.
+No file runs code, and an index names files of its own folder only. The first two have no checksums
+that are read.
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,18 +24,15 @@ import torch
 from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files.atomic_folder import followed, published
 from meshwright.executor.files.chunks import ChunkRead
-from meshwright.executor.files.dcp_metadata import read_metadata
-from meshwright.executor.files.dcp_reads import read_tensors
+from meshwright.executor.files.manifest import OLD_METADATA, holds_checkpoint, read_checkpoint
 from meshwright.executor.files.moved_bytes import MovedBytes
-from meshwright.executor.files.ownership import METADATA
 from meshwright.executor.files.paths import inside
-from meshwright.executor.ranks import launch
+from meshwright.executor.files.tensors import read_tensors
 from meshwright.profiles import inputs
 
-log = logging.getLogger(__name__)
 FORMATS = (
     "a file of torch.save (.pt, .pth, .bin), a .safetensors file, a folder with "
-    "model.safetensors(.index.json), or a checkpoint folder with .metadata"
+    "model.safetensors(.index.json), or a checkpoint folder"
 )
 
 
@@ -57,7 +52,7 @@ def open_source(path: str | Path) -> WeightSource:
     if not path.is_file():  # a link to a file keeps its name, which says the format
         path = published(followed(path))
     if path.is_dir():
-        if (path / METADATA).is_file():
+        if holds_checkpoint(path) or (path / OLD_METADATA).is_file():
             return CheckpointFolder(path)
         return WeightFiles(_files_of(path))
     if path.is_file():
@@ -215,22 +210,15 @@ def _flat(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, tor
             yield from _flat(value, f"{prefix}{name}.")
 
 
-# --- checkpoints of torch.distributed.checkpoint --------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 class CheckpointFolder:
-    """A DCP folder, of which only the tensors are read."""
+    """Weights and optimizer states of a checkpoint."""
 
     def __init__(self, path: Path) -> None:
-        self.stored = read_metadata(path)
+        self.stored = read_checkpoint(path, f"weights: {str(path)!r}").tensors
         self.shapes = {name: x.shape for name, x in self.stored.items()}
-        chunks = [chunk for x in self.stored.values() for chunk in x.chunks]
-        if not all(chunk.xxh3_64 for chunk in chunks) and launch.rank() == 0:
-            log.warning(
-                "weights: %r has no checksums, as those of other programs and of older versions: "
-                "it is read without verification",
-                str(path),
-            )
 
     def fill(self, reads: Sequence[ChunkRead]) -> None:
         read_tensors(reads, self.stored)

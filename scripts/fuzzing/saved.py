@@ -15,13 +15,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+import xxhash
 from safetensors.torch import save as safetensors_bytes
 
+from meshwright.executor.files import MANIFEST
 from meshwright.executor.ranks import launch
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.store import DeviceId, Store, import_json
 from scripts.fuzzing import ground
-from scripts.fuzzing.mutations import json_case, mutated, value
+from scripts.fuzzing.mutations import json_case, mutated
 from tests.helpers.tiny import net, planned
 
 Case = tuple[str, Callable[[], object]]
@@ -34,7 +36,7 @@ NAMES = (
     "a\0b",
     "x" * 300,
     "\ud800",
-    "__0_0.distcp/x",
+    "tensors-00000.safetensors/x",
     3,
     None,
 )
@@ -98,19 +100,16 @@ def damaged(data: bytes, rng: Random) -> bytes:
 def checkpoint(rng: Random, folder: Path) -> Case:
     """A checkpoint's folder with something wrong in it, loaded whole or for its weights."""
     files, at = dict(saved()), folder / "saved"
-    listed = rng.random() < 0.5
-    name = rng.choice([*sorted(files), ".metadata", "training.pt"])
+    name = rng.choice([*sorted(files), MANIFEST])
     how = rng.choice(("bytes", "tree", "tree", "gone", "other"))
-    if how == "tree" and name in (".metadata", "training.pt", "manifest.json"):
-        files[name] = _TREES[name](files[name], rng)
+    if how == "tree" and name == MANIFEST:
+        files[name] = _forged(files[name], rng)
     elif how == "other":
         files[name] = files[rng.choice(sorted(files))]
     elif how == "gone":
         del files[name]
     else:
         files[name] = damaged(files[name], rng)
-    if not listed:
-        files.pop("manifest.json", None)
     at.mkdir()
     for own, data in files.items():
         (at / own).write_bytes(data)
@@ -121,51 +120,24 @@ def checkpoint(rng: Random, folder: Path) -> Case:
         before = {p: x.clone() for p, x in result.named_parameters()}
         try:
             getattr(result, verb)(at, *((optimizer,) if verb != "load_weights" else ()))
-            if listed and name != "manifest.json":
+            if name != MANIFEST:
                 after = dict(result.named_parameters())
                 assert all(torch.equal(x, after[p]) for p, x in before.items()), "silently wrong"
         finally:
             assert not Path("exploited").exists(), "a file ran code"
 
-    return f"{verb}: {how} of {name}, {'listed' if listed else 'no manifest'}", run
+    return f"{verb}: {how} of {name}", run
 
 
-def _metadata(data: bytes, rng: Random) -> bytes:
-    """Metadata that says something else of its chunks."""
-    tree = pickle.loads(data)
-    places = list(tree.storage_data.items())
-    for _ in range(rng.choice((1, 1, 2))):
-        index, place = rng.choice(places)
-        stored = tree.state_dict_metadata[index.fqn]
-        field = rng.choice(("relative_path", "offset", "length", "sizes", "chunk", "whole", "drop"))
-        if field in ("offset", "length"):
-            setattr(place, field, value(rng))
-        elif field == "relative_path":
-            place.relative_path = rng.choice(NAMES)
-        elif field == "drop":
-            tree.storage_data.pop(index, None)
-        elif field == "whole":
-            tree.storage_data = value(rng)
-        else:
-            holder = stored.chunks[0] if field == "chunk" and stored.chunks else stored
-            found = rng.choice((torch.Size([10**9] * 3), torch.Size([]), value(rng)))
-            setattr(holder, "sizes" if holder is not stored else "size", found)
-        if not isinstance(tree.storage_data, dict):
-            break
-    return pickle.dumps(tree)
-
-
-def _notes(data: bytes, rng: Random) -> bytes:
-    file = io.BytesIO()
-    torch.save(mutated(torch.load(io.BytesIO(data), weights_only=True), rng), file)
-    return file.getvalue()
-
-
-_TREES: dict[str, Callable[[bytes, Random], bytes]] = {
-    ".metadata": _metadata,
-    "training.pt": _notes,
-    "manifest.json": lambda data, rng: json_case(json.loads(data), rng),
-}
+def _forged(data: bytes, rng: Random) -> bytes:
+    """A manifest that says something else, half of the time with its right checksum."""
+    tree = json.loads(data)
+    del tree["format"], tree["xxh3_64"]
+    part = rng.choice(("files", "tensors", "training"))
+    tree[part] = mutated(tree[part], rng)
+    body = json.dumps(tree[part] if rng.random() < 0.1 else tree).encode()[1:]
+    checksum = xxhash.xxh3_64_hexdigest(body if rng.random() < 0.5 else data)
+    return json.dumps({"format": 2, "xxh3_64": checksum}).encode()[:-1] + b",\n" + body
 
 
 def weights(rng: Random, folder: Path) -> Case:

@@ -6,26 +6,34 @@ That training under a plan is a plain loop's is the parity matrix's to say.
 """
 
 import copy
-import logging
-import pickle
+import json
+import math
+import random
 import re
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from meshwright.executor.checkpoint import checkpoint
+from meshwright.executor.checkpoint import checkpoint, notes, values
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
 from meshwright.executor.errors import DamagedError, SavedError
-from meshwright.executor.files import atomic_folder, weight_files
+from meshwright.executor.files import (
+    LocalChunks,
+    Manifest,
+    atomic_folder,
+    weight_files,
+    write_tensors,
+)
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.plan.plan import Plan
 from tests.executor.checkpoint import checkpoint_runs as runs
@@ -95,20 +103,31 @@ FIRST_SOURCES = {pair.rpartition(" ")[0] for pair in FIRST}
 
 @pytest.mark.parametrize("of", tiered(SOURCES, FIRST_SOURCES.__contains__, MORE))
 def test_a_checkpoint_is_read_without_meshwright(saved: Any, of: str) -> None:
-    """By DCP alone, under the model's own names, a tied parameter under its first. Neither replicas
-    nor tied copies are written twice: the boxes of a tensor have as many elements as it has."""
+    """By safetensors alone, under the model's own names, a tied parameter under its first. Neither
+    replicas nor tied copies are written twice: the parts of a tensor have as many elements as it
+    has."""
     case, plan = of.split()
     path, history = saved(case, plan)
-    model = CASES[case].model(seed=5)
-    state = {"model": {name: p.detach() for name, p in model.named_parameters()}}
-    dcp.load(state, checkpoint_id=path, no_dist=True)
-    assert differing(state["model"], {n: history.at_save[n] for n in state["model"]}) == []
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    manifest = json.loads((path / "manifest.json").read_text())
+    files = {name: safetensors.torch.load_file(path / name) for name in manifest["files"]}
+    read = {}
+    for name, tensor in manifest["tensors"].items():
+        x = torch.zeros(tensor["shape"], dtype=getattr(torch, tensor["dtype"]))
+        parts = 0
+        for file, offset, sizes, *_ in tensor["chunks"]:
+            ends = [(a, a + n) for a, n in zip(offset, sizes, strict=True)]
+            box = f"[{','.join(f'{a}:{b}' for a, b in ends)}]"
+            part = files[file][name if sizes == tensor["shape"] else name + box]
+            x[tuple(slice(*of_dim) for of_dim in ends)] = part
+            parts += part.numel()
+        assert parts == x.numel(), name
+        read[name] = x
+    model = dict(CASES[case].model(seed=5).named_parameters())
+    weights = {name: read[f"model.{name}"] for name in model}
+    assert differing(weights, {name: history.at_save[name] for name in model}) == []
     tied = {"model.lm_head.weight", "model.transformer.wte.weight"}
-    assert len(tied & stored.keys()) == 1 or case != GPT2
-    for name, x in stored.items():
-        assert sum(torch.Size(c.sizes).numel() for c in x.chunks) == x.size.numel(), name
-    assert Plan.load(path / "plan.json") == plan_of(case, plan)[0]
+    assert len(tied & read.keys()) == 1 or case != GPT2
+    assert Plan.from_json(json.dumps(manifest["training"]["plan"])) == plan_of(case, plan)[0]
 
 
 def test_an_asynchronous_save_holds_the_state_at_its_call(tmp_path: Path) -> None:
@@ -122,7 +141,7 @@ def test_a_mistake_is_told_alike_on_all_ranks(saved: Any, tmp_path: Path) -> Non
     start("mlp", "alone").save(tmp_path / "mlp")
     says = {
         "missing": r"NotThereError: checkpoint '.*nowhere': there is none",
-        "no checkpoint": r"\w+edError: .*has no 'training.pt'",
+        "no checkpoint": r"\w+edError: .*has no 'manifest.json' of a checkpoint",
         "not replaced": r"\w+edError: .*no save wrote, \['file'\], so it is not replaced",
         "other model": r"\w+edError: .*is of another model \(fingerprint \w+, this one \w+\)",
         "other optimizer": r"\w+edError: .*are those of AdamW, which SGD can't take",
@@ -211,13 +230,16 @@ def test_initialised_like_one_device(line: str) -> None:
 def write_files(folder: Path, case: str) -> dict[str, Path]:
     """One model in every format; paths by format."""
     names = {"torch": "model.pt", "safetensors": "model.safetensors"}
-    paths = {kind: folder / names.get(kind, kind) for kind in (*names, "dcp", "dcp_model")}
+    paths = {kind: folder / names.get(kind, kind) for kind in (*names, "checkpoint")}
     model = single(case, OTHER_SEED)
     state = {n: x.clone() for n, x in model.state_dict().items()}
     torch.save({"model": state, "step": 3}, paths["torch"])
     safetensors.torch.save_file(state, paths["safetensors"])
-    dcp.save(state, checkpoint_id=paths["dcp"], no_dist=True)
-    dcp.save({"model": state}, checkpoint_id=paths["dcp_model"], no_dist=True)
+    paths["checkpoint"].mkdir()
+    chunks = {f"model.{name}": LocalChunks.of(x) for name, x in state.items()}
+    stored, files = write_tensors(chunks, paths["checkpoint"], None)
+    manifest = Manifest(files=files, tensors=stored, training={})
+    (paths["checkpoint"] / "manifest.json").write_bytes(manifest.to_json())
     if hasattr(model, "save_pretrained"):
         paths["shards"] = folder / "shards"
         model.save_pretrained(paths["shards"], max_shard_size="20KB")
@@ -248,7 +270,7 @@ class Counted:
 
 def load(line: str, paths: dict[str, Path]) -> None:
     """The first format into a model on meta, the others over whatever is there. Of files of whole
-    tensors a rank reads what it holds and no more; of DCP whole chunks."""
+    tensors a rank reads what it holds and no more; of a checkpoint whole chunks."""
     cell, runtime, _ = on_meta(line)
     reference = single(cell.case, OTHER_SEED)
     opened = weight_files.opened
@@ -266,7 +288,7 @@ def load(line: str, paths: dict[str, Path]) -> None:
             held = sum(p.stored.nbytes for p in runtime.stage_parameters)
             if cell.case == "resnet":
                 held += sum(b.whole.nbytes for b in runtime.held_buffers.values())
-            assert Counted.read_bytes == (0 if kind.startswith("dcp") else held), kind
+            assert Counted.read_bytes == (0 if kind == "checkpoint" else held), kind
             check_state(runtime, reference)
     check_loss(cell, runtime, reference)
 
@@ -358,7 +380,8 @@ def test_options_go_by_name_and_must_agree_within_a_group(tmp_path: Path) -> Non
     one = torch.optim.AdamW([{"params": [*run.runtime.parameters()]}])
     with pytest.raises(ValueError, match=r"in group 0 .*saved with different options"):
         checkpoint.load(run.runtime, tmp_path / "at0", one)
-    saved = torch.load(tmp_path / "at0" / "training.pt", weights_only=True)["optimizer"]["groups"]
+    text = (tmp_path / "at0" / "manifest.json").read_text()
+    saved = values.decoded(json.loads(text)["training"]["optimizer"]["groups"], tensor=int)
     how = {"foreach": True, "fused": None, "capturable": True, "differentiable": False}
     assert not any(set(how) & set(options) for options, _ in saved)
     part = torch.optim.AdamW([next(iter(run.runtime.parameters()))], lr=1.0, **how)
@@ -379,13 +402,13 @@ def test_parameters_that_were_not_trained_have_no_states(tmp_path: Path) -> None
         checkpoint.load(run.runtime, tmp_path / "at0", every)
 
 
-def test_only_what_loads_without_running_code_is_saved(tmp_path: Path) -> None:
+def test_only_states_without_code_are_saved(tmp_path: Path) -> None:
     class Odd:
         def state_dict(self) -> dict[str, Any]:
             return {"path": Path("somewhere")}
 
     run = start("mlp", "alone")
-    with pytest.raises(ValueError, match=r"state of 'odd' holds more than tensors, numbers"):
+    with pytest.raises(ValueError, match=r"of 'odd' holds a pathlib\S*Path; legal: tensors, num"):
         checkpoint.save(run.runtime, tmp_path / "at0", extra={"odd": Odd()})
     with pytest.raises(ValueError, match=r"extra\['epoch'\] is of type int, .* no state_dict"):
         checkpoint.save(run.runtime, tmp_path / "at0", extra={"epoch": 1})
@@ -397,13 +420,15 @@ def test_only_what_loads_without_running_code_is_saved(tmp_path: Path) -> None:
 def test_a_damaged_file_is_told(tmp_path: Path) -> None:
     run = start("mlp", "alone")
     run.save(tmp_path / "at0")
-    (data,) = (tmp_path / "at0").glob("*.distcp")
+    (data,) = (tmp_path / "at0").glob("*.safetensors")
     whole = data.read_bytes()
     data.write_bytes(whole[:100])
-    with pytest.raises(RuntimeError, match=r"'__0_0.distcp' has 100 bytes, and \d+ were saved"):
+    with pytest.raises(
+        RuntimeError, match=r"'tensors-00000.\S+' has 100 bytes, and \d+ were saved"
+    ):
         run.load(tmp_path / "at0")
-    data.write_bytes(whole[:-1000] + bytes(1000))
-    says = r"at0': damaged, and read in part.*'model.*' in '.*__0_0.distcp' is damaged: its"
+    data.write_bytes(whole[:-1000] + bytes(range(250)) * 4)
+    says = r"at0': damaged, and read in part.*'model.*' in '.*-00000.safetensors' is damaged: its"
     with pytest.raises(RuntimeError, match=says):
         run.load(tmp_path / "at0")
 
@@ -430,35 +455,79 @@ def test_an_error_in_the_background_is_raised_once(
 
 
 @pytest.fixture(scope="module")
-def older(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
-    """A checkpoint as an older version wrote it, without checksums, and the run that it is of."""
+def noted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Run]:
+    """A checkpoint, and the run that it is of."""
     run = start("mlp", "alone")
     run.steps(0, 1)
     path = tmp_path_factory.mktemp("notes") / "at"
     run.save(path)
-    (path / "manifest.json").unlink()
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    for place in metadata.storage_data.values():
-        del place.xxh3_64
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
     return path, run
 
 
-def test_an_older_checkpoint_is_loaded_with_a_note(
-    older: tuple[Path, Run], caplog: pytest.LogCaptureFixture
-) -> None:
-    path, run = older
-    again = start("mlp", "alone", other=True)
-    with caplog.at_level(logging.WARNING):
-        again.load(path)
-    assert "has no 'manifest.json', as those of older versions" in caplog.text
-    assert differing(again.state(), run.state()) == []
+def test_any_bit_of_a_manifest_that_flips_is_told(noted: tuple[Path, Run]) -> None:
+    path, run = noted
+    file, draw, before = path / "manifest.json", random.Random(0), run.state()
+    whole = file.read_bytes()
+    try:
+        for k in range(60):
+            damaged = bytearray(whole)
+            damaged[draw.randrange(len(whole))] ^= 1 << k % 8
+            file.write_bytes(damaged)
+            with pytest.raises(SavedError):
+                run.load(path)
+        file.write_bytes(whole[:-5])
+        with pytest.raises(DamagedError, match=r"at': .*manifest.json' is damaged"):
+            run.load(path)
+    finally:
+        file.write_bytes(whole)
+    assert differing(run.state(), before) == []
+
+
+class Anything:
+    """An object with a state of every kind."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+STATES: dict[str, Any] = {
+    "numbers": [1, -0.0, 1e-300, float("inf"), 2**200, True, None, 3 + 4j, math.pi],
+    "texts": ["ä\ud800", b"\0\xff", bytearray(b"1")],
+    "tuples": {"rng": (3, tuple(range(5)), None), "empty": ()},
+    "keys": {3: "int", None: 1, (1, 2): "tuple", "!": "tag"},
+    "containers": [{1, 2}, frozenset("ab"), Counter("aab"), OrderedDict(b=1, a=[])],
+    "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)],
+}
+
+
+def test_states_of_every_kind_come_back(tmp_path: Path) -> None:
+    """Values, types and the order of entries; tensors of any dtype, views among them."""
+    whole = torch.arange(12).view(3, 4)
+    tensors = [whole.t(), whole[1], torch.tensor(1.5, dtype=torch.float64), torch.empty(0, 2),
+               torch.tensor([1j], dtype=torch.complex128), nn.Parameter(torch.ones(2))]  # fmt: skip
+    run, saved, back = start("mlp", "alone"), Anything((STATES, tensors)), Anything()
+    checkpoint.save(run.runtime, tmp_path / "at", extra={"x": saved}, asynchronous=True).wait()
+    whole.zero_()
+    checkpoint.load(run.runtime, tmp_path / "at", extra={"x": back})
+    states, read = back.state
+    assert repr(states) == repr(STATES)
+    whole.copy_(torch.arange(12).view(3, 4))
+    assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(read, tensors, strict=True))
+    nested: list[Any] = []
+    nested.append(nested)
+    with pytest.raises(SavedError, match=r"state of 'x' holds values that are nested too deeply"):
+        checkpoint.save(run.runtime, tmp_path / "at", extra={"x": Anything(nested)})
 
 
 WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
     "steps before the first": (lambda n: n.update(steps=-1), "steps is -1, and must not be neg"),
     "seed": (lambda n: n.update(seed=True), "seed is True"),
-    "format": (lambda n: n.update(format="1"), "format is '1'"),
     "loss scale": (lambda n: n.update(loss_scale={"value": "x"}), "the loss scale's value is 'x'"),
     "extra": (lambda n: n.update(extra=None), "extra is None, and must be of type dict"),
     "optimizer": (lambda n: n.update(optimizer=[]), "optimizer is [], and must be of type dict"),
@@ -472,43 +541,42 @@ WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
 }
 
 
-def told(older: tuple[Path, Run], change: Callable[[Any], Any]) -> Exception:
-    path, run = older
-    whole = (path / "training.pt").read_bytes()
-    notes = torch.load(path / "training.pt", weights_only=True)
-    change(notes)
-    torch.save(notes, path / "training.pt")
-    try:
-        with pytest.raises((SavedError, DamagedError)) as error:
-            run.load(path)
-    finally:
-        (path / "training.pt").write_bytes(whole)
+def told(noted: tuple[Path, Run], change: Callable[[Any], Any]) -> Exception:
+    """The error of a load whose notes are changed as they are read."""
+    path, run = noted
+
+    def changed(tree: Any, tensor: Any) -> Any:
+        read = values.decoded(tree, tensor)
+        change(read)
+        return read
+
+    with (
+        mock.patch.object(notes, "values", SimpleNamespace(decoded=changed)),
+        pytest.raises((SavedError, DamagedError)) as error,
+    ):
+        run.load(path)
     return error.value
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_of_another_type_is_told_before_anything_is_loaded(
-    older: tuple[Path, Run], name: str
+    noted: tuple[Path, Run], name: str
 ) -> None:
     change, says = WRONG[name]
-    before = older[1].state()
-    error = told(older, change)
+    before = noted[1].state()
+    error = told(noted, change)
     assert isinstance(error, DamagedError) and says in str(error)
-    assert "'training.pt' is damaged; load an earlier checkpoint" in str(error)
-    assert differing(older[1].state(), before) == []
+    assert "its notes are damaged; load an earlier checkpoint" in str(error)
+    assert differing(noted[1].state(), before) == []
 
 
-def test_notes_of_another_format_and_states_that_adam_cannot_take_are_told(
-    older: tuple[Path, Run],
-) -> None:
+def test_states_that_adam_cannot_take_are_told(noted: tuple[Path, Run]) -> None:
     """Numbers of Adam's steps are notes; without them torch raises a KeyError."""
-    error = told(older, lambda notes: notes.update(format=7))
-    assert isinstance(error, SavedError) and "has format 7; this version reads 1" in str(error)
 
     def without_steps(notes: Any) -> None:
-        for values in notes["optimizer"]["values"].values():
-            values.pop("step")
+        for state in notes["optimizer"]["values"].values():
+            state.pop("step")
 
-    error = told(older, without_steps)
+    error = told(noted, without_steps)
     assert isinstance(error, DamagedError) and error.place and error.legal and error.way_out
     assert re.search(r"are none that Adam.* can take.*KeyError", str(error))

@@ -495,7 +495,7 @@ def test_what_does_not_fit_or_is_damaged_is_refused(made: Path, tmp_path: Path) 
         checkpoint.load(runtime, tmp_path / "back")
     with pytest.raises(SavedError, match=r"is a checkpoint already"):
         convert(made / "checkpoint", tmp_path / "out", "checkpoint", "--config", made / "export")
-    with pytest.raises(SavedError, match=r"is no checkpoint: it has no '.metadata'"):
+    with pytest.raises(SavedError, match=r"has no 'manifest.json' of a checkpoint"):
         convert(made / "export", tmp_path / "out", "hf", "--config", made / "export")
     (tmp_path / "config.json").write_text('{"architectures": ["Mine"]}')
     with pytest.raises(

@@ -13,17 +13,19 @@ from typing import Any
 import pytest
 
 from meshwright.executor.files import atomic_folder
-from meshwright.executor.files.moved_bytes import EVERY_S, MovedBytes
-from meshwright.executor.files.ownership import (
-    check_files,
+from meshwright.executor.files.manifest import (
+    Manifest,
+    SavedFile,
+    files_beside,
     foreign_files,
     read_manifest,
-    write_manifest,
 )
+from meshwright.executor.files.moved_bytes import EVERY_S, MovedBytes
 from meshwright.executor.files.paths import inside
 from tests.executor.checkpoint.checkpoint_runs import differing, start
 
-NAMES = (".metadata", "training.pt", "plan.json")
+NAMES = ("config.json", "model.safetensors.index.json")
+TENSORS = "tensors-00000.safetensors"
 MIB = 2**20
 
 
@@ -74,47 +76,58 @@ def folder_of(path: Path) -> Path:
     path.mkdir(exist_ok=True)
     for name in NAMES:
         (path / name).write_bytes(name.encode() * 100)
-    (path / "__0_0.distcp").write_bytes(bytes(50))
-    (path / "manifest.json").write_bytes(write_manifest(path, {"__0_0.distcp": 50}))
+    (path / TENSORS).write_bytes(bytes(50))
+    files = files_beside(path, NAMES) | {TENSORS: SavedFile(bytes=50)}
+    (path / "manifest.json").write_bytes(Manifest(files=files).to_json())
     return path
+
+
+def check(folder: Path) -> None:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    manifest.check(folder)
 
 
 def test_what_is_as_it_was_saved_passes(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
-    files = read_manifest(folder)
-    assert files is not None and set(files) == {*NAMES, "__0_0.distcp"}
-    assert files["__0_0.distcp"].xxh3_64 is None and files[".metadata"].xxh3_64 is not None
-    assert check_files(folder)
-    (folder / "plan.json").unlink()  # a load does not read it
-    assert check_files(folder)
+    manifest = read_manifest(folder)
+    assert manifest is not None and set(manifest.files) == {*NAMES, TENSORS}
+    assert manifest.files[TENSORS].xxh3_64 is None
+    assert manifest.files["config.json"].xxh3_64 is not None
+    check(folder)
+    (folder / "manifest.json").write_text(
+        '{"format": 1, "files": {"config.json": {"bytes": 1100}}}'
+    )
+    check(folder)  # as older versions wrote it beside weights
     (folder / "manifest.json").unlink()
-    assert not check_files(folder)
+    assert read_manifest(folder) is None
 
 
-@pytest.mark.parametrize("name", ["training.pt", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["config.json", TENSORS])
 def test_a_flipped_bit_another_length_a_missing_file(tmp_path: Path, name: str) -> None:
     folder = folder_of(tmp_path)
     whole = (folder / name).read_bytes()
     if name in NAMES:  # tensors have checksums of their own
         (folder / name).write_bytes(whole[:37] + bytes([whole[37] ^ 16]) + whole[38:])
         with pytest.raises(RuntimeError, match=rf"'{name}' is damaged: its checksum"):
-            check_files(folder)
+            check(folder)
     for other in (whole[1:], whole + b"x"):
         (folder / name).write_bytes(other)
         with pytest.raises(RuntimeError, match=rf"'{name}' has {len(other)} bytes, and"):
-            check_files(folder)
+            check(folder)
     (folder / name).unlink()
-    with pytest.raises(RuntimeError, match=rf"'{name}' is missing; load an earlier"):
-        check_files(folder)
+    with pytest.raises(RuntimeError, match=rf"'{name}' is missing"):
+        check(folder)
 
 
 DAMAGED = (
     b"\xff", b"[" * 100_000, b"[]", b'{"format": 1}', b'{"format": 2, "files": {}}',
-    b'{"format": 1, "files": []}', b'{"format": 1, "files": {"training.pt": 5}}',
-    b'{"format": 1, "files": {"training.pt": {}}}',
-    b'{"format": 1, "files": {"training.pt": {"bytes": true}}}',
-    b'{"format": 1, "files": {"training.pt": {"bytes": 5, "xxh3_64": 5}}}',
-    b'{"format": 1, "files": {"training.pt": {"bytes": 5, "md5": "5"}}}',
+    b'{"format": 3, "files": {}}', b'{"format": 1, "files": []}',
+    b'{"format": 1, "files": {"config.json": 5}}', b'{"format": 1, "files": {"config.json": {}}}',
+    b'{"format": 1, "files": {"config.json": {"bytes": true}}}',
+    b'{"format": 1, "files": {"config.json": {"bytes": 5, "xxh3_64": 5}}}',
+    b'{"format": 1, "files": {"config.json": {"bytes": 5, "md5": "5"}}}',
+    b'{"format": 1, "files": {}, "training": 5}', b'{"format": 1, "files": {}, "tensors": []}',
 )  # fmt: skip
 
 
@@ -122,22 +135,21 @@ def test_a_damaged_manifest_is_told(tmp_path: Path) -> None:
     folder = folder_of(tmp_path)
     for text in DAMAGED:
         (folder / "manifest.json").write_bytes(text)
-        with pytest.raises(RuntimeError, match=r"manifest.json' is damaged: it must say format 1"):
-            check_files(folder)
-    (folder / "manifest.json").write_text('{"format": 1, "files": {}}')
-    with pytest.raises(RuntimeError, match=r"is not in its manifest"):
-        check_files(folder)
+        with pytest.raises(RuntimeError, match=r"manifest.json' is damaged \(.*load an earlier"):
+            check(folder)
 
 
 OURS = (
     "training.pt", "plan.json", "manifest.json", ".metadata", ".metadata.tmp", "__0_0.distcp",
-    "__1023_12.distcp", "model.safetensors", "adapter_model.safetensors",
+    "__1023_12.distcp", "tensors-00012.safetensors", "model.safetensors",
+    "adapter_model.safetensors",
     "model-00001-of-00012.safetensors", "model.safetensors.index.json", "config.json",
     "adapter_config.json", "generation_config.json",
 )  # fmt: skip
 FOREIGN = (
-    "notes.txt", "training.pt.bak", "xtraining.pt", "__0.distcp", "__0_0.pt", "model.pt",
-    "model-1-of-2.safetensors", "config.yaml", "my_config.json", ".metadata.bak",
+    "notes.txt", "tensors-1.safetensors", "training.pt.bak", "xtraining.pt", "__0.distcp",
+    "__0_0.pt", "model.pt", "model-1-of-2.safetensors", "config.yaml",
+    "my_config.json", ".metadata.bak",
 )  # fmt: skip
 
 
@@ -156,6 +168,7 @@ def test_what_a_save_may_write_is_known_by_name(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").unlink()
     assert foreign_files(tmp_path, finished=True) == []
     (tmp_path / "training.pt").unlink()  # an older version's save has it
+    (tmp_path / "tensors-00012.safetensors").unlink()
     assert foreign_files(tmp_path, finished=True) == sorted(x.name for x in tmp_path.iterdir())
 
 
@@ -256,19 +269,19 @@ def test_a_save_removes_only_what_saves_wrote(tmp_path: Path) -> None:
     path.mkdir()
     run.save(path)
     own = {file.name: file.read_bytes() for file in path.iterdir()}
-    assert set(own) == {".metadata", "__0_0.distcp", "manifest.json", "plan.json", "training.pt"}
+    assert set(own) == {"manifest.json", TENSORS}
     (path / "results").mkdir()
     (path / "results" / "losses.csv").write_text("1")
     (path / "notes.txt").write_text("2")
-    (path / "__7_0.distcp").write_bytes(b"of another tool")
+    (path / "tensors-00007.safetensors").write_bytes(b"of another tool")
     (path / "link").symlink_to(tmp_path)
-    says = r"at': holds what no save wrote, \['__7_0.distcp', 'link', 'notes.txt', 'results'\]"
+    says = r"at': holds what no save wrote, \['link', 'notes.txt', 'results', 'tensors-0"
     with pytest.raises(ValueError, match=says):
         run.save(path)
     assert (path / "results" / "losses.csv").read_text() == "1"
     assert {name: (path / name).read_bytes() for name in own} == own
     assert not list(tmp_path.glob(".at.*"))
-    for name in ("results", "notes.txt", "__7_0.distcp", "link"):
+    for name in ("results", "notes.txt", "tensors-00007.safetensors", "link"):
         (path / name).rename(tmp_path / name)
     run.save(path)
     # nor what comes while a save runs
@@ -286,8 +299,7 @@ def test_what_is_left_of_a_save_is_removed_unless_it_is_not_all_of_it(tmp_path: 
     run.save(path)
     for folder in (left, old):
         shutil.copytree(path, folder)
-    (left / "manifest.json").unlink()
-    (left / "training.pt").unlink()  # it was killed before
+    (left / "manifest.json").unlink()  # it was killed before
     run.save(path)
     assert not left.exists() and not old.exists()
     left.mkdir()

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,13 +20,12 @@ from meshwright.executor.checkpoint import checkpoint
 from meshwright.executor.checkpoint.name_matching import Matched, Wanted, match_names
 from meshwright.executor.checkpoint.weights import init_weights, load_weights
 from meshwright.executor.errors import DamagedError, SavedError
-from meshwright.executor.files.chunks import ChunkRead
+from meshwright.executor.files import MANIFEST, ChunkRead, LocalChunks, Manifest, write_tensors
 from meshwright.executor.files.weight_files import open_source
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.profiles.inputs import MAX_MEASURED_BYTES
 from tests.executor.checkpoint.checkpoint_runs import differing, on_meta
 from tests.executor.files import test_weight_files
-from tests.executor.files.test_dcp_files import Calls
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.single_device import initialised
 from tests.helpers.stored import stored
@@ -35,6 +33,7 @@ from tests.helpers.tiny import Net, net, planned
 from tests.models.architectures import MLP
 from tests.models.models import CASES, parallelize, traced
 from tests.parity.parity_cells import Cell, plan_of
+from tests.scripts.test_convert_checkpoint import Calls
 
 ROWS = 4
 STATE = {
@@ -48,9 +47,12 @@ def write(folder: Path, kind: str) -> Path:
     """`STATE` in one format."""
     ending = kind.removeprefix("indexed")
     save = safetensors.torch.save_file if ending.endswith("safetensors") else torch.save
-    if kind == "dcp":
-        dcp.save(STATE, checkpoint_id=folder / "dcp", no_dist=True)
-        return folder / "dcp"
+    if kind == "checkpoint":
+        chunks = {name: LocalChunks.of(x) for name, x in STATE.items()}
+        stored, files = write_tensors(chunks, folder, None)
+        manifest = Manifest(files=files, tensors=stored, training={})
+        (folder / MANIFEST).write_bytes(manifest.to_json())
+        return folder
     if ending == kind:
         save(STATE, path := folder / f"state.{'pt' if kind == 'torch' else kind}")
         return path
@@ -61,7 +63,7 @@ def write(folder: Path, kind: str) -> Path:
     return folder
 
 
-KINDS = ("torch", "safetensors", "dcp", "indexed.safetensors", "indexed.bin")
+KINDS = ("torch", "safetensors", "checkpoint", "indexed.safetensors", "indexed.bin")
 
 
 @pytest.mark.parametrize("kind", KINDS)

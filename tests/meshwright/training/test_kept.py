@@ -49,14 +49,14 @@ def test_a_damaged_one_is_left_and_the_one_before_loaded(
     run, kept = start("mlp", "alone"), KeptCheckpoints(folder=tmp_path, keep=3)
     for step in (1, 2):
         run.save(kept.path(step))
-    (shard,) = kept.path(2).glob("*.distcp")
+    (shard,) = kept.path(2).glob("*.safetensors")
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
     assert kept.resume(run.load) == 1
     assert "is damaged" in caplog.text and "the checkpoint before it is tried" in caplog.text
     assert kept.steps() == [1, 2]
-    (shard,) = kept.path(1).glob("*.distcp")
+    (shard,) = kept.path(1).glob("*.safetensors")
     shard.write_bytes(b"")
     with pytest.raises(DamagedError):
         kept.resume(run.load)

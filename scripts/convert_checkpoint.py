@@ -1,15 +1,19 @@
-"""The `.metadata` of torch.distributed.checkpoint (DCP), read without running anything.
+"""Convert a checkpoint of an older version, or of torch.distributed.checkpoint (DCP), to today's.
 
-DCP pickles it, and a pickle calls what it names. Here the few names that DCP writes stand for
-plain records, every other name is refused, and what comes out is checked: types, boxes that make up
-their tensors, files inside the folder. torch's own classes are made neither from a file nor changed
-by it.
+    python -m scripts.convert_checkpoint OLD NEW
+
+Nothing of the old folder runs. DCP pickles its `.metadata`, and a pickle calls what it names: here
+the few names that DCP writes stand for plain records, every other name is refused, and what comes
+out is checked: types, boxes that make up their tensors, files inside the folder. Parts of tensors
+and notes are archives of `torch.save`, loaded with `weights_only`. Checksums are verified where
+there are any. One part of a tensor is in memory at a time.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
-import math
+import json
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,15 +21,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from meshwright.executor.errors import DamagedError
-from meshwright.executor.files.chunks import Box
-from meshwright.executor.files.ownership import METADATA, check_file, read_manifest
+from meshwright.executor.checkpoint import MODEL, first_notes, values
+from meshwright.executor.errors import DamagedError, SavedError
+from meshwright.executor.files import (
+    MANIFEST,
+    Chunk,
+    LocalChunks,
+    Manifest,
+    atomic_folder,
+    read_manifest,
+    write_tensors,
+)
+from meshwright.executor.files.manifest import OLD_METADATA as METADATA
+from meshwright.executor.files.manifest import OLD_NOTES as NOTES
+from meshwright.executor.files.manifest import Box
 from meshwright.executor.files.paths import inside
+
+SERIALIZED = ("model", "steps", "seed", "loss_scale", "optimizer", "extra")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredChunk:
+class OldChunk:
     """A box of a tensor, stored as `length` bytes of a file; their checksum, if it is known."""
 
     box: Box
@@ -36,12 +54,12 @@ class StoredChunk:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoredTensor:
-    """A tensor of a folder: of the whole the shape and dtype, and where its parts are."""
+class OldTensor:
+    """Shape, dtype and parts of a tensor in an old folder."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: tuple[StoredChunk, ...]
+    chunks: tuple[OldChunk, ...]
 
 
 class _Record:
@@ -112,15 +130,12 @@ class _Unpickler(pickle.Unpickler):
         return _STANDS_FOR[module, name]
 
 
-def read_metadata(folder: Path) -> dict[str, StoredTensor]:
+def read_metadata(folder: Path) -> dict[str, OldTensor]:
     """The tensors in a DCP folder, by name; objects are left out.
 
     Raises RuntimeError where the file is damaged, or names anything that could run code, and
     ValueError where it names files outside of the folder.
     """
-    files = read_manifest(folder)
-    if files is not None:
-        check_file(folder, METADATA, files)
     path = folder / METADATA
     if not path.is_file():  # a pipe would be waited for
         raise DamagedError(" can't be read: it is no regular file", place=repr(str(path)))
@@ -142,9 +157,9 @@ class _Misnamed(ValueError):
     """A name of a file that leads out of its folder."""
 
 
-def _tensors(metadata: Any, folder: Path) -> dict[str, StoredTensor]:
+def _tensors(metadata: Any, folder: Path) -> dict[str, OldTensor]:
     fields = _fields(metadata, _Metadata)
-    places: dict[tuple[str, tuple[int, ...]], StoredChunk] = {}
+    places: dict[tuple[str, tuple[int, ...]], OldChunk] = {}
     paths: dict[str, Path] = {}
     chunks_of = {}
     for name, kind in fields["state_dict_metadata"].items():
@@ -169,7 +184,7 @@ def _tensors(metadata: Any, folder: Path) -> dict[str, StoredTensor]:
         if place.get("transform_descriptors"):
             raise DamagedError(f"{index['fqn']!r} is compressed, which is not supported")
         start, length, summed = place["offset"], place["length"], place.get("xxh3_64")
-        places[at] = StoredChunk(
+        places[at] = OldChunk(
             box=(at[1], sizes[at]),
             file=paths[file],
             start=_natural(start),
@@ -180,8 +195,8 @@ def _tensors(metadata: Any, folder: Path) -> dict[str, StoredTensor]:
 
 
 def _tensor(
-    name: str, kind: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], StoredChunk]
-) -> StoredTensor:
+    name: str, kind: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], OldChunk]
+) -> OldTensor:
     """One tensor, whose boxes lie inside it, hold as much as it has, and no more than their
     bytes."""
     state = _fields(kind["properties"], _Properties)
@@ -194,11 +209,11 @@ def _tensor(
         fits = all(
             a + n <= size for a, n, size in zip(chunk.box[0], chunk.box[1], shape, strict=True)
         )
-        if not fits or math.prod(chunk.box[1]) * dtype.itemsize > chunk.length:
+        if not fits or torch.Size(chunk.box[1]).numel() * dtype.itemsize > chunk.length:
             raise DamagedError(f"{name!r} has a part that is not inside it, or not stored whole")
-    if sum(math.prod(chunk.box[1]) for chunk in chunks) != math.prod(shape):
+    if sum(torch.Size(chunk.box[1]).numel() for chunk in chunks) != torch.Size(shape).numel():
         raise DamagedError(f"the parts of {name!r} do not make up its shape {shape}")
-    return StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
+    return OldTensor(shape=shape, dtype=dtype, chunks=chunks)
 
 
 def _fields(x: Any, kind: type[_Record]) -> Any:
@@ -220,3 +235,99 @@ def _natural(x: Any) -> int:
 
 def _sizes(x: Any) -> tuple[int, ...]:
     return tuple(_natural(size) for size in _of(x, tuple))
+
+
+# --- conversion -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OldChunks(LocalChunks):
+    """The parts of an old tensor, read when they are written elsewhere: `local` has no values."""
+
+    tensor: OldTensor
+
+    @staticmethod
+    def of_old(tensor: OldTensor) -> _OldChunks:
+        local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        chunks = tuple(
+            Chunk(offset=chunk.box[0], local_offset=chunk.box[0], sizes=chunk.box[1])
+            for chunk in tensor.chunks
+        )
+        return _OldChunks(shape=local.shape, local=local, chunks=chunks, tensor=tensor)
+
+    def values(self, k: int) -> torch.Tensor:
+        return read_chunk(self.tensor.chunks[k], self.dtype)
+
+
+def read_chunk(chunk: OldChunk, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a part. Raises `DamagedError` where they are not what was saved."""
+    place = f"{str(chunk.file)!r}, from byte {chunk.start}"
+    with chunk.file.open("rb") as file:
+        file.seek(chunk.start)
+        data = file.read(chunk.length)
+    if chunk.xxh3_64 not in (None, xxhash.xxh3_64_hexdigest(data)):
+        raise DamagedError("is damaged: its checksum is not that of what was saved", place=place)
+    try:
+        x = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged archive raises any of them
+        raise DamagedError(f"is damaged ({error!s:.200})", place=place) from error
+    if not isinstance(x, torch.Tensor) or (tuple(x.shape), x.dtype) != (chunk.box[1], dtype):
+        raise DamagedError(f"is no tensor of {dtype} and shape {chunk.box[1]}", place=place)
+    return x
+
+
+def converted(old: Path, new: Path) -> Manifest:
+    """Write the checkpoint in the folder `old` to `new`. Raises ValueError for a folder that holds
+    none, RuntimeError where it is damaged or would run code."""
+    if (saved := read_manifest(old)) is not None:
+        saved.check(old)
+    if not (old / METADATA).is_file():
+        raise SavedError(
+            f"has no {METADATA!r}",
+            place=repr(str(old)),
+            legal="a checkpoint of format 1, or of torch.distributed.checkpoint",
+        )
+    stored = read_metadata(old)
+    if not any(name.startswith(MODEL) for name in stored):
+        stored = {MODEL + name: x for name, x in stored.items()}
+    training, tensors = _training(old)
+    chunks = {name: _OldChunks.of_old(x) for name, x in stored.items()}
+    folder = atomic_folder.followed(new)
+    saving = atomic_folder.prepare(folder)
+    with atomic_folder.discarded_on_error(saving, first=True):
+        parts, files = write_tensors({**chunks, **tensors}, saving, None)
+        manifest = Manifest(files=files, tensors=parts, training=training)
+        atomic_folder.write_synced(saving / MANIFEST, manifest.to_json())
+        atomic_folder.publish(saving, folder)
+    return manifest
+
+
+def _training(old: Path) -> tuple[dict[str, Any], dict[str, LocalChunks]]:
+    """The notes of an old checkpoint, and their tensors by name; of other programs' nothing."""
+    notes = first_notes()
+    tensors: list[torch.Tensor] = []
+    if (old / NOTES).is_file():
+        try:
+            of_old = torch.load(old / NOTES, map_location="cpu", weights_only=True)
+            notes |= {name: values.encoded(of_old[name], tensors) for name in SERIALIZED}
+        except Exception as error:  # a damaged archive raises any of them
+            raise DamagedError(f"is damaged ({error!s:.200})", place=repr(NOTES)) from error
+    if (old / "plan.json").is_file():
+        notes["plan"] = json.loads((old / "plan.json").read_text())
+    return notes, {f"training.{k}": LocalChunks.of(x) for k, x in enumerate(tensors)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    chosen = parser.parse_args()
+    try:
+        manifest = converted(atomic_folder.published(chosen.old), chosen.new)
+    except (SavedError, OSError) as error:
+        raise SystemExit(f"error: {error}") from None
+    print(f"{len(manifest.tensors)} tensors in {chosen.new}")
+
+
+if __name__ == "__main__":
+    main()
