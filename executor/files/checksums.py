@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
 
 import xxhash
 
@@ -15,20 +14,17 @@ BLOCK_BYTES = 2**18  # summed up while it is in the core's cache
 Moved = Callable[[int], None]  # takes how many more bytes were moved
 
 
-def read_blocks(
-    handle: int, start: int, parts: Iterable[memoryview], moved: Moved
-) -> Iterator[memoryview]:
-    """Fill memory, part by part, from an open file, from byte `start` on; gives what was filled,
-    block by block. Raises EOFError where the file ends before."""
-    for into in parts:
-        count = 0
-        while count < len(into):
-            more = os.preadv(handle, [into[count : count + BLOCK_BYTES]], start)
-            if not more:
-                raise EOFError("is not there: the file became shorter")
-            yield into[count : count + more]
-            start, count = start + more, count + more
-            moved(more)
+def read_blocks(handle: int, start: int, into: memoryview, moved: Moved) -> Iterator[memoryview]:
+    """Fill memory from an open file, from byte `start` on; yields what was filled, block by block.
+    Raises EOFError where the file ends before."""
+    count = 0
+    while count < len(into):
+        more = os.preadv(handle, [into[count : count + BLOCK_BYTES]], start + count)
+        if not more:
+            raise EOFError("is not there: the file became shorter")
+        yield into[count : count + more]
+        count += more
+        moved(more)
 
 
 def checksum_of(blocks: Iterable[memoryview]) -> str:
@@ -46,27 +42,3 @@ def checksum_of_file(path: Path) -> str:
         while count := file.readinto(block):
             state.update(block[:count])
     return state.hexdigest()
-
-
-class ChecksumStream:
-    """Passes what is written on to a file, and sums it up."""
-
-    def __init__(self, file: IO[bytes], moved: Moved) -> None:
-        self._file, self._moved, self._state = file, moved, xxhash.xxh3_64()
-
-    def write(self, data: Any) -> int:
-        self._state.update(data)
-        count = self._file.write(data)
-        self._moved(count)
-        return count
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def close(self) -> None:
-        """Leaves the file open, for what comes after."""
-        self.flush()
-
-    def checksum(self) -> str:
-        """Of all that was written."""
-        return self._state.hexdigest()

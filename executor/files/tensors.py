@@ -228,7 +228,7 @@ def _read(handle: int, part: _Part, buffers: Buffers, moved: Moved) -> None:
 
 def _fill(data: torch.Tensor, handle: int, chunk: StoredChunk, moved: Moved) -> None:
     array: Any = data.numpy()
-    blocks = read_blocks(handle, chunk.start, [memoryview(array)], moved)
+    blocks = read_blocks(handle, chunk.start, memoryview(array), moved)
     if checksum_of(blocks) != chunk.xxh3_64:
         raise DamagedError("is damaged: its checksum is not that of what was saved")
 
