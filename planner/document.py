@@ -1,4 +1,4 @@
-"""What a reader is shown: lines and tables, which plain text aligns and a terminal may draw."""
+"""Lines and tables for a reader, which plain text aligns and a terminal may draw."""
 
 from __future__ import annotations
 

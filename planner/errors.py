@@ -6,7 +6,7 @@ from meshwright.profiles.inputs import MeshwrightError
 
 
 class TraceError(MeshwrightError):
-    """The model can't be traced: says where in the user's source, why, and what to do."""
+    """The model can't be traced, at a place of the user's source."""
 
     PLACE = "the model's forward, or its loss"
     LEGAL = "tensor operations whose shapes and order depend on no value of a tensor"

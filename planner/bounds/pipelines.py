@@ -1,4 +1,4 @@
-"""Lower bounds on the step of a pipeline, from loads: what any cut into stages takes.
+"""Lower bounds on the step of a pipeline, whatever its cuts, from loads.
 
 Blocks are taken for divisible, among devices and among recompute policies. Device d of p holds h_d
 micro-batches of whatever it has. Let it have the part y_dkq of the blocks of kind k under option q
@@ -58,8 +58,7 @@ class Work:
     @property
     def least_s(self) -> Floats:
         """(k,): seconds of the fastest option."""
-        least: Floats = self.cost_s.min(axis=1)
-        return least
+        return np.asarray(self.cost_s.min(axis=1))
 
     def prices(self, held: float) -> Floats:
         """Seconds per byte (n,) worth a try: of few options those at which one gives way to
@@ -74,29 +73,28 @@ class Work:
 
 
 def shared_s(work: Work, held: float, devices: int) -> tuple[float, float]:
-    """Least seconds per micro-batch of so many devices that all hold alike, each of them as long,
-    and the price of a byte that proves it; infinite where the blocks don't fit."""
+    """Least seconds per micro-batch of so many devices that hold and compute the same, and the
+    price of a byte that proves it; infinite where the blocks don't fit."""
     used = work.bytes_of(held)
     if used.min(axis=1).sum() > devices * work.room:
         return np.inf, 0.0
     prices = work.prices(held)
-    found = _least(work, used, prices).sum(axis=1) / devices - prices * work.room
-    best = int(found.argmax())
-    return float(found[best]), float(prices[best])
+    bounds = _least(work, used, prices).sum(axis=1) / devices - prices * work.room
+    best = int(bounds.argmax())
+    return float(bounds[best]), float(prices[best])
 
 
 def _least(work: Work, used: Floats, prices: Floats) -> Floats:
     """(n, k): least seconds with bytes at each price."""
     fits = np.isfinite(used)
     costs = work.cost_s + prices[:, None, None] * np.where(fits, used, 0.0)
-    least: Floats = np.where(fits, costs, np.inf).min(axis=2)
-    return least
+    return np.asarray(np.where(fits, costs, np.inf).min(axis=2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The lines α t + β of the caps of devices, (d, n), and what all devices must
-    have, Σ π; `usual` is α without need of memory."""
+    """The lines α t + β of the caps of devices, (d, n), and the sum that all devices must have,
+    Σ π; `usual` is α without need of memory."""
 
     alpha: Floats
     beta: Floats
@@ -110,11 +108,11 @@ def devices_of(work: Work, held: Floats, price: float) -> Devices:
     middle = _least(work, work.bytes_of(float(held.mean())), np.array([price]))[0]
     pi = np.where(np.isfinite(middle), middle, work.least_s)
     alpha, beta = {}, {}
-    for own in set(held.tolist()):
-        prices = work.prices(own)
-        least = _least(work, work.bytes_of(own), prices)
-        alpha[own] = (pi / np.maximum(least, 1e-30)).max(axis=1)
-        beta[own] = alpha[own] * prices * work.room
+    for h in set(held.tolist()):
+        prices = work.prices(h)
+        least = _least(work, work.bytes_of(h), prices)
+        alpha[h] = (pi / np.maximum(least, 1e-30)).max(axis=1)
+        beta[h] = alpha[h] * prices * work.room
     most = max(map(len, alpha.values()))
 
     def rows(of: dict[float, Floats]) -> Floats:
@@ -147,7 +145,7 @@ def _newton(
     devices: Devices, m: int, together: tuple[float, float, float], before_s: Floats, start_s: float
 ) -> float:
     """Least T at which the devices can have what is wanted, if it is above `start_s`; `together`
-    are c, θ and what is taken off θT."""
+    are c, θ and the seconds taken off θT."""
     c, theta, less_s = together
     slopes, starts = devices.alpha - c, devices.beta
     step, highest = start_s, _highest(slopes, starts)
@@ -178,6 +176,6 @@ def _highest(slopes: Floats, starts: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         at = np.maximum((b2 - b1) / (a1 - a2), 0.0)
         value = np.where(at > 0, a1 * at + b1, np.minimum(b1, b2))
-    found: Floats = np.where(crossing, value, np.inf).min(axis=(1, 2))
+    highest = np.where(crossing, value, np.inf).min(axis=(1, 2))
     # all fall: highest at 0
-    return np.where((slopes < 0).all(axis=1), starts.min(axis=1), found)
+    return np.where((slopes < 0).all(axis=1), starts.min(axis=1), highest)

@@ -107,6 +107,11 @@ class StageDraft:
         return int(self.setup.chain.runs.index[at.index(self.start), at.index(self.stop)])
 
     @property
+    def costs(self) -> StageCosts[float]:
+        """Costs on its level."""
+        return self.levels.at(self.run, self.chosen)
+
+    @property
     def _place(self) -> tuple[int, float]:
         """Its level, and the part of its blocks on the next one."""
         run = self.run

@@ -105,10 +105,10 @@ class MemoryFloor:
         rows are few, segments may keep less, or shardings that the user decided may need a tensor
         axis."""
         rows = self.space.global_batch_size / m / mesh.dp
-        segments = any(relief.segmented for relief in self.space.reliefs)
+        free = any(relief.segmented for relief in self.space.reliefs)
         if (
             rows <= SMALL_ROWS[-1]
-            or may_segment(self.space.restrictions, free=segments)
+            or may_segment(self.space.restrictions, free=free)
             or self.programs.entries
         ):
             return np.zeros(0), Sums.zeros(0)

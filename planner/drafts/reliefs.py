@@ -2,7 +2,7 @@
 
 Every candidate that has to run blocks again, or does not fit, is completed by each of these in
 turn: parts of its states, weights and activations in host memory or on flash, or segments of blocks
-that run again. What the chosen plan has room for comes back to its devices (`brought_back`).
+that run again. As much of it as the chosen plan has room for comes back (`Drafter.written`).
 """
 
 from __future__ import annotations

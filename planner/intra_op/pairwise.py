@@ -39,8 +39,7 @@ class PairwiseProblem:
 
     def costs(self) -> dict[Scope, np.ndarray]:
         """All costs, by the nodes that they depend on: first nodes', then edges'."""
-        nodes: dict[Scope, np.ndarray] = {(name,): costs for name, costs in self.unary.items()}
-        return nodes | dict(self.pairs.items())
+        return {(name,): costs for name, costs in self.unary.items()} | {**self.pairs}
 
     def changed(self, changes: Mapping[Scope, np.ndarray]) -> PairwiseProblem:
         """The same problem with these costs in the place of its own."""

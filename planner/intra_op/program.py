@@ -9,15 +9,15 @@ Readers that want the same state share one re-shard, which no edge can say. So a
 pairs: the state a value waits in, and one more it is brought to once (`Wait`).
 
 Eliminating all nodes but the boundary's (`elimination.py`) gives the table of the block's cost over
-its boundary states. What changes from one data axis or number of micro-batches m to another are few
-costs of parameters,
+its boundary states. From one data axis or number of micro-batches m to another only few costs of
+parameters change,
 
     c_p(s)                        of parameter p stored as s, on the data axis (`_priced`)
     a_po(s, t) + b_po(s, t) / m   of handing it to operator o as t (`_Stored`)
 
-and those of operators (`_varying_ops`) that meet other ranks' batch on the data axis, or, where
-experts are shared out, from one ep > 1 to another, that exchange copies of tokens or work through
-them; there, too, of handing them their matrices. The rest is solved once per program.
+and those of operators (`_varying_ops`) that meet other ranks' batch on the data axis, or, from one
+ep > 1 to another, that exchange copies of tokens or work through them; there, too, of handing them
+their matrices. The rest is solved once per program.
 """
 
 from __future__ import annotations
@@ -97,26 +97,25 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """Costs of a parameter: the `states` it may be stored in, one for each of its node's; moving it
-    to its readers, as factor `scope`, takes `each` seconds per micro-batch and `once` per step.
+    """Costs of a parameter: the `states` it may be stored in, one for each of its node's, and
+    seconds of moving it to its readers, (..., 2) per micro-batch and per step, as factor `scope`.
     Where several operators read it, `scope` is the node alone."""
 
     value: str
     states: Sequence[Placement]
     scope: Scope
-    each: np.ndarray
-    once: np.ndarray
+    moves: np.ndarray
 
     def factor(self, microbatches: float) -> np.ndarray:
         """Seconds of moving it, per micro-batch."""
-        return self.each + self.once / microbatches
+        return self.moves[..., 0] + self.moves[..., 1] / microbatches
 
 
 class BlockProgram:
-    """The program of one block on a tensor axis at given rows. How parameters are stored is priced
-    by `solve`, for a data-parallel degree and number of micro-batches; and what batches that meet
-    cost, and experts, for the number of ranks that they are shared over (by more than one, if
-    `pricer` has so many).
+    """The program of one block on a tensor axis at given rows. The storage of parameters is priced
+    by `solve`, for a data-parallel degree and number of micro-batches; so are batches that meet,
+    and experts, for the number of ranks that they are shared over (by more than one, if `pricer`
+    has so many).
 
     `inputs` and `outputs` give the states that values crossing the boundary may have.
     `allowed(name, state)` restricts operators (by name, strategies) and values (by name, states)
@@ -237,15 +236,15 @@ class BlockProgram:
     def _settled(self, value: str, sources: Sequence[Placement]) -> list[Wait]:
         """The states that `default_state` gives, for values whose state a plan can't name."""
         wanted = self._wanted(value)
-        found: list[Wait] = []
+        waits: list[Wait] = []
         for s in sorted(set(sources)):
-            found += [Wait(state=s, source=s), *self._copies(value, s, wanted, source=s)]
+            waits += [Wait(state=s, source=s), *self._copies(value, s, wanted, source=s)]
             if s.sharded:
-                found.append(Wait(state=RP, source=s, kinds=("R", "Rp")))
-                found.append(Wait(state=R, source=s, kinds=("R", "P")))
+                waits.append(Wait(state=RP, source=s, kinds=("R", "Rp")))
+                waits.append(Wait(state=R, source=s, kinds=("R", "P")))
             if s.kind == "P":
-                found.append(Wait(state=R, source=s))
-        return found
+                waits.append(Wait(state=R, source=s))
+        return waits
 
     def _copies(
         self,
@@ -294,7 +293,7 @@ class BlockProgram:
     # --- parameters ---
 
     def _store(self, value: str) -> _Stored:
-        """Add the node of a parameter: how it is stored."""
+        """Add the node of a parameter, over the states in which it is stored."""
         node, readers = f"parameter:{value}", self.layouts.readers[value]
         states = self.storable[value]
         scope: Scope = (node, readers[0][0].name)
@@ -305,16 +304,13 @@ class BlockProgram:
             states, scope = [wait.state for wait in waits], scope[:1]
             moves = np.array([self._copying(value, wait) for wait in waits])
         else:
-            ((op, _),) = readers
             moves = self._handing(value, states, self.pricer)
             self.problem.node(node, states, np.zeros(len(states)))
-            self.problem.edge(node, op.name, moves[..., 0])
-        return _Stored(
-            value=value, states=states, scope=scope, each=moves[..., 0], once=moves[..., 1]
-        )
+            self.problem.edge(*scope, moves[..., 0])
+        return _Stored(value=value, states=states, scope=scope, moves=moves)
 
     def _shared(self, value: str, states: Sequence[Placement]) -> list[Wait]:
-        """How a parameter with several readers is stored; where all of them leave its gradient
+        """Storage of a parameter with several readers; where all of them leave its gradient
         partial, it is reduced once per step."""
         wanted = self._wanted(value)
         waits = [w for s in states for w in (Wait(state=s), *self._copies(value, s, wanted))]
@@ -322,17 +318,17 @@ class BlockProgram:
 
     def _handing(self, value: str, states: Sequence[Placement], pricer: Pricer) -> np.ndarray:
         """(states, strategies of the only reader, 2): seconds of `_moving`."""
-        ((op, i),) = self.layouts.readers[value]
+        (reader,) = self.layouts.readers[value]
         moving = partial(self._moving, value, pricer=pricer)
-        return for_all_pairs(moving, states, self._targets(op, i))
+        return for_all_pairs(moving, states, self._targets(*reader))
 
     def _moving(
         self, value: str, source: Placement, target: Placement, pricer: Pricer
     ) -> tuple[float, float]:
         """Seconds per micro-batch and per step; a partial gradient is reduced once per step."""
         cost = pricer.reshard(value, source, target, once=True)
-        each = self._seconds(cost, np.inf)
-        return each, 0.0 if cost is None else cost.seconds(1) - each
+        microbatch_s = self._seconds(cost, np.inf)
+        return microbatch_s, 0.0 if cost is None else cost.seconds(1) - microbatch_s
 
     def _copying(self, value: str, wait: Wait) -> tuple[float, float]:
         if wait.copy is None:
@@ -350,7 +346,7 @@ class BlockProgram:
 
     def _moves(self, stored: _Stored) -> bool:
         """Whether moving a parameter takes other seconds on other axes."""
-        return bool(stored.once.any()) or stored.value in self._varying
+        return bool(stored.moves[..., 1].any()) or stored.value in self._varying
 
     def _priced(
         self, pricer: Pricer, allowed: Callable[[str, Placement], bool], m: float
@@ -362,8 +358,7 @@ class BlockProgram:
         for stored in self._stored:
             value = stored.value
             if value in self._varying and pricer.setting.mesh.ep != self.pricer.setting.mesh.ep:
-                moves = self._handing(value, stored.states, pricer)
-                stored = replace(stored, each=moves[..., 0], once=moves[..., 1])
+                stored = replace(stored, moves=self._handing(value, stored.states, pricer))
             cost = {
                 s: self._seconds(pricer.parameter_cost(value, s), m)
                 if self.allowed(value, s) and allowed(value, s)
@@ -396,20 +391,20 @@ class BlockProgram:
         """
         m = microbatches or pricer.step.batch.microbatches
         factors = self._priced(pricer, allowed, m)
-        found = self._elimination.solve(factors, time)
-        if found is None:
+        least = self._elimination.solve(factors, time)
+        if least is None:
             return None
         return BlockTable(
             program=self,
             changes=factors,
             keep=tuple(self.boundary_nodes()),
-            costs=found.costs,
-            bound=found.bound,
-            choices=found,
+            costs=least.costs,
+            bound=least.bound,
+            choices=least,
         )
 
     def bound_s(self, pricer: Pricer, time: SolverTime | None = None) -> float:
-        """No assignment takes less per micro-batch, without what is paid once per step."""
+        """Lower bound on the seconds per micro-batch, without what is paid once per step."""
         factors = self._priced(pricer, lambda value, state: True, np.inf)
         return self._elimination.bound(factors, time)
 
@@ -432,14 +427,14 @@ class BlockProgram:
         for route in self._routes.values():
             if route.maker is None:
                 continue
-            value, made = route.value, chosen[route.maker.name].results[route.result]
+            value, source = route.value, chosen[route.maker.name].results[route.result]
             hub = picked.get(f"hub:{value}")
             hub = hub.state if isinstance(hub, Wait) else hub
             targets = self.layouts.targets(value, chosen)
             if route.result > 0 or hub is None or (hub == RP and targets == [RP]):
-                states[value] = default_state(made, targets, route.leaves)
+                states[value] = default_state(source, targets, route.leaves)
             else:  # readers of a replicated value share one re-shard per kind anyway
-                states[value] = R if hub == RP and made == R else hub
+                states[value] = R if hub == RP and source == R else hub
         for value in self.block.parameters:
             stored = picked[f"parameter:{value}"]
             states[value] = stored.state if isinstance(stored, Wait) else stored

@@ -1,4 +1,4 @@
-"""How long planning may take: until when at all, and of that the solver for one class of blocks."""
+"""Time limits of planning, and within it of the solver for one class of blocks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SolverTime:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """What is done within counts."""
+        """The seconds within count."""
         started = self.limit.clock()
         try:
             yield
