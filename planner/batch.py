@@ -43,8 +43,7 @@ def batch_rows(example_inputs: Any) -> int:
 
 
 def _check_depth(batch: Any) -> None:
-    """Raise `MeshwrightError` for a batch nested too deeply, in itself too, before anything follows
-    it."""
+    """Raise `MeshwrightError` for a batch nested too deeply, or in itself."""
     level = [batch]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []

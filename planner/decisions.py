@@ -19,9 +19,9 @@ from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 
 ZERO = (0, 1, 2, 3)
-# which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
+# axes from the innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
-OFFLOADS = ("optimizer", "weights", "activations", "nvme")  # what may lie off devices
+OFFLOADS = ("optimizer", "weights", "activations", "nvme")  # parts that may lie off devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +119,7 @@ class Decision:
         return not self.zeros or sharing.zero in self.zeros
 
     def parts_of(self, sharing: Sharing, holders: int) -> list[int] | None:
-        """The numbers of ranks that it may be for stages with this sharing among `holders` of the
-        same parameters; None where it is none."""
+        """Legal numbers of ranks for stages with this sharing among so many `holders`, or None."""
         if self.part_of is None:
             return None
         ranks = self.part_of(sharing, holders)
@@ -314,8 +313,7 @@ ALLOWABLE = tuple(d.name for d in _TABLE if d.allowed)
 
 
 def taken(sharing: Sharing, holders: int) -> dict[str, Any]:
-    """Values of the decisions about sharing, for stages with this one among the `holders` of the
-    same parameters; None where it divides nothing."""
+    """Values of the decisions about sharing for such stages; None where it divides nothing."""
     return {d.name: d.shared(sharing, holders) for d in SHARING if d.shared}
 
 

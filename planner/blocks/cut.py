@@ -39,7 +39,7 @@ NARROW = 1.5  # a cut is narrow where no more than this times the least nearby b
 
 
 def cut_blocks(graph: Graph, factors: FactorTable, like: Graph | None = None) -> Graph:
-    """The same graph with `blocks` filled in: contiguous runs of its operators.
+    """A graph with its `blocks` filled in: contiguous runs of its operators.
 
     With `like`, the same model at another batch size, the cuts are those of its blocks; where its
     operators differ, it is ignored.
@@ -189,8 +189,7 @@ def _instance(module: str, depth: int) -> str:
 
 
 def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
-    """The operators from each start to the next as a `Block`; a name that recurs is numbered
-    `name@2`."""
+    """Blocks from each start to the next; a name that recurs is numbered `name@2`."""
     order = sorted(starts)
     runs = [graph.ops[a:b] for a, b in itertools.pairwise([*order, len(graph.ops)])]
     owner = {r: k for k, run in enumerate(runs) for op in run for r in op.results}
@@ -290,8 +289,7 @@ def _repeat_starts(
 def _equal_work_starts(
     work: Sequence[float], bounds: Sequence[int], bytes_at: Sequence[int], target: float
 ) -> list[int]:
-    """Starts of runs of about `target` work. Operators without work (activation functions, pools)
-    may go to either side: the cut is where the fewest bytes cross, at a tie the last."""
+    """Starts of runs of about `target` work, at the last of the cuts where fewest bytes cross."""
     starts, filled = [bounds[0]], 0.0
     free: list[int] = []
     for start, stop in itertools.pairwise(bounds):
@@ -356,8 +354,7 @@ def structural_hash(graph: Graph, ops: Sequence[Op]) -> str:
 def merge_light(
     starts: Mapping[int, str], work: Sequence[float], fixed: set[int]
 ) -> dict[int, str]:
-    """Start -> name without the runs of no work (no matrix product), but for those in `fixed`: they
-    join the block before them, at the front the one after."""
+    """Start -> name, with runs of no work merged into a neighbour but for those in `fixed`."""
     bounds = [*sorted(starts), len(work)]
     heavy = [a for a, b in itertools.pairwise(bounds) if sum(work[a:b]) or a in fixed]
     first, *later = heavy or bounds[:1]

@@ -61,8 +61,7 @@ class Bounds:
         return below_s
 
     def of_combination(self, one: Combination, below_s: float = math.inf) -> float:
-        """Lower bound on the step of plans with this combination; no better one than `below_s` is
-        looked for."""
+        """Lower bound on the step of plans with this combination; `below_s` is enough."""
         setup, pipeline = one.setup, one.pipeline
         if setup.mesh.tp > 1:  # typical blocks are no bound there: stages may split otherwise
             return one.bound_s
@@ -105,9 +104,9 @@ class Bounds:
         held: tuple[Floats, float],
         start_s: float,
     ) -> float:
-        """Where each device has one stage, it waits for those of the devices before it. And of the
-        m micro-batches, each of which takes a way through all stages, there and back, no more than
-        h are under way at once: m (Σ t + sends) <= h T."""
+        """Bound where no more than h of the m micro-batches are under way at once, each through all
+        stages there and back: m (Σ t + sends) <= h T; and where each device has one stage, which
+        waits for those before it."""
         (m, p, per_device), bound_s = one.pipeline.shape, start_s
         first = in_flight(one.pipeline, 0)
         kinds: list[tuple[Floats, float, float]] = [(early, first / m, 2 * self._sent_s(one))]
@@ -116,8 +115,8 @@ class Bounds:
             part = float((loads.forward_s / np.maximum(loads.pass_s, 1e-30)).min())
             if one.pipeline.record.splits_backward and part > 0:
                 kinds.append((loads.pass_s, pipelines.theta(m, p, part), 0.0))
+        room = self.space.room_bytes - loads.fixed_bytes
         for seconds, share, less_s in kinds:
-            room = self.space.room_bytes - loads.fixed_bytes
             work = _work(loads, seconds, loads.again_s, room)
             for nu in {0.0, held[1]}:
                 devices = pipelines.devices_of(work, held[0], nu)
@@ -283,17 +282,16 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
 
 
 def _by_kind(chain: Chain) -> tuple[Sums, Floats, Floats]:
-    """Sums of all blocks of each kind (k,), their numbers, and seconds per micro-batch by which
-    these sums may exceed the least ones. Shared parameters count once."""
+    """Sums of all blocks of each kind (k,), their numbers, and the seconds above the least ones."""
     kinds = chain.kinds_typical()
     rows = {kind.number: kind.sums.times(kind.count).array for kind in kinds}
     for readers, copy, _ in chain.shared:
         reading = [chain.kinds[j] for j, reads in enumerate(readers) if reads]
         for number in reading[1:]:
             rows[number] = (Sums(rows[number]) - copy).array
-    sums = Sums(np.stack(list(rows.values())))
     count = np.array([float(kind.count) for kind in kinds])
-    return sums, count, count * np.array([kind.more_s for kind in kinds])
+    more_s = count * np.array([kind.more_s for kind in kinds])
+    return Sums(np.stack(list(rows.values()))), count, more_s
 
 
 def _passes(sums: Sums, setting: Setting, policies: tuple[str, ...]) -> tuple[_Pass, _Pass]:
@@ -329,8 +327,7 @@ def _copied_s(sums: Sums, setting: Setting) -> Floats:
 
 
 def _fixed(setting: Setting, held: Sequence[Sums], policies: Sequence[str]) -> float:
-    """Bytes that some block's backward holds besides on any device that has a stage: no less than
-    that of a last one."""
+    """Least bytes in passing of a backward on any device that has a stage."""
     if any(segment_policy(policy)[1] > 1 for policy in policies):
         return float(communicator_bytes(setting))
     costs = (stage_costs(sums, setting, sums.recompute_by(policies)) for sums in held)

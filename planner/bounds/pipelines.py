@@ -103,8 +103,7 @@ class Devices:
 
 
 def devices_of(work: Work, held: Floats, price: float) -> Devices:
-    """The caps of devices that hold so many micro-batches (d,), with the π that a price of bytes
-    gives on a middling one."""
+    """The caps of devices that hold so many micro-batches (d,), with π at one price of bytes."""
     middle = _least(work, work.bytes_of(float(held.mean())), np.array([price]))[0]
     pi = np.where(np.isfinite(middle), middle, work.least_s)
     alpha, beta = {}, {}
@@ -113,10 +112,9 @@ def devices_of(work: Work, held: Floats, price: float) -> Devices:
         least = _least(work, work.bytes_of(h), prices)
         alpha[h] = (pi / np.maximum(least, 1e-30)).max(axis=1)
         beta[h] = alpha[h] * prices * work.room
-    most = max(map(len, alpha.values()))
+    at = np.arange(max(map(len, alpha.values())))
 
-    def rows(of: dict[float, Floats]) -> Floats:
-        at = np.arange(most)  # the last line fills up
+    def rows(of: dict[float, Floats]) -> Floats:  # the last line fills up
         return np.stack([of[h][np.minimum(at, len(of[h]) - 1)] for h in held.tolist()])
 
     usual = float(pi.sum() / work.least_s.sum())
@@ -144,8 +142,7 @@ def theta(m: int, devices: int, phi: float) -> float:
 def _newton(
     devices: Devices, m: int, together: tuple[float, float, float], before_s: Floats, start_s: float
 ) -> float:
-    """Least T at which the devices can have what is wanted, if it is above `start_s`; `together`
-    are c, θ and the seconds taken off θT."""
+    """Least T from `start_s` on that the devices can do; `together` are c, θ and seconds off θT."""
     c, theta, less_s = together
     slopes, starts = devices.alpha - c, devices.beta
     step, highest = start_s, _highest(slopes, starts)
@@ -168,8 +165,7 @@ def _newton(
 
 
 def _highest(slopes: Floats, starts: Floats) -> Floats:
-    """(d,): the highest point of the least of each device's lines, right of 0; inf where all
-    rise."""
+    """(d,): the highest point of the least of each device's lines; inf where all rise."""
     a1, a2 = slopes[:, :, None], slopes[:, None, :]
     b1, b2 = starts[:, :, None], starts[:, None, :]
     crossing = (a1 >= 0) & (a2 < 0)

@@ -73,10 +73,8 @@ def make_draft(
     memory_bytes: float,
     free_bytes: float = 0.0,
 ) -> PlanDraft:
-    """Price stages by simulation, seconds from their sums, memory from their blocks; each device
-    may fill `memory_bytes`, and is to leave so many of them free."""
-    ranks = _ranks(stages, pipeline, coster.cluster)
-    placed = zip(stages, ranks, strict=True)
+    """Stages priced by simulation, memory from their blocks; devices leave `free_bytes` free."""
+    placed = zip(stages, _ranks(stages, pipeline, coster.cluster), strict=True)
     plan = Plan(
         model=coster.fingerprint,
         global_batch_size=global_batch_size,
@@ -179,8 +177,7 @@ def _with_shardings(
 
 
 def priced_fits(priced: Evaluation, cluster: Cluster, memory_bytes: float) -> bool:
-    """Whether a plan fits: no device holds more than so many bytes, no node's host more than it
-    has, in memory and on flash."""
+    """Whether a plan fits its devices' `memory_bytes`, and its nodes' host memory and flash."""
     step = priced.prediction
     lacks = step.host_shortfall(cluster) or step.flash_shortfall(cluster)
     return fits(step.fullest_bytes, memory_bytes) and not lacks
@@ -241,8 +238,7 @@ def _policies(
 
 
 def _room_to_keep(stages: Sequence[StageDraft], room: float) -> float:
-    """Bytes that the stages of a device group may keep of one micro-batch each, together; their
-    backwards hold besides what the levels hold which they were drafted on."""
+    """Bytes that the stages of a device group may keep of one micro-batch each, together."""
     costs, flights = [d.costs for d in stages], [d.in_flight for d in stages]
     split = any(flight.split for flight in flights)
     passing = max(c.half_bytes + c.communicator_bytes if split else c.passing_bytes for c in costs)
@@ -271,8 +267,7 @@ def _in_flight(stages: Sequence[StageDraft]) -> float:
 def _kept_bytes(
     draft: StageDraft, policies: Sequence[str], stage: StagePlan, *, ends: bool
 ) -> float:
-    """Bytes that a stage keeps of a micro-batch under policies of its blocks, on its devices, with
-    what the last one makes again, if it `ends` with its highest point."""
+    """Bytes that a stage keeps of a micro-batch on its devices under these policies."""
     blocks = draft.setup.chain.block_sums(draft.start, draft.stop)
     end = len(policies) - 1 if ends else -1
     return sum(
@@ -292,8 +287,7 @@ def _shardings(
     tp: int,
     known: Known,
 ) -> dict[str, str]:
-    """The decisions that do not follow, as globs; equal decisions about equal blocks are written
-    alike, as `known`."""
+    """Decisions that do not follow, as globs; `known` are those of equal blocks."""
     if tp == 1:
         return {}
     entries: dict[str, Entry] = {}
@@ -314,8 +308,7 @@ def _shardings(
 
 
 def _like_repeats(blocks: Sequence[Block], entries: dict[str, Entry]) -> None:
-    """The stage's outputs are replicated whatever their entries say: give each the entry of its
-    repeats, so that one glob serves all."""
+    """Give each output of the stage the entry of its repeats, so that one glob serves all."""
     last = blocks[-1]
     peer = next((b for b in blocks[:-1] if b.class_id == last.class_id), None)
     for op, other in zip(last.ops, peer.ops if peer else (), strict=False):
@@ -333,8 +326,7 @@ def _ranks(
 ) -> list[tuple[int, ...]]:
     meshes = [d.setup.mesh for d in stages]
     if pipeline.each > 1 or meshes[0].spread > 1:
-        pairs = zip(meshes, pipeline.device_of, strict=True)
-        return [spread_ranks(mesh, group) for mesh, group in pairs]
+        return [*map(spread_ranks, meshes, pipeline.device_of)]
     return place_stages([mesh.devices for mesh in meshes], cluster)
 
 
@@ -348,8 +340,7 @@ def spread_ranks(mesh: Mesh, group: int) -> tuple[int, ...]:
 
 
 def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]]:
-    """Ranks of every stage: in pipeline order, moved where needed so that no part of a node
-    straddles two."""
+    """Ranks of every stage in pipeline order, moved so that no part of a node straddles two."""
     node = cluster.devices_per_node
     free = set(range(cluster.num_devices))
     placed: dict[int, tuple[int, ...]] = {}

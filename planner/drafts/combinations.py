@@ -40,15 +40,14 @@ class StageSetup:
         return self.chain.setting.target.overlap_passes and self.mesh.ep > 1
 
     def sending(self, part: float) -> StageSetup:
-        """The same with the activations of such a part of its blocks in host memory."""
+        """The setup with the activations of such a part of its blocks in host memory."""
         host = replace(self.relief.host, activations=part)
         return replace(self, relief=replace(self.relief, host=host)) if part else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshChoice:
-    """One mesh for each of `groups` device groups, not priced yet; `bound_s` is a lower bound on
-    the step of any plan on it."""
+    """One mesh for each of `groups` device groups; `bound_s` bounds the step of its plans."""
 
     mesh: Mesh
     num_microbatches: int
@@ -90,7 +89,7 @@ class Waiting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDraft:
     """Blocks start..stop-1 as a stage: its setup, recompute levels and the chosen one, with which
-    `in_flight` micro-batches fit on its devices; `given` blocks in a segment, by the user."""
+    `in_flight` micro-batches fit on its devices; `segment_size` is that of the user."""
 
     start: int
     stop: int
@@ -98,7 +97,7 @@ class StageDraft:
     levels: RecomputeLevels
     chosen: ChosenLevel
     in_flight: InFlight
-    given: int | None = None
+    segment_size: int | None = None
 
     @property
     def run(self) -> int:
@@ -137,7 +136,7 @@ class StageDraft:
         """Policies and blocks in a segment, so many levels of segments beyond its own."""
         level = min(self._block_levels()[0] + steps, len(self.levels.policies) - 1)
         policy, size = segment_policy(self.levels.policies[level])
-        return self.overridden([policy] * (self.stop - self.start)), self.given or size
+        return self.overridden([policy] * (self.stop - self.start)), self.segment_size or size
 
     @property
     def sent(self) -> float:
@@ -161,8 +160,7 @@ class StageDraft:
     def repriced(
         self, *, compute: float, communication: float, data_axis: float, host: float
     ) -> StageCosts[float]:
-        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`, and
-        those of links to host memory that were not measured."""
+        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`."""
         sums = self.setup.chain.runs.sums[self.run].scaled(
             compute=compute, communication=communication, data_axis=data_axis
         )

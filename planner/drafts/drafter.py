@@ -87,8 +87,7 @@ class Drafter:
         self.unequal = UnequalStages(self.space, self.equal)
 
     def like(self, **changes: Any) -> Self:
-        """The same with other arguments, in the same time. What was priced is used again, for
-        another problem nothing."""
+        """A drafter with other arguments, in the same time; another problem shares no prices."""
         programs = None if "problem" in changes else self.programs
         drafter = type(self)(**{**self._arguments(), "programs": programs, **changes})
         drafter.programs.time = self.programs.time
@@ -104,7 +103,7 @@ class Drafter:
         }
 
     def on_nodes(self, num_nodes: int) -> Self:
-        """The same on another number of nodes."""
+        """A drafter on another number of nodes."""
         cluster = replace(self.problem.cluster, num_nodes=num_nodes)
         return self.like(problem=replace(self.problem, cluster=cluster))
 
@@ -124,8 +123,8 @@ class Drafter:
         if sends and any(stage.host.activations for stage in best.plan.stages):
             best = back.less_sent(best, sends)
         held = any(stage.host.states for stage in best.plan.stages)
-        asked = self.space.reliefs[0].host.states
-        return back.less_held(best) if best.fits and held and not asked else best
+        may = best.fits and held and not self.space.reliefs[0].host.states
+        return back.less_held(best) if may else best
 
     def forget(self) -> None:
         """Give back the memory of what was cut; prices stay."""
@@ -172,8 +171,7 @@ class _Back:
     room_bytes: float
 
     def less_sent(self, candidate: Candidate, sends: float) -> Candidate:
-        """The plan with as few activations in host memory as fit, by device group; such a part of
-        its blocks may send them at most."""
+        """The plan with as few activations in host memory as fit, by device group."""
         stages = candidate.plan.stages
         blocks = max(len(stage.blocks) for stage in stages)
         sent = {s.ranks: round(s.host.activations * blocks) for s in stages}
@@ -213,8 +211,7 @@ class _Back:
         return best if best.step_time_s <= TIE * candidate.step_time_s else candidate
 
     def _less_on(self, candidate: Candidate, sizes: Mapping[int, Sequence[float]]) -> Candidate:
-        """The plan with as few states, or weights, of some stages in host memory as fit, each on
-        other devices; `sizes` are the bytes that their blocks move."""
+        """The plan with as few states, or weights, of stages on different devices as fit."""
         stages = {k: candidate.plan.stages[k] for k in sizes}
         kinds = {k: "weights" if stage.host.weights else "states" for k, stage in stages.items()}
         levels = {
@@ -236,8 +233,7 @@ class _Back:
         most: Mapping[tuple[int, ...], int],
         at: Callable[[Mapping[tuple[int, ...], int]], Candidate],
     ) -> tuple[Mapping[tuple[int, ...], int], list[Candidate]]:
-        """The least count with which each device group fits, as it does with the `most`; and the
-        plans that were tried on the way and fit. All groups are halved at once."""
+        """The least count with which each device group fits; plans tried on the way that fit."""
         low, high, fitting = dict.fromkeys(most, -1), dict(most), list[Candidate]()
         while any(high[ranks] - low[ranks] > 1 for ranks in high):
             if self.programs.time.over():
@@ -252,8 +248,7 @@ class _Back:
         return high, fitting
 
     def _least(self, best: Candidate, levels: Sequence[float], stages: Sequence[int]) -> Candidate:
-        """The plan with the least of the rising `levels` in files of these stages that fits; the
-        plan itself where none does."""
+        """The plan with the least of the rising `levels` of these stages in files that fits."""
         low, high = 0, len(levels)  # from `high` on all fit, as the plan itself does
         while low < high and not self.programs.time.over():
             middle = (low + high) // 2

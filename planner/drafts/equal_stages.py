@@ -51,7 +51,6 @@ from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.reliefs import Relief
 from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Space
-from meshwright.planner.drafts.transports import transports
 from meshwright.planner.inter_op import cut_evenly
 from meshwright.planner.stages import (
     MODES,
@@ -71,8 +70,7 @@ TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 
 
 class _Estimate(NamedTuple):
-    """A combination, the seconds of its step without recompute, however full devices are, and
-    whether no cut of it can fit."""
+    """A combination, its step without recompute, and whether no cut of it can fit."""
 
     combination: Combination
     unhindered_s: float
@@ -108,11 +106,10 @@ class EqualStages:
     # --- setups ---
 
     def setups(self, mesh: Mesh, m: int, relief: Relief | None = None) -> Iterator[StageSetup]:
-        """Setups of a mesh in every mode that may pay, with every ZeRO stage that it may have, and
-        a `relief`: by itself the user's."""
+        """Setups of a mesh: modes that may pay, ZeRO stages, a `relief` (the user's by default)."""
         relief = relief or self.space.reliefs[0]
         validated = bool(self.space.restrictions.validated)
-        for transport, ways in transports(self.space, mesh).items():
+        for transport, ways in self.space.transports(mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
                 chain = self.chain(mesh, m, transport, mode)
@@ -141,9 +138,8 @@ class EqualStages:
 
     def mesh_choices(self, m: int) -> Iterator[MeshChoice]:
         """All meshes that try m micro-batches, with bounds that need no chain."""
-        total = self.space.cluster.num_devices
         for groups in self.space.stage_counts():
-            for mesh in self.space.meshes(total // groups, m):
+            for mesh in self.space.meshes(self.space.cluster.num_devices // groups, m):
                 if m in self._tried.of(mesh.dp, partial(self.space.tried_counts, mesh.dp)):
                     yield from self.placed(mesh, m, groups)
 
@@ -205,8 +201,7 @@ class EqualStages:
     def _scheduled(
         self, setup: StageSetup, choice: MeshChoice
     ) -> Iterator[tuple[StageSetup, list[Pipeline]]]:
-        """A setup with the pipelines it may have; again with steps validated afterwards, with those
-        whose devices begin one after the other."""
+        """A setup with its pipelines, then with those whose steps may be validated afterwards."""
         pipelines = self.space.schedules(choice.groups, choice.num_microbatches, setup.sharing)
         yield setup, pipelines
         if self.space.may_validate and not setup.sharing.gathers:
@@ -214,8 +209,7 @@ class EqualStages:
             yield replace(setup, validated=True), later
 
     def _estimated(self, offered: Sequence[tuple[StageSetup, Pipeline]]) -> list[_Estimate]:
-        """Estimates of setups in pipelines, on as many device groups; together those in one
-        setting, but for the rows of a micro-batch, with the same recompute policies."""
+        """Estimates of setups in pipelines, together those in one setting with equal policies."""
         settings = dict[Any, list[int]]()
         for k, (setup, pipeline) in enumerate(offered):
             setting = _alike_setting(setup, pipeline.num_devices)
@@ -268,8 +262,7 @@ class EqualStages:
     def _shares(
         self, setups: Sequence[StageSetup], pipelines: Sequence[Pipeline]
     ) -> tuple[Sums, Floats]:
-        """Sums of an equal stage of each setup in its pipeline, and the stages of a copy of the
-        model per device group."""
+        """Sums of an equal stage of each setup in its pipeline; stages per copy and group."""
         groups = pipelines[0].num_devices
         per_group = np.array([p.each / p.record.copies for p in pipelines])
         models = [s.chain.whole() if groups == 1 else s.chain.typical() for s in setups]
@@ -304,8 +297,7 @@ class EqualStages:
         offered: Sequence[tuple[StageSetup, Pipeline]],
         held: Sequence[Sequence[InFlight]],
     ) -> NDArray[np.bool_]:
-        """Whether an even share of the model, `parts`, can't fit even under the policy that keeps
-        least, in each pipeline."""
+        """Whether an even share of the model can't fit under the leanest policy, by pipeline."""
         if segment_policy(policy)[1] > 1:  # passing is the most, not least
             return np.zeros(len(offered), dtype=bool)
         groups, mesh = offered[0][1].num_devices, least.mesh
@@ -430,8 +422,7 @@ class EqualStages:
     def _sendable(
         self, waiting: Waiting, relief: Relief, offered: Sequence[Pipeline]
     ) -> list[float]:
-        """The part of the blocks of a typical stage, a number of whole ones, whose activations the
-        hosts hold beside what else a relief has there, in each pipeline."""
+        """The part of a typical stage's blocks that hosts hold the activations of, by pipeline."""
         host, typical = self.space.cluster.host, waiting.setup.chain.typical()
         if host is None:
             return [0.0] * len(offered)
@@ -471,8 +462,8 @@ class EqualStages:
         """Sums of all blocks of each kind; on one device group of the whole model."""
         if groups == 1:
             return Sums(setup.chain.whole().array[None])
-        kinds = setup.chain.kinds_typical()
-        return Sums(np.stack([kind.sums.times(kind.count).array for kind in kinds]))
+        kinds = (kind.sums.times(kind.count).array for kind in setup.chain.kinds_typical())
+        return Sums(np.stack([*kinds]))
 
     # --- cutting ---
 
@@ -536,8 +527,7 @@ class EqualStages:
     def moved(
         self, combination: Combination, draft: PlanDraft, limit_s: float, less_bytes: float
     ) -> list[StageDraft] | None:
-        """The stages of a combination's draft after moves of blocks between them that shorten its
-        simulated step to less than a limit; None where none does, or it can hardly be."""
+        """The stages of a draft after moves of blocks that take its step below a limit, or None."""
         if draft.step_time_s * (1 - GAIN) >= limit_s:
             return None
         layouts = self._layouts(combination, less_bytes)
@@ -571,7 +561,7 @@ class EqualStages:
                 setup=combination.setup,
                 levels=levels,
                 chosen=level,
-                given=given_segments(self.space.restrictions, start, stop),
+                segment_size=given_segments(self.space.restrictions, start, stop),
                 in_flight=in_flight,
             )
             for (in_flight, level), (start, stop) in zip(held, spans, strict=False)
@@ -641,9 +631,8 @@ def _usable(waiting: Waiting, relief: Relief) -> list[Pipeline]:
 
 def _alike_setting(setup: StageSetup, groups: int) -> tuple[Any, ...]:
     """Key of estimates in one setting."""
-    setting = setup.chain.setting
-    several = setting.batch.microbatches > 1
-    return setting.mesh, setup.sharing, setup.validated, several, groups
+    mesh, batch = setup.chain.setting.mesh, setup.chain.setting.batch
+    return mesh, setup.sharing, setup.validated, batch.microbatches > 1, groups
 
 
 def _alike(chain: Chain, other: Chain) -> bool:

@@ -14,8 +14,7 @@ from meshwright.costmodel.stages import Floats, InFlight, StageCosts
 
 
 def filling_s(pipeline: Pipeline, costs: StageCosts[Any], *, validated: bool = False) -> Floats:
-    """Seconds that each device but one adds to fill and drain a pipeline of stages like these;
-    less where steps are `validated` afterwards."""
+    """Seconds that each device but one adds to fill and drain a pipeline of such stages."""
     f, b, w = map(np.asarray, (costs.forward_s, costs.backward_s, costs.weight_s))
     fill = pipeline.record.fill_s(f, b, w, pipeline.shape)
     return np.maximum(fill - f, 0.0) if validated and pipeline.record.staggered else fill
@@ -31,8 +30,7 @@ def in_turn_s(pipeline: Pipeline, one_s: float) -> float:
 
 @lru_cache(maxsize=1024)
 def held_at_peak(pipeline: Pipeline) -> tuple[InFlight, ...]:
-    """Per stage, the micro-batches in flight on its device at its peak, shared out evenly among the
-    device's stages."""
+    """Per stage, its even share of the micro-batches in flight at its device's peak."""
     if pipeline.each == 1 and not pipeline.record.splits_backward:
         alone = [in_flight(pipeline, k) for k in range(pipeline.num_stages)]
         return tuple(InFlight(active=min(n, pipeline.num_microbatches - 1), first=n) for n in alone)

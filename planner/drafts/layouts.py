@@ -79,7 +79,7 @@ class Layouts:
             index=np.where(legal & np.isfinite(runs.seconds)[runs.index], runs.index, 0),
             weights=held_weights(pipeline),
             stages=stages % (pipeline.num_stages // pipeline.record.copies),
-            whole=np.array([segment_policy(policy)[1] > 1 for policy in levels.policies]),
+            undivided=np.array([segment_policy(policy)[1] > 1 for policy in levels.policies]),
             room_bytes=room_bytes - communicator_bytes(setup.setting),
         )
         return cls(
@@ -122,8 +122,7 @@ class Layouts:
         return np.asarray(cuts[order])
 
     def _even(self) -> list[np.ndarray]:
-        """Cuts of equal numbers of layers, and of equal shares of the work, and best stage by
-        stage, that are legal."""
+        """Legal cuts of equal numbers of layers, of equal work, and best stage by stage."""
         chain, shared = self.combination.setup.chain, self.shared
         runs, kinds = chain.runs, chain.kinds
         stages = self.combination.pipeline.num_stages // self.copies
@@ -141,8 +140,7 @@ class Layouts:
         return [cuts for cuts in tried if np.isfinite(shared.judged(cuts[None]).load_s).all()]
 
     def objective_s(self, cuts: np.ndarray) -> float:
-        """Seconds that the busiest device computes in a step, and that all but one add to fill the
-        pipeline: the step where no device waits for others in between."""
+        """Seconds that the busiest device computes in a step, and that others add to fill it."""
         pipeline, validated = self.combination.pipeline, self.combination.setup.validated
         sent_s = float(self.sent_s[cuts[:-1], cuts[1:]].mean())
         fill_s = float(filling_s(pipeline, self.costs(cuts[None]), validated=validated).mean())
@@ -177,7 +175,7 @@ class Layouts:
     def _parts(self, device: int, runs: np.ndarray, judged: Judged) -> Floats:
         """(v,): the part of the stages of a device, with these runs, that is on the next level."""
         level, part = int(judged.level[0, device]), float(judged.part[0, device])
-        if not part or self.shared.whole[level + 1]:
+        if not part or self.shared.undivided[level + 1]:
             return np.full(len(runs), part)
         blocks = self.levels.blocks[runs]
         often = self.shared.weights[device, :, :, _ACTIVE].max(axis=0)
@@ -197,8 +195,7 @@ class Layouts:
     def improved(
         self, current: np.ndarray, sends: Mapping[tuple[int, int], float]
     ) -> tuple[np.ndarray, float]:
-        """The best start by simulation, where stages send for so many seconds, after moves of
-        blocks that shorten the step; and its part of the step with the `current` cuts."""
+        """The best layout by simulated moves, and its part of the step with the `current` cuts."""
         tried = np.concatenate([current[None], self.starts, self._promising(current, np.inf)])
         cuts, current_s, best_s = current, 0.0, np.inf
         for _ in range(MOST_ROUNDS):
@@ -214,8 +211,7 @@ class Layouts:
         return cuts, best_s / current_s
 
     def _promising(self, cuts: np.ndarray, limit_s: float) -> np.ndarray:
-        """(N, P+1): moves whose step may take less than a limit, those first whose devices are
-        least busy and wait least for each other."""
+        """(N, P+1): moves whose step may be below a limit, the least busy first."""
         tried = self.shared.moves(cuts)
         judged = self.shared.judged(tried)
         busiest_s = self.turns * judged.load_s.max(axis=1)

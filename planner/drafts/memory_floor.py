@@ -40,8 +40,7 @@ class MemoryFloor:
         return self.space.graph.num_trained()
 
     def allows(self, mesh: Mesh, m: int, groups: int) -> bool:
-        """Whether m micro-batches of the model may fit on such a mesh for each of so many device
-        groups."""
+        """Whether m micro-batches of the model may fit on such a mesh for each device group."""
         if not self._states_fit(mesh, groups):
             return False
         counts, kinds = self._extrapolated(mesh, m)

@@ -35,8 +35,7 @@ class Relief:
         return replace(self.host, activations=max(self.host.activations, self.sends))
 
     def with_last(self, part: float) -> HostParts:
-        """Parts in host memory with such a part of the last that goes there: of the weights, or
-        else of the states."""
+        """Parts in host memory with such a part of the weights there, or else of the states."""
         if self.host.weights:
             return replace(self.host, weights=part * self.host.weights)
         return replace(self.host, states=part * self.host.states)
@@ -86,8 +85,7 @@ def held_by_hosts(problem: Problem, over: Restrictions) -> float:
 
 
 def held_by_flash(problem: Problem) -> float:
-    """The part of all states, each element once, that files on the nodes' flash hold, or more than
-    all; 0 where nothing is known of it."""
+    """The part of all states that files on the nodes' flash hold, or more than all."""
     cluster, host = problem.cluster, problem.cluster.host
     if host is None or not host.has_flash:
         return 0.0

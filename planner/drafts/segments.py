@@ -17,8 +17,7 @@ def may_segment(over: Restrictions, *, free: bool) -> bool:
 
 
 def with_segments(over: Restrictions, *, free: bool) -> tuple[str, ...]:
-    """The recompute policies that are left, and behind them those in segments, from the fastest
-    on."""
+    """The recompute policies that are left, then those in segments, from the fastest on."""
     asked = over.uniform("segments")
     if not may_segment(over, free=free) or asked == 1:
         return over.policies

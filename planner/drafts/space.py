@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.mesh import ULYSSES, HostParts, Mesh
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.mesh import ULYSSES, Batch, HostParts, Mesh
+from meshwright.costmodel.operators import Problem, Setting
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import draws_anew
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule, in_flight
 from meshwright.costmodel.sharding import FactorTable
@@ -109,7 +110,7 @@ class Space:
 
     @cached_property
     def reliefs(self) -> tuple[Relief, ...]:
-        """What the user decided, or nothing; then what plans may give up to fit."""
+        """Reliefs of plans that don't fit, behind the user's, or none."""
         return reliefs(self.problem, self.restrictions)
 
     @cached_property
@@ -119,8 +120,7 @@ class Space:
         return HostParts(**{kind: max(host[kind] for host in hosts) for kind in hosts[0]})
 
     def policies(self, record: Schedule, *, segmented: bool = False) -> tuple[str, ...]:
-        """Recompute policies that a schedule allows; "none" always. Last come those in segments,
-        from the fastest on."""
+        """Recompute policies that a schedule allows, "none" always; last those in segments."""
         allowed = record.recomputed
         if allowed is None:
             return with_segments(self.restrictions, free=segmented)
@@ -167,8 +167,7 @@ class Space:
         return counts
 
     def between(self, dp: int, m: int) -> list[int]:
-        """Numbers of micro-batches that thinning left out, from the one tried before m to the one
-        after it."""
+        """Numbers of micro-batches that thinning left out, between those tried next to m."""
         tried, batch = self.tried_counts(dp), self.global_batch_size
         low = max((n for n in tried if n < m), default=m)
         high = min((n for n in tried if n > m), default=m)
@@ -262,8 +261,7 @@ class Space:
 
     @cached_property
     def own_draws(self) -> str:
-        """Why every stage has one device, where an operator draws numbers that no plan repeats;
-        else empty."""
+        """The reason why stages have one device, where draws can't be repeated; else empty."""
         op = next(filter(draws_anew, self.graph.ops), None)
         if op is None:
             return ""
@@ -279,8 +277,7 @@ class Space:
         return all(SCHEDULES[name].copies > 1 for name in self.restrictions.schedules)
 
     def placements(self, mesh: Mesh, stages: int) -> list[Mesh]:
-        """The mesh contiguous, and with the pipeline inside the node where that is something
-        else."""
+        """The mesh contiguous, and with the pipeline inside the node where that differs."""
         placements = self.restrictions.placements
         meshes = [] if placements == (PIPELINE_INSIDE,) else [mesh]
         node, plain = self.cluster.devices_per_node, mesh.cp == mesh.ep == 1 and mesh.dp > 1
@@ -307,7 +304,7 @@ class Space:
         ways = [Sharing(zero=z) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
         within = {n for n in asked if ranks % n == 0}
-        node = self.cluster.devices_per_node // (mesh.tp * mesh.spread)
+        node = self._neighbours(mesh)
         if over.partial_shards and None in over.dp_shard and node > 1 and ranks % node == 0:
             within.add(node)
         parts = () if mesh.ep > 1 else product(sorted(stages - {0}), sorted(within))
@@ -335,6 +332,49 @@ class Space:
                 names.setdefault(tuple(meta.shape), name)
         return names
 
+    # --- how ZeRO's weights and gradients travel ---
+
+    def transports(self, mesh: Mesh) -> dict[Sharing, list[Sharing]]:
+        """Sharings that a mesh may have, by the one that prices of its data axis depend on
+        (`Setting.of_step`). Gathers within a node are priced beside those of all. Parameters that
+        come from the host are neither kept twice nor sent in blocks."""
+        ways: dict[Sharing, list[Sharing]] = {}
+        setting = Setting(problem=self.problem, mesh=mesh, batch=Batch(rows=0.0))
+        for plain in self.zeros(mesh):
+            for choice in self.quantizations(mesh, plain):
+                for hpz in self.secondaries(mesh, plain):
+                    sharing = replace(plain, hpz=hpz, quantized=choice)
+                    transport = replace(setting, sharing=sharing).of_step.sharing
+                    ways.setdefault(transport, []).append(sharing)
+        return ways
+
+    def secondaries(self, mesh: Mesh, plain: Sharing) -> list[int | None]:
+        """Ranks that may keep a secondary shard of the weights, None for none; else a node's."""
+        over, ranks = self.restrictions, mesh.dp * mesh.cp
+        asked = {n for n in over.hpz if n}
+        if not plain.gathers:  # asked for everywhere, it asks for ZeRO-3
+            return [None] if None in over.hpz or ranks == 1 else []
+        shards = plain.among(ranks)
+        none: list[int | None] = [None] * (None in over.hpz or shards in asked)
+        if mesh.ep > 1 or self.reliefs[0].host.states:
+            return none
+        if over.secondary_shards and None in over.hpz:
+            asked.add(self._neighbours(mesh))
+        return [*none, *sorted(n for n in asked if 1 < n < shards and shards % n == 0)]
+
+    def quantizations(self, mesh: Mesh, plain: Sharing) -> list[str]:
+        """Collectives that a stage with this sharing may send in quantised blocks."""
+        over = self.restrictions
+        if mesh.dp * mesh.cp == 1:  # nothing is sent
+            return ["none"]
+        legal = set(over.quantized) | set(over.quantizations if None in over.quantized else ())
+        may = plain.gathers and mesh.ep == 1 and not self.reliefs[0].host.states
+        return [choice for choice in QUANTIZED if choice in legal and (may or choice == "none")]
+
+    def _neighbours(self, mesh: Mesh) -> int:
+        """Neighbours on the data axis that share a node."""
+        return self.cluster.devices_per_node // (mesh.tp * mesh.spread)
+
     # --- schedules ---
 
     @property
@@ -346,8 +386,7 @@ class Space:
         return runs and not self._held_twice and not self.reliefs[0].host
 
     def schedules(self, groups: int, m: int, sharing: Sharing = UNSHARED) -> list[Pipeline]:
-        """Equal stages under each schedule. On one device group schedules take the same time: the
-        one with the fewest micro-batches in flight."""
+        """Equal stages under each schedule; on one device group only the one that holds least."""
         over, most = self.restrictions, len(self.cut_at) - 1
         if self._held_twice and (over.validated or self.reliefs[0].host):
             return []
@@ -376,8 +415,7 @@ class Space:
 
     @cached_property
     def cut_at(self) -> tuple[int, ...]:
-        """Boundaries of blocks at which a stage may start or end: all, or of a very long row of
-        equal blocks every so many, and where the user cut."""
+        """Boundaries of blocks where stages may start or end; of very long rows every so many."""
         classes = [block.class_id for block in self.graph.blocks]
         count = len(classes)
         if count <= MAX_CUTS:
@@ -416,6 +454,5 @@ def _nearest(counts: Sequence[int], wanted: float) -> int:
 
 
 def _held_alone(pipeline: Pipeline) -> int:
-    """Micro-batches in flight on a single stage, of two: whether it frees the first before it
-    starts the second."""
+    """Micro-batches in flight on a single stage, of two."""
     return in_flight(pipeline._replace(num_microbatches=2), 0)

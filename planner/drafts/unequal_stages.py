@@ -90,8 +90,7 @@ class UnequalStages:
         ]
 
     def coarse(self) -> Positions:
-        """(c,): the ends of a few stages among the cuts: evenly spaced, the first and last block
-        apart, and where the user cut."""
+        """(c,): few ends of stages among the cuts, evenly spaced, and where the user cut."""
         count = len(self.equal.cuts)
         at = {0, 1, count - 2, count - 1}
         at |= {round(k * (count - 1) / (COARSE_CUTS - 1)) for k in range(COARSE_CUTS)}
@@ -151,8 +150,7 @@ class UnequalStages:
     def promising(
         self, m: int, setups: Sequence[StageSetup], cutoff_s: float, deadline: float | None
     ) -> list[StageSetup]:
-        """Setups on the meshes of the best partition whose stages end at few cuts, none where it is
-        not nearly below the cutoff: with all cuts it would hardly be."""
+        """Setups on the meshes of the best partition at few cuts, if nearly below the cutoff."""
         tables, options = self.tables(m, setups, self.coarse())
         cutoff_s *= COARSE_EXCESS
         solutions = (self.solve(*names, m, cutoff_s, deadline) for names in tables.items())
@@ -186,8 +184,7 @@ class UnequalStages:
     def stage_drafts(
         self, solution: inter_op.InterOpSolution, options: Sequence[Option], pipeline: Pipeline
     ) -> list[StageDraft] | None:
-        """The stages of a solution in a pipeline, each with no more recompute than its place
-        needs; None where one does not fit, or its ZeRO stage is not for the schedule."""
+        """Stages of a solution in a pipeline, with least recompute; None where one is illegal."""
         drafts = []
         for choice, held in zip(solution.stages, held_at_peak(pipeline), strict=True):
             setup = options[choice.variant].setup
@@ -199,7 +196,7 @@ class UnequalStages:
                 setup=setup,
                 levels=levels,
                 chosen=levels.choose(held, self.space.room_bytes),
-                given=given_segments(self.space.restrictions, start, stop),
+                segment_size=given_segments(self.space.restrictions, start, stop),
                 in_flight=held,
             )
             refused = setup.sharing.gathers and not pipeline.record.gathers

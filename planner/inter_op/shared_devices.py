@@ -58,7 +58,7 @@ class SharedDevices:
     """(D, Q, v, H): how often a device holds each kind of bytes of each of its stages."""
     stages: Ints
     """(D, v): the stages of each device."""
-    whole: Masks
+    undivided: Masks
     """(L,): levels that all blocks of a device are on, or none."""
     room_bytes: float
 
@@ -93,15 +93,16 @@ class SharedDevices:
         return used
 
     def _least(self, used: Floats) -> tuple[Ints, Floats]:
-        """The level below the least one on which devices fit that hold so much, (L, U), and the
-        part on it; the last one where they don't."""
+        """The level below the least one at which devices fit, (L, U) bytes, and the part on it."""
         fits = used <= self.room_bytes
         last = len(used) - 1
         level = np.where(fits.any(axis=0), np.maximum(fits.argmax(axis=0) - 1, 0), last)
         at, after = np.arange(used.shape[1]), np.minimum(level + 1, last)
         freed = np.maximum(used[level, at] - used[after, at], 1.0)
         part = np.clip((used[level, at] - self.room_bytes) / freed, 0.0, 1.0)
-        return level, np.where(level == last, 0.0, np.where(self.whole[after], np.ceil(part), part))
+        return level, np.where(
+            level == last, 0.0, np.where(self.undivided[after], np.ceil(part), part)
+        )
 
     def evened(self, cuts: Ints) -> Ints:
         """The cuts, (P+1,), after all moves that make the layout better; those that fill devices to
@@ -125,8 +126,7 @@ class SharedDevices:
         return tried[best] if best else None
 
     def moves(self, cuts: Ints) -> Ints:
-        """(N, P+1): the cuts, (P+1,), after each move of a block from a stage of the worst device;
-        of few stages from any."""
+        """(N, P+1): the cuts, (P+1,), after each move of a block from the worst device's stages."""
         count = len(cuts) - 1
         sources = np.arange(count)
         if count > FEW_STAGES:
@@ -152,8 +152,7 @@ def _order(judged: Judged) -> Floats:
 
 
 def evenly(weights: Floats, stages: int) -> Ints:
-    """(stages + 1,): cuts of pieces with these weights, each stage as near as may be to its even
-    share, with a piece at least."""
+    """(stages + 1,): cuts of pieces with these weights, each stage near its even share."""
     ends = np.concatenate([[0.0], np.cumsum(weights)])
     wanted = ends[-1] * np.arange(stages + 1) / stages
     after = np.clip(np.searchsorted(ends, wanted), 1, len(weights))
@@ -161,4 +160,4 @@ def evenly(weights: Floats, stages: int) -> Ints:
     cuts[0], cuts[-1] = 0, len(weights)
     at = np.arange(stages + 1)
     cuts = np.maximum.accumulate(cuts - at) + at
-    return np.minimum(cuts, len(weights) - stages + at)
+    return np.asarray(np.minimum(cuts, len(weights) - stages + at))

@@ -317,8 +317,7 @@ class Elimination:
 def _solved_in(
     time: SolverTime, unary: Mapping[str, np.ndarray], pairs: Mapping[tuple[str, str], np.ndarray]
 ) -> tuple[Mapping[str, int] | None, bool]:
-    """The solver's states, None where none are legal or it found none, and whether it had the time
-    to prove them."""
+    """The solver's states, None without any, and whether it had the time to prove them."""
     if time.left_s() == 0:
         return None, False
     try:
@@ -330,8 +329,7 @@ def _solved_in(
 
 
 def _run(steps: Sequence[_NodeElimination], known: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Eliminate a node per step and add the resulting function to `known`; for each node, its best
-    state for all states of the step's other nodes."""
+    """Eliminate a node per step, adding to `known`; the best states of each node."""
     best: dict[int, np.ndarray] = {}
     for step in steps:
         (function, shape), *more = step.inputs
@@ -430,8 +428,7 @@ class Descent:
         return best
 
     def _sweep(self, choice: dict[str, int], unary: Mapping[str, np.ndarray]) -> None:
-        """Improve a choice until no node has a cheaper state, or one with fewer illegal
-        neighbours."""
+        """Improve a choice until no node has a cheaper state."""
         stale = set(unary)  # nodes of which a neighbour has changed since they chose
         for _ in range(SWEEPS):
             for name, node_costs in unary.items():

@@ -39,10 +39,11 @@ class PairwiseProblem:
 
     def costs(self) -> dict[Scope, np.ndarray]:
         """All costs, by the nodes that they depend on: first nodes', then edges'."""
-        return {(name,): costs for name, costs in self.unary.items()} | {**self.pairs}
+        nodes: dict[Scope, np.ndarray] = {(name,): costs for name, costs in self.unary.items()}
+        return nodes | dict(self.pairs.items())
 
     def changed(self, changes: Mapping[Scope, np.ndarray]) -> PairwiseProblem:
-        """The same problem with these costs in the place of its own."""
+        """The problem with these costs in the place of its own."""
         unary, pairs = dict(self.unary), dict(self.pairs)
         for scope, costs in changes.items():
             if len(scope) == 1:

@@ -85,8 +85,7 @@ class BlockTable:
         return state.state if isinstance(state, Wait) else state
 
     def certify(self, index: tuple[int, ...], time_limit_s: float = CORE_S) -> Certificate | None:
-        """The whole program handed to the solver, without elimination: an independent proof; None
-        where there is none within the time limit."""
+        """An independent proof: the whole program without elimination; None if the time is over."""
         problem = self.program.problem.changed(self.changes)
         unary = restricted(problem.unary, dict(zip(self.keep, index, strict=True)))
         try:
@@ -181,8 +180,7 @@ class BlockProgram:
         return not any(self.layouts.fixed(v) and target.kind == "P" for v, target in operands)
 
     def _connect(self, route: Route) -> None:
-        """Nodes for the stops of a value, and edges on to its readers. The first result of an
-        operator may wait in any state, since a plan can name it."""
+        """Nodes for the stops of a value, and edges on to its readers."""
         value, first = route.value, route.maker is not None and route.result == 0
         source, sources = self._source(route)
         if route.leaves:
@@ -338,8 +336,7 @@ class BlockProgram:
         return self._seconds(self.pricer.reshard(value, wait.state, wait.copy)), 0.0
 
     def _changing(self) -> set[Scope]:
-        """Factors that depend on the data axis, the number of micro-batches or that of the ranks
-        that share the experts out."""
+        """Factors that depend on the data axis, micro-batches or ranks that share experts out."""
         nodes: set[Scope] = {(f"parameter:{stored.value}",) for stored in self._stored}
         nodes |= {(op.name,) for op in self._varying_ops}
         return nodes | {stored.scope for stored in self._stored if self._moves(stored)}
@@ -351,7 +348,7 @@ class BlockProgram:
     def _priced(
         self, pricer: Pricer, allowed: Callable[[str, Placement], bool], m: float
     ) -> dict[Scope, np.ndarray]:
-        """Those factors, for m micro-batches."""
+        """Costs of the factors of `_changing`, for m micro-batches."""
         factors: dict[Scope, np.ndarray] = {
             (op.name,): np.array(self._computing(op, pricer)) for op in self._varying_ops
         }
@@ -409,8 +406,7 @@ class BlockProgram:
         return self._elimination.bound(factors, time)
 
     def boundary_nodes(self) -> list[str]:
-        """Nodes of the block's inputs and outputs that have a choice of states: at most one of
-        each."""
+        """Nodes of the block's inputs and outputs with a choice of states, at most one of each."""
         names = [f"in:{v}" for v in self.block.inputs] + [f"hub:{v}" for v in self.block.outputs]
         return [n for n in names if len(self.problem.states[n]) > 1]
 

@@ -169,8 +169,7 @@ def _flow(
 
 
 def _make_silent(time_limit_s: float | None, problem: pulp.LpProblem) -> None:
-    """Give a program its HiGHS in place of PuLP's, whose output is on while it is made: the first
-    of a process prints HiGHS's banner then, when its callbacks are enabled."""
+    """Give a program a HiGHS that prints no banner when PuLP enables its callbacks."""
     import highspy
 
     base: Any = highspy.Highs

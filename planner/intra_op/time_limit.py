@@ -40,8 +40,7 @@ class TimeLimit:
 
 @dataclass(slots=True)
 class SolverTime:
-    """Wall seconds that the solver may take for the programs of one class of blocks: `own_s`, and
-    no more than the limit leaves."""
+    """Wall seconds left to the solver for one class of blocks, within the limit."""
 
     limit: TimeLimit = field(default_factory=TimeLimit)
     own_s: float = CORE_S

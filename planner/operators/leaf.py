@@ -37,8 +37,7 @@ class LostGradientError(MeshwrightError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The place of a tensor among the leaves of a call's arguments or results: its number among
-    the operands."""
+    """The place of a tensor in a call's arguments or results: its number among the operands."""
 
     number: int
 

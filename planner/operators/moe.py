@@ -33,8 +33,7 @@ from torch import Tensor
 
 
 def expert_order(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts copies by expert, and the copies of each of `count` experts; those of
-    none come last."""
+    """The order that sorts copies by expert, those of none last; copies of each expert."""
     flat = experts.reshape(-1)
     counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
     return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))[:count]
@@ -49,8 +48,7 @@ def inverse_of(order: Tensor) -> Tensor:
 def grouped_rows(
     rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None
 ) -> Tensor:
-    """[n, i] sorted by expert, [E, i, o], [E, o] -> [n, o]; `counts` are the rows of each expert,
-    rows behind those have none."""
+    """[n, i] sorted by expert, [E, i, o], [E, o] -> [n, o]; zeros behind the `counts` rows."""
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     for expert, part in _parts(counts):
         if bias is None:

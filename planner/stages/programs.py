@@ -164,8 +164,7 @@ class BlockPrograms:
         )
 
     def forget_hurried(self) -> None:
-        """Forget the chains that were solved when the time was over: the next search may have more
-        of it."""
+        """Forget chains that were solved when the time was over: there may be more next time."""
         for key in self._hurried:
             del self._chains[key]
         self._hurried.clear()
@@ -218,7 +217,6 @@ class BlockPrograms:
     def _solve(
         self, k: int, setting: Setting, mode: str, stored: Mapping[str, Placement]
     ) -> BlockTable | None:
-        pricer = self.coster.pricer(setting)
         program = self._program(k, setting)
         if program is None:
             return None
@@ -230,14 +228,13 @@ class BlockPrograms:
                 return all(not s.sharded for s in program.storable[value])
             return True
 
-        table = program.solve(pricer, allowed, time=self._solver_time(k))
+        table = program.solve(self.coster.pricer(setting), allowed, time=self._solver_time(k))
         if table is not None and not table.proved and not self.time.over():
             self.unproved.add(self.graph.blocks[k].name)
         return table
 
     def _program(self, k: int, setting: Setting) -> BlockProgram | None:
-        """The program of block k; None where a sharding that the user decided is impossible:
-        `refused` says why."""
+        """The program of block k, or None: `refused` says why the user's sharding is impossible."""
         block = self.graph.blocks[k]
         # its factors are seconds alone: a loss takes as many on any data axis, what meets the batch
         # there is priced anew
@@ -301,8 +298,7 @@ class BlockPrograms:
         return allowed
 
     def _remember(self, block: Block, table: BlockTable, stored: dict[str, Placement]) -> bool:
-        """Decide how shared parameters are stored; whether any was new. For other boundary states
-        the block itself may have chosen others, and is solved again."""
+        """Decide how shared parameters are stored; whether any was new."""
         best = min(table.choices, key=lambda index: (table.costs[index], index))
         new = self._shared.intersection(block.parameters).difference(stored)
         stored.update({value: table.stored(best, value) for value in new})

@@ -102,8 +102,7 @@ def choose_policies(
 
 
 def freed_bytes(block: Sums, policy: str, *, last: bool) -> float:
-    """Bytes freed at the highest point of a backward by a block under a policy: if it is the `last`
-    of its stage, without what it makes again."""
+    """Bytes that a block under a policy frees at the highest point of a backward."""
     repeated, none = block.recompute(policy), block.recompute("none")
     more = np.maximum(repeated.excess[LATER] - none.excess[LATER], 0.0) * last
     return max(0.0, float(repeated.freed_bytes - more))
@@ -229,8 +228,7 @@ class _Knapsack:
         return bound * (1 - 1e-12)  # rounding drops nothing
 
     def _rounded(self, states: Floats, k: int) -> float:
-        """Seconds of a good solution: some state completed as the relaxation of the classes from k
-        on does, with the divided block taken whole."""
+        """Seconds of a good solution: the relaxation from class k on, with divided blocks whole."""
         best_s = np.inf
         for mix in self.mixes:
             done, steps = states, []
