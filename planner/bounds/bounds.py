@@ -142,7 +142,7 @@ def _work(loads: Loads, seconds: Floats, again_s: Floats, room: float) -> pipeli
         cost_s=seconds[:, None] + again_s,
         static_bytes=np.broadcast_to(loads.static_bytes[:, None], active.shape),
         active_bytes=active,
-        each=np.broadcast_to(1 / loads.count[:, None], active.shape),
+        block_part=np.broadcast_to(1 / loads.count[:, None], active.shape),
         room=room,
     )
 

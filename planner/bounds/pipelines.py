@@ -42,18 +42,18 @@ GRID = 2.0 ** np.arange(-5, 6)  # ν, of the seconds that all blocks take over t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """All blocks of each kind under each option, (k, q): seconds per micro-batch, bytes, and bytes
-    per micro-batch in flight, of which one block is the part `each`; `room` of a device."""
+    per micro-batch in flight, of which one block is `block_part`; `room` of a device."""
 
     cost_s: Floats
     static_bytes: Floats
     active_bytes: Floats
-    each: Floats
+    block_part: Floats
     room: float
 
     def bytes_of(self, held: float) -> Floats:
         """(k, q): bytes with so many micro-batches in flight; inf where no block fits."""
         used = self.static_bytes + held * self.active_bytes
-        return np.where(self.each * used <= self.room, used, np.inf)
+        return np.where(self.block_part * used <= self.room, used, np.inf)
 
     @property
     def least_s(self) -> Floats:

@@ -109,10 +109,11 @@ class EqualStages:
         """Setups of a mesh: modes that may pay, ZeRO stages, a `relief` (the user's by default)."""
         relief = relief or self.space.reliefs[0]
         validated = bool(self.space.restrictions.validated)
+        forced = self.space.restrictions.recompute
         for transport, ways in self.space.transports(mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
-                chain = self.chain(mesh, m, transport, mode)
+                chain = self.programs.chain(self._setting(mesh, m, transport), mode, forced)
                 if fast is not None and _alike(chain, fast):
                     continue
                 fast = fast or chain
@@ -128,11 +129,6 @@ class EqualStages:
     def least(self, mesh: Mesh, m: int) -> np.ndarray:
         """(K,): lower bound on each block's seconds per micro-batch; inf where it can't run."""
         return self.programs.least_of_blocks(self._setting(mesh, m))
-
-    def chain(self, mesh: Mesh, m: int, sharing: Sharing, mode: str) -> Chain:
-        """All stages on a mesh."""
-        setting = self._setting(mesh, m, sharing)
-        return self.programs.chain(setting, mode, self.space.restrictions.recompute)
 
     # --- combinations ---
 
@@ -482,7 +478,7 @@ class EqualStages:
         self._levels.clear()
 
     def solve(
-        self, combination: Combination, cutoff_s: float, *, less_bytes: float = 0.0
+        self, combination: Combination, cutoff_s: float, less_bytes: float = 0.0
     ) -> tuple[float, list[StageDraft]] | None:
         """The objective and the stages of a combination's best cut below a cutoff; None where there
         is none. The objective, m turns of the slowest device and the seconds that all but one

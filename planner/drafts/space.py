@@ -403,7 +403,9 @@ class Space:
                 for name, schedule in legal.items()
                 if schedule.stages_per_device == 1 and schedule.offered(over.virtual_stages)
             ]
-            return [] if over.validated else sorted(alone, key=_held_alone)[:1]
+            # by the micro-batches in flight of two: some free the first before the second starts
+            alone.sort(key=lambda p: in_flight(p._replace(num_microbatches=2), 0))
+            return [] if over.validated else alone[:1]
         return [
             Pipeline(name, groups * v, m, groups)
             for name, schedule in legal.items()
@@ -451,8 +453,3 @@ class Space:
 def _nearest(counts: Sequence[int], wanted: float) -> int:
     """The count with the least ratio to the wanted one."""
     return min(counts, key=lambda count: abs(float(np.log(count / wanted))))
-
-
-def _held_alone(pipeline: Pipeline) -> int:
-    """Micro-batches in flight on a single stage, of two."""
-    return in_flight(pipeline._replace(num_microbatches=2), 0)

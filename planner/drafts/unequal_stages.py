@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,7 +121,9 @@ class UnequalStages:
         times, fills, static, active = [], [], [], []
         shape = PipelineShape(m, 2, 1)  # how many groups there will be is not known
         for setup in setups:
-            runs = setup.chain.runs if at is None else self._rough_runs(setup.chain, at)
+            chain = setup.chain
+            rough = partial(chain.typical_runs, self.equal.cuts[places].tolist())
+            runs = chain.runs if at is None else self._coarse.of(chain, rough)
             index, send = runs.index, self.equal.sent(setup)[grid]
             ok = (self.equal.legal & self.equal.allowed(setup))[grid]
             ok &= np.isfinite(runs.seconds)[index]
@@ -143,9 +146,6 @@ class UnequalStages:
         filled = zip(ways.values(), zip(*fills, strict=True), strict=True)
         tables = {names: replace(table, fill_s=np.stack(fill_s)) for names, fill_s in filled}
         return tables, options
-
-    def _rough_runs(self, chain: Chain, at: Positions) -> Runs:
-        return self._coarse.of(chain, lambda: chain.typical_runs(self.equal.cuts[at].tolist()))
 
     def promising(
         self, m: int, setups: Sequence[StageSetup], cutoff_s: float, deadline: float | None

@@ -190,7 +190,8 @@ class BlockProgram:
             self._edge(value, source, sources, hub, states)
             source, sources = hub, states
         named = first and not route.crosses
-        if route.shared or (named and route.readers and self._forced(value, sources)):
+        forced = not all(self.allowed(value, s) for s in {*sources, R})
+        if route.shared or (named and route.readers and forced):
             name = f"read:{value}" if route.leaves else f"hub:{value}"
             waits = self._waits(value, sources) if named else self._settled(value, sources)
             may = [not named or self.allowed(value, w.state) for w in waits]
@@ -210,9 +211,6 @@ class BlockProgram:
         node, states = f"in:{route.value}", self.inputs[route.value]
         self.problem.node(node, states, [0.0] * len(states))
         return node, states
-
-    def _forced(self, value: str, sources: Sequence[Placement]) -> bool:
-        return not all(self.allowed(value, s) for s in {*sources, R})
 
     def _targets(self, op: Op, i: int) -> list[Placement]:
         """States in which an operator takes its operand i, by strategy."""

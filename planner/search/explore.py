@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 from meshwright.planner.drafts import (
     Combination,
     Drafter,
-    EqualStages,
     MeshChoice,
     PlanDraft,
     StageDraft,
@@ -95,10 +94,9 @@ class Queue:
 
 @dataclass(slots=True, kw_only=True)
 class Explorer:
-    """Drafts of the best plans with `equal` stages, compared as the `taste` weighs them."""
+    """Drafts of the best plans with equal stages, compared as the `taste` weighs them."""
 
     drafter: Drafter
-    equal: EqualStages
     effort: Effort
     taste: Taste
     drafts: list[PlanDraft] = field(default_factory=list)
@@ -151,13 +149,13 @@ class Explorer:
 
     def expand(self, choice: MeshChoice, queue: Queue) -> None:
         """Queue the combinations of a mesh."""
-        combinations = self.effort.timed("price stages", self.equal.combinations, choice)
-        for one in (*combinations, *self.equal.waiting(choice)):
+        combinations = self.effort.timed("price stages", self.drafter.equal.combinations, choice)
+        for one in (*combinations, *self.drafter.equal.waiting(choice)):
             queue.add(self.promised_s(one), one)
 
     def relieve(self, waiting: Waiting, queue: Queue, limit_s: float) -> None:
         """Queue combinations that wait with each relief with which they may take less."""
-        for one in self.effort.timed("price stages", self.equal.relieved, waiting):
+        for one in self.effort.timed("price stages", self.drafter.equal.relieved, waiting):
             if (promised_s := self.promised_s(one)) < limit_s:
                 queue.add(promised_s, one)
 
@@ -170,17 +168,15 @@ class Explorer:
     ) -> tuple[float, list[StageDraft]] | None:
         """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
         the simulation may hide all of what it sends. `less_bytes` as in `EqualStages.solve`."""
-        sent_s = self.equal.sends_s(combination)
-        pipeline = combination.pipeline
+        equal, pipeline = self.drafter.equal, combination.pipeline
+        sent_s = equal.sends_s(combination)
         above = overshoot(pipeline.num_devices, pipeline.num_microbatches)
         cutoff_s = limit_s / self.taste.ahead(combination) * above + sent_s
-        solved = self.effort.timed(
-            "cut stages", lambda: self.equal.solve(combination, cutoff_s, less_bytes=less_bytes)
-        )
+        solved = self.effort.timed("cut stages", equal.solve, combination, cutoff_s, less_bytes)
         if solved is None:
             return None
         objective_s, cut = solved
-        least_s = self.equal.in_turn_s(combination, cut)
+        least_s = equal.in_turn_s(combination, cut)
         return max((objective_s - sent_s) / above, least_s), cut
 
     def _draft(
@@ -204,7 +200,7 @@ class Explorer:
         before_s = self.limit_s()
         (draft, new), less = self._draft(combination, cut), 0.0
         if self._off(draft):
-            less = draft.lacks_bytes + self.equal.spare_bytes(combination, cut)
+            less = draft.lacks_bytes + self.drafter.equal.spare_bytes(combination, cut)
             if (solved := self.cut(combination, before_s, less)) is not None:
                 draft, new = self._draft(combination, solved[1])
         if not (new and draft.fits):
@@ -212,7 +208,7 @@ class Explorer:
         if combination.pipeline.each > 1:
             limit_s = self.limit_s() / self.taste.weight(draft)
             moved = self.effort.timed(
-                "cut stages", self.equal.moved, combination, draft, limit_s, less
+                "cut stages", self.drafter.equal.moved, combination, draft, limit_s, less
             )
             if moved is not None:
                 draft, _ = self._draft(combination, moved)

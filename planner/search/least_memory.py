@@ -110,7 +110,6 @@ def _fitting(drafter: Drafter, choices: Sequence[MeshChoice]) -> Iterator[PlanDr
     equal = drafter.equal
     explorer = Explorer(
         drafter=drafter,
-        equal=equal,
         effort=Effort(drafter.programs.time),
         taste=Taste(coster=drafter.programs.coster, robust=False),
     )

@@ -96,9 +96,7 @@ class Search(Drafter):
         self.time_limit_s = time_limit_s
         self._effort = Effort(self.programs.time)
         self.taste = Taste(coster=self.programs.coster, robust=objective == "robust")
-        self._explorer = Explorer(
-            drafter=self, equal=self.equal, effort=self._effort, taste=self.taste
-        )
+        self._explorer = Explorer(drafter=self, effort=self._effort, taste=self.taste)
         self.drafts = self._explorer.drafts
 
     def again(self, overrides: Overrides) -> SearchResult:

@@ -208,14 +208,11 @@ class Taste:
     def limit_s(self, draft: PlanDraft) -> float:
         """Limit on the weighed seconds of plans that are better than a draft: numbers exceed them
         by no smaller part than if plans only computed, or than those of the drafts seen."""
-        return self.number_s(draft) / self.least_ratio
-
-    @property
-    def least_ratio(self) -> float:
-        """The least of plans' numbers over their weighed seconds."""
+        number_s = self.number_s(draft)
         if len(self._numbers) < SEEN:
-            return 1 + QUANTILE * compute_error(self.coster.cluster.device.name) * self.robust
-        return min(number_s / draft.step_time_s for draft, number_s in self._numbers.values())
+            error = QUANTILE * compute_error(self.coster.cluster.device.name) * self.robust
+            return number_s / (1 + error)
+        return number_s / min(n / seen.step_time_s for seen, n in self._numbers.values())
 
     def wants_room(self, draft: PlanDraft, limit_s: float) -> bool:
         """Whether a draft below the limit may gain by leaving more of its devices' memory free."""
