@@ -172,6 +172,6 @@ def _highest(slopes: Floats, starts: Floats) -> Floats:
     with np.errstate(divide="ignore", invalid="ignore"):
         at = np.maximum((b2 - b1) / (a1 - a2), 0.0)
         value = np.where(at > 0, a1 * at + b1, np.minimum(b1, b2))
-    highest = np.where(crossing, value, np.inf).min(axis=(1, 2))
+    highest: Floats = np.where(crossing, value, np.inf).min(axis=(1, 2))
     # all fall: highest at 0
     return np.where((slopes < 0).all(axis=1), starts.min(axis=1), highest)

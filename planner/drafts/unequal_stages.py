@@ -143,8 +143,8 @@ class UnequalStages:
             static_bytes=np.stack(static),
             activation_bytes=np.stack(active),
         )
-        filled = zip(ways.values(), zip(*fills, strict=True), strict=True)
-        tables = {names: replace(table, fill_s=np.stack(fill_s)) for names, fill_s in filled}
+        of_ways = zip(ways.values(), zip(*fills, strict=True), strict=True)
+        tables = {names: replace(table, fill_s=np.stack(fill_s)) for names, fill_s in of_ways}
         return tables, options
 
     def promising(

@@ -149,7 +149,7 @@ def _earliest_positions(
     following = np.minimum(table.cover(np.where(legal, 1.0, np.inf)), most)
     # At most i stages come before block i, so the rest of the smallest count comes after it.
     preceding = problem.stage_counts[0] - np.arange(problem.num_blocks + 1)
-    return np.maximum(following[None, :] + 1, preceding[:, None]).astype(np.int16)
+    return np.asarray(np.maximum(following[None, :] + 1, preceding[:, None]).astype(np.int16))
 
 
 def _prefix_costs(

@@ -302,7 +302,7 @@ class BlockProgram:
         else:
             moves = self._handing(value, states, self.pricer)
             self.problem.node(node, states, np.zeros(len(states)))
-            self.problem.edge(*scope, moves[..., 0])
+            self.problem.edge(node, readers[0][0].name, moves[..., 0])
         return _Stored(value=value, states=states, scope=scope, moves=moves)
 
     def _shared(self, value: str, states: Sequence[Placement]) -> list[Wait]:

@@ -149,8 +149,10 @@ class Explorer:
 
     def expand(self, choice: MeshChoice, queue: Queue) -> None:
         """Queue the combinations of a mesh."""
-        combinations = self.effort.timed("price stages", self.drafter.equal.combinations, choice)
-        for one in (*combinations, *self.drafter.equal.waiting(choice)):
+        equal = self.drafter.equal
+        combinations = self.effort.timed("price stages", equal.combinations, choice)
+        candidates: list[Combination | Waiting] = [*combinations, *equal.waiting(choice)]
+        for one in candidates:
             queue.add(self.promised_s(one), one)
 
     def relieve(self, waiting: Waiting, queue: Queue, limit_s: float) -> None:

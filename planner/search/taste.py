@@ -238,7 +238,8 @@ class Taste:
 
 def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
     """The quantile of a draft's step time over the errors of its price, in seconds."""
-    expected_s, plan, node = draft.step_time_s, draft.plan, coster.cluster.devices_per_node
+    expected_s, plan = draft.step_time_s, draft.evaluation.plan
+    node = coster.cluster.devices_per_node
     nodes = max(len({rank // node for rank in stage.ranks}) for stage in plan.stages)
     across = COMMUNICATION_ERROR * (1 + math.log2(nodes) / 2)
 

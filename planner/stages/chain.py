@@ -239,10 +239,10 @@ class Chain:
         pieces: list[_Piece] = []
         kinds: list[int] = []
         for start, stop in pairwise(ends):
-            kind = numbers.setdefault(tuple(self.kinds[start:stop]), len(numbers))
-            if kind == len(pieces):
+            number = numbers.setdefault(tuple(self.kinds[start:stop]), len(numbers))
+            if number == len(pieces):
                 pieces.append(_Piece(self, start, stop))
-            kinds.append(kind)
+            kinds.append(number)
         by_length, index = _steps(tuple(kinds))
         most = max(max(piece.cost.shape) for piece in pieces)
         costs = np.full((len(pieces), most, most), np.inf)  # (kinds of pieces, S, S)
