@@ -569,7 +569,7 @@ def shared(
         "index": index,
         "weights": WEIGHTS,
         "stages": STAGES,
-        "whole": np.array([False, False]),
+        "undivided": np.array([False, False]),
         "room_bytes": room_bytes,
     }
     return SharedDevices(**own | given)
