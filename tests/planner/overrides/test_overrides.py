@@ -26,8 +26,7 @@ from meshwright.planner.plan import PlanError, check_plan
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.plan.ranges import compress_ranks
 from meshwright.planner.plan.shardings import resolve_shardings
-from meshwright.planner.search.result import SearchResult
-from meshwright.planner.search.search import Search
+from meshwright.planner.search.search import Search, SearchResult
 from tests.helpers.refusals import refusals, refused
 from tests.helpers.tiny import plan_for, slow_host, with_stage
 from tests.planner.plan.test_check import model
