@@ -23,10 +23,10 @@ from meshwright.profiles.inputs import MeshwrightError
 class FakeBatch:
     """A batch as fake tensors of `rows` rows, made under `mode`.
 
-    `leaves` and `spec` are its pytree, numbers that are carried being 0-dim tensors; `inputs`
-    gives, for each tensor among the leaves, its path and whether dim 0 is the batch; `numbers` the
-    kind of each that is a number, by path; `fixed` the other entries by path. `asked` collects the
-    numbers whose value was needed. `scale` is `rows` over the rows of the user's sample.
+    `leaves` and `spec` are its pytree, numbers that are carried being 0-dim tensors; `inputs` has
+    the path of each tensor among the leaves and whether dim 0 is the batch, `numbers` the kind of
+    numbers by path, `fixed` the other entries by path. `asked` collects the numbers whose value was
+    needed. `scale` is `rows` over the rows of the user's sample.
     """
 
     mode: FakeTensorMode
@@ -73,16 +73,15 @@ class FakeBatch:
                 inputs.append((path, False))
                 with mode:
                     leaves.append(torch.zeros((), dtype=DTYPES[numbers[path]]))
-                continue
-            if not isinstance(leaf, torch.Tensor):
+            elif isinstance(leaf, torch.Tensor):
+                batched = leaf.dim() > 0 and leaf.shape[0] == sample_rows
+                shape = (rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
+                inputs.append((path, batched))
+                with mode:
+                    leaves.append(torch.empty(shape, dtype=_traced_dtype(leaf.dtype, dtype)))
+            else:
                 fixed[path] = leaf
                 leaves.append(leaf)
-                continue
-            batched = leaf.dim() > 0 and leaf.shape[0] == sample_rows
-            shape = (rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
-            inputs.append((path, batched))
-            with mode:
-                leaves.append(torch.empty(shape, dtype=_traced_dtype(leaf.dtype, dtype)))
         return FakeBatch(
             mode=mode,
             leaves=tuple(leaves),
@@ -101,19 +100,19 @@ class FakeBatch:
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The batch in the user's structure, with these in the place of its tensors, and numbers
         that pass for Python's."""
-        given = (
+        inputs = (
             Number(x, self.numbers[path], path, self.asked) if path in self.numbers else x
             for x, (path, _) in zip(tensors, self.inputs, strict=True)
         )
-        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        leaves = [next(inputs) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-def _traced_dtype(given: torch.dtype, compute: torch.dtype) -> torch.dtype:
+def _traced_dtype(dtype: torch.dtype, compute: torch.dtype) -> torch.dtype:
     """The dtype in which a tensor of the batch is traced."""
-    if not given.is_floating_point:
-        return given
-    return torch.float32 if given.itemsize >= torch.float32.itemsize else compute
+    if not dtype.is_floating_point:
+        return dtype
+    return torch.float32 if dtype.itemsize >= torch.float32.itemsize else compute
 
 
 def check_call(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> None:
@@ -123,9 +122,9 @@ def check_call(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = sorted(map(str, kwargs)) if kwargs else f"{len(args)} positional"
+        entries = sorted(map(str, kwargs)) if kwargs else f"{len(args)} positional"
         raise MeshwrightError(
-            f" do not fit {type(model).__name__}.forward: {error}. Given: {given}",
+            f" do not fit {type(model).__name__}.forward: {error}. Given: {entries}",
             place="example_inputs",
             legal=f"its parameters, {list(signature.parameters)}",
             way_out=(
@@ -183,7 +182,7 @@ class Number:
         return func(*args, **kwargs)
 
     def with_value(self, tensor: torch.Tensor) -> Number:
-        """What arithmetic with plain numbers alone gives."""
+        """The number that arithmetic with plain numbers alone gives."""
         kind = float if tensor.is_floating_point() else int
         return Number(tensor, kind, self.path, self.asked)
 
@@ -200,9 +199,9 @@ def _calculate(name: str, *, reflected: bool) -> Callable[[Number, Any], Any]:
         plain = type(other) is Number or isinstance(other, (bool, int, float))
         if not plain and not isinstance(other, torch.Tensor):
             return NotImplemented
-        left, right = self.tensor, tensor_of(other)
-        result = function(right, left) if reflected else function(left, right)
-        return self.with_value(result) if plain else result
+        operands = self.tensor, tensor_of(other)
+        tensor = function(*(reversed(operands) if reflected else operands))
+        return self.with_value(tensor) if plain else tensor
 
     return calculate
 
