@@ -1,7 +1,4 @@
-"""A plan for batches of other shapes than it was made for: other sequence lengths, fewer rows.
-
-The model is traced at the shape, and what was decided holds for it: stages, shardings, recompute.
-"""
+"""A plan's decisions at batches of other shapes: other sequence lengths, fewer rows."""
 
 from __future__ import annotations
 
@@ -48,14 +45,12 @@ class OtherShapes:
                 legal="shapes at which it runs those planned",
                 way_out="pad to the planned shape",
             )
-        if any(map(_larger, shape.sizes, planned.sizes)):
-            self._check_memory(plan, traced)
+        pairs = zip(shape.sizes, planned.sizes, strict=False)
+        if any(size > other for sizes in pairs for size, other in zip(*sizes, strict=True)):
+            problem = replace(self.problem, graph=traced.graph, factors=traced.factors)
+            prediction = launch.agree_on(lambda: Evaluator(problem).price(plan).prediction)
+            check_memory(prediction, problem.cluster)
         return CheckedPlan.of(plan, graph, factors, traced.run_use)
-
-    def _check_memory(self, plan: Plan, traced: TracedModel) -> None:
-        problem = replace(self.problem, graph=traced.graph, factors=traced.factors)
-        prediction = launch.agree_on(lambda: Evaluator(problem).price(plan).prediction)
-        check_memory(prediction, problem.cluster)
 
 
 def plan_of_rows(plan: Plan, rows: int) -> Plan:
@@ -78,10 +73,6 @@ def plan_of_rows(plan: Plan, rows: int) -> Plan:
             "DataLoader)",
         )
     return replace(plan, global_batch_size=rows, num_microbatches=plan.microbatches_of(rows))
-
-
-def _larger(sizes: tuple[int, ...], planned: tuple[int, ...]) -> bool:
-    return any(x > y for x, y in zip(sizes, planned, strict=True))
 
 
 def _sample(batch: Any, traced: TracedModel) -> Any:

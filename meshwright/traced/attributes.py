@@ -1,10 +1,11 @@
-"""Attributes of the user's model that the traced forward read: a plan has their values, so that a
-step with others is refused."""
+"""Attributes that the traced forward read, whose values are fixed in a plan."""
 
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -18,11 +19,8 @@ _MISSING = object()
 
 
 class Attributes:
-    """The values that the attributes which a graph has read have now.
-
-    Modules are not kept alive: of those that were freed nothing is compared. Of objects the
-    identity is, and of tensors the version too.
-    """
+    """Values of the attributes that a graph has read. Modules are not kept alive: of those that
+    were freed nothing is compared. Of objects the identity is, and of tensors the version too."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, graph: Graph) -> None:
         self._roots = {"model": model, "loss_fn": loss_fn}
@@ -31,17 +29,17 @@ class Attributes:
         self.add(graph)
 
     def add(self, graph: Graph) -> None:
-        """Compare what another graph of the model has read, too."""
-        names: dict[str, list[str]] = {}
+        """Compare the attributes that another graph of the model has read, too."""
+        names = defaultdict[str, list[str]](list)
         for path, name in graph.reads:
             if (path, name) not in self._seen:
-                names.setdefault(path, []).append(name)
+                names[path].append(name)
         self._seen.update(graph.reads)
-        for path, own in names.items():
+        for path, of_holder in names.items():
             find = _finder(self._roots, path)
             holder = find()
-            told = [(name, _told(getattr(holder, name, _MISSING))) for name in own]
-            self._known.append((path, find, told))
+            keys = [(name, _compared(getattr(holder, name, _MISSING))) for name in of_holder]
+            self._known.append((path, find, keys))
 
     def check(self, *, training: bool) -> None:
         """Raise ValueError for an attribute with another value; modes matter to `training` only."""
@@ -51,37 +49,29 @@ class Attributes:
                 continue
             for name, before in known:
                 now = getattr(holder, name, _MISSING)
-                if now is before or _told(now) == before:
-                    continue
-                if name != "training" or training:
+                same = now is before or _compared(now) == before
+                if not same and (name != "training" or training):
                     raise StateError(_message(path, name, before, now))
 
 
 def _finder(roots: Mapping[str, Any], path: str) -> Callable[[], Any]:
-    """Finds the holder at a path: a module, or an object below it; None where it was freed."""
+    """The function that finds the holder at a path: a module, or an object below it; None where it
+    was freed."""
     root, *names = path.split(".")
     holder = roots[root]
     while names and isinstance(holder, nn.Module) and names[0] in holder._modules:
         holder = holder._modules[names.pop(0)]
-    if isinstance(holder, nn.Module):
-        known = weakref.ref(holder)
-        return lambda: _below(known(), names)
-    return lambda: _below(holder, names)
+    root_of = weakref.ref(holder) if isinstance(holder, nn.Module) else lambda: holder
+    return lambda: reduce(lambda holder, name: getattr(holder, name, None), names, root_of())
 
 
-def _below(holder: Any, names: list[str]) -> Any:
-    for name in names:
-        holder = getattr(holder, name, None)
-    return holder
-
-
-def _told(value: Any) -> Any:
-    """What a value is compared by: plain ones by themselves, nan as nan."""
+def _compared(value: Any) -> Any:
+    """The key by which a value is compared: plain ones by themselves, nan as nan."""
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), 0 if value.is_inference() else value._version
     if isinstance(value, _CONTAINERS):
         items = value.items() if isinstance(value, dict) else value
-        return type(value), [_told(x) for x in items]
+        return type(value), [_compared(x) for x in items]
     if isinstance(value, float) and value != value:
         return "nan"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
@@ -90,11 +80,11 @@ def _told(value: Any) -> Any:
 
 
 def _message(path: str, name: str, before: Any, now: Any) -> str:
-    what = f"{path}.{name}"
+    attribute = f"{path}.{name}"
     if name == "training":
         mode = "training" if before else "evaluation"
         return (
-            f"{what} is {now}, but the model was planned in {mode} mode: call "
+            f"{attribute} is {now}, but the model was planned in {mode} mode: call "
             f"{path}.train({before}) before train_step, or plan again"
         )
     if isinstance(now, (torch.Tensor, *_CONTAINERS)) or isinstance(before, tuple):
@@ -103,7 +93,7 @@ def _message(path: str, name: str, before: Any, now: Any) -> str:
         shown = "deleted" if now is _MISSING else repr(now)
         changed = f"was {before!r} when the model was planned, and is {shown} now"
     return (
-        f"{what} {changed}: the plan has what its forward read then. Ways out: set it back; plan "
-        "again; to change it between steps, make it an entry of the batch (a number in "
+        f"{attribute} {changed}: the plan has what its forward read then. Ways out: set it back; "
+        "plan again; to change it between steps, make it an entry of the batch (a number in "
         "example_inputs is an input), or a buffer (register_buffer)"
     )

@@ -1,5 +1,5 @@
-"""What calls of the user's model ran when it was planned: modules, forwards of their own, hooks. A
-step runs what was traced, so others that came since are refused."""
+"""Modules, replaced forwards and hooks of the planned model: a step runs what was traced, so others
+that came since are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WAY_OUT = "remove it for them, or call auto_parallelize again"
 
 
 class Calls:
-    """The modules of a model, which are not kept alive, as they are now."""
+    """The modules of a model, which are not kept alive, as they were planned."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = [*model.named_modules()]
@@ -50,20 +50,12 @@ class Calls:
                     place=f"module {what!r}",
                     way_out="call auto_parallelize again",
                 )
-        for path, own, forward in self._forwards:
-            if own.get("forward") is not forward:
-                raise StateError(
-                    f" has another forward than planned, and {_PLANNED}",
-                    place=_named(path),
-                    way_out=_WAY_OUT,
-                )
+        for path, attributes, forward in self._forwards:
+            if attributes.get("forward") is not forward:
+                raise _other(path, "another forward")
         for path, hooks, known in self._hooks:
             if (hooks or known) and _numbers(hooks) != known:
-                raise StateError(
-                    f" has other hooks than planned, and {_PLANNED}",
-                    place=_named(path),
-                    way_out=_WAY_OUT,
-                )
+                raise _other(path, "other hooks")
         for what, table, name in self._parameters:
             p = table.get(name)
             if p is not None and any(getattr(p, hooks, None) for hooks in TENSOR_HOOKS):
@@ -76,9 +68,13 @@ class Calls:
 
 
 def _numbers(hooks: dict[int, Any]) -> tuple[int, ...]:
-    """The numbers of a table's hooks, each given once, but for ours."""
+    """The numbers of a table's hooks, which are unique, but for ours."""
     return tuple(n for n, hook in hooks.items() if not hasattr(hook, REFUSES_CALLS))
 
 
-def _named(path: str) -> str:
-    return f"module {path!r}" if path else "the model"
+def _other(path: str, what: str) -> StateError:
+    return StateError(
+        f" has {what} than planned, and {_PLANNED}",
+        place=f"module {path!r}" if path else "the model",
+        way_out=_WAY_OUT,
+    )

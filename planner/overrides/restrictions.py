@@ -196,7 +196,7 @@ def _by_block(overrides: Overrides, name: str, names: Sequence[str]) -> list[_Ch
     return [choices.get(block, rest) for block in names]
 
 
-def _matching(pattern: str, names: Collection[str], said: str) -> list[str]:
+def _matching(pattern: str, names: Sequence[str], said: str) -> list[str]:
     """Blocks of a name, a range (`layers.0-11`) or a glob."""
     if pattern in names:
         return [pattern]

@@ -125,7 +125,7 @@ class GraphBuilder:
         name, results = self._named(name, len(op.results), op.results != (op.name,))
         names |= dict(zip(op.results, results, strict=True))
         self.values |= {names[result]: self.values[result] for result in op.results}
-        args, kwargs = map_refs((op.args, op.kwargs), lambda value: Ref(names.get(value, value)))
+        args, kwargs = map_refs((op.args, op.kwargs), lambda n: Ref(names.get(n, n)))
         key = self._key(module, op.target)
         self.ops.append(
             replace(
