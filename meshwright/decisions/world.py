@@ -17,11 +17,9 @@ _PLANNING = threading.RLock()
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Context of one plan at a time: a trace changes state of the process.
-
-    Raises RuntimeError where ranks are running and another thread plans: planning is collective,
-    and threads take turns in another order on each rank.
-    """
+    """Context of one plan at a time: a trace changes state of the process. Raises RuntimeError if
+    ranks are running and another thread plans: planning is collective, and threads take turns in
+    another order on each rank."""
     if not _PLANNING.acquire(blocking=False):
         if launch.world_size() > 1:
             raise StateError(

@@ -25,19 +25,16 @@ from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing import trace
 from meshwright.planner.tracing.transformers import check_positions
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.traced.attributes import Attributes
-from meshwright.traced.calls import Calls
+from meshwright.traced.unchanged import Attributes, Calls
 
 progress = logging.getLogger("meshwright.progress")
 PARTS = 3  # of a trace
 
 
 class TracedModel:
-    """A model traced at the sample batch, and again at a plan's micro-batch when it is lowered.
-
-    Every rank traces in rank 0's random state. Raises ValueError for a model whose parameters are
-    DTensors already, not dense, or complex and trained.
-    """
+    """A model traced at the sample batch, and again at a plan's micro-batch when it is lowered, in
+    rank 0's random state. Raises ValueError for a model whose parameters are DTensors already, not
+    dense, or complex and trained."""
 
     def __init__(
         self,

@@ -119,11 +119,9 @@ def restrict(
     allow: Collection[str] = (),
     precision: str = "bf16",
 ) -> Restrictions:
-    """The overrides by block of `graph`; what the `target` can't run is left out.
-
-    Raises `OverrideError` for a glob without a block, for values of one block or stage that
-    contradict each other, and for what is left out.
-    """
+    """The overrides by block of `graph`; what the `target` can't run is left out. Raises
+    `OverrideError` for a glob without a block, for values of one block or stage that contradict
+    each other, and for what is left out."""
     wanted = for_target(overrides, target)
     quantizations = left_quantized(wanted, allow, precision)
     schedules = left_schedules(wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -30,13 +30,13 @@ class FakeBatch:
     """
 
     mode: FakeTensorMode
-    leaves: tuple[Any, ...]
     spec: Any
-    inputs: tuple[tuple[str, bool], ...]
     rows: int
     scale: float
-    numbers: Mapping[str, type] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    leaves: list[Any] = field(default_factory=list)
+    inputs: list[tuple[str, bool]] = field(default_factory=list)
+    numbers: dict[str, type] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
 
     @staticmethod
@@ -45,21 +45,15 @@ class FakeBatch:
     ) -> FakeBatch:
         """The user's sample with `batch_size` rows (None: its own). Its floating tensors are in
         float32, which no compute `dtype` rounds, or in `dtype` where they are in half precision;
-        numbers are carried as inputs but for those at the paths `fix`.
-
-        Raises ValueError where it holds no tensor with a batch dim or a numpy array, or for less
-        than one row.
-        """
+        numbers are carried as inputs but for those at the paths `fix`. Raises ValueError for no
+        tensor with a batch dim, a numpy array, or less than one row."""
         sample_rows = batch_rows(example_inputs)
         rows = sample_rows if batch_size is None else batch_size
         if rows < 1:
             raise MeshwrightError.refused("batch_size", batch_size, legal="an integer from 1")
-        mode = FakeTensorMode()
         named, spec = input_leaves(example_inputs)
-        inputs: list[tuple[str, bool]] = []
-        leaves: list[Any] = []
-        numbers: dict[str, type] = {}
-        fixed: dict[str, Any] = {}
+        scale = rows / sample_rows
+        batch = FakeBatch(mode=FakeTensorMode(), spec=spec, rows=rows, scale=scale)
         for path, leaf in named:
             if isinstance(leaf, np.ndarray):
                 raise MeshwrightError(
@@ -68,30 +62,21 @@ class FakeBatch:
                     legal="tensors",
                     way_out="pass torch.from_numpy of it",
                 )
-            if is_number(leaf) and path not in fix:
-                numbers[path] = float if isinstance(leaf, float) else int
-                inputs.append((path, False))
-                with mode:
-                    leaves.append(torch.zeros((), dtype=DTYPES[numbers[path]]))
-            elif isinstance(leaf, torch.Tensor):
-                batched = leaf.dim() > 0 and leaf.shape[0] == sample_rows
-                shape = (rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
-                inputs.append((path, batched))
-                with mode:
-                    leaves.append(torch.empty(shape, dtype=_traced_dtype(leaf.dtype, dtype)))
-            else:
-                fixed[path] = leaf
-                leaves.append(leaf)
-        return FakeBatch(
-            mode=mode,
-            leaves=tuple(leaves),
-            spec=spec,
-            inputs=tuple(inputs),
-            rows=rows,
-            scale=rows / sample_rows,
-            numbers=numbers,
-            fixed=fixed,
-        )
+            with batch.mode:
+                if is_number(leaf) and path not in fix:
+                    kind = batch.numbers[path] = float if isinstance(leaf, float) else int
+                    batch.inputs.append((path, False))
+                    batch.leaves.append(torch.zeros((), dtype=DTYPES[kind]))
+                elif isinstance(leaf, torch.Tensor):
+                    batched = leaf.dim() > 0 and leaf.shape[0] == sample_rows
+                    shape = (rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
+                    traced_dtype = _traced_dtype(leaf.dtype, dtype)
+                    batch.inputs.append((path, batched))
+                    batch.leaves.append(torch.empty(shape, dtype=traced_dtype))
+                else:
+                    batch.fixed[path] = leaf
+                    batch.leaves.append(leaf)
+        return batch
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -151,11 +136,10 @@ class NumberNeeded(TraceError):
 class Number:
     """A number of `kind`, whose value is the 0-dim `tensor`; `path` is its place in the batch.
 
-    To `isinstance` it is a number. It takes part in arithmetic with tensors and numbers, by torch's
-    promotion rules (a 0-dim tensor changes no dtype of its own kind, as a Python number doesn't),
-    so that the graph reads it as an input. Whatever asks for its value (`range(n)`, `if beta > 0`,
-    an argument that takes no tensor) raises `NumberNeeded`, which is also noted in `asked`, should
-    the model's code catch it; the trace starts again with the number fixed.
+    To `isinstance` it is a number. In arithmetic with tensors and numbers, by torch's promotion
+    rules, the graph reads it as an input. Whatever asks for its value (`range(n)`, `if beta > 0`,
+    an argument that takes no tensor) raises `NumberNeeded`, also noted in `asked`, should the
+    model's code catch it; the trace starts again with the number fixed.
     """
 
     def __init__(self, tensor: torch.Tensor, kind: type, path: str, asked: set[str]) -> None:

@@ -28,7 +28,7 @@ from meshwright.costmodel.graph import (
     short_name,
     verify_graph,
 )
-from meshwright.costmodel.rules import Leaf, tagged, traits_of_target
+from meshwright.costmodel.rules import tagged, traits_of_target
 from meshwright.planner.errors import KeptTensors, TraceError
 from meshwright.planner.tracing.leaves import LEAF_OPERATORS
 from meshwright.planner.tracing.loss import LossModule
@@ -63,38 +63,53 @@ def convert(
     autocast: bool,
     notes: tuple[str, ...],
 ) -> Graph:
-    """The Graph of an exported loss: `program` is the export of `module`, `loss_fn` the user's own.
-
-    `autocast` says whether it was exported under it. Raises `TraceError` with the user's source
-    line for what no operator stands for, and `Irregular` where similar layers prove to differ.
-    """
-    graph = _Converter(program, module, loss_fn, autocast).graph(notes)
+    """The Graph of `program`, the export of `module`, under `autocast` or not; `loss_fn` is the
+    user's. Raises `TraceError` with the user's source line for what no operator stands for, and
+    `Irregular` where similar layers prove to differ."""
+    graph = _Converter(program, module, loss_fn).graph(_Environment(autocast=autocast), notes)
     verify_graph(graph)
     return graph
+
+
+IGNORED_KWARGS = ("pin_memory", "layout")
+CASTS = ("to", "_to_copy", "type_as")
+BITS = ("aten.any.default", "aten.all.default")
+PROMOTE = frozenset({"cat", "stack", "where"})  # beside pointwise operators
+# may change nothing at one row alone: a class token's expand, the transpose of one row of one
+ARRANGES = RESHAPES | {
+    "expand", "expand_as", "broadcast_to", "transpose", "permute", "movedim", "swapaxes", "t",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Environment:
+    """An fx graph while it is converted: its nodes' slots, lists of slots or plain values, whether
+    gradients are recorded, and whether autocast is on."""
+
+    names: dict[str, Any] = field(default_factory=dict)
+    grad: bool = True
+    autocast: bool = False
+
+    def value(self, item: Any) -> Any:
+        return self.names[item.name] if isinstance(item, fx.Node) else item
 
 
 class _Converter:
     """The conversion of one program, node by node in topological order."""
 
-    def __init__(
-        self, program: ExportedProgram, module: LossModule, loss_fn: Any, autocast: bool
-    ) -> None:
-        self.program = program
-        self.module = module
-        self.loss_fn = loss_fn
-        self.autocast = autocast
+    def __init__(self, program: ExportedProgram, module: LossModule, loss_fn: Any) -> None:
+        self.program, self.module, self.loss_fn = program, module, loss_fn
         model = module.leaf_recorder.model  # the user's own
         # spared layers have theirs in the user's model, tensors carried like buffers in the copy
         buffers = (n for m in (model, module.model) for n, _ in m.named_buffers("", True, False))
         self.state = TracedState(model, list(dict.fromkeys(buffers)))
         self.builder, self.slots = self.state.builder, self.state.slots
         self.copies = CopiedCalls(self.state, model, module.stand_ins.groups)
-        self.calls = _Calls(self.copies, module.leaf_recorder.leaves)
+        self.leaves = module.leaf_recorder.leaves
         self.inputs: dict[str, str] = {}
         self.batched: set[str] = set()
 
-    def graph(self, notes: tuple[str, ...]) -> Graph:
-        environment = _Environment(autocast=self.autocast)
+    def graph(self, environment: _Environment, notes: tuple[str, ...]) -> Graph:
         self._placeholders(environment)
         loss, returned = self._results(self._run(self.program.graph_module, environment))
         self.copies.check()
@@ -269,7 +284,7 @@ class _Converter:
             return environment.value(node.args[0])[node.args[1]]
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._inline(node, environment)
-        return self.calls.convert(node, environment)
+        return self._convert(node, environment)
 
     def _inline(self, node: fx.Node, environment: _Environment) -> Any:
         """A region's body in place: `wrap_with_set_grad_enabled`, `wrap_with_autocast`."""
@@ -297,45 +312,9 @@ class _Converter:
             inner.names[placeholder.name] = environment.value(arg)
         return self._run(module, inner)
 
+    # --- calls ---
 
-def _only(names: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in names.items() if name in used}
-
-
-# --- calls ---------------------------------------------------------------------------------------
-
-
-IGNORED_KWARGS = ("pin_memory", "layout")
-CASTS = ("to", "_to_copy", "type_as")
-BITS = ("aten.any.default", "aten.all.default")
-PROMOTE = frozenset({"cat", "stack", "where"})  # beside pointwise operators
-# may change nothing at one row alone: a class token's expand, the transpose of one row of one
-ARRANGES = RESHAPES | {
-    "expand", "expand_as", "broadcast_to", "transpose", "permute", "movedim", "swapaxes", "t",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Environment:
-    """An fx graph while it is converted: its nodes' slots, lists of slots or plain values, whether
-    gradients are recorded, and whether autocast is on."""
-
-    names: dict[str, Any] = field(default_factory=dict)
-    grad: bool = True
-    autocast: bool = False
-
-    def value(self, item: Any) -> Any:
-        return self.names[item.name] if isinstance(item, fx.Node) else item
-
-
-class _Calls:
-    """Appends the calls of a program to the graph that is being built."""
-
-    def __init__(self, copies: CopiedCalls, leaves: Sequence[Leaf]) -> None:
-        self.copies, self.leaves = copies, leaves
-        self.state, self.builder, self.slots = copies.state, copies.builder, copies.slots
-
-    def convert(self, node: fx.Node, environment: _Environment) -> Any:
+    def _convert(self, node: fx.Node, environment: _Environment) -> Any:
         """The slot or list of slots of a node, `Unknown`, or None for an assertion. Raises
         `TraceError` for a write, or a gradient, that the graph can't express."""
         if node.target in LEAF_OPERATORS:
@@ -521,6 +500,10 @@ class _Calls:
 
         args, kwargs = map_refs((args, kwargs), cast)
         return args, kwargs
+
+
+def _only(names: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if name in used}
 
 
 def _origin(node: fx.Node) -> Origin:

@@ -22,11 +22,9 @@ from meshwright.planner.tracing.values import share_memory
 
 
 class LossModule(nn.Module):
-    """The tensors of a batch, in order -> scalar loss, or the quotient of a sum and a count.
-
-    `model` is a copy of the user's in fake tensors, in which `stand_ins` and `leaf_recorder` have
-    replaced forwards; `loss_fn` None: the model's output has the loss.
-    """
+    """Tensors of a batch, in order -> scalar loss, or the quotient of a sum and a count. `model` is
+    a copy of the user's in fake tensors, in which `stand_ins` and `leaf_recorder` have replaced
+    forwards; `loss_fn` None: the model's output has the loss."""
 
     def __init__(
         self,

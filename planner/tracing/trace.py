@@ -181,11 +181,9 @@ class _Tracer:
     def _export(
         self, make: Callable[[], LossModule], *, full: bool
     ) -> tuple[torch.export.ExportedProgram, LossModule, tuple[str, ...]]:
-        """The exported loss, its module (a new one of `make`), and notes.
-
-        A `full` trace, the last attempt, goes by `torch.fx.symbolic_trace` where export alone
-        fails. Raises the `TraceError` of the first way where none works.
-        """
+        """The exported loss, its module (a new one of `make`), and notes. A `full` trace, the last
+        attempt, goes by `torch.fx.symbolic_trace` where export alone fails; the `TraceError` of the
+        first way is raised."""
         first: TraceError | None = None
         for symbolic in (False, True) if full else (False,):
             module = make()
@@ -269,11 +267,9 @@ class _Tracer:
         return LossModule(copied, loss_fn, self.batch, stand_ins, recorder)
 
     def _fake_copy(self, model: nn.Module, stand_ins: StandIns) -> Any:
-        """A deep copy with fake parameters and buffers, and `stand_ins` for spared layers.
-
-        Floating parameters are in the compute dtype, but for those of modules with running
-        statistics; buffers keep theirs. Raises `TraceError` for a module that can't be copied.
-        """
+        """A deep copy with fake tensors and `stand_ins`. Floating parameters are in the compute
+        dtype, but for those of modules with running statistics; buffers keep theirs. Raises
+        `TraceError` for a module that can't be copied."""
         memo = stand_ins.memo()
         spared = {*stand_ins.originals.values()}
         modules = [m for _, m in model.named_modules(memo=spared)]

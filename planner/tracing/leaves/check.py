@@ -1,9 +1,5 @@
-"""Check of a leaf's rule against the tensors and the forward.
-
-For every letter that may be split, the forward runs on fake tensors of which that letter's dims are
-a part; it must make parts of its results. Their numbers are tried on small random tensors, forward
-and backward.
-"""
+"""Check of a leaf's rule: the forward runs on parts of fake tensors for each letter that may be
+split, then on small random tensors, forward and backward."""
 
 from __future__ import annotations
 
@@ -31,8 +27,7 @@ def check_rule(leaf: Leaf, operands: Likes, results: Likes, *, runs: bool, rando
     """The reason why the rule is taken on trust; empty where its numbers were tried and hold.
 
     Raises `LeafError` where the rule does not fit its tensors, where a forward that `runs` on fake
-    tensors does not work on parts, and where the parts do not make up the whole. A forward that
-    draws `random` numbers can't be compared.
+    tensors does not work on parts, and where the parts do not make up the whole.
     """
     op = Op(name=leaf.name, target=f"meshwright.{LEAF}.default", args=(), kwargs={}, results=())
     sides = [[TensorMeta(shape=x.shape, dtype=x.dtype) for x in xs] for xs in (operands, results)]
@@ -112,10 +107,9 @@ def _resized(tensors: Likes, dims: Sequence[Dims], sizes: Mapping[str, int]) -> 
 # --- the trial on numbers ------------------------------------------------------------------------
 #
 # The forward and its backward run once on random numbers and once on each of two parts per letter,
-# and are compared (`user_rules/verify.py`). Letters that may be split are made small, as the
-# forward takes their sizes from its tensors; dims that stay whole are as traced where a run costs
-# little, else small where the forward works on that. Weights are random too, so that models on the
-# meta device are tried like others.
+# and are compared (`user_rules/verify.py`). Letters that may be split are made small; dims that
+# stay whole are as traced where a run costs little, else small where the forward works on that.
+# Weights are random too, so that models on the meta device are tried like others.
 
 
 SMALL = 4  # elements of a letter: two parts of two, which do not broadcast
@@ -129,11 +123,8 @@ DTYPES = (torch.float64, torch.float32, None)  # None: as traced
 def _try_rule(
     leaf: Leaf, factors: OpFactors, operands: Likes, results: Likes, *, runs: bool
 ) -> str:
-    """The reason why the rule can't be tried on numbers; "" where it was and holds.
-
-    `factors` is the rule on the traced tensors; `runs`: the forward runs on fake tensors. Raises
-    `LeafError` where the rule does not hold.
-    """
+    """The reason why the rule, on the traced tensors `factors`, can't be tried on numbers; "" where
+    it was and holds. Raises `LeafError` where it does not hold."""
     traced = {
         name: max(SMALL, factors.sizes[name] // 2 * 2)
         for name, kind in factors.kinds.items() if kind != "whole"

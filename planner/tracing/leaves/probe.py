@@ -1,8 +1,4 @@
-"""Probes of leaves: shapes and cost of a call, from one run of it outside of the trace.
-
-On fake tensors first. A forward that asks for values can't run on those; it runs twice on random
-numbers of the traced shapes and the model's own weights, and is refused where the runs differ. With
-a declaration's `result` shapes come from that, and the work is estimated from them.
+"""Probes of leaves: shapes and cost of a call, from a run of it outside of the trace.
 
 A probe runs in a thread of its own, because the modes by which torch traces are thread-local.
 """
@@ -123,11 +119,9 @@ def _counted(program: Program, tensors: list[torch.Tensor], source: str) -> Prob
 def probe_on_random(
     program: Program, operands: Sequence[TensorLike], state: Mapping[str, torch.Tensor]
 ) -> Probe:
-    """The probe by two runs on random numbers and `state`, the user's weights.
-
-    Raises `LeafError` for more than `REAL_BYTES` of tensors, weights on the meta device, or results
-    that depend on values.
-    """
+    """The probe by two runs on random numbers and `state`, the user's weights. Raises `LeafError`
+    for more than `REAL_BYTES` of tensors, weights on the meta device, or results that depend on
+    values."""
     total = sum(x.nbytes for x in operands)
     if total > REAL_BYTES:
         raise LeafError(
@@ -160,11 +154,9 @@ def probe_on_random(
 def probe_by_result(
     program: Program, operands: Sequence[TensorLike], result: Callable[..., Any]
 ) -> Probe:
-    """The probe by a declaration's `result`, without running the forward.
-
-    The work is estimated: 2 FLOPs for each parameter and row of the first result, operands and
-    results moved once and saved. Random numbers and writes to buffers are not seen.
-    """
+    """The probe by a declaration's `result`: random numbers and writes to buffers are not seen. The
+    work is estimated: 2 FLOPs for each parameter and row of the first result, operands and results
+    moved once and saved."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         tensors = [x.empty() for x in operands]
         count = len(tensors) - len(program.state)
@@ -199,9 +191,7 @@ Outcome = tuple[tuple[Any, ...], list[torch.Tensor], Any, tuple[str, ...]]
 
 def _outcome(program: Program, tensors: Sequence[torch.Tensor]) -> Outcome:
     """One run: (leaves of the output as in `Probe`, the new tensors, the spec, buffers written).
-
-    Raises `LeafError` for a write to an argument, results of other types, or none.
-    """
+    Raises `LeafError` for a write to an argument, results of other types, or none."""
     count = len(tensors) - len(program.state)
     state = dict(zip(program.state, tensors[count:], strict=True))
     versions = [x._version for x in tensors]

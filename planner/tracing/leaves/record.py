@@ -1,8 +1,5 @@
-"""Recording of leaves while a model is traced: each call becomes one operator of the program.
-
-Calls that can't be told apart (equal modules but for their weights, equal arguments but for the
-values of tensors) share one `Leaf`, so that equal layers stay equal.
-"""
+"""Recording of leaves while a model is traced: each call becomes one operator of the program, of
+one `Leaf` for all calls that differ by values of tensors alone, so that equal layers stay equal."""
 
 from __future__ import annotations
 
@@ -122,17 +119,6 @@ class _Subject:
             identified=bool(watched),
         )
 
-    @staticmethod
-    def of_function(target: Any) -> _Subject:
-        """A declared function, or an autograd.Function."""
-        return _Subject(
-            name=target.__qualname__,
-            function=Applied(target) if isinstance(target, type) else target,
-            kind=target,
-            identity=("function", target),
-            declaration=user_module.declared(target) or user_module.Declaration(),
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
@@ -149,19 +135,16 @@ class _Recorded:
 
 
 class LeafRecorder:
-    """Records the leaves of one model while it is exported once.
-
-    `reasons` are the modules, by FQN, that are leaves because they can't be traced, each with the
-    reason; `scale` is the traced batch over the sample batch.
-    """
+    """Records the leaves of one model while it is exported once. `reasons` are those of modules, by
+    FQN, that are leaves because they can't be traced; `scale` is the traced batch over the sample
+    batch."""
 
     def __init__(self, model: nn.Module, reasons: Mapping[str, str], scale: float) -> None:
         self.model = model
         self.reasons = reasons
         self.scale = scale
         self.calls: list[_Recorded] = []
-        self.classes: dict[str, tuple[nn.Module, type]] = {}
-        self.hooks: dict[str, dict[str, Any]] = {}  # of the leaves' own modules
+        self.classes: list[tuple[nn.Module, type, dict[str, Any]]] = []  # and their hooks
         if user_module.declared(model) is not None:
             raise MeshwrightError(
                 f"{type(model).__name__} is the whole model, of which nothing would be left to "
@@ -198,13 +181,13 @@ class LeafRecorder:
                 "may hold on to the model's own weights; a leaf is run by its class's forward. Way "
                 "out: override forward in a subclass"
             )
-        self.classes[fqn] = module, cls
-        self.hooks[fqn] = user_module.taken_hooks(module)  # the leaf's call runs them
+        hooks = user_module.taken_hooks(module)  # the leaf's call runs them
+        self.classes.append((module, cls, hooks))
 
         def forward(proxy: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if user_module.TRACE.get() is not self:
                 return cls.forward(proxy, *args, **kwargs)
-            with user_module.hooked(module, self.hooks[fqn]):
+            with user_module.hooked(module, hooks):
                 subject = _Subject.of_module(fqn, module, original, declaration)
                 try:
                     return self._call(subject, args, kwargs)
@@ -228,17 +211,24 @@ class LeafRecorder:
     def restore(self) -> None:
         """After the export: give the copy's leaves, which the executor runs, their own forwards
         back, and their tensors to the meta device."""
-        for fqn, (module, cls) in self.classes.items():
+        for module, cls, hooks in self.classes:
             module.__class__ = cls
-            vars(module).update(self.hooks[fqn])
-        for module, _ in self.classes.values():
+            vars(module).update(hooks)
+        for module, _, _ in self.classes:
             to_meta(module)
 
     # --- calls ---
 
     def function(self, subject: Any, args: Any, kwargs: Any) -> Any:
         """Record a call of a declared function or of an autograd.Function; its results."""
-        return self._call(_Subject.of_function(subject), args, kwargs)
+        callee = _Subject(
+            name=subject.__qualname__,
+            function=Applied(subject) if isinstance(subject, type) else subject,
+            kind=subject,
+            identity=("function", subject),
+            declaration=user_module.declared(subject) or user_module.Declaration(),
+        )
+        return self._call(callee, args, kwargs)
 
     def _call(self, subject: _Subject, args: Any, kwargs: Any) -> Any:
         """Record one call; its results, of the shapes that a probe of its like found."""
@@ -384,16 +374,14 @@ class LeafRecorder:
         self, work: Work, declaration: user_module.Declaration, likes: Sequence[TensorLike]
     ) -> Work:
         """The work of a probe, with the FLOPs and saved bytes that were declared."""
-
-        def amount(value: user_module.Amount) -> int:
-            shapes = (x.shape for x in likes)
-            return int(value(*shapes) if callable(value) else value * self.scale)
-
-        if declaration.flops is not None:
-            work = replace(work, flops=amount(declaration.flops), source="declared")
-        if declaration.saved_bytes is not None:
-            work = replace(work, saved_bytes=amount(declaration.saved_bytes), source="declared")
-        return work
+        shapes = [x.shape for x in likes]
+        amounts = {"flops": declaration.flops, "saved_bytes": declaration.saved_bytes}
+        declared: dict[str, Any] = {
+            name: int(amount(*shapes) if callable(amount) else amount * self.scale)
+            for name, amount in amounts.items()
+            if amount is not None
+        }
+        return replace(work, **declared, source="declared" if declared else work.source)
 
     # --- the report ---
 

@@ -216,10 +216,8 @@ class CopiedCalls:
         return self.builder.ops[call.start : call.stop]
 
     def _shared(self, a: _CanonicalCall, b: _CanonicalCall) -> list[bool]:
-        """For each value from outside, whether two calls read the same one.
-
-        Raises `Irregular` where they are not one program up to equal constants.
-        """
+        """For each value from outside, whether two calls read the same one. Raises `Irregular`
+        where they are not one program up to equal constants."""
         if a.lines != b.lines or len(a.outside) != len(b.outside):
             raise Irregular("two layers that are built alike compute differently")
         constants = self.state.constants

@@ -56,20 +56,12 @@ REPEATED = torch.ops.meshwright.repeated.default
 for _mark in (ENTER, LEAVE):
     fx.has_side_effect(_mark)
     torch.library.register_fake(_mark, lambda tensors, member: None)
-
-
-def _repeated(
-    inputs: list[torch.Tensor],
-    member: str,
-    position: int,
-    size: list[int],
-    stride: list[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=inputs[0].device)
-
-
-torch.library.register_fake(REPEATED, _repeated)
+torch.library.register_fake(
+    REPEATED,
+    lambda inputs, member, position, size, stride, dtype: torch.empty_strided(
+        size, stride, dtype=dtype, device=inputs[0].device
+    ),
+)
 
 
 class Irregular(Exception):

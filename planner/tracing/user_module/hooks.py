@@ -1,9 +1,7 @@
 """Hooks of modules and tensors while a model is traced.
 
-Hooks on a module's forward run while it is traced, and their operators are a part of the graph.
-Those that autograd would call (a module's backward hooks, hooks on tensors and parameters) would be
-lost: they are refused. A leaf is called with all hooks on its modules, which the trace around it
-does not run.
+Hooks on a module's forward are traced with it. Those that autograd would call would be lost: they
+are refused. A leaf is called with all hooks on its modules, which the trace around it does not run.
 """
 
 from __future__ import annotations

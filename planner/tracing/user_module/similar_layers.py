@@ -42,10 +42,8 @@ Place = tuple[Any, ...]  # (path below the member, attribute, keys of dicts in i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimilarLayers:
-    """A group of similar members of one container: their FQNs in order.
-
-    `identifiers` are the places of each member's own position and names.
-    """
+    """A group of similar members of one container: their FQNs in order, and the places of each
+    member's position and names."""
 
     members: tuple[str, ...]
     identifiers: tuple[Place, ...]
@@ -111,11 +109,9 @@ def _similar(
 
 class _Description:
     """A module's structure: hashable `parts`, and its integer attributes apart, in `integers`.
-
-    Tensors and modules with several owners are described by their identity, so that ties must be
-    the same ones. `names` are the places of strings that begin with the end of `fqn`, from the name
-    of a container on. `regular` is False for modules with state between calls, or hooks.
-    """
+    Tensors and modules with several owners are described by their identity: ties must be the same
+    ones. `names` are the places of strings that begin with the end of `fqn`, from the name of a
+    container on. `regular` is False for modules with state between calls, or hooks."""
 
     def __init__(self, member: nn.Module, owners: Counter[int], fqn: str = "") -> None:
         self.owners = owners

@@ -84,9 +84,7 @@ class GraphBuilder:
         grad: bool = True,
     ) -> tuple[str, ...]:
         """Append one call; the names of its results, `several` if it returns a list or tuple.
-
-        Without `metas` their shapes are inferred. `grad`: gradients are recorded.
-        """
+        Without `metas` their shapes are inferred. `grad`: gradients are recorded."""
         metas = metas or infer_metas(self.values, target, args, kwargs)
         flows = grad and short_name(target) not in CONSTANT_LIKE
         needs = flows and any(self.values[n].requires_grad for n in refs((args, kwargs)))
@@ -125,7 +123,11 @@ class GraphBuilder:
         name, results = self._named(name, len(op.results), op.results != (op.name,))
         names |= dict(zip(op.results, results, strict=True))
         self.values |= {names[result]: self.values[result] for result in op.results}
-        args, kwargs = map_refs((op.args, op.kwargs), lambda n: Ref(names.get(n, n)))
+
+        def renamed(value: str) -> Ref:
+            return Ref(names.get(value, value))
+
+        args, kwargs = map_refs((op.args, op.kwargs), renamed)
         key = self._key(module, op.target)
         self.ops.append(
             replace(
@@ -214,10 +216,8 @@ class Slots:
         return self.held[slot]
 
     def write(self, slot: str, value: str, origin: Origin) -> None:
-        """Replace a slot's value and, where it is a view, that part of the slots below it.
-
-        Raises `TraceError` for a view without an inverse.
-        """
+        """Replace a slot's value and, where it is a view, that part of the slots below it. Raises
+        `TraceError` for a view without an inverse."""
         updates = {slot: value}
         root = slot
         while view := self._views.get(root):
@@ -361,12 +361,9 @@ def split_derived(
 
 
 class TracedState:
-    """Parameters and buffers met so far, value -> FQN, and constants, value -> tensor, of the graph
-    that `builder` builds and its `slots`.
-
-    `aliases` maps every parameter FQN of the model to the first of those tied to it; `buffers` are
-    the FQNs of its buffers, in order.
-    """
+    """Parameters and buffers met so far, value -> FQN, and constants, value -> tensor. `aliases`
+    maps every parameter FQN of the model to the first of those tied to it; `buffers` are the FQNs
+    of its buffers, in order."""
 
     def __init__(self, model: nn.Module, buffers: Sequence[str]) -> None:
         self.builder = GraphBuilder()

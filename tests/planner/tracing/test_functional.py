@@ -239,7 +239,7 @@ def test_tensors_have_the_rows_that_are_traced_and_are_not_rounded() -> None:
         ((6, 7), torch.long),
         ((2,), torch.bfloat16),
     ]
-    assert batch.inputs == (("x", True), ("ids", True), ("scale", False))
+    assert batch.inputs == [("x", True), ("ids", True), ("scale", False)]
     assert (batch.rows, batch.scale) == (6, 2.0)
 
 
