@@ -34,8 +34,11 @@ class OtherShapes:
         `InfeasibleError` where it would not fit the memory. Collective."""
         plan, traced = plan_of_rows(self.plan, shape.rows), self.traced
         planned = BatchShape.of(traced.graph, shape.rows, traced.graph.values)
-        if shape != planned:
-            traced = traced.with_example(_sample(batch, traced))
+        if shape != planned:  # a batch of as many rows as the example
+            rows = torch.arange(batch_rows(traced.example))
+            named, spec = input_leaves(batch)
+            leaves = [x[rows % len(x)] if path in traced.batched else x for path, x in named]
+            traced = traced.with_example(pytree.tree_unflatten(leaves, spec))
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
         if fingerprint(graph) != plan.model:
             raise MeshwrightError(
@@ -73,13 +76,3 @@ def plan_of_rows(plan: Plan, rows: int) -> Plan:
             "DataLoader)",
         )
     return replace(plan, global_batch_size=rows, num_microbatches=plan.microbatches_of(rows))
-
-
-def _sample(batch: Any, traced: TracedModel) -> Any:
-    """A batch of as many rows as the example."""
-    rows = batch_rows(traced.example)
-    leaves, spec = input_leaves(batch)
-    return pytree.tree_unflatten(
-        [x[torch.arange(rows) % len(x)] if path in traced.batched else x for path, x in leaves],
-        spec,
-    )

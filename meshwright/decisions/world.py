@@ -50,7 +50,7 @@ def check_world(cluster: Cluster, world: int | None) -> None:
 
 
 def why_not_here(plan: Plan, cluster: Cluster) -> str | None:
-    """Why the plan can't run in this process, with the way out; None if it can."""
+    """The reason why the plan can't run in this process, with the way out; None if it can."""
     try:
         check_runs(plan)
     except PlanError as error:

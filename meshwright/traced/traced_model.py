@@ -119,8 +119,8 @@ class TracedModel:
         return self._traced(rows, like=self.graph)
 
     def in_microbatches(self, rows: int, batch: int) -> tuple[Graph, sharding.FactorTable]:
-        """As `at` so many rows, each the share that its loss has in that of a batch. Raises
-        ValueError where that can't be told."""
+        """The graph and factors at so many rows, a micro-batch of a batch, whose loss is its share
+        of the batch's. Raises ValueError where that can't be told."""
         graph, factors = self.at(rows)
         if rows < batch and self.use.numbers:
             graph = sharding.with_numbers_of(graph, self.at(batch)[0])

@@ -53,8 +53,10 @@ def check_overrides(
                     legal=f"up to {num_devices}",
                     way_out=_WAY_OUT,
                 )
-    if pp is None or None in mesh.values():
-        _check_product(mesh, num_devices, devices, forbidden, free=True)
+    free = pp is None or None in mesh.values()
+    degrees = mesh if free else {**mesh, "pp": pp}
+    _check_product(degrees, num_devices, devices, forbidden, free=free)
+    if free:
         least = {name: n for name, n in {**mesh, "pp": pp}.items() if n is not None}
         needed = math.prod(least.values())
         if needed > num_devices:
@@ -64,8 +66,6 @@ def check_overrides(
                 legal=f"up to {num_devices} together",
                 way_out=_WAY_OUT,
             )
-    else:
-        _check_product({**mesh, "pp": pp}, num_devices, devices, forbidden, free=False)
     rows = {
         name: overrides.everywhere(name) for name in ("dp", "microbatch_size", "num_microbatches")
     }

@@ -298,7 +298,7 @@ def left_schedules(overrides: Overrides) -> list[str]:
 
 
 def left_quantized(overrides: Overrides, allow: Collection[str], precision: str) -> tuple[str, ...]:
-    """What ZeRO-3 may send in quantised blocks, where nobody says. Raises `OverrideError` for an
+    """Quantised collectives that ZeRO-3 may use in free blocks. Raises `OverrideError` for an
     override that asks for what is not allowed, or what fp16 can't have."""
     if "quantized" not in allow:
         why = "numbers change with it, and it is not allowed"
@@ -321,9 +321,9 @@ def left_quantized(overrides: Overrides, allow: Collection[str], precision: str)
 def _check_value(decision: decisions.Decision, value: Any) -> None:
     """Raise `OverrideError` unless this is a value of a decision, None, or where blocks may differ
     a mapping from globs to values."""
-    place, parts = f"override {decision.name}", decision.parts
     if value is None:
         return
+    place, parts = f"override {decision.name}", decision.parts
     if parts:
         if not isinstance(value, Mapping) or not value:
             legal = f'parts from 0 to 1, e.g. {{"{parts[0]}": 0.5}}, or None to leave it free'

@@ -191,9 +191,8 @@ def quiet() -> Iterator[None]:
         "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export",
         "torch._subclasses.fake_tensor",
     ]  # fmt: skip
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()) as printed:
@@ -201,7 +200,7 @@ def quiet() -> Iterator[None]:
             yield
         log.debug("torch printed: %s", printed.getvalue())
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 

@@ -215,8 +215,6 @@ class _Converter:
             value = self.builder.add("aten.reshape.default", (Ref(value), []), {}, Origin())[0]
         return value, returned
 
-    # --- placeholders ---
-
     def _placeholders(self, environment: _Environment) -> None:
         signature = self.program.graph_signature  # which looks through all of it at each question
         parameters, buffers = signature.inputs_to_parameters, signature.inputs_to_buffers
@@ -251,8 +249,6 @@ class _Converter:
             tensor = self.loss_fn.get_buffer(path.removeprefix("loss_fn."))
             return self.state.constant(node.name, tensor.detach().to(meta.dtype), meta)
         return self.state.buffer(path.removeprefix("model."), node.name, meta)
-
-    # --- nodes ---
 
     def _run(self, module: fx.GraphModule, environment: _Environment) -> Any:
         """Convert one fx graph whose placeholders `environment` binds; its output."""

@@ -242,10 +242,8 @@ class _Tracer:
         tensors, mode = module.batch.tensors, module.batch.mode
         with self._tracing(module), mock.patch.object(mode, "allow_non_fake_inputs", True), mode:
             known = (*tensors, *module.parameters())
-            carried = _carried_tensors(lambda: module.once(*tensors), module.watch, known)
+            _compare_forwards(lambda: module.once(*tensors), module.watch, known)
             module.stand_ins.check()
-        if carried:
-            raise KeptTensors(carried)
 
     # --- the copy that is traced ---
 
@@ -388,11 +386,10 @@ def _more_leaves(model: nn.Module, leaves: Mapping[str, str], error: Untraceable
 
 # --- second forward -------------------------------------------------------------------------------
 #
-# A trace is one forward, and every step runs it again from the same attributes. That is right
-# where a second forward, which starts with what the first left, does the same: a mask that is made
-# once, a tensor kept to be looked at. It is wrong for counters, for flags of a first call, and for
-# tensors of one step that the next one reads. A tensor attribute that every forward replaces by
-# one of its shape is carried from step to step as a buffer; the rest is refused with its line.
+# A trace is one forward, and every step runs it again from the same attributes: right for a mask
+# that is made once, wrong for counters, for flags of a first call, and for tensors of one step that
+# the next one reads. A tensor attribute that every forward replaces by one of its shape is carried
+# from step to step as a buffer; the rest is refused with its line.
 #
 # Calls are compared that depend on inputs, parameters or random draws; those that do not (a mask)
 # may be made once or always.
@@ -438,12 +435,12 @@ class _Calls(TorchDispatchMode):
         return output
 
 
-def _carried_tensors(
+def _compare_forwards(
     forward: Callable[[], Any], watch: user_module.Watch, known: Sequence[torch.Tensor]
-) -> frozenset[user_module.Key]:
-    """Tensor attributes to carry like buffers from one `forward` to the next, whose inputs and
-    parameters are `known`. Raises TraceError where a second forward would not do what the first
-    did."""
+) -> None:
+    """Raise KeptTensors for tensor attributes to carry like buffers from one `forward` to the next,
+    whose inputs and parameters are `known`, and TraceError where a second forward would not do what
+    the first did."""
     start = user_module.Held(watch.holders)
     with _Calls(known) as first:
         forward()
@@ -464,7 +461,7 @@ def _carried_tensors(
             raise _refusal(watch, key, f", read at {place}, is read by the next one")
         carried.add(key)
     if carried:
-        return frozenset(carried)
+        raise KeptTensors(frozenset(carried))
     for key in changed | after.changed(again):
         if key not in watch.written_first and after.values.get(key) != again.values.get(key):
             raise _refusal(watch, key, " would be another after the next one")
@@ -475,7 +472,6 @@ def _carried_tensors(
                 f"at {watch.place(key)} the forward changes the attribute {'.'.join(key)!r}, and "
                 f"at {call[1] or other[1]} a second forward takes another course. {WAYS_OUT}"
             )
-    return frozenset()
 
 
 def _refusal(watch: user_module.Watch, key: user_module.Key, why: str) -> TraceError:

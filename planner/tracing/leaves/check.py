@@ -177,10 +177,16 @@ def _first_trial(
     """The faults on tensors like `operands`, in the first dtype that works, or the reason why that
     can't be told."""
     try:
-        if above := _above(_work(leaf, operands, wanted, runs=runs)):
-            return above
+        work = _work(leaf, operands, wanted, runs=runs)
     except Exception as error:  # noqa: BLE001 - the forward's own, whatever it is
         return user_rules.first_line(error)
+    limits = (
+        ("kernels", work.kernels, MAX_KERNELS),
+        ("FLOPs", work.flops, MAX_FLOPS),
+        ("bytes", work.passed, MAX_BYTES),
+    )
+    if over := [f"{n:,} {unit} (at most {limit:,})" for unit, n, limit in limits if n > limit]:
+        return f"its forward takes {', '.join(over)}"
     outcome: list[user_rules.Fault] | str = ""
     for dtype in DTYPES:
         run = functools.partial(_faults, leaf, operands, wanted, dtype)
@@ -207,17 +213,6 @@ def _work(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> Work:
     if [x.shape for x in probe.outputs] != [x.shape for x in wanted[: len(probe.outputs)]]:
         raise ValueError("its results don't follow the sizes of its tensors")
     return probe.work
-
-
-def _above(work: Work) -> str:
-    """The limits of a trial that this work exceeds; "" if none."""
-    limits = (
-        ("kernels", work.kernels, MAX_KERNELS),
-        ("FLOPs", work.flops, MAX_FLOPS),
-        ("bytes", work.passed, MAX_BYTES),
-    )
-    over = [f"{n:,} {unit} (at most {limit:,})" for unit, n, limit in limits if n > limit]
-    return f"its forward takes {', '.join(over)}" if over else ""
 
 
 def _faults(

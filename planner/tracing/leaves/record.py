@@ -301,11 +301,10 @@ class LeafRecorder:
                 subject.state[name].copy_(next(results))
         return pytree.tree_unflatten(leaves, call.probe.spec)
 
-    # --- once for calls that can't be told apart ---
-
     def _new(
         self, key: tuple[Any, ...], program: Program, likes: Sequence[TensorLike], subject: _Subject
     ) -> _Recorded:
+        """Probe and check the first of the calls that can't be told apart."""
         declaration = subject.declaration
         probe = self._probe(program, likes, subject)
         flows = tuple(x.requires_grad for x in probe.outputs)
@@ -382,8 +381,6 @@ class LeafRecorder:
             if amount is not None
         }
         return replace(work, **declared, source="declared" if declared else work.source)
-
-    # --- the report ---
 
     def notes(self) -> tuple[str, ...]:
         """A line for each class of leaves: why they are leaves, how they run, what they cost."""

@@ -73,8 +73,6 @@ class CopiedCalls:
         self.programs = Memo[str, _CanonicalCall]()
         self.copied_results: set[str] = set()
 
-    # --- while the graph is made ---
-
     def mark(
         self, target: Any, operands: Sequence[Any], member: str, position: int = 0
     ) -> str | None:
@@ -144,8 +142,6 @@ class CopiedCalls:
             self.builder.repeat(op, names, op.name + suffix, module)
         return [self.slots.new(names[output]) for output in call.outputs]
 
-    # --- canonical calls ---
-
     def _program(self, member: str) -> _CanonicalCall:
         return self.programs.of(member, lambda: self._canonical(member, self.calls[member]))
 
@@ -183,8 +179,6 @@ class CopiedCalls:
             tokens |= {result: f"result {k} {j}" for j, result in enumerate(op.results)}
         program.lines.append(str([token(value) for value in call.outputs]))
         return program
-
-    # --- at the end ---
 
     def check(self) -> None:
         """Raise `Irregular` unless the traced layers of each group are one program, closed but for

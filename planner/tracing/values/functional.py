@@ -233,36 +233,34 @@ class Slots:
         shape = self.builder.values[base].shape
         if short in ALIGNED and self.builder.values[value].shape == shape:
             return value
-        call = _INVERSES.get(short)
-        if short in RESHAPES:
-            call = "aten.reshape.default", (list(shape),)
-        elif short == "permute":
-            order = [int(d) % len(shape) for d in args[0]]
-            call = "aten.permute.default", ([order.index(d) for d in range(len(shape))],)
-        elif short in ("select", "slice"):
+        if short in ("select", "slice"):
             target = f"aten.{short}_scatter.default"
             inputs = (Ref(base), Ref(value), *args)
             return self.builder.add(target, inputs, view.op.kwargs, origin)[0]
-        if short == "detach":
+        if short in RESHAPES:
+            target, args = "aten.reshape.default", (list(shape),)
+        elif short == "permute":
+            order = [int(d) % len(shape) for d in args[0]]
+            target, args = "aten.permute.default", ([order.index(d) for d in range(len(shape))],)
+        elif short in _INVERSES:
+            target = _INVERSES[short]
+        elif short == "detach":
             raise TraceError(
                 f"at {origin} a tensor with a gradient is changed in place through .data or "
                 "detach(); change parameters between steps, and write other tensors out of place"
             )
-        if call is None:
+        else:
             raise TraceError(
                 f"at {origin} a view made by {view.op.target} is "
                 "written to in place; write it out of place (torch.where, torch.cat, x = x + y)"
             )
-        target, more = call
-        return self.builder.add(target, (Ref(value), *(more or args)), {}, origin)[0]
+        return self.builder.add(target, (Ref(value), *args), {}, origin)[0]
 
 
 # views that are their own inverse, called with the same arguments
-_INVERSES: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "transpose": ("aten.transpose.int", ()),
-    "swapaxes": ("aten.transpose.int", ()),
-    "t": ("aten.t.default", ()),
-}
+_INVERSES: Mapping[str, str] = {
+    "transpose": "aten.transpose.int", "swapaxes": "aten.transpose.int", "t": "aten.t.default"
+}  # fmt: skip
 
 
 # in-place operators whose functional form is not the name without its last character
