@@ -72,10 +72,6 @@ def recorded_gradients() -> Iterator[None]:
     the planner's own choice). A custom autograd.Function would get wrong gradients, and hooks of a
     tensor would be lost. CTC's loss, whose workspace depends on the values of lengths, is a leaf.
     """
-
-    def run(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
     apply = vars(torch.autograd.Function)["apply"].__func__
 
     def keep(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -84,7 +80,8 @@ def recorded_gradients() -> Iterator[None]:
             return apply(cls, *args, **kwargs)
         return trace.function(cls, args, kwargs)
 
-    direct = type("Direct", (), {"apply": staticmethod(run)})
+    run = staticmethod(lambda function, preserve, *args: function(*args))
+    direct = type("Direct", (), {"apply": run})
     with (
         mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", direct),
         mock.patch.object(torch.autograd.Function, "apply", classmethod(keep)),
