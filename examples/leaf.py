@@ -1,5 +1,5 @@
-"""A state-space model whose scan, a Python loop over the sequence, is a leaf: one node of the graph,
-split by channels and by batch.
+"""A state-space model whose scan, a Python loop over the sequence, is a leaf: one node of the
+graph, split by channels and by batch.
 
     state_t = exp(dt_t a) state_{t-1} + dt_t b_t x_t,      y_t = c_t state_t + skip x_t
 

@@ -1,8 +1,8 @@
 """Train a byte-level GPT-2 on the source files of Python's standard library, by a plan for this
 machine.
 
-Run it by `scripts/quickstart`: four processes plan together and train; rank 0 then repeats the steps
-on one device and compares the losses.
+Run it by `scripts/quickstart`: four processes plan together and train. Rank 0 then repeats the
+steps on one device and compares the losses.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 
 def make_model() -> GPT2LMHeadModel:
-    """A byte-level GPT-2 with the same weights in every process, and without dropout, so that losses
-    can be compared exactly."""
+    """A byte-level GPT-2: the same weights in every process, and no dropout, so that losses can be
+    compared exactly."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256,
