@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/custom_rule.py
 
-`mylib::mix` multiplies by a matrix in one opaque call (a fused kernel would stand in its place).
-Without a rule it runs in full on every rank. The rule names its dims (b and s are rows, h is
-summed, o is made), so that it splits like a linear layer. It is tried on small random tensors in
-parts, forward and backward, before it is used.
+`mylib::mix` multiplies by a matrix in one opaque call, as a fused kernel would. Without a rule it
+runs in full on every rank. The rule names its dims (b and s are rows, h is summed over, o is the
+output), so that it splits like a linear layer. Before it is used, the rule is tested in parts on
+small random tensors, forward and backward.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Trains a small GPT-2 on text that comes with a package (the sources of networkx), and goes on
-where it was stopped, on another number of ranks.
+"""Train a small GPT-2 on the source files of networkx; stop, and resume on another number of ranks.
 
     torchrun --nproc-per-node 4 examples/finetune.py --folder run --steps 60
     torchrun --nproc-per-node 2 examples/finetune.py --folder run --steps 120
 
-Ctrl-C, a SIGTERM or a lost host: the same command goes on from the newest checkpoint in the folder,
-at the sample after it. `metrics.jsonl` has the losses of all runs.
+After Ctrl-C, a SIGTERM or a lost host the same command resumes from the newest checkpoint in the
+folder, at the sample after it. `metrics.jsonl` has the losses of all runs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ ROWS, LENGTH = 16, 128
 
 
 class Windows(Dataset[dict[str, torch.Tensor]]):
-    """Windows of bytes, one after the other; every tenth is for evaluation."""
+    """Consecutive windows of bytes; every tenth is for evaluation."""
 
     def __init__(self, *, evaluation: bool) -> None:
         spec = importlib.util.find_spec("networkx")

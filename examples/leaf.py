@@ -1,16 +1,16 @@
-"""A state-space model whose scan is a leaf: Python's loop over the sequence is one node of the
+"""A state-space model whose scan, a Python loop over the sequence, is a leaf: one node of the
 graph, split by channels and by batch.
 
     state_t = exp(dt_t a) state_{t-1} + dt_t b_t x_t,      y_t = c_t state_t + skip x_t
 
-(the selective scan of Gu and Dao, "Mamba", 2023, written plainly: a kernel would stand in its place
-by the same declaration, with `result=` for what can't run on fake tensors). Traced operator by
-operator, each of s steps would be a dozen nodes; as a leaf it is one, whose rule says that channels
-d and rows b are independent while the sequence and the states stay whole.
+This is the selective scan of Gu and Dao ("Mamba", 2023), written plainly. A kernel is declared in
+the same way, with `result=` if it can't run on fake tensors. Traced operator by operator, each of
+s steps would be a dozen nodes; the leaf is one node. Its rule says that channels d and rows b are
+independent; the sequence and the states stay whole.
 
     torchrun --nproc-per-node 4 examples/leaf.py
 
-plans it for dp2 x tp2, trains, and compares with plain PyTorch on one device.
+plans it for dp2 x tp2, trains, and compares the losses with plain PyTorch on one device.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Model(nn.Module):
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Rows that count upwards from a random number: the next one can be learnt."""
+    """Rows that count upwards from a random number, so that the next token can be learnt."""
     generator = torch.Generator().manual_seed(step)
     start = torch.randint(VOCAB, (BATCH, 1), generator=generator)
     ids = (start + torch.arange(LENGTH + 1)) % VOCAB

@@ -1,9 +1,10 @@
-"""Plan for hardware that is not here, then force what others would run and compare.
+"""Plan for hardware that is not here, then compare with common plans forced by overrides.
 
     python examples/overrides.py [NODES]
 
-A Llama of 8 B parameters on nodes of 8 H100. The model is on meta: no weight is made, and no GPU is
-needed. Every line is the best plan that keeps to the override; what is left open stays optimised.
+The model is a Llama of 8 B parameters, the cluster nodes of 8 H100. The model is on meta: no weight
+is made, and no GPU is needed. Every line is the best plan under one override; all other decisions
+are still optimised.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A GPT-2 learns byte-level text from Python's own standard library, on a plan made for this
+"""Train a byte-level GPT-2 on the source files of Python's standard library, by a plan for this
 machine.
 
-Run it by `scripts/quickstart`: four processes plan together, train, and are compared with the same
-steps on one device.
+Run it by `scripts/quickstart`: four processes plan together and train. Rank 0 then repeats the
+steps on one device and compares the losses.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1
 
 
 def make_model() -> GPT2LMHeadModel:
-    """A byte-level GPT-2, the same weights in every process. No dropout, to compare losses
-    exactly."""
+    """A byte-level GPT-2: the same weights in every process, and no dropout, so that losses can be
+    compared exactly."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256,
@@ -74,7 +74,7 @@ def train(
 
 
 def one_device(steps: int) -> tuple[list[float], float]:
-    """The same steps, plainly."""
+    """The same steps in plain PyTorch on one device."""
     model = make_model()
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -1,10 +1,10 @@
-"""Train on two hosts. The same command on both, HOST being the first one's name:
+"""Train on two hosts. Run the same command on both; HOST is the name of the first one:
 
     torchrun --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \
         examples/two_hosts.py [FOLDER]
 
-`Cluster.detect` describes what torchrun started. FOLDER is one that both hosts see: the plan and a
-checkpoint are kept there, so that with `--max-restarts 3` training goes on where it was.
+`Cluster.detect` describes the hosts that torchrun started. FOLDER is shared by both hosts and holds
+the plan and a checkpoint, so that with `--max-restarts 3` training resumes after a failure.
 """
 
 from __future__ import annotations
