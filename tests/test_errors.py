@@ -30,7 +30,7 @@ SIGNALS = {
 INSIDE = {
     ("profiles/op_signature.py", "ValueError"): "parse, which alone calls it, names the signature",
     ("profiles/store.py", "OSError"): "the cache warns, and is left alone",
-    ("planner/tracing/leaves/check.py", "ValueError"): CAUGHT,
+    ("planner/tracing/leaves/record.py", "ValueError"): CAUGHT,
     ("planner/intra_op/solvers.py", "TimeoutError"): CAUGHT,
     ("planner/intra_op/elimination.py", "KeyError"): PROTOCOL,
     ("planner/inter_op/partition.py", "ValueError"): OWN_TABLES,

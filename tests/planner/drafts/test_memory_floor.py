@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from meshwright.planner.drafts import equal_stages
 from meshwright.planner.drafts.combinations import Combination, MeshChoice
-from meshwright.planner.drafts.memory_floor import overfull
+from meshwright.planner.drafts.equal_stages import overfull
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster
