@@ -1,4 +1,4 @@
-"""What is done otherwise on a GPU than on the host, each in one place.
+"""Differences between a GPU and the host, each in one place.
 
 A device whose work is queued on streams has a module of torch's (`torch.cuda`; in a rehearsal the
 stand-in's) with streams and events. The host has none: its work is done when the call returns.
@@ -52,8 +52,8 @@ def to_host(x: torch.Tensor) -> torch.Tensor:
 
 def on_device_of(x: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy of a tensor of the host's (pinned) memory on the device, only started."""
-    made = torch.empty(x.shape, dtype=x.dtype, device=device)
-    return made.copy_(x, non_blocking=True)
+    copy = torch.empty(x.shape, dtype=x.dtype, device=device)
+    return copy.copy_(x, non_blocking=True)
 
 
 def _pinned(x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,8 @@ def seeded(device: torch.device, seed: int) -> Iterator[None]:
 
 
 def random_states(device: torch.device) -> Callable[[], None]:
-    """What puts the generators of the host and of the device back to where they are now."""
+    """A function that puts the generators of the host and of the device back to their present
+    states."""
     host = torch.get_rng_state()
     there = module_of(device).get_rng_state(device) if has_streams(device) else None
 

@@ -60,7 +60,7 @@ class Aside:
             self.stream.synchronize()
 
     def mark(self) -> Any:
-        """What the stream was given so far, for `wait`."""
+        """Event after all that the stream was given so far, for `wait`."""
         return None if self.module is None else self.stream.record_event()
 
     def wait(self, mark: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the host reads of tensors, also where they have no values.
+"""Reads of tensors by the host, also where they have no values.
 
 In a rehearsal tensors are torch's fake ones: shapes, dtypes and memory without values. What ranks
 agree on, or what decides the course of a step, is read through here, and each place says what a

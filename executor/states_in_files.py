@@ -47,9 +47,9 @@ def in_file(x: torch.Tensor) -> torch.Tensor:
     if not x.numel() or not has_values(x):
         return to_host(x)
     with torch.no_grad():
-        made = _empty(x, x.dtype).copy_(x)
-    let_go(made)
-    return made
+        mapped = _empty(x, x.dtype).copy_(x)
+    let_go(mapped)
+    return mapped
 
 
 def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -60,7 +60,7 @@ def empty_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _staged(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """What a device is sent of a tensor: itself, or of one in a file a copy in memory, pinned where
+    """Source of a copy to a device: the tensor, or of one in a file a copy in memory, pinned where
     the device has streams; the file's pages are let go."""
     if not lies_in_file(x):
         return x
@@ -77,8 +77,8 @@ class Staging:
         self.last: Any = None  # what the copies of the latest block wait for
 
     def bring(self, tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """What the device is sent of a block's, after what the block before was sent of has
-        arrived; themselves where none lies in a file."""
+        """Sources of a block's copies to the device, after those of the block before have arrived;
+        the tensors themselves where none lies in a file."""
         if not any(map(lies_in_file, tensors)):
             return [*tensors]
         if self.last is not None:
@@ -159,15 +159,15 @@ class _LikeThem(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = dict(kwargs or {})
-        elsewhere = torch.device(given.get("device") or "cpu").type != "cpu"
+        arguments = dict(kwargs or {})
+        elsewhere = torch.device(arguments.get("device") or "cpu").type != "cpu"
         if func is not torch.ops.aten.zeros_like.default or elsewhere or not lies_in_file(args[0]):
-            return func(*args, **given)
-        return empty_like(args[0], given.get("dtype") or args[0].dtype)  # a new file is zeros
+            return func(*args, **arguments)
+        return empty_like(args[0], arguments.get("dtype") or args[0].dtype)  # a new file is zeros
 
 
 class _Steps:
-    """What is done around the steps of optimizers with parameters in files."""
+    """Work around the steps of optimizers with parameters in files."""
 
     def __init__(self) -> None:
         self.mode: Any = None  # that a step runs in which makes states
@@ -231,5 +231,5 @@ def _wrapped(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return local
     make: Any = DTensor  # its constructor is untyped
-    made: torch.Tensor = make(local, like._spec, requires_grad=False)
-    return made
+    dtensor: torch.Tensor = make(local, like._spec, requires_grad=False)
+    return dtensor

@@ -107,7 +107,7 @@ def auto_parallelize(
     what, where, the legal values, the way out.
     """
     check_types(model=model, cluster=cluster, overrides=overrides, plan=plan)
-    given = Arguments(
+    arguments = Arguments(
         example_inputs=example_inputs,
         global_batch_size=global_batch_size,
         loss_fn=loss_fn,
@@ -126,7 +126,7 @@ def auto_parallelize(
         allow=allow,
         check_replicas=check_replicas,
     )
-    question = asked(model, cluster, given)
+    question = asked(model, cluster, arguments)
     problem, request, phases_s = question.problem, question.request, question.traced.phases_s
     if plan is not None:
         decision = take_plan(plan, problem, request, phases_s, memory_margin or 0.0)
@@ -169,41 +169,45 @@ class Asked:
     request: Request
 
 
-def asked(model: nn.Module, cluster: Cluster, given: Arguments) -> Asked:
+def asked(model: nn.Module, cluster: Cluster, arguments: Arguments) -> Asked:
     """The question of `auto_parallelize`: its arguments checked, the model traced."""
-    precision = given.precision or default_precision(cluster)
+    precision = arguments.precision or default_precision(cluster)
     check_values(
-        given.global_batch_size, precision, given.optimizer, given.time_limit_s, given.tf32
+        arguments.global_batch_size,
+        precision,
+        arguments.optimizer,
+        arguments.time_limit_s,
+        arguments.tf32,
     )
     check_units(precision, cluster)
-    check_search(given.objective, given.memory_margin, given.rows_meet, cluster)
-    target = given.target
+    check_search(arguments.objective, arguments.memory_margin, arguments.rows_meet, cluster)
+    target = arguments.target
     if target is None:
-        target = "compiled" if backend_of(given.compile) else "eager"
+        target = "compiled" if backend_of(arguments.compile) else "eager"
     launch.start(cluster.backend)
     check_world(cluster, launch.world_size() if launch.running() else None)
-    traced = TracedModel(unwrapped(model), given.example_inputs, given.loss_fn, precision)
+    traced = TracedModel(unwrapped(model), arguments.example_inputs, arguments.loss_fn, precision)
     run = RunKind(precision=precision, target=target)
     problem = Problem(
         graph=traced.graph,
         factors=traced.factors,
         cluster=cluster,
         precision=precision,
-        optimizer=given.optimizer,
-        target=replace(target_named(target), expert_imbalance=given.expert_imbalance),
-        profile=load_profile(cluster, run=run) if given.profile else None,
-        meetings=traced.use.meetings if given.rows_meet == "exact" else (),
+        optimizer=arguments.optimizer,
+        target=replace(target_named(target), expert_imbalance=arguments.expert_imbalance),
+        profile=load_profile(cluster, run=run) if arguments.profile else None,
+        meetings=traced.use.meetings if arguments.rows_meet == "exact" else (),
     )
-    problem = replace(check_products(problem), allow=check_allow(given.allow))
+    problem = replace(check_products(problem), allow=check_allow(arguments.allow))
     request = Request(
-        global_batch_size=given.global_batch_size,
-        overrides=given.overrides or Overrides(),
-        objective=given.objective,
-        memory_margin=margin_of(given.memory_margin),
-        time_limit_s=given.time_limit_s,
-        compile=given.compile,
-        tf32=given.tf32,
-        check_replicas=given.check_replicas,
+        global_batch_size=arguments.global_batch_size,
+        overrides=arguments.overrides or Overrides(),
+        objective=arguments.objective,
+        memory_margin=margin_of(arguments.memory_margin),
+        time_limit_s=arguments.time_limit_s,
+        compile=arguments.compile,
+        tf32=arguments.tf32,
+        check_replicas=arguments.check_replicas,
     )
-    problem = in_tf32(problem) if given.tf32 else problem
+    problem = in_tf32(problem) if arguments.tf32 else problem
     return Asked(traced=traced, problem=problem, request=request)

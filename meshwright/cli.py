@@ -97,7 +97,7 @@ def _infeasible(error: MeshwrightError) -> dict[str, Any] | None:
     return {
         "infeasible": str(error),
         "shortfall_bytes": list(error.shortfall_bytes),
-        "relaxations": [asdict(found) for found in error.relaxations],
+        "relaxations": [asdict(relaxation) for relaxation in error.relaxations],
     }
 
 
@@ -112,13 +112,13 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
     for name, does in COMMANDS.items():
-        own = commands.add_parser(name, help=does, description=does)
+        parser_of = commands.add_parser(name, help=does, description=does)
         if name == command:
-            own.add_argument("--json", action="store_true", help="print JSON instead of text")
-            own.add_argument("--verbose", action="store_true", help="log progress to stderr")
+            parser_of.add_argument("--json", action="store_true", help="print JSON instead of text")
+            parser_of.add_argument("--verbose", action="store_true", help="log progress to stderr")
             module = import_module(f"meshwright.shell.commands.{name}")
-            module.add_arguments(own)
-            own.set_defaults(command=module)
+            module.add_arguments(parser_of)
+            parser_of.set_defaults(command=module)
     return parser
 
 

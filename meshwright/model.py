@@ -67,8 +67,8 @@ class ParallelModel(Steps, Evaluation, State):
         if self._monitor is not None:
             self._monitor.close()
         if self._runtime is not None and not new._why_not:
-            left = hand_over(self._runtime, new.plan, optimizer)
-            take_over(new.runtime, left, optimizer)
+            handover = hand_over(self._runtime, new.plan, optimizer)
+            take_over(new.runtime, handover, optimizer)
         return new.started()
 
     @one_at_a_time()
@@ -106,14 +106,16 @@ class ParallelModel(Steps, Evaluation, State):
         Raises RuntimeError before five steps were observed, and where no ranks run. A cache that
         can't be written is a warning: the factors hold in this process.
         """
-        found = recalibrated(self.plan, self._problem, self.monitor, self.runtime.place.device)
-        self._problem = with_corrections(self._problem, found.corrections)
+        recalibration = recalibrated(
+            self.plan, self._problem, self.monitor, self.runtime.place.device
+        )
+        self._problem = with_corrections(self._problem, recalibration.corrections)
         # what the search knows is at the old prices
         before = self._decision
         self._decision = Decision(
             plan=before.plan, report=before.report, prediction=before.prediction
         )
-        return found
+        return recalibration
 
     @one_at_a_time()
     def rehearse(self, *, every: bool = False, optimizer: MakeOptimizer | None = None) -> Rehearsal:
@@ -129,7 +131,7 @@ class ParallelModel(Steps, Evaluation, State):
         that read values of tensors, and for operators that mix tensors of the host with those of
         the device.
         """
-        found = rehearse_plan(
+        rehearsal = rehearse_plan(
             self._checked(),
             self._problem,
             self._traced,
@@ -138,6 +140,6 @@ class ParallelModel(Steps, Evaluation, State):
             report=self.report,
             compiled=bool(self._request.compile),
         )
-        self._decision = with_rehearsal(self._decision, found, self._problem)
+        self._decision = with_rehearsal(self._decision, rehearsal, self._problem)
         self.report, self.prediction = self._decision.report, self._decision.prediction
-        return found
+        return rehearsal

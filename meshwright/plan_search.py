@@ -89,8 +89,8 @@ def _searched(
         except InfeasibleError as error:
             raise (error if limit.over() else with_ways_out(search, error)) from None
     report = explain_search(result, problem, phases_s)
-    given = restrict(request.overrides, problem.graph, allow=problem.allow)
-    unheeded = without_effect(given, result.best.plan, result.best.assignments)
+    restricted = restrict(request.overrides, problem.graph, allow=problem.allow)
+    unheeded = without_effect(restricted, result.best.plan, result.best.assignments)
     report = replace(report, notes=(*report.notes, *unheeded))
     return SearchedPlan(
         plan=result.best.plan,

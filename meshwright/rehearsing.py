@@ -76,7 +76,7 @@ def rehearse_plan(
     beside = pricing.bytes_beside_tensors(priced.plan, priced.priced)
     peaks = priced.prediction.peak_memory_bytes
     with Progress() as said:
-        found = rehearse(
+        rehearsal = rehearse(
             checked,
             traced.model,
             lambda: _batch(traced, checked.plan.global_batch_size),
@@ -92,46 +92,49 @@ def rehearse_plan(
         )
     if compiled:
         said_of = "what torch.compile makes of the blocks: they ran uncompiled"
-        found = replace(found, left_out=(*found.left_out, said_of))
-    return found
+        rehearsal = replace(rehearsal, left_out=(*rehearsal.left_out, said_of))
+    return rehearsal
 
 
 def _priced_step(priced: pricing.Evaluation) -> Estimate:
     """A plan's price as an estimate has it, by the busiest device group."""
-    found = [
+    priced_groups = [
         {
-            "forward": own.forward_s - own.forward_comm_s,
-            "backward": own.backward_s - own.backward_comm_s,
-            "optimizer": own.optimizer_s,
-            "communication": own.communication_s + own.gradient_reduction_s,
+            "forward": group.forward_s - group.forward_comm_s,
+            "backward": group.backward_s - group.backward_comm_s,
+            "optimizer": group.optimizer_s,
+            "communication": group.communication_s + group.gradient_reduction_s,
         }
-        for own in device_groups(priced)
+        for group in device_groups(priced)
     ]
-    busiest = max(found, key=lambda parts: sum(parts.values()))
+    busiest = max(priced_groups, key=lambda parts: sum(parts.values()))
     return Estimate(step_s=priced.prediction.step_time_s, seconds=busiest)
 
 
-def with_rehearsal(decision: Decision, found: Rehearsal, problem: Problem) -> Decision:
+def with_rehearsal(decision: Decision, rehearsal: Rehearsal, problem: Problem) -> Decision:
     """The decision with what a rehearsal of its plan found: the verdict on memory rests on that,
     with what a device reserves beside tensors."""
-    assert found.plan == decision.plan
+    assert rehearsal.plan == decision.plan
     peaks = decision.prediction.peak_memory_bytes
     memory = pricing.RehearsedMemory(
-        tensor_bytes=found.peak_bytes,
-        beside_bytes=[peak - own for peak, own in zip(peaks, found.priced_bytes, strict=True)],
+        tensor_bytes=rehearsal.peak_bytes,
+        beside_bytes=[
+            peak - priced_peak
+            for peak, priced_peak in zip(peaks, rehearsal.priced_bytes, strict=True)
+        ],
     )
     prediction = replace(decision.prediction, rehearsed=memory)
     report = replace(
         decision.report,
-        rehearsed=Rehearsed(lines=found.short, data=as_data(found)),
+        rehearsed=Rehearsed(lines=rehearsal.short, data=as_data(rehearsal)),
         summary={**decision.report.summary, **memory_summary(prediction, problem.cluster)},
     )
     return replace(decision, report=report, prediction=prediction)
 
 
-def exit_code(found: Rehearsal, report: Report) -> int:
+def exit_code(rehearsal: Rehearsal, report: Report) -> int:
     """1 where something doesn't match, 2 where the plan doesn't fit by what was rehearsed."""
-    if not found.ok:
+    if not rehearsal.ok:
         return 1
     return 2 if report.summary["memory_verdict"] == "does not fit" else 0
 
@@ -145,31 +148,31 @@ def margin_needed(prediction: pricing.Prediction, margin: float, cluster: Cluste
     return margin + max(more, LEAST_MORE)
 
 
-def as_data(found: Rehearsal) -> dict[str, Any]:
+def as_data(rehearsal: Rehearsal) -> dict[str, Any]:
     """A rehearsal for JSON; of each rank that was rehearsed bytes at the peak of a step, its FLOPs,
     payload bytes of all that it sent, and bytes that it gives to links in a step."""
-    stands_for = found.stands_for
+    stands_for = rehearsal.stands_for
     return {
-        "mismatches": [str(m) for m in found.mismatches],
-        "left_out": list(found.left_out),
-        "seconds": found.seconds,
-        "priced_bytes": list(found.priced_bytes),
+        "mismatches": [str(m) for m in rehearsal.mismatches],
+        "left_out": list(rehearsal.left_out),
+        "seconds": rehearsal.seconds,
+        "priced_bytes": list(rehearsal.priced_bytes),
         "step": {
             name: {"step_s": of.step_s, **of.parts}
-            for name, of in (("estimated", found.estimate), ("priced", found.priced.step))
+            for name, of in (("estimated", rehearsal.estimate), ("priced", rehearsal.priced.step))
             if of is not None
         },
         "ranks": {
             rank: {
                 "stands_for": stands_for[rank],
-                "group": found.group_of[rank],
+                "group": rehearsal.group_of[rank],
                 "peak_bytes": log.peak_bytes,
                 "peak_by_kind": dict(log.peak_by_kind),
                 "sent_bytes": log.sent_bytes,
                 "link_bytes": link_bytes(log),
                 "flops": dict(log.flops),
             }
-            for rank, log in sorted(found.logs.items())
+            for rank, log in sorted(rehearsal.logs.items())
         },
     }
 

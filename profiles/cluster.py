@@ -311,7 +311,7 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
             f"local: {n} ranks share {cores} cores, so FLOP/s and bandwidth are {share:.3g} of one "
             f"core's, and a message waits {waits_s * 1e3:.2g} ms for a core"
         )
-    kept = tuple(
+    operators = tuple(
         note
         for note in cluster.assumptions
         if not note.startswith(f"{cluster.device.name}: ") or ": reserved =" in note
@@ -324,7 +324,7 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         assumptions=("local: device and host memory are one, of which each is counted whole",),
     )
     return dataclasses.replace(
-        cluster, device=device, intra_link=link, assumptions=kept + tuple(notes), host=host
+        cluster, device=device, intra_link=link, assumptions=operators + tuple(notes), host=host
     )
 
 

@@ -45,18 +45,18 @@ def local_rates(ranks: int, *, again: bool = False) -> CpuRates:
     """The rates of a core while so many ranks run: those of the cache, else measured now, and kept.
     Once per process, so that two clusters made here agree; `again` measures anew."""
     here = DeviceId.here("cpu", min(ranks, os.cpu_count() or 1))
-    store, found = Store(), None
+    store, measured = Store(), None
     try:
         known = store.read(here).rates
         if known and not (again or known.busy):
             return known
-        found = measure_cpu()
+        measured = measure_cpu()
         if known and known.busy and not again:
-            found = _better(found, known)
-        store.add(Measurements(device=here, rates=found))
+            measured = _better(measured, known)
+        store.add(Measurements(device=here, rates=measured))
     except OSError as error:
         log.warning("this machine's rates hold in this process alone: %s", error)
-    return found or measure_cpu()
+    return measured or measure_cpu()
 
 
 def measure_cpu() -> CpuRates:
@@ -123,9 +123,9 @@ def _matmul_flops(dtype: torch.dtype) -> float:
     """Of a layer's three products, forward and backward."""
     rows, inner, columns = _LINEAR
     x, weight = (torch.ones(n, inner, dtype=dtype).requires_grad_() for n in (rows, columns))
-    given = torch.ones(rows, columns, dtype=dtype)
+    operand = torch.ones(rows, columns, dtype=dtype)
     product = torch.nn.functional.linear
-    return 6 * math.prod(_LINEAR) / _best_time_s(lambda: product(x, weight).backward(given))
+    return 6 * math.prod(_LINEAR) / _best_time_s(lambda: product(x, weight).backward(operand))
 
 
 def _copy_bandwidth() -> float:
@@ -139,14 +139,14 @@ def _stream_bandwidth() -> float:
     it made, as in a model: what their prices count, forward and backward."""
     norm, gelu = torch.nn.functional.layer_norm, torch.nn.functional.gelu
     x = torch.linspace(-3.0, 3.0, math.prod(_ROWS)).view(_ROWS).requires_grad_()
-    given = torch.ones_like(x)
+    operand = torch.ones_like(x)
     tensors = (3 + 1) + 3 * (2 + 3)  # of a layer that are read and written
 
     def run() -> None:
         y = x
         for _ in range(_LAYERS):
-            y = gelu(norm(y + given, _ROWS[-1:]), approximate="tanh").softmax(-1)
-        y.backward(given)
+            y = gelu(norm(y + operand, _ROWS[-1:]), approximate="tanh").softmax(-1)
+        y.backward(operand)
 
     return 4 * x.numel() * tensors * _LAYERS / _best_time_s(run)
 
@@ -174,5 +174,5 @@ def _chain() -> torch.fx.GraphModule:
 def _issue_s() -> float:
     """Of an operator, and half of it of a view, as prices count them."""
     chain, tiny = _chain(), torch.ones(2, 2, _TINY, requires_grad=True)
-    given = torch.ones_like(tiny)
-    return _best_time_s(lambda: chain(tiny).backward(given)) / (_CHAINED * _BLOCK_CALLS)
+    operand = torch.ones_like(tiny)
+    return _best_time_s(lambda: chain(tiny).backward(operand)) / (_CHAINED * _BLOCK_CALLS)

@@ -78,8 +78,8 @@ class OpSignature:
 
         Raises ValueError for an argument that has no text form.
         """
-        given = {"args": _encode(list(args), target), "kwargs": _encode(dict(kwargs), target)}
-        return OpSignature(target=target, operands=tuple(operands), arguments=_canonical(given))
+        arguments = {"args": _encode(list(args), target), "kwargs": _encode(dict(kwargs), target)}
+        return OpSignature(target=target, operands=tuple(operands), arguments=_canonical(arguments))
 
     @staticmethod
     def parse(text: str) -> OpSignature:
@@ -110,8 +110,8 @@ class OpSignature:
         self, tensor: Callable[[int], Any], device: torch.device
     ) -> tuple[list[Any], dict[str, Any]]:
         """`args` and `kwargs` of the call on a device, with operand i as `tensor(i)`."""
-        given = json.loads(self.arguments)
-        args, kwargs = (_decode(given[key], tensor, device) for key in ("args", "kwargs"))
+        arguments = json.loads(self.arguments)
+        args, kwargs = (_decode(arguments[key], tensor, device) for key in ("args", "kwargs"))
         return args, kwargs
 
 

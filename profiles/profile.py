@@ -162,20 +162,25 @@ def _loaded(cluster: Cluster, store: Store, run: RunKind | None) -> Profile | No
     import torch
 
     accepted = [d for d in store.devices() if is_device_of(cluster, d.name)]
-    found = {d: store.read(d) for d in accepted}
-    timed = [d for d, own in found.items() if own.operators or own.collectives]
+    stored = {d: store.read(d) for d in accepted}
+    timed = [d for d, measured in stored.items() if measured.operators or measured.collectives]
     here = device_here(cluster)
     chosen = here if here in timed else None
     if chosen is None and cluster.device.kind == "cuda" and timed:
         chosen = max(timed, key=lambda d: (d.torch, d.driver))
     published = store.read(published_id(cluster))
-    own = published if chosen is None else _completed(found[chosen], published.collectives)
-    profile = profile_of(cluster, own)
+    measured = published if chosen is None else _completed(stored[chosen], published.collectives)
+    profile = profile_of(cluster, measured)
     if run is not None:
         version = _minor(torch.__version__)
-        steps = [s for d, own in found.items() if _minor(d.torch) == version for s in own.steps]
+        steps = [
+            s
+            for d, measured in stored.items()
+            if _minor(d.torch) == version
+            for s in measured.steps
+        ]
         profile = profile.corrected(steps, run)
-    known = own.operators or own.collectives or profile.corrections
+    known = measured.operators or measured.collectives or profile.corrections
     return profile if known else None
 
 

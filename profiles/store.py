@@ -100,9 +100,9 @@ def _place_of(c: CollectiveTiming) -> tuple[Any, ...]:
 
 def default_path() -> Path:
     """$MESHWRIGHT_CACHE, or `meshwright` in this platform's cache folder of the user."""
-    given = os.environ.get("MESHWRIGHT_CACHE")
-    if given:
-        return Path(given)
+    cache = os.environ.get("MESHWRIGHT_CACHE")
+    if cache:
+        return Path(cache)
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     elif sys.platform == "win32":
@@ -131,14 +131,14 @@ class Store:
     def read(self, device: DeviceId) -> Measurements:
         """The measurements of a device; empty where there are none."""
         with self._errors():
-            found = self._found(self.file_of(device))
-        return found if found and found.device == device else Measurements(device=device)
+            stored = self._found(self.file_of(device))
+        return stored if stored and stored.device == device else Measurements(device=device)
 
     def devices(self) -> list[DeviceId]:
         """The devices that have measurements, sorted."""
         with self._errors():
-            found = [self._found(path) for path in sorted(self.path.glob("profile-*.json"))]
-        return sorted(own.device for own in found if own is not None)
+            stored = [self._found(path) for path in sorted(self.path.glob("profile-*.json"))]
+        return sorted(device_file.device for device_file in stored if device_file is not None)
 
     def add(self, measurements: Measurements) -> None:
         """Store measurements, replacing those of the same signature or message. Raises ValueError
@@ -354,8 +354,8 @@ def _measurements(data: Any, place: str) -> Measurements:
 
 def _from_row(kind: type[T], row: Mapping[str, Any]) -> T:
     """A record from an object of the JSON, with other keys ignored."""
-    given = {f.name: row[f.name] for f in fields(kind) if f.default is MISSING or f.name in row}
-    return kind(**given)
+    present = {f.name: row[f.name] for f in fields(kind) if f.default is MISSING or f.name in row}
+    return kind(**present)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""What a lowered block's backward does besides autograd's own: operators repeated, gradients of
-weights put off, what it reads fetched from host memory, products in 8 bits."""
+"""Backward of a lowered block beside autograd's own: repeated operators, deferred weight gradients,
+reads from host memory, products in 8 bits."""
 
 from meshwright.executor.backward.away import Away
 from meshwright.executor.backward.deferred import DeferredProduct, WeightGradientQueue, accumulate

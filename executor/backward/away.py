@@ -1,4 +1,4 @@
-"""What blocks saved for their backward, away in host memory until it comes.
+"""Saved activations of blocks in host memory, until their backward.
 
     forward     of block k all is sent as block k + 1 begins, beside it; by the end of that one the
                 device holds none of it any more
@@ -50,7 +50,8 @@ class _Memory:
 
 
 class _Block:
-    """What one block saved: fetched together. `before` is the block that was sent before it."""
+    """Saved tensors of one block, fetched together. `before` is the block that was sent before
+    it."""
 
     def __init__(self, side: Aside, device: torch.device, before: _Block | None) -> None:
         self.side = side
@@ -105,8 +106,8 @@ class Saved:
         self.block.reach()
         assert self.memory.device is not None
         with torch.no_grad():
-            found = window_on(self.memory.device, self.dtype, self.window)
-        return found.requires_grad_(self.grad)
+            window = window_on(self.memory.device, self.dtype, self.window)
+        return window.requires_grad_(self.grad)
 
 
 Held: TypeAlias = torch.Tensor | Saved
@@ -167,20 +168,20 @@ class Away:
 
     def _memory(self, t: torch.Tensor) -> _Memory:
         storage, memory = self.known.get(_address(t), (None, None))
-        found = memory() if storage is not None and memory is not None else None
-        if found is not None and storage is not None and not storage.expired():
-            return found
+        fresh = memory() if storage is not None and memory is not None else None
+        if fresh is not None and storage is not None and not storage.expired():
+            return fresh
         with torch.no_grad():
-            found = _Memory(t)
-        self.known[_address(t)] = StorageWeakRef(t.untyped_storage()), weakref.ref(found)
-        return found
+            fresh = _Memory(t)
+        self.known[_address(t)] = StorageWeakRef(t.untyped_storage()), weakref.ref(fresh)
+        return fresh
 
 
 _PACK: ContextVar[Callable[[torch.Tensor], Held] | None] = ContextVar("what is sent", default=None)
 
 
 def packer() -> Callable[[torch.Tensor], Held] | None:
-    """What to hold in place of a tensor until the backward; None where nothing goes away."""
+    """Hook that packs a saved tensor until the backward; None where nothing goes to host memory."""
     return _PACK.get()
 
 

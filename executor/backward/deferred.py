@@ -90,10 +90,10 @@ class _Product(torch.autograd.Function):
         if rowwise is not None:
             return eight_bits.forward(x, weight, bias, transposed=transposed, rowwise=rowwise)
         if transposed:
-            made: torch.Tensor = F.linear(x, weight, bias)
+            product: torch.Tensor = F.linear(x, weight, bias)
         else:
-            made = x @ weight if bias is None else torch.addmm(bias, x, weight)
-        return made
+            product = x @ weight if bias is None else torch.addmm(bias, x, weight)
+        return product
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -92,7 +92,7 @@ def multiplied(a: Rounded, b: Rounded, dtype: torch.dtype, *, fast: bool = False
     """a bᵀ of (m, k) and (n, k); `fast` adds up in fewer bits."""
     n, k = b.bits.shape
     if has_units(a.bits.device) and k % SIDE == 0 and n % SIDE == 0:
-        found: torch.Tensor = torch._scaled_mm(
+        product: torch.Tensor = torch._scaled_mm(
             a.bits,
             b.bits.t(),
             a.scale,
@@ -100,7 +100,7 @@ def multiplied(a: Rounded, b: Rounded, dtype: torch.dtype, *, fast: bool = False
             out_dtype=dtype,
             use_fast_accum=fast,
         )
-        return found
+        return product
     return (a.wide() @ b.wide().t()).to(dtype)
 
 
@@ -191,23 +191,23 @@ def forward(
     rowwise: bool,
 ) -> torch.Tensor:
     """The product of x (.., k) with a weight as it lies, plus a vector."""
-    made = product(_rows(x), weight if transposed else weight.t(), rowwise=rowwise)
-    made = made if bias is None else made + bias
-    return made.view(*x.shape[:-1], made.shape[-1])
+    result_rows = product(_rows(x), weight if transposed else weight.t(), rowwise=rowwise)
+    result_rows = result_rows if bias is None else result_rows + bias
+    return result_rows.view(*x.shape[:-1], result_rows.shape[-1])
 
 
 def of_x(
     gradient: Gradient, weight: torch.Tensor, shape: Sequence[int], *, transposed: bool
 ) -> torch.Tensor:
     """The gradient of x, for a weight as it lies and a result of `shape`."""
-    made = gradient.of_input(weight if transposed else weight.t())
-    return made.view(*shape[:-1], made.shape[-1])
+    grad_x = gradient.of_input(weight if transposed else weight.t())
+    return grad_x.view(*shape[:-1], grad_x.shape[-1])
 
 
 def of_w(gradient: Gradient, x: torch.Tensor, *, transposed: bool) -> torch.Tensor:
     """The gradient of the weight as it lies."""
-    made = gradient.of_weight(_rows(x))
-    return made if transposed else made.t()
+    grad_w = gradient.of_weight(_rows(x))
+    return grad_w if transposed else grad_w.t()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -219,9 +219,9 @@ class EightBitProduct(nn.Module):
 
     def __init__(self, operator: str, *, rowwise: bool) -> None:
         super().__init__()
-        found = TRAITS[operator].product
-        assert found is not None
-        self.product, self.rowwise = found, rowwise
+        traits = TRAITS[operator].product
+        assert traits is not None
+        self.product, self.rowwise = traits, rowwise
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         at = self.product

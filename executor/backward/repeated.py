@@ -77,8 +77,8 @@ class Later:
 
 
 def later(t: torch.Tensor) -> Later | None:
-    """What to hold of an operand that is read after the backward alone; None if not otherwise than
-    autograd does: nothing of it is made again."""
+    """Note of an operand that only the backward's end reads; None where autograd holds it as it
+    is."""
     running = _RUNNING.get()
     return running.later(t) if running is not None else None
 
@@ -88,8 +88,10 @@ def repeated(module: fx.GraphModule, again: Collection[fx.Node]) -> fx.GraphModu
     if not again:
         return module
     outer = fx.Graph()
-    given = [n for n in module.graph.nodes if n.op == "placeholder"]
-    outer.output(outer.call_module("part", tuple(outer.placeholder(n.target) for n in given)))
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    outer.output(
+        outer.call_module("part", tuple(outer.placeholder(n.target) for n in placeholders))
+    )
     return fx.GraphModule({"part": Repeated(module, again)}, outer)
 
 
@@ -140,8 +142,8 @@ class _Pass(fx.Interpreter):
         self.env.clear()
         self.args_iter = iter(())  # what was given may go away
         early, needed = self._needed(self.asked), self._needed(self.asked | self.put_off)
-        self.operands = {n: own for n, own in self.operands.items() if n in needed}
-        for node in [n for n, own in self.operands.items() if self._gathers(n, own)]:
+        self.operands = {n: operand for n, operand in self.operands.items() if n in needed}
+        for node in [n for n, operand in self.operands.items() if self._gathers(n, operand)]:
             self.parts[node] = self.operands.pop(node)[0][0]
             self.early += [node] * (node in early)
         self.made.clear()
@@ -179,7 +181,7 @@ class _Pass(fx.Interpreter):
     # --- forward ---
 
     def _noted(self, t: torch.Tensor) -> _Held:
-        """What autograd holds in place of a tensor that it saves."""
+        """Autograd's stand-in for a tensor that it saves."""
         if self.running is not None:
             node, read = self.running
             self.count += 1
@@ -224,7 +226,7 @@ class _Pass(fx.Interpreter):
         return self.tensor(held) if isinstance(held, _Note) else unpack(held)
 
     def tensor(self, note: _Note) -> torch.Tensor:
-        """What a note stands for, made again if it is the first that is read of it."""
+        """Tensor of a note; the first one that is read runs the operators again."""
         if note.key not in self.found:
             self.start([note.node])
             if note.node in self.begun:
@@ -232,16 +234,16 @@ class _Pass(fx.Interpreter):
                     self.found[note.key] = self.begun.pop(note.node)()
             else:
                 self._repeat()
-        found = self.found[note.key]
+        kept_tensor = self.found[note.key]
         if note.packed:
-            return found
+            return kept_tensor
         with torch.no_grad():
-            window = window_on(found, note.dtype, note.window)
+            window = window_on(kept_tensor, note.dtype, note.window)
         return window.requires_grad_(note.grad)
 
     def _repeat(self) -> None:
         """Run the nodes again, each by itself; what is not read any more is let go."""
-        last = {note.key: n for n, own in self.operands.items() for note in _notes(own)}
+        last = {note.key: n for n, operand in self.operands.items() for note in _notes(operand)}
         asked = self.asked | self.put_off
         for node, operands in self.operands.items():
             operands = tree_map_only(Saved, Saved.read, operands)
@@ -249,11 +251,11 @@ class _Pass(fx.Interpreter):
             packed: list[torch.Tensor] = []
             with torch.enable_grad(), saved_tensors_hooks(_into(packed), _unread):
                 result = getattr(self, node.op)(node.target, args, kwargs)
-            made = {(node, k, False): t for k, t in enumerate(tree_leaves(result))}
-            made |= {(node, k, True): t for k, t in enumerate(packed)}
+            tensors = {(node, k, False): t for k, t in enumerate(tree_leaves(result))}
+            tensors |= {(node, k, True): t for k, t in enumerate(packed)}
             wanted = asked | last.keys()
-            self.found |= {key: t.detach() for key, t in made.items() if key in wanted}
-            del result, made, packed
+            self.found |= {key: t.detach() for key, t in tensors.items() if key in wanted}
+            del result, tensors, packed
             for note in _notes(operands):
                 if last[note.key] is node and note.key not in asked:
                     self.found.pop(note.key, None)

@@ -191,8 +191,8 @@ def _prepared_folder(path: str | Path) -> tuple[Path, Path]:
 
 
 def _checked(runtime: Runtime, optimizer: torch.optim.Optimizer | None, saving: Path) -> Collected:
-    """What this rank writes. Raises ValueError where the model has no weights, or the folder is not
-    shared."""
+    """This rank's part of a save. Raises ValueError where the model has no weights, or the folder
+    is not shared."""
     check_loaded(runtime, "checkpoint")
     if not saving.is_dir():
         raise SavedError(
@@ -320,10 +320,10 @@ def _prepared(
     }
     needed = {fqn: x for fqn, x in model.items() if x.numel()}
     if notes["model"] == ANY_MODEL and (
-        found := differences(wanted_tensors(runtime), model_shapes(stored))
+        differing := differences(wanted_tensors(runtime), model_shapes(stored))
     ):
         raise SavedError(
-            f"is of another model: {found}", place=place, way_out="load it with its own"
+            f"is of another model: {differing}", place=place, way_out="load it with its own"
         )
     if missing := sorted(fqn for fqn in needed if f"model.{fqn}" not in stored):
         raise SavedError(

@@ -1,4 +1,4 @@
-"""What a rank writes to a checkpoint, and who writes the rest: known before anything is written.
+"""A rank's part of a checkpoint, and the other ranks': known before anything is written.
 
 Of the replicas of a chunk, one rank writes: on one mesh `ReplicaWriters` chooses it; of tied copies
 it is the first stage's. Buffers that several stages hold are written by each, and the same: one of
@@ -55,8 +55,8 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """What a rank `held` by name in the checkpoint; of it the chunks that it writes, as `tensors`;
-    its `notes` on the optimizer."""
+    """A rank's tensors by name in the checkpoint, as `held`; the chunks of them that it writes, as
+    `tensors`; its `notes` on the optimizer."""
 
     held: Mapping[str, Held]
     tensors: Mapping[str, files.LocalChunks]
@@ -64,8 +64,8 @@ class Collected:
 
 
 def collect(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Collected:
-    """What this rank writes of the model and the optimizer, and who writes the rest. Collective
-    where a state is a sum that ranks hold parts of."""
+    """This rank's part of a save of the model and the optimizer, and the writers of the rest.
+    Collective where a state is a sum that ranks hold parts of."""
     place, writing_ranks = runtime.place, _writing_ranks(runtime)
     parameters = dict(runtime.named_parameters())
     states: optimizer_state.States = {}
@@ -95,8 +95,8 @@ def collect(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Collec
 def planned_save(
     runtime: Runtime, optimizer: torch.optim.Optimizer | None
 ) -> tuple[SavedTensor, ...]:
-    """What a save of this rank's tensors would write, and who would write the rest: as far as a
-    save goes before the first file. Needs no values. Collective where `collect` is."""
+    """The writers of a save of this rank's tensors, before the first file. Needs no values.
+    Collective where `collect` is."""
     if optimizer is not None:
         follow(optimizer)
     collected, mesh = collect(runtime, optimizer), runtime.place.mesh
@@ -104,7 +104,7 @@ def planned_save(
         name: tuple((chunk.offset, chunk.sizes) for chunk in x.chunks)
         for name, x in collected.tensors.items()
     }
-    found, ranks = [], dict[files.Replica, tuple[int, ...]]()  # which thousands of tensors share
+    saves, ranks = [], dict[files.Replica, tuple[int, ...]]()  # which thousands of tensors share
     for name, held in collected.held.items():
         saved = SavedTensor(
             name=name,
@@ -118,14 +118,14 @@ def planned_save(
             if held.replica not in ranks:
                 ranks[held.replica] = held.group if mesh is None else held.replica.ranks(mesh)
             saved = replace(saved, writers=ranks[held.replica], fault=_fault(held.x, mesh))
-        found.append(saved)
-    return tuple(found)
+        saves.append(saved)
+    return tuple(saves)
 
 
 def model_tensors(state: RankState) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers, each under its first name."""
-    found = state.state_dict()
-    return {fqn: x for fqn, x in found.items() if fqn not in state.graph.aliases}
+    state_dict = state.state_dict()
+    return {fqn: x for fqn, x in state_dict.items() if fqn not in state.graph.aliases}
 
 
 def _writing_ranks(runtime: Runtime) -> dict[str, tuple[int, ...]]:
@@ -138,7 +138,8 @@ def _writing_ranks(runtime: Runtime) -> dict[str, tuple[int, ...]]:
 
 
 def _fault(x: torch.Tensor, mesh: DeviceMesh | None) -> str:
-    """What the parts of a tensor on all ranks of its mesh do not make up, of the first dim."""
+    """Elements of a tensor, along its first faulty dim, that the parts on all ranks of its mesh
+    miss or have twice."""
     if mesh is None or not isinstance(x, DTensor):
         return ""
     split = [

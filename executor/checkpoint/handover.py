@@ -31,9 +31,8 @@ class Kept:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handover:
-    """What a plan leaves to the next: its count of steps, seed and guard, and the optimizer's
-    states by FQN (None: they stay as they are). `like_parameters` names those laid out as their
-    parameter."""
+    """State that a plan leaves to the next: steps, seed, guard, and the optimizer's states by FQN
+    (None: they stay as they are). `like_parameters` names those laid out as their parameter."""
 
     before: Runtime
     states: dict[str, Kept] | None
@@ -76,15 +75,15 @@ def take_over(runtime: Runtime, left: Handover, optimizer: torch.optim.Optimizer
         left_over = {id(p) for p in gone}
         group["params"][:] = [p for p in group["params"] if id(p) not in left_over]
     for p in runtime.stage_parameters:
-        kept = left.states.get(p.fqn)
-        if kept is None:
+        state = left.states.get(p.fqn)
+        if state is None:
             continue
-        group = optimizer.param_groups[kept.group]
+        group = optimizer.param_groups[state.group]
         group["params"].append(p.api)
         on_device = group.get("capturable") or group.get("fused")
         values = {
             name: _laid_out(x, p, runtime, like=name in left.like_parameters, on_device=on_device)
-            for name, x in kept.values.items()
+            for name, x in state.values.items()
         }
         if values:
             optimizer.state[p.api] = values
@@ -116,8 +115,8 @@ def _laid_out(x: Any, p: StageParameter, runtime: Runtime, *, like: bool, on_dev
         return x
     device = p.stored.device  # the host where it is offloaded
     if like and x.shape == p.shape:
-        own = part_of(p, x.to(device), runtime.place)
-        return wrap_like(p, in_file(own) if p.home == "file" else own.clone().contiguous())
+        shard = part_of(p, x.to(device), runtime.place)
+        return wrap_like(p, in_file(shard) if p.home == "file" else shard.clone().contiguous())
     if x.ndim and isinstance(p.api, DTensor):
         mesh = p.api.device_mesh
         return DTensor.from_local(x.to(device), mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -235,17 +235,17 @@ class _UseRecorder(TorchDispatchMode):
         if not func.is_view:
             overwrites = func._schema.name in OVERWRITING
             for k, argument in enumerate(func._schema.arguments):
-                given = args[k] if k < len(args) else (kwargs or {}).get(argument.name)
+                operand = args[k] if k < len(args) else (kwargs or {}).get(argument.name)
                 writes = argument.alias_info is not None and argument.alias_info.is_write
-                for x in given if isinstance(given, (list, tuple)) else (given,):
+                for x in operand if isinstance(operand, (list, tuple)) else (operand,):
                     if isinstance(x, torch.Tensor):
                         self._note(x, writes, overwrites)
         return func(*args, **(kwargs or {}))
 
     def _note(self, x: torch.Tensor, writes: bool, overwrites: bool) -> None:
         storage = x.untyped_storage()
-        whole = x.numel() * x.element_size() == storage.nbytes()
-        self.uses.setdefault(storage._cdata, writes and overwrites and whole)
+        fills_storage = x.numel() * x.element_size() == storage.nbytes()
+        self.uses.setdefault(storage._cdata, writes and overwrites and fills_storage)
         if writes:
             region = (x.numel(), int(x.storage_offset()), tuple(x.shape), x.stride())
             self.written.setdefault(storage._cdata, set()).add(region)
@@ -278,14 +278,16 @@ class _Rehearsal:
 
     def _visit(self, name: str, module: nn.Module, governor: Governor | None) -> _Visit:
         holders = (module._parameters, module._buffers)
-        own = dict(pair for holder in holders for pair in self.own.get(id(holder), []))
+        attributes = dict(pair for holder in holders for pair in self.own.get(id(holder), []))
         governed = (partial(governor, module),) if governor else ()
         initialiser = _own_initialiser(module)
-        visit = self._watched(name, governed, own)
-        written = all(_covered(self.tensors[fqn], visit.written.get(fqn, set())) for fqn in own)
+        visit = self._watched(name, governed, attributes)
+        written = all(
+            _covered(self.tensors[fqn], visit.written.get(fqn, set())) for fqn in attributes
+        )
         if initialiser is None or (governor and written):
             return visit
-        return self._watched(name, (initialiser, *governed), own)
+        return self._watched(name, (initialiser, *governed), attributes)
 
     def _watched(
         self, name: str, steps: tuple[Step, ...], own: Mapping[str, dict[str, Any]]
@@ -351,12 +353,12 @@ def _check_written(
 def _needed(visits: Sequence[_Visit], wanted: Collection[str]) -> list[_Visit]:
     """The initialisations that `wanted` depends on, in order."""
     live = set(wanted)
-    kept = []
+    needed = []
     for visit in reversed(visits):
         if live & set(visit.uses):
             live |= {fqn for fqn, overwritten in visit.uses.items() if not overwritten}
-            kept.append(visit)
-    return kept[::-1]
+            needed.append(visit)
+    return needed[::-1]
 
 
 # --- the run on the CPU ---------------------------------------------------------------------------

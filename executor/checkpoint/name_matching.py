@@ -142,7 +142,7 @@ def _problems(
     stored_names: Mapping[str, str],
     unexpected: Sequence[str],
 ) -> list[str]:
-    """What is missing, misshapen and unexpected, each with its count and the first."""
+    """Missing, misshapen and unexpected names, each with its count and the first."""
     missing = [fqn for fqn, want in wanted.items() if want.required and fqn not in stored_names]
     misshapen = [
         f"{fqn} is {tuple(shapes[name])} stored as {name!r}, {wanted[fqn].shape} in the model"

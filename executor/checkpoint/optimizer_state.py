@@ -170,9 +170,11 @@ def install(
     groups = []
     position = 0
     for group, chosen in zip(optimizer.param_groups, options, strict=True):
-        kept = {k: x for k, x in group.items() if k != "params" and (k in HOW or chosen is None)}
+        local_options = {
+            k: x for k, x in group.items() if k != "params" and (k in HOW or chosen is None)
+        }
         numbers = range(position, position + len(group["params"]))
-        groups.append({**(chosen or {}), **kept, "params": list(numbers)})
+        groups.append({**(chosen or {}), **local_options, "params": list(numbers)})
         for number, p in zip(numbers, group["params"], strict=True):
             fqn = names.get(id(p))
             if fqn is not None and (values := {**saved["values"].get(fqn, {}), **states[fqn]}):
@@ -222,8 +224,8 @@ def _empty(parameter: torch.Tensor, kind: StoredTensor) -> torch.Tensor:
     dtype = kind.dtype
     if kind.shape == parameter.shape:
         return empty_like(parameter.detach(), dtype)
-    whole = torch.empty(kind.shape, dtype=dtype, device=parameter.device)
+    replicated = torch.empty(kind.shape, dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
-        return whole
+        return replicated
     mesh = parameter.device_mesh
-    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return DTensor.from_local(replicated, mesh, [Replicate()] * mesh.ndim, run_check=False)

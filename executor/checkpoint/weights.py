@@ -104,18 +104,18 @@ def _initialise(state: RankState, seed: int, only: Collection[str], *, whole_str
     chunks = _local_chunks(state)
     unread: dict[str, torch.Tensor] = {}
 
-    def take(fqn: str, whole: torch.Tensor) -> None:
+    def take(fqn: str, x: torch.Tensor) -> None:
         if fqn in state.unread:
-            unread[fqn] = whole
+            unread[fqn] = x
         elif fqn in chunks:
             for read in chunks[fqn].reads(fqn):
-                read.into.copy_(whole[read.index])
+                read.into.copy_(x[read.index])
 
     with state.user.as_passed() as model:
         only = state.user.on_meta.intersection(only)
         initialise(model, take, seed=seed, only=only, whole_stream=whole_stream)
-    for fqn, whole in unread.items():
-        state.user.write(fqn, whole)
+    for fqn, x in unread.items():
+        state.user.write(fqn, x)
 
 
 def _finish(state: RankState) -> None:

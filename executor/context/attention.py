@@ -38,7 +38,8 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """Which blocks of attention a rank computes: how tokens lie, and whether it is `causal`."""
+    """Blocks of attention that a rank computes, by the layout of tokens and by whether it is
+    `causal`."""
 
     axis: Axis
     kind: ContextKind
@@ -47,16 +48,16 @@ class Blocks:
     scale: float | None
 
     def with_rank(self, j: int, tokens: int) -> tuple[slice, slice, bool] | None:
-        """Of the keys of rank j: the queries that read them, the keys that are read, and whether
-        the block is causal; None where none are. Both have so many `tokens`."""
-        r, half, whole = self.axis.rank, tokens // 2, slice(0, tokens)
+        """Queries that read the keys of rank j, the keys that are read, and whether the block is
+        causal; None where none are. Both ranks have so many `tokens`."""
+        r, half, full = self.axis.rank, tokens // 2, slice(0, tokens)
         if not self.causal:
-            return whole, whole, False
+            return full, full, False
         if j == r:
-            return whole, whole, True
+            return full, full, True
         if not self.zigzag:
-            return (whole, whole, False) if j < r else None
-        return (whole, slice(0, half), False) if j < r else (slice(half, tokens), whole, False)
+            return (full, full, False) if j < r else None
+        return (full, slice(0, half), False) if j < r else (slice(half, tokens), full, False)
 
     def columns(self, mask: torch.Tensor, j: int) -> torch.Tensor:
         """The mask's columns for the keys of rank j, in their order; one column is for all."""
@@ -104,13 +105,13 @@ class _ContextAttention(torch.autograd.Function):
         mask: torch.Tensor | None,
         blocks: Blocks,
     ) -> torch.Tensor:
-        whole: Part | None = None
+        total: Part | None = None
         for j, (keys, values) in _arriving(blocks, (k, v)):
             where = blocks.with_rank(j, q.shape[2])
             if where is None:
                 continue
             rows, columns, causal = where
-            found = attend(
+            block = attend(
                 q[:, :, rows],
                 keys[:, :, columns],
                 values[:, :, columns],
@@ -118,10 +119,10 @@ class _ContextAttention(torch.autograd.Function):
                 causal=causal,
                 scale=blocks.scale,
             )
-            whole = found if whole is None else whole.joined(found, rows)
-        assert whole is not None  # its own keys come first
-        out = whole.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, mask, out, whole.log_sum)
+            total = block if total is None else total.joined(block, rows)
+        assert total is not None  # its own keys come first
+        out = total.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, mask, out, total.log_sum)
         ctx.blocks = blocks
         return out
 
@@ -136,7 +137,7 @@ class _ContextAttention(torch.autograd.Function):
             where = blocks.with_rank(j, q.shape[2])
             if where is not None:
                 rows, columns, causal = where
-                own = attend_backward(
+                grads = attend_backward(
                     gradients[0][:, :, rows],
                     q[:, :, rows],
                     keys[:, :, columns],
@@ -146,8 +147,8 @@ class _ContextAttention(torch.autograd.Function):
                     causal=causal,
                     scale=blocks.scale,
                 )
-                grad_q[:, :, rows] += own[0]
-                gathering.add(j, columns, own[1:])
+                grad_q[:, :, rows] += grads[0]
+                gathering.add(j, columns, grads[1:])
             gathering.pass_on()
         grad_k, grad_v = gathering.whole()
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
@@ -156,15 +157,15 @@ class _ContextAttention(torch.autograd.Function):
 # --- keys and values of other ranks ---------------------------------------------------------------
 
 
-def _arriving(blocks: Blocks, own: Tensors) -> Iterator[tuple[int, Tensors]]:
+def _arriving(blocks: Blocks, local: Tensors) -> Iterator[tuple[int, Tensors]]:
     """(rank, its keys and values), this rank's own first, then those before it."""
     axis = blocks.axis
-    at_hand = own
-    gathered = None if blocks.kind == RING else [_gathered(x, axis) for x in own]
+    at_hand = local
+    gathered = None if blocks.kind == RING else [_gathered(x, axis) for x in local]
     for step in range(axis.size):
         j = (axis.rank - step) % axis.size
         if gathered is not None:
-            yield j, own if step == 0 else tuple(x[j] for x in gathered)
+            yield j, local if step == 0 else tuple(x[j] for x in gathered)
             continue
         coming = _sent_on(at_hand, axis) if step + 1 < axis.size else None
         yield j, at_hand
@@ -174,9 +175,9 @@ def _arriving(blocks: Blocks, own: Tensors) -> Iterator[tuple[int, Tensors]]:
 
 def _gathered(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """[n, ...]: a tensor of every rank."""
-    found, work = all_gather_flat(x.contiguous().view(-1), axis)
+    gathered, work = all_gather_flat(x.contiguous().view(-1), axis)
     work.wait()
-    return found.view(axis.size, *x.shape)
+    return gathered.view(axis.size, *x.shape)
 
 
 @dataclass(slots=True)
@@ -214,11 +215,11 @@ class _Returning:
         held = 1 if self.ring else self.axis.size
         self.parts = tuple(x.new_zeros((held, *x.shape)) for x in (k, v))
 
-    def add(self, j: int, columns: slice, found: Sequence[torch.Tensor]) -> None:
+    def add(self, j: int, columns: slice, grads: Sequence[torch.Tensor]) -> None:
         """Add gradients of keys and values of rank j."""
         self._arrive()
-        for part, own in zip(self.parts, found, strict=True):
-            part[0 if self.ring else j, :, :, columns] += own
+        for part, grad in zip(self.parts, grads, strict=True):
+            part[0 if self.ring else j, :, :, columns] += grad
 
     def pass_on(self) -> None:
         """After each rank's keys: in a ring their gradients follow them, while the next ones' are
@@ -232,16 +233,16 @@ class _Returning:
             self.parts, self.coming = self.coming.wait(), None
 
     def whole(self) -> Tensors:
-        """Those of this rank's own keys and values."""
+        """Gradients of this rank's own keys and values."""
         self._arrive()
         if self.ring:
             return tuple(part[0] for part in self.parts)
         return tuple(self._scattered(part) for part in self.parts)
 
     def _scattered(self, parts: torch.Tensor) -> torch.Tensor:
-        own, work = reduce_scatter_flat(parts.view(self.axis.size, -1), self.axis)
+        shard, work = reduce_scatter_flat(parts.view(self.axis.size, -1), self.axis)
         work.wait()
-        return own.view(parts.shape[1:])
+        return shard.view(parts.shape[1:])
 
 
 # --- blocks of attention --------------------------------------------------------------------------
@@ -259,7 +260,7 @@ _ATEN = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Of some queries the output [batch, heads, tokens, features], and the log of the sum of
+    """Output of some queries [batch, heads, tokens, features], and the log of the sum of
     exp(scores) [batch, heads, tokens], in single precision at least."""
 
     out: torch.Tensor
@@ -267,11 +268,11 @@ class Part:
 
     def joined(self, other: Part, rows: slice) -> Part:
         """With the part of other keys for the queries `rows` of this one."""
-        own = self.log_sum[:, :, rows]
-        log_sum = torch.logaddexp(own, other.log_sum)
+        log_sums = self.log_sum[:, :, rows]
+        log_sum = torch.logaddexp(log_sums, other.log_sum)
         # (-∞) - (-∞): queries that have read no key yet
         weights = [
-            torch.exp(x - log_sum).nan_to_num(0.0).unsqueeze(-1) for x in (own, other.log_sum)
+            torch.exp(x - log_sum).nan_to_num(0.0).unsqueeze(-1) for x in (log_sums, other.log_sum)
         ]
         out, sums = self.out.to(log_sum.dtype, copy=True), self.log_sum.clone()
         out[:, :, rows] = out[:, :, rows] * weights[0] + other.out * weights[1]
@@ -304,7 +305,7 @@ def attend_backward(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    whole: Part,
+    total: Part,
     *,
     causal: bool,
     scale: float | None,
@@ -312,11 +313,11 @@ def attend_backward(
     """Gradients of q, k and v by a block of keys; `whole` is what all keys together gave."""
     wide_k, wide_v = (_for_each_query(x, q) for x in (k, v))
     if _has_kernel(q, v, mask):
-        found = _kernel_backward(gradient, q, wide_k, wide_v, whole, causal, scale)
+        grads = _kernel_backward(gradient, q, wide_k, wide_v, total, causal, scale)
     else:
-        found = _written_out(gradient, q, wide_k, wide_v, mask, whole, causal, scale)
-    grad_q, *others = found
-    grad_k, grad_v = (_of_groups(own, x) for own, x in zip(others, (k, v), strict=True))
+        grads = _written_out(gradient, q, wide_k, wide_v, mask, total, causal, scale)
+    grad_q, *others = grads
+    grad_k, grad_v = (_of_groups(grad, x) for grad, x in zip(others, (k, v), strict=True))
     return grad_q, grad_k, grad_v
 
 
@@ -326,14 +327,14 @@ def _written_out(
     k: torch.Tensor,
     v: torch.Tensor,
     mask: torch.Tensor | None,
-    whole: Part,
+    total: Part,
     causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     scores = _scores(q, k, mask, causal, scale)
     wide = scores.dtype
-    weights = torch.exp(scores - whole.log_sum.unsqueeze(-1)).nan_to_num(0.0)
-    gradient, q, k, v, out = (x.to(wide) for x in (gradient, q, k, v, whole.out))
+    weights = torch.exp(scores - total.log_sum.unsqueeze(-1)).nan_to_num(0.0)
+    gradient, q, k, v, out = (x.to(wide) for x in (gradient, q, k, v, total.out))
     passed = (gradient * out).sum(-1, keepdim=True)
     of_scores = weights * (gradient @ v.transpose(-2, -1) - passed) * _scale(q, scale)
     return of_scores @ k, of_scores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ gradient
@@ -393,21 +394,21 @@ def _kernel_backward(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    whole: Part,
+    total: Part,
     causal: bool,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    given = (gradient, q, k, v, whole.out.to(q.dtype), whole.log_sum)
+    operands = (gradient, q, k, v, total.out.to(q.dtype), total.log_sum)
     if q.device.type == "cpu":
         backward = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default
-        found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = backward(
-            *given, 0.0, causal, scale=scale
+        grads: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = backward(
+            *operands, 0.0, causal, scale=scale
         )
-        return found
+        return grads
     nothing = torch.empty(0, dtype=torch.int64, device=q.device)  # no dropout: no state of it
     lengths = (nothing.int(), nothing.int(), q.shape[2], k.shape[2])
     backward = _ATEN._scaled_dot_product_flash_attention_backward.default
-    found = backward(
-        *(x.contiguous() for x in given), *lengths, 0.0, causal, nothing, nothing, scale=scale
+    grads = backward(
+        *(x.contiguous() for x in operands), *lengths, 0.0, causal, nothing, nothing, scale=scale
     )
-    return found
+    return grads

@@ -40,8 +40,8 @@ class Halo(nn.Module):
         moved = []
         for k, chunk in zip(self.own, chunks, strict=True):
             entering = self._entering(passed, k)
-            kept = chunk.narrow(dim, 0 if later else 1, length - 1)
-            moved += [entering, kept] if later else [kept, entering]
+            interior = chunk.narrow(dim, 0 if later else 1, length - 1)
+            moved += [entering, interior] if later else [interior, entering]
         return torch.cat(moved, dim)
 
     def _entering(self, passed: torch.Tensor, k: int) -> torch.Tensor:

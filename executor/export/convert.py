@@ -58,7 +58,7 @@ class _FileTensor(LocalChunks):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What was written: the tensors, their bytes, and the folder's files of them."""
+    """Tensors that were written, their bytes, and the folder's files of them."""
 
     tensors: int
     bytes: int
@@ -102,10 +102,10 @@ def to_pretrained_files(
         writer = weight_folder.FileWriter(saving, layout)
         for file, name in weight_folder.in_turn(layout.files.items()):
             of = source_of[name]
-            whole = torch.empty(stored[of].shape, dtype=stored[of].dtype)
-            ranges = tuple((0, size) for size in whole.shape)
-            read_tensors([ChunkRead(name=of, ranges=ranges, into=whole)], stored)
-            writer.write(file, name, whole)
+            tensor = torch.empty(stored[of].shape, dtype=stored[of].dtype)
+            ranges = tuple((0, size) for size in tensor.shape)
+            read_tensors([ChunkRead(name=of, ranges=ranges, into=tensor)], stored)
+            writer.write(file, name, tensor)
         files = writer.finish()
         weight_folder.publish(saving, folder, layout, [files])
     return _converted(len(names), files)

@@ -1,4 +1,4 @@
-"""What of a model Hugging Face's libraries save, and the names that it has there.
+"""Parts of a model that Hugging Face's libraries save, and their names there.
 
 A model of transformers is saved under its own names; where it is a submodule of the user's model,
 without the prefix. Of tied weights the one name is kept that transformers keeps. Adapters have the
@@ -37,8 +37,8 @@ class Part:
     @property
     def adapters(self) -> Mapping[str, Any]:
         """The configs of peft's adapters on it, by name."""
-        found = getattr(self.module, "peft_config", None)
-        return found if isinstance(found, Mapping) else {}
+        config = getattr(self.module, "peft_config", None)
+        return config if isinstance(config, Mapping) else {}
 
 
 def saved_part(model: nn.Module, submodule: str | None) -> Part:
@@ -129,11 +129,11 @@ def adapter_names(
         for name, shape in shapes.items()
         if name.startswith(part.prefix)
     }
-    kept = import_module("peft").get_peft_model_state_dict(
+    adapter_state = import_module("peft").get_peft_model_state_dict(
         part.module, state_dict=dict(inside), adapter_name=adapter, save_embedding_layers=False
     )
     before = ADAPTERS_INSIDE if getattr(part.module, "_hf_peft_config_loaded", False) else ""
-    name_of = {id(x): before + name for name, x in kept.items()}
+    name_of = {id(x): before + name for name, x in adapter_state.items()}
     names = {part.prefix + name: name_of[id(x)] for name, x in inside.items() if id(x) in name_of}
     if lost := [fqn for fqn in trained if fqn.startswith(part.prefix) and fqn not in names]:
         raise SavedError(

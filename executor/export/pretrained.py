@@ -30,7 +30,7 @@ from meshwright.executor.runtime import RankState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Export:
-    """What is saved, the same on all ranks: of the `part` of the model the tensors `fqn_of` stored
+    """An export, the same on all ranks: of the `part` of the model the tensors `fqn_of` stored
     names, in the files of `layout`, each written by its owner. `adapters` alone, or other trained
     parameters alone (`partial`)."""
 

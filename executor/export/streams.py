@@ -82,12 +82,12 @@ def owner_of(tensors: Iterable[HeldTensor], bytes_before: dict[int, int]) -> int
 def _parts(held: HeldTensor, owner: int) -> tuple[tuple[int, tuple[Chunk, ...]], ...]:
     """The ranks of the replica of a tensor that its owner gets, with their chunks."""
     coordinates = list(product(*map(range, held.mesh_shape)))
-    own = coordinates[held.ranks.index(owner)] if owner in held.ranks else coordinates[0]
+    replica = coordinates[held.ranks.index(owner)] if owner in held.ranks else coordinates[0]
     replicated = [k for k, p in enumerate(held.placements) if isinstance(p, Replicate)]
     return tuple(
         (rank, local_chunks(held.shape, held.placements, held.mesh_shape, coordinate))
         for rank, coordinate in zip(held.ranks, coordinates, strict=True)
-        if all(coordinate[k] == own[k] for k in replicated)
+        if all(coordinate[k] == replica[k] for k in replicated)
     )
 
 
@@ -105,16 +105,16 @@ def streamed(
 def _gathered(
     x: torch.Tensor | None, held: HeldTensor, owner: int, rank: int, group: dist.ProcessGroup | None
 ) -> torch.Tensor | None:
-    whole = torch.empty(held.shape, dtype=held.dtype) if rank == owner else None
+    tensor = torch.empty(held.shape, dtype=held.dtype) if rank == owner else None
     for source, chunks in _parts(held, owner):
         if rank not in (source, owner):
             continue
         local = LocalChunks.of(x).local if rank == source and x is not None else None
         for chunk in chunks:
             part = None if local is None else narrowed(local, chunk.local_offset, chunk.sizes)
-            into = None if whole is None else narrowed(whole, chunk.offset, chunk.sizes)
+            into = None if tensor is None else narrowed(tensor, chunk.offset, chunk.sizes)
             _moved(part, into, source, owner, group)
-    return whole
+    return tensor
 
 
 def _moved(
@@ -154,11 +154,11 @@ def full_state_dict(state: RankState, rank: int) -> dict[str, torch.Tensor]:
     with progress.during("gathering a state dict"):
         run_on_all(group, lambda: check_loaded(state, "full_state_dict"))
         held = held_tensors(state)
-        found = {
+        tensors = {
             fqn: x
             for fqn, x in streamed(state, held, [(fqn, rank) for fqn in held])
             if x is not None
         }
         run_on_all(group, lambda: None)  # no rank goes on while another still sends
     aliases = state.graph.aliases
-    return found | {alias: found[fqn] for alias, fqn in aliases.items() if fqn in found}
+    return tensors | {alias: tensors[fqn] for alias, fqn in aliases.items() if fqn in tensors}

@@ -78,7 +78,7 @@ def laid_out(kinds: Mapping[str, Kind], max_shard_size: int | str) -> Layout:
         )
     split = import_module("huggingface_hub").split_state_dict_into_shards_factory
     try:
-        found = split(
+        shards = split(
             dict(kinds),
             get_storage_size=bytes_of,
             filename_pattern="model{suffix}.safetensors",
@@ -90,7 +90,7 @@ def laid_out(kinds: Mapping[str, Kind], max_shard_size: int | str) -> Layout:
             place="max_shard_size",
             legal="bytes, or text as '5GB'",
         ) from error
-    files = found.filename_to_tensors
+    files = shards.filename_to_tensors
     return Layout(files={file: {n: kinds[n] for n in names} for file, names in files.items()})
 
 

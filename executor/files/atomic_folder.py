@@ -34,9 +34,9 @@ from meshwright.profiles.inputs import MeshwrightError, checked_path
 def followed(path: str | Path) -> Path:
     """The folder that a path leads to, be it there or not. Raises ValueError where links lead in a
     circle, or to no folder that a save could replace."""
-    given = checked_path(path, "checkpoint")
+    checked = checked_path(path, "checkpoint")
     try:
-        folder = given.resolve()
+        folder = checked.resolve()
     except (OSError, RuntimeError) as error:
         raise SavedError(
             f"its links lead nowhere ({error})",

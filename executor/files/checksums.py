@@ -28,7 +28,7 @@ def read_blocks(handle: int, start: int, into: memoryview, moved: Moved) -> Iter
 
 
 def checksum_of(blocks: Iterable[memoryview]) -> str:
-    """Of blocks of memory together."""
+    """Checksum of blocks of memory together."""
     state = xxhash.xxh3_64()
     for block in blocks:
         state.update(block)
@@ -36,7 +36,7 @@ def checksum_of(blocks: Iterable[memoryview]) -> str:
 
 
 def checksum_of_file(path: Path) -> str:
-    """Of a whole file."""
+    """Checksum of a file."""
     state, block = xxhash.xxh3_64(), memoryview(bytearray(BLOCK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):

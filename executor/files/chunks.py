@@ -197,8 +197,8 @@ def placements_on(x: torch.Tensor, mesh: DeviceMesh) -> tuple[Placement, ...]:
 
 @cache
 def untiled(size: int, placements: tuple[Placement, ...], mesh_shape: tuple[int, ...]) -> str:
-    """What the parts of a dim of so many elements, of all ranks along the axes that split it, do
-    not make up; empty where they tile it. `placements` shard dim 0."""
+    """Elements of a dim of this size that the parts of all ranks, along the axes that split it,
+    miss or have twice; empty where they tile it. `placements` shard dim 0."""
     runs: list[tuple[int, int]] = []
     for coordinate in product(*map(range, mesh_shape)):
         parts = local_chunks((size,), placements, mesh_shape, coordinate)

@@ -85,7 +85,7 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a save wrote to a folder: files and tensors by name, and a checkpoint's notes."""
+    """Files and tensors of a save by name, and a checkpoint's notes."""
 
     files: Mapping[str, SavedFile]
     tensors: Mapping[str, StoredTensor] = field(default_factory=dict)

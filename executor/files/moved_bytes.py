@@ -1,4 +1,4 @@
-"""How many of their bytes a read or a write has moved, said to who watches."""
+"""Progress of reads and writes in bytes."""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ def open_source(path: str | Path) -> WeightSource:
         return WeightFiles(_files_of(path))
     if path.is_file():
         return WeightFiles(_indexed(path) if path.name.endswith(".index.json") else [path])
-    found = "is no regular file" if path.exists() else "does not exist"
-    raise SavedError(f" {found}", place=f"weights: {str(path)!r}", way_out=f"give {FORMATS}")
+    fault = "is no regular file" if path.exists() else "does not exist"
+    raise SavedError(f" {fault}", place=f"weights: {str(path)!r}", way_out=f"give {FORMATS}")
 
 
 def _files_of(folder: Path) -> list[Path]:

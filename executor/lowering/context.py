@@ -26,7 +26,7 @@ State = tuple[sharding.Placement, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What lowering any block of a stage reads.
+    """Inputs of the lowering of any block of a stage.
 
     `microbatches` is m, for losses that are means, `sums` are the keys of operators that add rows
     up and count m times, `totals` values that are handed in for the whole batch. `weight_gradients`

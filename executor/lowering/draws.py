@@ -75,15 +75,15 @@ class IndexGrid(nn.Module):
         rows = rng[1:] * self.per_row
         for vector in reversed(vectors[1:]):
             rows = (rows.unsqueeze(-1) + vector).flatten()
-        whole = rows.numel() * last.numel()
-        part = whole if torch.compiler.is_compiling() else max(LEAST_PART, -(-whole // PARTS))
+        total = rows.numel() * last.numel()
+        part = total if torch.compiler.is_compiling() else max(LEAST_PART, -(-total // PARTS))
         count = max(1, part // last.numel())
-        found = torch.empty(rows.numel(), last.numel(), dtype=dtype, device=rng.device)
+        mask = torch.empty(rows.numel(), last.numel(), dtype=dtype, device=rng.device)
         for k in range(0, rows.numel(), count):
             numbers = rows[k : k + count].unsqueeze(-1) + last
-            found[k : k + count] = keep_mask(numbers, rng[0], salt, p)
+            mask[k : k + count] = keep_mask(numbers, rng[0], salt, p)
         sizes = [vector.numel() for vector in reversed(vectors)]
-        return found.view(sizes + [1] * (len(self.shape) - len(shape)))
+        return mask.view(sizes + [1] * (len(self.shape) - len(shape)))
 
     def along(self, d: int, device: torch.device) -> torch.Tensor:
         """The global numbers of this rank's elements along a dim."""
@@ -219,13 +219,13 @@ def single_rows(graph: Graph) -> frozenset[str]:
     batched input, or of none at all with a first dim of one."""
     if graph.batch_size != 1:
         return frozenset()
-    found = set(graph.batched)
+    values = set(graph.batched)
     for op in (*graph.derived, *graph.ops):
         if not op.operands:
-            found |= {v for v in op.results if graph.values[v].shape[:1] == (1,)}
-        elif not found.isdisjoint(op.operands):
-            found |= set(op.results)
-    return frozenset(found)
+            values |= {v for v in op.results if graph.values[v].shape[:1] == (1,)}
+        elif not values.isdisjoint(op.operands):
+            values |= set(op.results)
+    return frozenset(values)
 
 
 def drawn(op: Op, dtype: torch.dtype, grid: IndexGrid, salt: int) -> nn.Module:

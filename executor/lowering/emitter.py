@@ -188,8 +188,8 @@ class Emitter:
     def _run(self, op: Op) -> None:
         call = self._called(op)
         node = self._travelling(call)
-        if node is None and (found := replacement(call, self.context)):
-            node = self._call(*found)
+        if node is None and (replaced := replacement(call, self.context)):
+            node = self._call(*replaced)
         if node is None:
             node = self.out.call_function(callable_of(op), tuple(call.args), call.kwargs)
         node = self._scaled(call, node)
@@ -207,18 +207,18 @@ class Emitter:
         chosen = self.strategies[op.name]
         states = zip(*(strategy.operands for strategy in chosen), strict=True)
         operands = iter(
-            [self._operand(op, *each) for each in zip(op.operands, states, strict=True)]
+            [self._operand(op, *operand) for operand in zip(op.operands, states, strict=True)]
         )
         args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(operands))
         results = list(zip(*(strategy.results for strategy in chosen), strict=True))
         args = self._localized(op, [self._here(a) for a in args], results)
         kwargs = {name: self._here(a) for name, a in kwargs.items()}
-        made = self.table.ops[op.name]
-        sizes = dict(made.sizes)
+        factors = self.table.ops[op.name]
+        sizes = dict(factors.sizes)
         for strategy, axis in zip(chosen, self.context.axes, strict=True):
             if strategy.split_factor in sizes:
                 sizes[strategy.split_factor] = axis.part(sizes[strategy.split_factor])[1]
-        args, kwargs = divided(op, made, args, kwargs, sizes)
+        args, kwargs = divided(op, factors, args, kwargs, sizes)
         return Call(
             op=op,
             position=self.positions[op.name],
@@ -285,11 +285,11 @@ class Emitter:
     def _scaled(self, call: Call, node: fx.Node) -> fx.Node:
         """A mean over a split factor is this rank's share of the mean, a sum over rows that of m
         micro-batches."""
-        made = self.table.ops[call.op.name]
+        factors = self.table.ops[call.op.name]
         scale: float = self.context.microbatches if call.op.key in self.context.sums else 1
         for strategy, axis in zip(call.strategies, self.context.axes, strict=True):
-            if made.kinds.get(strategy.split_factor) == "mean":
-                size = made.sizes[strategy.split_factor]
+            if factors.kinds.get(strategy.split_factor) == "mean":
+                size = factors.sizes[strategy.split_factor]
                 scale *= axis.part(size)[1] / size
         return node if scale == 1 else self._call(Scaled(scale), (node,))
 
@@ -326,8 +326,8 @@ class Emitter:
         """A value of copies that was made outside, sent after them."""
         key = name, state, dispatch
         if key not in self.sent:
-            given = self.value(name, state), self.routes[dispatch]
-            self.sent[key] = self._call(Send(tokens=False), given)
+            operands = self.value(name, state), self.routes[dispatch]
+            self.sent[key] = self._call(Send(tokens=False), operands)
         return self.sent[key]
 
 

@@ -57,13 +57,13 @@ class FindRoute(nn.Module):
         self.axis, self.experts = axis, experts
 
     def forward(self, chosen: torch.Tensor) -> Route:
-        axis, own = self.axis, self.experts // self.axis.size
+        axis, local_experts = self.axis, self.experts // self.axis.size
         order, counts = expert_order(chosen, self.experts)
         arriving = torch.empty_like(counts)
         dist.all_to_all_single(arriving, counts, group=axis.group)
-        numbers = torch.stack([counts, arriving]).view(2, axis.size, own)
-        leaving, coming = read(numbers, lambda: _balanced(chosen.numel(), axis, own))
-        expert = torch.arange(own, device=chosen.device).repeat(axis.size)
+        numbers = torch.stack([counts, arriving]).view(2, axis.size, local_experts)
+        leaving, coming = read(numbers, lambda: _balanced(chosen.numel(), axis, local_experts))
+        expert = torch.arange(local_experts, device=chosen.device).repeat(axis.size)
         received = [sum(row) for row in coming]
         expert = expert.repeat_interleave(arriving, output_size=sum(received))
         arranged = expert.argsort(stable=True)
@@ -80,11 +80,14 @@ class FindRoute(nn.Module):
         )
 
 
-def _balanced(copies: int, axis: Axis, own: int) -> list[list[list[int]]]:
-    """What a rehearsal sends to each expert of each rank, and gets from each rank for each of its
-    own: as many as any other, the first experts one more."""
-    each, more = divmod(copies, axis.size * own)
-    per_expert = [[each + (rank * own + e < more) for e in range(own)] for rank in range(axis.size)]
+def _balanced(copies: int, axis: Axis, local_experts: int) -> list[list[list[int]]]:
+    """Copies that a rehearsal sends to each expert of each rank, and gets from each rank for each
+    of its experts: as many as any other, the first experts one more."""
+    quotient, more = divmod(copies, axis.size * local_experts)
+    per_expert = [
+        [quotient + (rank * local_experts + e < more) for e in range(local_experts)]
+        for rank in range(axis.size)
+    ]
     return [per_expert, [per_expert[axis.rank]] * axis.size]
 
 
@@ -119,10 +122,10 @@ class _Send(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         route, (grad,) = ctx.route, grads
-        found = _homeward(grad.reshape(len(grad), prod(grad.shape[3:])), route)
+        returned = _homeward(grad.reshape(len(grad), prod(grad.shape[3:])), route)
         if ctx.tokens:
-            found = found.view(*route.copies, -1).sum(2)
-        return found.view(ctx.shape), None, None
+            returned = returned.view(*route.copies, -1).sum(2)
+        return returned.view(ctx.shape), None, None
 
 
 class _Return(torch.autograd.Function):

@@ -32,9 +32,9 @@ class ParallelEmbedding(nn.Module):
         local = ids - self.first
         outside = (local < 0) | (local >= rows)
         padding = padding_idx - self.first if padding_idx >= 0 else -1
-        own = padding if 0 <= padding < rows else None
-        found = F.embedding(local.masked_fill(outside, 0), weight, padding_idx=own)
-        return found.masked_fill(outside.unsqueeze(-1), 0)
+        local_padding = padding if 0 <= padding < rows else None
+        rows_found = F.embedding(local.masked_fill(outside, 0), weight, padding_idx=local_padding)
+        return rows_found.masked_fill(outside.unsqueeze(-1), 0)
 
 
 class _VocabularyLoss(torch.autograd.Function):
@@ -63,17 +63,17 @@ class _VocabularyLoss(torch.autograd.Function):
         safe = local.masked_fill(outside, 0)
         hit = shifted.gather(1, safe.unsqueeze(1)).squeeze(1).masked_fill(outside, 0)
         total, hit = all_reduce(torch.stack([exponentials.sum(dim=1), hit]), axis)
-        kept = target != ignore_index
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), safe, outside, kept)
+        counted = target != ignore_index
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), safe, outside, counted)
         ctx.dtype = logits.dtype
-        loss: torch.Tensor = ((total.log() - hit) * kept).sum()
+        loss: torch.Tensor = ((total.log() - hit) * counted).sum()
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        softmax, safe, outside, kept = ctx.saved_tensors
-        grad = softmax * kept.unsqueeze(1)
-        inside = (~outside & kept).to(grad.dtype)
+        softmax, safe, outside, counted = ctx.saved_tensors
+        grad = softmax * counted.unsqueeze(1)
+        inside = (~outside & counted).to(grad.dtype)
         grad.scatter_add_(1, safe.unsqueeze(1), -inside.unsqueeze(1))
         return (grad * grads[0]).to(ctx.dtype), None, None, None, None
 
@@ -140,8 +140,8 @@ def row_weight(
     target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None
 ) -> torch.Tensor:
     """The number of rows that are not ignored, or the sum of their classes' weights."""
-    kept = target != ignore_index
-    return kept.sum() if weight is None else weight[target[kept]].sum()
+    counted = target != ignore_index
+    return counted.sum() if weight is None else weight[target[counted]].sum()
 
 
 class SyncBatchNorm(nn.Module):

@@ -79,8 +79,8 @@ class Lowering:
         states = {name: boundary(name, inputs.get(name, R)) for name in block.inputs}
         states |= {name: boundary(name) for name in block.derived}
         states |= {name: parameters[name] for name in block.parameters}
-        whole = (R,) * len(self.context.outer)
-        states |= {name: (*whole, buffers[name]) for name in block.buffers}
+        replicated = (R,) * len(self.context.outer)
+        states |= {name: (*replicated, buffers[name]) for name in block.buffers}
         key = self._key(block, assignment, states)
         if key not in self.classes:
             steps = moves(layouts, assignment, {name: s[-1] for name, s in states.items()})
@@ -136,12 +136,12 @@ class Lowering:
     def prologue(self, ops: Sequence[Op], wanted: Sequence[str]) -> Lowered:
         """Lower operators on raw inputs (masks, positions): replicated on the tensor axis, no
         gradient."""
-        made = {r for op in ops for r in op.results}
-        read = dict.fromkeys(n for op in ops for n in op.operands if n not in made)
-        arguments = tuple(dict.fromkeys([*read, *(n for n in wanted if n not in made)]))
+        results = {r for op in ops for r in op.results}
+        read = dict.fromkeys(n for op in ops for n in op.operands if n not in results)
+        arguments = tuple(dict.fromkeys([*read, *(n for n in wanted if n not in results)]))
         known = self.context.totals.union(self.context.graph.inputs)
-        whole = (R,) * len(self.context.axes)
-        entering = {n: self.context.boundary(n) if n in known else whole for n in arguments}
+        replicated = (R,) * len(self.context.axes)
+        entering = {n: self.context.boundary(n) if n in known else replicated for n in arguments}
         steps = replicated_steps(ops, arguments, wanted)
         return Lowered(
             module=self._written(steps, entering, wanted).module,
@@ -163,13 +163,13 @@ class Lowering:
             for op in block.ops
             for r in op.results
         )
-        own = (
+        local_key = (
             self._policy(block),
             tuple(op.key in self.context.sums for op in block.ops),
             tuple(name in self.context.deferrable for name in block.parameters),
         )
-        whole = class_hash(self.context.graph, block, exact=True)
-        return whole, choices, results, own, tuple(states.values())
+        exact_hash = class_hash(self.context.graph, block, exact=True)
+        return exact_hash, choices, results, local_key, tuple(states.values())
 
 
 def block_salt(name: str) -> int:

@@ -55,11 +55,11 @@ def replacement(call: Call, context: Context) -> Replacement | None:
     on_axes = list(zip(call.strategies, context.axes, strict=True))
     if rules.traits_of(op).leaf:
         values = context.graph.values
-        made = [
+        candidates = [
             (context.local_shape(value, state), values[value].dtype)
             for value, state in zip(op.results, call.results, strict=True)
         ]
-        leaf = LeafCall(op, context.device, call.position, part_number(on_axes), made)
+        leaf = LeafCall(op, context.device, call.position, part_number(on_axes), candidates)
         return leaf, (*args[1], *([call.rng] if rules.draws(op) else ()))
     if rules.draws(op):
         return _drawn(call, context)
@@ -84,7 +84,7 @@ def replacement(call: Call, context: Context) -> Replacement | None:
 
 
 def callable_of(op: Op) -> Any:
-    """What an operator calls where nothing stands in for it."""
+    """Callable of an operator without a replacement."""
     if rules.runs_as_reshape(op):  # a shard's memory need not allow a view
         return torch.ops.aten.reshape.default
     return rules.overload(op.target)
@@ -155,8 +155,8 @@ def _by_blocks(call: Call, context: Context) -> Replacement:
         causal=rules.is_causal(call.op),
         zigzag=context.context.zigzag,
     )
-    given = _given(call)
-    return module, [given[name] for name in ("q", "k", "v", "attn_mask", "scale")]
+    operands = _given(call)
+    return module, [operands[name] for name in ("q", "k", "v", "attn_mask", "scale")]
 
 
 def _halo(call: Call, context: Context) -> Replacement:
@@ -168,17 +168,17 @@ def _halo(call: Call, context: Context) -> Replacement:
 
 
 def _attention(call: Call, context: Context) -> Replacement:
-    op, given = call.op, _given(call)
+    op, operands = call.op, _given(call)
     q, k = (context.graph.values[name].shape for name in op.operands[:2])
     grid = _grid(context, op.results[0], call.results[0], (*q[:-1], k[-2]))
     args = (
-        given["q"],
-        given["k"],
-        given["v"],
-        given["attn_mask"],
-        given["dropout_p"],
-        given["is_causal"],
-        given["scale"],
+        operands["q"],
+        operands["k"],
+        operands["v"],
+        operands["attn_mask"],
+        operands["dropout_p"],
+        operands["is_causal"],
+        operands["scale"],
         call.rng,
     )
     return DropoutAttention(grid, call.position), args
@@ -187,7 +187,7 @@ def _attention(call: Call, context: Context) -> Replacement:
 def _grid(
     context: Context, value: str, state: State, shape: Sequence[int] | None = None
 ) -> IndexGrid:
-    """Where this rank's elements of a result, or of a tensor of `shape` split as it, lie."""
+    """Positions of this rank's elements in a result, or in a tensor of `shape` split as it."""
     cuts = [
         Cut(seen_locally(k, placement, state, context.axes), axis, zigzag)
         for k, (placement, axis) in enumerate(zip(state, context.axes, strict=True))
@@ -251,16 +251,16 @@ class LeafCall(nn.Module):
 
     def _run(self, program: Program, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         try:
-            made = program(operands)
-            return [x.to(dtype) for x, (_, dtype) in zip(made, self.results, strict=True)]
+            results = program(operands)
+            return [x.to(dtype) for x, (_, dtype) in zip(results, self.results, strict=True)]
         except Exception as error:  # whatever a forward does with values it lacks
             if all(map(has_values, operands)) or isinstance(error, UnseenWrite):
                 raise
             note_unrun(program.name, error)
         as_traced: Callable[..., Any] = _AsTraced.apply
-        made = as_traced(self.leaf, self.results, *operands)
-        flows = (*self.leaf.gradients, *[False] * len(made))
-        return [x if flow else x.detach() for x, flow in zip(made, flows, strict=False)]
+        results = as_traced(self.leaf, self.results, *operands)
+        flows = (*self.leaf.gradients, *[False] * len(results))
+        return [x if flow else x.detach() for x, flow in zip(results, flows, strict=False)]
 
     @contextmanager
     def _stream(self, rng: torch.Tensor) -> Iterator[None]:
@@ -279,21 +279,23 @@ class _AsTraced(torch.autograd.Function):
         ctx: Any, leaf: rules.Leaf, results: Sequence[ShapeAndDtype], *operands: Any
     ) -> Any:
         device = operands[0].device
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results]
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results]
         work, ctx.operands = leaf.work, [(x.shape, x.dtype) for x in operands]
-        part = made[0].numel() / max(1, work.numel) if made else 1.0
+        part = outputs[0].numel() / max(1, work.numel) if outputs else 1.0
         beside = torch.empty(int(work.saved_bytes * part), dtype=torch.uint8, device=device)
-        saved = [operands[k] if k >= 0 else made[-1 - k] for k in work.saves]
+        saved = [operands[k] if k >= 0 else outputs[-1 - k] for k in work.saves]
         ctx.save_for_backward(*saved, beside)
-        return tuple(made)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         _ = ctx.saved_tensors  # lets go of them
         device = gradients[0].device
         needed = zip(ctx.needs_input_grad[2:], ctx.operands, strict=True)
-        made = [torch.zeros(x, dtype=d, device=device) if flow else None for flow, (x, d) in needed]
-        return (None, None, *made)
+        grads = [
+            torch.zeros(x, dtype=d, device=device) if flow else None for flow, (x, d) in needed
+        ]
+        return (None, None, *grads)
 
 
 def part_number(axes: Sequence[tuple[Strategy, Axis]]) -> int:

@@ -89,10 +89,10 @@ class BlockWeights:
         members, stale = self.away[block], block in self.stale
         for p in members:
             revive(p.leaf)
-        kept = [] if stale else [p for p in members if p.fqn in self.copies]
-        rest = [p for p in members if p not in kept and not p.shard_placement.sharded]
+        copied = [] if stale else [p for p in members if p.fqn in self.copies]
+        rest = [p for p in members if p not in copied and not p.shard_placement.sharded]
         with self.aside.entered(waits=waits), torch.no_grad():
-            for p in kept:
+            for p in copied:
                 p.leaf.data.copy_(self.copies[p.fqn], non_blocking=True)
             stored = self.staging.bring([p.stored for p in rest], self.device)
             for p, x in zip(rest, stored, strict=True):

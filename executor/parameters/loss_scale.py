@@ -192,10 +192,10 @@ class StepGuard:
     def _first_not_finite(self, parameters: list[StageParameter]) -> str:
         """The last parameter, in the order of the forward, whose gradient is not finite."""
         bad = [p.fqn for p in parameters if p.gradient is not None and not _is_finite(p.gradient)]
-        found = (max(self.place.stages), bad[-1]) if bad else (-1, "")
+        position = (max(self.place.stages), bad[-1]) if bad else (-1, "")
         if self.place.mesh is None:
-            return found[1]
-        return max(all_gather_object(gloo_group(), found))[1]
+            return position[1]
+        return max(all_gather_object(gloo_group(), position))[1]
 
 
 def _is_finite(x: torch.Tensor) -> bool:

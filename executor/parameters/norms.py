@@ -99,8 +99,8 @@ def _row_norms(x: torch.Tensor, norm_type: float) -> list[torch.Tensor]:
     return [norms, rest] if rest.numel() else [norms]
 
 
-def _is_norm(given: object) -> bool:
-    return is_number(given) or given == math.inf or isinstance(given, torch.Tensor)
+def _is_norm(order: object) -> bool:
+    return is_number(order) or order == math.inf or isinstance(order, torch.Tensor)
 
 
 def clip_(

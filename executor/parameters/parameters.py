@@ -225,7 +225,7 @@ def wrap(parameter: StageParameter, local: torch.Tensor, place: Place) -> torch.
     stride = torch.empty(shape, device="meta").stride()
     # `from_local` would move what lies in host memory to the mesh's device
     there = local.device.type == place.mesh.device_type
-    made = DTensor.from_local(
+    dtensor = DTensor.from_local(
         local if there else torch.empty_like(local, device="meta"),
         place.mesh,
         [*data, as_torch(placement)],
@@ -234,7 +234,7 @@ def wrap(parameter: StageParameter, local: torch.Tensor, place: Place) -> torch.
         stride=stride,
     )
     make: Any = DTensor  # its constructor is untyped
-    wrapped: torch.Tensor = made if there else make(local, made._spec, requires_grad=False)
+    wrapped: torch.Tensor = dtensor if there else make(local, dtensor._spec, requires_grad=False)
     return wrapped
 
 
@@ -268,14 +268,14 @@ def whole_of(x: torch.Tensor) -> torch.Tensor:
         return x
     kind = x.device_mesh.device_type
     there: Any = x if x.device.type == kind else x.to(kind)  # NCCL gathers nothing of the host's
-    whole: torch.Tensor = there.full_tensor()
-    return whole
+    full: torch.Tensor = there.full_tensor()
+    return full
 
 
-def part_of(parameter: StageParameter, whole: torch.Tensor, place: Place) -> torch.Tensor:
+def part_of(parameter: StageParameter, full: torch.Tensor, place: Place) -> torch.Tensor:
     """This rank's part of a whole tensor that is laid out as the stored parameter."""
     holders = place.holders(experts=parameter.experts)
-    local = _local(whole.detach(), parameter.placement, place, holders)
+    local = _local(full.detach(), parameter.placement, place, holders)
     shard = parameter.shard_placement
     if shard.sharded:
         local = local_part(local, shard, holders.shard.size, holders.shard.rank)

@@ -150,7 +150,7 @@ def read_strided_parts() -> None:
     if hasattr(_dtensor_spec, "_StridedShardNotDecodableError"):
         return
     spec: Any = DTensorSpec
-    made = spec.__post_init__
+    original = spec.__post_init__
 
     def post_init(self: Any) -> None:
         if self.use_strided_shard_as_shard_order is None and any(
@@ -158,7 +158,7 @@ def read_strided_parts() -> None:
         ):
             order = spec._maybe_convert_StridedShard_to_shard_order(self.placements, self.mesh)
             self.use_strided_shard_as_shard_order = order is not None
-        made(self)
+        original(self)
 
     spec.__post_init__ = post_init
 

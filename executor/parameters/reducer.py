@@ -161,15 +161,15 @@ class Reducer:
         alike: dict[tuple[Collectives, bool, bool], list[StageParameter]] = {}
         for p in self.parameters:
             if collectives := _collectives(p, place):
-                each = p.sharing.scatters_whole and p.scattered
-                alike.setdefault((collectives, each, p.hosted), []).append(p)
+                one_by_one = p.sharing.scatters_whole and p.scattered
+                alike.setdefault((collectives, one_by_one, p.hosted), []).append(p)
             elif p.hosted:
                 self._hook(p, partial(self._send_whole, p, place))
             else:
                 self._hook(p, partial(self._keep_whole, p))
-        for (collectives, each, hosted), members in alike.items():
+        for (collectives, one_by_one, hosted), members in alike.items():
             for group in _by_size(members):
-                self.buckets.append(_bucket(group, collectives, each))
+                self.buckets.append(_bucket(group, collectives, one_by_one))
                 if hosted and not self.buckets[-1].replicas:
                     self.buckets[-1].to_host = self.to_host
         order = {id(p): k for k, p in enumerate(self.parameters)}  # in which a backward fills them
@@ -323,7 +323,9 @@ def _by_size(parameters: Iterable[StageParameter]) -> Iterator[list[StageParamet
         yield bucket
 
 
-def _bucket(parameters: Sequence[StageParameter], collectives: Collectives, each: bool) -> Bucket:
+def _bucket(
+    parameters: Sequence[StageParameter], collectives: Collectives, one_by_one: bool
+) -> Bucket:
     rows, after = 1, len(collectives)
     for k, (kind, axis) in enumerate(collectives, start=1):
         if kind == "reduce_scatter":
@@ -338,7 +340,7 @@ def _bucket(parameters: Sequence[StageParameter], collectives: Collectives, each
         rows=rows,
         collectives=collectives[:after],
         replicas=collectives[after:],
-        reduce_each_microbatch=each,
+        reduce_each_microbatch=one_by_one,
     )
 
 
@@ -390,7 +392,7 @@ class GradientsToHost:
             last.synchronize()
 
     def finish(self) -> dict[int, torch.Tensor]:
-        """What arrived, all of it, for the host to read."""
+        """All gradients that arrived, for the host to read."""
         self.settle()
         there, self.there = self.there, {}
         return there

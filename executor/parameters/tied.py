@@ -59,10 +59,10 @@ def _alike(owners: Sequence[int], layouts: Mapping[int, TiedLayout], place: Plac
     """Whether ranks at equal coordinates of all owners have the same part of the gradient."""
     parts = set()
     for k in owners:
-        own, mesh = layouts[k], place.meshes[k]
-        sharing = own.sharing
+        layout, mesh = layouts[k], place.meshes[k]
+        sharing = layout.sharing
         parted = (sharing.scatters_whole, mesh.dp, mesh.shards) if sharing.divides else None
-        parts.add((own.placement, mesh.tp, parted))
+        parts.add((layout.placement, mesh.tp, parted))
     return len(parts) == 1 and not any(layouts[k].sharing.gathers for k in owners)
 
 

@@ -35,15 +35,15 @@ class WeightGather:
         trained = [p for p in parameters if p.trainable and not p.aliased]
         trained.sort(key=lambda p: order[p.fqn])
         self.place = place
-        whole = [p for p in trained if not p.shard_placement.sharded]
-        self.cast = [p for p in whole if not p.hosted]
+        replicated = [p for p in trained if not p.shard_placement.sharded]
+        self.cast = [p for p in replicated if not p.hosted]
         self.hosted: dict[str, list[StageParameter]] = {}  # by the block that waits for it
         away: dict[str, list[StageParameter]] = {}
         for p in trained:
             if p.away:
                 away.setdefault(reader[p.fqn], []).append(p)
         self.away = BlockWeights(away, place.device) if away else None
-        for p in whole:
+        for p in replicated:
             if p.hosted and not p.away:
                 self.hosted.setdefault(reader[p.fqn], []).append(p)
         self.aside = Aside(place.device)
@@ -97,8 +97,8 @@ class WeightGather:
             if bucket[0].hosted:
                 self.gathers.append(self._sent(bucket, shard))
             elif _in_place(bucket[0]):
-                whole, part = (x.detach().view(-1) for x in (bucket[0].leaf, bucket[0].stored))
-                self.gathers.append(all_gather_flat(part, shard, whole))
+                full, part = (x.detach().view(-1) for x in (bucket[0].leaf, bucket[0].stored))
+                self.gathers.append(all_gather_flat(part, shard, full))
             else:
                 flat = torch.cat([p.stored.detach().to(p.leaf.dtype).reshape(-1) for p in bucket])
                 self.gathers.append(all_gather_flat(flat, shard))

@@ -42,22 +42,22 @@ class WholeTensors(torch.optim.Optimizer):
     ) -> None:
         known = {id(p.api): p for p in held}
         groups = _groups(params)
-        given = [p for group in groups for p in group["params"]]
-        if any(id(p) not in known for p in given):
+        all_params = [p for group in groups for p in group["params"]]
+        if any(id(p) not in known for p in all_params):
             raise OptimizerError(
                 "parameters that are not this model's",
                 place="whole_tensor_optimizer",
                 legal="those of named_parameters(), or groups of them",
             )
         self.place = place
-        self.chosen = [known[id(p)] for p in given]
+        self.chosen = [known[id(p)] for p in all_params]
         self.owners = _owners(self.chosen, 1 if place.mesh is None else place.mesh.size())
         self.whole = [nn.Parameter(torch.empty(p.shape, device="meta")) for p in self.chosen]
         for k in self._own():
             self.whole[k] = nn.Parameter(torch.empty(self.chosen[k].shape, device=place.device))
-        whole = iter(self.whole)
+        full_tensors = iter(self.whole)
         for group in groups:
-            group["params"] = [next(whole) for _ in group["params"]]
+            group["params"] = [next(full_tensors) for _ in group["params"]]
         if not self.whole:  # a stage may have none; schedules look for a group all the same
             groups[0]["params"] = [nn.Parameter(torch.zeros(1, 1))]
         self.inner = optimizer_class(groups, **options)
@@ -77,16 +77,16 @@ class WholeTensors(torch.optim.Optimizer):
             raise OptimizerError(
                 "step() takes no closure", place="whole_tensor_optimizer", way_out="call train_step"
             )
-        own = set(self._own())
+        owned = set(self._own())
         stepped = [k for k, p in enumerate(self.chosen) if p.api.grad is not None]
         for k in stepped:
             value, gradient = whole_of(self.chosen[k].api), whole_of(self.chosen[k].api.grad)
-            if k in own:
+            if k in owned:
                 self.whole[k].data, self.whole[k].grad = value.clone(), gradient
         self.inner.step()
         for k in stepped:
             p = self.chosen[k]
-            value = self.whole[k].data if k in own else _blank(p, self.place)
+            value = self.whole[k].data if k in owned else _blank(p, self.place)
             self._broadcast(value, self.owners[k])
             load(p, value, self.place)
             self.whole[k].grad = None
@@ -100,7 +100,7 @@ class WholeTensors(torch.optim.Optimizer):
             dist.broadcast(x, group=mesh.get_group(dim), group_src=int(at))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any optimizer, on the model's parameters."""
+        """`Optimizer.zero_grad` on the model's parameters."""
         for p in self.chosen:
             if set_to_none:
                 p.api.grad = None
@@ -123,10 +123,10 @@ class WholeTensors(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the states of what this rank owns, and the options of groups."""
         states, mine = state_dict["state"], self.inner.state_dict()
-        own = {k: self.chosen[k].fqn for k in self._own()}
+        owned = {k: self.chosen[k].fqn for k in self._own()}
         groups = zip(mine["param_groups"], state_dict["param_groups"], strict=True)
         self.inner.load_state_dict({
-            "state": {k: states[fqn] for k, fqn in own.items() if fqn in states},
+            "state": {k: states[fqn] for k, fqn in owned.items() if fqn in states},
             "param_groups": [group | options for group, options in groups],
         })  # fmt: skip
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
@@ -134,10 +134,10 @@ class WholeTensors(torch.optim.Optimizer):
 
 def _groups(params: Iterable[Any]) -> Groups:
     """torch's parameter groups of what an optimizer is given, copied."""
-    given = list(params)
-    if given and isinstance(given[0], dict):
-        return [{**group, "params": list(group["params"])} for group in given]
-    return [{"params": given}]
+    entries = list(params)
+    if entries and isinstance(entries[0], dict):
+        return [{**group, "params": list(group["params"])} for group in entries]
+    return [{"params": entries}]
 
 
 def _owners(parameters: Sequence[StageParameter], ranks: int) -> list[int]:

@@ -119,10 +119,10 @@ class _SecondaryParam(FSDPParam):
     def to_sharded_post_forward(self) -> None:
         """Keep this rank's part of the whole weight, and free the rest."""
         mesh: Any = self.post_forward_mesh_info
-        whole = self.all_gather_outputs[0]
-        part = whole.numel() // mesh.shard_mesh_size
-        own = whole.narrow(0, part * mesh.shard_mesh_rank, part)
-        self._sharded_post_forward_param_data = own.clone()
+        gathered = self.all_gather_outputs[0]
+        part = gathered.numel() // mesh.shard_mesh_size
+        shard = gathered.narrow(0, part * mesh.shard_mesh_rank, part)
+        self._sharded_post_forward_param_data = shard.clone()
         self._setattr_on_modules(self.sharded_param)
         self.free_unsharded_param()
         self.sharded_state = ShardedState.SHARDED_POST_FORWARD
@@ -141,11 +141,11 @@ def _keep_secondary(module: FSDPModule, place: Place) -> None:
         if group is None or group.post_forward_mesh_info is None:
             continue  # kept whole for a backward that follows at once
         group.post_forward_mesh_info = _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
-        for own in group.fsdp_params:
-            placement = own.__dict__.pop("fsdp_placement")
-            own.__class__ = _SecondaryParam
-            own.fsdp_placement = placement
-            own.post_forward_mesh_info = group.post_forward_mesh_info
+        for fsdp_param in group.fsdp_params:
+            placement = fsdp_param.__dict__.pop("fsdp_placement")
+            fsdp_param.__class__ = _SecondaryParam
+            fsdp_param.fsdp_placement = placement
+            fsdp_param.post_forward_mesh_info = group.post_forward_mesh_info
 
 
 def check_sharding(plan: Plan, meshes: Sequence[StageMesh]) -> None:
@@ -279,12 +279,12 @@ class QuantizedAllGather(_Allocating):
     ) -> Any:
         if group.group_name == self.exact:
             return _ALL_GATHER(output_tensor, input_tensor, group=group, async_op=async_op)
-        own = packed(input_tensor.view(1, -1), WEIGHT_BITS)
-        gathered = own.new_empty(group.size(), own.shape[1])
-        _ALL_GATHER(gathered.view(-1), own.view(-1), group=group)
+        local_bits = packed(input_tensor.view(1, -1), WEIGHT_BITS)
+        gathered = local_bits.new_empty(group.size(), local_bits.shape[1])
+        _ALL_GATHER(gathered.view(-1), local_bits.view(-1), group=group)
         n, into = input_tensor.numel(), output_tensor.view(len(gathered), -1)
-        each = -(-len(gathered) // AT_ONCE)
-        for rows, here in zip(gathered.split(each), into.split(each), strict=True):
+        chunk = -(-len(gathered) // AT_ONCE)
+        for rows, here in zip(gathered.split(chunk), into.split(chunk), strict=True):
             here.copy_(unpacked(rows, n, WEIGHT_BITS))
         return None
 

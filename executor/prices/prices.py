@@ -55,11 +55,11 @@ class Prices:
         attention, else 0."""
         device, name = self.cluster.device, func.overloadpacket.__name__
         host_s = device.host_overhead_s * self.host_scale
-        made = _tensors(result)
-        if func.is_view or name in _NO_KERNEL or not (made or func._schema.is_mutable):
+        results = _tensors(result)
+        if func.is_view or name in _NO_KERNEL or not (results or func._schema.is_mutable):
             return 0.0, VIEW_HOST_SHARE * host_s
         taken = {id(x): x for x in _tensors(args)}
-        written = {id(x): x for x in made}
+        written = {id(x): x for x in results}
         if func._schema.is_mutable:
             written |= {id(x): x for x in _tensors(args[:1])}
         read = sum(_nbytes(x) for x in taken.values())
@@ -68,18 +68,23 @@ class Prices:
             read = out
         elif name in _SPREAD:
             read -= _nbytes(_tensors(args)["backward" in name])
-        busy_s = self._busy_s(name, args, made, flops, float(read + out))
+        busy_s = self._busy_s(name, args, results, flops, float(read + out))
         if device.kind == "cpu":
             host_s = 0.0  # issued by the core that computes
         return slowest_of(self.cluster.num_nodes) * (busy_s + device.launch_overhead_s), host_s
 
     def _busy_s(
-        self, name: str, args: Sequence[Any], made: Sequence[torch.Tensor], flops: int, moved: float
+        self,
+        name: str,
+        args: Sequence[Any],
+        results: Sequence[torch.Tensor],
+        flops: int,
+        moved: float,
     ) -> float:
         device = self.cluster.device
         if not flops:
             return kernels.stream_seconds(device, moved)
-        dtype = "fp8" if name == "_scaled_mm" else _DTYPES.get(made[0].dtype, "fp32")
+        dtype = "fp8" if name == "_scaled_mm" else _DTYPES.get(results[0].dtype, "fp32")
         if "attention" in name:
             keys = args[2 if "backward" in name else 1].shape[-2]
             return kernels.attention_seconds(device, dtype, flops, keys, moved)
@@ -98,9 +103,9 @@ class Prices:
 
     def collective_s(self, operation: str, nbytes: int, ranks: tuple[int, ...]) -> float:
         """Seconds of one of torch's collectives of these ranks, all there."""
-        kind, whole = collective_of(operation, nbytes, len(ranks))
+        kind, total_bytes = collective_of(operation, nbytes, len(ranks))
         return float(
-            kernels.collective_time(kind, whole, _group(self.cluster, ranks), self.cluster)
+            kernels.collective_time(kind, total_bytes, _group(self.cluster, ranks), self.cluster)
         )
 
     def message_s(self, nbytes: int, source: int, target: int) -> float:
@@ -124,10 +129,10 @@ def _group(cluster: Cluster, ranks: tuple[int, ...]) -> kernels.Group:
     return kernels.Group(size=len(ranks), per_node=per_node, concurrent=concurrent)
 
 
-def _tensors(given: Any) -> list[torch.Tensor]:
+def _tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors in arguments; of a DTensor what lies on this rank."""
-    found = [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
-    return [x.to_local() if isinstance(x, DTensor) else x for x in found]
+    tensors = [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
+    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
 
 
 def _nbytes(x: torch.Tensor) -> int:

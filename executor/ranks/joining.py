@@ -1,4 +1,4 @@
-"""How the ranks of one start find each other, before there is a process group.
+"""Rendezvous of the ranks of one start, before there is a process group.
 
 The store is rank 0's, or that of torchrun's agent. The agent may keep one for all restarts of its
 ranks, with the keys of the dead in it, and the number of restarts differs between agents. So the
@@ -47,7 +47,7 @@ def agent_holds_store() -> bool:
 
 
 def holder_of_store() -> str:
-    """Who holds the store, for messages."""
+    """Holder of the store, for messages."""
     return "the first node's torchrun" if agent_holds_store() else "rank 0"
 
 

@@ -134,9 +134,9 @@ def start(backend: str) -> None:
     prefix = joining.agreed_prefix(shared, me, world, limit_s)
     if world > 1:
         host, port = shared.host, shared.port
-        own = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=longest)
+        client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=longest)
         _watchdog = Watchdog(
-            PrefixStore(f"{prefix}/watch", own),
+            PrefixStore(f"{prefix}/watch", client),
             rank=me,
             world_size=world,
             limit_s=limit_s,
@@ -323,9 +323,9 @@ class Interrupts:
         with suppress(ValueError):  # not the main thread
             if signal.getsignal(signal.SIGINT) == self._raise:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
-            found = signal.set_wakeup_fd(-1)
-            if found not in (-1, self.writer.fileno()):
-                signal.set_wakeup_fd(found)
+            descriptor = signal.set_wakeup_fd(-1)
+            if descriptor not in (-1, self.writer.fileno()):
+                signal.set_wakeup_fd(descriptor)
         self.writer.close()  # ends the thread
 
     def _raise(self, number: int, frame: FrameType | None) -> None:

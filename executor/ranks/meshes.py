@@ -205,8 +205,8 @@ class Place:
         """The holders of a weight of `experts`, or of any other parameter."""
         if experts and self.experts is not None:
             return self.experts
-        whole = Axis("part", 1, 0)
-        return Holders(data=self.data, shard=self.shard, replicate=self.replicate, part=whole)
+        undivided = Axis("part", 1, 0)
+        return Holders(data=self.data, shard=self.shard, replicate=self.replicate, part=undivided)
 
     @property
     def here(self) -> StageMesh:

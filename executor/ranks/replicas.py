@@ -51,7 +51,7 @@ def check_equal(tensors: Mapping[str, torch.Tensor]) -> None:
         object_collectives.gloo_group(), {n: digest(x) for n, x in tensors.items()}
     )
     differing = {
-        name: [rank for rank, found in enumerate(digests) if found[name] != digests[0][name]]
+        name: [rank for rank, of_rank in enumerate(digests) if of_rank[name] != digests[0][name]]
         for name in tensors
     }
     if names := [name for name, ranks in differing.items() if ranks]:
@@ -67,12 +67,12 @@ def check_equal(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _check_alike(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ValueError, on all ranks, where they hold other tensors than rank 0."""
-    own = {n: (tuple(x.shape), str(x.dtype), x.is_meta) for n, x in tensors.items()}
-    first = object_collectives.broadcast_object(object_collectives.gloo_group(), 0, own)
-    unlike = sorted(n for n in own.keys() | first.keys() if own.get(n) != first.get(n))
-    said = [(n, own.get(n), first.get(n)) for n in unlike[:SHOWN]]
-    found = object_collectives.all_gather_object(object_collectives.gloo_group(), said)
-    for rank, names in enumerate(found):
+    described = {n: (tuple(x.shape), str(x.dtype), x.is_meta) for n, x in tensors.items()}
+    first = object_collectives.broadcast_object(object_collectives.gloo_group(), 0, described)
+    unlike = sorted(n for n in described.keys() | first.keys() if described.get(n) != first.get(n))
+    said = [(n, described.get(n), first.get(n)) for n in unlike[:SHOWN]]
+    of_ranks = object_collectives.all_gather_object(object_collectives.gloo_group(), said)
+    for rank, names in enumerate(of_ranks):
         if names:
             shown = "; ".join(f"{n!r} is {a}, on rank 0 {b}" for n, a, b in names)
             raise StateError(
@@ -121,15 +121,15 @@ class BatchCheck:
         self.batches += 1
         if not due or not launch.running() or launch.world_size() == 1:
             return
-        found = [_described((inputs or {}).get(name)) for name in names]
-        own = torch.tensor(
-            [int(inputs is None), *share, rows_in_all, *(x for three in found for x in three)],
+        described = [_described((inputs or {}).get(name)) for name in names]
+        digest = torch.tensor(
+            [int(inputs is None), *share, rows_in_all, *(x for three in described for x in three)],
             device=device,
         )
         size = launch.world_size()
-        every, work = all_gather_flat(own, Axis("world", size, launch.rank()))
+        every, work = all_gather_flat(digest, Axis("world", size, launch.rank()))
         work.wait()
-        table = read(every, lambda: [[0] * len(own)] * size)
+        table = read(every, lambda: [[0] * len(digest)] * size)
         if illegal := [rank for rank, row in enumerate(table) if row[0]]:
             raise BatchError(f"batch: it is not as planned on ranks {illegal}, which say why")
         if unlike := _unlike(names, table, CONTENT, alone=rows):
@@ -169,15 +169,18 @@ def _unlike(
 ) -> dict[str, list[int]]:
     """The inputs that differ, with the ranks where they do from the first that gives one, of the
     share alone where the input is `alone`."""
-    found: dict[str, list[int]] = {}
+    ranks_of: dict[str, list[int]] = {}
     for k, name in enumerate(names):
         first: dict[tuple[int, ...], int] = {}
         for rank, (_, number, size, _, *described) in enumerate(table):
-            given, *digests = described[3 * k : 3 * k + 3]
+            described_first, *digests = described[3 * k : 3 * k + 3]
             group = (number, size) if name in alone else ()
-            if given and first.setdefault(group, digests[digest_of]) != digests[digest_of]:
-                found.setdefault(name, []).append(rank)
-    return found
+            if (
+                described_first
+                and first.setdefault(group, digests[digest_of]) != digests[digest_of]
+            ):
+                ranks_of.setdefault(name, []).append(rank)
+    return ranks_of
 
 
 def _other_batches(unlike: Mapping[str, Sequence[int]], what_is_legal: str) -> str:
@@ -200,12 +203,14 @@ def same_random_state() -> Iterator[None]:
     if not launch.running():
         yield
         return
-    own = _random_states()
-    _set_random_states(object_collectives.broadcast_object(object_collectives.gloo_group(), 0, own))
+    states = _random_states()
+    _set_random_states(
+        object_collectives.broadcast_object(object_collectives.gloo_group(), 0, states)
+    )
     try:
         yield
     finally:
-        _set_random_states(own)
+        _set_random_states(states)
 
 
 def _random_states() -> tuple[Any, ...]:

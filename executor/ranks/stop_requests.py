@@ -32,7 +32,7 @@ AGENTS_S = 10.0  # after which an agent that has not sent SIGTERM is taken not t
 
 
 class StopRequests:
-    """What signals have asked of a run. Built collectively; `group` is that of the hosts, None of
+    """Signals that a run has received. Built collectively; `group` is that of the hosts, None of
     one rank."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class StopRequests:
             self._told = True
 
     def await_signal(self) -> None:
-        """Of a run that a signal ends: wait until this process has got it, too, where its host has
+        """Wait, in a run that a signal ends, until this process has got it, too, where its host has
         an agent of its own."""
         if os.environ.get("TORCHELASTIC_RUN_ID") and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
             ends_s = time.monotonic() + AGENTS_S

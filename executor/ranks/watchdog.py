@@ -411,8 +411,8 @@ UNEQUAL = (
 
 
 def waits_elsewhere(here: str, answers: Sequence[Any], shown: int) -> str:
-    """Of the answers of ranks (name, activity, seconds in it, whether they wait), those that wait
-    elsewhere than `here`, `shown` at most; text to append to a cause."""
+    """Ranks, of the answers (name, activity, seconds in it, whether they wait), that wait elsewhere
+    than `here`, `shown` at most; text to append to a cause."""
     apart = [(name, activity) for name, activity, _, waits in answers if waits and activity != here]
     text = "".join(f"; {name} waits in {activity}" for name, activity in apart[:shown])
     unequal = any(_in_step(activity) != _in_step(here) for _, activity in apart)

@@ -48,19 +48,18 @@ class Estimate:
         said = f"step {1e3 * self.step_s:.4g} ms by what ran, {1e3 * price.step_s:.4g} ms by price"
         if abs(off) <= NEAR:
             return f"{said} ({off:+.1%})"
-        own, priced = self.parts, price.parts
-        part = max(own, key=lambda name: abs(own[name] - priced.get(name, 0.0)))
+        rehearsed, priced = self.parts, price.parts
+        part = max(rehearsed, key=lambda name: abs(rehearsed[name] - priced.get(name, 0.0)))
         return (
-            f"{said} ({off:+.1%}: most by {part}, {1e3 * own[part]:.4g} ms, "
+            f"{said} ({off:+.1%}: most by {part}, {1e3 * rehearsed[part]:.4g} ms, "
             f"{1e3 * priced.get(part, 0.0):.4g} ms by price)"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """What a plan's price says, for a rehearsal to be shown beside: the peak bytes that tensors of
-    each device group have, and the step; `prices` for a second estimate. Each where there is
-    one."""
+    """A plan's price beside its rehearsal: the peak bytes of tensors of each device group, and the
+    step; `prices` for a second estimate. Each where there is one."""
 
     peak_bytes: Sequence[int] = ()
     step: Estimate | None = None

@@ -1,4 +1,4 @@
-"""What a rank does to other ranks and to its memory, in order: the log that a rehearsal proves.
+"""Log of a rank's events, in order: what it does to other ranks and to its memory.
 
 Plain data, so that logs are compared, altered and replayed anywhere.
 """
@@ -14,9 +14,9 @@ from meshwright.executor.checkpoint import SavedTensor
 
 
 class Kind(StrEnum):
-    """What an event is: a collective of a group; the start of a send; a receive that is posted;
-    the wait for posted receives, oldest first. For an estimate of the step, also the operators that
-    run between two others; and the wait for all but the last collectives of a group."""
+    """Kinds of events: a collective of a group; the start of a send; a receive that is posted; the
+    wait for posted receives, oldest first. For an estimate of the step, also the operators that run
+    between two others; and the wait for all but the last collectives of a group."""
 
     COLLECTIVE = "collective"
     SEND = "send"
@@ -58,7 +58,7 @@ class Event:
 
     @property
     def payload(self) -> tuple[tuple[tuple[int, ...], ...], str]:
-        """What both ends of a message have in common."""
+        """The part of a message that both ends have in common."""
         return self.shapes, self.dtype
 
     def __str__(self) -> str:
@@ -93,8 +93,8 @@ class RankLog:
     def sent_bytes(self) -> dict[str, int]:
         """Payload bytes of what the rank sends or gives to collectives, by description of the
         group."""
-        found: Counter[str] = Counter()
+        by_link: Counter[str] = Counter()
         for event in self.events:
             if event.kind in (Kind.SEND, Kind.COLLECTIVE):
-                found[event.group[0]] += event.nbytes
-        return dict(found)
+                by_link[event.group[0]] += event.nbytes
+        return dict(by_link)

@@ -106,23 +106,23 @@ class Memory:
             now += change
             if k + 1 >= self.began and now > highest:
                 highest, at = now, k + 1
-        found: Counter[str] = Counter()
+        by_kind: Counter[str] = Counter()
         self.saved.clear()
         for number, change in self.changes[:at]:
             kind, block = self._kind_at(number, at)
-            found[kind] += change
+            by_kind[kind] += change
             if block:
                 self.saved[block] += change
-        return highest, {kind: n for kind, n in found.items() if n}
+        return highest, {kind: n for kind, n in by_kind.items() if n}
 
     def _kind_at(self, number: int, at: int) -> tuple[str, str]:
-        """What an allocation is for after so many changes, and the block that saved it."""
+        """Kind of an allocation after so many changes, and the block that saved it."""
         kind, place = self.kinds[number], self.places[number]
         if kind not in (REST, BUFFERS):
             return kind, ""
         block = self.entered[place][0]
-        left = place + 1 < len(self.entered) and self.entered[place + 1][1] < at
-        return (SAVED, block) if block and left else (kind or TRANSIENT, "")
+        entered_next = place + 1 < len(self.entered) and self.entered[place + 1][1] < at
+        return (SAVED, block) if block and entered_next else (kind or TRANSIENT, "")
 
     def _released(self, identity: int, number: int) -> Callable[[Any], None]:
         def released(_: Any) -> None:

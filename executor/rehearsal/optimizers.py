@@ -18,13 +18,13 @@ MakeOptimizer = Callable[[Sequence[nn.Parameter]], optim.Optimizer]
 
 def line_of(error: BaseException) -> str:
     """The user's line that an error came from, or the optimizer's; empty where it is neither."""
-    own = Path(__file__).resolve().parents[1], Path(torch.__file__).parent
+    skipped = Path(__file__).resolve().parents[1], Path(torch.__file__).parent
     optimizers = Path(optim.__file__).parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename).resolve()
         if path.is_relative_to(optimizers) and path.name != "optimizer.py":
             return f" in {path.name}:{frame.lineno} ({frame.line})"
-        if not any(path.is_relative_to(folder) for folder in own):
+        if not any(path.is_relative_to(folder) for folder in skipped):
             return f" in {frame.filename}:{frame.lineno} ({frame.line})"
     return ""
 
@@ -36,7 +36,7 @@ def made_of(make: MakeOptimizer, parameters: Sequence[nn.Parameter]) -> optim.Op
         "a torch.optim.Optimizer, e.g. optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3)"
     )
     try:
-        made = make(parameters)
+        optimizer = make(parameters)
     except DataDependentOutputException:
         raise
     except Exception as error:  # whatever the user's function does
@@ -44,9 +44,9 @@ def made_of(make: MakeOptimizer, parameters: Sequence[nn.Parameter]) -> optim.Op
             f"rehearse: optimizer={make!r} raises {type(error).__name__}: {error}{line_of(error)}",
             legal=legal,
         ) from error
-    if not isinstance(made, optim.Optimizer):
-        raise RehearsalError(f"rehearse: optimizer={make!r} returns {made!r}", legal=legal)
-    return made
+    if not isinstance(optimizer, optim.Optimizer):
+        raise RehearsalError(f"rehearse: optimizer={make!r} returns {optimizer!r}", legal=legal)
+    return optimizer
 
 
 def step(optimizer: optim.Optimizer) -> None:

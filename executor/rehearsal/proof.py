@@ -1,4 +1,4 @@
-"""What the logs of ranks prove: that the plan can't hang, and moves what it should.
+"""Proof by the logs of ranks that the plan can't hang, and moves what it should.
 
 Logs are those of one rank of each kind; `kind_of` gives for every rank of the world the rank that
 stands for it (itself, where every rank was rehearsed). Four proofs:
@@ -43,13 +43,13 @@ class Mismatch:
 
 def mismatches(logs: Logs, kind_of: Mapping[int, int]) -> list[Mismatch]:
     """All that the logs don't agree on; the replay only where the rest matches."""
-    found = [*unlike_collectives(logs, kind_of), *unmet_messages(logs, kind_of)]
-    found += [
+    faults = [*unlike_collectives(logs, kind_of), *unmet_messages(logs, kind_of)]
+    faults += [
         Mismatch(proof="streams", ranks=(rank,), text=race)
         for rank in sorted(logs)
         for race in logs[rank].races[:SHOWN]
     ]
-    return found or standstill(logs, kind_of)
+    return faults or standstill(logs, kind_of)
 
 
 # --- collectives ----------------------------------------------------------------------------------
@@ -57,14 +57,14 @@ def mismatches(logs: Logs, kind_of: Mapping[int, int]) -> list[Mismatch]:
 
 def unlike_collectives(logs: Logs, kind_of: Mapping[int, int]) -> list[Mismatch]:
     """Groups whose members issue different sequences."""
-    found: dict[tuple[int, int], Mismatch] = {}
+    first_faults: dict[tuple[int, int], Mismatch] = {}
     sequences = {rank: _by_group(log) for rank, log in logs.items()}
     for rank in sorted(logs):
-        for group, own in sequences[rank].items():
+        for group, events in sequences[rank].items():
             name, members = group
             if rank not in members:
                 text = f"it uses the group {group}, of which it is no member"
-                found[rank, rank] = Mismatch(proof="collectives", ranks=(rank,), text=text)
+                first_faults[rank, rank] = Mismatch(proof="collectives", ranks=(rank,), text=text)
                 continue
             first = kind_of.get(members[0], members[0])
             others = members if rank == first else members[:1]
@@ -72,12 +72,12 @@ def unlike_collectives(logs: Logs, kind_of: Mapping[int, int]) -> list[Mismatch]
                 other = kind_of.get(member, member)
                 theirs = sequences.get(other, {})
                 same = [e for g, e in theirs.items() if _is_same(g, group, exact=other == member)]
-                text = _difference(own, same[0] if same else [], kind_of)
+                text = _difference(events, same[0] if same else [], kind_of)
                 if text:
                     ends = min(rank, other), max(rank, other)
                     text = f"of the group {name!r} of ranks {list(members[:SHOWN])}: {text}"
-                    found[ends] = Mismatch(proof="collectives", ranks=ends, text=text)
-    return list(found.values())
+                    first_faults[ends] = Mismatch(proof="collectives", ranks=ends, text=text)
+    return list(first_faults.values())
 
 
 def _is_same(
@@ -97,9 +97,9 @@ def _by_group(log: RankLog) -> dict[tuple[str, tuple[int, ...]], list[Event]]:
     return sequences
 
 
-def _difference(own: list[Event], theirs: list[Event], kind_of: Mapping[int, int]) -> str:
+def _difference(ours: list[Event], theirs: list[Event], kind_of: Mapping[int, int]) -> str:
     """The first place in which two sequences differ; empty where they don't."""
-    for k, (a, b) in enumerate(zip_longest(own, theirs)):
+    for k, (a, b) in enumerate(zip_longest(ours, theirs)):
         if a is None or b is None:
             one = a or b
             return f"collective {k} is issued by one of them alone: {one}"
@@ -117,7 +117,7 @@ def _difference(own: list[Event], theirs: list[Event], kind_of: Mapping[int, int
 def unmet_messages(logs: Logs, kind_of: Mapping[int, int]) -> list[Mismatch]:
     """Messages that are sent and not received, or otherwise, or of other shapes."""
     sent, received = _messages(logs, Kind.SEND), _messages(logs, Kind.RECEIVE)
-    found = []
+    faults = []
     for source, target, reverse in _ends(sent, received):
         a = sent if not reverse else received
         b = received if not reverse else sent
@@ -128,15 +128,15 @@ def unmet_messages(logs: Logs, kind_of: Mapping[int, int]) -> list[Mismatch]:
         stands = kind_of.get(other)
         if stands is None:
             text = f"it has messages with rank {other}, which is not in the plan"
-            found.append(Mismatch(proof="messages", ranks=(one, other), text=text))
+            faults.append(Mismatch(proof="messages", ranks=(one, other), text=text))
             continue
         choices = [b[stands].get(one, {})] if stands == other else []
         choices += [m for peer, m in b[stands].items() if kind_of.get(peer) == kind_of[one]]
         if not any(_same(mine, theirs) for theirs in choices):
             theirs = choices[0] if choices else {}
             text = _unmet(mine, theirs, sends=not reverse)
-            found.append(Mismatch(proof="messages", ranks=(one, other), text=text))
-    return found
+            faults.append(Mismatch(proof="messages", ranks=(one, other), text=text))
+    return faults
 
 
 Streams = Mapping[Route, list[Event]]
@@ -144,14 +144,14 @@ Streams = Mapping[Route, list[Event]]
 
 def _messages(logs: Logs, kind: Kind) -> dict[int, dict[int, dict[Route, list[Event]]]]:
     """Rank -> peer -> group and tag -> messages."""
-    found: dict[int, dict[int, dict[Route, list[Event]]]] = {}
+    messages: dict[int, dict[int, dict[Route, list[Event]]]] = {}
     for rank, log in logs.items():
         by_peer: dict[int, dict[Route, list[Event]]] = defaultdict(lambda: defaultdict(list))
         for event in log.events:
             if event.kind is kind and event.peer is not None:
                 by_peer[event.peer][event.group[0], event.tag].append(event)
-        found[rank] = by_peer
-    return found
+        messages[rank] = by_peer
+    return messages
 
 
 def _ends(

@@ -44,9 +44,9 @@ def _flash_backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> in
     return int(sdpa_backward_flop_count(grad.shape, q.shape, *_repeated(q, k, v)))
 
 
-def _repeated(q: Any, *given: Any) -> list[tuple[int, ...]]:
+def _repeated(q: Any, *operands: Any) -> list[tuple[int, ...]]:
     """The shapes of keys and values for each head of the queries, which may share them."""
-    return [(*x.shape[:1], q.shape[1], *x.shape[2:]) for x in given]
+    return [(*x.shape[:1], q.shape[1], *x.shape[2:]) for x in operands]
 
 
 # of CPUs, and with keys that heads share, which torch's counter leaves out
@@ -73,9 +73,9 @@ class Recorder(TorchDispatchMode):
         prices: Prices | None = None,
         known: stand_in.Known | None = None,
     ) -> None:
-        """Of a rank on a device: what is on others is not counted. Operators of a step get
-        `prices`, where there are any. In a rehearsal, what is `known` of operators is
-        answered by `fakes`, the mode of its tensors, and added to."""
+        """Recorder of a rank on a device; other devices are not counted. Operators of a step get
+        `prices`, where there are any. In a rehearsal, `fakes`, the mode of its tensors, answers and
+        extends what is `known` of operators."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
         self.fakes = stand_in.KnownFakes(known.results) if known is not None else None
@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         self.awaited: dict[Any, int] = {}  # group -> its collectives that the rank waited for
 
     def log(self, rank: int) -> RankLog:
-        """What was recorded, of a rank."""
+        """Log of the rank."""
         peak, by_kind = self.memory.peak()
         return RankLog(
             rank=rank,
@@ -171,8 +171,8 @@ class Recorder(TorchDispatchMode):
             done = stand_in.ORDER.default.clock.get(stream.stream_id, 0)
             if done > before:
                 self.flush()
-                left = stream.clock[stream.stream_id] - done
-                self.events.append(Event(kind=Kind.AWAIT, group=group, count=left))
+                remaining_s = stream.clock[stream.stream_id] - done
+                self.events.append(Event(kind=Kind.AWAIT, group=group, count=remaining_s))
                 self.awaited[group] = done
         took = self.took.get(key) if key is not None else None
         if took is None:
@@ -194,20 +194,20 @@ class Recorder(TorchDispatchMode):
             return args[0].fake_device
         kwargs = kwargs or {}
         if func.namespace == "c10d":
-            group, given = self._communicates(func, args)
+            group, operands = self._communicates(func, args)
             result = func(*args, **kwargs)
             if group is not None and stand_in.ORDER.followed:
-                self._transfer(func.overloadpacket.__name__, group, args, given, result)
+                self._transfer(func.overloadpacket.__name__, group, args, operands, result)
             return result
         key, result = self._run(func, args, kwargs)
-        made = [result] if type(result) is FakeTensor else _tensors(result)
-        for x in made:
+        results = [result] if type(result) is FakeTensor else _tensors(result)
+        for x in results:
             self.memory.see(x)
         flops = self._measure(func, args, kwargs, result, key)
         if self.priced:
             self._price(func, args, result, flops, key)
         if stand_in.ORDER.followed:
-            self._queue(func, args, kwargs, made)
+            self._queue(func, args, kwargs, results)
         return result
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> tuple[stand_in.Key | None, Any]:
@@ -221,17 +221,24 @@ class Recorder(TorchDispatchMode):
             result = fakes.worked_out(key, args, kwargs)
         return key, result
 
-    def _queue(self, func: Any, args: Any, kwargs: Any, made: Sequence[torch.Tensor]) -> None:
+    def _queue(self, func: Any, args: Any, kwargs: Any, results: Sequence[torch.Tensor]) -> None:
         """Follow the order of work on the stand-in's streams."""
         operands = stand_in.operands_of(func, args, kwargs)
-        made = [x for x in made if x.device.type == self.device.type]
+        results = [x for x in results if x.device.type == self.device.type]
         if func.overloadpacket.__name__ in stand_in.ALLOCATE:
-            stand_in.ORDER.allocated(made)
-        elif operands is not None and (made or func._schema.is_mutable):  # else it reads no values
-            stand_in.ORDER.queued(partial(self._said, str(func)), operands, made)
+            stand_in.ORDER.allocated(results)
+        elif operands is not None and (
+            results or func._schema.is_mutable
+        ):  # else it reads no values
+            stand_in.ORDER.queued(partial(self._said, str(func)), operands, results)
 
     def _transfer(
-        self, name: str, group: Any, args: Sequence[Any], given: Sequence[torch.Tensor], result: Any
+        self,
+        name: str,
+        group: Any,
+        args: Sequence[Any],
+        tensors: Sequence[torch.Tensor],
+        result: Any,
     ) -> None:
         """The same of a collective or message. Raises MixedDevicesError for tensors elsewhere."""
         what = f"{name} of {group[0]!r}"
@@ -241,8 +248,8 @@ class Recorder(TorchDispatchMode):
                 raise stand_in.MixedDevicesError(
                     f"{what} is given a tensor of shape {list(x.shape)} on {x.device}"
                 )
-        only_reads = len(every) > len(given) or name in _SENDS
-        reads = {id(x) for x in given} if only_reads else set()
+        only_reads = len(every) > len(tensors) or name in _SENDS
+        reads = {id(x) for x in tensors} if only_reads else set()
         operands = [(f"a tensor {list(x.shape)}", x, id(x) not in reads) for x in every]
         work = dist.Work.unbox(result[-1] if isinstance(result, (list, tuple)) else result)
         stand_in.ORDER.transferred(partial(self._said, what), operands, group, work)
@@ -276,8 +283,8 @@ class Recorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         ranks = tuple(dist.get_process_group_ranks(group))
         known = group.group_desc, ranks
-        given = args[1] if name in _OUT_FIRST else args[0]
-        tensors = _tensors(given)
+        operands = args[1] if name in _OUT_FIRST else args[0]
+        tensors = _tensors(operands)
         self._follow_backward()
         kind, root, peer, tag = Kind.COLLECTIVE, None, None, 0
         if name in _SENDS or name in _RECEIVES:
@@ -337,8 +344,8 @@ def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
     return bool(args[place] if place < len(args) else kwargs.get("is_causal", False))
 
 
-def _tensors(given: Any) -> list[torch.Tensor]:
-    return [x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)]
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def _group(x: Any) -> Any:

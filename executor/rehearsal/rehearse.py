@@ -79,8 +79,8 @@ def rehearse(
 
     said(f"rehearsing {len(chosen)} kinds of {plan.num_ranks} ranks")
     logs = {}
-    for rank, found in logs_of(chosen, lambda rank: run(rank=rank)):
-        logs[rank] = found
+    for rank, of_rank in logs_of(chosen, lambda rank: run(rank=rank)):
+        logs[rank] = of_rank
         said(f"rehearsed rank {rank}: {len(logs)} of {len(chosen)} kinds")
     unrun = {name: why_not for log in logs.values() for name, why_not in log.unrun.items()}
     groups = {rank: k for k, ranks in enumerate(plan.devices) for rank in ranks}
@@ -130,15 +130,20 @@ def logs_of(ranks: Sequence[int], run: Callable[[int], RankLog]) -> Iterator[tup
     others are shared out."""
     started = time.monotonic()
     for k, rank in enumerate(ranks):
-        left = ranks[k:]
-        if k and len(left) > 1 and _each_s(started, k) * len(left) > WORTH_S and _workers() > 1:
+        remaining = ranks[k:]
+        if (
+            k
+            and len(remaining) > 1
+            and _each_s(started, k) * len(remaining) > WORTH_S
+            and _workers() > 1
+        ):
             done = set()
             try:
-                for rank, log in _shared(left, run):
+                for rank, log in _shared(remaining, run):
                     done.add(rank)
                     yield rank, log
             except CannotForkError:
-                yield from ((rank, run(rank)) for rank in left if rank not in done)
+                yield from ((rank, run(rank)) for rank in remaining if rank not in done)
             return
         yield rank, run(rank)
 
@@ -160,10 +165,10 @@ def _shared(ranks: Iterable[int], run: Callable[[int], RankLog]) -> Iterator[tup
     context = multiprocessing.get_context("fork")
     try:
         with ProcessPoolExecutor(_workers(), context, _begin) as pool:
-            found = {pool.submit(_log, rank): rank for rank in ranks}
+            ranks_of = {pool.submit(_log, rank): rank for rank in ranks}
             try:
-                for future in as_completed(found):
-                    yield found[future], future.result()
+                for future in as_completed(ranks_of):
+                    yield ranks_of[future], future.result()
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
     finally:
@@ -226,12 +231,12 @@ def _states(op: Op, strategy: Strategy) -> Iterable[tuple[str, Placement]]:
 
 
 def _split(graph: Graph, states: Iterable[tuple[str, Placement]]) -> set[int]:
-    found = set()
+    kinds = set()
     for value, placement in states:
         shape = graph.values[value].shape
         if placement.sharded and placement.dim < len(shape):  # others are of copies at experts
-            found.add(shape[placement.dim])
-    return found
+            kinds.add(shape[placement.dim])
+    return kinds
 
 
 def kinds_of_ranks(
@@ -247,7 +252,7 @@ def kinds_of_ranks(
         uneven = sorted(length for length in splits[axis] if length % size)
         return tuple(part_of(length, size, position)[1] for length in uneven)
 
-    found = {}
+    kinds = {}
     for mesh in {m.ranks: m for m in reversed(meshes)}.values():
         first: dict[tuple[object, ...], int] = {}
         for place, rank in enumerate(mesh.ranks):
@@ -257,8 +262,8 @@ def kinds_of_ranks(
             firsts = tuple(head % n == 0 for head in heads for n in mesh.cuts)
             tokens += [row == 0] * bool(tokens)  # all of one row's ranks stand for others'
             kind = (firsts, *tokens, t == 0, parts(0, mesh.outer[0], row), parts(1, mesh.tp, t))
-            found[rank] = first.setdefault(kind, rank)
-    return found
+            kinds[rank] = first.setdefault(kind, rank)
+    return kinds
 
 
 # --- saves ----------------------------------------------------------------------------------------
@@ -281,26 +286,26 @@ def unlike_saves(logs: Mapping[int, RankLog], kind_of: Mapping[int, int]) -> lis
     for rank in sorted(logs):
         for saved in logs[rank].saved:
             views[saved.name][rank] = saved
-    found = []
+    faults = []
     for name, of_ranks in sorted(views.items()):
         ranks, text = _judged(of_ranks, kind_of)
         if text:
             text = f"{name!r} of a checkpoint: {text}"
-            found.append(Mismatch(proof="checkpoint", ranks=ranks, text=text))
-    return found
+            faults.append(Mismatch(proof="checkpoint", ranks=ranks, text=text))
+    return faults
 
 
 def _judged(views: Views, kind_of: Mapping[int, int]) -> tuple[tuple[int, ...], str]:
-    """What is wrong with a tensor, of which ranks; an empty text where nothing is."""
-    first, own = next(iter(views.items()))
+    """Fault of a tensor, and its ranks; an empty text where there is none."""
+    first, view = next(iter(views.items()))
     for rank, saved in views.items():
-        if (saved.shape, saved.dtype) != (own.shape, own.dtype):
-            text = f"{list(own.shape)} {own.dtype}, and {list(saved.shape)} {saved.dtype}"
+        if (saved.shape, saved.dtype) != (view.shape, view.dtype):
+            text = f"{list(view.shape)} {view.dtype}, and {list(saved.shape)} {saved.dtype}"
             return (first, rank), text
         if saved.fault:
             return (rank,), saved.fault
     groups = {saved.group: rank for rank, saved in views.items()}
-    if len(groups) > 1 and not own.merged:
+    if len(groups) > 1 and not view.merged:
         text = f"written by the ranks {_several(views[first].group)}, and by others"
         return tuple(groups.values()), text
     for group in groups:
@@ -316,23 +321,23 @@ def _judged(views: Views, kind_of: Mapping[int, int]) -> tuple[tuple[int, ...], 
 
 
 def _of_group(views: Views) -> tuple[tuple[int, ...], str]:
-    """What is wrong with what the ranks of one group write."""
-    first, own = next(iter(views.items()))
+    """Fault of the writes of one group's ranks."""
+    first, view = next(iter(views.items()))
     for rank, saved in views.items():
-        if saved.writers != own.writers:
-            text = f"to be written by {_several(own.writers)}, and by {_several(saved.writers)}"
+        if saved.writers != view.writers:
+            text = f"to be written by {_several(view.writers)}, and by {_several(saved.writers)}"
             return (first, rank), text
         if saved.boxes and rank not in saved.writers:
-            return (rank,), f"written twice: also by rank {rank}, beside {_several(own.writers)}"
+            return (rank,), f"written twice: also by rank {rank}, beside {_several(view.writers)}"
     boxes = [(rank, box) for rank, saved in views.items() for box in saved.boxes]
     for (rank, a), (other, b) in combinations(boxes, 2) if len(boxes) <= SEVERAL else ():
         if _overlap(a, b):
             return (rank, other), f"written twice: {_said(a)}, and {_said(b)}"
-    if set(own.writers) <= set(views):
+    if set(view.writers) <= set(views):
         written = sum(math.prod(sizes) for _, (_, sizes) in boxes)
-        if written != math.prod(own.shape):
-            text = f"of {math.prod(own.shape)} elements {written} are written"
-            return tuple(own.writers), text
+        if written != math.prod(view.shape):
+            text = f"of {math.prod(view.shape)} elements {written} are written"
+            return tuple(view.writers), text
     return (), ""
 
 

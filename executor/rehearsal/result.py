@@ -1,4 +1,4 @@
-"""What a rehearsal found, and its text: a verdict, a table of ranks, notes."""
+"""Result of a rehearsal, and its text: a verdict, a table of ranks, notes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = (WEIGHTS, GRADIENTS, STATES, BATCH, SAVED, BUFFERS, TRANSIENT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What a rehearsal found.
+    """Result of a rehearsal.
 
     It is of one `plan`, and of no other. `logs` are by rank, one of each kind, or all; `kind_of`
     names for every rank the one that stands for it. `group_of` gives a rank's device group,
@@ -56,9 +56,9 @@ class Rehearsal:
     def peak_bytes(self) -> list[int]:
         """The largest peak of a rank of each device group."""
         peaks = [0] * (1 + max(self.group_of.values()))
-        for rank, found in self.logs.items():
+        for rank, log in self.logs.items():
             group = self.group_of[rank]
-            peaks[group] = max(peaks[group], found.peak_bytes)
+            peaks[group] = max(peaks[group], log.peak_bytes)
         return peaks
 
     def __str__(self) -> str:
@@ -90,13 +90,13 @@ class Rehearsal:
         head = ["rank", "stands for", "group", "peak MiB", "priced", "TFLOP", "sent MiB"]
         rows, stands_for = [[*head, *KINDS]], self.stands_for
         for rank in sorted(self.logs if ranks is None else ranks):
-            found, group = self.logs[rank], self.group_of[rank]
+            log, group = self.logs[rank], self.group_of[rank]
             priced = f"{self.priced_bytes[group] / 2**20:.1f}" if self.priced_bytes else "-"
             row = [str(rank), str(stands_for[rank]), str(group)]
-            row += [f"{found.peak_bytes / 2**20:.1f}", priced]
-            row += [f"{sum(found.flops.values()) / 1e12:.3g}"]
-            row += [f"{sum(found.sent_bytes.values()) / 2**20:.1f}"]
-            row += [f"{found.peak_by_kind.get(kind, 0) / 2**20:.1f}" for kind in KINDS]
+            row += [f"{log.peak_bytes / 2**20:.1f}", priced]
+            row += [f"{sum(log.flops.values()) / 1e12:.3g}"]
+            row += [f"{sum(log.sent_bytes.values()) / 2**20:.1f}"]
+            row += [f"{log.peak_by_kind.get(kind, 0) / 2**20:.1f}" for kind in KINDS]
             rows.append(row)
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         return ["  ".join(x.rjust(w) for x, w in zip(r, widths, strict=True)) for r in rows]

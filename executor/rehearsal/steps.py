@@ -99,7 +99,7 @@ def run_steps(
     *,
     evaluates: bool,
 ) -> None:
-    """What is rehearsed of a runtime: also what a real run does for its log to be equal."""
+    """Rehearsed steps of a runtime, with all that a real run does, so that the logs are equal."""
     parameters = list(runtime.parameters())
     held = [p.stored for p in runtime.stage_parameters] + [
         p.leaf.detach() for p in runtime.stage_parameters
@@ -108,9 +108,9 @@ def run_steps(
     steps = made_of(optimizer, [p for p in parameters if p.requires_grad])
     for stage in runtime.stages.values():
         _note_blocks(stage.program, recorder)
-    given = batch()
+    inputs = batch()
     recorder.memory.name(
-        (x for x in pytree.tree_leaves(given) if isinstance(x, torch.Tensor)), BATCH
+        (x for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)), BATCH
     )
     _make_states(steps, parameters)
     recorder.memory.name(map(_local, _states(steps)), STATES)
@@ -118,7 +118,7 @@ def run_steps(
     recorder.flops.clear()
     begin = len(recorder.events)
     with recorder.pricing():
-        runtime.train_step(given, _observer(runtime, recorder))
+        runtime.train_step(inputs, _observer(runtime, recorder))
         recorder.wait()
     recorder.memory.name((_local(p.grad) for p in parameters if p.grad is not None), GRADIENTS)
     clip_(runtime.stage_parameters, runtime.place, 1.0)
@@ -128,7 +128,7 @@ def run_steps(
     of_step, recorder.step = recorder.flops.copy(), (begin, len(recorder.events))
     recorder.saved = planned_save(runtime, steps)
     if evaluates:
-        runtime.eval_step(given, _observer(runtime, recorder))
+        runtime.eval_step(inputs, _observer(runtime, recorder))
         recorder.wait()
     recorder.flops = of_step
 
@@ -143,7 +143,7 @@ def _make_states(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Param
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    states = (x for own in optimizer.state.values() for x in own.values())
+    states = (x for state in optimizer.state.values() for x in state.values())
     return (x for x in states if isinstance(x, torch.Tensor))
 
 
@@ -205,10 +205,10 @@ def valueless(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     copies: dict[int, Any] = {}
     for x in (*model.parameters(), *model.buffers()):
         with mode:
-            made = torch.empty(x.shape, dtype=x.dtype, device=HOST)
+            empty = torch.empty(x.shape, dtype=x.dtype, device=HOST)
             if isinstance(x, nn.Parameter):
-                made = nn.Parameter(made, requires_grad=x.requires_grad)
-        copies[id(x)] = made
+                empty = nn.Parameter(empty, requires_grad=x.requires_grad)
+        copies[id(x)] = empty
     return copy.deepcopy(model, copies)
 
 
@@ -267,10 +267,10 @@ class _Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
-    """What an instruction did: events, with the position of their block; changes of memory, the
+    """Record of an instruction: events, with the position of their block; changes of memory, the
     bytes of its allocations, numbered from `start`, and their `places` among the blocks that were
-    `entered`, each after so many changes; FLOPs by operator; what it hands on, and what of the
-    given (by position) is held afterwards."""
+    `entered`, each after so many changes; FLOPs by operator; its outputs, and the inputs (by
+    position) that are held afterwards."""
 
     start: int
     events: tuple[tuple[Event, int | None], ...]
@@ -289,12 +289,12 @@ class _Record:
 
     def like(self, other: _Record) -> bool:
         """Whether both did the same, each for its micro-batch and stage."""
-        own, theirs = (replace(r, start=0, made=(), events=r.told) for r in (self, other))
-        return own == theirs
+        ours, theirs = (replace(r, start=0, made=(), events=r.told) for r in (self, other))
+        return ours == theirs
 
 
 class Repeats:
-    """What the instructions of a rank did, over its rehearsal."""
+    """Records of a rank's instructions, over its rehearsal."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
@@ -310,7 +310,7 @@ class Repeats:
         self.starts.clear()
 
     def known(self, what: What) -> _Record | None:
-        """What an instruction does, if that can be written down without running it."""
+        """Record of an instruction that can be written down without running it; else None."""
         if what not in self.steady and what in self.first:
             for other, record in list(self.steady.items()):
                 if other[:2] == what[:2] and self.first[other].like(self.first[what]):
@@ -320,24 +320,24 @@ class Repeats:
 
     @contextmanager
     def recording(
-        self, instruction: Instruction, blocks: Sequence[str], given: list[torch.Tensor]
+        self, instruction: Instruction, blocks: Sequence[str], operands: list[torch.Tensor]
     ) -> Iterator[list[torch.Tensor]]:
         """Record what happens inside, where what is handed on is put into the list. `blocks` are
         the stage's; empties `given`, which is used up."""
         recorder, memory, what = self.recorder, self.recorder.memory, _what(instruction)
-        places = {memory.number(x): k for k, x in enumerate(given)}
-        given.clear()
+        places = {memory.number(x): k for k, x in enumerate(operands)}
+        operands.clear()
         recorder.flush()
         start, events, changes = len(memory.sizes), len(recorder.events), len(memory.changes)
         flops, entered = recorder.flops.copy(), len(memory.entered)
-        made: list[torch.Tensor] = []
-        yield made
+        results: list[torch.Tensor] = []
+        yield results
         recorder.flush()
         self._note(instruction, start, len(memory.sizes))
         if what in self.steady:
             return
         at = {name: k for k, name in enumerate(blocks)}
-        found = _Record(
+        record = _Record(
             start=start,
             events=tuple(
                 (replace(e, where="", block=""), at.get(e.block)) for e in recorder.events[events:]
@@ -350,20 +350,20 @@ class Repeats:
             flops=dict(recorder.flops - flops),
             places=tuple(place - entered for place in memory.places[start:]),
             entered=tuple((at.get(b), n - changes) for b, n in memory.entered[entered:]),
-            made=tuple(self._made(x, start, places) for x in made),
+            made=tuple(self._made(x, start, places) for x in results),
             holds=frozenset(k for number, k in places.items() if number in memory.held),
         )
-        if what in self.latest and self.latest[what].like(found):
-            self.steady[what] = found
-        self.first.setdefault(what, found)
-        self.latest[what] = found
+        if what in self.latest and self.latest[what].like(record):
+            self.steady[what] = record
+        self.first.setdefault(what, record)
+        self.latest[what] = record
 
     def again(
         self,
         record: _Record,
         instruction: Instruction,
         blocks: Sequence[str],
-        given: Sequence[torch.Tensor],
+        operands: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
         """Write down that an instruction does what was recorded; returns what it hands on."""
         recorder, memory = self.recorder, self.recorder.memory
@@ -379,7 +379,7 @@ class Repeats:
         memory.places += [len(memory.entered) + place for place in record.places]
         self._note(instruction, start, stop)
         entering = deque(record.entered)
-        handed = {made.place: made.dtype for made in record.made}
+        handed = {output.place: output.dtype for output in record.made}
         memories: dict[int | None, torch.Tensor] = {}
         for k, (allocation, change) in enumerate(record.changes):
             while entering and entering[0][1] <= k:
@@ -394,7 +394,7 @@ class Repeats:
                 memory.changes.append((number, change))
         for block, _ in entering:
             memory.enter(_name(blocks, block))
-        return [_tensor(x, given, memories) for x in record.made]
+        return [_tensor(x, operands, memories) for x in record.made]
 
     def _note(self, instruction: Instruction, start: int, stop: int) -> None:
         unit = instruction.stage, instruction.microbatch
@@ -404,11 +404,11 @@ class Repeats:
     def _allocation(self, number: int, instruction: Instruction) -> _Allocation:
         """An allocation as others like this instruction would refer to it."""
         k = bisect_right(self.spans, number, key=lambda span: span[0]) - 1
-        found = k >= 0 and number < self.spans[k][1]
-        start, _, (stage, microbatch), action = self.spans[k] if found else _NO_SPAN
+        is_recorded = k >= 0 and number < self.spans[k][1]
+        start, _, (stage, microbatch), action = self.spans[k] if is_recorded else _NO_SPAN
         if number in self.recorder.memory.held and microbatch != instruction.microbatch:
             return _Allocation(place=number)
-        if not found:
+        if not is_recorded:
             return _Allocation()
         return _Allocation(
             action=action,
@@ -429,13 +429,13 @@ class Repeats:
         start = self.starts[action, (stage, instruction.microbatch + allocation.later)]
         return start + allocation.place
 
-    def _made(self, x: torch.Tensor, start: int, given: Mapping[int, int]) -> _Made:
+    def _made(self, x: torch.Tensor, start: int, places: Mapping[int, int]) -> _Made:
         number = self.recorder.memory.number(x)
-        own, place = number >= start, given.get(number)
+        is_recorded, place = number >= start, places.get(number)
         return _Made(
-            place=number - start if own else None,
+            place=number - start if is_recorded else None,
             given=place,
-            kept=None if own or place is not None else x.detach(),
+            kept=None if is_recorded or place is not None else x.detach(),
             shape=tuple(x.shape),
             stride=tuple(x.stride()),
             offset=int(x.storage_offset()),
@@ -466,29 +466,29 @@ class RepeatingRun(PipelineRun):
         if record is not None:
             self.repeated.add(unit)
             received = self.activations.pop(unit, {})
-            made = self.repeats.again(record, instruction, self.blocks[s], [*received.values()])
+            results = self.repeats.again(record, instruction, self.blocks[s], [*received.values()])
             names = self.stages[s].program.graphs.kept
-            return Pass(received=received, produced=dict(zip(names, made, strict=True)))
-        given = [*self.activations.get(unit, {}).values()]
-        with self.repeats.recording(instruction, self.blocks[s], given) as made:
+            return Pass(received=received, produced=dict(zip(names, results, strict=True)))
+        operands = [*self.activations.get(unit, {}).values()]
+        with self.repeats.recording(instruction, self.blocks[s], operands) as results:
             done = super().run_forward(instruction)
-            made += done.produced.values()
+            results += done.produced.values()
         return done
 
     def run_backward(self, instruction: Instruction) -> dict[str, torch.Tensor]:
         unit = s, _ = instruction.stage, instruction.microbatch
-        given = [*self.passes[unit].received.values(), *self.gradients.get(unit, {}).values()]
+        operands = [*self.passes[unit].received.values(), *self.gradients.get(unit, {}).values()]
         if unit in self.repeated:
             record, done = self._known(instruction), self.passes.pop(unit)
-            made = self.repeats.again(record, instruction, self.blocks[s], given)
+            results = self.repeats.again(record, instruction, self.blocks[s], operands)
             self.gradients.pop(unit, None)
-            self.put_off[unit] = [given[k] for k in record.holds]
+            self.put_off[unit] = [operands[k] for k in record.holds]
             names = self.stages[s].program.differentiable(done)
-            return dict(zip(names, made, strict=True))
-        with self.repeats.recording(instruction, self.blocks[s], given) as made:
-            found = super().run_backward(instruction)
-            made += found.values()
-        return found
+            return dict(zip(names, results, strict=True))
+        with self.repeats.recording(instruction, self.blocks[s], operands) as results:
+            grads = super().run_backward(instruction)
+            results += grads.values()
+        return grads
 
     def run_weight(self, instruction: Instruction) -> None:
         unit = s, _ = instruction.stage, instruction.microbatch
@@ -510,7 +510,7 @@ def _needed(stream: Sequence[Instruction], stages: Mapping[int, RunStage]) -> se
     """The micro-batches that are run in any case, where there are backwards: of each stage the
     first, and the one whose backward is the last of the step; and the next ones of the stage that
     comes first, in forwards and in backwards, of those with the same graphs."""
-    found = {(k, stage.last) for k, stage in stages.items()}
+    needed = {(k, stage.last) for k, stage in stages.items()}
     graphs = {
         k: tuple(id(block.lowered.module) for block in stage.program.blocks)
         for k, stage in stages.items()
@@ -522,9 +522,9 @@ def _needed(stream: Sequence[Instruction], stages: Mapping[int, RunStage]) -> se
             if i.action in actions:
                 learner = learning.setdefault(graphs[i.stage], i.stage)
                 if runs[i.stage] < (LEARNED if i.stage == learner else 1):
-                    found.add((i.stage, i.microbatch))
+                    needed.add((i.stage, i.microbatch))
                 runs[i.stage] += 1
-    return found if any(i.action in BACKWARD for i in stream) else set()
+    return needed if any(i.action in BACKWARD for i in stream) else set()
 
 
 def _name(blocks: Sequence[str], position: int | None) -> str:
@@ -537,14 +537,14 @@ def _what(instruction: Instruction) -> What:
 
 def _own(allocation: _Allocation, instruction: Instruction) -> bool:
     """Whether an instruction made the allocation itself."""
-    own = instruction.action, 0, 0
-    return (allocation.action, allocation.stages, allocation.later) == own
+    key = instruction.action, 0, 0
+    return (allocation.action, allocation.stages, allocation.later) == key
 
 
 def _tensor(
-    made: _Made, given: Sequence[torch.Tensor], memories: Mapping[int | None, torch.Tensor]
+    output: _Made, operands: Sequence[torch.Tensor], memories: Mapping[int | None, torch.Tensor]
 ) -> torch.Tensor:
-    if made.kept is not None:
-        return made.kept
-    of = given[made.given] if made.given is not None else memories[made.place]
-    return of.detach().as_strided(made.shape, made.stride, made.offset).data  # of no base
+    if output.kept is not None:
+        return output.kept
+    of = operands[output.given] if output.given is not None else memories[output.place]
+    return of.detach().as_strided(output.shape, output.stride, output.offset).data  # of no base

@@ -1,4 +1,4 @@
-"""What of a rank's log links carry: bytes that it gives to them in a step."""
+"""Bytes that a rank's log gives to links in a step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from meshwright.executor.rehearsal.events import Kind, RankLog
 def link_bytes(log: RankLog) -> dict[str, float]:
     """Bytes that the rank gives to links in a step, by description of the group: its messages, and
     its part of collectives round a ring, or to each member."""
-    found: defaultdict[str, float] = defaultdict(float)
+    by_link: defaultdict[str, float] = defaultdict(float)
     for event in log.events[slice(*log.step)]:
         name, ranks = event.group
         if event.kind is Kind.SEND:
-            found[name] += event.nbytes
+            by_link[name] += event.nbytes
         elif event.kind is Kind.COLLECTIVE:
             said = collective_of(event.operation, event.nbytes, len(ranks))
-            found[name] += bytes_sent(*said, len(ranks))
-    return dict(found)
+            by_link[name] += bytes_sent(*said, len(ranks))
+    return dict(by_link)

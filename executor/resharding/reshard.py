@@ -36,12 +36,12 @@ class Axis:
 
     @property
     def group_name(self) -> str:
-        """What the operators of compiled graphs call the group."""
+        """Name of the group in the operators of compiled graphs."""
         name: str = self.group.group_name
         return name
 
     def part(self, size: int) -> tuple[int, int]:
-        """Where this rank's part of a dim begins, and how many elements it has."""
+        """Start of this rank's part of a dim, and its number of elements."""
         return part_of(size, self.size, self.rank)
 
 
@@ -51,7 +51,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Waiting(Protocol):
-    """What is under way until `wait` returns."""
+    """An operation under way until `wait` returns."""
 
     def wait(self) -> Any: ...
 
@@ -60,10 +60,10 @@ class Waiting(Protocol):
 
 
 def part_of(size: int, n: int, rank: int) -> tuple[int, int]:
-    """Where the part of one of n ranks begins in a dim of `size`, and how many elements it has."""
-    each = largest_part(size, n)
-    start = min(rank * each, size)
-    return start, min(each, size - start)
+    """Start of the part of one of n ranks in a dim of `size`, and its number of elements."""
+    part_size = largest_part(size, n)
+    start = min(rank * part_size, size)
+    return start, min(part_size, size - start)
 
 
 def split_parts(x: torch.Tensor, placement: Placement, n: int) -> torch.Tensor:
@@ -85,8 +85,8 @@ def join_parts(
     d, split = placement.dim, placement.split
     n, *shape = stacked.shape
     parts = stacked.reshape(n, *shape[:d], split, shape[d] // split, *shape[d + 1 :])
-    whole = parts.movedim(0, d + 1).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
-    return whole if size is None else _cut(whole, d, size)
+    joined = parts.movedim(0, d + 1).reshape(*shape[:d], shape[d] * n, *shape[d + 1 :])
+    return joined if size is None else _cut(joined, d, size)
 
 
 def local_part(x: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Tensor:
@@ -153,14 +153,14 @@ def all_gather_flat(
 
 def reduce_scatter(x: torch.Tensor, placement: Placement, axis: Axis) -> torch.Tensor:
     parts = split_parts(x, placement, axis.size).contiguous()
-    own = axis.part(x.shape[placement.dim])[1]
+    part_size = axis.part(x.shape[placement.dim])[1]
     if torch.compiler.is_compiling():
         flat = parts.view(-1)
         out = _OPERATORS.reduce_scatter_tensor(flat, "sum", axis.size, axis.group_name)
-        return _cut(_done(out).view(parts.shape[1:]), placement.dim, own)
+        return _cut(_done(out).view(parts.shape[1:]), placement.dim, part_size)
     out, work = reduce_scatter_flat(parts.view(axis.size, -1), axis)
     work.wait()
-    return _cut(out.view(parts.shape[1:]), placement.dim, own)
+    return _cut(out.view(parts.shape[1:]), placement.dim, part_size)
 
 
 def reduce_scatter_flat(parts: torch.Tensor, axis: Axis) -> tuple[torch.Tensor, Waiting]:
@@ -202,11 +202,11 @@ def all_to_all(
 ) -> torch.Tensor:
     """Split otherwise; `size` of the whole source dim, where the axis may not divide it."""
     if source.dim == target.dim:
-        whole = all_gather(x, source, axis, size)
-        return local_part(whole, target, axis.size, axis.rank).contiguous()
+        gathered = all_gather(x, source, axis, size)
+        return local_part(gathered, target, axis.size, axis.rank).contiguous()
     if size is not None:
         x = _filled(x, source.dim, largest_part(size, axis.size))
-    own = axis.part(x.shape[target.dim])[1]
+    part_size = axis.part(x.shape[target.dim])[1]
     parts = split_parts(x, target, axis.size).contiguous()
     if torch.compiler.is_compiling():
         sizes = [1] * axis.size
@@ -214,7 +214,7 @@ def all_to_all(
     else:
         out = torch.empty_like(parts)
         dist.all_to_all_single(out.view(-1), parts.view(-1), group=axis.group)
-    return _cut(join_parts(out, source, size), target.dim, own)
+    return _cut(join_parts(out, source, size), target.dim, part_size)
 
 
 def _done(x: torch.Tensor) -> torch.Tensor:
@@ -336,9 +336,9 @@ class _Transition(torch.autograd.Function):
         zigzag: Zigzag,
     ) -> torch.Tensor:
         # the gradient is joined where the value is split: of a dim that is whole here
-        whole = x.shape[target.dim] if target.sharded and target.split == 1 else None
+        full_size = x.shape[target.dim] if target.sharded and target.split == 1 else None
         same = source.sharded and target.sharded and source.dim == target.dim
-        ctx.states = source, target, axis, None if same else whole, zigzag
+        ctx.states = source, target, axis, None if same else full_size, zigzag
         move = MOVES[source.kind, target.kind][0]
         return _moved(move, x, (source, target), axis, size, zigzag)
 

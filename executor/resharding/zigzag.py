@@ -29,7 +29,7 @@ def out_of_zigzag(x: torch.Tensor, placement: Placement, n: int) -> torch.Tensor
 
 def _chunks_moved(x: torch.Tensor, placement: Placement, order: list[int]) -> torch.Tensor:
     d, split, chunks = placement.dim, placement.split, len(order)
-    each = x.shape[d] // (split * chunks)
-    parts = x.reshape(*x.shape[:d], split, chunks, each, *x.shape[d + 1 :])
+    chunk_size = x.shape[d] // (split * chunks)
+    parts = x.reshape(*x.shape[:d], split, chunks, chunk_size, *x.shape[d + 1 :])
     index = torch.tensor(order, device=x.device)
     return parts.index_select(d + 1, index).reshape(x.shape)

@@ -1,4 +1,4 @@
-"""What the mean loss of a batch divides by, so that the losses of many batches can be put together.
+"""Divisor of a batch's mean loss, by which the losses of many batches are put together.
 
 Let batch b have the loss l(b) = s(b) / n(b). The mean over all of them is Σ l(b) n(b) / Σ n(b). The
 graph tells what n is: the targets that are not ignored of a cross-entropy, the divisor of a sum by
@@ -26,9 +26,9 @@ SAME = frozenset({"to", "_to_copy", "clone", "alias", "reshape", "view", "squeez
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counting:
-    """How a loss counts: the `target` of a cross-entropy, with its `ignored` class and the values
-    of class `weight`s, or the `divisor` of a sum; without either its rows. `exponential` says
-    whether exp(loss) is a perplexity."""
+    """Count of a loss: the `target` of a cross-entropy, with its `ignored` class and the values of
+    class `weight`s, or the `divisor` of a sum; without either its rows. `exponential` says whether
+    exp(loss) is a perplexity."""
 
     target: str | None = None
     ignored: int = -100
@@ -43,7 +43,7 @@ class Counting:
 
 
 def counting(graph: Graph, use: RowUse) -> Counting:
-    """How the loss of a graph counts. Raises `StateError` where the losses of batches can't be put
+    """Count of a graph's loss. Raises `StateError` where the losses of batches can't be put
     together."""
     makers = {r: op for op in (*graph.derived, *graph.ops) for r in op.results}
     derived = {r for op in graph.derived for r in op.results} | set(graph.inputs)
@@ -86,14 +86,14 @@ class Counted:
         self.how, self.step = how, step
         self.total = torch.zeros((), dtype=torch.float64)
 
-    def __call__(self, stage: int, microbatch: int, made: Mapping[str, torch.Tensor]) -> None:
+    def __call__(self, stage: int, microbatch: int, outputs: Mapping[str, torch.Tensor]) -> None:
         how, handed = self.how, self.step.stages[stage].handed
         main = how.target or how.divisor
         if main is None or main not in handed or not handed.keys() >= set(how.values):
             return
-        count = made[main]
+        count = outputs[main]
         if how.target is not None:
-            count = row_weight(count, how.ignored, made.get(how.weight or ""))
+            count = row_weight(count, how.ignored, outputs.get(how.weight or ""))
         elif self.step.plan.num_microbatches > 1:  # a total of the batch already
             count = count / self.step.plan.num_microbatches
         count = count.detach().double().reshape(())

@@ -14,8 +14,8 @@ from meshwright.executor.errors import StateError
 
 def with_backward_done(loss: torch.Tensor) -> torch.Tensor:
     """A step's loss, whose `backward()` says what to do instead."""
-    made: torch.Tensor = _BackwardIsDone.apply(loss.requires_grad_())  # type: ignore[no-untyped-call]
-    return made
+    loss_done: torch.Tensor = _BackwardIsDone.apply(loss.requires_grad_())  # type: ignore[no-untyped-call]
+    return loss_done
 
 
 class _BackwardIsDone(torch.autograd.Function):
@@ -44,15 +44,15 @@ class PendingScalar(torch.Tensor):
     @staticmethod
     def of(read: Callable[[], torch.Tensor]) -> PendingScalar:
         """The scalar that `read` returns, on the host."""
-        made: PendingScalar = torch.Tensor._make_subclass(PendingScalar, torch.full((), math.nan))
-        made._read = read
-        return made
+        scalar: PendingScalar = torch.Tensor._make_subclass(PendingScalar, torch.full((), math.nan))
+        scalar._read = read
+        return scalar
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.detach and isinstance(args[0], PendingScalar):
             return args[0]
-        found = pytree.tree_map(
+        arguments = pytree.tree_map(
             lambda x: x._read() if isinstance(x, PendingScalar) else x, (args, kwargs or {})
         )
-        return func(*found[0], **found[1])
+        return func(*arguments[0], **arguments[1])

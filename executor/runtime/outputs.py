@@ -49,22 +49,22 @@ def forward(
     With `at` a value [rows, positions, ...] is read at one position per row: [rows, ...]. Raises
     `StateError` for a value without rows in a plan of several micro-batches.
     """
-    kept: list[_Kept] = []
+    outputs: list[_Kept] = []
 
     def keep(step: Step) -> Keep:
-        kept.append(_Kept(step=step, place=runtime.place, rows=rows, gather=gather, at=at))
+        outputs.append(_Kept(step=step, place=runtime.place, rows=rows, gather=gather, at=at))
         for value in values:
-            kept[0].row_dim(value)
-        return kept[0]
+            outputs[0].row_dim(value)
+        return outputs[0]
 
     loss, _ = runtime.evaluate(batch, values, keep=keep)
     with torch.no_grad():
-        return Forwarded(loss=loss, values={value: kept[0].whole(value) for value in values})
+        return Forwarded(loss=loss, values={value: outputs[0].whole(value) for value in values})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """What is kept of one evaluation, by value, micro-batch by micro-batch."""
+    """Values of one evaluation, micro-batch by micro-batch."""
 
     step: Step
     place: Place
@@ -73,45 +73,45 @@ class _Kept:
     at: torch.Tensor | None
     parts: dict[tuple[str, int], list[torch.Tensor]] = field(default_factory=dict)
 
-    def __call__(self, stage: int, microbatch: int, made: Mapping[str, torch.Tensor]) -> None:
+    def __call__(self, stage: int, microbatch: int, outputs: Mapping[str, torch.Tensor]) -> None:
         """Take what a stage made of a micro-batch. Collective over the stage's ranks."""
         for value, state in self.step.stages[stage].handed.items():
-            part = self._part(stage, value, state, microbatch, made[value])
-            copy = next(c for c, own in enumerate(pipelines(self.step.plan)) if stage in own)
+            part = self._part(stage, value, state, microbatch, outputs[value])
+            copy = next(c for c, stages in enumerate(pipelines(self.step.plan)) if stage in stages)
             self.parts.setdefault((value, copy), []).append(part)
 
     def whole(self, value: str) -> torch.Tensor | None:
         """The value of all micro-batches. With `gather` collective over all ranks."""
-        found = [self._of_copy(value, c) for c in range(len(pipelines(self.step.plan)))]
-        dim, here = self.row_dim(value), [x for x in found if x is not None]
+        copies = [self._of_copy(value, c) for c in range(len(pipelines(self.step.plan)))]
+        dim, here = self.row_dim(value), [x for x in copies if x is not None]
         return torch.cat(here, dim) if dim is not None and len(here) > 1 else next(iter(here), None)
 
     def _of_copy(self, value: str, copy: int) -> torch.Tensor | None:
         """The value of the micro-batches of a copy of the model."""
         parts, dim = self.parts.get((value, copy), []), self.row_dim(value)
-        found: torch.Tensor | None = None
+        joined: torch.Tensor | None = None
         if parts:
-            found = parts[0] if dim is None else torch.cat(parts, dim)
+            joined = parts[0] if dim is None else torch.cat(parts, dim)
         if not self.gather or len(self.step.plan.devices) == 1 or self.place.mesh is None:
-            return found
-        if found is None:
+            return joined
+        if joined is None:
             meta, shape = self.step.graph.values[value], self._shape(value, copy)
-            found = torch.empty(shape, dtype=meta.dtype, device=self.place.device)
+            joined = torch.empty(shape, dtype=meta.dtype, device=self.place.device)
         source = self.place.meshes[_stage_with(self.step, value, copy)].ranks[0]
-        dist.broadcast(found := found.contiguous(), src=source)
-        return found
+        dist.broadcast(joined := joined.contiguous(), src=source)
+        return joined
 
     def row_dim(self, value: str) -> int | None:
         """The dim of the batch's rows in a value; None where it has none. Raises `StateError` where
         micro-batches of it can't be put together."""
         graph, table = self.step.graph, self.step.checked.factors
         shape = graph.values[value].shape
-        found = None if table.batch is None else table.find(value, table.batch)
+        place = None if table.batch is None else table.find(value, table.batch)
         if table.batch is None and shape[:1] == (1,):  # of one row, which no dim tells
-            found = 0, 1
-        if found is not None and found[1] == 1:
-            return found[0]
-        if self.step.plan.num_microbatches == 1 and found is None:
+            place = 0, 1
+        if place is not None and place[1] == 1:
+            return place[0]
+        if self.step.plan.num_microbatches == 1 and place is None:
             return None
         raise StateError(
             f"the output {value!r} of shape {shape} has no dim of the batch's rows, or others "
@@ -125,9 +125,9 @@ class _Kept:
         """The shape of a value of all rows of a copy of the model."""
         shape, dim = list(self.step.graph.values[value].shape), self.row_dim(value)
         plan = self.step.plan
-        each = plan.global_batch_size // len(pipelines(plan))
+        copy_rows = plan.global_batch_size // len(pipelines(plan))
         if dim is not None:
-            rows = min(max(self.rows - copy * each, 0), each)
+            rows = min(max(self.rows - copy * copy_rows, 0), copy_rows)
             shape[dim] = shape[dim] // plan.microbatch_rows * rows
         return shape if self.at is None else [shape[0], *shape[2:]]
 
@@ -142,38 +142,38 @@ class _Kept:
         assert isinstance(layout, ContextLayout)
         zigzag = layout.zigzag and token_dim(self.step.checked.factors, value, tokens)
         local = local_view(tokens, data, self.place.rows.size)
-        whole: torch.Tensor = Reshard(local, R, axis, zigzag=(zigzag, False))(x)
-        return whole
+        gathered: torch.Tensor = Reshard(local, R, axis, zigzag=(zigzag, False))(x)
+        return gathered
 
     def _part(
         self, stage: int, value: str, state: State, microbatch: int, x: torch.Tensor
     ) -> torch.Tensor:
         *outer, tensor = state
-        data, axis, each = outer[0], self.place.rows, self.step.plan.microbatch_rows
+        data, axis, part_rows = outer[0], self.place.rows, self.step.plan.microbatch_rows
         dim = self.row_dim(value)
-        first = microbatch * each
+        first = microbatch * part_rows
         if data.sharded:
-            each //= axis.size
-            first += axis.rank * each
+            part_rows //= axis.size
+            first += axis.rank * part_rows
         sizes = self.step.graph.values[value].shape
         if len(outer) > 1:  # tokens first: the tensor axis may split theirs further
             x = _whole_on(self.place.tensor, x, tensor, data, axis.size, sizes)
             x, tensor = self._all_tokens(x, value, stage, outer), R
         if self.at is not None:
-            x, tensor, sizes = self._at(x, (data, tensor), first, each, sizes)
+            x, tensor, sizes = self._at(x, (data, tensor), first, part_rows, sizes)
         x = _whole_on(self.place.tensor, x, tensor, data, axis.size, sizes)
         if data.kind == "P" and axis.size > 1:
             x = Reshard(data, R, axis)(x)
         if data.sharded and axis.size > 1 and self.gather:
             x = all_gather(x, data, axis)
-            first, each = microbatch * self.step.plan.microbatch_rows, each * axis.size
+            first, part_rows = microbatch * self.step.plan.microbatch_rows, part_rows * axis.size
         if dim is None:
             return x
-        real = min(max(self.rows - first, 0), each)
-        return x.narrow(dim, 0, x.shape[dim] // each * real)
+        real = min(max(self.rows - first, 0), part_rows)
+        return x.narrow(dim, 0, x.shape[dim] // part_rows * real)
 
     def _at(
-        self, x: torch.Tensor, state: State, first: int, each: int, sizes: tuple[int, ...]
+        self, x: torch.Tensor, state: State, first: int, part_rows: int, sizes: tuple[int, ...]
     ) -> tuple[torch.Tensor, Placement, tuple[int, ...]]:
         """A value [rows, positions, ...] at each row's position, with its state on the tensor axis
         and its whole sizes; only this is gathered where positions are not what is split."""
@@ -182,9 +182,9 @@ class _Kept:
         if tensor.sharded and tensor.dim < 2:
             x = _whole_on(self.place.tensor, x, tensor, data, self.place.rows.size, sizes)
             tensor = R
-        own = self.at[first : first + each].to(x.device)
-        own = torch.nn.functional.pad(own, (0, each - len(own)))
-        x = x[torch.arange(each, device=x.device), own]
+        indices = self.at[first : first + part_rows].to(x.device)
+        indices = torch.nn.functional.pad(indices, (0, part_rows - len(indices)))
+        x = x[torch.arange(part_rows, device=x.device), indices]
         if tensor.sharded:
             tensor = replace(tensor, dim=tensor.dim - 1)
         return x, tensor, (sizes[0], *sizes[2:])
@@ -203,13 +203,13 @@ def _whole_on(
         return x
     size = sizes[state.dim] if state.sharded else 0
     uneven = size if size % axis.size else None
-    whole: torch.Tensor = Reshard(local_view(state, other, other_size), R, axis, uneven)(x)
-    return whole
+    gathered: torch.Tensor = Reshard(local_view(state, other, other_size), R, axis, uneven)(x)
+    return gathered
 
 
 def _stage_with(step: Step, value: str, copy: int) -> int:
     """The stage of a copy of the model whose blocks make a value, or are the first to read it."""
     owner = stage_of(step.plan, copy)
     blocks = step.graph.blocks
-    made = [b for b in blocks if any(value in op.results for op in b.ops)]
-    return owner[(made or [b for b in blocks if value in b.derived])[0].name]
+    producers = [b for b in blocks if any(value in op.results for op in b.ops)]
+    return owner[(producers or [b for b in blocks if value in b.derived])[0].name]

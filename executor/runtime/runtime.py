@@ -72,7 +72,7 @@ from meshwright.planner.plan import Plan, PlanError, crossings, stages_of_parame
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """How a plan is run: `compile` its blocks (True, or a backend), on a `device` (None: this
+    """Options of a plan's run: `compile` its blocks (True, or a backend), on a `device` (None: this
     rank's), and whether replicas are compared with rank 0's in place of being made equal;
     `pipeline` runs the instructions of each step."""
 
@@ -116,8 +116,8 @@ class Runtime(RankState):
         stages: dict[int, BuiltStage] = {k: builder.stage(k) for k in place.stages}
         shared = tuple(builder.shared.values())
         super().__init__(plan, graph, place, user, stages, shared)
-        whole = replicated(plan)
-        user.hold(graph, self.stage_parameters, self.held_buffers, place, whole=whole)
+        is_replicated = replicated(plan)
+        user.hold(graph, self.stage_parameters, self.held_buffers, place, whole=is_replicated)
         self.weight_gradients = builder.weight_gradients or WeightGradientQueue()
         self.tied_layouts = builder.tied
         self.reducers = {k: Reducer(stage.parameters, place) for k, stage in stages.items()}
@@ -227,7 +227,7 @@ class Runtime(RankState):
         observe: Observer | None = None,
         local: bool = False,
     ) -> tuple[torch.Tensor, Step]:
-        """As `eval_step`, with the step that was run: it hands the `values` of the graph that it
+        """`eval_step`, with the step that was run: it hands the `values` of the graph that it
         makes, as they are on this rank, to what `keep` makes for it."""
         self.validation.settle()
         self._check_ready()
@@ -277,22 +277,22 @@ class Runtime(RankState):
             rows={self.graph.inputs[name] for name in self.graph.batched} if local else (),
         )
         try:
-            given = Given(self._checked(batch, local), local)
-            shape = batches.shape(given)
+            inputs = Given(self._checked(batch, local), local)
+            shape = batches.shape(inputs)
         except ValueError:
             with suppress(ValueError):  # this rank's own says more
                 check(None)
             raise
-        tensors = given.tensors or {}
+        tensors = inputs.tensors or {}
         known = {p: tensors[name] for name, p in self.graph.inputs.items() if name in tensors}
         check(known, rows_in_all=shape.rows)
         try:
             step = self._step_at(shape, batch)
         except ValueError as error:
-            raise batches.unlike(given, str(error)) from error
+            raise batches.unlike(inputs, str(error)) from error
         for k, stage in self.stages.items():
             stage.program.take(step.stages[k].graphs)
-        return step, step.batches.filled(given)
+        return step, step.batches.filled(inputs)
 
     def _checked(self, batch: Any, local: bool) -> Mapping[str, torch.Tensor] | None:
         """The inputs of a batch; None where it may be left out, and is."""
@@ -335,10 +335,10 @@ class Runtime(RankState):
             while len(self.kept_steps) >= KEPT_SHAPES:
                 del self.kept_steps[next(iter(self.kept_steps))]
             self.kept_steps[key] = Step.of(step.checked, self.place, stages)
-        kept = self.kept_steps[key]
+        kept_step = self.kept_steps[key]
         for k, stage in self.stages.items():
-            stage.program.take(kept.stages[k].graphs)
-        return kept
+            stage.program.take(kept_step.stages[k].graphs)
+        return kept_step
 
     def _check_same_tensors(self, graph: Graph, stages: Mapping[int, LoweredStage]) -> None:
         """Raise ValueError unless stages read the weights, buffers and inputs of the planned."""

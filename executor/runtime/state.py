@@ -44,8 +44,8 @@ class RankState:
         self.place = place
         self.user = user
         self.stages = stages
-        own = (p for stage in stages.values() for p in stage.parameters)
-        self.stage_parameters: tuple[StageParameter, ...] = (*own, *shared)
+        parameters = (p for stage in stages.values() for p in stage.parameters)
+        self.stage_parameters: tuple[StageParameter, ...] = (*parameters, *shared)
         buffers = (b for stage in stages.values() for b in stage.buffers)
         self.held_buffers: dict[str, HeldBuffer] = {b.fqn: b for b in buffers}
         self.loaded = user.on_meta.isdisjoint(name for name, _ in user.module.named_parameters())

@@ -1,4 +1,4 @@
-"""What a rank runs in a step, for global batches of one shape."""
+"""A rank's step, for global batches of one shape."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class Step:
                 results = stage.counts.module(*[values[n] for n in stage.counts.arguments])
                 targets = dict(zip(stage.counts.outputs, results, strict=True))
                 for name, (target, ignored, weight) in stage.losses.items():
-                    found = row_weight(targets[target], ignored, targets.get(weight or ""))
-                    totals[name] = totals[name] + found
+                    weights = row_weight(targets[target], ignored, targets.get(weight or ""))
+                    totals[name] = totals[name] + weights
         for name, (target, *_) in stage.losses.items():
             for axis, layout in zip(place.outer, stage.outer, strict=True):
                 if axis.size > 1 and layout.states[target].sharded:

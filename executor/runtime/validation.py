@@ -65,7 +65,7 @@ class Verdict:
 
     @property
     def coefficient(self) -> torch.Tensor:
-        """What clipping multiplies gradients by."""
+        """Factor of gradients by clipping."""
         if self.max_norm is None:
             return torch.ones(())
         return (self.max_norm / (self.norm() + ROOM)).clamp(max=1.0)
@@ -80,8 +80,8 @@ class Verdict:
 
     def norm(self) -> torch.Tensor:
         """The norm of all gradients; 0 where they are dropped."""
-        found = (self.wait()[2] ** 0.5).float()
-        return found if self.finite else torch.zeros_like(found)
+        root = (self.wait()[2] ** 0.5).float()
+        return root if self.finite else torch.zeros_like(root)
 
 
 class Validation:
@@ -120,15 +120,15 @@ class Validation:
         optimizer.zero_grad()
         with torch.no_grad():
             verdict = self._delivered(max_norm, step.own_loss(losses))
-        made = UndoableStep.of(optimizer)
+        undoable = UndoableStep.of(optimizer)
         ahead = self.sure and optimizer is self.optimizer
         self.optimizer = optimizer
         if ahead:
-            made.step()
+            undoable.step()
             self.ahead_steps += 1
-            self.outstanding = verdict, made
+            self.outstanding = verdict, undoable
         else:
-            self._conclude(verdict, made, stepped=False)
+            self._conclude(verdict, undoable, stepped=False)
         return PendingScalar.of(verdict.loss), PendingScalar.of(verdict.norm)
 
     def _delivered(self, max_norm: float | None, loss: torch.Tensor) -> Verdict:
@@ -199,8 +199,8 @@ class Validation:
             torch._foreach_mul_(here, coefficient.to(device))
 
     def early(self, part: Early | None) -> EarlyForwards | None:
-        """What a run does before it is known that its weights hold; None where it is. Buffers and
-        random states that forwards write are kept for the second time."""
+        """Part of a step that runs before its weights are known to hold; None where they are.
+        Buffers and random states that forwards write are kept for the second time."""
         if part is None or not (self.repeats or self.outstanding):
             return None
         runtime, device = self.runtime, self.runtime.place.device
@@ -212,8 +212,8 @@ class Validation:
             run.scale = runtime.guard.seed / runtime.plan.num_microbatches
             repeats, self.repeats = self.repeats, False
             if repeats:
-                for whole, kept in buffers:
-                    whole.copy_(kept)
+                for buffer, before in buffers:
+                    buffer.copy_(before)
                 put_back()
                 runtime.read_state()
             return not repeats
@@ -294,7 +294,7 @@ class UndoableStep:
         self.optimizer.state.update(self.states)
         here = [local_of(x.detach()) for x, _ in self.tensors]
         if here:
-            torch._foreach_copy_(here, [kept for _, kept in self.tensors])
+            torch._foreach_copy_(here, [before for _, before in self.tensors])
 
     def step_again(self) -> None:
         """Step with the options of this step; what a schedule made of them since stays."""
@@ -302,8 +302,8 @@ class UndoableStep:
         _write(self.optimizer, self.options)
         self.optimizer.step()
         newer = [
-            {name: x for name, x in own.items() if name not in was or not _same(x, was[name])}
-            for own, was in zip(now, self.left, strict=True)
+            {name: x for name, x in gradient.items() if name not in was or not _same(x, was[name])}
+            for gradient, was in zip(now, self.left, strict=True)
         ]
         _write(self.optimizer, newer)
 
@@ -325,8 +325,8 @@ def _options(optimizer: torch.optim.Optimizer) -> Options:
 
 def _write(optimizer: torch.optim.Optimizer, options: Options) -> None:
     """Set options of each group; tensors in place, as a schedule holds them."""
-    for group, given in zip(optimizer.param_groups, options, strict=True):
-        for name, x in given.items():
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        for name, x in values.items():
             if isinstance(x, torch.Tensor) and isinstance(group[name], torch.Tensor):
                 group[name].copy_(x)
             else:

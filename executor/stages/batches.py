@@ -34,7 +34,8 @@ class BatchShape:
 
     @staticmethod
     def of(graph: Graph, rows: int, tensors: Mapping[str, Any]) -> BatchShape:
-        """Of so many rows, the inputs (by value name) being of the shape that `tensors` have."""
+        """Shape of a batch of so many rows, the inputs (by value name) being of the shape that
+        `tensors` have."""
         batched = graph.batched
         shapes = ((name, tuple(tensors[name].shape)) for name in graph.inputs)
         return BatchShape(rows, tuple(s[1:] if name in batched else s for name, s in shapes))
@@ -99,88 +100,88 @@ class Batches:
         """`share` of a global batch of `total` rows, of which there may be fewer than planned."""
         parts, axis = self.plan.microbatches_of(total), self.place.rows
         rows = total // parts
-        own = torch.arange(rows).tensor_split(axis.size)[axis.rank].tolist()
-        return [k * rows + n for k in range(parts) for n in own]
+        row_range = torch.arange(rows).tensor_split(axis.size)[axis.rank].tolist()
+        return [k * rows + n for k in range(parts) for n in row_range]
 
-    def shape(self, given: Given) -> BatchShape:
+    def shape(self, inputs: Given) -> BatchShape:
         """The shape of the global batch as it is run, filled up where that can be and batches of
         other sizes, which are lowered anew, can't be shared out as they are. Raises
         ValueError for inputs of another number of dims, or of other rows than each other."""
-        batched, tensors = self.graph.batched, given.tensors
+        batched, tensors = self.graph.batched, inputs.tensors
         if tensors is None:
             return self.planned
         rows = {len(x) for name, x in tensors.items() if name in batched and x.dim()}
         for name in self.graph.inputs:
             x, dims = tensors[name], len(self.graph.values[name].shape)
             if x.dim() != dims or 0 in x.shape or (name in batched and len(rows) > 1):
-                raise self.unlike(given, "pad or drop rows, or plan for this batch")
-        planned = len(self.share) if given.local else self.planned.rows
-        found = min(rows, default=planned)
-        rows_in_all = found * (self.place.rows.size if given.local else 1)
+                raise self.unlike(inputs, "pad or drop rows, or plan for this batch")
+        planned = len(self.share) if inputs.local else self.planned.rows
+        batch_rows = min(rows, default=planned)
+        rows_in_all = batch_rows * (self.place.rows.size if inputs.local else 1)
         shape = BatchShape.of(self.graph, rows_in_all, tensors)
         apart = shape.sizes != self.planned.sizes and not rows_in_all % self.data_ranks
-        if found == planned or (self.filling and found < planned and not apart):
+        if batch_rows == planned or (self.filling and batch_rows < planned and not apart):
             return replace(shape, rows=self.planned.rows)
         return shape
 
     def _check_fixed(self, leaves: Mapping[str, Any]) -> None:
         """Raise ValueError for entries that are fixed in the plan and differ."""
         for path, planned in self.graph.fixed.items():
-            given = leaves.get(path)
-            if not same_entry(planned, given):
+            leaf = leaves.get(path)
+            if not same_entry(planned, leaf):
                 raise BatchError(
                     f"{path!r} was {planned!r:.60} when the model was planned, and is "
-                    f"{given!r:.60} now: the plan is for one value of it, because the forward's "
+                    f"{leaf!r:.60} now: the plan is for one value of it, because the forward's "
                     "course depends on it",
                     place="batch",
                     way_out="give that, or plan again",
                 )
 
-    def _tensor(self, name: str, path: str, given: Any) -> torch.Tensor:
+    def _tensor(self, name: str, path: str, leaf: Any) -> torch.Tensor:
         """An input as a tensor; numbers are 0-dim ones."""
         planned = self.graph.values[name]
-        if isinstance(given, torch.Tensor):
-            if _kind(given.dtype) != _kind(planned.dtype):
+        if isinstance(leaf, torch.Tensor):
+            if _kind(leaf.dtype) != _kind(planned.dtype):
                 raise BatchError(
-                    f"{path!r} is {given.dtype}, but the model was planned with {planned.dtype}",
+                    f"{path!r} is {leaf.dtype}, but the model was planned with {planned.dtype}",
                     place="batch",
                     way_out="convert it, or plan with inputs like it",
                 )
-            if given.is_meta:
+            if leaf.is_meta:
                 raise BatchError(
                     f"{path!r} is on the meta device, without values",
                     place="batch",
                     way_out="give a tensor with values",
                 )
-            return given
-        if not is_number(given) or planned.shape:
+            return leaf
+        if not is_number(leaf) or planned.shape:
             rows = (self.planned.rows,) if name in self.graph.batched else planned.shape[:1]
             raise BatchError(
-                f"{path!r} is a {type(given).__name__}; the model was planned with a "
+                f"{path!r} is a {type(leaf).__name__}; the model was planned with a "
                 f"{planned.dtype} of shape {(*rows, *planned.shape[1:])}",
                 place="batch",
                 way_out="give such a tensor, or plan again with inputs like it",
             )
-        if isinstance(given, float) and not planned.dtype.is_floating_point:
+        if isinstance(leaf, float) and not planned.dtype.is_floating_point:
             raise BatchError(
-                f"{path!r} is {given!r}, but the model was planned with an int",
+                f"{path!r} is {leaf!r}, but the model was planned with an int",
                 place="batch",
                 way_out="give an int, or plan with a float in example_inputs",
             )
-        return torch.tensor(given, dtype=planned.dtype)
+        return torch.tensor(leaf, dtype=planned.dtype)
 
-    def filled(self, given: Given) -> Given:
+    def filled(self, inputs: Given) -> Given:
         """The inputs with as many rows as planned: the first one repeated, counting nothing."""
-        batched, tensors = self.graph.batched, given.tensors
+        batched, tensors = self.graph.batched, inputs.tensors
         if tensors is None or not batched:
-            return given
-        planned = len(self.share) if given.local else self.planned.rows
+            return inputs
+        planned = len(self.share) if inputs.local else self.planned.rows
         missing = planned - min(len(tensors[n]) for n in batched)
         if not missing:
-            return given
+            return inputs
         filled = {name: self._nothing(name, tensors[name][:1], missing) for name in batched}
         joined = {name: torch.cat([tensors[name], rows]) for name, rows in filled.items()}
-        return Given({**tensors, **joined}, given.local)
+        return Given({**tensors, **joined}, inputs.local)
 
     def _nothing(self, name: str, row: torch.Tensor, count: int) -> torch.Tensor:
         """So many rows like one of an input, that count nothing."""
@@ -189,10 +190,10 @@ class Batches:
         rows = row.expand(count, *row.shape[1:])
         return torch.full_like(rows, self.filling[path]) if path in self.filling else rows
 
-    def unlike(self, given: Given, why: str) -> BatchError:
+    def unlike(self, inputs: Given, why: str) -> BatchError:
         """The error for a batch that has not the planned shape, and can't be run for a reason."""
-        tensors, shapes = given.tensors or {}, []
-        planned = len(self.share) if given.local else self.planned.rows
+        tensors, shapes = inputs.tensors or {}, []
+        planned = len(self.share) if inputs.local else self.planned.rows
         for name, path in self.graph.inputs.items():
             expected = self.graph.values[name].shape
             if name in self.graph.batched:
@@ -201,24 +202,24 @@ class Batches:
                 shapes.append(
                     f"{path!r} has shape {tuple(tensors[name].shape)}; the plan expects {expected}"
                 )
-        local = f", of which {planned} are this rank's" if given.local else ""
+        local = f", of which {planned} are this rank's" if inputs.local else ""
         shown = shapes[0] if shapes else "it"
         return BatchError(
             f"{shown} (global_batch_size={self.planned.rows}{local}): {why}", place="batch"
         )
 
-    def rows(self, given: Given, layout: DataLayout, read: Collection[str]) -> Rows:
+    def rows(self, inputs: Given, layout: DataLayout, read: Collection[str]) -> Rows:
         """This rank's rows of the inputs that a stage reads. Raises ValueError for a local batch
         where it must read rows of other shares."""
         axis, batched = self.place.rows, self.graph.batched
         parts: Rows = [{} for _ in range(self.plan.num_microbatches)]
-        for name, tensor in (given.tensors or {}).items():
+        for name, tensor in (inputs.tensors or {}).items():
             if name not in read:
                 continue
             if name not in batched:
-                whole = self._moved(name, tensor)
-                chunks: Sequence[torch.Tensor] = [whole] * len(parts)
-            elif not given.local or axis.size == 1:
+                moved = self._moved(name, tensor)
+                chunks: Sequence[torch.Tensor] = [moved] * len(parts)
+            elif not inputs.local or axis.size == 1:
                 chunks = tensor.split(self.plan.microbatch_rows)
                 if layout.states[name].sharded:
                     chunks = [chunk.tensor_split(axis.size)[axis.rank] for chunk in chunks]
@@ -258,5 +259,6 @@ def look_ups_named() -> Iterator[None]:
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """What can't stand in another's place: integers may be of another width."""
+    """Properties of a tensor in which another must agree to stand in its place: integers may be of
+    another width."""
     return "complex" if dtype.is_complex else "float" if dtype.is_floating_point else "int"

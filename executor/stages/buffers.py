@@ -28,8 +28,8 @@ def buffer_placements(
 ) -> dict[str, tuple[str, Placement]]:
     """Value name -> (FQN, placement on the tensor axis) of the stage's buffers: as the blocks read
     them if they agree and nothing else reads them, else replicated."""
-    whole = [n for n in (*prologue.arguments, *updates) if n in graph.buffers]
-    wanted: dict[str, set[Placement]] = {n: {R} for n in whole}
+    written = [n for n in (*prologue.arguments, *updates) if n in graph.buffers]
+    wanted: dict[str, set[Placement]] = {n: {R} for n in written}
     for block in blocks:
         for name in block.buffers:
             state = buffer_state(layouts[block.name], name, chosen[block.name])
@@ -59,7 +59,7 @@ class HeldBuffer:
     version: int = -1
 
     def read(self) -> torch.Tensor:
-        """What the graphs read."""
+        """Values that the graphs read."""
         self.version = self.whole._version
         local = self.whole.detach()
         if self.placement.sharded:
@@ -110,17 +110,17 @@ def hold_buffers(
     written = {*updates, *(b for op in graph.ops for b in _statistics(op))}
     held = []
     for value, (fqn, placement) in buffers.items():
-        own = user.tensor(fqn)
-        if own.is_meta:
-            own = torch.zeros(own.shape, dtype=own.dtype, device=place.device)
-            user.replace(fqn, own)
-        elif own.device != place.device:
-            own.data = own.to(place.device)
+        local = user.tensor(fqn)
+        if local.is_meta:
+            local = torch.zeros(local.shape, dtype=local.dtype, device=place.device)
+            user.replace(fqn, local)
+        elif local.device != place.device:
+            local.data = local.to(place.device)
         held.append(
             HeldBuffer(
                 value=value,
                 fqn=fqn,
-                whole=own,
+                whole=local,
                 placement=placement,
                 dtype=graph.values[value].dtype,  # the trace may compute in another
                 updated=value in written,

@@ -74,18 +74,18 @@ class Builder:
     def stage(self, k: int) -> BuiltStage:
         """Build one of this rank's stages."""
         graph, blocks, lowered = self.graph, self.lowering.blocks(k), self.lowering.stage(k)
-        own = self.parameters.of_stage(k, blocks, lowered.stored)
+        stage_parameters = self.parameters.of_stage(k, blocks, lowered.stored)
         graphs = lowered.graphs
         held = hold_buffers(graph, lowered.buffers, graphs.updates, self.user, self.place)
         tensors = {b.value: b.read() for b in held}
         tensors |= {p.value: p.leaf for p in self.shared.values() if p.value in lowered.stored}
-        program = self._program(k, blocks, graphs, own, tensors)
-        for p in own:
+        program = self._program(k, blocks, graphs, stage_parameters, tensors)
+        for p in stage_parameters:
             self.parameters.expose(p)
         return BuiltStage(
             lowered=lowered,
             program=program,
-            parameters=own,
+            parameters=stage_parameters,
             reader=_readers(graph, blocks),
             buffers=tuple(held),
         )
@@ -123,8 +123,8 @@ class Builder:
 
 def _readers(graph: Graph, blocks: Sequence[Block]) -> dict[str, str]:
     """FQN -> the first block that reads it, in order."""
-    found: dict[str, str] = {}
+    readers: dict[str, str] = {}
     for block in blocks:
         for value in block.parameters:
-            found.setdefault(graph.parameters[value], block.name)
-    return found
+            readers.setdefault(graph.parameters[value], block.name)
+    return readers

@@ -81,8 +81,8 @@ class StageLowering:
 
     def blocks(self, k: int) -> list[Block]:
         """The blocks of a stage."""
-        own = frozenset(self.plan.stages[k].blocks)
-        return [b for b in self.graph.blocks if b.name in own]
+        names = frozenset(self.plan.stages[k].blocks)
+        return [b for b in self.graph.blocks if b.name in names]
 
     def stage(self, k: int) -> LoweredStage:
         """One of this rank's stages."""
@@ -140,10 +140,10 @@ class StageLowering:
     def _handed(
         self, blocks: Sequence[Block], context: Context, states: Mapping[str, sharding.Placement]
     ) -> dict[str, State]:
-        """What is kept of the blocks' results, and of raw inputs that they read."""
+        """States of the blocks' results that are kept, and of raw inputs that they read."""
         read = dict.fromkeys(v for b in blocks for v in b.derived)
-        found = {n: states.get(n, sharding.R) for n in (*states, *read) if n in self.keep}
-        return {name: context.boundary(name, state) for name, state in found.items()}
+        states_of = {n: states.get(n, sharding.R) for n in (*states, *read) if n in self.keep}
+        return {name: context.boundary(name, state) for name, state in states_of.items()}
 
     def _outer(self, k: int) -> tuple[sharding.DataLayout, ...]:
         """The layouts of stage k on the axes of rows and, where there is one, of context."""
@@ -208,9 +208,9 @@ def _prologue(
     lowering: Lowering, graph: Graph, blocks: Sequence[Block], updates: Mapping[str, str]
 ) -> Lowered:
     """The operators on raw inputs that the blocks, or updates of buffers, read."""
-    made = {n for b in blocks for n in b.outputs}
+    outputs = {n for b in blocks for n in b.outputs}
     wanted = dict.fromkeys(n for b in blocks for n in b.derived)
-    wanted |= dict.fromkeys(n for n in updates.values() if n not in made)
+    wanted |= dict.fromkeys(n for n in updates.values() if n not in outputs)
     return _on_raw(lowering, graph, tuple(wanted))
 
 
@@ -226,12 +226,12 @@ def _on_raw(
 def _needed(ops: Sequence[Op], wanted: Iterable[str]) -> list[Op]:
     """The operators behind `wanted`, in order."""
     live = set(wanted)
-    kept = []
+    needed = []
     for op in reversed(ops):
         if live & set(op.results):
             live |= set(op.operands)
-            kept.append(op)
-    return kept[::-1]
+            needed.append(op)
+    return needed[::-1]
 
 
 def _counts(

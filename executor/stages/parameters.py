@@ -81,8 +81,8 @@ class RankParameters:
 
     def expose(self, parameter: parameters.StageParameter) -> None:
         """Make the API's parameter: the user's own where every rank holds the whole model."""
-        own = self.sources[parameter.fqn] if replicated(self.plan) else None
-        parameters.expose(parameter, self.place, own)
+        source = self.sources[parameter.fqn] if replicated(self.plan) else None
+        parameters.expose(parameter, self.place, source)
 
     def _check_alike(self, value: str, here: Sequence[int], state: State) -> None:
         if self._states[value] != state:
@@ -155,8 +155,8 @@ def parameter_states(
         for op in block.ops:
             for i, value in enumerate(op.operands):
                 if value in graph.parameters:
-                    for found, layout in zip(on_outer, outer, strict=True):
-                        found.setdefault(value, set()).add(layout.strategies[op.name].operands[i])
+                    for states, layout in zip(on_outer, outer, strict=True):
+                        states.setdefault(value, set()).add(layout.strategies[op.name].operands[i])
                     on_tensor.setdefault(value, set()).add(
                         assignment.strategies[op.name].operands[i]
                     )
@@ -164,7 +164,7 @@ def parameter_states(
             stored.setdefault(value, assignment.states[value])
     return {
         value: (
-            *_summed([found[value] for found in on_outer], sizes),
+            *_summed([states[value] for states in on_outer], sizes),
             RP if state == R and on_tensor[value] == {RP} else state,
         )
         for value, state in stored.items()
@@ -183,12 +183,12 @@ def _summed(read: Sequence[set[Placement]], sizes: Sequence[int]) -> tuple[Place
 
 def _reached(graph: Graph) -> set[str]:
     """Values that the loss depends on, through values with a gradient."""
-    found = {graph.loss}
+    reached = {graph.loss}
     for op in reversed(graph.ops):
-        if found.intersection(op.results):
+        if reached.intersection(op.results):
             unread = _unread(op) & graph.parameters.keys()
-            found |= {v for v in op.operands if graph.values[v].requires_grad} - unread
-    return found
+            reached |= {v for v in op.operands if graph.values[v].requires_grad} - unread
+    return reached
 
 
 def _unread(op: Op) -> set[str]:
@@ -206,7 +206,7 @@ def _tied(
     """FQN -> stage -> layout, of parameters held by several stages."""
     owners = stages_of_parameters(plan, graph)
     blocks = {block.name: block for block in graph.blocks}
-    found: dict[str, dict[int, parameters.TiedLayout]] = {}
+    layouts: dict[str, dict[int, parameters.TiedLayout]] = {}
     for k, stage in enumerate(plan.stages):
         for name in stage.blocks:
             for value in blocks[name].parameters:
@@ -215,5 +215,5 @@ def _tied(
                     layout = parameters.TiedLayout(
                         placement=state if state.sharded else R, sharing=stage.sharing
                     )
-                    found.setdefault(graph.parameters[value], {}).setdefault(k, layout)
-    return found
+                    layouts.setdefault(graph.parameters[value], {}).setdefault(k, layout)
+    return layouts

@@ -194,12 +194,12 @@ class PipelineRun:
 
     def _backward(self, instruction: Instruction) -> None:
         s, k = instruction.stage, instruction.microbatch
-        found = self.run_backward(instruction)
+        grads = self.run_backward(instruction)
         beside = {name: j for j, other in self.stages.items() for name in other.beside.get(s, ())}
         for name, source in beside.items():
-            if name in found:
-                _add(self.gradients.setdefault((source, k), {}), name, found[name])
-        if sent := {n: x for n, x in found.items() if n not in beside}:
+            if name in grads:
+                _add(self.gradients.setdefault((source, k), {}), name, grads[name])
+        if sent := {n: x for n, x in grads.items() if n not in beside}:
             self.input_gradients[s, k] = sent
 
     def run_backward(self, instruction: Instruction) -> dict[str, torch.Tensor]:
@@ -207,18 +207,18 @@ class PipelineRun:
         gradients of what was received."""
         unit = s, k = instruction.stage, instruction.microbatch
         stage, done = self.stages[s], self.passes.pop(unit)
-        whole, last = instruction.action is Action.BACKWARD, k == stage.last
-        stage.reducer.before_backward(last=last, whole=whole)
-        given = self.gradients.pop(unit, {})
-        found = stage.program.backward(done, given, self.scale, last=last)
+        is_full, last = instruction.action is Action.BACKWARD, k == stage.last
+        stage.reducer.before_backward(last=last, whole=is_full)
+        output_grads = self.gradients.pop(unit, {})
+        grads = stage.program.backward(done, output_grads, self.scale, last=last)
         taken = self.weight_gradients.take()
-        if whole:
+        if is_full:
             accumulate(taken, stage.reducer.take_gradient)
             if not last:
                 stage.reducer.after_backward()
         else:
             self.put_off[unit] = taken
-        return found
+        return grads
 
     def run_weight(self, instruction: Instruction) -> None:
         """The weight gradients that were put off."""
@@ -252,8 +252,8 @@ class PipelineRun:
         for name, channel in channels.items():
             self.sending += channel.send(source[name])
         if instruction.action is Action.SEND_GRADIENT:
-            left = {name: x for name, x in source.items() if name not in channels}
-            self.input_gradients[unit] = left
+            unsent = {name: x for name, x in source.items() if name not in channels}
+            self.input_gradients[unit] = unsent
         elif not self.sends[unit]:
             self.leaving += self.handed.pop(unit, [])
 

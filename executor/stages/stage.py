@@ -36,12 +36,12 @@ class BlockModule(nn.Module):
     gathers around its forward and backward) sees its own parameters only.
     """
 
-    def __init__(self, lowered: Lowered, own: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, lowered: Lowered, parameters: Mapping[str, nn.Parameter]) -> None:
         super().__init__()
-        self.own = frozenset(own).intersection(lowered.arguments)
+        self.own = frozenset(parameters).intersection(lowered.arguments)
         for name in lowered.arguments:
-            if name in own:
-                self.register_parameter(_attribute(name), own[name])
+            if name in parameters:
+                self.register_parameter(_attribute(name), parameters[name])
         self.take(lowered)
 
     def take(self, lowered: Lowered) -> None:
@@ -52,18 +52,18 @@ class BlockModule(nn.Module):
         # per argument of the graph: a place among the given, or an attribute
         self.sources = tuple(at[n] if n in at else _attribute(n) for n in lowered.arguments)
 
-    def forward(self, *given: torch.Tensor) -> Any:
+    def forward(self, *operands: torch.Tensor) -> Any:
         args = [
-            given[source] if isinstance(source, int) else getattr(self, source)
+            operands[source] if isinstance(source, int) else getattr(self, source)
             for source in self.sources
         ]
-        args += given[len(self.given) :]  # loss counts, random state
+        args += operands[len(self.given) :]  # loss counts, random state
         return self.lowered.module(*args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageGraphs:
-    """What a stage runs for batches of one shape.
+    """Graphs of a stage for batches of one shape.
 
     `prologue` makes what the `blocks` read of raw inputs; `constants` are by value name. `sends`
     are read by other stages; `loss` is set on the last stage; `updates` maps buffers to the values
@@ -85,7 +85,7 @@ class StageGraphs:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """What a forward hands on."""
+        """Values that a forward hands on."""
         loss = () if self.loss is None else (self.loss,)
         return tuple(dict.fromkeys([*self.sends, *loss, *self.outputs]))
 
@@ -164,8 +164,8 @@ class StageProgram(nn.Module):
         values |= {name: getattr(self, attribute) for name, attribute in self.shared.items()}
         prologue = self.graphs.prologue
         with torch.no_grad():
-            made = prologue.module(*[values[n] for n in prologue.arguments])
-        values |= dict(zip(prologue.outputs, made, strict=True))
+            outputs = prologue.module(*[values[n] for n in prologue.arguments])
+        values |= dict(zip(prologue.outputs, outputs, strict=True))
         random = self._random_states(rng)
         staying = (*values.values(), *counts.values(), *random.values())
         saved = Away(self.aside, self.device, staying) if self._sends else None
@@ -223,57 +223,57 @@ class StageProgram(nn.Module):
             return
         for block in self.blocks[span.start : span.stop]:
             self._announce(block)
-            made = _run(block, values, counts, random)
+            outputs = _run(block, values, counts, random)
             if self.away is not None and block.lowered.name in self.away.away:
-                self._return(block.lowered.name, made.values())
-            values |= made
+                self._return(block.lowered.name, outputs.values())
+            values |= outputs
 
     def _announce(self, block: BlockModule) -> None:
         if self.ready is not None:
             self.ready(block.lowered.name)
 
-    def _return(self, block: str, made: Iterable[torch.Tensor]) -> None:
+    def _return(self, block: str, names: Iterable[torch.Tensor]) -> None:
         """Have a block's weights come back before its backward, which the first gradient of what
         it made begins."""
         assert self.away is not None
         again = self.away.backward
-        for x in made:
+        for x in names:
             if x.requires_grad:
                 x.register_hook(lambda _: again(block))
 
     def _segment(
         self, span: range, values: _Values, counts: _Values, random: _Values
     ) -> dict[str, torch.Tensor]:
-        """What later blocks read of a segment, and the stage hands on; in its backward it runs
-        again."""
+        """Values of a segment that later blocks read, or the stage hands on; in its backward it
+        runs again."""
         blocks, later = self.blocks[span.start : span.stop], self.blocks[span.stop :]
-        made = dict.fromkeys(n for block in blocks for n in block.lowered.outputs)
-        read = dict.fromkeys(n for block in blocks for n in block.given if n not in made)
+        outputs = dict.fromkeys(n for block in blocks for n in block.lowered.outputs)
+        read = dict.fromkeys(n for block in blocks for n in block.given if n not in outputs)
         wanted = {*self.graphs.kept, *self.graphs.updates.values()}
         wanted.update(n for block in later for n in block.given)
-        leaving = [n for n in made if n in wanted]
+        leaving = [n for n in outputs if n in wanted]
         differentiable = self.graphs.differentiable
         # parameters that other blocks read too are among them: their gradients are summed outside
         names = [n for n in read if n in differentiable]
         rest = {n: values[n] for n in read if n not in names}
 
-        def run(given: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            own = rest | dict(zip(names, given, strict=True))
+        def run(operands: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            local_values = rest | dict(zip(names, operands, strict=True))
             again = torch.is_grad_enabled()
             for block in blocks:
                 if not again:
                     self._announce(block)
-                own |= _run(block, own, counts, random)
+                local_values |= _run(block, local_values, counts, random)
                 if again and block is not blocks[-1] and isinstance(block, FSDPModule):
                     block.reshard()  # which it leaves to the backward, if it runs in one
-            return tuple(own[n] for n in leaving)
+            return tuple(local_values[n] for n in leaving)
 
         flags = [n in differentiable for n in leaving]
-        found = run_segment(run, flags, [values[n] for n in names])
-        return dict(zip(leaving, found, strict=True))
+        results = run_segment(run, flags, [values[n] for n in names])
+        return dict(zip(leaving, results, strict=True))
 
     def train(self, mode: bool = True) -> StageProgram:
-        """As for any module; the graphs, which blocks share, are no submodules."""
+        """`Module.train` without the graphs, which blocks share and which are no submodules."""
         super().train(mode)
         for block in self.blocks:
             block.lowered.module.train(mode)
@@ -317,7 +317,7 @@ class StageProgram(nn.Module):
         }
 
     def differentiable(self, done: Pass) -> dict[str, torch.Tensor]:
-        """What was received and gets a gradient."""
+        """Received values that get a gradient."""
         return {n: x for n, x in done.received.items() if n in self.graphs.differentiable}
 
 
@@ -353,34 +353,34 @@ Run: TypeAlias = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
 class _Again(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, run: Run, differentiable: Sequence[bool], _: torch.Tensor, *given: torch.Tensor
+        ctx: Any, run: Run, differentiable: Sequence[bool], _: torch.Tensor, *operands: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.run = run
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*given)
-        made = run(given)
-        plain = [x for x, own in zip(made, differentiable, strict=True) if not own]
+        ctx.save_for_backward(*operands)
+        outputs = run(operands)
+        plain = [x for x, flows in zip(outputs, differentiable, strict=True) if not flows]
         ctx.mark_non_differentiable(*plain)
-        return made
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        given = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        operands = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
         with torch.enable_grad():
-            made = ctx.run(given)
-        pairs = [(x, g) for x, g in zip(made, grads, strict=True) if g is not None]
+            outputs = ctx.run(operands)
+        pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if g is not None]
         roots, seeds = [x for x, _ in pairs], [g for _, g in pairs]
-        del made, pairs
+        del outputs, pairs
         torch.autograd.backward(roots, seeds)
-        return None, None, None, *(x.grad for x in given)
+        return None, None, None, *(x.grad for x in operands)
 
 
 def run_segment(
-    run: Run, differentiable: Sequence[bool], given: Sequence[torch.Tensor]
+    run: Run, differentiable: Sequence[bool], operands: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """The results of `run(given)`, of which those have a gradient that are `differentiable`, and
     whose backward runs it again. Parameters are read by `run` itself."""
     # parameters may have gradients where no input has
     anchor = torch.empty(0, requires_grad=True)
-    made: tuple[torch.Tensor, ...] = _Again.apply(run, differentiable, anchor, *given)  # type: ignore[no-untyped-call]
-    return made
+    outputs: tuple[torch.Tensor, ...] = _Again.apply(run, differentiable, anchor, *operands)  # type: ignore[no-untyped-call]
+    return outputs

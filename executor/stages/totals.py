@@ -41,6 +41,6 @@ def add_totals(totals: Sequence[Total], tensors: Mapping[str, torch.Tensor], row
             for inputs in rows:
                 values = {**tensors, **inputs}
                 parts += total.program.module(*[values[n] for n in total.program.arguments])
-            whole = TOGETHER[total.kind](parts)
+            summed = TOGETHER[total.kind](parts)
             for inputs in rows:
-                inputs[total.value] = whole
+                inputs[total.value] = summed

@@ -56,8 +56,8 @@ class UserModel:
     def tensor(self, fqn: str) -> torch.Tensor:
         """The tensor that is in a place now."""
         module, leaf = self._place(fqn)
-        found = module._parameters.get(leaf)
-        return getattr(module, leaf) if found is None else found
+        parameter = module._parameters.get(leaf)
+        return getattr(module, leaf) if parameter is None else parameter
 
     def put(self, fqn: str, tensor: torch.Tensor) -> None:
         """Put a tensor in all places of the one that has this name."""
@@ -71,16 +71,16 @@ class UserModel:
             self._at[name] = self.module.get_submodule(parent), leaf
         return self._at[name]
 
-    def write(self, fqn: str, whole: torch.Tensor) -> None:
+    def write(self, fqn: str, full: torch.Tensor) -> None:
         """Write into a tensor that this rank holds whole; a new one where it is on meta."""
         now = self.tensor(fqn)
         if not now.is_meta:
             with torch.no_grad():
-                now.copy_(whole)
+                now.copy_(full)
         elif isinstance(now, nn.Parameter):
-            self.replace(fqn, nn.Parameter(whole.detach(), requires_grad=now.requires_grad))
+            self.replace(fqn, nn.Parameter(full.detach(), requires_grad=now.requires_grad))
         else:
-            self.replace(fqn, whole.detach())
+            self.replace(fqn, full.detach())
 
     def replace(self, fqn: str, new: torch.Tensor) -> None:
         """Put `new` for good in the places of a tensor, which remembers it."""
@@ -142,7 +142,7 @@ class UserModel:
         self._handles.append(self.module.register_load_state_dict_post_hook(loaded))
 
     def _move_rest(self, device: torch.device) -> None:
-        """What was not replaced is on the device, read or not."""
+        """Move everything that was not replaced to the device, read or not."""
         for fqn, x in self.originals.items():
             if fqn not in self._replaced and x.device != device and not x.is_meta:
                 x.data = x.data.to(device)
@@ -206,15 +206,15 @@ class UserModel:
             setattr(now, REPLACED_BY, original)
             self.put(fqn, original)
 
-    def _original(self, fqn: str, whole: torch.Tensor) -> torch.Tensor:
+    def _original(self, fqn: str, full: torch.Tensor) -> torch.Tensor:
         """The user's own tensor with the values of `whole`; a new one for one on meta."""
         original = self.originals[fqn]
         if not original.is_meta:
-            original.data = whole
+            original.data = full
             return original
         if isinstance(original, nn.Parameter):
-            return nn.Parameter(whole, requires_grad=original.requires_grad)
-        return whole
+            return nn.Parameter(full, requires_grad=original.requires_grad)
+        return full
 
 
 def current(parameter: torch.Tensor) -> torch.Tensor:
@@ -254,16 +254,16 @@ def check_trains(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> N
         )
     groups = [group["params"] for group in optimizer.param_groups] if optimizer is not None else []
     foreign = {
-        k: found
+        k: unknown
         for k, params in enumerate(groups)
-        if (found := [p for p in params if id(current(p)) not in known])
+        if (unknown := [p for p in params if id(current(p)) not in known])
     }
     if not foreign:
         return
-    number, given = sum(map(len, foreign.values())), sum(map(len, groups))
-    of = f"of the {given} parameters of this {type(optimizer).__name__}"
-    many = f"none {of} is" if number == given else f"{number} {of} are not"
-    where = ", ".join(f"{len(found)} in group {k}" for k, found in foreign.items())
+    number, group_sizes = sum(map(len, foreign.values())), sum(map(len, groups))
+    of = f"of the {group_sizes} parameters of this {type(optimizer).__name__}"
+    many = f"none {of} is" if number == group_sizes else f"{number} {of} are not"
+    where = ", ".join(f"{len(unknown)} in group {k}" for k, unknown in foreign.items())
     example = tuple(next(iter(foreign.values()))[0].shape)
     raise OptimizerError(
         f"{many} the model's ({where}), e.g. one of shape {example}",
@@ -313,7 +313,7 @@ def _loading(
 ) -> Callable[..., None]:
     """A hook of `model.load_state_dict` that takes this rank's parts from whole tensors."""
     elsewhere = {name for fqn in away for name in user.names[fqn]}
-    own = {name: p for fqn, p in held.items() for name in user.names[fqn]}
+    parameters = {name: p for fqn, p in held.items() for name in user.names[fqn]}
 
     def take(module: nn.Module, state: dict[str, torch.Tensor], *_: Any) -> None:
         if module is not user.module:  # a copy
@@ -321,8 +321,8 @@ def _loading(
         for name, x in state.items():
             if name in elsewhere:
                 state[name] = user.tensor(name)
-            elif name in own and type(x) in (torch.Tensor, nn.Parameter):
-                p = own[name]
+            elif name in parameters and type(x) in (torch.Tensor, nn.Parameter):
+                p = parameters[name]
                 if x.shape == p.api.shape:
                     load(p, x.to(place.device), place)
                     state[name] = p.api.detach()

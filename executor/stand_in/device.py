@@ -96,7 +96,7 @@ class Module:
         """Nothing."""
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """What autocast may cast to."""
+        """Dtypes that autocast may cast to."""
         return list(HALVES)
 
     def _is_in_bad_fork(self) -> bool:
@@ -134,12 +134,12 @@ def module() -> Module:
     # autograd starts its threads for the devices that it finds at the first backward of a process:
     # with none, a process can still be forked afterwards
     torch.zeros((), requires_grad=True).backward()
-    made = Module()
+    stand_in = Module()
     setup: Any = backend_registration._setup_privateuseone_for_python_backend
-    setup(NAME, made, _hook())
+    setup(NAME, stand_in, _hook())
     dist.Backend.backend_capability[dist.Backend.FAKE].append(NAME)
-    made.kernels = register_kernels(NAME)
-    return made
+    stand_in.kernels = register_kernels(NAME)
+    return stand_in
 
 
 @contextmanager
@@ -290,10 +290,10 @@ def _attention(
     if fits and half and attn_mask is None and dim <= 256:
         scale = dim**-0.5 if scale is None else scale
         padded = (pad(x, (0, -dim % 8)) if dim % 8 else x for x in (query, key, value))
-        found = _ATEN._scaled_dot_product_flash_attention(
+        outputs = _ATEN._scaled_dot_product_flash_attention(
             *padded, dropout_p, is_causal, scale=scale
         )
-        result: torch.Tensor = found[0]
+        result: torch.Tensor = outputs[0]
         return result[..., :dim] if dim % 8 else result
     aligned = dim % (8 if half else 4) == 0 and (half or query.dtype == torch.float32)
     if fits and aligned and query.shape[1] == key.shape[1]:
@@ -303,12 +303,12 @@ def _attention(
                 attn_mask = none.masked_fill_(~attn_mask, float("-inf"))
             attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
         keeps = any(x.requires_grad for x in (query, key, value))
-        found = _ATEN._scaled_dot_product_efficient_attention(
+        outputs = _ATEN._scaled_dot_product_efficient_attention(
             query, key, value, attn_mask, keeps, dropout_p, is_causal, scale=scale
         )
     else:
-        found = _ATEN._scaled_dot_product_attention_math(
+        outputs = _ATEN._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    result = found[0]
+    result = outputs[0]
     return result

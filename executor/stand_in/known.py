@@ -40,16 +40,16 @@ class KnownFakes(FakeTensorMode):
         seen: dict[int, int] = {}
         if not self._add(args, into, seen):
             return None
-        for name, given in kwargs.items():
+        for name, argument in kwargs.items():
             into.append(name)
-            if not self._add((given,), into, seen):
+            if not self._add((argument,), into, seen):
                 return None
         if not seen and torch._C._get_dispatch_mode(_FAKE) is not self:
             return None  # what makes a tensor while the mode is off makes one with values
         return tuple(into)
 
-    def _add(self, given: Iterable[Any], into: list[Any], seen: dict[int, int]) -> bool:
-        for x in given:
+    def _add(self, arguments: Iterable[Any], into: list[Any], seen: dict[int, int]) -> bool:
+        for x in arguments:
             kind = type(x)
             if kind is FakeTensor:
                 if x.constant is not None or x.fake_mode is not self or not _is_plain(x):
@@ -73,8 +73,8 @@ class KnownFakes(FakeTensorMode):
         entry = self.entries.get(key)
         if entry is None:
             return NOT_KNOWN
-        made = [self._made(info, key[0], args) for info in entry.output_infos]
-        return tuple(made) if entry.is_output_tuple else made[0]
+        outputs = [self._made(info, key[0], args) for info in entry.output_infos]
+        return tuple(outputs) if entry.is_output_tuple else outputs[0]
 
     def _made(self, info: Any, func: Any, args: Sequence[Any]) -> Any:
         metadata = info.metadata
@@ -98,10 +98,10 @@ class KnownFakes(FakeTensorMode):
         """The result by torch, of whose entry, if it has one by now, note is taken."""
         self.answered = None, None, 0
         result = key[0](*args, **kwargs)
-        func, entry, made = self._taken()
+        func, entry, outputs = self._taken()
         if (
             func is key[0]
-            and made == id(_first(result))
+            and outputs == id(_first(result))
             and all(map(_is_known, entry.output_infos))
         ):
             self.entries[key] = entry
@@ -113,13 +113,13 @@ class KnownFakes(FakeTensorMode):
     def _output_from_cache_entry(
         self, state: Any, entry: Any, key: Any, func: Any, args: Any
     ) -> Any:
-        made = super()._output_from_cache_entry(state, entry, key, func, args)
-        self.answered = func, entry, id(_first(made))
-        return made
+        outputs = super()._output_from_cache_entry(state, entry, key, func, args)
+        self.answered = func, entry, id(_first(outputs))
+        return outputs
 
 
-def _first(made: Any) -> Any:
-    return made[0] if isinstance(made, (tuple, list)) and made else made
+def _first(outputs: Any) -> Any:
+    return outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
 
 
 def _is_plain(x: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from meshwright.executor.stand_in.known import Key
 
 
 class KnownLayouts:
-    """What was worked out for operators of any rank so far."""
+    """Layouts worked out for operators of any rank so far."""
 
     def __init__(self) -> None:
         self.known: dict[Key, Any] = {}
@@ -40,10 +40,10 @@ class KnownLayouts:
             mesh = next(iter(meshes.values()), None)
             if key in self.known:
                 return _on(mesh, self.known[key])
-            found = work_out(schema)
-            if len(meshes) == 1 and found.redistribute_schema is None:
-                self.known[key] = found
-            return found
+            sharding = work_out(schema)
+            if len(meshes) == 1 and sharding.redistribute_schema is None:
+                self.known[key] = sharding
+            return sharding
 
         propagator.propagate_op_sharding_non_cached = propagated
         try:
@@ -55,7 +55,7 @@ class KnownLayouts:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of operators from the ranks before: results on fake tensors, and layouts."""
+    """Facts on operators from the ranks before: results on fake tensors, and layouts."""
 
     results: dict[Key, Any] = field(default_factory=dict)
     layouts: KnownLayouts = field(default_factory=KnownLayouts)
@@ -71,18 +71,18 @@ def _forget() -> None:
 def _key(schema: Any, meshes: dict[int, DeviceMesh]) -> Key:
     """All that the layouts of an operator's results depend on; collects the operands' meshes."""
     leaves, tree = pytree.tree_flatten((schema.args_schema, schema.kwargs_schema))
-    found: list[Any] = [schema.op, tree]
+    key: list[Any] = [schema.op, tree]
     for x in leaves:
         if isinstance(x, DTensorSpec):
             mesh = meshes.setdefault(id(x.mesh), x.mesh)
             of = x.placements, x.tensor_meta, x.shard_order, x.use_strided_shard_as_shard_order
-            found += (*of, mesh.shape, mesh.mesh_dim_names, mesh.device_type)
+            key += (*of, mesh.shape, mesh.mesh_dim_names, mesh.device_type)
         else:
-            found += (type(x), x)
-    return tuple(found)
+            key += (type(x), x)
+    return tuple(key)
 
 
-def _on(mesh: DeviceMesh | None, found: Any) -> Any:
+def _on(mesh: DeviceMesh | None, schema: Any) -> Any:
     """The same layouts on another mesh of the same sizes."""
 
     def moved(spec: DTensorSpec) -> DTensorSpec:
@@ -90,7 +90,7 @@ def _on(mesh: DeviceMesh | None, found: Any) -> Any:
         spec.mesh = mesh  # type: ignore[assignment]
         return spec
 
-    found = copy.copy(found)
-    found.__dict__.pop("mesh", None)  # kept there when it was asked for
-    found.output_spec = pytree.tree_map_only(DTensorSpec, moved, found.output_spec)
-    return found
+    schema = copy.copy(schema)
+    schema.__dict__.pop("mesh", None)  # kept there when it was asked for
+    schema.output_spec = pytree.tree_map_only(DTensorSpec, moved, schema.output_spec)
+    return schema

@@ -1,4 +1,4 @@
-"""Of what `fully_shard` divides among ranks, only the parts that are read.
+"""Parts that are read of tensors which `fully_shard` divides among ranks.
 
 It cuts every parameter into as many parts as there are ranks and takes its own, and the size of the
 first. Among a thousand ranks, on tensors without values, making the others takes longer than all of
@@ -19,9 +19,9 @@ class Parts(Sequence[torch.Tensor]):
     """A tensor in `count` parts along a dim, as `torch.chunk` cuts it, each made when it is asked
     for; those beyond its end are empty."""
 
-    def __init__(self, whole: torch.Tensor, count: int, dim: int) -> None:
-        self.whole, self.number, self.dim = whole, count, dim
-        self.length = whole.size(dim)
+    def __init__(self, full: torch.Tensor, count: int, dim: int) -> None:
+        self.whole, self.number, self.dim = full, count, dim
+        self.length = full.size(dim)
         self.each = -(-self.length // count)
 
     def __len__(self) -> int:

@@ -42,11 +42,11 @@ class Stream:
         self.clock: Clocks = {}
 
     def wait_event(self, event: Event) -> None:
-        """What follows is done after what the event marks."""
+        """Order the work that follows after what the event marks."""
         _take(self.clock, event.clock)
 
     def wait_stream(self, stream: Stream) -> None:
-        """What follows is done after what the other stream has been given so far."""
+        """Order the work that follows after what the other stream was given so far."""
         _take(self.clock, stream.clock)
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -89,14 +89,14 @@ class Event:
 
 @dataclass(slots=True)
 class _Touched:
-    """Who wrote a piece of memory last, and who has read it since: (stream, its count)."""
+    """Last writer of a piece of memory, and its readers since: (stream, its count)."""
 
     written: tuple[int, int] | None = None
     read: Clocks = field(default_factory=dict)
 
 
 class Order:
-    """What was done on which stream since the last `begin`."""
+    """Work on each stream since the last `begin`."""
 
     def __init__(self) -> None:
         self.followed = False  # while the stand-in runs a rank
@@ -138,7 +138,7 @@ class Order:
         self,
         what: Callable[[], str],
         operands: Sequence[Operand],
-        made: Sequence[torch.Tensor] = (),
+        results: Sequence[torch.Tensor] = (),
         on: Stream | None = None,
     ) -> None:
         """Work was queued on a stream, by default the current one: what it reads and writes, and
@@ -164,7 +164,7 @@ class Order:
                 touched.written, touched.read = (me, now), {}
             else:
                 touched.read[me] = now
-        for x in made:
+        for x in results:
             memory = x.untyped_storage()._cdata
             if memory not in seen:
                 self.touched[memory] = _Touched((me, now))
@@ -174,13 +174,13 @@ class Order:
     ) -> None:
         """A collective or message was started: on a stream of its group's own, which waits for the
         current one; who waits for the work waits for that."""
-        own = self.of_group.get(group)
-        if own is None:
-            own = self.of_group[group] = Stream()
-            self.names[own.stream_id] = f"the stream of group {group!r}"
-        own.wait_stream(self.current)
-        self.queued(what, operands, on=own)
-        self.works[id(work)] = work, own.record_event()
+        stream = self.of_group.get(group)
+        if stream is None:
+            stream = self.of_group[group] = Stream()
+            self.names[stream.stream_id] = f"the stream of group {group!r}"
+        stream.wait_stream(self.current)
+        self.queued(what, operands, on=stream)
+        self.works[id(work)] = work, stream.record_event()
 
     def awaited(self, work: Any) -> None:
         """The current stream waits for a collective or message."""
@@ -188,9 +188,9 @@ class Order:
         if done is not None:
             self.current.wait_event(done)
 
-    def allocated(self, made: Sequence[torch.Tensor]) -> None:
+    def allocated(self, results: Sequence[torch.Tensor]) -> None:
         """Memory that nobody has written."""
-        for x in made:
+        for x in results:
             self.touched.pop(x.untyped_storage()._cdata, None)
 
     def said(self, stream: int) -> str:
@@ -206,13 +206,13 @@ def operands_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> li
     where it looks at memory otherwise."""
     if func.is_view:
         return None
-    found = []
+    operands = []
     for k, (name, writes) in enumerate(_arguments(func)):
-        given = args[k] if k < len(args) else kwargs.get(name)
-        for x in given if isinstance(given, (list, tuple)) else (given,):
+        argument = args[k] if k < len(args) else kwargs.get(name)
+        for x in argument if isinstance(argument, (list, tuple)) else (argument,):
             if isinstance(x, torch.Tensor) and has_streams(x.device):
-                found.append((name, x, writes))
-    return found
+                operands.append((name, x, writes))
+    return operands
 
 
 @cache

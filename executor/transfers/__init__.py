@@ -1,4 +1,4 @@
-"""What stages of different ranks send each other."""
+"""Transfers between stages of different ranks."""
 
 from meshwright.executor.transfers.channels import Channels, stage_channels
 from meshwright.executor.transfers.release import handed, release

@@ -84,11 +84,11 @@ def _holders(
     shape: Sequence[int], mesh: StageMesh, placements: Sequence[Placement]
 ) -> dict[Box, list[int]]:
     """The distinct boxes of a tensor on a mesh, and the ranks that hold each."""
-    found: dict[Box, list[int]] = {}
+    holders: dict[Box, list[int]] = {}
     for d in range(mesh.dp):
         ranks = [mesh.rank(d, t) for t in range(mesh.tp)]
-        found.setdefault(held(shape, placements, mesh, d), []).extend(ranks)
-    return found
+        holders.setdefault(held(shape, placements, mesh, d), []).extend(ranks)
+    return holders
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
@@ -147,10 +147,10 @@ class Channel:
             work.wait()
         if len(posted) == 1 and posted[0][2].box == self.mine:
             return posted[0][1]
-        whole = torch.empty([b - a for a, b in self.mine], dtype=self.dtype, device=self.device)
+        assembled = torch.empty([b - a for a, b in self.mine], dtype=self.dtype, device=self.device)
         for _, part, piece in posted:
-            whole[within(piece.box, self.mine)] = part
-        return whole
+            assembled[within(piece.box, self.mine)] = part
+        return assembled
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
@@ -181,7 +181,7 @@ def stage_channels(
     """The channels of stage k to stages of other ranks; `edges` gives the values that travel,
     `outer_of` the layouts of a stage on its outer axes. Every value of every edge has its own
     tag."""
-    found: dict[tuple[Action, int], dict[str, Channel]] = {}
+    channels: dict[tuple[Action, int], dict[str, Channel]] = {}
     crossings = [(edge, name) for edge, names in edges.items() for name in names]
     for tag, (edge, name) in enumerate(crossings, start=1):
         source, target = (place.meshes[j] for j in edge)
@@ -199,12 +199,12 @@ def stage_channels(
         forward = Action.SEND_ACTIVATION if sends else Action.RECV_ACTIVATION
         backward = Action.RECV_GRADIENT if sends else Action.SEND_GRADIENT
         directions = [(forward, FORWARD, ends)]
-        found.setdefault((backward, peer), {})
+        channels.setdefault((backward, peer), {})
         if meta.requires_grad:
             directions.append((backward, BACKWARD, ends[::-1]))
         for action, direction, (start, end) in directions:
             moved = slices(tuple(meta.shape), *start, *end)
             group = place.edge_groups[edge, direction]
             channel = Channel(moved, place.rank, mine, meta.dtype, place.device, group, tag)
-            found.setdefault((action, peer), {})[name] = channel
-    return found
+            channels.setdefault((action, peer), {})[name] = channel
+    return channels

@@ -1,4 +1,4 @@
-"""What was sent is let go: a stage's backward needs the graph behind an output, not its values.
+"""Release of sent values: a stage's backward needs the graph behind an output, not its values.
 
 Autograd starts a backward at a tensor of the right shape, whatever its memory holds; so the memory
 of an output is given back once its messages have left, if nobody else has it: its operator may
@@ -27,8 +27,8 @@ class _Handed(torch.autograd.Function):
 
 def handed(x: torch.Tensor) -> torch.Tensor:
     """A tensor on the memory of x, with its gradient, that may be released once x is gone."""
-    made: torch.Tensor = _Handed.apply(x)  # type: ignore[no-untyped-call]
-    return made
+    handed_on: torch.Tensor = _Handed.apply(x)  # type: ignore[no-untyped-call]
+    return handed_on
 
 
 def release(x: torch.Tensor) -> bool:

@@ -80,13 +80,13 @@ class _Nothing(Dataset[None]):
         return 0
 
 
-def _check_flag(name: str, given: Any) -> None:
-    if not isinstance(given, bool):
-        raise _of(name, given, "True, False")
+def _check_flag(name: str, flag: Any) -> None:
+    if not isinstance(flag, bool):
+        raise _of(name, flag, "True, False")
 
 
-def _is_count(given: Any) -> bool:
-    return type(given) is int and 1 <= given <= MAX_COUNT
+def _is_count(number: Any) -> bool:
+    return type(number) is int and 1 <= number <= MAX_COUNT
 
 
 def _of(name: str, given: Any, legal: str) -> DataError:
@@ -95,22 +95,22 @@ def _of(name: str, given: Any, legal: str) -> DataError:
     )
 
 
-def checked_buckets(given: Any) -> tuple[int, ...]:
+def checked_buckets(lengths: Any) -> tuple[int, ...]:
     """The lengths that batches are padded to. Raises ValueError for what are none."""
     place = "data_loader: buckets"
     if (
-        not isinstance(given, Sequence)
-        or not given
-        or not all(type(x) is int and 1 <= x <= MAX_ROWS for x in given)
-        or list(given) != sorted(set(given))
+        not isinstance(lengths, Sequence)
+        or not lengths
+        or not all(type(x) is int and 1 <= x <= MAX_ROWS for x in lengths)
+        or list(lengths) != sorted(set(lengths))
     ):
         raise DataError.refused(
             place,
-            given,
+            lengths,
             legal=f"increasing lengths from 1 to {MAX_ROWS}",
             way_out="name the lengths that batches are padded to, e.g. (128, 256, 512)",
         )
-    return tuple(given)
+    return tuple(lengths)
 
 
 def checked_lengths(given: Any, size: int) -> Sequence[int]:
@@ -127,8 +127,8 @@ def checked_lengths(given: Any, size: int) -> Sequence[int]:
             legal=f"the lengths of {size} samples, integers from 0, or a function of one",
             way_out="give one for each sample",
         )
-    found: Sequence[int] = given
-    return found
+    listed_lengths: Sequence[int] = given
+    return listed_lengths
 
 
 def _is_length(x: Any) -> bool:
@@ -160,8 +160,8 @@ def checked_state(state: Any, kinds: Mapping[str, Callable[[Any], bool]]) -> Map
             legal="what state_dict() of such a loader returned",
             way_out="leave the loader out of extra= to begin anew",
         )
-    found: Mapping[str, Any] = state
-    return found
+    counts: Mapping[str, Any] = state
+    return counts
 
 
 def is_count_or_0(x: Any) -> bool:

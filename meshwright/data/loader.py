@@ -81,8 +81,8 @@ class DataLoader:
         if self.finished:
             self.epoch, self.position = self.epoch + 1, 0
         due = self.order.batches(self.epoch)[self.position :]
-        whole = all(len(batch.samples) == batch.rows for batch in due)
-        if not self.share.reads and self.order.buckets is None and (whole or self.share.filling):
+        all_full = all(len(batch.samples) == batch.rows for batch in due)
+        if not self.share.reads and self.order.buckets is None and (all_full or self.share.filling):
             for _ in due:
                 self.position += 1
                 yield None
@@ -94,9 +94,9 @@ class DataLoader:
             **{**self.loading, **self._workers()},
         )
         began_s = time.perf_counter()
-        for batch, found in zip(due, loaded, strict=True):
+        for batch, rows in zip(due, loaded, strict=True):
             self.position += 1
-            filled = self._filled(batch, found)
+            filled = self._filled(batch, rows)
             self.waited(time.perf_counter() - began_s)
             yield filled
             began_s = time.perf_counter()
@@ -116,18 +116,18 @@ class DataLoader:
         total = len(samples) if self.share.filling is None else batch.rows
         return [int(samples[row]) for row in self.share.rows_of(total) if row < len(samples)]
 
-    def _filled(self, batch: GlobalBatch, found: Any) -> Any:
+    def _filled(self, batch: GlobalBatch, rows: Any) -> Any:
         """A rank's part of a smaller batch, with rows that count nothing where there may be any."""
         if len(batch.samples) == batch.rows or self.share.filling is None:
-            return found
-        return self.share.filled(found, len(self.own(batch)), batch.rows // self.share.size)
+            return rows
+        return self.share.filled(rows, len(self.own(batch)), batch.rows // self.share.size)
 
     def _check_last(self) -> None:
         """Raise ValueError for batches that can't be shared out."""
-        found = self.order.batches(self.epoch)
+        batches = self.order.batches(self.epoch)
         size = self.share.size
-        uneven = {len(b.samples) for b in found if len(b.samples) % size or b.rows % size}
-        if uneven and (self.share.filling is None or any(b.rows % size for b in found)):
+        uneven = {len(b.samples) for b in batches if len(b.samples) % size or b.rows % size}
+        if uneven and (self.share.filling is None or any(b.rows % size for b in batches)):
             raise MeshwrightError(
                 f" makes a batch of {min(uneven)} rows, which {size} data-parallel ranks can't "
                 "share out",
@@ -234,14 +234,14 @@ def data_loader(
     )
     background.finish_all()  # a save in the background uses the same group
     size = _size(dataset)
-    made = None
+    buckets_made = None
     if buckets is not None:
         to = arguments.checked_buckets(buckets)
         if lengths is None:
             lengths = _length_of
         if callable(lengths):
             lengths = [lengths(dataset[k]) for k in range(size)]
-        made = Buckets(
+        buckets_made = Buckets(
             lengths=arguments.checked_lengths(lengths, size), to=to, tokens=tokens_per_batch
         )
     elif tokens_per_batch is not None or lengths is not None:
@@ -257,7 +257,7 @@ def data_loader(
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
-        buckets=made,
+        buckets=buckets_made,
     )
     return DataLoader(
         dataset,
@@ -273,14 +273,14 @@ def data_loader(
 def _size(dataset: Any) -> int:
     """The number of samples, the same on all ranks. Raises ValueError on all alike."""
     try:
-        own = len(dataset) if hasattr(dataset, "__getitem__") else -1
+        length = len(dataset) if hasattr(dataset, "__getitem__") else -1
     except (TypeError, OverflowError):
-        own = -1
+        length = -1
     except ValueError as error:  # on all ranks alike: the length is a negative one
         raise arguments.DataError(
             f" has no length: {error}", place="data_loader: dataset"
         ) from error
-    sizes = all_gather_object(gloo_group(), own) if launch.world_size() > 1 else [own]
+    sizes = all_gather_object(gloo_group(), length) if launch.world_size() > 1 else [length]
     if min(sizes) < 0 or isinstance(dataset, type | Mapping | str):
         raise MeshwrightError(
             f" is of type {type(dataset).__name__}, without len() or samples by number",
@@ -303,7 +303,7 @@ def _size(dataset: Any) -> int:
             legal="the same dataset on every rank, whole: each loads its own rows of it",
             way_out="don't shard it before",
         )
-    return own
+    return length
 
 
 def _length_of(sample: Any) -> int:
@@ -341,8 +341,8 @@ class _Numbers:
 
     def __iter__(self) -> Iterator[list[tuple[int, int | None]]]:
         for batch in self.due:
-            own = self.loader.own(batch) or batch.samples[:1].tolist()
-            yield [(number, batch.length) for number in own]
+            rows = self.loader.own(batch) or batch.samples[:1].tolist()
+            yield [(number, batch.length) for number in rows]
 
 
 class _Padded(Dataset[Any]):
@@ -359,22 +359,22 @@ class _Padded(Dataset[Any]):
 
 def padded(sample: Any, length: int, padding: Mapping[str, float]) -> Any:
     """A sample whose entries as long as the first are padded to a length, by their names."""
-    own = _length_of(sample)
+    row_length = _length_of(sample)
 
     def pad(path: tuple[Any, ...], entry: Any) -> Any:
         name = str(getattr(path[-1], "key", "")) if path else ""
         if not isinstance(entry, torch.Tensor):
             entry = _tensor_of(entry, name)
-        if not entry.dim() or len(entry) != own:
+        if not entry.dim() or len(entry) != row_length:
             return entry
-        if length < own:
+        if length < row_length:
             raise arguments.DataError(
-                f" has {own} tokens, and the bucket's length is {length}",
+                f" has {row_length} tokens, and the bucket's length is {length}",
                 place="data_loader: a sample",
                 legal="samples as long as lengths= says",
                 way_out="correct lengths",
             )
-        missing = entry.new_full((length - own, *entry.shape[1:]), padding.get(name, 0))
+        missing = entry.new_full((length - row_length, *entry.shape[1:]), padding.get(name, 0))
         return torch.cat([entry, missing])
 
     plain = dict(sample) if isinstance(sample, Mapping) else sample
@@ -476,8 +476,8 @@ class Order:
         if self._epoch != epoch:
             self._batches = self._made(epoch)
             self._epoch = epoch
-        found: Sequence[GlobalBatch] = self._batches
-        return found
+        cut: Sequence[GlobalBatch] = self._batches
+        return cut
 
     def _made(self, epoch: int) -> Sequence[GlobalBatch]:
         generator = torch.Generator().manual_seed(hash_of(self.seed, epoch))
@@ -490,14 +490,14 @@ class Order:
             return self._cut(samples[self.behind(epoch) :], self.rows, None)
         to = self.buckets.to
         number = torch.tensor([bisect_left(to, n) for n in self.buckets.lengths])
-        found: list[GlobalBatch] = []
+        batches: list[GlobalBatch] = []
         for k, length in enumerate(to):
-            own = samples[number[samples] == k]
-            found += self._cut(own, self.buckets.rows(length, self.rows), length)
+            members = samples[number[samples] == k]
+            batches += self._cut(members, self.buckets.rows(length, self.rows), length)
         if self.shuffle:
-            mixed = torch.randperm(len(found), generator=generator).tolist()
-            found = [found[k] for k in mixed]
-        return found
+            mixed = torch.randperm(len(batches), generator=generator).tolist()
+            batches = [batches[k] for k in mixed]
+        return batches
 
     def _cut(self, samples: torch.Tensor, rows: int, length: int | None) -> Sequence[GlobalBatch]:
         parts = samples.split(rows) if len(samples) else ()

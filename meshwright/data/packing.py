@@ -138,11 +138,11 @@ def packed(
     takes the place of a model's sliding window: rows longer than that are for models without.
     Raises MeshwrightError for other values.
     """
-    given = {"length": length, "pad_token_id": pad_token_id} | (
+    options = {"length": length, "pad_token_id": pad_token_id} | (
         {} if rows is None else {"rows": rows}
     )
     for name, least in (("length", 2), ("rows", 1), ("pad_token_id", 0)):
-        value = given.get(name, least)
+        value = options.get(name, least)
         if type(value) is not int or not least <= value <= MAX_ROWS:
             legal = f"integers from {least} to {MAX_ROWS}"
             raise MeshwrightError(f"= {shown(value)}", place=name, legal=legal)
@@ -300,28 +300,28 @@ def _tokens(document: Any) -> tuple[torch.Tensor, torch.Tensor]:
             legal="input_ids, and perhaps labels and attention_mask",
             way_out=f"drop {', '.join(unknown)}" if unknown else "give input_ids",
         )
-    found = {
+    entries = {
         name: _integers(document[name], f"document[{name!r}]")
         for name in ENTRIES
         if document.get(name) is not None
     }
-    ids = found["input_ids"]
-    for name, given in found.items():
-        if len(given) != len(ids):
+    ids = entries["input_ids"]
+    for name, entry in entries.items():
+        if len(entry) != len(ids):
             raise MeshwrightError(
-                f" has {len(given)} tokens",
+                f" has {len(entry)} tokens",
                 place=f"document[{name!r}]",
                 legal=f"as many as input_ids, {len(ids)}",
             )
-    labels, present = found.get("labels", ids), found.get("attention_mask")
+    labels, present = entries.get("labels", ids), entries.get("attention_mask")
     return (ids, labels) if present is None else (ids[present != 0], labels[present != 0])
 
 
-def _integers(given: Any, place: str) -> torch.Tensor:
+def _integers(tokens: Any, place: str) -> torch.Tensor:
     try:
-        x = given if isinstance(given, torch.Tensor) else torch.as_tensor(given)
+        x = tokens if isinstance(tokens, torch.Tensor) else torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise _no_tokens(shown(given), place) from error
+        raise _no_tokens(shown(tokens), place) from error
     if x.dim() == 1 and not x.numel():
         return x.long()  # of an empty list torch makes floats
     if x.dim() != 1 or x.is_floating_point() or x.is_complex() or x.is_meta:

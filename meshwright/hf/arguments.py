@@ -200,11 +200,11 @@ def _check_values(args: Any) -> None:
     """Raise ValueError for values that can't be."""
     for names, (legal, right) in VALUES.items():
         for name in names:
-            given = getattr(args, name, None)
-            if given is not None and not right(given):
+            setting = getattr(args, name, None)
+            if setting is not None and not right(setting):
                 raise MeshwrightError.refused(
                     f"TrainingArguments: {name}",
-                    given,
+                    setting,
                     legal=legal,
                     way_out="leave it out for the default",
                 )
@@ -220,10 +220,10 @@ def _check_choices(args: Any) -> None:
         "train_sampling_strategy": (SAMPLING, INSTEAD["train_sampling_strategy"]),
     }
     for name, (legal, way_out) in choices.items():
-        given = chosen(args, name)
-        if given is not None and given not in legal:
+        choice = chosen(args, name)
+        if choice is not None and choice not in legal:
             raise MeshwrightError(
-                f"={given!r:.80}",
+                f"={choice!r:.80}",
                 place=f"TrainingArguments: {name}",
                 legal=", ".join(legal),
                 way_out=way_out,
@@ -237,10 +237,10 @@ def _check_choices(args: Any) -> None:
         )
 
 
-def check_options(given: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Raise ValueError for arguments of transformers' Trainer that this one doesn't have."""
     for name, instead in OF_THEIRS.items():
-        if name in given:
+        if name in options:
             raise MeshwrightError(
                 " is an argument of transformers' Trainer, not of this one",
                 place=f"Trainer: {name}",

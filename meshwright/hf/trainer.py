@@ -128,14 +128,14 @@ class Trainer:
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
         """`eval_loss` and, of a cross-entropy, `eval_perplexity` of a dataset. Collective."""
-        given = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = _samples(given, "eval_dataset")
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        dataset = _samples(chosen, "eval_dataset")
         loading = {**self._loading, "shuffle": False, "drop_last": False}
         batches = data_loader(dataset, self.result, **loading)
-        found = self.result.evaluate(batches)
-        perplexity = found.perplexity
+        evaluation = self.result.evaluate(batches)
+        perplexity = evaluation.perplexity
         extra = {} if perplexity is None else {"eval_perplexity": perplexity}
-        return {"eval_loss": found.loss, **extra}
+        return {"eval_loss": evaluation.loss, **extra}
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the weights for `from_pretrained`, of a model with peft's adapters those alone,
@@ -153,7 +153,7 @@ class Trainer:
     @property
     def _loading(self) -> dict[str, Any]:
         args = self.args
-        found: dict[str, Any] = {
+        options: dict[str, Any] = {
             "collate_fn": self._collate,
             "seed": args.seed if args.data_seed is None else args.data_seed,
             "drop_last": args.dataloader_drop_last,
@@ -162,9 +162,9 @@ class Trainer:
             "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
         }
         if args.dataloader_num_workers:
-            found["persistent_workers"] = args.dataloader_persistent_workers
-            found["prefetch_factor"] = args.dataloader_prefetch_factor
-        return found
+            options["persistent_workers"] = args.dataloader_persistent_workers
+            options["prefetch_factor"] = args.dataloader_prefetch_factor
+        return options
 
     def _optimizer(self, result: ParallelModel) -> torch.optim.Optimizer:
         named = [(name, p) for name, p in result.named_parameters() if p.requires_grad]
@@ -198,10 +198,10 @@ class Trainer:
 
     def _reporting(self) -> list[MetricsLogger]:
         """Loggers of `report_to`. Raises ValueError for one that isn't there."""
-        found: list[MetricsLogger] = []
+        loggers: list[MetricsLogger] = []
         for name in self.args.report_to or ():
             if name == "tensorboard":
-                found.append(TensorBoardLogger(Path(self.args.output_dir) / "runs"))
+                loggers.append(TensorBoardLogger(Path(self.args.output_dir) / "runs"))
             elif name != "none":
                 raise MeshwrightError(
                     f" names {name!r}",
@@ -210,7 +210,7 @@ class Trainer:
                     way_out="give loggers=[...], functions of a mapping of numbers "
                     "(meshwright.monitor has WandbLogger)",
                 )
-        return found
+        return loggers
 
     def _output(self, done: Fitted) -> TrainOutput:
         metrics = {} if done.eval_loss is None else {"eval_loss": done.eval_loss}
@@ -226,8 +226,8 @@ def _cpus() -> Cluster:
     return Cluster.local(int(os.environ.get("WORLD_SIZE", 1)), "cpu", measure=False)
 
 
-def _check_resume(given: Any, args: Any) -> None:
-    asked = args.resume_from_checkpoint if given is None else given
+def _check_resume(resume: Any, args: Any) -> None:
+    asked = args.resume_from_checkpoint if resume is None else resume
     saves = args.save_strategy.value != "no"
     if asked and (not saves or not isinstance(asked, bool)):
         raise MeshwrightError(
@@ -327,7 +327,7 @@ def _decayed(model: nn.Module) -> frozenset[str]:
 
 def _all_of(loggers: list[MetricsLogger]) -> MetricsLogger | None:
     def log(metrics: Mapping[str, float]) -> None:
-        for each in loggers:
-            each(metrics)
+        for logger in loggers:
+            logger(metrics)
 
     return log if loggers else None

@@ -30,15 +30,15 @@ class TokenCount:
     @staticmethod
     def of(problem: Problem) -> TokenCount:
         graph, factors, length = problem.graph, problem.factors, sequence_length(problem)
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for value, path in graph.inputs.items():
             shape = graph.values[value].shape
             for dim, factor in enumerate(factors.dims.get(value, ())):
                 if dim and shape[dim] == length and factor == (factors.sequence,):
-                    found.setdefault(path, dim)
+                    counts.setdefault(path, dim)
             if len(shape) == 2 and shape[1] == length and factors.has_batch(value):
-                found.setdefault(path, 1)
-        return TokenCount(length=length, inputs=found)
+                counts.setdefault(path, 1)
+        return TokenCount(length=length, inputs=counts)
 
     def size(self, batch: Any, rows: int) -> BatchSize:
         """The size of `rows` rows like those of a batch, which is None on ranks that read none."""
@@ -46,7 +46,7 @@ class TokenCount:
             return BatchSize(rows, None)
         lengths = [self.length]
         if batch is not None:
-            given = dict(input_leaves(batch)[0])
-            shapes = [(given[path].shape, dim) for path, dim in self.inputs.items()]
+            leaves = dict(input_leaves(batch)[0])
+            shapes = [(leaves[path].shape, dim) for path, dim in self.inputs.items()]
             lengths = [shape[dim] for shape, dim in shapes] or lengths
         return BatchSize(rows, rows * max(lengths))

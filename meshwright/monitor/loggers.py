@@ -78,8 +78,8 @@ def _writer_class(folder: str) -> Callable[[str | None], Any]:
             place=f"TensorBoardLogger({folder!r})",
             way_out="`pip install meshwright[tensorboard]`, or JsonLinesLogger(path)",
         ) from error
-    made: Callable[[str | None], Any] = SummaryWriter
-    return made
+    make: Callable[[str | None], Any] = SummaryWriter
+    return make
 
 
 class WandbLogger:

@@ -67,15 +67,15 @@ class Predicted:
         """Of a rank of the report's plan."""
         plan, s = report.plan, report.summary
         group = next(k for k, ranks in enumerate(plan.devices) if rank in ranks)
-        own = report.device_groups[group]
+        group_report = report.device_groups[group]
         low, high = s["step_interval_s"]
         return Predicted(
-            train_step_s=max(s["step_time_s"] - own.optimizer_s, 0.0),
+            train_step_s=max(s["step_time_s"] - group_report.optimizer_s, 0.0),
             terms={
-                "forward_s": own.forward_s,
-                "backward_s": own.backward_s,
-                "reduction_s": own.gradient_reduction_s,
-                "waiting_s": own.waiting_s,
+                "forward_s": group_report.forward_s,
+                "backward_s": group_report.backward_s,
+                "reduction_s": group_report.gradient_reduction_s,
+                "waiting_s": group_report.waiting_s,
             },
             step_time_s=s["step_time_s"],
             interval_s=(low, high),
@@ -186,32 +186,34 @@ class Monitor:
     def metrics(self) -> dict[str, float]:
         """The last step's numbers; empty before the first. Waits for the step, and for no other
         rank."""
-        last, own = self._last, self.predicted
+        last, planned = self._last, self.predicted
         if last is None:
             return {}
-        found = {name: float(x) for name, x in last.numbers.items()}
-        found |= {"step": float(last.step), "loss": float(last.loss), **self._times(last)}
-        found |= _rates(last.size, found["step_time_s"])
-        share = (last.size.tokens or last.size.rows) / (self._planned.tokens or own.rows)
-        found["mfu"] = own.mfu * share * own.step_time_s / found["step_time_s"]
-        found |= _memory(self.clock.device)
+        numbers = {name: float(x) for name, x in last.numbers.items()}
+        numbers |= {"step": float(last.step), "loss": float(last.loss), **self._times(last)}
+        numbers |= _rates(last.size, numbers["step_time_s"])
+        share = (last.size.tokens or last.size.rows) / (self._planned.tokens or planned.rows)
+        numbers["mfu"] = planned.mfu * share * planned.step_time_s / numbers["step_time_s"]
+        numbers |= _memory(self.clock.device)
         if last.watch is not None:
-            found |= self._terms(last)
+            numbers |= self._terms(last)
         predicted = {
-            "train_step_s": own.train_step_s,
-            "step_time_s": own.step_time_s,
-            "between_s": own.step_time_s - own.train_step_s,
-            "mfu": own.mfu,
-            "peak_memory_bytes": own.peak_memory_bytes,
-            **_rates(self._planned, own.step_time_s),
-            **own.terms,
+            "train_step_s": planned.train_step_s,
+            "step_time_s": planned.step_time_s,
+            "between_s": planned.step_time_s - planned.train_step_s,
+            "mfu": planned.mfu,
+            "peak_memory_bytes": planned.peak_memory_bytes,
+            **_rates(self._planned, planned.step_time_s),
+            **planned.terms,
         }
-        return found | {f"predicted_{name}": value for name, value in predicted.items()}
+        return numbers | {f"predicted_{name}": value for name, value in predicted.items()}
 
     @property
     def _planned(self) -> BatchSize:
-        own = self.predicted
-        return BatchSize(own.rows, own.tokens_per_row and own.tokens_per_row * own.rows)
+        predicted = self.predicted
+        return BatchSize(
+            predicted.rows, predicted.tokens_per_row and predicted.tokens_per_row * predicted.rows
+        )
 
     def _observes(self) -> bool:
         """Whether the next step is observed."""
@@ -229,11 +231,11 @@ class Monitor:
     def _terms(self, step: _Step) -> dict[str, float]:
         """The terms of an observed step; the rest of its time is waiting."""
         assert step.watch is not None
-        found = dict.fromkeys(TERMS, 0.0)
+        seconds = dict.fromkeys(TERMS, 0.0)
         for what, lasted_s in step.watch.durations():
-            found[_term(what)] += lasted_s
-        busy_s = sum(found.values()) - found["waiting_s"]
-        return found | {"waiting_s": max(0.0, self._times(step)["train_step_s"] - busy_s)}
+            seconds[_term(what)] += lasted_s
+        busy_s = sum(seconds.values()) - seconds["waiting_s"]
+        return seconds | {"waiting_s": max(0.0, self._times(step)["train_step_s"] - busy_s)}
 
     def _observed_rows(self) -> list[dict[str, float]]:
         """The times and terms of the steps of whole batches that were observed. Waits for them."""
@@ -252,25 +254,30 @@ class Monitor:
 
     def _tell(self) -> None:
         """Say how far the observed steps are from what was predicted, on rank 0."""
-        rows, own = self._observed_rows(), self.predicted
+        rows, predicted = self._observed_rows(), self.predicted
         if not rows:
             return
-        between_s = own.step_time_s - own.train_step_s
+        between_s = predicted.step_time_s - predicted.train_step_s
         self.told = deviation(
             rows,
-            {"step_time_s": own.step_time_s, **own.terms, "input_s": 0.0, "between_s": between_s},
+            {
+                "step_time_s": predicted.step_time_s,
+                **predicted.terms,
+                "input_s": 0.0,
+                "between_s": between_s,
+            },
             steps=self.count,
-            interval_s=own.interval_s,
+            interval_s=predicted.interval_s,
         )
         if self.rank == 0:
             logger.log(logging.INFO if self.told.inside else logging.WARNING, "%s", self.told)
 
 
 def _rates(size: BatchSize, step_time_s: float) -> dict[str, float]:
-    found = {"rows_per_s": size.rows / step_time_s}
+    rates = {"rows_per_s": size.rows / step_time_s}
     if size.tokens:
-        found["tokens_per_s"] = size.tokens / step_time_s
-    return found
+        rates["tokens_per_s"] = size.tokens / step_time_s
+    return rates
 
 
 def _term(what: Instruction | Phase) -> str:

@@ -50,10 +50,10 @@ class DataParallel:
         """The first `own` rows of a batch, filled up to `rows` with such that count nothing."""
         assert self.filling, "rows of this model's batches count, whatever is in them"
         filling, (leaves, spec) = self.filling, input_leaves(batch)
-        found = batch_rows(batch)
+        batch_size = batch_rows(batch)
 
         def fill(path: str, x: Any) -> Any:
-            if not isinstance(x, torch.Tensor) or not x.dim() or len(x) != found:
+            if not isinstance(x, torch.Tensor) or not x.dim() or len(x) != batch_size:
                 return x
             more = x[:1].expand(rows - own, *x.shape[1:])
             if path in filling:

@@ -53,11 +53,11 @@ class Evaluation(PlannedModel):
         self._traced.check_unchanged(training=False)
         runtime = self.runtime
         with runtime.user.as_passed():
-            found = self._traced.why_not_evaluated
-        if found:
+            why = self._traced.why_not_evaluated
+        if why:
             raise StateError(
                 f"evaluation: the model was planned in training mode, and runs otherwise in "
-                f"evaluation: the first difference is {found}; legal: dropout, batch norm and "
+                f"evaluation: the first difference is {why}; legal: dropout, batch norm and "
                 "leaves, which follow the mode. Way out: load full_state_dict() into a model of "
                 "its own, call .eval(), and evaluate that; or plan the model in .eval() mode"
             )
@@ -98,9 +98,9 @@ class Evaluation(PlannedModel):
         filled = completed(
             with_targets(batch, targets), self._traced, asked, rows=self.plan.global_batch_size
         )
-        found = forward(runtime, filled.batch, asked, rows=filled.rows, gather=gather)
-        leaves: dict[str | None, Any] = dict(found.values.items())
-        leaves[loss] = None if filled.invented else found.loss
+        result_rows = forward(runtime, filled.batch, asked, rows=filled.rows, gather=gather)
+        leaves: dict[str | None, Any] = dict(result_rows.values.items())
+        leaves[loss] = None if filled.invented else result_rows.loss
         return pytree.tree_unflatten([leaves.get(v) for v in outputs.values], outputs.spec)
 
     def evaluate(
@@ -136,12 +136,12 @@ class Evaluation(PlannedModel):
         group = None if runtime.place.mesh is None else gloo_group()
         for batch in together("evaluate", batches, group):
             self._traced.check_batch(batch)
-            own = self._global_rows(batch) if local else batch_rows(batch)
-            loss, count = _counted(runtime, batch, how, rows=own, local=local)
+            row_count = self._global_rows(batch) if local else batch_rows(batch)
+            loss, count = _counted(runtime, batch, how, rows=row_count, local=local)
             count = count if weigh is None else _weight(weigh(batch))
             if count:  # the mean over nothing is no number
                 total, weight = total + loss * count, weight + count
-            rows, number = rows + own, number + 1
+            rows, number = rows + row_count, number + 1
         if not weight:
             raise StateError(
                 f"evaluate: {number} batches count {weight:g}, of which there is no mean; legal: "
@@ -194,12 +194,12 @@ def _check_asked(batches: object, weigh: object) -> None:
         )
 
 
-def _weight(found: object) -> float:
+def _weight(weight: object) -> float:
     """What a batch counts. Raises `BatchError` for no such number."""
-    value = found.item() if isinstance(found, torch.Tensor) and found.numel() == 1 else found
+    value = weight.item() if isinstance(weight, torch.Tensor) and weight.numel() == 1 else weight
     if not is_number(value) or value < 0:
         raise BatchError(
-            f"returned {shown(found)}",
+            f"returned {shown(weight)}",
             place="evaluate: weigh",
             legal="a function that returns a number from 0",
             way_out="return how many targets of the batch count",
@@ -281,11 +281,11 @@ class Generator:
         width = self._width(ids.shape[1])
         every = torch.arange(len(ids))
         for _ in range(new_tokens):
-            found = self._at(ids, ends, ends - 1, width).argmax(dim=-1).cpu()
-            ids[every[open_rows], ends[open_rows]] = found[open_rows]
+            next_ids = self._at(ids, ends, ends - 1, width).argmax(dim=-1).cpu()
+            ids[every[open_rows], ends[open_rows]] = next_ids[open_rows]
             ends += open_rows
             if eos is not None:
-                open_rows &= found != eos
+                open_rows &= next_ids != eos
             if not open_rows.any():
                 return
 
@@ -293,24 +293,24 @@ class Generator:
         self, ids: torch.Tensor, ends: torch.Tensor, at: torch.Tensor, width: int
     ) -> torch.Tensor:
         """The logits [rows, classes] at one position of each row, on every rank. Collective."""
-        given = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
-        batch: dict[str, Any] = {self.ids: given}
+        padded = torch.nn.functional.pad(ids, (0, width - ids.shape[1]))
+        batch: dict[str, Any] = {self.ids: padded}
         if MASK in self.traced.graph.inputs.values():
             name = next(n for n, p in self.traced.graph.inputs.items() if p == MASK)
             mask = torch.arange(width) < ends[:, None]
             batch[MASK] = mask.to(self.traced.graph.values[name].dtype)
         graph = self.traced.graph
-        whole: Any = batch
+        inputs: Any = batch
         if self.ids.isdigit():  # of a tuple
-            whole = (given,)
+            inputs = (padded,)
         else:
-            whole |= {path: x for path, x in graph.fixed.items() if "." not in path}
-        filled = completed(whole, self.traced, [self.logits], rows=self.rows)
-        found = forward(
+            inputs |= {path: x for path, x in graph.fixed.items() if "." not in path}
+        filled = completed(inputs, self.traced, [self.logits], rows=self.rows)
+        logits = forward(
             self.runtime, filled.batch, [self.logits], rows=len(ids), gather=True, at=at
         ).values[self.logits]
-        assert found is not None, "gathered on every rank"
-        return found
+        assert logits is not None, "gathered on every rank"
+        return logits
 
     def _width(self, length: int) -> int:
         """The length at which rows of so many tokens run: planned, or a power of two of it, within
@@ -348,15 +348,17 @@ def _logits_and_ids(traced: TracedModel) -> tuple[str, str]:
     """The value of the logits, and the path of the ids that they are made of."""
     graph = traced.graph
     known = {} if graph.outputs is None else graph.outputs.known
-    found = {p: v for p, v in known.items() if len(graph.values[v].shape) == 3}
-    logits = found.get("logits") or (next(iter(found.values())) if len(found) == 1 else None)
+    candidates = {p: v for p, v in known.items() if len(graph.values[v].shape) == 3}
+    logits = candidates.get("logits") or (
+        next(iter(candidates.values())) if len(candidates) == 1 else None
+    )
     read = behind(graph, [logits] if logits else [])
     needed = {name: graph.inputs[name] for name in graph.inputs if name in read}
     ids = [name for name, path in needed.items() if path != MASK]
     if logits and len(ids) == 1:
         meta, shape = graph.values[ids[0]], graph.values[logits].shape
-        whole = not meta.dtype.is_floating_point and len(meta.shape) == 2
-        if whole and shape[:2] == meta.shape and ids[0] in graph.batched:
+        is_ids = not meta.dtype.is_floating_point and len(meta.shape) == 2
+        if is_ids and shape[:2] == meta.shape and ids[0] in graph.batched:
             return logits, needed[ids[0]]
     inputs = sorted(needed.values()) or sorted(graph.inputs.values())
     raise StateError(
@@ -386,11 +388,11 @@ def _check(prompts: object, max_new_tokens: object, tokens: Mapping[str, object]
         )
     numbers = {"max_new_tokens": (max_new_tokens, 1)}
     numbers |= {f"{n}_token_id": (x, -MAX_COUNT) for n, x in tokens.items() if x is not None}
-    for name, (given, least) in numbers.items():
-        if type(given) is not int or not least <= given <= MAX_COUNT:
+    for name, (number, least) in numbers.items():
+        if type(number) is not int or not least <= number <= MAX_COUNT:
             raise BatchError.refused(
                 f"generate: {name}",
-                given,
+                number,
                 legal="an integer from 1" if least > 0 else "the integer of a token, or None",
                 way_out="give one",
             )
@@ -401,9 +403,9 @@ def _digest(prompts: torch.Tensor) -> tuple[Any, ...]:
     return tuple(ids.shape), zlib.crc32(ids.numpy().tobytes())
 
 
-def _check_same(given: Sequence[Any]) -> None:
+def _check_same(of_ranks: Sequence[Any]) -> None:
     """Raise `StateError`, on all ranks, where one asks for something else than rank 0."""
-    if unlike := [rank for rank, own in enumerate(given) if own != given[0]]:
+    if unlike := [rank for rank, of_rank in enumerate(of_ranks) if of_rank != of_ranks[0]]:
         raise StateError(
             f"ranks {unlike} give other prompts or arguments than rank 0",
             place="generate",

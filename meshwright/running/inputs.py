@@ -27,45 +27,45 @@ def completed(batch: Any, traced: TracedModel, values: Collection[str], *, rows:
     """The batch with zeros for what is missing and the `values` of the graph are not made of; then
     also with as many rows as planned where it has fewer, its first repeated."""
     graph = traced.graph
-    given = {path: x for path, x in input_leaves(batch)[0] if x is not None}
-    sized = (given[p] for p in traced.batched if isinstance(given.get(p), torch.Tensor))
-    own = next((len(x) for x in sized if x.dim()), rows)
+    leaves = {path: x for path, x in input_leaves(batch)[0] if x is not None}
+    sized = (leaves[p] for p in traced.batched if isinstance(leaves.get(p), torch.Tensor))
+    row_count = next((len(x) for x in sized if x.dim()), rows)
     needed = {graph.inputs[name] for name in behind(graph, values) if name in graph.inputs}
-    missing = [n for n, path in graph.inputs.items() if path not in given and path not in needed]
+    missing = [n for n, path in graph.inputs.items() if path not in leaves and path not in needed]
     if not missing or any("." in graph.inputs[name] for name in missing):
-        return Completed(batch=batch, rows=own, invented=False)
+        return Completed(batch=batch, rows=row_count, invented=False)
     for name in missing:
         path, meta = graph.inputs[name], graph.values[name]
-        shape = _shape(traced, name, given)
+        shape = _shape(traced, name, leaves)
         if name in graph.batched:
-            shape[0] = own
+            shape[0] = row_count
         batch = _with(batch, path, torch.zeros(shape, dtype=meta.dtype))
-    if own < rows and not traced.use.meetings:
+    if row_count < rows and not traced.use.meetings:
         batch = _repeated(batch, traced.batched, rows)
-    return Completed(batch=batch, rows=own, invented=True)
+    return Completed(batch=batch, rows=row_count, invented=True)
 
 
 def behind(graph: Graph, values: Collection[str]) -> set[str]:
     """The values that some values of a graph are made of, with those themselves."""
-    found = set(values)
+    reached = set(values)
     for op in reversed((*graph.derived, *graph.ops)):
-        if not found.isdisjoint(op.results):
-            found.update(op.operands)
-    return found
+        if not reached.isdisjoint(op.results):
+            reached.update(op.operands)
+    return reached
 
 
-def _shape(traced: TracedModel, name: str, given: Mapping[str, Any]) -> list[int]:
+def _shape(traced: TracedModel, name: str, leaves: Mapping[str, Any]) -> list[int]:
     """The shape of a missing input beside those given: a dim is as long as theirs that is the same
     factor, or was planned as long in the same place; else as planned."""
     graph, dims = traced.graph, traced.factors.dims
     sizes = list(graph.values[name].shape)
     alike: list[tuple[int, int, int]] = []  # how sure, dim, size
     for other, path in graph.inputs.items():
-        if not isinstance(x := given.get(path), torch.Tensor):
+        if not isinstance(x := leaves.get(path), torch.Tensor):
             continue
         planned = graph.values[other].shape
         for d, atoms in enumerate(dims[name]):
-            alike += [(2, d, x.shape[k]) for k, own in enumerate(dims[other]) if own == atoms]
+            alike += [(2, d, x.shape[k]) for k, dim in enumerate(dims[other]) if dim == atoms]
             if planned[d : d + 1] == (sizes[d],):
                 alike.append((1, d, x.shape[d]))
     for _, d, size in sorted(alike):

@@ -82,8 +82,10 @@ class PlannedModel:
         """Which rows of a global batch this rank feeds."""
         return DataParallel.of(self._going_on)
 
-    def _global_rows(self, own: Any) -> int:
+    def _global_rows(self, batch: Any) -> int:
         """The rows of a global batch of which a rank's own are given, as far as it knows."""
         share = self.data_parallel
-        found = len(share.rows) if own is None else batch_rows(own)
-        return self.plan.global_batch_size if found == len(share.rows) else found * share.size
+        row_count = len(share.rows) if batch is None else batch_rows(batch)
+        return (
+            self.plan.global_batch_size if row_count == len(share.rows) else row_count * share.size
+        )

@@ -78,7 +78,7 @@ def recalibrated(
             way_out=f"train at least {LEAST_STEPS - samples} more steps of "
             f"{plan.global_batch_size} rows before",
         )
-    medians = [own for _, own in gathered]
+    medians = [median for _, median in gathered]
     return launch.agree_on(lambda: _folded(plan, problem, medians, samples, device))
 
 
@@ -100,15 +100,17 @@ def _folded(
         cache = str(store.path)
     except OSError as error:
         log.warning("the measured steps hold in this process alone: %s", error)
-    found = load_profile(problem.cluster, store, run) if cache else None
+    loaded = load_profile(problem.cluster, store, run) if cache else None
     # what was read elsewhere may rest on other measurements than this run's prices
-    same = found is not None and found.basis == profile.basis
-    corrections = found.corrections if found and same else profile.corrected(steps, run).corrections
+    same = loaded is not None and loaded.basis == profile.basis
+    corrections = (
+        loaded.corrections if loaded and same else profile.corrected(steps, run).corrections
+    )
     after = Evaluator(with_corrections(problem, corrections)).price(plan)
-    whole = next(step for step in steps if step.term == STEP)
+    full_step = next(step for step in steps if step.term == STEP)
     return Recalibration(
-        measured_s=whole.measured_s,
-        before_s=whole.predicted_s,
+        measured_s=full_step.measured_s,
+        before_s=full_step.predicted_s,
         after_s=terms_of(after)[STEP],
         samples=samples,
         corrections=corrections,
@@ -153,5 +155,5 @@ def step_timings(
 
 def _profile(problem: Problem) -> Profile:
     """The problem's profile; an empty one where it has none."""
-    own = problem.profile
-    return own if isinstance(own, Profile) else no_profile(problem.cluster)
+    profile = problem.profile
+    return profile if isinstance(profile, Profile) else no_profile(problem.cluster)

@@ -66,17 +66,17 @@ class Steps(PlannedModel):
         self._traced.check_unchanged(training=True)
         self._traced.check_batch(batch)
         check_step(optimizer, max_grad_norm)
-        given = with_targets(batch, targets)
+        inputs = with_targets(batch, targets)
         if optimizer is not None:
-            return self._whole_step(given, optimizer, max_grad_norm, local=local)
+            return self._whole_step(inputs, optimizer, max_grad_norm, local=local)
         runtime = self.runtime
         return self.monitor.train_step(
-            lambda watch: runtime.train_step(given, observe=watch, local=local),
-            lambda: self._size(given, local),
+            lambda watch: runtime.train_step(inputs, observe=watch, local=local),
+            lambda: self._size(inputs, local),
         )
 
     def _whole_step(
-        self, given: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, *, local: bool
+        self, inputs: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, *, local: bool
     ) -> torch.Tensor:
         """A step with the optimizer's; the first one says where another was planned with."""
         if not self._stepped:
@@ -87,7 +87,7 @@ class Steps(PlannedModel):
                 log.warning("%s", said)
         if not self.plan.post_validation:
             optimizer.zero_grad()
-            loss = self.train_step(given, local=local)
+            loss = self.train_step(inputs, local=local)
             if max_norm is not None:
                 self.clip_grad_norm_(max_norm)
             optimizer.step()
@@ -96,12 +96,12 @@ class Steps(PlannedModel):
 
         def run(watch: Stopwatch | None) -> torch.Tensor:
             loss, norm = validation.step(
-                given, optimizer, max_norm=max_norm, observe=watch, local=local
+                inputs, optimizer, max_norm=max_norm, observe=watch, local=local
             )
             norms.append(norm)
             return loss
 
-        loss = self.monitor.train_step(run, lambda: self._size(given, local))
+        loss = self.monitor.train_step(run, lambda: self._size(inputs, local))
         if max_norm is not None:
             self.monitor.note(grad_norm=norms[0])
         return loss
@@ -111,10 +111,10 @@ class Steps(PlannedModel):
         optimizer states are those of the step then. Collective."""
         assert self.runtime is not None
 
-    def _size(self, given: Any, local: bool) -> BatchSize:
+    def _size(self, inputs: Any, local: bool) -> BatchSize:
         """The size of the global batch that is given, or of which a rank's own rows are, as far as
         it knows."""
-        return self._tokens.size(given, self._global_rows(given) if local else batch_rows(given))
+        return self._tokens.size(inputs, self._global_rows(inputs) if local else batch_rows(inputs))
 
     @cached_property
     def _tokens(self) -> TokenCount:
@@ -137,8 +137,8 @@ class Steps(PlannedModel):
 
     def _guard_numbers(self) -> dict[str, float]:
         guard = self._going_on.guard
-        own = {} if guard.scale is None else {"loss_scale": guard.scale.value}
-        return {"skipped_steps": guard.skipped_steps, **own}
+        numbers = {} if guard.scale is None else {"loss_scale": guard.scale.value}
+        return {"skipped_steps": guard.skipped_steps, **numbers}
 
     def metrics(self, *, grad_norm: bool = False) -> dict[str, float]:
         """Numbers of the last step, by name: `step` of the training, `loss`; this rank's seconds,
@@ -289,8 +289,8 @@ def other_than_counted(
     if name == problem.optimizer:
         return None
     planned, here = (
-        Evaluator(replace(problem, optimizer=own)).price(plan).prediction.fullest_bytes
-        for own in (problem.optimizer, name)
+        Evaluator(replace(problem, optimizer=counted)).price(plan).prediction.fullest_bytes
+        for counted in (problem.optimizer, name)
     )
     if abs(here - planned) <= DIFFERS * planned:
         return None

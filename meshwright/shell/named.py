@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Unknown flags are an error of the command that they were given to."""
-        found, unknown = super().parse_known_args(args, namespace)
+        namespace_read, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, n=3)
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
                 legal=f"those of `{self.prog} --help`",
                 way_out=f"nearest: {', '.join(near) or 'none'}",
             )
-        return found, unknown
+        return namespace_read, unknown
 
 
 def _name_of(action: argparse.Action) -> str:
@@ -78,8 +78,8 @@ def _name_of(action: argparse.Action) -> str:
 
 def _told(action: argparse.Action) -> str:
     """An argument as one gives it, and what it is."""
-    given = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
-    told = " ".join([*action.option_strings[-1:], str(given)])
+    shown_name = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    told = " ".join([*action.option_strings[-1:], str(shown_name)])
     return f"{told} ({action.help})" if action.help else told
 
 
@@ -141,7 +141,7 @@ def model_named(text: str) -> tuple[Any, ...]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise MeshwrightError(
@@ -151,9 +151,9 @@ def model_named(text: str) -> tuple[Any, ...]:
                 way_out=f"it is looked for in {os.getcwd()} and on PYTHONPATH",
             ) from None
         raise _of_user(error, place, "a module that can be imported") from error
-    make = getattr(found, function, None)
+    make = getattr(target, function, None)
     if not callable(make):
-        near = difflib.get_close_matches(function, [n for n in vars(found) if n[:1] != "_"], n=3)
+        near = difflib.get_close_matches(function, [n for n in vars(target) if n[:1] != "_"], n=3)
         raise MeshwrightError(
             f"module {module!r} has no function {function!r}",
             place=place,

@@ -184,7 +184,7 @@ def export_profile(cluster: Cluster, path: str | Path, store: Store | None = Non
     """Write what the cache knows of the cluster's device; how many measurements those are."""
     store = store or Store()
     known = [store.read(d) for d in store.devices() if is_device_of(cluster, d.name)]
-    known = [own for own in known if own.count]
+    known = [stored for stored in known if stored.count]
     if not known:
         raise MeshwrightError(
             f"nothing to export of {device_name(cluster)!r}",
@@ -192,9 +192,9 @@ def export_profile(cluster: Cluster, path: str | Path, store: Store | None = Non
             legal="a device that was measured",
             way_out="run `meshwright profile` there first",
         )
-    found = max(known, key=lambda own: (own.device.torch, own.device.driver))
-    export_json(found, path)
-    return found.count
+    newest = max(known, key=lambda stored: (stored.device.torch, stored.device.driver))
+    export_json(newest, path)
+    return newest.count
 
 
 def import_profile(
@@ -222,11 +222,11 @@ def import_profile(
             way_out="leave them out",
         )
     if place.suffix not in (*LOGS, *TABLES):
-        found = import_json(
+        imported = import_json(
             place, accepts=lambda name: is_device_of(cluster, name), expected=device_name(cluster)
         )
-        store.add(found)
-        return Imported(path=str(place), taken=found.count, skipped={}, sources=())
+        store.add(imported)
+        return Imported(path=str(place), taken=imported.count, skipped={}, sources=())
     if cluster.backend != "nccl":
         raise MeshwrightError(
             f" is of collectives of nccl, but cluster {cluster.name!r} runs {cluster.backend}",
@@ -338,9 +338,9 @@ def calls(graph: Graph, table: FactorTable, cluster: Cluster, batch: int) -> lis
         chosen = [(op, one) for op in graph.ops for one in strategies(graph, table, op, tp)]
         for rows in microbatch_rows(batch):
             for op, one in chosen:
-                made = signature(graph, table, op, one, rows=rows, tp=tp)
-                if made is not None and made not in work:
-                    work[made] = (_flops(graph, table, op, one, rows, tp), made.nbytes)
+                signed = signature(graph, table, op, one, rows=rows, tp=tp)
+                if signed is not None and signed not in work:
+                    work[signed] = (_flops(graph, table, op, one, rows, tp), signed.nbytes)
     return sorted(work, key=lambda one: (*(-x for x in work[one]), one.text))
 
 

@@ -80,18 +80,18 @@ def stdout_is_the_result() -> Iterator[None]:
     """Send to stderr what libraries write to the process' stdout by themselves (a solver's banner),
     so that a result can be read by the next program. Where stdout was replaced in Python nothing
     has to be done."""
-    own, replaced = sys.stdout, sys.stdout is not sys.__stdout__
+    stdout, replaced = sys.stdout, sys.stdout is not sys.__stdout__
     if replaced:
         yield
         return
-    own.flush()
+    stdout.flush()
     result = os.dup(1)
     os.dup2(2, 1)
     try:
-        with os.fdopen(result, "w", encoding=own.encoding or "utf-8", closefd=False) as stream:
+        with os.fdopen(result, "w", encoding=stdout.encoding or "utf-8", closefd=False) as stream:
             sys.stdout = stream
             yield
     finally:
-        sys.stdout = own
+        sys.stdout = stdout
         os.dup2(result, 1)
         os.close(result)

@@ -88,21 +88,23 @@ def _takes_one(function: Any) -> bool:
     return True
 
 
-def _is_optimizer_class(given: Any) -> bool:
-    return isinstance(given, type) and issubclass(given, torch.optim.Optimizer)
+def _is_optimizer_class(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
 
 
-def check_made(name: str, made: Any) -> None:
+def check_made(name: str, built: Any) -> None:
     """Raise ValueError where the user's function returned what is no optimizer, or no schedule."""
     right = (
-        isinstance(made, torch.optim.Optimizer)
+        isinstance(built, torch.optim.Optimizer)
         if name == "optimizer"
-        else callable(getattr(made, "step", None))
+        else callable(getattr(built, "step", None))
     )
     if not right:
         legal = f"a function that returns {'an' if name == 'optimizer' else 'a'} {name} of torch"
         raise MeshwrightError(
-            f" returned a {type(made).__name__}, {shown(made)}", place=f"fit: {name}", legal=legal,
+            f" returned a {type(built).__name__}, {shown(built)}",
+            place=f"fit: {name}",
+            legal=legal,
             way_out="return it",
         )  # fmt: skip
 
@@ -124,12 +126,12 @@ def check_planned(model: Any, planning: Any) -> None:
         )  # fmt: skip
 
 
-def check_batches(name: str, given: Any, loading: Mapping[str, Any]) -> None:
+def check_batches(name: str, batches: Any, loading: Mapping[str, Any]) -> None:
     """Raise ValueError for what is neither a dataset nor batches, and for a dataset's options
     beside batches, which they say nothing to."""
-    if isinstance(given, str | bytes | Mapping | type) or not isinstance(given, Iterable):
+    if isinstance(batches, str | bytes | Mapping | type) or not isinstance(batches, Iterable):
         raise refused(
-            name, given, "a dataset (len() and samples by number), or an iterable of batches",
+            name, batches, "a dataset (len() and samples by number), or an iterable of batches",
             "give a dataset, or a list of batches",
         )  # fmt: skip
     if loading:

@@ -129,22 +129,22 @@ def fit(
     path = None if folder is None else checked_path(folder, "fit: folder")
     loggers = () if log_to is None else (logger_for(log_to),)
     result = _planned(model, data, planning, loading, path, counted_hosts(hosts))
-    made = optimizer(result)
-    check_made("optimizer", made)
-    scheduled = None if schedule is None else schedule(made)
+    built = optimizer(result)
+    check_made("optimizer", built)
+    scheduled = None if schedule is None else schedule(built)
     if schedule is not None:
         check_made("schedule", scheduled)
     loader = _loader(result, data, loading)
     evaluations = None
     if evaluation is not None:
-        own = {**loading, "shuffle": False, "drop_last": False}
-        if not callable(own.get("lengths")):
-            own.pop("lengths", None)  # of the training samples
-        batches = _loader(result, evaluation, own)
+        options = {**loading, "shuffle": False, "drop_last": False}
+        if not callable(options.get("lengths")):
+            options.pop("lengths", None)  # of the training samples
+        batches = _loader(result, evaluation, options)
         evaluations = Evaluations(batches=batches, every=evaluate_every, patience=patience)
     loop = Loop(
         result=result,
-        optimizer=made,
+        optimizer=built,
         schedule=scheduled,
         loader=loader,
         steps=steps,
@@ -157,7 +157,7 @@ def fit(
     ended = loop.run()
     return Fitted(
         result=result,
-        optimizer=made,
+        optimizer=built,
         steps=loop.progress.step,
         loss=None if loop.loss is None else float(loop.loss.detach()),
         eval_loss=loop.progress.eval_loss,
@@ -184,25 +184,25 @@ def _planned(
             )
         return model
     check_planned(model, planning)
-    given = dict(planning or {})
-    check_hosts(hosts, folder, decided="plan" in given)
-    if "global_batch_size" not in given:
+    options = dict(planning or {})
+    check_hosts(hosts, folder, decided="plan" in options)
+    if "global_batch_size" not in options:
         raise MeshwrightError(
             " has no global_batch_size",
             place="fit: planning",
             legal="arguments of auto_parallelize",
             way_out='planning={"global_batch_size": 64}',
         )
-    if "example_inputs" not in given:
-        given["example_inputs"] = (
+    if "example_inputs" not in options:
+        options["example_inputs"] = (
             _first_samples(data, loading) if _is_dataset(data) else _first(data)
         )
-    cluster = given.pop("cluster", None) or Cluster.detect()
-    if folder is None or "plan" in given:
-        return auto_parallelize(model, cluster, **given)
-    kept = KeptPlans(folder=folder / "plans", asked=given)
-    result = kept.planned(model, cluster)
-    kept.plan_ahead(result, cluster, hosts)
+    cluster = options.pop("cluster", None) or Cluster.detect()
+    if folder is None or "plan" in options:
+        return auto_parallelize(model, cluster, **options)
+    plans = KeptPlans(folder=folder / "plans", asked=options)
+    result = plans.planned(model, cluster)
+    plans.plan_ahead(result, cluster, hosts)
     return result
 
 
@@ -230,10 +230,10 @@ def _first(batches: Any) -> Any:
             way_out='give planning={"example_inputs": ...}, or a loader',
         )
     state = batches.state_dict() if hasattr(batches, "state_dict") else None
-    found = next(iter(batches), None)
+    first = next(iter(batches), None)
     if state is not None:
         batches.load_state_dict(state)
-    return found
+    return first
 
 
 def _is_dataset(data: Any) -> bool:
@@ -255,15 +255,15 @@ def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
 def _saves(folder: Path | None, keep: int, every: int | None, resume: bool) -> Saves | None:
     if folder is None:
         return None
-    kept = KeptCheckpoints(folder=folder, keep=keep)
-    if not resume and (found := kept.steps()):
+    checkpoints = KeptCheckpoints(folder=folder, keep=keep)
+    if not resume and (steps := checkpoints.steps()):
         raise MeshwrightError(
-            f" holds checkpoints of {len(found)} steps, the last {found[-1]}, and resume=False",
+            f" holds checkpoints of {len(steps)} steps, the last {steps[-1]}, and resume=False",
             place=f"fit: folder {str(folder)!r}",
             legal="a folder without checkpoints, or resume=True",
             way_out="give another folder, or move the checkpoints elsewhere",
         )
-    return Saves(checkpoints=kept, every=every)
+    return Saves(checkpoints=checkpoints, every=every)
 
 
 # --- plans ----------------------------------------------------------------------------------------

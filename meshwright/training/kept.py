@@ -36,8 +36,8 @@ class KeptCheckpoints:
     def _steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
-        found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
-        return sorted({int(name[1]) for name in found if name})
+        names = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())
+        return sorted({int(name[1]) for name in names if name})
 
     def resume(self, load: Callable[[Path], None]) -> int | None:
         """Load the newest checkpoint that is sound; returns its step, None where there is none.

@@ -92,8 +92,8 @@ class Loop:
                         "the data begin anew: %s has no state_dict(); data_loader has one",
                         type(self.loader).__name__,
                     )
-        for each in self.loggers:
-            self.result.log_to(each, every=self.log_every)
+        for logger in self.loggers:
+            self.result.log_to(logger, every=self.log_every)
         requests = StopRequests()
         with requests.listening():
             ended = self._run(requests)
@@ -154,28 +154,28 @@ class Loop:
         self.progress.step += 1
 
     def _evaluate(self, evaluations: Evaluations) -> None:
-        found, progress = self.result.evaluate(evaluations.batches).loss, self.progress
-        progress.worse = 0 if found < progress.best_loss else progress.worse + 1
-        progress.eval_loss, progress.best_loss = found, min(progress.best_loss, found)
+        loss, progress = self.result.evaluate(evaluations.batches).loss, self.progress
+        progress.worse = 0 if loss < progress.best_loss else progress.worse + 1
+        progress.eval_loss, progress.best_loss = loss, min(progress.best_loss, loss)
         if launch.rank() == 0:
-            for each in self.loggers:
-                each({"step": self.result.runtime.steps, "eval_loss": found})
+            for logger in self.loggers:
+                logger({"step": self.result.runtime.steps, "eval_loss": loss})
 
     # --- checkpoints ---
 
     @property
     def _extra(self) -> dict[str, Any]:
-        own = {"progress": self.progress, "schedule": self.schedule, "data": self.loader}
-        return {name: x for name, x in own.items() if hasattr(x, "state_dict")}
+        states = {"progress": self.progress, "schedule": self.schedule, "data": self.loader}
+        return {name: x for name, x in states.items() if hasattr(x, "state_dict")}
 
     def _save(self) -> None:
         if self.saves is None or self.saved_step == self.progress.step:
             return
         self.result.monitor.close()  # who goes on from here does not log this step again
-        kept, step = self.saves.checkpoints, self.progress.step
-        self.result.save_checkpoint(kept.path(step), self.optimizer, extra=self._extra)
+        checkpoints, step = self.saves.checkpoints, self.progress.step
+        self.result.save_checkpoint(checkpoints.path(step), self.optimizer, extra=self._extra)
         self.saved_step = step
-        kept.drop_old(step)
+        checkpoints.drop_old(step)
 
     def _load(self, path: Any) -> None:
         self.result.load_checkpoint(path, self.optimizer, extra=self._extra)

@@ -234,8 +234,8 @@ def read_file(path: Path) -> Entry:
         if key not in dimensions and key not in _TEXTS[entry]:
             raise unknown_name(f"{path.name} key", key, {*dimensions, *_TEXTS[entry]})
     if "host.memory" in leaves:
-        own = {key for key in dimensions if key.startswith("host.")}
-        required |= {key for key in own if not key.startswith("host.nvme")}
+        host_keys = {key for key in dimensions if key.startswith("host.")}
+        required |= {key for key in host_keys if not key.startswith("host.nvme")}
     if missing := sorted(required - set(leaves)):
         raise MeshwrightError(
             f"missing {', '.join(missing)}",

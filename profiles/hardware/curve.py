@@ -94,8 +94,10 @@ class Curve:
             logs = np.log(np.maximum(x, self._x[0]))
             return np.interp(logs, self._log_x, self._y)
         right = bisect_right(self._x, x)
-        slope, left = self._slope[right], max(right - 1, 0)
-        return self._y[left] + slope * (math.log(x) - self._log_x[left]) if slope else self._y[left]
+        slope, below = self._slope[right], max(right - 1, 0)
+        return (
+            self._y[below] + slope * (math.log(x) - self._log_x[below]) if slope else self._y[below]
+        )
 
     def steepest(self) -> float:
         """The largest d log y / d log x: below 1, x / y(x) grows with x."""

@@ -74,8 +74,8 @@ class Host:
 
     def bandwidth(self, kind: str) -> float:
         """Bytes per second of a kind of `timings.OF_HOST`."""
-        found: float = getattr(self, BANDWIDTHS[kind])
-        return found
+        bytes_per_s: float = getattr(self, BANDWIDTHS[kind])
+        return bytes_per_s
 
     def slower(self, factor: float) -> Host:
         """The same, all of whose bandwidths are divided by a factor."""

@@ -53,15 +53,15 @@ def parse_json(
         raise _too_long(error, place, len(text), most)
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            left = dict(found)
-            twice = next(key for key, _ in pairs if left.pop(key, left) is left)
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            unseen = dict(entries)
+            twice = next(key for key, _ in pairs if unseen.pop(key, unseen) is unseen)
             raise error(
                 f"key {shown(twice)} is there twice", place=place, legal="every key once",
                 way_out="remove one of the two",
             )  # fmt: skip
-        return found
+        return entries
 
     def constant(name: str) -> float:
         if infinite:
@@ -80,8 +80,8 @@ def read_toml(path: str | os.PathLike[str], *, error: Error = MeshwrightError) -
     text = read_text(path, error=error, most=MAX_BYTES)
     if _DOTTED.search(text):  # in time quadratic in its dots, elsewhere
         raise _too_deep(error, path)
-    found: dict[str, Any] = _parsed(lambda: tomllib.loads(text), path, error, "TOML")
-    return found
+    table: dict[str, Any] = _parsed(lambda: tomllib.loads(text), path, error, "TOML")
+    return table
 
 
 def read_text(
@@ -119,9 +119,9 @@ def irregular(path: Path) -> str:
     return "" if stat.S_ISREG(mode) else kinds.get(stat.S_IFMT(mode), "a device")
 
 
-def _too_long(error: Error, place: object, found: int, most: int) -> MeshwrightError:
+def _too_long(error: Error, place: object, length: int, most: int) -> MeshwrightError:
     return error(
-        f" has {found:,} bytes", place=place, legal=f"up to {most:,}", way_out="name another file"
+        f" has {length:,} bytes", place=place, legal=f"up to {most:,}", way_out="name another file"
     )
 
 

@@ -208,8 +208,8 @@ def _all_gather(numel: int, members: list[int], group: Any, device: torch.device
 
 
 def _reduce_scatter(numel: int, members: list[int], group: Any, device: torch.device) -> Call:
-    x, own = torch.ones(numel, device=device), numel // len(members)
-    return lambda: _discard(_REDUCE_SCATTER(torch.empty(own, device=device), x, group=group))
+    x, shard = torch.ones(numel, device=device), numel // len(members)
+    return lambda: _discard(_REDUCE_SCATTER(torch.empty(shard, device=device), x, group=group))
 
 
 def _all_to_all(numel: int, members: list[int], group: Any, device: torch.device) -> Call:
@@ -278,8 +278,8 @@ def _typical(times: Sequence[float], device: torch.device) -> float:
     """Seconds of one of many repetitions."""
     if device.type == "cuda":
         return statistics.median(times)
-    kept = sorted(times)[: max(1, len(times) - len(times) // 20)]
-    return max(statistics.fmean(kept), SHORTEST_S)
+    fastest = sorted(times)[: max(1, len(times) - len(times) // 20)]
+    return max(statistics.fmean(fastest), SHORTEST_S)
 
 
 def _once(call: Call, device: torch.device) -> float:

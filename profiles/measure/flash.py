@@ -44,12 +44,12 @@ def measure_flash(
     check_folder(folder, ranks * nbytes)
     taken: dict[str, list[float]] = {kind: [] for kind in FLASH}
     from_flash, to_flash = taken
-    with _processes(folder, ranks, nbytes) as each:
+    with _processes(folder, ranks, nbytes) as processes:
         for done in range(REPETITIONS):
             if done and time.monotonic() >= deadline_s:
                 break
-            taken[to_flash].append(_together(each, "write"))
-            taken[from_flash].append(_together(each, "read"))
+            taken[to_flash].append(_together(processes, "write"))
+            taken[from_flash].append(_together(processes, "read"))
     return ranks * nbytes, taken
 
 
@@ -73,8 +73,8 @@ def _processes(
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that wait for a word to read or write. None outlives the block."""
     command = [sys.executable, "-I", str(Path(__file__).with_name("flash_rank.py"))]
-    each: list[subprocess.Popen[str]] = []
-    late = threading.Timer(TIMEOUT_S, _end, [each])
+    processes: list[subprocess.Popen[str]] = []
+    late = threading.Timer(TIMEOUT_S, _end, [processes])
     try:
         for _ in range(ranks):
             process = subprocess.Popen(
@@ -83,30 +83,30 @@ def _processes(
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            each.append(process)
+            processes.append(process)
         late.start()
-        yield each
+        yield processes
     finally:
         late.cancel()
-        _end(each)
-        for process in each:
+        _end(processes)
+        for process in processes:
             process.communicate()
 
 
-def _end(each: list[subprocess.Popen[str]]) -> None:
-    for process in each:
+def _end(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
         process.kill()
 
 
-def _together(each: list[subprocess.Popen[str]], word: str) -> float:
+def _together(processes: list[subprocess.Popen[str]], word: str) -> float:
     """Seconds until the last process is done."""
     taken = []
     try:
-        for process in each:
+        for process in processes:
             assert process.stdin is not None
             process.stdin.write(f"{word}\n")
             process.stdin.flush()
-        for process in each:
+        for process in processes:
             assert process.stdout is not None
             taken.append(float(process.stdout.readline()))
     except (OSError, ValueError) as error:

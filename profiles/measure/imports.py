@@ -141,12 +141,12 @@ def world_of_log(
         hosts[listed["rank"]] = listed["host"]
     if hosts:
         world = (len(hosts), len(set(hosts.values())))
-        for name, given, found in zip(("ranks", "nodes"), (ranks, nodes), world, strict=True):
-            if given not in (None, found):
+        for name, stated, logged in zip(("ranks", "nodes"), (ranks, nodes), world, strict=True):
+            if stated not in (None, logged):
                 raise MeshwrightError(
-                    f" is {given}, but the log lists {found}",
+                    f" is {stated}, but the log lists {logged}",
                     place=f"{source}:{first}: {name}",
-                    legal=found,
+                    legal=logged,
                     way_out=f"leave --{name} out",
                 )
         return world
@@ -207,18 +207,18 @@ def read_gemm_csv(path: str | os.PathLike[str]) -> list[GemmRow]:
     rows = []
     for line, cells in csv_rows(place, _GEMM_COLUMNS):
         where = f"{place}:{line}"
-        given = [name for name in ("m", "n", "k") if cells[name]]
-        if len(given) not in (0, 3):
+        sizes = [name for name in ("m", "n", "k") if cells[name]]
+        if len(sizes) not in (0, 3):
             raise MeshwrightError(
-                f"of m, n and k only {given}", place=where, legal="all three or none"
+                f"of m, n and k only {sizes}", place=where, legal="all three or none"
             )
-        m, n, k = (whole(cells[name], f"{where}: {name}") if given else 0 for name in "mnk")
+        m, n, k = (whole(cells[name], f"{where}: {name}") if sizes else 0 for name in "mnk")
         groups = cells["groups"]
         rows.append(
             GemmRow(
                 gpu=cells["gpu"],
                 dtype=cells["dtype"],
-                shape=(m, n, k) if given else None,
+                shape=(m, n, k) if sizes else None,
                 groups=whole(groups, f"{where}: groups") if groups else 1,
                 flops_per_s=number(cells["tflops"], f"{where}: tflops") * 1e12,
                 source=cells["source"],
@@ -291,8 +291,8 @@ def is_gpu(text: str, device: str) -> bool:
         return True
     parts, wanted = _name_parts(text), _name_parts(device)
     names = (device, *(read_entry(device).driver_names if device in catalog_names() else ()))
-    own = set().union(*map(_name_parts, names)) & _FORM_FACTORS
-    return wanted <= parts and (not own or parts & _FORM_FACTORS <= own)
+    form_factors = set().union(*map(_name_parts, names)) & _FORM_FACTORS
+    return wanted <= parts and (not form_factors or parts & _FORM_FACTORS <= form_factors)
 
 
 def _name_parts(text: str) -> set[str]:
@@ -326,11 +326,11 @@ def _listed_ranks(text: str) -> Iterator[tuple[int, re.Match[str]]]:
             yield line, listed
 
 
-def _collective_of(text: str, given: str | None, source: str) -> str:
+def _collective_of(text: str, stated: str | None, source: str) -> str:
     """The collective of a log, from its program's name or as given. Raises ValueError where both
     differ or are missing."""
-    if given is not None and given not in COLLECTIVES:
-        raise MeshwrightError(f" is {given!r}", place=f"{source}: collective", legal=COLLECTIVES)
+    if stated is not None and stated not in COLLECTIVES:
+        raise MeshwrightError(f" is {stated!r}", place=f"{source}: collective", legal=COLLECTIVES)
     programs = re.findall(r"\b(\w+?)_perf\b", text)
     printed = {_PROGRAMS[program] for program in programs if program in _PROGRAMS}
     if len(printed) > 1:
@@ -340,21 +340,21 @@ def _collective_of(text: str, given: str | None, source: str) -> str:
             legal="one collective",
             way_out="give each run a file",
         )
-    if given and printed and printed != {given}:
+    if stated and printed and printed != {stated}:
         raise MeshwrightError(
-            f" is {given!r}, but the log is of {printed.pop()!r}",
+            f" is {stated!r}, but the log is of {printed.pop()!r}",
             place=f"{source}: collective",
             legal=printed,
             way_out="leave --collective out",
         )
-    if not printed and not given:
+    if not printed and not stated:
         raise MeshwrightError(
             "the log doesn't say which collective it measured",
             place=source,
             legal=COLLECTIVES,
             way_out="pass collective= (--collective)",
         )
-    return given or printed.pop()
+    return stated or printed.pop()
 
 
 def _log_lines(text: str, source: str) -> Iterator[tuple[float, float, bool]]:

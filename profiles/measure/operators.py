@@ -145,8 +145,8 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
-            found = dict(line.split(":") for line in lines)
-        return int(found["MemAvailable"].split()[0]) * 1024
+            memory_info = dict(line.split(":") for line in lines)
+        return int(memory_info["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # no Linux
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
 

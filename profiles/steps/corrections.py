@@ -58,15 +58,15 @@ class Corrections:
 
     def factor(self, component: str) -> float:
         """What a component's seconds are multiplied by."""
-        own = self.found.get(component)
-        return own.factor if own is not None else 1.0
+        correction = self.found.get(component)
+        return correction.factor if correction is not None else 1.0
 
     def lines(self) -> list[str]:
         """Each in words, as the report says it."""
         return [
-            f"{name} × {own.factor:.3g}, measured on {own.plans} plan{'s' * (own.plans > 1)}, "
-            f"{own.samples} steps"
-            for name, own in self.found.items()
+            f"{name} × {correction.factor:.3g}, measured on {correction.plans} "
+            f"plan{'s' * (correction.plans > 1)}, {correction.samples} steps"
+            for name, correction in self.found.items()
         ]
 
 
@@ -81,43 +81,45 @@ def fitted(rows: Iterable[StepTiming]) -> Corrections:
     steps = {row.plan: row for row in usable if row.term == STEP}
     scales = {p: math.sqrt(row.measured_s * row.predicted_s) for p, row in steps.items()}
     scale = np.array([scales[row.plan] for row in usable])
-    made = np.array([[row.parts.get(name, 0.0) for name in COMPONENTS] for row in usable])
+    design = np.array([[row.parts.get(name, 0.0) for name in COMPONENTS] for row in usable])
     asked = np.array([row.measured_s - row.predicted_s for row in usable]) / scale
     weights = np.array([row.samples / (row.samples + HALF_WEIGHT) for row in usable])
-    made /= scale[:, None]
-    told = np.flatnonzero(_told(made, weights))
+    design /= scale[:, None]
+    told = np.flatnonzero(_told(design, weights))
     _, plan = np.unique([row.plan for row in usable], return_inverse=True)
-    changes = _changes(made[:, told], asked, weights, plan)
-    found = {}
+    changes = _changes(design[:, told], asked, weights, plan)
+    corrections = {}
     for k, change in zip(told, changes, strict=True):
-        own = {row.plan for row in usable if row.parts.get(COMPONENTS[k])}
-        samples = sum(steps[plan].samples for plan in own)
-        found[COMPONENTS[k]] = Correction(factor=float(1 + change), plans=len(own), samples=samples)
-    return Corrections(found=found)
+        plans = {row.plan for row in usable if row.parts.get(COMPONENTS[k])}
+        samples = sum(steps[plan].samples for plan in plans)
+        corrections[COMPONENTS[k]] = Correction(
+            factor=float(1 + change), plans=len(plans), samples=samples
+        )
+    return Corrections(found=corrections)
 
 
 def _with_steps(rows: Sequence[StepTiming]) -> list[StepTiming]:
     """The rows of plans whose whole step is known, measured and priced."""
-    whole = {r.plan for r in rows if r.term == STEP and min(r.measured_s, r.predicted_s) > 0}
-    return [row for row in rows if row.plan in whole]
+    with_steps = {r.plan for r in rows if r.term == STEP and min(r.measured_s, r.predicted_s) > 0}
+    return [row for row in rows if row.plan in with_steps]
 
 
-def _told(made: Floats, weights: Floats) -> NDArray[np.bool_]:
+def _told(design: Floats, weights: Floats) -> NDArray[np.bool_]:
     """Which components' factors the rows tell, if they were alone."""
-    own = weights @ np.square(made)
-    told: NDArray[np.bool_] = own >= TOLD * (own + RIDGE)
+    energy = weights @ np.square(design)
+    told: NDArray[np.bool_] = energy >= TOLD * (energy + RIDGE)
     return told
 
 
-def _changes(made: Floats, asked: Floats, weights: Floats, plan: NDArray[np.int64]) -> Floats:
+def _changes(design: Floats, asked: Floats, weights: Floats, plan: NDArray[np.int64]) -> Floats:
     """f - 1 of the components, by least squares in which plans that are far off lose weight;
     `plan` numbers the plan of each row."""
-    changes, now = np.zeros(made.shape[1]), weights
+    changes, now = np.zeros(design.shape[1]), weights
     for _ in range(ROUNDS):
         before = changes
-        normal = made.T @ (now[:, None] * made)
-        changes = _bounded(normal, made.T @ (now * asked), _ridge(before), before)
-        off = np.sqrt(np.bincount(plan, weights=np.square(asked - made @ changes)))
+        normal = design.T @ (now[:, None] * design)
+        changes = _bounded(normal, design.T @ (now * asked), _ridge(before), before)
+        off = np.sqrt(np.bincount(plan, weights=np.square(asked - design @ changes)))
         limit = TUNING * max(1.4826 * float(np.median(off)), LEAST_DEVIATION)
         if len(off) > 2:  # of two nobody knows which went wrong
             now = weights * np.minimum(1.0, limit / np.maximum(off, 1e-12))[plan]

@@ -28,9 +28,9 @@ def every() -> Listing:
     rows = [_row(entry) for entry in entries]
     parts: list[Part] = []
     for kind in ("device", "node"):
-        own = [row for row in rows if row["entry"] == kind]
-        heads = [key for key in own[0] if key not in ("entry", "numbers")]
-        cells = [[*(str(row[key]) for key in heads), _counted(row["numbers"])] for row in own]
+        of_kind = [row for row in rows if row["entry"] == kind]
+        heads = [key for key in of_kind[0] if key not in ("entry", "numbers")]
+        cells = [[*(str(row[key]) for key in heads), _counted(row["numbers"])] for row in of_kind]
         parts += [f"{kind.capitalize()}s", Table(heads=[*heads, "numbers"], rows=cells), ""]
     last = "`meshwright catalog NAME` lists the numbers and sources."
     return rows, Document((*parts, last))
@@ -68,10 +68,10 @@ def _counted(numbers: dict[str, int]) -> str:
 
 def entry(name: str) -> Listing:
     """One entry: each number, as written, with its source. Raises ValueError for unknown names."""
-    found = catalog_reader.read_entry(name)
+    record = catalog_reader.read_entry(name)
     rows = [
         {"key": key, "value": q.text, "kind": q.kind, "date": q.date, "source": q.source}
-        for key, q in found.quantities.items()
+        for key, q in record.quantities.items()
     ]
     plain = []
     for row in rows:
@@ -79,5 +79,5 @@ def entry(name: str) -> Listing:
         plain.append(f"    {row['kind']}, {row['date']}: {row['source']}")
     heads = ("key", "value", "kind", "date", "source")
     numbers = Table(heads=heads, rows=[[*row.values()] for row in rows], plain=plain)
-    text = Document((f"{found.name}: {found.texts['title']}", numbers))
-    return {"name": name, "texts": dict(found.texts), "quantities": rows}, text
+    text = Document((f"{record.name}: {record.texts['title']}", numbers))
+    return {"name": name, "texts": dict(record.texts), "quantities": rows}, text

@@ -34,14 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     clusters = {text: cluster_named(text) for text in args.cluster}
     overrides = override_flags.overrides_of(args)
-    found = compared(
+    rows = compared(
         {text: partial(_report, args, cluster, overrides) for text, cluster in clusters.items()},
         prices=args.prices or [],
         tokens=args.tokens,
         watts=args.watts,
         by=args.by,
     )
-    return Answer(data=found.as_dict, text=found.document, code=0 if found.chosen else 2)
+    return Answer(data=rows.as_dict, text=rows.document, code=0 if rows.chosen else 2)
 
 
 def _report(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) -> Report:
@@ -119,10 +119,12 @@ def compared(
             legal="with --price MONEY, per device-hour",
             way_out="give one, or choose --by time",
         )
-    each: list[float | None] = [*prices] if len(prices) > 1 else [*prices, None][:1] * len(planned)
+    price_of: list[float | None] = (
+        [*prices] if len(prices) > 1 else [*prices, None][:1] * len(planned)
+    )
     rows = [
         _row(name, plan, {"price_per_hour": price, "tokens": tokens, "power_watts": watts})
-        for (name, plan), price in zip(planned.items(), each, strict=True)
+        for (name, plan), price in zip(planned.items(), price_of, strict=True)
     ]
     by = by or ("cost" if prices else "time")
     able = [row for row in rows if row["plan"] is not None]
@@ -141,11 +143,18 @@ def _row(
         why = f"does not fit: the fullest stage lacks {sized(most)}"
         return {"cluster": name, "plan": None, "why": why, "error": str(error)}
     s = report.summary
-    kept = ("step_time_s", "step_interval_s", "rows_per_s", "tokens_per_s", "mfu", "memory_verdict")
+    columns = (
+        "step_time_s",
+        "step_interval_s",
+        "rows_per_s",
+        "tokens_per_s",
+        "mfu",
+        "memory_verdict",
+    )
     return {
         "cluster": name,
         "devices": report.plan.num_ranks,
-        **{key: s[key] for key in kept},
+        **{key: s[key] for key in columns},
         **(report.cost(**asked) or {}),
         "plan": s["chosen"],
     }

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> Answer:
         )
     model = model_named(args.model)[0] if args.model else _model_of(Path(args.config))
     if args.to == "hf":
-        found = to_pretrained_files(
+        converted = to_pretrained_files(
             args.source,
             args.folder,
             model,
@@ -58,13 +58,14 @@ def run(args: argparse.Namespace) -> Answer:
             submodule=args.submodule,
         )
     else:
-        found = from_pretrained_files(args.source, args.folder, model)
-    return Answer(data=lambda: asdict(found), text=lambda: _text(found, args.folder))
+        converted = from_pretrained_files(args.source, args.folder, model)
+    return Answer(data=lambda: asdict(converted), text=lambda: _text(converted, args.folder))
 
 
-def _text(found: Converted, folder: str) -> str:
-    files = f"{len(found.files)} file{'s' * (len(found.files) != 1)}"
-    return f"{found.tensors} tensors, {found.bytes / 1e6:,.1f} MB in {files}, written to {folder}"
+def _text(converted: Converted, folder: str) -> str:
+    files = f"{len(converted.files)} file{'s' * (len(converted.files) != 1)}"
+    size = f"{converted.bytes / 1e6:,.1f} MB"
+    return f"{converted.tensors} tensors, {size} in {files}, written to {folder}"
 
 
 def _model_of(config: Path) -> nn.Module:
@@ -91,6 +92,6 @@ def _model_of(config: Path) -> nn.Module:
             way_out="give the model by --model module:function",
         )
     with torch.device("meta"):
-        made: Any = kind
-        model: nn.Module = made(made.config_class.from_json_file(str(file)))
+        built: Any = kind
+        model: nn.Module = built(built.config_class.from_json_file(str(file)))
     return model

@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    found = between(args.a, args.b)
-    code = DIFFERENT if found else SAME
-    return Answer(data=found.as_dict, text=found.document, code=code)
+    changes = between(args.a, args.b)
+    code = DIFFERENT if changes else SAME
+    return Answer(data=changes.as_dict, text=changes.document, code=code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,39 +163,41 @@ def _models(*both: tuple[Plan, Row | None]) -> Iterator[Change]:
     plans = [plan for plan, _ in both]
     names = [tuple(name for stage in plan.stages for name in stage.blocks) for plan in plans]
     sides = []
-    for (plan, report), own in zip(both, names, strict=True):
+    for (plan, report), names_of in zip(both, names, strict=True):
         size = f"{counted(report['summary']['parameters'])} parameters, " if report else ""
-        sides.append(f"{size}{len(own)} blocks (fingerprint {plan.model})")
+        sides.append(f"{size}{len(names_of)} blocks (fingerprint {plan.model})")
     yield Change(what="another model", a=sides[0], b=sides[1])
-    alone = [[n for n in own if n not in other] for own, other in (names, names[::-1])]
+    alone = [[n for n in names_of if n not in other] for names_of, other in (names, names[::-1])]
     if any(alone):
-        told = [", ".join(compress_names(own)) if own else "none" for own in alone]
+        told = [", ".join(compress_names(names_of)) if names_of else "none" for names_of in alone]
         yield Change(what="blocks that the other lacks", a=told[0], b=told[1])
     yield from _change("plan", *map(describe, plans))
 
 
 def _changes(a: Plan, b: Plan) -> Iterator[Change]:
-    whole = [name for name, own in DECISIONS.items() if own.acts == "plan" and hasattr(a, name)]
-    for name in ("precision", "global_batch_size", *whole):
+    of_plan = [
+        name for name, decision in DECISIONS.items() if decision.acts == "plan" and hasattr(a, name)
+    ]
+    for name in ("precision", "global_batch_size", *of_plan):
         yield from _change(name, str(getattr(a, name)), str(getattr(b, name)))
     yield from _change("stages", str(len(a.stages)), str(len(b.stages)))
     ours, theirs = _by_block(a), _by_block(b)
     runs: dict[tuple[str, str, str], list[str]] = {}
     for name in [name for name in ours if name in theirs]:
-        own, other = ours.get(name, {}), theirs.get(name, {})
-        for what in dict.fromkeys([*own, *other]):
-            pair = own.get(what, ABSENT), other.get(what, ABSENT)
+        decision, other = ours.get(name, {}), theirs.get(name, {})
+        for what in dict.fromkeys([*decision, *other]):
+            pair = decision.get(what, ABSENT), other.get(what, ABSENT)
             if pair[0] != pair[1]:
                 runs.setdefault((what, *pair), []).append(name)
-    for (what, left, right), names in runs.items():
-        yield Change(what=f"{what} of {', '.join(compress_names(names))}", a=left, b=right)
+    for (what, before, right), names in runs.items():
+        yield Change(what=f"{what} of {', '.join(compress_names(names))}", a=before, b=right)
     ours_split, theirs_split = _shardings(a), _shardings(b)
     patterns = {*ours_split, *theirs_split}
     if a.model != b.model:  # what names modules of one model decides nothing in another
         patterns = {*ours_split} & {*theirs_split}
     for pattern in sorted(patterns):
-        left, right = (split.get(pattern, ABSENT) for split in (ours_split, theirs_split))
-        yield from _change(f"sharding of {pattern}", left, right)
+        before, right = (split.get(pattern, ABSENT) for split in (ours_split, theirs_split))
+        yield from _change(f"sharding of {pattern}", before, right)
 
 
 def _change(what: str, a: str, b: str) -> Iterator[Change]:
@@ -214,11 +216,11 @@ def _by_block(plan: Plan) -> dict[str, dict[str, str]]:
 
 def _shardings(plan: Plan) -> dict[str, str]:
     """Decisions by pattern; of stages that decide otherwise all."""
-    found: dict[str, list[str]] = {}
+    patterns: dict[str, list[str]] = {}
     for stage in plan.stages:
         for pattern, text in stage.shardings.items():
-            found.setdefault(pattern, []).append(text)
-    return {pattern: ", ".join(dict.fromkeys(texts)) for pattern, texts in found.items()}
+            patterns.setdefault(pattern, []).append(text)
+    return {pattern: ", ".join(dict.fromkeys(texts)) for pattern, texts in patterns.items()}
 
 
 def _setups(a: Row, b: Row) -> Iterator[Change]:
@@ -240,7 +242,7 @@ def _prices(a: Row, b: Row) -> Iterator[Price]:
     sums = [report["summary"] for report in (a, b)]
     yield Price(what="step", unit="s", a=sums[0]["step_time_s"], b=sums[1]["step_time_s"])
     yield from _each("s", "", a["components_s"], b["components_s"])
-    peaks = [max(own["peak_memory_bytes"]) for own in sums]
+    peaks = [max(summary["peak_memory_bytes"]) for summary in sums]
     yield Price(what="peak memory", unit="bytes", a=peaks[0], b=peaks[1])
     fullest = [
         max(report.get("memory", ()), key=lambda row: row["priced_bytes"], default=None)

@@ -38,8 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     with progress_shown():
         overrides = override_flags.overrides_of(args)
-        found = fit(searching(args, cluster_named(args.cluster), overrides))
-    return Answer(data=found.as_dict, text=lambda: str(found), code=2 * (found.verdict == NOT))
+        fits = fit(searching(args, cluster_named(args.cluster), overrides))
+    return Answer(data=fits.as_dict, text=lambda: str(fits), code=2 * (fits.verdict == NOT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,9 @@ class Fit:
     def __str__(self) -> str:
         lines = [*self._verdict(), f"  largest batch that fits at once, {self._batch()}"]
         if self.sequence is not None:
-            found = f"{self.sequence:,} tokens" if self.sequence else "none"
+            length = f"{self.sequence:,} tokens" if self.sequence else "none"
             lines.append(
-                f"  longest sequence that fits: {found} (planned: {self.sequence_now:,}); "
+                f"  longest sequence that fits: {length} (planned: {self.sequence_now:,}); "
                 "by memory, whatever the model's positions allow"
             )
         if self.helps:
@@ -100,20 +100,20 @@ class Fit:
 
 def fit(search: Search) -> Fit:
     """What fits, by prices of memory; the search is run for the batch as given."""
-    problem, found = search.problem, None
+    problem, best = search.problem, None
     length = sequence_length(problem)
     try:
-        found = search.run().best
+        best = search.run().best
     except InfeasibleError as error:
         refused = with_ways_out(search, error)
     shared: dict[str, Any] = {
         "memory_bytes": float(problem.cluster.device.memory_bytes),
         "batch": search.global_batch_size,
-        "batch_at_once": _largest_batch(search, found is not None),
+        "batch_at_once": _largest_batch(search, best is not None),
         "sequence_now": length,
-        "sequence": _longest(search, length, found is not None) if length else None,
+        "sequence": _longest(search, length, best is not None) if length else None,
     }
-    if found is None:
+    if best is None:
         said = "anything that changes the model, the optimizer or the precision"
         helps = list(map(str, refused.relaxations))
         return Fit(
@@ -127,12 +127,12 @@ def fit(search: Search) -> Fit:
             relaxations=refused.relaxations,
             **shared,
         )
-    prediction = found.evaluation.prediction
+    prediction = best.evaluation.prediction
     verdict = prediction.memory_verdict(problem.cluster)
     return Fit(
         verdict=verdict,
         probability=prediction.memory_probability(problem.cluster),
-        plan=describe(found.plan),
+        plan=describe(best.plan),
         peak_bytes=prediction.fullest_bytes,
         interval_bytes=prediction.memory_interval_bytes,
         why="",
@@ -193,8 +193,8 @@ def _longest(search: Search, length: int, planned: bool) -> int | None:
     return int(length * _largest(fits))
 
 
-def _fits(made: Callable[[], Search]) -> bool:
+def _fits(make: Callable[[], Search]) -> bool:
     try:
-        return some_plan_fits(made())
+        return some_plan_fits(make())
     except OverrideError:
         return False

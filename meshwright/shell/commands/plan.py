@@ -51,11 +51,11 @@ def run(args: argparse.Namespace) -> Answer:
     if not args.rehearse:
         return _answer(args, result)
     try:
-        result, found = _rehearsed(args, result, overrides, cluster)
+        result, rehearsal = _rehearsed(args, result, overrides, cluster)
     except ValueError:
         _answer(args, result).show(as_json=args.json)
         raise
-    return _answer(args, result, found.line, exit_code(found, result.report))
+    return _answer(args, result, rehearsal.line, exit_code(rehearsal, result.report))
 
 
 def _answer(
@@ -112,9 +112,9 @@ def _rehearsed(
 
     margin = margin_of(args.memory_margin)
     first, of_first = result, result.rehearse()
-    found = of_first
+    rehearsal = of_first
     for _ in range(MORE_SEARCHES):
-        if rehearsing.exit_code(found, result.report) != 2:
+        if rehearsing.exit_code(rehearsal, result.report) != 2:
             break
         margin = rehearsing.margin_needed(result.prediction, margin, cluster)
         say(
@@ -128,8 +128,8 @@ def _rehearsed(
                 )
         except ValueError:  # none fits any more
             break
-        found = result.rehearse()
-    if rehearsing.exit_code(found, result.report) == 2:
+        rehearsal = result.rehearse()
+    if rehearsing.exit_code(rehearsal, result.report) == 2:
         return first, of_first
     if result is not first:
         more = result.prediction.step_time_s / first.prediction.step_time_s - 1
@@ -137,7 +137,7 @@ def _rehearsed(
             f"the plan chosen first, {describe(first.plan)}, does not fit by its rehearsal; "
             f"this one does: {slower(more)} a step"
         )
-    return result, found
+    return result, rehearsal
 
 
 def _counted(x: float) -> str:

@@ -43,8 +43,8 @@ def searching(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) 
     question = asked(model, cluster, Arguments(overrides=overrides, **arguments))
     request = question.request
     if args.plan:
-        given = plan_overrides(Plan.load(args.plan), question.problem.graph)
-        request = replace(request, overrides=given)
+        of_plan = plan_overrides(Plan.load(args.plan), question.problem.graph)
+        request = replace(request, overrides=of_plan)
     return search_of(question.problem, request)
 
 

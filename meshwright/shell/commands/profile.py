@@ -84,8 +84,8 @@ def forget_steps(cluster: Cluster, store: Store | None = None) -> Forgotten:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    found = _done(args, cluster_named(args.cluster))
-    return Answer(data=found.to_dict, text=lambda: str(found))
+    done = _done(args, cluster_named(args.cluster))
+    return Answer(data=done.to_dict, text=lambda: str(done))
 
 
 def _done(args: argparse.Namespace, cluster: Cluster) -> Summary | Imported | Forgotten:
