@@ -162,7 +162,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is to be planned: the traced model, the problem, and what was asked of it."""
+    """A question of planning: the traced model, the problem, and the arguments."""
 
     traced: TracedModel
     problem: Problem

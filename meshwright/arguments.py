@@ -58,7 +58,7 @@ def check_types(*, model: Any, cluster: Any, overrides: Any, plan: Any) -> None:
 
 
 def default_precision(cluster: Cluster) -> str:
-    """What a cluster's devices compute in where nobody says."""
+    """Precision of a cluster's devices where nobody names one."""
     return "fp32" if cluster.backend == "gloo" else "bf16"
 
 

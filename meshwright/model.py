@@ -26,7 +26,7 @@ from meshwright.running import (
 
 
 class ParallelModel(Steps, Evaluation, State):
-    """What `auto_parallelize` returns.
+    """Result of `auto_parallelize`: the plan, its report, and the running model.
 
     `plan`, `report` and `prediction` are always there; the rest needs the plan's ranks to be
     running (torchrun), or a plan of one rank.

@@ -1,1 +1,1 @@
-"""What the hardware does: devices, links, clusters, measurements."""
+"""Hardware: devices, links, clusters, measurements."""

@@ -1,4 +1,4 @@
-"""What one CPU core achieves: FLOP/s, memory bandwidth, and seconds to issue an operator.
+"""Rates of one CPU core: FLOP/s, memory bandwidth, and seconds to issue an operator.
 
 A rank on a CPU runs one thread, so that is what is timed: a linear layer in fp32 and bf16, a copy
 too large for the caches, operators of a Transformer's block that pass over memory (on a CPU they
@@ -120,7 +120,7 @@ def _best_time_s(run: Callable[[], object]) -> float:
 
 
 def _matmul_flops(dtype: torch.dtype) -> float:
-    """Of a layer's three products, forward and backward."""
+    """FLOP/s of a layer's three products, forward and backward."""
     rows, inner, columns = _LINEAR
     x, weight = (torch.ones(n, inner, dtype=dtype).requires_grad_() for n in (rows, columns))
     operand = torch.ones(rows, columns, dtype=dtype)
@@ -135,8 +135,8 @@ def _copy_bandwidth() -> float:
 
 
 def _stream_bandwidth() -> float:
-    """Of additions, norms, activations and softmaxes one after the other, each of which keeps what
-    it made, as in a model: what their prices count, forward and backward."""
+    """Bandwidth of additions, norms, activations and softmaxes one after the other, each of which
+    keeps its result, as in a model: what their prices count, forward and backward."""
     norm, gelu = torch.nn.functional.layer_norm, torch.nn.functional.gelu
     x = torch.linspace(-3.0, 3.0, math.prod(_ROWS)).view(_ROWS).requires_grad_()
     operand = torch.ones_like(x)
@@ -172,7 +172,7 @@ def _chain() -> torch.fx.GraphModule:
 
 
 def _issue_s() -> float:
-    """Of an operator, and half of it of a view, as prices count them."""
+    """Seconds to issue an operator, and half of it a view, as prices count them."""
     chain, tiny = _chain(), torch.ones(2, 2, _TINY, requires_grad=True)
     operand = torch.ones_like(tiny)
     return _best_time_s(lambda: chain(tiny).backward(operand)) / (_CHAINED * _BLOCK_CALLS)

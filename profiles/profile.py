@@ -76,7 +76,7 @@ class Profile:
 
     @property
     def basis(self) -> str:
-        """What prices rest on: steps say nothing of prices that rest on something else."""
+        """Basis of prices: steps say nothing of prices that rest on another."""
         shared = f", {self.slowdown:g} ranks a core" if self.slowdown > 1 else ""
         operators, curves = (
             "measured" if known else "modelled"
@@ -85,7 +85,7 @@ class Profile:
         return f"operators {operators}, collectives {curves}{shared}"
 
     def correction(self, component: str) -> float:
-        """What the seconds of a component of a step are multiplied by."""
+        """Factor of the seconds of a component of a step."""
         return self.corrections.factor(component)
 
     def corrected_by(self) -> list[str]:

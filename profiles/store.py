@@ -123,7 +123,7 @@ class Store:
         self.lock_timeout_s = lock_timeout_s
 
     def file_of(self, device: DeviceId) -> Path:
-        """Where the measurements of a device are: its name for people, a hash for whose."""
+        """Path of a device's measurements: its name for people, a hash for whose."""
         name = re.sub("[^a-z0-9]+", "-", device.name.lower()).strip("-")[:40]
         parts = json.dumps([device.name, device.driver, device.torch])
         return self.path / f"profile-{name}-{hashlib.sha256(parts.encode()).hexdigest()[:10]}.json"
@@ -169,8 +169,8 @@ class Store:
             os.replace(begun, os.path.realpath(path))  # a link to it stays
 
     def _found(self, path: Path, *, alone: bool = False) -> Measurements | None:
-        """What a file has; None where there is none, or none that can be used, which is moved
-        aside."""
+        """Measurements of a file; None where there is none, or none that can be used, which is
+        moved aside."""
         if not path.exists():
             return None
         if kind := irregular(path):
@@ -326,7 +326,8 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
 
 
 def _measurements(data: Any, place: str) -> Measurements:
-    """What the data of a file say. Raises `MeshwrightError` for what `_text` can't have written."""
+    """Measurements in the data of a file. Raises `MeshwrightError` for what `_text` can't have
+    written."""
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("format") != FORMAT:
         raise MeshwrightError(
             " is none",

@@ -14,7 +14,7 @@ PROFILE_S = 120.0  # that `meshwright profile` measures, all in all
 
 
 def at_once(kind: str, per_node: int) -> int:
-    """How many ranks of a node a timing of a kind of `OF_HOST` is of."""
+    """Number of ranks of a node in a timing of a kind of `OF_HOST`."""
     return per_node if kind in FLASH else 1
 
 
@@ -60,9 +60,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuRates:
-    """What one thread of a CPU achieved on a `date`: FLOP/s of a matmul, bytes/s read plus written
-    of a copy and of the other operators of a Transformer's block, seconds to issue an operator;
-    whether the machine was `busy` with something else."""
+    """Rates of one thread of a CPU on a `date`: FLOP/s of a matmul, bytes/s read plus written of a
+    copy and of the other operators of a Transformer's block, seconds to issue an operator; whether
+    the machine was `busy` with something else."""
 
     fp32_flops: float
     bf16_flops: float

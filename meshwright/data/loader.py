@@ -439,12 +439,12 @@ class Buckets:
             )
 
     def described(self) -> list[Any]:
-        """What batches are made by: the same numbers make the same batches."""
+        """Numbers that batches are made by: the same numbers make the same batches."""
         lengths = zlib.crc32(",".join(map(str, self.lengths)).encode())
         return [*self.to, self.tokens, lengths]
 
     def rows(self, length: int, planned: int) -> int:
-        """Of a global batch padded to a length."""
+        """Rows of a global batch padded to a length."""
         if self.tokens is None:
             return planned
         fit: int = 1 << (self.tokens // length).bit_length() - 1

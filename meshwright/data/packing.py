@@ -44,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How documents become a batch; the fields are the arguments of `packed`."""
+    """Rules by which documents become a batch; the fields are the arguments of `packed`."""
 
     length: int
     rows: int | None
@@ -214,7 +214,7 @@ class PackedStream:
         self._reached = (0, 0)
 
     def state_dict(self) -> dict[str, int]:
-        """How far the batches handed out reach."""
+        """Position of the batches handed out."""
         return dict(zip(STATE, self._reached, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -35,7 +35,7 @@ from meshwright.training import Fitted, fit
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainOutput:
-    """As `transformers.trainer_utils.TrainOutput`: optimizer steps made, loss of the last one, and
+    """`transformers.trainer_utils.TrainOutput`: optimizer steps made, loss of the last one, and
     metrics."""
 
     global_step: int
@@ -291,7 +291,8 @@ class _Collate:
 
 
 def _collator(processing_class: Any) -> Callable[[list[Any]], Any]:
-    """As Trainer: padding where there is what pads, else stacking, `label` being the `labels`."""
+    """Trainer's own collator: padding where there is what pads, else stacking, `label` being the
+    `labels`."""
     from transformers import DataCollatorWithPadding, default_data_collator
 
     if processing_class is not None:

@@ -1,4 +1,4 @@
-"""What a run measures of itself beside what was predicted, and where that is written."""
+"""Measurements of a run beside its prediction, and where they are written."""
 
 from meshwright.monitor.batch_size import BatchSize, TokenCount
 from meshwright.monitor.loggers import (

@@ -1,4 +1,4 @@
-"""How many rows and tokens a global batch has."""
+"""Rows and tokens of a global batch."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ _BACKWARD = (Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a rank's step is predicted to take: `train_step_s` and the terms of it; of the whole
-    step seconds, and those where 80 % of steps are, rows, tokens a row (None without a sequence),
-    MFU; bytes of its device."""
+    """Prediction of a rank's step: `train_step_s` and the terms of it; of the whole step seconds
+    and their 80 % interval, rows, tokens a row (None without a sequence), MFU; bytes of its
+    device."""
 
     train_step_s: float
     terms: Mapping[str, float]
@@ -64,7 +64,7 @@ class Predicted:
 
     @staticmethod
     def of(report: Report, rank: int) -> Predicted:
-        """Of a rank of the report's plan."""
+        """Prediction for a rank of the report's plan."""
         plan, s = report.plan, report.summary
         group = next(k for k, ranks in enumerate(plan.devices) if rank in ranks)
         group_report = report.device_groups[group]
@@ -247,7 +247,7 @@ class Monitor:
         return self._rows
 
     def medians(self) -> tuple[int, dict[str, float]]:
-        """How many steps of whole batches were observed, and the medians of their numbers."""
+        """Number of steps of whole batches that were observed, and the medians of their numbers."""
         rows = self._observed_rows()
         names = rows[0] if rows else ()
         return len(rows), {name: statistics.median(row[name] for row in rows) for name in names}
@@ -409,7 +409,8 @@ def deviation(
     steps: int,
     interval_s: tuple[float, float],
 ) -> Deviation:
-    """Of measured steps, each with `step_time_s` and the terms; the same of what was predicted."""
+    """Deviation of measured steps, each with `step_time_s` and the terms, from the same of the
+    prediction."""
 
     def median(name: str) -> float:
         return statistics.median(row[name] for row in measured)

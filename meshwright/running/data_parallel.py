@@ -1,4 +1,4 @@
-"""Which rows of a global batch a rank feeds."""
+"""Rows of a global batch that a rank feeds."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DataParallel:
 
     @staticmethod
     def of(runtime: Runtime) -> DataParallel:
-        """Of the rank that a runtime is of."""
+        """Data parallelism of a runtime's rank."""
         step, data = runtime.planned, runtime.place.rows
         return DataParallel(
             rank=data.rank,

@@ -195,7 +195,7 @@ def _check_asked(batches: object, weigh: object) -> None:
 
 
 def _weight(weight: object) -> float:
-    """What a batch counts. Raises `BatchError` for no such number."""
+    """Weight of a batch. Raises `BatchError` for no such number."""
     value = weight.item() if isinstance(weight, torch.Tensor) and weight.numel() == 1 else weight
     if not is_number(value) or value < 0:
         raise BatchError(

@@ -79,7 +79,7 @@ class PlannedModel:
 
     @property
     def data_parallel(self) -> DataParallel:
-        """Which rows of a global batch this rank feeds."""
+        """Rows of a global batch that this rank feeds."""
         return DataParallel.of(self._going_on)
 
     def _global_rows(self, batch: Any) -> int:

@@ -33,9 +33,9 @@ MEASURED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recalibration:
-    """What measured steps changed: the `train_step` of this plan as measured over `samples` steps,
-    priced `before_s`, without any correction, and `after_s`; the corrections that hold from now on;
-    `cache` is where they are kept, None where it could not be written."""
+    """Change of prices by measured steps: the `train_step` of this plan as measured over `samples`
+    steps, priced `before_s`, without any correction, and `after_s`; the corrections that hold from
+    now on; `cache` is where they are kept, None where it could not be written."""
 
     measured_s: float
     before_s: float
@@ -125,8 +125,8 @@ def step_timings(
     medians: Sequence[Mapping[str, float]],
     samples: int,
 ) -> tuple[StepTiming, ...]:
-    """What is kept of a plan's steps, from the `medians` of each rank over `samples` steps: of the
-    ranks of a device group, which do the same, the mean counts."""
+    """Timings of a plan's steps, from the `medians` of each rank over `samples` steps: of the ranks
+    of a device group, which do the same, the mean counts."""
 
     def of_group(ranks: tuple[int, ...], name: str) -> float:
         return sum(medians[rank][name] for rank in ranks) / len(ranks)

@@ -1,4 +1,4 @@
-"""What a running plan holds: parameters, their states, and checkpoints of them."""
+"""State of a running plan: parameters, the optimizer's states, and checkpoints of them."""
 
 from __future__ import annotations
 

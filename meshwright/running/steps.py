@@ -122,8 +122,8 @@ class Steps(PlannedModel):
 
     @property
     def monitor(self) -> Monitor:
-        """What this rank measures of its steps; `monitor.told` is how far they are from what was
-        predicted, after 20 of them."""
+        """Measurements of this rank's steps; `monitor.told` is their deviation from the prediction,
+        after 20 of them."""
         if self._monitor is None:
             runtime, rank = self._going_on, launch.rank()
             self._monitor = Monitor(
@@ -263,7 +263,7 @@ DIFFERS = 0.01  # of the planned peak: less is not said
 
 
 def name_of(optimizer: torch.optim.Optimizer) -> str | None:
-    """How plans name an optimizer; None for one that they don't know."""
+    """Name of an optimizer in plans; None for one that they don't know."""
     group, kind = optimizer.param_groups[0], type(optimizer).__name__.lower()
     if "8bit" in kind:
         return "adamw8bit"
@@ -278,7 +278,7 @@ def name_of(optimizer: torch.optim.Optimizer) -> str | None:
 def other_than_counted(
     optimizer: torch.optim.Optimizer, plan: Plan, problem: Problem
 ) -> str | None:
-    """What to say of an optimizer whose step takes other memory than was planned with; None where
+    """Warning about an optimizer whose step takes other memory than was planned with; None where
     there is nothing to say."""
     name = name_of(optimizer)
     if name is None:

@@ -1,3 +1,3 @@
-"""What commands take from the command line, and what they say meanwhile."""
+"""Input of commands from the command line, and their progress."""
 
 from meshwright.shell.progress import Progress, progress_shown

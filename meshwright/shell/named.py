@@ -1,4 +1,4 @@
-"""What the command line names: clusters, models, files to write."""
+"""Clusters, models and files that the command line names."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _told(action: argparse.Action) -> str:
 
 
 def saved_json(path: str | Path) -> Any:
-    """What the JSON file of a plan or a report says; None where it can't be read, of which
+    """Data of the JSON file of a plan or a report; None where it can't be read, of which
     `Plan.load` says why."""
     try:
         return read_json(path, most=MAX_MEASURED_BYTES)

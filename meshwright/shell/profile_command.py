@@ -296,7 +296,7 @@ def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
 def _of_host(
     device: torch.device, cluster: Cluster, known: Measurements, effort: Effort, deadline_s: float
 ) -> list[CollectiveTiming]:
-    """What is not known of the host of such a node."""
+    """Missing measurements of the host of such a node."""
     return measure_host(
         device,
         backend=cluster.backend,

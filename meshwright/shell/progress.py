@@ -69,7 +69,7 @@ def bar(share: float | None) -> str:
 
 
 def columns() -> int:
-    """How wide the terminal of stderr is."""
+    """Width of the terminal of stderr."""
     try:
         return os.get_terminal_size(sys.stderr.fileno()).columns or USUAL_COLUMNS
     except (OSError, ValueError):  # it has no size, or is no file

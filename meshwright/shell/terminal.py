@@ -1,4 +1,4 @@
-"""What commands write to stdout: the result alone, with colour and drawn tables where it is a
+"""Output of commands on stdout: the result alone, with colour and drawn tables where it is a
 terminal and rich is installed (extra `meshwright[terminal]`)."""
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class KeptCheckpoints:
         return self.folder / f"step-{step:08d}"
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that are there, in increasing order, the same on all ranks.
+        """Steps of the checkpoints that are there, in increasing order, the same on all ranks.
         Collective."""
         return launch.agree_on(self._steps)
 

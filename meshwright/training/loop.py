@@ -29,7 +29,8 @@ STEPS, DATA, SIGNAL, PATIENCE = "steps", "data", "signal", "patience"  # why a r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saves:
-    """Where and after how many steps (None: at the end, and on signals, alone) a run is saved."""
+    """Place of a run's saves, and the steps between them (None: at the end, and on signals,
+    alone)."""
 
     checkpoints: KeptCheckpoints
     every: int | None
@@ -47,7 +48,7 @@ class Evaluations:
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run is; saved with it. `best_loss` is that of an evaluation, `worse` how many
+    """Progress of a run; saved with it. `best_loss` is that of an evaluation, `worse` how many
     evaluations since were no better."""
 
     step: int = 0

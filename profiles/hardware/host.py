@@ -115,5 +115,5 @@ def is_of_host(assumption: str) -> bool:
 
 
 def _quantity(assumption: str) -> str:
-    """What an assumption is about: "entry: quantity = ..."."""
+    """Quantity of an assumption, "entry: quantity = ..."."""
     return assumption.partition(" = ")[0].rpartition(": ")[2]

@@ -1,4 +1,4 @@
-"""What users give: the error that refuses it, and the reader of their files."""
+"""Users' input: the error that refuses it, and the reader of their files."""
 
 from meshwright.profiles.inputs.errors import MeshwrightError, NotInstalledError, shown
 from meshwright.profiles.inputs.files import (

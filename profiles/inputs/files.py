@@ -32,8 +32,8 @@ Error = type[MeshwrightError]
 def read_json(
     path: str | os.PathLike[str], *, error: Error = MeshwrightError, most: int = MAX_BYTES
 ) -> Any:
-    """What a JSON file says. Raises `error` for one that can't be read, is longer than `most`
-    bytes, has a key twice, a number that is not finite, or is nested too deeply."""
+    """Data of a JSON file. Raises `error` for one that can't be read, is longer than `most` bytes,
+    has a key twice, a number that is not finite, or is nested too deeply."""
     return parse_json(read_text(path, error=error, most=most), place=path, error=error, most=most)
 
 
@@ -45,7 +45,7 @@ def parse_json(
     most: int = MAX_BYTES,
     infinite: bool = False,
 ) -> Any:
-    """What a JSON text says; as `read_json`, with `place` for errors. `infinite`: numbers may be
+    """Data of a JSON text; as `read_json`, with `place` for errors. `infinite`: numbers may be
     infinite or NaN, as arguments of operators may."""
     if not isinstance(text, str):
         raise error(f" is a {type(text).__name__}", place=place, legal="a JSON text")
@@ -76,7 +76,7 @@ def parse_json(
 
 
 def read_toml(path: str | os.PathLike[str], *, error: Error = MeshwrightError) -> dict[str, Any]:
-    """What a TOML file says; as `read_json`."""
+    """Data of a TOML file; as `read_json`."""
     text = read_text(path, error=error, most=MAX_BYTES)
     if _DOTTED.search(text):  # in time quadratic in its dots, elsewhere
         raise _too_deep(error, path)
@@ -112,8 +112,8 @@ def read_text(
 
 
 def irregular(path: Path) -> str:
-    """What is at a path, links followed, where that is no regular file; empty where it is one.
-    Raises OSError where there is nothing."""
+    """Kind of a path, links followed, that is no regular file; empty where it is one. Raises
+    OSError where there is nothing."""
     mode = path.stat().st_mode
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     return "" if stat.S_ISREG(mode) else kinds.get(stat.S_IFMT(mode), "a device")

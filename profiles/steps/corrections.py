@@ -57,7 +57,7 @@ class Corrections:
         return bool(self.found)
 
     def factor(self, component: str) -> float:
-        """What a component's seconds are multiplied by."""
+        """Factor of a component's seconds."""
         correction = self.found.get(component)
         return correction.factor if correction is not None else 1.0
 
@@ -105,7 +105,7 @@ def _with_steps(rows: Sequence[StepTiming]) -> list[StepTiming]:
 
 
 def _told(design: Floats, weights: Floats) -> NDArray[np.bool_]:
-    """Which components' factors the rows tell, if they were alone."""
+    """Components whose factors the rows tell, if they were alone."""
     energy = weights @ np.square(design)
     told: NDArray[np.bool_] = energy >= TOLD * (energy + RIDGE)
     return told
@@ -129,7 +129,7 @@ def _changes(design: Floats, asked: Floats, weights: Floats, plan: NDArray[np.in
 
 
 def _ridge(changes: Floats) -> Floats:
-    """What of a square of f - 1 is as much as RIDGE of one of ln f, at these factors."""
+    """Part of a square of f - 1 that is as much as RIDGE of one of ln f, at these factors."""
     near = np.abs(changes) < 1e-6
     slopes = np.log1p(changes) / np.where(near, 1.0, changes)
     ridge: Floats = RIDGE * np.square(np.where(near, 1.0, slopes))

@@ -29,7 +29,7 @@ TERMS = ("forward", "backward", "reduction", STEP)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunKind:
-    """What steps must have in common for one to say something of another, beside the device: the
+    """Properties that steps must share for one to say something of another, beside the device: the
     precision, and the target that prices were for ("compiled" where blocks were compiled)."""
 
     precision: str
@@ -57,5 +57,5 @@ class StepTiming:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What tells it from others of its device."""
+        """Key among the others of its device."""
         return self.backend, self.precision, self.target, self.basis, self.plan, self.term

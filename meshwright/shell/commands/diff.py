@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What differs (`what`, of the plan, of blocks or of a pattern), in A and in B."""
+    """A difference: `what` (of the plan, of blocks or of a pattern), in A and in B."""
 
     what: str
     a: str
@@ -158,8 +158,9 @@ def _read(path: str | Path) -> tuple[Plan, Row | None]:
 
 
 def _models(*both: tuple[Plan, Row | None]) -> Iterator[Change]:
-    """Of two models: parameters where reports have them, how many blocks, which are in one alone;
-    then the plans as a whole, since blocks of different models can't be compared one by one."""
+    """Differences of two models: parameters where reports have them, numbers of blocks, blocks of
+    one alone; then the plans as a whole, since blocks of different models can't be compared one by
+    one."""
     plans = [plan for plan, _ in both]
     names = [tuple(name for stage in plan.stages for name in stage.blocks) for plan in plans]
     sides = []
@@ -206,7 +207,7 @@ def _change(what: str, a: str, b: str) -> Iterator[Change]:
 
 
 def _by_block(plan: Plan) -> dict[str, dict[str, str]]:
-    """What is decided for each block, in words."""
+    """Decisions for each block, in words."""
     return {
         name: {"ranks": compress_ranks(stage.ranks), **decision_words(stage, policy)}
         for stage in plan.stages
@@ -224,7 +225,7 @@ def _shardings(plan: Plan) -> dict[str, str]:
 
 
 def _setups(a: Row, b: Row) -> Iterator[Change]:
-    """What the prices are for: the cluster, and what is taken of the software."""
+    """Setting of the prices: the cluster, and the assumptions about software."""
     yield from _change("cluster", a["summary"]["cluster"], b["summary"]["cluster"])
     ours, theirs = (_software(report["assumptions"]) for report in (a, b))
     yield from _change("software", ours, theirs)

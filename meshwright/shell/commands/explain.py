@@ -83,7 +83,7 @@ def _lines(explanation: Explained) -> Iterator[str]:
 
 
 def _gain(explanation: Explained) -> Iterator[str]:
-    """What the chosen way saves against the next best one."""
+    """Saving of the chosen way against the next best one."""
     chosen, other = explanation.chosen.seconds, next(iter(explanation.others), None)
     if chosen is None or other is None or other.seconds is None:
         return
@@ -113,7 +113,7 @@ def _told(collectives: Collectives) -> str:
 
 
 def _saved(chosen: Collectives, other: Collectives) -> str:
-    """What another way would send, beside what is sent."""
+    """Bytes that another way would send, beside those that are sent."""
     parts = []
     for kind in sorted({*chosen, *other}):
         (ours, nbytes_here), (theirs, nbytes) = chosen.get(kind, (0, 0)), other.get(kind, (0, 0))

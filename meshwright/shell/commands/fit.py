@@ -99,7 +99,7 @@ class Fit:
 
 
 def fit(search: Search) -> Fit:
-    """What fits, by prices of memory; the search is run for the batch as given."""
+    """Largest shapes that fit, by prices of memory; the search is run for the batch as given."""
     problem, best = search.problem, None
     length = sequence_length(problem)
     try:

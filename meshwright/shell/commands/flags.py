@@ -45,7 +45,7 @@ def add_model(
 
 
 def add_prices(parser: argparse.ArgumentParser) -> None:
-    """What a plan is priced for, beside the model and the cluster."""
+    """Flags of a plan's prices, beside the model and the cluster."""
     parser.add_argument(
         "--optimizer",
         default="adamw",
@@ -105,7 +105,7 @@ def add_search(parser: argparse.ArgumentParser) -> None:
 
 
 def without_search(parser: argparse.ArgumentParser) -> None:
-    """What `add_search` gives, of a command that takes a plan and searches none."""
+    """Arguments of `add_search`, for a command that takes a plan and searches none."""
     parser.set_defaults(objective="robust", memory_margin=None, time_limit=None)
 
 
@@ -150,6 +150,6 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_costs(args: argparse.Namespace) -> dict[str, float | None]:
-    """What the flags of `add_price` ask of `Report.cost`; empty where nothing is asked."""
+    """Arguments of `Report.cost` by the flags of `add_price`; empty where nothing is asked."""
     asked = {"tokens": args.tokens, "price_per_hour": args.price, "power_watts": args.watts}
     return asked if any(value is not None for value in asked.values()) else {}

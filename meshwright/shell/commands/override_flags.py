@@ -56,14 +56,14 @@ def overrides_of(args: argparse.Namespace) -> Overrides:
 
 
 def _given(decision: Decision, value: Any) -> Any:
-    """What an override has of what the command line took."""
+    """Value of an override by its flag."""
     if decision.parts and value:
         return dict(value)
     return _merged(decision.name, value) if decision.by_block else value
 
 
 def _flag(decision: Decision) -> dict[str, Any]:
-    """How the command line takes a decision."""
+    """Options of argparse for a decision."""
     if decision.is_flag:
         return {"action": "store_true", "default": None, "help": decision.what}
     if decision.parts:

@@ -146,7 +146,7 @@ def _counted(x: float) -> str:
 
 
 def cost_text(cost: Mapping[str, Any]) -> str:
-    """What a run costs, as `Report.cost` has it."""
+    """Cost of a run, as `Report.cost` has it."""
     from meshwright.planner.plan import counted
 
     lines = [f"  {cost['device_hours_per_step']:.4g} device-hours a step"]

@@ -1,4 +1,4 @@
-"""What `meshwright profile` was asked: to measure, to take in or write a file, to forget steps."""
+"""`meshwright profile`: measures, imports or exports a file, forgets steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forgotten:
-    """Of how many plans the measured steps were forgotten, on which device."""
+    """Number of plans whose measured steps were forgotten, and the device."""
 
     device: str
     plans: int
