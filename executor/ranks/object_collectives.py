@@ -12,7 +12,6 @@ timeout.
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +19,6 @@ from functools import cache
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.executor.errors import DamagedError
 from meshwright.executor.ranks import launch
@@ -129,11 +127,6 @@ def broadcast_object(group: dist.ProcessGroup | None, rank: int, x: T) -> T:
 def raising_runtime_error(what: str, kind: type[MeshwrightError] = DamagedError) -> Iterator[None]:
     """Turn any error inside into one of that kind: what failed, and why on which rank."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one device: known
-            yield
-    except CheckpointException as error:
-        causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in error.failures.items())
-        raise kind(f"{what} ({causes})") from error
+        yield
     except Exception as error:
         raise kind(f"{what} ({error})") from error
