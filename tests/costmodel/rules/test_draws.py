@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Op, Ref
-from meshwright.executor.lowering import draws
-from meshwright.executor.lowering.draws import DropoutAttention, IndexGrid, drawn
+from meshwright.executor.lowering import replacements as draws
+from meshwright.executor.lowering.replacements import DropoutAttention, IndexGrid, drawn
 from meshwright.planner.plan.plan import PlanError
 from tests.costmodel.rules.rule_cases import CaseModule, case, total, x
 from tests.helpers.sharded_ops import OperatorCheck, sampled

@@ -21,8 +21,7 @@ from meshwright.executor.parameters.norms import clip_
 from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.losses import PendingScalar
-from meshwright.executor.runtime.runtime import Runtime
-from meshwright.executor.runtime.validation import UndoableStep
+from meshwright.executor.runtime.runtime import Runtime, UndoableStep
 from tests.executor.trained_cells import cells
 from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
