@@ -1,5 +1,5 @@
-"""How long a schedule takes at least, and what filling and draining its pipeline adds: estimates,
-as the step itself is simulated."""
+"""Estimates of a schedule: lower bounds of its step, and what filling and draining its pipeline
+adds."""
 
 import math
 from typing import NamedTuple, TypeAlias
