@@ -6,9 +6,8 @@
               forward     n launches + FLOPs / (peak · efficiency(FLOPs / n)) + bytes / bandwidth
               backward    twice that
 
-A leaf's FLOPs and bytes are in the proportion that this rank's part of the first result has to the
-whole one, but for the bytes of tensors it takes: those are in proportion to this rank's part of
-each.
+A leaf's FLOPs and bytes are in proportion to this rank's part of the first result, but for the
+bytes of tensors it takes: those are in proportion to this rank's part of each.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ def stream(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> lis
         Entry(
             column=column,
             kind="stream",
-            seconds=sum(stream_seconds(device, nbytes) for nbytes in own.moved)
-            + own.launches * launch,
-            moved_bytes=sum(own.moved),
+            seconds=sum(stream_seconds(device, nbytes) for nbytes in kernels.moved)
+            + kernels.launches * launch,
+            moved_bytes=sum(kernels.moved),
         )
-        for column, own in passes
+        for column, kernels in passes
     ]
 
 
 def _passes(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> tuple[_Pass, _Pass]:
     traits = traits_of(op)
     placed = list(zip(op.operands, strategy.operands, strict=True))
-    read = [each for i, each in enumerate(placed) if (op.name, i) not in fusion.free_reads]
+    read = [operand for i, operand in enumerate(placed) if (op.name, i) not in fusion.free_reads]
     written = [
         (value, placement)
         for value, placement in zip(op.results, strategy.results, strict=True)
