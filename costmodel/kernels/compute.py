@@ -42,8 +42,7 @@ def matmul_seconds(
     """Seconds of `batch` products (m × k)·(k × n) that move `nbytes`, without the launch.
 
     `dtype` is "fp32", "bf16", "fp16" or "fp8"; one the device has no rate for (bf16 on a V100) is
-    priced at the fp32 rate, because that is how such a device computes it. Raises ValueError for
-    another.
+    computed, and priced, at the fp32 rate. Raises ValueError for another.
     """
     flops = 2 * m * n * k * batch
     if not flops:
@@ -63,8 +62,8 @@ def matmul_seconds(
 def attention_seconds(
     device: Device, dtype: str, flops: float, seq_len: float, nbytes: float, *, tuned: bool = False
 ) -> float:
-    """Seconds of a fused attention kernel over keys of `seq_len`, one `tuned` for the device or
-    not, without the launch."""
+    """Seconds of a fused attention kernel over keys of `seq_len`, maybe `tuned` for the device,
+    without the launch."""
     efficiency = device.attention_efficiency
     if tuned and device.tuned_attention_efficiency is not None:
         efficiency = device.tuned_attention_efficiency

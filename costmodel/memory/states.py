@@ -36,8 +36,8 @@ A = TypeVar("A", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStates(Generic[A]):
-    """Bytes of the weights that are computed with, of gradients, and of what the optimizer keeps:
-    moments, and weights and gradients of its own."""
+    """Bytes of the weights that are computed with, of gradients, and of the optimizer's moments,
+    weights and gradients."""
 
     weights: A
     gradients: A
@@ -45,7 +45,7 @@ class ModelStates(Generic[A]):
 
     @property
     def nbytes(self) -> A:
-        """All of them together."""
+        """Bytes in all."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -107,19 +107,18 @@ def fixed_bytes(
     host: bool = False,
 ) -> tuple[float, float]:
     """Bytes of weights and of optimizer states of a trained parameter between the steps of
-    `train_step`: fp32 ones that the optimizer reads, ZeRO's shard of them, which are ZeRO-3's
-    weights; else whole ones in the precision that is computed in. With `host`, what the optimizer
-    reads is not on the device."""
+    `train_step`: weights in the precision that is computed in; the optimizer's in fp32, ZeRO's
+    shard of them, which are ZeRO-3's weights; not on the device with `host`."""
     moments, mixed = optimizer_bytes(optimizer), precision != "fp32"
     divided = sharing.divides and shards > 1
-    whole = numel * (2 if mixed else 4)
+    weights = numel * (2 if mixed else 4)
     if divided and sharing.gathers:
         return (0.0, 0.0) if host else (4 * numel / shards, moments * numel / shards)
     if host:
-        return whole, 0.0
+        return weights, 0.0
     if divided:
-        return whole, numel * (4 + moments) / shards
-    return whole, numel * ((4 if mixed else 0) + moments)
+        return weights, numel * (4 + moments) / shards
+    return weights, numel * ((4 if mixed else 0) + moments)
 
 
 def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) -> float:
@@ -131,8 +130,8 @@ def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) ->
 
 
 def undo_bytes(numel: A, optimizer: str) -> A:
-    """Bytes of the copies of weights and moments from which a step is undone that turns out to be
-    wrong, in fp32, where this rank's optimizer writes so many elements."""
+    """Bytes of the fp32 copies of weights and moments that undo a wrong step, where this rank's
+    optimizer writes so many elements."""
     return numel * (4 + optimizer_bytes(optimizer))
 
 
@@ -147,18 +146,14 @@ def working_bytes(
     target: Target,
 ) -> A:
     """Bytes of communication buffers for `numel` local trained parameters, at most `largest` in a
-    block, and at most `gathered` with frozen ones.
-
-    Some gradient buckets are under way at once, with no more in them than there is; ZeRO-3 holds
-    the weights of the block in use and of the next one, and ZeRO-2 and 3 the gradients of a block
-    before they are scattered.
-    """
+    block, `gathered` with frozen ones: gradient buckets, no fuller than there are gradients; under
+    ZeRO-3 weights of the block in use and of the next one; under ZeRO-2 and 3 the gradients of a
+    block before they are scattered."""
     if dp == 1:
         return 0.0 * largest
     if not sharing.divides_gradients:
-        buckets: A = np.minimum(
-            target.bucket_copies * target.bucket_bytes, numel * target.gradient_bytes
-        )
+        room = target.bucket_copies * target.bucket_bytes
+        buckets: A = np.minimum(room, numel * target.gradient_bytes)
         return buckets
     scattered = 0 if target.whole_gradients else target.gradient_bytes
     return largest * scattered + gathered * (2 * weight_bytes if sharing.gathers else 0)

@@ -59,11 +59,8 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
             moved_bytes=moved * (of_input + of_weights),
         ),
     ]
-    return (
-        entries
-        if dtype != "fp8"
-        else entries + _casts(sizes, m, n, k, (of_input, of_weights, waits))
-    )
+    wanted = of_input, of_weights, waits
+    return entries if dtype != "fp8" else entries + _casts(sizes, m, n, k, wanted)
 
 
 def _casts(
