@@ -73,8 +73,7 @@ def casts_of(
 
 
 def cast_calls(target: Target) -> float:
-    """Operators that the host issues in a forward beside a product's own; twice that at most in a
-    backward."""
+    """Operators that the host issues for a forward's casts; twice that at most in a backward."""
     if target.delayed_scaling:
         return 0.0
     return 2 * (EAGER_CALLS if target.fusion == "none" else FUSED_CALLS)

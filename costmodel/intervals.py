@@ -75,8 +75,7 @@ def _residuals() -> Mapping[str, Any]:
 
 
 def step_quantiles(device: str, target: str, *, experts: bool) -> Quantiles:
-    """Quantiles of step times on a device of the catalog under a target, for models with experts or
-    without."""
+    """Quantiles of step times on a device under a target, of models with experts or without."""
     if device == CPU:
         return OF_CPU
     table, gpu = _residuals()["step"], family_of(device)

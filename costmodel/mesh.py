@@ -48,8 +48,7 @@ class Mesh:
 
     @property
     def alone(self) -> Mesh:
-        """The mesh with the smallest data axis over which the experts can be shared out, spread
-        where axes that communicate within a pass lie across it."""
+        """The mesh with the smallest data axis over which the experts can be shared out."""
         spread = self.spread if self.cp * self.ep > 1 else 1
         return replace(self, dp=self.ep // math.gcd(self.ep, self.cp), spread=spread)
 

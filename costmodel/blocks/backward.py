@@ -39,8 +39,7 @@ class Moment:
     gathered: tuple[float, float] = (0.0, 0.0)
 
     def with_parts(self) -> Moment:
-        """The moment where gathers run again, and are held to the block's end; a weight's gradient
-        that is put off gathers its input itself."""
+        """The moment where gathers run again, and are held to the block's end."""
         before, by_it = self.gathered
         return replace(
             self,
@@ -53,8 +52,7 @@ class Moment:
 def backward_course(
     pricer: Pricer, steps: Sequence[Step], memory: BlockMemory, parameters: Sequence[str]
 ) -> tuple[Moment, ...]:
-    """Moments at which a block's backward may hold most: one for each operator with `parameters` of
-    the block, and between those the highest."""
+    """Moments of a block's backward that may be its highest; one per operator with `parameters`."""
     numbers = {value: k for k, value in enumerate(parameters)}
     return tuple(_pruned(_Backward(pricer, steps, memory, numbers).moments()))
 
@@ -66,8 +64,7 @@ def gathering(course: tuple[Moment, ...]) -> tuple[Moment, ...]:
 
 
 def _pruned(moments: Sequence[Moment]) -> list[Moment]:
-    """Moments but for those between parameters that others exceed, whether or not what is kept is
-    let go on the way."""
+    """Moments but for those between parameters that others exceed, on any way of releasing."""
     pruned: list[Moment] = []
     for makes_gradients, run in groupby(moments, key=lambda m: bool(m.parameters)):
         between = [*run]

@@ -70,15 +70,13 @@ class BlockMemory:
         return self._nbytes(self.kept)
 
     def saved_bytes_repeating(self, operators: Collection[str], *, regather: bool = False) -> float:
-        """Saved bytes if these operators run again in the backward, and gathers of tensor-parallel
-        ranks' parts with `regather`."""
+        """Saved bytes if these operators run again, and gathers with `regather`."""
         return self._nbytes(self.kept_repeating(operators, regather=regather))
 
     def kept_repeating(
         self, operators: Collection[str], *, regather: bool = False
     ) -> frozenset[memory.Storage]:
-        """Kept allocations if these operators run again: not their results, but the operands of
-        those that must; and of what is gathered again the parts."""
+        """Kept allocations if these operators run again: operands of those that must."""
         again, between = self.needed(operators, regather=regather)
         read = {storage for name in again for storage in self.reads[name]}
         read |= {self.moved[storage][1] for storage in between}
@@ -94,8 +92,8 @@ class BlockMemory:
     def needed(
         self, operators: Collection[str] | None = None, *, regather: bool = False
     ) -> tuple[set[str], list[memory.Storage]]:
-        """Those of these operators that make what is kept, and all before them, with the gathers
-        between them if these run again; of all operators (None) with all re-shards between them."""
+        """Those of these operators (None: all) that make what is kept, with the re-shards
+        between."""
         names: set[str] = set()
         between: list[memory.Storage] = []
         again = self.moved.keys() if operators is None else self.gathered if regather else ()
@@ -126,16 +124,14 @@ class BlockMemory:
 def block_memory(
     pricer: Pricer, steps: Sequence[Step], entering: Mapping[str, memory.Held] | None = None
 ) -> BlockMemory:
-    """Memory of the steps of one block. Values from outside are contiguous tensors of their own
-    where `entering` doesn't say where they lie."""
+    """Memory of one block's steps; values from outside lie as in `entering`, else contiguous."""
     return _Walk(pricer).run(steps, entering or {})
 
 
 def local(
     pricer: Pricer, value: str, placement: Placement = R, tokens: Placement | None = None
 ) -> memory.Local:
-    """Shape of a value on one rank at the setting's rows and mesh, on the context axis in the state
-    in which it is made, or in another (`tokens`)."""
+    """Shape of a value on one rank, on the context axis as it is made, or as `tokens`."""
     setting, table, meta = pricer.setting, pricer.table, pricer.graph.values[value]
     if pricer.context is not None:
         tokens = tokens or pricer.context.states[value]
@@ -242,8 +238,7 @@ class _Walk:
         return written
 
     def _moved(self, value: str, source: Placement, target: Placement) -> memory.Held:
-        """Result of the executor's re-shard: a part is a window on the tensor where that is
-        contiguous; all else that changes values is new."""
+        """Result of a re-shard: a window where a part lies contiguous, else a new tensor."""
         have, tp = self.held[value, source], self.pricer.setting.mesh.tp
         if (source.kind, target.kind) in ALIASES or source == target or tp == 1:
             return have

@@ -37,8 +37,7 @@ from meshwright.costmodel.sharding import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hiding:
-    """Gathers that a backward begins `early`, beside the gradients of weights of `runs`, which they
-    slow down."""
+    """Gathers begun `early` in a backward beside the weights' gradients of `runs`, slowed down."""
 
     early: tuple[Move, ...] = ()
     runs: tuple[Run, ...] = ()
@@ -203,8 +202,7 @@ def price_pass(
 
 
 def repriced(passes: PassPrice, pricer: Pricer, steps: Sequence[Step]) -> PassPrice:
-    """Price of a block's `steps` on another data axis, where they keep the same bytes as in
-    `passes`."""
+    """Price of a block's `steps` on another data axis, with the bytes of `passes`."""
     repeats = {
         policy: Repeats.of(r.steps, pricer.step_cost, r.freed_bytes, r.hiding)
         for policy, r in passes.repeats.items()
@@ -279,8 +277,7 @@ def priced_steps(steps: Sequence[Step]) -> list[Run | Move]:
 
 
 def repeated_by_policy(pricer: Pricer, block: Block) -> Repeated:
-    """Operators of a block that each policy runs again, on the pricer's device and target; none of
-    a block that can't run twice."""
+    """Operators of a block that each policy runs again; none where it can't run twice."""
     device, target = pricer.setting.cluster.device.kind, pricer.setting.target
     if not recomputable(block, pure=target.pure):
         return {}
@@ -290,8 +287,7 @@ def repeated_by_policy(pricer: Pricer, block: Block) -> Repeated:
 def _repeats(
     repeated: Repeated, pricer: Pricer, block: Block, steps: Sequence[Step], memory: BlockMemory
 ) -> dict[str, Repeats]:
-    """Repeats of each policy's operators and gathers; under `full` of all that the backward needs,
-    with the re-shards between, or of the whole forward."""
+    """Repeats of each policy's operators and gathers; of all that a backward needs under `full`."""
     if not repeated:
         return {}
     runs = [step for step in steps if isinstance(step, Run)]
@@ -355,8 +351,7 @@ def _logits(pricer: Pricer, block: Block) -> frozenset[str]:
 
 
 def _gradient_bytes(pricer: Pricer, op: Op, strategy: Strategy, held: Collection[str]) -> float:
-    """Bytes of activations' gradients that one operator's backward reads and writes, but for those
-    that lie in what is `held` anyway. A view's is a view."""
+    """Bytes of activations' gradients in one operator's backward, but for those `held` anyway."""
     graph, factors = pricer.graph, pricer.table.ops[op.name]
     placed = [*zip(op.results, strategy.results, strict=True)]
     if factors.matmul or not factors.view or traits_of(op).copies:

@@ -132,8 +132,7 @@ def bytes_sent(kind: str, nbytes: float, size: int) -> float:
 
 
 def collective_time(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of a collective of `group` over a tensor of `nbytes` in full: none for one rank, else
-    the latency for zero bytes, too."""
+    """Seconds of a collective of `group` over `nbytes` in full; 0 for one rank."""
     return min((route.seconds(nbytes) for route in routes(kind, group, cluster)), default=0.0)
 
 

@@ -62,8 +62,7 @@ def matmul_seconds(
 def attention_seconds(
     device: Device, dtype: str, flops: float, seq_len: float, nbytes: float, *, tuned: bool = False
 ) -> float:
-    """Seconds of a fused attention kernel over keys of `seq_len`, maybe `tuned` for the device,
-    without the launch."""
+    """Seconds of fused attention over keys of `seq_len`, maybe `tuned`, without the launch."""
     efficiency = device.attention_efficiency
     if tuned and device.tuned_attention_efficiency is not None:
         efficiency = device.tuned_attention_efficiency

@@ -17,8 +17,7 @@ class OpProfile(Protocol):
     ) -> tuple[float, str] | None: ...
 
     def host_bandwidth(self, kind: str, ranks: int = 1) -> float | None:
-        """Bytes per second of a kind of `profiles.timings.OF_HOST`, by so many ranks of a node at
-        once; None where none was timed."""
+        """Bytes per second of a kind of `profiles.timings.OF_HOST`, None where not timed."""
         return None
 
     def correction(self, component: str) -> float:

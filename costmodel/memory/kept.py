@@ -294,8 +294,8 @@ def _batch_norm(call: Call, results: Results) -> list[storage.Storage]:
 
 
 def _synchronised(call: Call, results: Results) -> Storages:
-    """The executor's batch norm over ranks: centred values, their scale, and the normalised ones
-    where a weight is trained."""
+    """Batch norm over ranks: centred values, their scale, normalised ones if a weight is
+    trained."""
     x = call.operands[0]
     yield new(x.numel, width(x))
     yield new(x.shape[1], width(x))

@@ -36,8 +36,8 @@ A = TypeVar("A", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStates(Generic[A]):
-    """Bytes of the weights that are computed with, of gradients, and of the optimizer's moments,
-    weights and gradients."""
+    """Bytes of weights that are computed with, of gradients, and of all that the optimizer
+    keeps."""
 
     weights: A
     gradients: A
@@ -130,8 +130,8 @@ def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) ->
 
 
 def undo_bytes(numel: A, optimizer: str) -> A:
-    """Bytes of the fp32 copies of weights and moments that undo a wrong step, where this rank's
-    optimizer writes so many elements."""
+    """Bytes of the fp32 copies of weights and moments that undo a wrong step of so many
+    elements."""
     return numel * (4 + optimizer_bytes(optimizer))
 
 

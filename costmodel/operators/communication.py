@@ -74,8 +74,7 @@ def runs_backward(entries: Sequence[cost.Entry]) -> bool:
 
 
 def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[cost.Entry]:
-    """All-to-all of tokens' copies to their experts, or back, in both passes; none for other
-    operators."""
+    """All-to-all of tokens' copies to their experts, or back; none for other operators."""
     setting, role = sizes.setting, traits_of(op).experts
     if setting.mesh.ep == 1 or role not in ("dispatch", "combine"):
         return []

@@ -51,8 +51,8 @@ def attention_kind(sizes: LocalSizes, op: Op) -> ContextKind | None:
 
 
 def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
-    """Number of attention kernels, their keys over those of the sequence, and the seconds of the
-    slowest rank's scores over the mean."""
+    """Number of attention kernels, part of the keys in each, slowest rank's scores over the
+    mean."""
     kind, n = attention_kind(sizes, op), sizes.setting.mesh.cp
     if sizes.context is None or kind is None or kind == ULYSSES:
         return 1, 1.0, 1.0
@@ -73,8 +73,7 @@ def merges(sizes: LocalSizes, op: Op, strategy: sharding.Strategy) -> list[Entry
 def context_exchange(
     sizes: LocalSizes, op: Op, strategy: sharding.Strategy, forward_s: float, backward_s: float
 ) -> list[Entry]:
-    """Communication over the context axis inside attention, or a shift of tokens, in both passes,
-    beside so many seconds of computing."""
+    """Communication over the context axis inside attention, or a shift of tokens."""
     setting, n = sizes.setting, sizes.setting.mesh.cp
     if shifts_tokens(sizes, op):
         passed = n * _token_bytes(sizes, op.operands[0], strategy.operands[0])
@@ -140,8 +139,7 @@ def _sent_on(column: str, calls: int, nbytes: float, beside_s: float, setting: S
 
 
 def gathered_tokens(sizes: LocalSizes, op: Op, once: Sequence[Entry]) -> list[Entry]:
-    """Seconds of an operator on whole sequences beyond `once`, this rank's bytes of what is
-    split."""
+    """Seconds of an operator on whole sequences beyond `once`."""
     n = sizes.setting.mesh.cp
     nbytes = sum(sizes.nbytes(v) for v in op.results if sizes.splits_context(v))
     more = 0 if sizes.table.ops[op.name].matmul else n - 1  # `once` has all of a product
@@ -152,8 +150,7 @@ def gathered_tokens(sizes: LocalSizes, op: Op, once: Sequence[Entry]) -> list[En
 
 
 def moved_tokens(sizes: LocalSizes, op: Op) -> list[Entry]:
-    """Moves of operands on the context axis in the forward, and of their gradients in the backward;
-    attention by heads counts its own."""
+    """Moves of operands and their gradients on the context axis; attention by heads has its own."""
     context, setting = sizes.context, sizes.setting
     if context is None or attention_kind(sizes, op) == ULYSSES:
         return []

@@ -36,8 +36,7 @@ def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
 
 
 def _backward_share(graph: Graph, op: Op) -> int:
-    """Backward FLOPs of a product over forward ones: 1 for the activation, by convention the batch
-    too, and 1 for a trained weight."""
+    """Backward FLOPs of a product over forward ones: 1 for the input, 1 for a trained weight."""
     if not any(graph.values[v].requires_grad for v in op.results):
         return 0
     weights = [graph.values[v] for v in op.operands if v in graph.parameters]

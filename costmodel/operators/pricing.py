@@ -68,8 +68,7 @@ class Pricer(ReshardPricer):
         )
 
     def once(self, setting: Setting) -> Pricer:
-        """Prices on another data axis (same tp, cp, ep, rows and spread), caches per micro-batch
-        shared."""
+        """Prices on another data axis, caches per micro-batch shared."""
         return replace(self, setting=setting)
 
     def op_cost(self, op: Op, strategy: Strategy) -> Cost:
@@ -113,8 +112,7 @@ class Pricer(ReshardPricer):
         )
 
     def parameter_cost(self, value: str, placement: Placement) -> Cost:
-        """Gradient reduction over the data axis, gathering, accumulation over micro-batches and
-        optimizer step of one parameter."""
+        """Cost of a parameter once per step."""
         return self.parameters.priced(value, placement)[1]
 
     def meets_batch(self, op: Op) -> bool:

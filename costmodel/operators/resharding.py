@@ -48,8 +48,7 @@ class ReshardPricer(LocalSizes):
         self.tensor_group = self.setting.group(size=self.setting.mesh.tp, stride=1)
 
     def comm(self, column: str, kind: str, nbytes: float, host_s: float = 0.0) -> cost.Entry:
-        """A collective over the tensor axis, issued by the host in so many seconds; `nbytes` of the
-        full tensor."""
+        """A collective over the tensor axis of `nbytes` in full, issued in `host_s`."""
         collective, group = self.setting.collective, self.tensor_group
         return self._comm.of(
             (column, kind, nbytes, host_s),

@@ -51,8 +51,7 @@ class LocalSizes:
         return self.context is not None and self.context.states[value].sharded
 
     def crowding(self, value: str) -> float:
-        """Copies of tokens on the busiest rank of an expert axis over the mean; 1 for other
-        values."""
+        """Tokens' copies on the busiest rank of an expert axis over the mean; else 1."""
         shared = self.setting.mesh.ep > 1 and value in self.table.copies
         return self.setting.target.expert_imbalance if shared else 1.0
 

@@ -20,8 +20,7 @@ def _entries(rank: int, places: Sequence[int]) -> list[str]:
 
 
 def _looked_up(entries: Sequence[str], places: Sequence[int]) -> str:
-    """Dims of a look-up's result: the indices' at the first indexed dim, or first of all where dims
-    between them are not indexed."""
+    """Dims of a look-up's result: the indices' at the first indexed dim, or first of all."""
     rest = [name for name in entries if name[0] == "e"]
     adjacent = list(places) == list(range(places[0], places[-1] + 1))
     at = places[0] if adjacent else 0

@@ -183,8 +183,7 @@ class SpecOptions(TypedDict, total=False):
 
 
 def ein(spec: str, **options: Unpack[SpecOptions]) -> SureRule:
-    """A rule from `"operand, operand -> result"`; in a call that it does not fit every dim is
-    whole."""
+    """A rule from `"operand, operand -> result"`; every dim is whole in calls that don't fit."""
 
     def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         try:

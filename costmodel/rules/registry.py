@@ -317,8 +317,7 @@ Line = Callable[[Op, int], str]  # from a call and the number of its operands
 
 
 def saves_of(op: Op, operands: Metas, results: Metas) -> tuple[int, ...]:
-    """Saved operand i as i, result k as -1-k; of an operator not listed every operand, and nothing
-    where no gradient flows."""
+    """Saved operand i as i, result k as -1-k; every operand of an operator not listed."""
     if not any(meta.requires_grad for meta in results):
         return ()
     count, by_call = len(operands), BY_CALL.get(op.short)

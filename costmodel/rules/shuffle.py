@@ -154,8 +154,7 @@ def scatter_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
 def _whole_dims(
     op: Op, operands: Metas, results: Metas, unsplit: set[int], along: Along = NOWHERE
 ) -> OpFactors:
-    """Dims that stay together in every tensor, as do dims of unequal sizes of which a corner is
-    gathered; some operators drop them, or add one."""
+    """Dims that stay together, as do those of which a corner is gathered; some drop, or add one."""
     if along.effect == "corner":
         pairs = enumerate(zip(operands[0].shape, operands[1].shape, strict=True))
         unsplit = unsplit | {d for d, (a, b) in pairs if a != b}
@@ -190,8 +189,7 @@ def _parts(meta: TensorMeta, dim: int) -> tuple[list[str], list[str]]:
 
 
 def repeat_interleave_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
-    """Copies of each element of one dim, (element, copy), where their number is fixed; the call may
-    have the number of elements."""
+    """Copies of each element of one dim, (element, copy), where their number is fixed."""
     dim = argument(op, 2, "dim", None)
     if dim is None or isinstance(op.args[1], Ref):
         return None

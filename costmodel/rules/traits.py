@@ -270,8 +270,8 @@ def updates_statistics(op: Op) -> bool:
 
 
 def recomputable(block: Block, *, pure: bool = False) -> bool:
-    """Whether running a block twice is harmless: it neither updates running statistics (unless it
-    is `pure`, see `Target`) nor draws what it would not draw again."""
+    """Whether a block may run twice: no statistics updated (unless `pure`), no new random
+    numbers."""
     return not any((not pure and updates_statistics(op)) or draws_anew(op) for op in block.ops)
 
 

@@ -165,8 +165,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of the devices' seconds in the pipeline that no compute fills, in [0, 1]; the
-        gradient reduction of a device that is done early counts as bubble."""
+        """Part of the devices' seconds in the pipeline that no compute fills, in [0, 1]."""
         available_s = len(self.busy_s) * self.pipeline_s
         if available_s == 0:
             return 0.0

@@ -59,8 +59,7 @@ def _v_shaped(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A pipeline schedule: placement and order of its stages, and how estimates treat it; where a
-    record says nothing, as most of them do."""
+    """A pipeline schedule: placement and order of its stages, and how estimates treat it."""
 
     order: Callable[[DeviceOrder, Sequence[int], int, int, int], None]
     """(order, stages of the device, d, p, m): appends the computes of device d."""

@@ -97,8 +97,7 @@ def token_dim(table: FactorTable, value: str, placement: Placement) -> bool:
 
 
 def attends_by_blocks(graph: Graph, op: Op) -> bool:
-    """Whether attention can be put together from blocks of keys: none of its probabilities are
-    dropped, its mask has no gradient."""
+    """Whether attention is joined from blocks of keys: no dropout, no gradient of its mask."""
     masked = len(op.operands) > MASK and graph.values[op.operands[MASK]].requires_grad
     return not draws(op) and not masked and len(graph.values[op.operands[Q]].shape) == 4
 
@@ -119,8 +118,7 @@ def head_counts(graph: Graph, op: Op) -> tuple[int, int]:
 def _attention(
     graph: Graph, table: FactorTable, op: Op, degree: int, kind: ContextKind
 ) -> Strategy | None:
-    """Strategy of attention over split tokens; None for other operators, and where keys are not the
-    split tokens."""
+    """Strategy of attention over split tokens; None where its keys are not those."""
     if traits_of(op).kernel != "attention" or table.sequence is None:
         return None
     places = [table.find(v, table.sequence) for v in op.operands[: V + 1]]

@@ -59,8 +59,7 @@ def data_layout(graph: Graph, table: FactorTable, degree: int) -> DataLayout:
 def sliced_results(
     graph: Graph, table: FactorTable, op: Op, atom: int | None
 ) -> dict[str, Placement]:
-    """States of results of which each rank goes on with its part: those that have the atom (the
-    batch), but for new values of buffers."""
+    """States of results that have the atom, as each rank goes on with its part."""
     results = [v for v in op.results if v not in graph.updates.values()]
     places = {v: table.find(v, atom) for v in results if atom is not None}
     return {v: Placement("S", *place) for v, place in places.items() if place is not None}

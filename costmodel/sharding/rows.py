@@ -281,8 +281,7 @@ class _Reader:
         return self._met(op)
 
     def _letters(self, rule: rules.OpFactors, rows: Mapping[int, _Rows]) -> tuple[str, int] | None:
-        """Factor that the rows of all operands are, with the parts of it before them; None where
-        they are several, or parts of some."""
+        """Factor that all rows are, with its parts before them; None where they are several."""
         letters = {self._letter(rule, rule.operands[i], state) for i, state in rows.items()}
         return letters.pop() if len(letters) == 1 else None
 
@@ -421,8 +420,7 @@ def with_numbers_of(graph: Graph, full: Graph) -> Graph:
 
 
 def same_numbers(graph: Graph, other: Graph) -> bool:
-    """Whether two graphs of a model, traced at other rows, have the same plain numbers but for
-    sizes of tensors: nothing is divided by the number of rows."""
+    """Whether graphs of a model traced at other rows have the same plain numbers."""
     return _plain(graph) == _plain(other)
 
 

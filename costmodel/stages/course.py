@@ -171,8 +171,7 @@ def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: floa
 def _halves(
     blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
 ) -> tuple[_Most, _Most, float, float]:
-    """Peaks of both halves of a backward that puts products' weight gradients off, the gradients
-    between them, and what is put off."""
+    """Peaks of both halves of a split backward, gradients between them, and what is put off."""
     held, put_off = math.fsum(block.kept for block in blocks), 0.0
     first, second = _Most(), _Most()
     for number, block in reversed([*enumerate(blocks)]):

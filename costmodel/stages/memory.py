@@ -87,8 +87,7 @@ def communicator_bytes(setting: Setting) -> int:
 def stage_memory(
     sums: Sums, setting: Setting, repeated: Recompute, activations: Floats, sent: offload.Sent
 ) -> StageMemory[Floats]:
-    """Memory of stages whose micro-batches keep `activations` on the device, beside what they have
-    `sent` to host memory."""
+    """Memory of stages that keep `activations` on the device, and have `sent` others."""
     # ranks that a parameter is divided among, on average: experts among fewer than the rest
     shards = np.maximum(sums.parameters / np.maximum(sums.shard_parameters, 1e-9), 1.0)
     sharing = setting.sharing

@@ -128,8 +128,7 @@ def files_s(read: Floats, written: Floats, setting: Setting) -> Floats:
 
 
 def sends_each(setting: Setting) -> bool:
-    """Whether every backward sends its gradients to the host, below ZeRO-3: no rank adds to them,
-    or ZeRO-2 has scattered them."""
+    """Whether every backward sends its gradients to the host, below ZeRO-3."""
     if setting.mesh.holders == 1:
         return True
     return setting.sharing.scatters_whole and setting.shards == setting.mesh.holders
@@ -205,8 +204,7 @@ def sent_evenly(
     setting: Setting,
     alone: tuple[Floats, Floats] = (np.zeros(()), np.zeros(())),
 ) -> Sent:
-    """Activations sent of stages whose `blocks` are alike and keep `activations` bytes together,
-    but for so many blocks and bytes of the last ones (`alone`)."""
+    """Activations sent of stages with equal `blocks`, but for the last ones (`alone`)."""
     part = setting.host.activations
     if not part or setting.cluster.host is None:
         none = np.zeros(np.shape(activations))

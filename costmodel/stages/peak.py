@@ -62,8 +62,7 @@ def used_bytes(
     alike: float | NDArray[Any] = 1,
     passing: StageCosts[Floats] | StageCosts[float] | None = None,
 ) -> Floats:
-    """Bytes of a device with so many stages that are alike, of which one is in a backward: that of
-    `passing` if it is given."""
+    """Bytes of a device with so many equal stages, of which one (`passing`) is in a backward."""
     running, (active, put_off, first, split) = passing or costs, in_flight
     held = costs.kept_bytes + active * costs.activation_bytes + put_off * costs.put_off_bytes
     begun = costs.fixed_bytes + first * costs.activation_bytes

@@ -71,8 +71,7 @@ class StageCosts(StageMemory[A]):
 
     @property
     def kept_bytes(self) -> A:
-        """Bytes beside activations while another stage of its device is in a backward behind others
-        of the step, or in the only one."""
+        """Bytes beside activations while another stage of its device is in a backward."""
         return self.fixed_bytes + self.several * self.gradient_bytes
 
     @property

@@ -184,8 +184,7 @@ class Sums:
         self.array[..., COLUMNS - flat.shape[-1] :] = flat
 
     def _let_go(self) -> Floats:
-        """(..., kinds, policies): bytes held behind a backward of these blocks, less those before
-        it, for each kind of excess."""
+        """(..., kinds, policies): bytes behind a backward of these blocks, less those before."""
         freed = self.array[..., _FREED]
         unfreed = (self.saved_bytes + self.input_bytes)[..., None]
         kept = np.concatenate([unfreed, unfreed - freed], axis=-1)
@@ -273,8 +272,7 @@ class Sums:
         return parts
 
     def scaled(self, *, compute: float, communication: float, data_axis: float) -> Sums:
-        """Sums with all seconds of computing, of communication within a pass, and of the data axis'
-        collectives multiplied."""
+        """Sums with computing, communication of passes, and the data axis' multiplied."""
         scaled = Sums(self.array.copy())
         for both, part in (("forward_s", "forward_comm_s"), ("backward_s", "backward_comm_s")):
             comm = getattr(self, part)

@@ -211,8 +211,7 @@ def _most_operands(target: str) -> int | None:
 
 
 def verified(graph: Graph) -> Graph:
-    """The graph, with a note for each user's rule that could not be tried; RuleError for one that
-    does not hold."""
+    """The graph, with notes of users' rules that could not be tried; RuleError for a wrong one."""
     notes: dict[str, None] = {}
     for op in (*graph.derived, *graph.ops):
         added = rules.given_for(op.target)
@@ -286,8 +285,7 @@ def wrong_rule(added: UserRule, factors: OpFactors, wrong: Sequence[Fault]) -> s
 
 
 def _trial_sizes(factors: OpFactors, spec_sizes: Mapping[str, int]) -> list[dict[str, int]]:
-    """Sizes of the factors to try, the smallest first, but for those `spec_sizes` by the rule: some
-    operators want those they have."""
+    """Sizes of the factors to try, the smallest first; some operators want those they have."""
     unsplit = {n: size for n, size in factors.sizes.items() if factors.kinds[n] == "whole"}
     small = {n: spec_sizes.get(n, min(unsplit.get(n, SMALL), SMALL)) for n in factors.sizes}
     return [small, {**small, **unsplit}, dict(factors.sizes)]

@@ -31,8 +31,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A split whose parts do not give the whole: its factor (or group of partial operands), and
-    the difference."""
+    """A split factor (or group of partial operands) whose parts do not give the whole."""
 
     factor: str
     kind: str
@@ -110,8 +109,7 @@ class Trial:
 
     @staticmethod
     def of(op: Op, operands: Tensors, needs: Sequence[bool] | None = None) -> Trial:
-        """The trial of a call and its backward to the operands in `needs`; by default to all that
-        torch has a derivative for."""
+        """The trial of a call and its backward to the operands in `needs`, or all that can."""
         shapes = called(op, operands)
         cotangents = tuple(
             torch.randn_like(y) if y.is_floating_point() else y for y in map(torch.detach, shapes)
@@ -266,8 +264,7 @@ def _differentiated(op: Op, operands: Tensors, cotangents: Tensors) -> tuple[tup
 
 
 def faults(trial: Trial, rule: OpFactors, degrees: Sequence[int] = (2,)) -> list[Fault]:
-    """Faults of every split, into as many parts as one of `degrees`, and of every partial form that
-    a rule allows: at most one for each."""
+    """Faults of every split and of every partial form that a rule allows, at most one each."""
     wrong: list[Fault] = []
     for factor, parts in splits(rule, degrees).items():
         seen = (trial.split_fault(rule, factor, n) for n in parts)
@@ -302,8 +299,7 @@ def first_line(error: Exception) -> str:
 
 
 def random_operands(metas: Sequence[TensorMeta], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Normal numbers of a dtype (None: their own), flags, and integers that are legal indices of
-    any floating dim."""
+    """Normal numbers of a dtype (None: their own), flags, and legal indices."""
     sizes = [s for m in metas if m.dtype.is_floating_point for s in m.shape if s > 1]
     below = min(sizes, default=2)
     operands = []
