@@ -17,10 +17,10 @@ every element is rounded as if the scale were of the whole, but for those below
 whose error is at most 2^-10 s < 4.4e-6 max |x| (e4m3). So ranks, and micro-batches, scale what they
 have by themselves, and nothing is sent.
 
-The largest number, the quotient and the cast are three kernels in eager torch, two passes where
-they are fused; a product whose operand lies the other way round (fp8 units take rows by columns)
-copies it in 8 bits. Where scales are those of earlier steps (`Target.delayed_scaling`: Transformer
-Engine's), a tensor is read once, for both ways, and a weight once a step, which is left out.
+The largest number, the quotient and the cast are three kernels in eager torch, two passes fused; a
+product whose operand lies the other way round (fp8 units take rows by columns) copies it in 8 bits.
+With scales of earlier steps (`Target.delayed_scaling`: Transformer Engine's), a tensor is read
+once, for both ways, and a weight once a step, which is left out.
 """
 
 from __future__ import annotations

@@ -1,19 +1,12 @@
-"""Seconds of one kernel on one device.
-
-    matrix product   max(2mnk·batch / (peak · efficiency(2mnk) · filling(m, n)), bytes / bandwidth)
-                     + bytes of partial sums / bandwidth
-    fused attention  max(flops / (peak · efficiency(sequence)), bytes / bandwidth)
-    everything else  bytes / bandwidth: its arithmetic hides under the memory traffic
-
-each plus the device's fixed seconds per kernel; bandwidth = memory_bandwidth · efficiency(bytes).
+"""Seconds of one kernel on one device, without its launch; formulas: docs/price.md.
 
 `filling` is tile and wave quantisation: an output of m × n is cut into tiles of the kernel, whole
 ones only (NVIDIA, "Matrix Multiplication Background User's Guide"), and the tiles run in waves of
-as many as the device has compute units, the last one partly empty. Of a device's tile sizes the one
-that gives the best time is taken; a smaller tile moves more bytes per FLOP, so that it loses by
-the square root of the ratio of their intensities mn/(m + n). An output of few tiles from long sums
-(the gradient of a low-rank adapter) is made in 2, 4, 8 ... parts along k instead, each with tiles
-of its own, where writing and adding up what they make costs less than it saves.
+as many as the device has compute units, the last one partly empty. The best of a device's tile
+sizes is taken; a smaller tile moves more bytes per FLOP, so that it loses by the square root of the
+ratio of their intensities mn/(m + n). An output of few tiles from long sums (the gradient of a
+low-rank adapter) is made in 2, 4, 8 ... parts along k, each with tiles of its own, where writing
+and adding up their results costs less than it saves.
 """
 
 from __future__ import annotations

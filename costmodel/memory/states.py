@@ -1,17 +1,9 @@
-"""Bytes a device holds: model states by precision and ZeRO stage, and communication buffers.
+"""Model states by precision and ZeRO stage (table: docs/price.md), and communication buffers.
 
-Model states with AdamW (field's notation, per parameter): fp32 training holds 4 weight + 4 gradient
-+ 8 moments = 16 bytes. bf16/fp16 holds 2 weight + the gradient as accumulated (4, or 2 where the
-target keeps it in 16 bits) + 4 master + 8 moments = 18. Among n ranks that hold the same
-parameters, or n of them where the shards are replicated (`Setting.dp_shard`),
-
-    ZeRO-1   divides master, moments and the gradient shard handed to the optimizer
-    ZeRO-2   the accumulated gradient, too
-    ZeRO-3   the weights, too: only the fp32 shard stays, a block's weights are gathered to be used
-
-Frozen parameters have no master, gradient and moments. ZeRO-3 divides them like the others, of the
-dtype that the user's model has them in; else they are whole, as they are computed with, beside what
-the model has where that is another dtype.
+ZeRO-1 divides also the gradient shard handed to the optimizer; of ZeRO-3 only the fp32 shard stays.
+Frozen parameters have no master, gradient and moments. ZeRO-3 divides them like the others, in the
+dtype of the user's model; else they are whole, as they are computed with, beside those of the model
+where these have another dtype.
 
 Of the `host` part, master and moments lie in host memory; with ZeRO-3 all does, below it gradients
 where they go there as a backward makes them (`sent`).

@@ -32,9 +32,7 @@ def batch_statistics(sizes: LocalSizes, op: Op, setting: Setting) -> list[cost.E
     for column in cost.PASS_COLUMNS:
         seconds = streamed * setting.correction(cost.COMPUTING[column])
         entries.append(setting.collective(column, "all_reduce", 4.0 * channels, group, calls=2))
-        entries.append(
-            cost.Entry(column=column, kind="stream", seconds=seconds, moved_bytes=nbytes)
-        )
+        entries.append(cost.Entry(column, "stream", seconds, moved_bytes=nbytes))
     return entries
 
 
@@ -96,9 +94,9 @@ def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[cost.
     )
     return [
         cost.Entry(
-            column=column,
-            kind="collective",
-            seconds=seconds,
+            column,
+            "collective",
+            seconds,
             axis="experts",
             collective="all_to_all",
             calls=1,

@@ -66,7 +66,7 @@ def merges(sizes: LocalSizes, op: Op, strategy: sharding.Strategy) -> list[Entry
     count, _, _ = pieces(sizes, op)
     nbytes = MERGED * WIDE * sizes.numel(op.results[0], strategy.results[0])
     seconds = stream_seconds(sizes.setting.cluster.device, nbytes)
-    merge = Entry(column=FORWARD_S, kind="merge", seconds=seconds, moved_bytes=nbytes)
+    merge = Entry(FORWARD_S, "merge", seconds, moved_bytes=nbytes)
     return [merge.times(count - 1)] if count > 1 else []
 
 
@@ -76,7 +76,11 @@ def context_exchange(
     """Communication over the context axis inside attention, or a shift of tokens."""
     setting, n = sizes.setting, sizes.setting.mesh.cp
     if shifts_tokens(sizes, op):
-        passed = n * _token_bytes(sizes, op.operands[0], strategy.operands[0])
+        assert sizes.context is not None and sizes.table.sequence is not None
+        tokens = sizes.table.sizes[sizes.table.sequence] / n
+        nbytes = sizes.nbytes(op.operands[0], strategy.operands[0])
+        # a rank passes on one token of each chunk of each row
+        passed = n * ((1 + sizes.context.zigzag) * nbytes / tokens)
         return [_said(setting, column, "all_gather", passed) for column in PASS_COLUMNS]
     kind = attention_kind(sizes, op)
     if kind is None:
@@ -126,9 +130,9 @@ def _sent_on(column: str, calls: int, nbytes: float, beside_s: float, setting: S
     sends_s = calls * send_s
     exposed = max(0.0, sends_s - hiding * beside_s)
     return Entry(
-        column=column,
-        kind="collective",
-        seconds=exposed,
+        column,
+        "collective",
+        exposed,
         hidden_s=sends_s - exposed,
         axis="context",
         collective="send",
@@ -170,10 +174,3 @@ def shifts_tokens(sizes: LocalSizes, op: Op) -> bool:
     """Whether an operator shifts tokens by one, so that each rank needs a neighbour's."""
     context = sizes.context
     return context is not None and context.strategies[op.name].implementation == sharding.BY_HALO
-
-
-def _token_bytes(sizes: LocalSizes, value: str, placement: sharding.Placement) -> float:
-    """Bytes of the tokens that a rank passes on: one of each chunk of each row."""
-    assert sizes.context is not None and sizes.table.sequence is not None
-    tokens = sizes.table.sizes[sizes.table.sequence] / sizes.setting.mesh.cp
-    return (1 + sizes.context.zigzag) * sizes.nbytes(value, placement) / tokens

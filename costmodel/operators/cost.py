@@ -104,8 +104,17 @@ class Cost(NamedTuple):
         sums = defaultdict[str, float](float)
         for entry in entries:
             sums[entry.column] += entry.seconds
-            if entry.column in _WITHIN:
-                _add_within(sums, entry)
+            if entry.column not in _WITHIN:
+                continue
+            host, comm, exchange = _WITHIN[entry.column]
+            sums[host] += entry.host_s
+            sums["weight_s"] += entry.weight_s
+            if entry.axis is not None:
+                sums[comm] += entry.seconds
+            if entry.axis == "experts":
+                sums[exchange] += entry.seconds
+            if entry.axis is None and entry.source != "modelled":
+                sums[f"{entry.source}_s"] += entry.seconds
         return Cost(**sums) if sums else NOTHING
 
     def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
@@ -123,19 +132,6 @@ _WITHIN = {
     column: tuple(f"{column.removesuffix('_s')}_{part}_s" for part in ("host", "comm", "exchange"))
     for column in PASS_COLUMNS
 }
-
-
-def _add_within(sums: defaultdict[str, float], entry: Entry) -> None:
-    """Add an entry of a pass to the columns beside its own."""
-    host, comm, exchange = _WITHIN[entry.column]
-    sums[host] += entry.host_s
-    sums["weight_s"] += entry.weight_s
-    if entry.axis is not None:
-        sums[comm] += entry.seconds
-        if entry.axis == "experts":
-            sums[exchange] += entry.seconds
-    elif entry.source != "modelled":
-        sums[f"{entry.source}_s"] += entry.seconds
 
 
 Priced: TypeAlias = tuple[tuple[Entry, ...], Cost]

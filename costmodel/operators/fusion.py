@@ -54,7 +54,9 @@ def fuse(graph: Graph, table: FactorTable, level: str) -> Fusion:
                 continue
             sources = [root.get(value, value) for value in op.operands]
             earlier = ancestors = frozenset().union(*(above.get(v, {v}) for v in sources))
-            if fusible := _fusible(op, level):
+            least = traits_of(op).fused_at
+            fusible = least in (level, "pointwise") if least else is_pointwise(op)
+            if fusible:
                 earlier = frozenset().union(*(before.get(v, ()) for v in sources))
             read.update(sources)
             for i, source in enumerate(sources):
@@ -72,8 +74,3 @@ def fuse(graph: Graph, table: FactorTable, level: str) -> Fusion:
     return Fusion(
         internal=frozenset(internal), free_reads=frozenset(free_reads), joined=frozenset(joined)
     )
-
-
-def _fusible(op: Op, level: str) -> bool:
-    least = traits_of(op).fused_at
-    return least in (level, "pointwise") if least else is_pointwise(op)

@@ -167,7 +167,7 @@ class ParameterPricer:
 
     def _streamed(self, column: str, kind: str, nbytes: float, correction: float = 1.0) -> Entry:
         seconds = correction * stream_seconds(self.setting.cluster.device, nbytes)
-        return Entry(column=column, kind=kind, seconds=seconds, moved_bytes=nbytes)
+        return Entry(column, kind, seconds, moved_bytes=nbytes)
 
     def holders(self, value: str, placement: Placement) -> int:
         """Ranks that hold the same part of a parameter, context-parallel ones included."""

@@ -1,14 +1,9 @@
-"""The price of one operator under one strategy, and of one re-shard, on one mesh.
+"""The price of one operator under one strategy, and of one re-shard, on one mesh: the entries of
+the modules beside this one, put together.
 
-    products, attention    `products.py`
-    all other kernels      `streams.py`
-    data exchanged inside  `communication.py`
-    re-shards              `resharding.py`
-    parameters             once per step, `parameter_costs.py`; where their gradients come out
-                           partial on the tensor axis, they are reduced over it as well
-
-What a fused kernel keeps in registers is not moved (`fusion.py`). Beside the device's seconds runs
-the host, which issues every operator: a stage takes the longer of the two (`blocks/stage.py`).
+Values in a fused kernel's registers are not moved (`fusion.py`). The host issues every operator
+beside the device's seconds (`stages/stage.py`). Partial gradients of parameters on the tensor axis
+are reduced over it as well.
 """
 
 from __future__ import annotations
@@ -137,7 +132,7 @@ class Pricer(ReshardPricer):
             entries += [*context.context_exchange(self, op, strategy, *seconds), *exchanged]
             # a library that posts token by token has the host wait for the counts of all
             if target.message_s and traits.experts == "dispatch" and exchanged:
-                waits = Entry(column=FORWARD_S, kind="wait", host_s=exchanged[0].seconds)
+                waits = Entry(FORWARD_S, "wait", host_s=exchanged[0].seconds)
                 entries.append(waits)
             kernels = 2.0 if self.table.ops[op.name].matmul or traits.leaf else 1.0
         issued = host, host * kernels * differentiable
@@ -154,7 +149,7 @@ class Pricer(ReshardPricer):
     def _issued(self, column: str, host_s: float) -> Entry:
         """Host's issue of an operator, the same entry for many."""
         key = column, host_s
-        return self._issues.of(key, lambda: Entry(column=column, kind="issue", host_s=host_s))
+        return self._issues.of(key, lambda: Entry(column, "issue", host_s=host_s))
 
     def _computed(self, op: Op, strategy: Strategy, differentiable: bool) -> list[Entry]:
         """Computing of the device, timed or modelled, and corrected by the steps that ran."""

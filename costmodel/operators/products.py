@@ -43,17 +43,11 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     waits = of_weights and not sizes.table.has_batch(pair[-1][0])
     of_weight, flops = seconds(k, n, m) * of_weights, 2 * m * n * k * batch * scale
     entries = [
+        Entry(FORWARD_S, "product", seconds(m, n, k), flops=flops, moved_bytes=moved),
         Entry(
-            column=FORWARD_S,
-            kind="product",
-            seconds=seconds(m, n, k),
-            flops=flops,
-            moved_bytes=moved,
-        ),
-        Entry(
-            column=BACKWARD_S,
-            kind="product",
-            seconds=seconds(m, k, n) * of_input + of_weight,
+            BACKWARD_S,
+            "product",
+            seconds(m, k, n) * of_input + of_weight,
             weight_s=of_weight * waits,
             flops=flops * (of_input + of_weights),
             moved_bytes=moved * (of_input + of_weights),
@@ -75,9 +69,9 @@ def _casts(
         seconds = stream_seconds(device, cast.nbytes) + cast.calls * device.launch_overhead_s
         entries.append(
             Entry(
-                column=FORWARD_S if tensor == "y" else BACKWARD_S,
-                kind="cast",
-                seconds=seconds * runs,
+                FORWARD_S if tensor == "y" else BACKWARD_S,
+                "cast",
+                seconds * runs,
                 weight_s=seconds * wanted[2] * (tensor == "w"),
                 moved_bytes=cast.nbytes * runs,
             )
@@ -115,9 +109,9 @@ def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
         )
         entries.append(
             Entry(
-                column=column,
-                kind="attention",
-                seconds=seconds + passes * launch,
+                column,
+                "attention",
+                seconds + passes * launch,
                 flops=times * flops * late,
                 moved_bytes=passes * moved,
             )

@@ -98,7 +98,12 @@ class ReshardPricer(LocalSizes):
         """A collective of a value with the seconds that no product beside it hides."""
         if not entry.seconds or entry.collective not in self.setting.target.overlap_tensor:
             return entry
-        exposed = exposed_seconds(self, entry.seconds, self._beside[value])
+        ranks, slowdown = self.setting.mesh.tp, self.setting.cluster.device.overlap_slowdown
+        product_s = sum(split_product_seconds(self, op) for op in self._beside[value])
+        part_s = product_s / ranks
+        send_s = entry.seconds / (ranks - 1)
+        together_s = part_s + (ranks - 1) * max(part_s + slowdown * min(part_s, send_s), send_s)
+        exposed = min(entry.seconds, together_s - product_s)
         return entry._replace(seconds=exposed, hidden_s=entry.seconds - exposed)
 
 
@@ -118,13 +123,3 @@ def products_beside(graph: Graph, table: FactorTable) -> Mapping[str, tuple[Op, 
                 takers[value] = (*takers.get(value, ()), op)
     takers |= {view: takers[first] for view, first in source.items() if first in takers}
     return {**takers, **makers}
-
-
-def exposed_seconds(sizes: LocalSizes, seconds: float, products: tuple[Op, ...]) -> float:
-    """Seconds of a collective over the tensor axis that products beside it don't hide."""
-    ranks, slowdown = sizes.setting.mesh.tp, sizes.setting.cluster.device.overlap_slowdown
-    product_s = sum(split_product_seconds(sizes, op) for op in products)
-    part_s = product_s / ranks
-    send_s = seconds / (ranks - 1)
-    together_s = part_s + (ranks - 1) * max(part_s + slowdown * min(part_s, send_s), send_s)
-    return min(seconds, together_s - product_s)

@@ -192,9 +192,9 @@ class Setting:
             seconds = collective_time(kind, nbytes, group, self.cluster)
         corrected = linked(TENSOR_AXIS if axis == "tensor" else DATA_AXIS, crosses=crosses)
         return Entry(
-            column=column,
-            kind="collective",
-            seconds=calls * seconds * self.correction(corrected),
+            column,
+            "collective",
+            calls * seconds * self.correction(corrected),
             axis=axis,
             collective=kind,
             calls=calls,

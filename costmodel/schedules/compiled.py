@@ -1,8 +1,7 @@
 """Instruction streams compiled to arithmetic, so that pricing one plan costs a loop over numbers.
 
-When the events of a step begin and end depends on the seconds, but which event waits for which does
-not. A compute waits for the one before it on its device and for its messages, a message for the
-compute that made it and for the one before it on its channel:
+A compute waits for the one before it on its device and for its messages, a message for the compute
+that made it and for the one before it on its channel, whatever the seconds:
 
     end(n) = max(end(a), end(b)) + seconds of n                        for nodes n = 1, 2, ..
 

@@ -1,13 +1,12 @@
 """Factors across the graph: which dims of which tensors are the same thing.
 
-Every dim starts as one unknown; each operator's rule says which of its operands' and results' dims
-share a factor; a union-find with splitting merges them. What remains are atoms: batch, sequence,
-heads, head dim, ffn, vocabulary get their identity without being told, and a fused projection's
-output is seen as (parts × heads × head dim), so that it can be split by heads.
+Every dim starts as one unknown; a union-find with splitting merges those that share a factor by the
+operators' rules. What remains are atoms: batch, sequence, heads, head dim, ffn, vocabulary; a fused
+projection's output is (parts × heads × head dim), so that it can be split by heads.
 
-Of an operator without a rule nothing is known but that it runs in full on every rank. Where it
-takes the batch in dim 0 and gives as many elements there, its result's dim 0 is seen as the batch
-again: each rank goes on with its rows, which is right whatever they are.
+An operator without a rule runs in full on every rank. Where it takes the batch in dim 0 and gives
+as many elements there, its result's dim 0 is seen as the batch again: each rank goes on with its
+rows, which is right whatever they are.
 """
 
 from __future__ import annotations

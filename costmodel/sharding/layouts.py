@@ -1,10 +1,8 @@
 """Layouts of a block on the tensor axis: completing a few decisions into all, and the reverse.
 
-A plan names only the decisions that do not follow. The rest is propagated in execution order: an
-operator takes the strategy that needs the least communication for its operands as they come. A
-value is re-sharded once where all its readers agree (its state), and once per kind of reader
-otherwise. `compress` keeps what `complete` would not find by itself, so that `complete(compress(a))
-== a`.
+A plan names only the decisions that do not follow: an operator takes the strategy of the least
+communication for its operands as they come. A value is re-sharded once where all its readers agree
+(its state), else once per kind of reader. `complete(compress(a)) == a`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@ state share the result. A value with a single target, and a hub that adds nothin
 directly. Values that cross the block's boundary leave in the state that the plan gives them, and
 wait for readers inside as `default_state` says.
 
-Three readers interpret the stream: `costmodel.blocks.price` adds up seconds,
-`costmodel.blocks.memory` follows allocations, `executor.lowering.emitter` writes an fx graph. The
-data axis is not in it: its states follow from the batch (`data_axis`). `planner.intra_op.program`,
-which chooses the assignment, has a node per stop of a value (`Route`) and an edge per re-shard.
+Three readers interpret the stream (docs/architecture.md). The data axis is not in it: its states
+follow from the batch (`data_axis`). `planner.intra_op.program`, which chooses the assignment, has a
+node per stop of a value (`Route`) and an edge per re-shard.
 """
 
 from __future__ import annotations
@@ -155,7 +154,9 @@ class _Stream:
         for op in block.ops:
             strategy = self.assignment.strategies[op.name]
             for value, state in zip(op.operands, strategy.operands, strict=True):
-                self._bring(value, state, op.name)
+                if state != self.hub[value] and (value, state) not in self.read:
+                    self.read.add((value, state))
+                    self._move(value, state, op.name)
             self.emitted.append(Run(op, strategy))
             for value, state in zip(op.results, strategy.results, strict=True):
                 self._finish(value, state, op.name)
@@ -189,11 +190,6 @@ class _Stream:
         if hub != self.hub[value]:
             self._move(value, hub, op)
             self.hub[value] = hub
-
-    def _bring(self, value: str, target: Placement, op: str) -> None:
-        if target != self.hub[value] and (value, target) not in self.read:
-            self.read.add((value, target))
-            self._move(value, target, op)
 
     def _move(self, value: str, target: Placement, op: str) -> None:
         source, known = self.hub[value], (value, target) in self.known

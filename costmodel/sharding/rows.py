@@ -402,7 +402,10 @@ def with_numbers_of(graph: Graph, full: Graph) -> Graph:
             legal="1, where the rows of a micro-batch change what is run",
             way_out="num_microbatches=1 keeps the batch together",
         )
-    numbered = {a.name: _with_numbers(a, b) for a, b in zip(old, new, strict=True)}
+    numbered = {}
+    for a, b in zip(old, new, strict=True):
+        pairs = zip(a.args, b.args, strict=True)
+        numbered[a.name] = replace(a, args=tuple(y if is_number(y) else x for x, y in pairs))
 
     def renumbered(ops: Iterable[Op]) -> tuple[Op, ...]:
         return tuple(numbered.get(op.name, op) for op in ops)
@@ -435,11 +438,6 @@ def _has_numbers(op: Op) -> bool:
     size = {"full": 0, "new_full": 1}.get(op.short)
     single = size is not None and not op.args[size]
     return single or rules.is_pointwise(op) or op.short == "scalar_tensor"
-
-
-def _with_numbers(op: Op, other: Op) -> Op:
-    pairs = zip(op.args, other.args, strict=True)
-    return replace(op, args=tuple(b if is_number(b) else a for a, b in pairs))
 
 
 # --- rows that fill up a smaller batch ------------------------------------------------------------

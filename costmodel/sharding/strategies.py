@@ -9,8 +9,8 @@ An operator's strategies are: replicated; split along one atom of one factor; or
 is linear.
 
 n ranks split an atom of s elements evenly where n divides s. Where it doesn't, as 50,257 words, an
-atom that is `FactorTable.alone` is cut as torch's `Shard` cuts: ⌈s/n⌉ elements each, and for the
-last rank what is left, which must not be nothing. The largest part is what is paid for.
+atom that is `FactorTable.alone` is cut as by torch's `Shard`: ⌈s/n⌉ elements each, the rest for the
+last rank, not none. Prices count the largest part.
 """
 
 from __future__ import annotations

@@ -2,15 +2,14 @@
 
 Between passes a stage holds its states (`fixed_bytes`) and the gradients that earlier backwards of
 the step left (`gradient_bytes`), and of each micro-batch in flight what its forward kept. A
-backward holds more (`sums.py`), and how gradients grow in it depends on what reduces them. With N
-bytes of them in fp32, S of ZeRO's shards, T made up to the peak, and B in buckets on their way:
+backward holds more (`sums.py`), also gradients by their reduction:
 
-    ZeRO-0, 1   the first backward makes T, later ones add to all N; ZeRO-1's last one scatters
-    ZeRO-2      every one scatters: no more than T or B, and the shards
+    ZeRO-0, 1   the first backward makes them, later ones add to all; ZeRO-1's last one scatters
+    ZeRO-2      every one scatters: no more than made to the peak, or in buckets, and the shards
     ZeRO-3      those of a block, and of the block behind it, which are being scattered; the shards
 
-Of a target whose step is not followed, it is the most of each kind at once. What is exact for the
-blocks of a plan (`course.py`) is an estimate of a few buckets here.
+Of a target whose step is not followed, it is the most of each kind at once. Exact for the blocks of
+a plan (`course.py`), an estimate of a few buckets here.
 """
 
 from __future__ import annotations

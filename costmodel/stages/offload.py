@@ -20,21 +20,16 @@ Of the states, those in files on the node's flash (`host_files`) leave host memo
 gradients. What is read of files, weights before each first forward, all that the optimizer reads,
 and what it writes, is waited for, at the rank's part of the flash's bandwidths.
 
-What block k, with forward f, backward b and c = bytes / link's bandwidth seconds of copies each
-way, sends of the activations that it saves goes beside the next block's forward, and comes back
-beside its backward:
-
-    a forward waits      added(f[k+1], c[k]),      nothing lies beside the last block's
-    a backward waits     added(b[k+1], c[k])
-    added(w, c)          max(w + slowdown · min(w, c), c) - w,      c on a CPU
+Activations that block k sends go beside the next block's forward f, and come back beside its
+backward b, with c seconds of copies each way: a forward waits added(f[k+1], c[k]), a backward
+added(b[k+1], c[k]), added as in docs/price.md; nothing lies beside the last block's.
 
 A micro-batch in flight holds on the device what is not sent, and one at a time what two neighbours
-sent, which is on its way. In a search whose blocks are not known yet, all blocks are alike.
+have on its way. In a search whose blocks are not known yet, all blocks are alike.
 
 Ranks share the host: where all of a node's were not timed at once, copies of each reach no more
-than its part of what the host's cores reach in memory, and where there are several nodes half of
-the link, whose other half the network card has. Both are the pessimistic end: DMA may reach more,
-and the card may be idle.
+than its part of the host cores' memory bandwidth, and with several nodes half of the link, whose
+other half the network card has. Both are pessimistic: DMA may reach more, the card may be idle.
 """
 
 from __future__ import annotations

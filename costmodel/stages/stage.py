@@ -1,25 +1,17 @@
 """Costs of a stage on one rank, from the sums over its blocks (`sums.py`).
 
-A pass in which the device works for d seconds and the host needs h to issue it takes
-
-    issued(h, d) = (h⁴ + d⁴)^(1/4)
-
-as parts of it wait for the one and parts for the other: the longer of both where they differ, 19 %
-more where they are equal (fitted to vTrain's single-node rows). Where the device is the host (a
-CPU), it does one after the other. Both last as long as on the slowest node of the cluster
-(`costmodel/intervals.py`). Communication that runs beside compute c seconds long costs
-
-    beside(compute, c) = max(compute + slowdown · min(compute, c), c)
-
-in all: it takes part of the compute units and of the memory bandwidth while it lasts. Hidden so, as
-far as the target does it (`costmodel/target.py`): ZeRO-3's gathers behind both passes (the
-backward's from a secondary shard in the node, where one is kept), gradient
-reduction behind the backward (the last one of a step, where gradients are reduced once), and
-ZeRO-1's and 2's gathering of updated weights behind the first forward. The last unit of a backward
-and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
-reduction among replicas joins what is scattered in a step's last backward, or follows it. On a CPU
-nothing is hidden: all its cores compute, and they are what moves the bytes. What lies in host
-memory is on its way like what ZeRO gathers and scatters, or beside other blocks (`offload.py`).
+Formulas: docs/price.md. Device and host share a pass: the longer of both where they differ, 19 %
+more where they are equal (fitted to vTrain's single-node rows); a CPU does one after the other.
+Both last as long as on the slowest node (`costmodel/intervals.py`). Communication beside compute
+takes part of the compute units and of the memory bandwidth. Hidden so, as far as the target does it
+(`costmodel/target.py`): ZeRO-3's gathers behind both passes (the backward's from a secondary shard
+in the node, where one is kept), gradient reduction behind the backward (the last one of a step,
+where gradients are reduced once), and ZeRO-1's and 2's gathering of updated weights behind the
+first forward. The last unit of a backward and the first one of a forward have nothing to hide
+behind. Where ZeRO replicates its shards, the reduction among replicas joins the scatter of a step's
+last backward, or follows it. On a CPU nothing is hidden: its cores compute and move the bytes.
+States in host memory travel like ZeRO's gathers and scatters, activations beside other blocks
+(`offload.py`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Sums over runs of blocks, by columns, from which `stage.py` prices a stage.
 
-What a backward holds beyond the kept bytes of its run (`costmodel/blocks/excess.py`) is no sum. As
-its way leads from the last block to the first, and each block's kept bytes k are let go behind it,
-of a run A that B follows
-
-    excess(AB) = max(excess(B), excess(A) - k(B))
-
-where from k is taken away what a block leaves behind: the gradients of its parameters, or what it
-puts off. Under ZeRO-3 the gradients of B's first block are still scattered while A's last block,
-at its `edge`, is in its backward.
+The excess of a backward (`costmodel/blocks/excess.py`) is no sum: that of a run A that B follows is
+max(excess(B), excess(A) - k(B)), as B's kept bytes k are let go first, less the gradients of its
+parameters, or what it puts off. Under ZeRO-3 the gradients of B's first block are still scattered
+while A's last block, at its `edge`, is in its backward.
 """
 
 from __future__ import annotations
