@@ -1,1 +1,1 @@
-"""What a choice costs, in seconds and bytes."""
+"""Seconds and bytes of a choice."""

@@ -17,15 +17,15 @@ every element is rounded as if the scale were of the whole, but for those below
 whose error is at most 2^-10 s < 4.4e-6 max |x| (e4m3). So ranks, and micro-batches, scale what they
 have by themselves, and nothing is sent.
 
-The largest number, the quotient and the cast are three kernels in eager torch, two passes where
-they are fused; a product whose operand lies the other way round (fp8 units take rows by columns)
-copies it in 8 bits. Where scales are those of earlier steps (`Target.delayed_scaling`: Transformer
-Engine's), a tensor is read once, for both ways, and a weight once a step, which is left out.
+The largest number, the quotient and the cast are three kernels in eager torch, two passes fused; a
+product whose operand lies the other way round (fp8 units take rows by columns) copies it in 8 bits.
+With scales of earlier steps (`Target.delayed_scaling`: Transformer Engine's), a tensor is read
+once, for both ways, and a weight once a step, which is left out.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.costmodel.target import Target
 
@@ -46,8 +46,7 @@ def wide(precision: str) -> str:
     return WIDE if precision in FP8 else precision
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cast:
+class Cast(NamedTuple):
     """Bytes that casts move, and how many kernels they take."""
 
     nbytes: float
@@ -57,31 +56,24 @@ class Cast:
 def casts_of(
     precision: str, target: Target, x: float, w: float, y: float
 ) -> tuple[Cast, Cast, Cast]:
-    """What is cast for a product of x and w, whose result's gradient is y, elements each: in the
-    forward, for the gradient of x, and for that of w. With scales by rows each product casts its
-    operands anew, along what it sums over; with one for each tensor y is cast once."""
+    """Casts for a product of x and w, whose result's gradient is y, elements each: in the forward,
+    for the gradient of x, and for that of w. With scales by rows each product casts its operands
+    anew, along what it sums over; with one for each tensor y is cast once."""
     if target.delayed_scaling:
-        return (
-            Cast(nbytes=DELAYED_CAST * x, calls=0),
-            Cast(nbytes=DELAYED_CAST * y, calls=0),
-            Cast(nbytes=0.0, calls=0),
-        )
+        return Cast(DELAYED_CAST * x, 0), Cast(DELAYED_CAST * y, 0), Cast(0.0, 0)
     eager = target.fusion == "none"
-    each, turning = (EAGER_CAST, TRANSPOSED) if eager else (FUSED_CAST, 0.0)
+    moved, turning = (EAGER_CAST, TRANSPOSED) if eager else (FUSED_CAST, 0.0)
     calls = EAGER_CALLS if eager else FUSED_CALLS
     again = precision == "fp8_rowwise"
     return (
-        Cast(nbytes=each * (x + w), calls=2 * calls),
-        Cast(nbytes=each * (y + w) + turning * w, calls=2 * calls + eager),
-        Cast(
-            nbytes=each * (x + again * y) + turning * (x + y), calls=(1 + again) * calls + 2 * eager
-        ),
+        Cast(moved * (x + w), 2 * calls),
+        Cast(moved * (y + w) + turning * w, 2 * calls + eager),
+        Cast(moved * (x + again * y) + turning * (x + y), (1 + again) * calls + 2 * eager),
     )
 
 
 def cast_calls(target: Target) -> float:
-    """Operators that the host issues beside a product's own, of a forward; a backward has twice as
-    many, at most."""
+    """Operators that the host issues for a forward's casts; twice that at most in a backward."""
     if target.delayed_scaling:
         return 0.0
     return 2 * (EAGER_CALLS if target.fusion == "none" else FUSED_CALLS)

@@ -102,9 +102,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What the user's model returns: `spec` is its structure (a pytree's) of leaves at `paths`
-    (`logits`, `0`), each with the name of its value; None for what an operator of the blocks does
-    not make on the way to the loss."""
+    """Outputs of the user's model: `spec` is their structure (a pytree's) of leaves at `paths`
+    (`logits`, `0`), each with the name of its value; None for what no operator of the blocks makes
+    on the way to the loss."""
 
     paths: tuple[str, ...]
     values: tuple[str | None, ...]
@@ -113,8 +113,8 @@ class Outputs:
     @property
     def known(self) -> dict[str, str]:
         """The values by path, of the leaves that have one."""
-        both = zip(self.paths, self.values, strict=True)
-        return {path: value for path, value in both if value is not None}
+        leaves = zip(self.paths, self.values, strict=True)
+        return {path: value for path, value in leaves if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,18 +158,18 @@ class Graph:
 
     @cached_property
     def gathered_twice(self) -> frozenset[str]:
-        """Parameters that ZeRO-3 gathers for a backward, too: of blocks that have one, and of one
-        block before these, which comes ahead."""
-        found, ahead = set[str](), False
+        """Parameters that ZeRO-3 gathers for a backward, too: of blocks that have one, and of the
+        block before these, gathered ahead."""
+        gathered, ahead = set[str](), False
         for block in reversed(self.blocks):
             backward = any(self.values[r].requires_grad for op in block.ops for r in op.results)
-            found.update(block.parameters if backward or ahead else ())
+            gathered.update(block.parameters if backward or ahead else ())
             ahead = backward
-        return frozenset(found)
+        return frozenset(gathered)
 
     @cached_property
     def in_layers(self) -> frozenset[str]:
-        """Operators of blocks of which there are several: the same program on other parameters."""
+        """Operators of repeated blocks: the same program on other parameters."""
         alike = Counter(block.class_id for block in self.blocks)
         layers = (block for block in self.blocks if alike[block.class_id] > 1)
         return frozenset(op.name for block in layers for op in block.ops)
@@ -179,9 +179,9 @@ class Graph:
         return sum(self.values[name].numel for name in self.parameters)
 
     def num_trained(self) -> int:
-        """Elements of those that have a gradient."""
-        own = map(self.values.__getitem__, self.parameters)
-        return sum(value.numel for value in own if value.requires_grad)
+        """Elements of the parameters that have a gradient."""
+        values = map(self.values.__getitem__, self.parameters)
+        return sum(value.numel for value in values if value.requires_grad)
 
 
 def short_name(target: str) -> str:
@@ -204,7 +204,7 @@ def refs(tree: Any) -> Iterator[str]:
 
 
 def map_refs(tree: Any, fn: Any) -> Any:
-    """The same tree with every `Ref` replaced by `fn(name)`."""
+    """The tree with every `Ref` replaced by `fn(name)`."""
     if isinstance(tree, Ref):
         return fn(tree.name)
     if isinstance(tree, tuple):
@@ -231,7 +231,10 @@ def verify_graph(graph: Graph) -> None:
     cut, partition the operators in order.
     """
     sources = (*graph.inputs, *graph.parameters, *graph.buffers, *graph.constants)
-    defined = _declared(graph, sources)
+    defined = set(sources)
+    _check(len(defined) == len(sources), "a value is of two kinds")
+    for name in sources:
+        _check(name in graph.values, f"{name} has no shape")
     for op in graph.derived:
         read = graph.parameters.keys() & set(op.operands)
         _check(not read, f"derived {op.name} reads parameters {sorted(read)}")
@@ -239,29 +242,20 @@ def verify_graph(graph: Graph) -> None:
     for op in graph.ops:
         _define(graph, op, defined)
     calls = (*graph.derived, *graph.ops)
-    for what, names in (("name", [o.name for o in calls]), ("key", [o.key for o in calls])):
-        _check(len(set(names)) == len(names), f"an operator {what} is used twice")
+    for what in ("name", "key"):
+        unique = {getattr(op, what) for op in calls}
+        _check(len(unique) == len(calls), f"an operator {what} is used twice")
     _check(graph.loss in defined, f"loss {graph.loss} is not defined")
     _check(graph.values[graph.loss].shape == (), f"loss {graph.loss} is no scalar")
     _check(graph.batched <= set(graph.inputs), "a batched value is no input")
     for buffer, update in graph.updates.items():
         _check(buffer in graph.buffers, f"update of {buffer}, which is no buffer")
         _check(update in defined, f"update {update} of {buffer} is not defined")
-    kept = set(graph.aliases.values())
-    _check(
-        not kept & set(graph.aliases), f"aliases of aliases: {sorted(kept & set(graph.aliases))}"
-    )
+    chained = graph.aliases.keys() & set(graph.aliases.values())
+    _check(not chained, f"aliases of aliases: {sorted(chained)}")
     if graph.blocks:
         flat = tuple(op for block in graph.blocks for op in block.ops)
         _check(flat == graph.ops, "the blocks do not partition the operators in order")
-
-
-def _declared(graph: Graph, sources: tuple[str, ...]) -> set[str]:
-    """The names of inputs, parameters, buffers and constants, checked."""
-    _check(len(set(sources)) == len(sources), "a value is of two kinds")
-    for name in sources:
-        _check(name in graph.values, f"{name} has no shape")
-    return set(sources)
 
 
 def _define(graph: Graph, op: Op, defined: set[str]) -> None:

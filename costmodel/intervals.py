@@ -1,5 +1,5 @@
-"""How far prices are off: measured over predicted, of a model that was not measured; by GPU, and on
-the slowest of many nodes.
+"""Errors of prices: measured over predicted, of a model that was not measured; by GPU, and on the
+slowest of many nodes.
 
 Step times: published rows that nothing was fitted on, pooled by `python -m
 scripts.fits.fit_intervals` (`scripts/experts/residuals.py`), whose result is `residuals.json`: an
@@ -38,8 +38,8 @@ ALLOWANCE = 0.05  # for fragments and workspaces at most; `memory_margin` leaves
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiles:
-    """Measured over predicted: the `middle`, and the lower and the upper end of the interval; of so
-    many rows and models; `of` says of which."""
+    """Measured over predicted: the `middle` and both ends of the 80 % interval; of so many rows and
+    models, those that `of` says."""
 
     low: float
     middle: float
@@ -49,11 +49,11 @@ class Quantiles:
     of: str
 
     def around(self, value: float) -> tuple[float, float]:
-        """The interval of what is predicted to be this."""
+        """Interval of a predicted value."""
         return self.low * value, self.high * value
 
     def below(self, ratio: float) -> float:
-        """The probability that measured over predicted is below a ratio: logarithms are normal, to
+        """Probability that measured over predicted is below a ratio: logarithms are normal, on
         either side of the middle with a deviation of its own."""
         if ratio <= 0:
             return 0.0
@@ -70,13 +70,12 @@ OF_CPU = Quantiles(low=0.9, middle=1.3, high=1.7, rows=3, models=1, of="ranks on
 @cache
 def _residuals() -> Mapping[str, Any]:
     text = Path(__file__).with_name("residuals.json").read_text()
-    found: Mapping[str, Any] = json.loads(text)
-    return found
+    residuals: Mapping[str, Any] = json.loads(text)
+    return residuals
 
 
 def step_quantiles(device: str, target: str, *, experts: bool) -> Quantiles:
-    """Of step times, on a device of the catalog under a target, for models with experts or
-    without."""
+    """Quantiles of step times on a device under a target, of models with experts or without."""
     if device == CPU:
         return OF_CPU
     table, gpu = _residuals()["step"], family_of(device)
@@ -94,7 +93,7 @@ def step_quantiles(device: str, target: str, *, experts: bool) -> Quantiles:
 
 
 def memory_quantiles(target: str, *, executed: bool) -> Quantiles:
-    """Of peak memory under a target, which this project's executor runs or other software."""
+    """Quantiles of peak memory under a target, run by this project's executor or other software."""
     if executed:
         deviation = math.hypot(REHEARSED, ALLOWANCE / math.sqrt(12))
         reach, middle = NormalDist(0, deviation).inv_cdf((1 + LEVEL) / 2), 1 + ALLOWANCE / 2
@@ -132,7 +131,7 @@ HOST_ERROR = 0.20  # of links to host memory and flash that were not measured (a
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeError:
-    """The fraction by which seconds of computing are off, of so many rows at a date."""
+    """Fraction by which seconds of computing are off, of so many rows at a date."""
 
     fraction: float
     rows: int

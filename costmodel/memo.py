@@ -10,8 +10,8 @@ V = TypeVar("V")
 
 
 class Memo(dict[K, V]):
-    """A dictionary of what was made for each key, on the object whose lifetime its values share.
-    Keys are frozen, and name all that a value depends on."""
+    """Values made once per key, on the object whose lifetime they share; keys name all they depend
+    on."""
 
     def of(self, key: K, make: Callable[[], V]) -> V:
         """The value of a key, made where it is asked for first. What `make` raises is not kept."""

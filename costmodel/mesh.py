@@ -1,5 +1,4 @@
-"""Where a stage runs, with which rows, and what of it lies off its devices: the values that plans
-and prices share."""
+"""Mesh, rows and host memory of a stage: the values that plans and prices share."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ ALL_GATHER, RING, ULYSSES = CONTEXT_KINDS
 class Mesh:
     """Devices of one stage: (dp, cp, tp) with tp innermost. cp splits the sequence of every
     activation, with attention of the kind `cp_kind`; None where that is open (the cheapest one), or
-    cp is 1. `ep` ranks of that mesh, neighbours, share out the experts, which are whole or
-    replicated on the other axes. Neighbours on the data axis are tp·`spread` ranks apart: 1 where
-    the mesh is contiguous, more where so many stages lie between them."""
+    cp is 1. `ep` neighbours of that mesh share out the experts, which are whole or replicated on
+    the other axes. Neighbours on the data axis are tp·`spread` ranks apart: 1 where the mesh is
+    contiguous, more where so many stages lie between them."""
 
     dp: int
     tp: int
@@ -31,7 +30,7 @@ class Mesh:
 
     @property
     def kind(self) -> ContextKind:
-        """That of attention: all ranks gather its keys and values where nothing is said."""
+        """Kind of attention; all ranks gather its keys and values where nothing is said."""
         return self.cp_kind or ALL_GATHER
 
     @property
@@ -49,8 +48,7 @@ class Mesh:
 
     @property
     def alone(self) -> Mesh:
-        """Without ranks that have other rows alone: the smallest data axis over which the experts
-        can be shared out, spread where axes that communicate within a pass lie across it."""
+        """The mesh with the smallest data axis over which the experts can be shared out."""
         spread = self.spread if self.cp * self.ep > 1 else 1
         return replace(self, dp=self.ep // math.gcd(self.ep, self.cp), spread=spread)
 
@@ -70,10 +68,9 @@ class Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostParts:
-    """What lies in host memory: the part of the optimizer `states`, that of the `weights`, but
-    while their block runs (0 with ZeRO-3), of the blocks those that send the `activations` there
-    that they save; and the part of the states that lies in `files` on the node's flash, no more
-    than `states`."""
+    """Parts in host memory: of the optimizer `states`; of the `weights`, but while their block runs
+    (0 with ZeRO-3); of the blocks those that send their saved `activations` there; and of the
+    states those in `files` on the node's flash, no more than `states`."""
 
     states: float = 0.0
     weights: float = 0.0
@@ -85,20 +82,20 @@ class HostParts:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What of it lies there."""
+        """Kinds of parts that lie there."""
         return frozenset(f.name for f in fields(self) if getattr(self, f.name))
 
     def exceeds(self, other: HostParts) -> bool:
         """Whether no less of anything is away than of another."""
         pairs = zip(astuple(self), astuple(other), strict=True)
-        return all(own >= less for own, less in pairs)
+        return all(part >= least for part, least in pairs)
 
 
 NOT_AWAY = HostParts()
 
 
 class Parts(NamedTuple):
-    """What of a `Setting` is the stage's own."""
+    """A `Setting` without its problem."""
 
     mesh: Mesh
     batch: Batch

@@ -1,5 +1,4 @@
-"""Collectives of ZeRO-3 in quantised blocks (ZeRO++): what they send, and what the codec reads and
-writes.
+"""Collectives of ZeRO-3 in quantised blocks (ZeRO++): bytes sent, and moved by the codec.
 
 Blocks of b = 256 elements travel as whole numbers of B bits beside one fp32 scale,
 
@@ -43,8 +42,8 @@ def wire_bytes(numel: float, bits: int) -> float:
 
 
 def buffer_bytes(elements: A, *, weights: bool, gradients: bool) -> A:
-    """Bytes beside those of exact collectives while a unit of so many elements travels whose
-    weights or gradients are quantised: what was sent or received, and an eighth of it in fp32."""
+    """Bytes beside those of exact collectives while a quantised unit of so many elements travels:
+    what was sent or received, and an eighth of it in fp32."""
     most = max(
         weights * wire_bytes(1.0, WEIGHT_BITS), gradients * 2 * wire_bytes(1.0, GRADIENT_BITS)
     )

@@ -29,8 +29,7 @@ RECOMPUTE = (
 
 
 def parts_of(policy: str) -> tuple[str, bool]:
-    """The policy that says which operators run again, and whether what is gathered is gathered
-    again beside them."""
+    """The policy by which operators run again, and whether gathers run again beside them."""
     if policy == REGATHER:
         return "none", True
     base, plus, _ = policy.partition("+")
@@ -38,16 +37,16 @@ def parts_of(policy: str) -> tuple[str, bool]:
 
 
 def regathering(policy: str) -> str:
-    """A policy with what is gathered gathered again."""
+    """A policy with gathers that run again."""
     return REGATHER if policy == "none" else f"{policy}+{REGATHER}"
 
 
 def in_segments(policy: str, size: int) -> str:
-    """What a search calls a policy within segments of so many blocks."""
+    """Name of a policy within segments of so many blocks."""
     return f"{policy}/{size}"
 
 
 def segment_policy(name: str) -> tuple[str, int]:
-    """The policy, and the blocks in a segment, 1 where there are none: the inverse of it."""
+    """The policy and the blocks in a segment, 1 where there are none; inverse of `in_segments`."""
     policy, _, size = name.partition("/")
     return policy, int(size or 1)

@@ -1,4 +1,4 @@
-"""How the states of a stage are shared out among the ranks that hold the same parameters."""
+"""Sharing of a stage's states among the ranks that hold the same parameters."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from meshwright.costmodel.quantized import QUANTIZED, A, buffer_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharing:
-    """How the states of a stage are shared out. The stage `zero` of ZeRO divides them among
-    `dp_shard` neighbours on the data axis and replicates across the others; None for all dp·cp.
-    Under ZeRO-3 `hpz` neighbours keep a secondary shard of the weights from the forward to the
-    backward, which gathers from it; None for none. `quantized` says what ZeRO-3 sends in blocks of
-    8 and 4 bits: "none", "weights", "gradients" or "both" (`costmodel/quantized.py`)."""
+    """Sharing of a stage's states. The stage `zero` of ZeRO divides them among `dp_shard`
+    neighbours on the data axis and replicates across the others; None for all dp·cp. Under ZeRO-3
+    `hpz` neighbours keep a secondary shard of the weights from the forward to the backward, which
+    gathers from it; None for none. `quantized`: what ZeRO-3 sends in blocks of 8 and 4 bits,
+    "none", "weights", "gradients" or "both" (`costmodel/quantized.py`)."""
 
     zero: int = 0
     dp_shard: int | None = None
@@ -32,8 +32,7 @@ class Sharing:
 
     @property
     def gathers(self) -> bool:
-        """Whether weights are divided, too, frozen ones as well, and gathered to be used
-        (ZeRO-3)."""
+        """Whether weights, frozen ones too, are divided and gathered to be used (ZeRO-3)."""
         return self.zero > 2
 
     @property
@@ -43,7 +42,7 @@ class Sharing:
 
     @property
     def of_any_stage(self) -> Sharing:
-        """What it has in common with the same in another ZeRO stage."""
+        """The sharing without its ZeRO stage."""
         return replace(self, zero=0)
 
     @property
@@ -58,13 +57,12 @@ class Sharing:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """What sets it apart from others, to be sorted by."""
-        sent = QUANTIZED.index(self.quantized)
-        return self.zero, self.dp_shard or 0, self.hpz or 0, sent
+        """Key to sort by."""
+        return self.zero, self.dp_shard or 0, self.hpz or 0, QUANTIZED.index(self.quantized)
 
     @property
     def extras(self) -> int:
-        """In how many ways it is more than a ZeRO stage among all."""
+        """Number of ways in which it is more than a ZeRO stage among all."""
         return sum(map(bool, self.order[1:]))
 
     @property
@@ -82,9 +80,8 @@ class Sharing:
 
     def buffer_bytes(self, elements: A) -> A:
         """Bytes beside those of exact collectives while a unit of so many elements travels."""
-        return buffer_bytes(
-            elements, weights=self.quantizes_weights, gradients=self.quantizes_gradients
-        )
+        weights, gradients = self.quantizes_weights, self.quantizes_gradients
+        return buffer_bytes(elements, weights=weights, gradients=gradients)
 
 
 UNSHARED = Sharing()

@@ -1,9 +1,8 @@
 """Target: how a training framework executes a plan, apart from the hardware, and what it can't run.
 
-Two frameworks run the same plan on the same devices at different speeds, because one fuses its
-pointwise kernels and the other doesn't, one hides its gradient reduction behind the backward and
-the other doesn't. All of that is stated in these terms and nowhere else, so that nothing about a
-framework hides in a formula. The frameworks by name are in `costmodel/targets.py`.
+Two frameworks run the same plan on the same devices at different speeds, as one fuses its pointwise
+kernels or hides its gradient reduction and the other doesn't. All of that is stated in these terms,
+so that nothing about a framework hides in a formula; frameworks by name: `costmodel/targets.py`.
 """
 
 from __future__ import annotations
@@ -31,10 +30,8 @@ _CHOICES = {"fusion": FUSION, "unit": UNITS, "gathered_unit": UNITS, "dispatch":
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a framework does with kernels, gradients and parameters, and what it can't run.
-
-    Nothing that is hidden is hidden on CPUs, whose cores compute and move the bytes both.
-    """
+    """A framework's kernels, gradients and parameters, and what it can't run. Nothing is hidden on
+    CPUs, whose cores compute and move the bytes both."""
 
     name: str
 
@@ -156,8 +153,7 @@ class Target:
         self._check("overlap_tensor", in_parts, f"of {', '.join(IN_PARTS)}")
         for name in ("overlap_experts", "hidden_zero3"):
             self._check(name, 0 <= getattr(self, name) <= 1, "0 to 1")
-        imbalance = self.expert_imbalance
-        known = is_number(imbalance) and 1 <= imbalance < math.inf
+        known = is_number(self.expert_imbalance) and 1 <= self.expert_imbalance < math.inf
         says = "from 1 (balanced), the busiest rank's tokens over the mean"
         self._check("expert_imbalance", known, says)
         for field in fields(self):
@@ -166,8 +162,8 @@ class Target:
 
     def _check(self, name: str, holds: bool, legal: str | Iterable[str]) -> None:
         if not holds:
-            value = getattr(self, name)
-            raise MeshwrightError.refused(f"target {self.name!r}: {name}", value, legal=legal)
+            place = f"target {self.name!r}: {name}"
+            raise MeshwrightError.refused(place, getattr(self, name), legal=legal)
 
     def hides_replicas(self, sharing: Sharing) -> bool:
         """Whether the reduction among replicas of shards joins a backward."""

@@ -34,9 +34,10 @@ EXPERT_HOST = 4.0
 
 _ZERO_BUBBLE = ("zb_h1", "zb_h2", "zb_v", "dualpipe_v")
 _TWO_COPIES = ("chimera", "dualpipe")
-# stages of unequal meshes, and a pipeline that runs ahead, are only ours and Alpa's; secondary
-# shards and quantised collectives (ZeRO++) are ours: no published step that was fitted has them
-_USUAL = ("eager_1f1b", *_TWO_COPIES, "unequal_meshes", "hpz", "quantized")
+# secondary shards and quantised collectives are ours: no published step that was fitted has them
+_ZERO_PP = ("hpz", "quantized")
+# stages of unequal meshes, and a pipeline that runs ahead, are only ours and Alpa's
+_USUAL = ("eager_1f1b", *_TWO_COPIES, "unequal_meshes", *_ZERO_PP)
 
 # What `train_step` does: buckets of fp32 gradients are reduced while the backward makes the rest
 # (executor/parameters/reducer.py), updated weights are gathered a block ahead of the first forward
@@ -124,7 +125,7 @@ FSDP = Target(
     gradient_bytes=2,
     bucket_copies=0,
     host_scale=FSDP_HOST,
-    excludes=("tp", "pp", "cp", "ep", "zero-1", "unequal_meshes", "hpz", "quantized"),
+    excludes=("tp", "pp", "cp", "ep", "zero-1", "unequal_meshes", *_ZERO_PP),
 )
 FSDP_COMPILED = replace(FSDP, name="fsdp-compiled", fusion="full", host_scale=COMPILED_HOST)
 # torchtitan: FSDP2 with fp32 reduction beside tensor, context and pipeline parallelism; DDP not
@@ -160,15 +161,7 @@ ALPA = Target(
     bucket_copies=0,
     whole_gradients=True,
     pure=True,
-    excludes=(
-        "cp",
-        "eager_1f1b",
-        "interleaved_1f1b",
-        "hpz",
-        "quantized",
-        *_ZERO_BUBBLE,
-        *_TWO_COPIES,
-    ),
+    excludes=("cp", "eager_1f1b", "interleaved_1f1b", *_ZERO_PP, *_ZERO_BUBBLE, *_TWO_COPIES),
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(

@@ -8,7 +8,7 @@ value, and read there too: blocks between the two are not to be cut apart.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Block, Graph
 
@@ -18,12 +18,12 @@ def updates_of(graph: Graph, blocks: Sequence[Block]) -> dict[str, str]:
     if not graph.updates:
         return {}
     outputs = {v for b in graph.blocks for v in b.outputs}
-    own_outputs = {v for b in blocks for v in b.outputs}
-    kept = _kept(graph, blocks)
+    stage_outputs = {v for b in blocks for v in b.outputs}
+    buffers = _buffers(graph, blocks)
     return {
         buffer: value
         for buffer, value in graph.updates.items()
-        if (value in own_outputs if value in outputs else buffer in kept)
+        if (value in stage_outputs if value in outputs else buffer in buffers)
     }
 
 
@@ -35,15 +35,18 @@ def inseparable(graph: Graph) -> list[tuple[int, int]]:
         return []
     users = {buffer: [k] for buffer, k in writer.items()}
     for k, block in enumerate(graph.blocks):
-        for buffer in _kept(graph, [block]) & writer.keys():
+        for buffer in _buffers(graph, [block]) & writer.keys():
             users[buffer].append(k)
     return [(min(ks), max(ks)) for ks in users.values() if min(ks) < max(ks)]
 
 
-def _kept(graph: Graph, blocks: Sequence[Block]) -> set[str]:
+def _buffers(graph: Graph, blocks: Sequence[Block]) -> set[str]:
     """The buffers that these blocks read, directly or to compute the new value of one that they do.
     A buffer without reader belongs to the first block of its module, or to the first of all."""
-    sources = _source_buffers(graph)
+    sources: dict[str, set[str]] = {name: {name} for name in graph.buffers}
+    for op in graph.derived:  # the buffers that derived values are computed from
+        reads = {b for v in op.operands for b in sources.get(v, ())}
+        sources |= dict.fromkeys(op.results, reads)
     read = _read(blocks, sources)
     unread = graph.updates.keys() - _read(graph.blocks, sources)
     home: dict[str, str] = {}
@@ -54,23 +57,13 @@ def _kept(graph: Graph, blocks: Sequence[Block]) -> set[str]:
         module = graph.buffers[buffer].rpartition(".")[0]
         if home.get(module, graph.blocks[0].name) in names:
             read.add(buffer)
-    kept: set[str] = set()
-    while read - kept:
-        kept |= read
-        read = {b for x in kept for b in sources.get(graph.updates.get(x, ""), ())}
-    return kept
+    buffers: set[str] = set()
+    while read - buffers:
+        buffers |= read
+        read = {b for x in buffers for b in sources.get(graph.updates.get(x, ""), ())}
+    return buffers
 
 
-def _source_buffers(graph: Graph) -> dict[str, set[str]]:
-    """Value -> the buffers that it is computed from, of buffers and derived values."""
-    sources: dict[str, set[str]] = {name: {name} for name in graph.buffers}
-    for op in graph.derived:
-        reads = {b for v in op.operands for b in sources.get(v, ())}
-        sources |= {result: reads for result in op.results}
-    return sources
-
-
-def _read(blocks: Iterable[Block], sources: dict[str, set[str]]) -> set[str]:
+def _read(blocks: Sequence[Block], sources: dict[str, set[str]]) -> set[str]:
     """The buffers that blocks read, directly or through derived values."""
-    values: Collection[str] = {v for b in blocks for v in (*b.buffers, *b.derived)}
-    return {buffer for v in values for buffer in sources.get(v, ())}
+    return {s for b in blocks for v in (*b.buffers, *b.derived) for s in sources.get(v, ())}

@@ -1,11 +1,9 @@
-"""One backward of a block in the course of time: its steps (`costmodel.sharding.moves`) run in
-reverse in mind.
+"""Moments of a block's backward: its steps (`costmodel.sharding.moves`) in reverse.
 
 An operator's backward reads the gradients of its results and makes those of its operands; then the
 former are let go, and what it kept for itself alone. A gradient of what several operators read is
-held from the first of them; that of a view is a view; a re-shard makes a new one. Parameters'
-gradients are named where they are made, as what becomes of them depends on the stage
-(`costmodel/memory/gradients.py`).
+held from the first of them; that of a view is a view; a re-shard makes a new one. What becomes of
+parameters' gradients depends on the stage (`costmodel/memory/gradients.py`).
 """
 
 from __future__ import annotations
@@ -41,8 +39,7 @@ class Moment:
     gathered: tuple[float, float] = (0.0, 0.0)
 
     def with_parts(self) -> Moment:
-        """Where what is gathered is gathered again, and held to the block's end; a weight's
-        gradient that is put off gathers its input itself."""
+        """The moment where gathers run again, and are held to the block's end."""
         before, by_it = self.gathered
         return replace(
             self,
@@ -55,8 +52,7 @@ class Moment:
 def backward_course(
     pricer: Pricer, steps: Sequence[Step], memory: BlockMemory, parameters: Sequence[str]
 ) -> tuple[Moment, ...]:
-    """The moments at which a block's backward may hold most: one for each operator with parameters,
-    and between those the highest. `parameters` are the block's."""
+    """Moments of a block's backward that may be its highest; one per operator with `parameters`."""
     numbers = {value: k for k, value in enumerate(parameters)}
     return tuple(_pruned(_Backward(pricer, steps, memory, numbers).moments()))
 
@@ -68,17 +64,16 @@ def gathering(course: tuple[Moment, ...]) -> tuple[Moment, ...]:
 
 
 def _pruned(moments: Sequence[Moment]) -> list[Moment]:
-    """Without those between parameters that others exceed, whether or not what is kept is let go
-    on the way."""
-    found: list[Moment] = []
-    for own, run in groupby(moments, key=lambda m: bool(m.parameters)):
+    """Moments but for those between parameters that others exceed, on any way of releasing."""
+    pruned: list[Moment] = []
+    for makes_gradients, run in groupby(moments, key=lambda m: bool(m.parameters)):
         between = [*run]
-        if not own:
+        if not makes_gradients:
             most = max(between, key=lambda m: m.during)
             least_kept = max(between, key=lambda m: m.during - m.released)
             between = [most] if most is least_kept else [most, least_kept]
-        found += between
-    return found
+        pruned += between
+    return pruned
 
 
 class _Backward:
@@ -91,7 +86,7 @@ class _Backward:
         self.held: set[Storage] = set()  # inputs of products
         self.gathered = memory.gathered
         self.live: dict[Where, float] = {}
-        self.released = self.whole = 0.0  # all, what was gathered
+        self.released = self.ungathered = 0.0  # all, what was gathered
         self.first: dict[Storage, str] = {}  # the last operator of a backward that needs it
         for name, storages in memory.keeps.items():
             for storage in storages:
@@ -99,18 +94,16 @@ class _Backward:
                     self.first.setdefault(storage, name)
 
     def moments(self) -> list[Moment]:
-        found = []
+        moments: list[Moment | None] = []
         for step in reversed(self.steps):
             match step:
                 case Leave(value, state):
                     self._add((value, state))
                 case Move(value, source, target) if not step.known:
-                    if moment := self._moved((value, source), (value, target)):
-                        found.append(moment)
+                    moments.append(self._moved((value, source), (value, target)))
                 case Run(op, strategy):
-                    if moment := self._run(op, strategy):
-                        found.append(moment)
-        return found
+                    moments.append(self._run(op, strategy))
+        return [moment for moment in moments if moment]
 
     def _add(self, where: Where, nbytes: float | None = None) -> None:
         value, _ = where
@@ -132,7 +125,7 @@ class _Backward:
             during=during,
             after=sum(self.live.values()),
             released=self.released,
-            gathered=(self.whole, 0.0),
+            gathered=(self.ungathered, 0.0),
         )
 
     def _run(self, op: Op, strategy: Strategy) -> Moment | None:
@@ -141,17 +134,17 @@ class _Backward:
             return None
         traits = traits_of(op)
         view = self.pricer.table.ops[op.name].view and not traits.copies
-        given = sum(self.live[r] for r in results)
+        seeds = sum(self.live[r] for r in results)
         operands = [*zip(op.operands, strategy.operands, strict=True)]
         if view and not self.pricer.table.ops[op.name].matmul:
             self._add(operands[0], 0.0)
             if operands[0] in self.live:
-                self.live[operands[0]] += given
+                self.live[operands[0]] += seeds
                 for r in results:
                     del self.live[r]
             return None
         # a further gradient of what others read, too, is made before it is added to theirs
-        further = sum(self.pricer.nbytes(*each) for each in {*operands} & self.live.keys())
+        further = sum(self.pricer.nbytes(*read) for read in {*operands} & self.live.keys())
         for operand in operands:
             self._add(operand)
         during = sum(self.live.values()) + further
@@ -159,14 +152,14 @@ class _Backward:
         during += backward_temporaries(self.pricer, op, strategy)
         if traits.loss is not None and traits.loss.kind == "cross_entropy":
             during += self.pricer.nbytes(*operands[0])  # of the log-softmax
-        before, whole = self.released, self.whole
+        before, ungathered = self.released, self.ungathered
         for r in results:
             del self.live[r]
         for storage in self.memory.keeps.get(op.name, ()):
             if self.first.get(storage) == op.name:
                 self.released += self.memory.nbytes(storage)
-                self.whole += self.memory.nbytes(storage) * (storage in self.gathered)
-        put_off, regathered = self._put_off(op, given)
+                self.ungathered += self.memory.nbytes(storage) * (storage in self.gathered)
+        put_off, regathered = self._put_off(op, seeds)
         return Moment(
             during=during,
             after=sum(self.live.values()) - (self.released - before),
@@ -174,12 +167,12 @@ class _Backward:
             parameters=self._parameters(op),
             put_off=put_off,
             regathered=regathered,
-            gathered=(whole, self.whole - whole),
+            gathered=(ungathered, self.ungathered - ungathered),
         )
 
-    def _put_off(self, op: Op, given: float) -> tuple[float, float]:
+    def _put_off(self, op: Op, seed: float) -> tuple[float, float]:
         """Bytes of a product's input and of its result's gradient, where its weight is trained; and
-        by how much they are less with the part of an input that is gathered."""
+        those spared by the part of an input that is gathered."""
         product = traits_of(op).product
         if product is None or op.operands[product.weight] not in self.numbers:
             return 0.0, 0.0
@@ -187,16 +180,16 @@ class _Backward:
         if not self.graph.values[weight].requires_grad or weight not in self.graph.read_once:
             return 0.0, 0.0
         x = self.memory.reads[op.name][product.x]
-        kept = x in self.memory.keeps.get(op.name, ()) and x not in self.held
+        keeps = x in self.memory.keeps.get(op.name, ()) and x not in self.held
         self.held.add(x)
-        nbytes = self.memory.nbytes(x) if kept else 0.0
+        nbytes = self.memory.nbytes(x) if keeps else 0.0
         less = nbytes - self.memory.nbytes(self.memory.moved[x][1]) if x in self.gathered else 0.0
-        return given + nbytes, max(0.0, less)
+        return seed + nbytes, max(0.0, less)
 
     def _parameters(self, op: Op) -> tuple[int, ...]:
-        """Trained parameters of an operator that no operator behind it reads."""
+        """Numbers of an operator's trained parameters that no operator behind it reads."""
         trained = (v for v in op.operands if self.graph.values[v].requires_grad)
-        found = dict.fromkeys(self.numbers[v] for v in trained if v in self.numbers)
-        new = tuple(k for k in found if k not in self.seen)
+        numbers = dict.fromkeys(self.numbers[v] for v in trained if v in self.numbers)
+        new = tuple(k for k in numbers if k not in self.seen)
         self.seen.update(new)
         return new

@@ -1,9 +1,8 @@
-"""What a block's backward holds beyond what its forward kept, at its highest point.
+"""Excess of a block's backward over the bytes that its forward kept, at its highest point.
 
-The moments of a backward (`backward.py`) are made into a few numbers for each recompute policy,
-relative to the kept bytes of the block, of which those of runs of blocks can be composed
-(`costmodel/stages/sums.py`). How the gradients of parameters grow meanwhile depends on what
-reduces them, so that there is a number for each way.
+The moments of a backward (`backward.py`) become a few numbers for each recompute policy, of which
+those of runs of blocks are composed (`costmodel/stages/sums.py`): one for each way in which
+gradients of parameters grow meanwhile, which depends on their reduction.
 """
 
 from __future__ import annotations
@@ -61,23 +60,23 @@ def excesses(
     gathers = plain if parts is course else releasing(parts)
     # what is gathered again alone is made again by the second half where that reads it
     late = any(moment.regathered for moment in course)
-    found = {}
+    by_policy = {}
     for policy in RECOMPUTE:
         again, (_, gathering) = freed.get(policy, 0.0), parts_of(policy)
-        own, alone = plain[not again], policy == REGATHER
+        excess, alone = plain[not again], policy == REGATHER
         if gathering and policy in freed:
-            own = gathers[alone or not again]
+            excess = gathers[alone or not again]
         later = again * (not (alone and late))
-        found[policy] = Excess(
-            later=own.later + again,
-            grown=own.grown + again,
-            first=own.first + later,
-            second=own.second + again - later,
-            inside=own.inside + again,
-            edge=own.edge + again,
-            inner=(own.later + again) * segmented,
+        by_policy[policy] = Excess(
+            later=excess.later + again,
+            grown=excess.grown + again,
+            first=excess.first + later,
+            second=excess.second + again - later,
+            inside=excess.inside + again,
+            edge=excess.edge + again,
+            inner=(excess.later + again) * segmented,
         )
-    return found
+    return by_policy
 
 
 def _excess(
@@ -88,30 +87,30 @@ def _excess(
     *,
     releases: bool,
 ) -> Excess:
-    """Beside what is made again; `releases`: what is kept is let go on the way."""
+    """Excess beside what is made again; `releases`: what is kept is let go on the way."""
     later = grown = first = second = inside = end = 0.0
-    made = taken = put_off = 0.0  # gradients as autograd makes them, in fp32; what is put off
+    unreduced = taken = put_off = 0.0  # gradients as autograd makes them, in fp32; what is put off
     for moment in course:
         held = -moment.released * releases
-        given = [weight_bytes * numels[k] for k in moment.parameters]
-        left = sum(given)
-        during = held + moment.during + left
+        gradients = [weight_bytes * numels[k] for k in moment.parameters]
+        pending = sum(gradients)
+        during = held + moment.during + pending
         later, grown = max(later, during), max(grown, during + taken)
-        inside = max(inside, during + made)
+        inside = max(inside, during + unreduced)
         first = max(first, held + moment.during + put_off)
         put_off += moment.put_off
         end = held + moment.after
-        for own in given:
-            copied = FP32 * own / weight_bytes
-            left, taken, made = left - own, taken + copied, made + own
-            later = max(later, end + left + own)
+        for gradient in gradients:
+            copied = FP32 * gradient / weight_bytes
+            pending, taken, unreduced = pending - gradient, taken + copied, unreduced + gradient
+            later = max(later, end + pending + gradient)
             in_place = weight_bytes == FP32 and copied >= alone_bytes
-            grown = max(grown, end + left + taken + (0.0 if in_place else own))
-            inside = max(inside, end + left + made)
+            grown = max(grown, end + pending + taken + (0.0 if in_place else gradient))
+            inside = max(inside, end + pending + unreduced)
             if moment.put_off:
-                second = max(second, own)
+                second = max(second, gradient)
             else:
-                first = max(first, end + put_off + own)
+                first = max(first, end + put_off + gradient)
     weights = weight_bytes * sum(numels)
     gathered = 2 * weights  # and the next one's; in a forward also those of the one before
     return Excess(
@@ -119,6 +118,6 @@ def _excess(
         grown=grown,
         first=first,
         second=second,
-        inside=gathered + max(inside, end + max(made + taken, weights)),
+        inside=gathered + max(inside, end + max(unreduced + taken, weights)),
         edge=gathered + inside,
     )

@@ -1,8 +1,8 @@
-"""The steps of a block under one assignment, and what they keep in memory on any mesh with the same
-tensor axis, for any number of rows.
+"""Steps of a block under one assignment, and their memory on any mesh with the same tensor axis,
+for any number of rows.
 
-The size of an allocation is a constant and a part in proportion to the rows. So two walks over the
-steps that differ in sizes alone say what a third would find. One row is always walked: a dim of one
+The size of an allocation is a constant and a part in proportion to the rows: two walks over the
+steps that differ in sizes alone tell those of a third. One row is always walked: a dim of one
 element lies in memory wherever one likes.
 """
 
@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
 from meshwright.costmodel.graph import Op
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.operators import Pricer
 from meshwright.costmodel.rules import traits_of
@@ -32,8 +33,8 @@ class _Line:
 
     def at(self, rows: float) -> BlockMemory:
         more = rows - self.rows
-        made = zip(self.walked.made, self.growth, strict=True)
-        return replace(self.walked, sizes={s: s.nbytes + each * more for s, each in made if each})
+        growth = zip(self.walked.made, self.growth, strict=True)
+        return replace(self.walked, sizes={s: s.nbytes + g * more for s, g in growth if g})
 
 
 @dataclass(slots=True)
@@ -44,7 +45,7 @@ class KnownSteps:
     _ops: Sequence[Op] = field(init=False)
     _loss: bool = field(init=False)
     _statistics: bool = field(init=False)
-    _walked: dict[Where, dict[float, BlockMemory]] = field(default_factory=dict)
+    _walked: Memo[Where, dict[float, BlockMemory]] = field(default_factory=Memo)
     _lines: dict[Where, _Line] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,54 +54,54 @@ class KnownSteps:
         self._statistics = any(traits_of(op).batch_statistics for op in self._ops)
 
     def memory(self, pricer: Pricer) -> BlockMemory:
-        """As `block_memory`."""
-        setting, where = pricer.setting, self._where(pricer)
-        walked = self._walked.setdefault(where, {})
-        if setting.batch.rows not in walked:
-            if setting.batch.rows != 1 and where in self._lines:
-                return self._lines[where].at(setting.batch.rows)
-            found = block_memory(pricer, self.steps)
-            if where not in self._lines and not self._squared(pricer):
-                line = _line(walked, setting.batch.rows, found)
-                if line is not None:
-                    self._lines[where] = line
-            walked[setting.batch.rows] = found
-        return walked[setting.batch.rows]
+        """Memory as of `block_memory`."""
+        rows, where = pricer.setting.batch.rows, self._where(pricer)
+        walked = self._walked.of(where, dict)
+        if rows not in walked:
+            if rows != 1 and where in self._lines:
+                return self._lines[where].at(rows)
+            memory = block_memory(pricer, self.steps)
+            known = where in self._lines or self._squared(pricer)
+            if not known and (line := _line(walked, rows, memory)):
+                self._lines[where] = line
+            walked[rows] = memory
+        return walked[rows]
 
     def _where(self, pricer: Pricer) -> Where:
-        """What the memory depends on beside the rows: a loss and statistics on whether there are
+        """Dependences of the memory beside the rows: a loss and statistics on whether there are
         several ranks on the data axis, a loss on whether there are several micro-batches; copies of
         tokens on whether several ranks share experts out."""
-        mesh, batch = pricer.step.mesh, pricer.step.batch
-        dp = min(mesh.dp, 2) if self._loss or self._statistics else 1
-        own = replace(pricer.setting.mesh, dp=dp, ep=min(mesh.ep, 2), spread=1)
-        return own, Batch(rows=0.0, microbatches=min(batch.microbatches, 2) if self._loss else 1)
+        step = pricer.step
+        dp = min(step.mesh.dp, 2) if self._loss or self._statistics else 1
+        mesh = replace(pricer.setting.mesh, dp=dp, ep=min(step.mesh.ep, 2), spread=1)
+        several = min(step.batch.microbatches, 2) if self._loss else 1
+        return mesh, Batch(rows=0.0, microbatches=several)
 
     def _squared(self, pricer: Pricer) -> bool:
         """Whether a size grows with the square of the rows."""
         dims, batch = pricer.table.dims, pricer.table.batch
-        made = [value for op in self._ops for value in op.results]
-        return any(sum(atoms.count(batch) for atoms in dims[value]) > 1 for value in made)
+        results = [value for op in self._ops for value in op.results]
+        return any(sum(atoms.count(batch) for atoms in dims[value]) > 1 for value in results)
 
 
-def _line(walked: Mapping[float, BlockMemory], rows: float, found: BlockMemory) -> _Line | None:
-    """Through a walk and an earlier one that differs in sizes alone, if there is one."""
+def _line(walked: Mapping[float, BlockMemory], rows: float, memory: BlockMemory) -> _Line | None:
+    """Line through a walk and an earlier one that differs in sizes alone, if there is one."""
     for earlier, other in walked.items():
-        if _structure(other) == _structure(found):
-            sizes = zip(other.made, found.made, strict=True)
+        if _structure(other) == _structure(memory):
+            sizes = zip(other.made, memory.made, strict=True)
             growth = [(b.nbytes - a.nbytes) / (rows - earlier) for a, b in sizes]
             return _Line(rows=earlier, walked=other, growth=growth)
     return None
 
 
 def _structure(memory: BlockMemory) -> tuple[object, ...]:
-    """All but sizes, with allocations by number."""
+    """A walk without sizes, allocations by number."""
     number = {storage: k for k, storage in reversed([*enumerate(memory.made)])}
     return (
         [number[storage] for storage in memory.made],
         {number[storage] for storage in memory.kept},
         {number[storage] for storage in memory.outside},
         {number[storage]: name for storage, name in memory.makers.items()},
-        {number[storage]: number[whole] for storage, (_, whole) in memory.moved.items()},
+        {number[storage]: number[source] for storage, (_, source) in memory.moved.items()},
         {name: [number[s] for s in read] for name, read in memory.reads.items()},
     )

@@ -1,4 +1,4 @@
-"""Activation memory of a block on one rank: its steps (`costmodel.sharding.moves`) run in mind.
+"""Activation memory of a block on one rank, from its steps (`costmodel.sharding.moves`).
 
 A move makes a new tensor, except where only the gradient's state changes, or a part is a window on
 the whole. Kept allocations are counted once each:
@@ -14,9 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from meshwright.costmodel import memory
 from meshwright.costmodel.graph import Op
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.operators import Pricer
 from meshwright.costmodel.rules import divided, row_reduction
 from meshwright.costmodel.sharding import (
@@ -48,9 +50,8 @@ class BlockMemory:
 
     `outside` are the allocations of values that enter or leave. `makers` is the operator that made
     each allocation, `reads` the allocations of each operator's operands, `keeps` those that its
-    backward needs; `moved` the re-shard that
-    made an allocation, and what from. `made` are all in the order in which they were met, `sizes`
-    what differs from their own bytes.
+    backward needs; `moved` the re-shard that made an allocation, and from which. `made` are all in
+    the order in which they were met, `sizes` those that differ from their own bytes.
     """
 
     kept: frozenset[memory.Storage]
@@ -69,34 +70,31 @@ class BlockMemory:
         return self._nbytes(self.kept)
 
     def saved_bytes_repeating(self, operators: Collection[str], *, regather: bool = False) -> float:
-        """The same if these operators run again in the backward, and what is gathered from
-        tensor-parallel ranks is gathered again."""
+        """Saved bytes if these operators run again, and gathers with `regather`."""
         return self._nbytes(self.kept_repeating(operators, regather=regather))
 
     def kept_repeating(
         self, operators: Collection[str], *, regather: bool = False
     ) -> frozenset[memory.Storage]:
-        """What is kept if these operators run again: not what they make, but what those read that
-        must; and of what is gathered again the parts."""
+        """Kept allocations if these operators run again: operands of those that must."""
         again, between = self.needed(operators, regather=regather)
         read = {storage for name in again for storage in self.reads[name]}
         read |= {self.moved[storage][1] for storage in between}
-        kept = (self.kept | read) - (self.gathered if regather else frozenset())
-        return frozenset(s for s in kept if self.makers.get(s) not in operators)
+        storages = (self.kept | read) - (self.gathered if regather else frozenset())
+        return frozenset(s for s in storages if self.makers.get(s) not in operators)
 
     @property
     def gathered(self) -> frozenset[memory.Storage]:
-        """What re-shards make whole of tensor-parallel ranks' parts."""
-        moves = ((made, move) for made, (move, _) in self.moved.items())
+        """Allocations that re-shards gather from tensor-parallel ranks' parts."""
+        moves = ((storage, move) for storage, (move, _) in self.moved.items())
         return frozenset(s for s, m in moves if m.source.sharded and not m.target.sharded)
 
     def needed(
         self, operators: Collection[str] | None = None, *, regather: bool = False
     ) -> tuple[set[str], list[memory.Storage]]:
-        """Of these operators, those that make what is kept, and all before them, with what is
-        gathered between them if that is gathered again; of all operators there are (None) with what
-        any re-shard makes, which is kept otherwise."""
-        found: set[str] = set()
+        """Those of these operators (None: all) that make what is kept, with the re-shards
+        between."""
+        names: set[str] = set()
         between: list[memory.Storage] = []
         again = self.moved.keys() if operators is None else self.gathered if regather else ()
         seen: set[memory.Storage] = set()
@@ -110,10 +108,10 @@ class BlockMemory:
             if storage in again:
                 between.append(storage)
                 waiting += (s for s in [self.moved[storage][1]] if s not in self.outside)
-            elif maker and maker not in found and (operators is None or maker in operators):
-                found.add(maker)
+            elif maker and maker not in names and (operators is None or maker in operators):
+                names.add(maker)
                 waiting += (s for s in self.reads[maker] if s not in self.outside)
-        return found, between
+        return names, between
 
     def nbytes(self, storage: memory.Storage) -> float:
         """Bytes of one of its allocations."""
@@ -124,18 +122,16 @@ class BlockMemory:
 
 
 def block_memory(
-    pricer: Pricer, steps: Sequence[Step], given: Mapping[str, memory.Held] | None = None
+    pricer: Pricer, steps: Sequence[Step], entering: Mapping[str, memory.Held] | None = None
 ) -> BlockMemory:
-    """Run the steps of one block in mind. `given` says where values from outside lie, which are
-    contiguous tensors of their own where it doesn't."""
-    return _Walk(pricer).run(steps, given or {})
+    """Memory of one block's steps; values from outside lie as in `entering`, else contiguous."""
+    return _Walk(pricer).run(steps, entering or {})
 
 
 def local(
     pricer: Pricer, value: str, placement: Placement = R, tokens: Placement | None = None
 ) -> memory.Local:
-    """A value's shape on one rank at the setting's rows and mesh, on the context axis in the state
-    in which it is made, or in another (`tokens`)."""
+    """Shape of a value on one rank, on the context axis as it is made, or as `tokens`."""
     setting, table, meta = pricer.setting, pricer.table, pricer.graph.values[value]
     if pricer.context is not None:
         tokens = tokens or pricer.context.states[value]
@@ -153,15 +149,14 @@ def local(
     return memory.Local(shape=tuple(shape), dtype=meta.dtype, grad=meta.requires_grad)
 
 
-def _part(whole: memory.Held, target: Placement, count: int) -> memory.Held:
+def _part(tensor: memory.Held, target: Placement, count: int) -> memory.Held:
     """One of `count` parts of a tensor; of a dim that has parts itself, through their stack."""
-    d, split, shape = target.dim, target.split, whole.shape
+    d, split, shape = target.dim, target.split, tensor.shape
     if split == 1:
-        return memory.compact(
-            whole.seen_as((*shape[:d], shape[d] / count, *shape[d + 1 :]), whole.strides)
-        )
+        cut = (*shape[:d], shape[d] / count, *shape[d + 1 :])
+        return memory.compact(tensor.seen_as(cut, tensor.strides))
     inner = shape[d] / (split * count)
-    parts = memory.reshaped(whole, (*shape[:d], split, count, inner, *shape[d + 1 :]))
+    parts = memory.reshaped(tensor, (*shape[:d], split, count, inner, *shape[d + 1 :]))
     stacked = memory.permuted(parts, [d + 1, *(k for k in range(len(parts.shape)) if k != d + 1)])
     joined = memory.reshaped(stacked, (count, *shape[:d], split * inner, *shape[d + 1 :]))
     return memory.compact(joined.seen_as(joined.shape[1:], joined.strides[1:]))
@@ -169,16 +164,11 @@ def _part(whole: memory.Held, target: Placement, count: int) -> memory.Held:
 
 def _joined(stacked: memory.Local, source: Placement) -> memory.Held:
     """The parts of a dim, received one after the other, as one tensor."""
-    d, split = source.dim, source.split
-    count, *shape = stacked.shape
-    inner = shape[d] / split
-    parts = memory.reshaped(
-        memory.fresh(stacked), (count, *shape[:d], split, inner, *shape[d + 1 :])
-    )
-    order = [*range(1, d + 2), 0, *range(d + 2, len(parts.shape))]
-    return memory.reshaped(
-        memory.permuted(parts, order), (*shape[:d], shape[d] * count, *shape[d + 1 :])
-    )
+    d, split, (count, *shape) = source.dim, source.split, stacked.shape
+    cut = (count, *shape[:d], split, shape[d] / split, *shape[d + 1 :])
+    parts = memory.reshaped(memory.fresh(stacked), cut)
+    parts = memory.permuted(parts, [*range(1, d + 2), 0, *range(d + 2, len(parts.shape))])
+    return memory.reshaped(parts, (*shape[:d], shape[d] * count, *shape[d + 1 :]))
 
 
 class _Walk:
@@ -188,8 +178,7 @@ class _Walk:
         self.pricer, self.graph, self.table = pricer, pricer.graph, pricer.table
         self.again = pricer.setting.target.gathers_again
         self.held: dict[tuple[str, Placement], memory.Held] = {}
-        # on the context axis
-        self.moved_tokens: dict[tuple[str, Placement, Placement], memory.Held] = {}
+        self.moved_tokens = Memo[tuple[str, Placement, Placement], memory.Held]()  # on cp
         self.kept: set[memory.Storage] = set()
         self.parts: dict[memory.Storage, memory.Storage] = {}  # of what is gathered again
         self.makers: dict[memory.Storage, str] = {}
@@ -198,23 +187,23 @@ class _Walk:
         self.made: list[memory.Storage] = []
         self.moved: dict[memory.Storage, tuple[Move, memory.Storage]] = {}
 
-    def run(self, steps: Sequence[Step], given: Mapping[str, memory.Held]) -> BlockMemory:
+    def run(self, steps: Sequence[Step], entering: Mapping[str, memory.Held]) -> BlockMemory:
         entered: set[memory.Storage] = set()
         leaving: dict[str, memory.Held] = {}
         for step in steps:
             match step:
                 case Enter(value, state, role):
                     outside = memory.fresh(local(self.pricer, value, state), origin=ORIGINS[role])
-                    self.held[value, state] = made = given.get(value, outside)
-                    entered.add(made.storage)
-                    self.made.append(made.storage)
+                    self.held[value, state] = held = entering.get(value, outside)
+                    entered.add(held.storage)
+                    self.made.append(held.storage)
                 case Move(value, source, target) if not step.known:
-                    self.held[value, target] = made = self._moved(value, source, target)
-                    self.made.append(made.storage)
-                    if (whole := self.held[value, source].storage) is not made.storage:
-                        self.moved[made.storage] = step, whole
+                    self.held[value, target] = held = self._moved(value, source, target)
+                    self.made.append(held.storage)
+                    if (part := self.held[value, source].storage) is not held.storage:
+                        self.moved[held.storage] = step, part
                     if source.sharded and not target.sharded and self.again:
-                        self.parts[made.storage] = whole
+                        self.parts[held.storage] = part
                 case Run(op, strategy):
                     self._run(op, strategy)
                 case Leave(value, state):
@@ -225,7 +214,7 @@ class _Walk:
             outside=frozenset(entered.union(x.storage for x in leaving.values())),
             makers=self.makers,
             reads={
-                name: tuple(self.parts.get(s, s) for s in read) for name, read in self.reads.items()
+                op: tuple(self.parts.get(s, s) for s in read) for op, read in self.reads.items()
             },
             made=self.made,
             moved=self.moved,
@@ -233,24 +222,23 @@ class _Walk:
         )
 
     def _written(self) -> set[memory.Storage]:
-        """What is kept, where values inside a fused kernel are not: its operands are instead."""
+        """Kept allocations; of a fused kernel its operands in place of values inside."""
         internal = self.pricer.fusion.internal
         inside = {held.storage for (v, _), held in self.held.items() if v in internal}
         if not inside:
             return self.kept
-        found: set[memory.Storage] = set()
+        written: set[memory.Storage] = set()
         waiting = [*self.kept]
         while waiting:
             storage = waiting.pop()
             if storage in inside and storage in self.makers:
                 waiting += self.reads[self.makers[storage]]
             else:
-                found.add(storage)
-        return found
+                written.add(storage)
+        return written
 
     def _moved(self, value: str, source: Placement, target: Placement) -> memory.Held:
-        """What the executor's re-shard makes: a part is a window on the whole where that is
-        contiguous; all else that changes values is new."""
+        """Result of a re-shard: a window where a part lies contiguous, else a new tensor."""
         have, tp = self.held[value, source], self.pricer.setting.mesh.tp
         if (source.kind, target.kind) in ALIASES or source == target or tp == 1:
             return have
@@ -267,8 +255,8 @@ class _Walk:
             pieces = list(mine.shape)
             pieces[target.dim] /= tp
             return _joined(replace(mine, shape=(tp, *pieces)), source)
-        whole = _joined(replace(mine, shape=(tp, *mine.shape)), source)
-        return _part(whole, target, tp) if target.sharded else whole
+        joined = _joined(replace(mine, shape=(tp, *mine.shape)), source)
+        return _part(joined, target, tp) if target.sharded else joined
 
     def _run(self, op: Op, strategy: Strategy) -> None:
         operands = tuple(self._operands(op, strategy))
@@ -278,70 +266,61 @@ class _Walk:
         call = memory.Call(
             op=self._counted_here(op, strategy),
             operands=operands,
-            results=tuple(
-                local(self.pricer, *each, own) for each, own in zip(results, tokens, strict=True)
-            ),
+            results=tuple(local(self.pricer, *r, t) for r, t in zip(results, tokens, strict=True)),
             saves=self.table.ops[op.name].saves,
             device=self.pricer.setting.cluster.device.kind,
             implementation=self._implementation(op, strategy),
             counted=self._counted(op, strategy),
             counter_dropout=self.pricer.setting.target.counter_dropout,
         )
-        found = memory.keep(call)
-        self.kept.update(found.storages)
-        self.keeps[op.name] = found.storages
+        saved = memory.keep(call)
+        self.kept.update(saved.storages)
+        self.keeps[op.name] = saved.storages
         self.reads[op.name] = read = tuple(x.storage for x in operands)
-        for storage in (*found.storages, *(x.storage for x in found.results)):
+        for storage in (*saved.storages, *(x.storage for x in saved.results)):
             self.made.append(storage)
             if storage not in read:
                 self.makers.setdefault(storage, op.name)
-        for each, own, made in zip(results, tokens, found.results, strict=True):
-            moved = context is not None and own != context.states[each[0]]
-            self.held[each] = self._tokens_moved(each, made) if moved else made
+        for result, state, held in zip(results, tokens, saved.results, strict=True):
+            moved = context is not None and state != context.states[result[0]]
+            self.held[result] = self._tokens_moved(result, held) if moved else held
 
     def _operands(self, op: Op, strategy: Strategy) -> Iterator[memory.Held]:
-        """What an operator reads, as the context axis moves it there."""
+        """Operands as the context axis moves them to an operator."""
         context = self.pricer.context
         states = (context.strategies[op.name] if context else strategy).operands
         for key in zip(op.operands, strategy.operands, states, strict=True):
             value, placement, target = key
             source = context.states[value] if context else target
-            if source == target or not source.sharded:
-                yield self.held[value, placement]
-                continue
-            if key not in self.moved_tokens:
-                held = self.held[value, placement]
-                self.moved_tokens[key] = self._tokens_moved((value, placement), held, target)
-            yield self.moved_tokens[key]
+            where, held = (value, placement), self.held[value, placement]
+            if source != target and source.sharded:
+                move = partial(self._tokens_moved, where, held, target)
+                held = self.moved_tokens.of(key, move)
+            yield held
 
     def _tokens_moved(
-        self, each: tuple[str, Placement], source: memory.Held, target: Placement | None = None
+        self, where: tuple[str, Placement], source: memory.Held, target: Placement | None = None
     ) -> memory.Held:
         """A value that the context axis moves to where it is read, or (None) made."""
-        made = memory.fresh(local(self.pricer, *each, target))
-        self.made.append(made.storage)
-        self.moved[made.storage] = Move(*each, each[1], ""), source.storage
-        return made
+        moved = memory.fresh(local(self.pricer, *where, target))
+        self.made.append(moved.storage)
+        self.moved[moved.storage] = Move(*where, where[1], ""), source.storage
+        return moved
 
     def _counted_here(self, op: Op, strategy: Strategy) -> Op:
         """The call as a rank makes it, with its own part of what arguments count (groups)."""
-        made, split = self.table.ops[op.name], strategy.split_factor
-        if split not in made.counts.values() or split not in made.sizes:
+        factors, split = self.table.ops[op.name], strategy.split_factor
+        if split not in factors.counts.values() or split not in factors.sizes:
             return op
-        part = largest_part(made.sizes[split], self.pricer.setting.mesh.tp)
-        args, kwargs = divided(op, made, op.args, op.kwargs, {split: part})
+        part = largest_part(factors.sizes[split], self.pricer.setting.mesh.tp)
+        args, kwargs = divided(op, factors, op.args, op.kwargs, {split: part})
         return replace(op, args=tuple(args), kwargs=kwargs)
 
     def _implementation(self, op: Op, strategy: Strategy) -> str:
-        """What stands in the operator's place, if the batch or the operator is split."""
-        name = strategy.implementation
-        made = self.table.ops[op.name]
-        if (
-            name
-            or self.pricer.step.mesh.dp == 1
-            or "batch_norm" not in made.implementations.values()
-        ):
-            return name
+        """Implementation in the operator's place, if the batch or the operator is split."""
+        normed = "batch_norm" in self.table.ops[op.name].implementations.values()
+        if strategy.implementation or self.pricer.step.mesh.dp == 1 or not normed:
+            return strategy.implementation
         batch = self.table.letters[op.name].get("b", ())
         return "batch_norm" if self.table.batch in batch else ""
 

@@ -1,8 +1,8 @@
-"""Seconds and bytes of a block on one rank: the sum over the operators and re-shards of its steps.
+"""Seconds and bytes of a block on one rank: the sum over the operators and re-shards of its steps,
+as in the planner's program (`planner.intra_op.program`).
 
-The planner's program (`planner.intra_op.program`) and this are two roads to the same number. The
-price per micro-batch does not depend on the data axis (`price_pass`), that of the parameters once
-per step does (`price_block`).
+The price per micro-batch does not depend on the data axis (`price_pass`), that of the parameters
+once per step does (`price_block`).
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ from meshwright.costmodel.sharding import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hiding:
-    """Gathers that a backward begins `early`, beside the gradients of weights of `runs`, which they
-    slow down."""
+    """Gathers begun `early` in a backward beside the weights' gradients of `runs`, slowed down."""
 
     early: tuple[Move, ...] = ()
     runs: tuple[Run, ...] = ()
     slowdown: float = 0.0
 
     def seconds(self, cost_of: Callable[[Run | Move], Cost]) -> float:
-        """Those of the gathers that are hidden, by what each step costs."""
+        """Seconds of gathers that are hidden, from the cost of each step."""
         window = sum(cost_of(run).weight_s for run in self.runs)
         gathers = sum(cost_of(move).forward_comm_s for move in self.early)
         slowed = self.slowdown * min(window, gathers)
@@ -57,7 +56,7 @@ NOTHING_HIDDEN = Hiding()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
-    """What a recompute policy runs again of a forward (`steps`): seconds on the device (of which
+    """Repeats of a forward's `steps` under a recompute policy: seconds on the device (of which
     communication `comm_s`), without those of gathers that products hide (`hidden_s`), and on the
     host; and the bytes that it frees."""
 
@@ -76,7 +75,7 @@ class Repeats:
         freed_bytes: float,
         hiding: Hiding = NOTHING_HIDDEN,
     ) -> Repeats:
-        """By what each step costs."""
+        """Repeats from the cost of each step."""
         forward, hidden_s = total(map(cost_of, steps)), hiding.seconds(cost_of)
         return Repeats(
             seconds=forward.forward_s - hidden_s,
@@ -92,11 +91,10 @@ class Repeats:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassPrice:
     """Cost and memory of a block per micro-batch: `saved_bytes` kept for the backward without its
-    inputs; `input_bytes` its inputs; `put_off_bytes` what is held of it where weights' gradients
-    are put off, and how much less where what is gathered is gathered again; whether it may be in a
-    segment (`segmented`); by recompute policy the `excess` of its backward, and `repeats`, none of
-    a block that can't run twice; the `course` of its backward, also where it gathers again
-    (`parts`)."""
+    inputs; `input_bytes` its inputs; `put_off_bytes` held where weights' gradients are put off, and
+    those spared where gathers run again; whether it may be in a segment (`segmented`); by recompute
+    policy the `excess` of its backward, and `repeats`, none of a block that can't run twice; the
+    `course` of its backward, also where it gathers again (`parts`)."""
 
     cost: Cost
     saved_bytes: float
@@ -148,20 +146,20 @@ def price_block(
     frozen = [value for value in block.parameters if not graph.values[value].requires_grad]
     numels = [pricer.numel(value, states[value]) for value in trained]
     shards = [pricer.parameters.shard_count(value, states[value]) for value in trained]
-    largest, whole = max(numels, default=0.0), sum(numels)
+    largest, parameters = max(numels, default=0.0), sum(numels)
     others = [pricer.numel(value, states[value]) for value in frozen]
     held = [pricer.parameters.frozen_bytes(value, states[value]) for value in frozen]
     by_parameter = pricer.setting.target.unit == "parameter"
     return BlockPrice(
         passes=passes,
         cost=total([passes.cost, *(pricer.parameter_cost(v, states[v]) for v in block.parameters)]),
-        parameters=whole,
+        parameters=parameters,
         shard_parameters=sum(numel / count for numel, count in zip(numels, shards, strict=True)),
         frozen_parameters=sum(others),
         frozen_bytes=sum(nbytes for nbytes, _ in held),
         frozen_shard_bytes=sum(nbytes for _, nbytes in held),
-        unit_parameters=largest if by_parameter else whole,
-        unit_gathered=max(largest, 0.0, *others) if by_parameter else whole + sum(others),
+        unit_parameters=largest if by_parameter else parameters,
+        unit_gathered=max(largest, 0.0, *others) if by_parameter else parameters + sum(others),
         largest_numel=largest,
     )
 
@@ -182,13 +180,8 @@ def price_pass(
     known = known or KnownSteps(moves(layouts, assignment, inputs))
     cost = total(map(pricer.step_cost, priced_steps(known.steps)))
     memory = known.memory(pricer)
-    repeats = _repeats(
-        repeated_by_policy(pricer, block) if repeated is None else repeated,
-        pricer,
-        block,
-        known.steps,
-        memory,
-    )
+    repeated = repeated_by_policy(pricer, block) if repeated is None else repeated
+    repeats = _repeats(repeated, pricer, block, known.steps, memory)
     course = backward_course(pricer, known.steps, memory, block.parameters)
     parts = gathering(course)
     segmented = bool(repeats) and pricer.graph.loss not in block.outputs
@@ -209,16 +202,12 @@ def price_pass(
 
 
 def repriced(passes: PassPrice, pricer: Pricer, steps: Sequence[Step]) -> PassPrice:
-    """The price of a block's `steps` on another data axis, on which they keep what they do in
-    `passes`, and take other seconds."""
-    return replace(
-        passes,
-        cost=total(map(pricer.step_cost, priced_steps(steps))),
-        repeats={
-            policy: Repeats.of(own.steps, pricer.step_cost, own.freed_bytes, own.hiding)
-            for policy, own in passes.repeats.items()
-        },
-    )
+    """Price of a block's `steps` on another data axis, with the bytes of `passes`."""
+    repeats = {
+        policy: Repeats.of(r.steps, pricer.step_cost, r.freed_bytes, r.hiding)
+        for policy, r in passes.repeats.items()
+    }
+    return replace(passes, cost=total(map(pricer.step_cost, priced_steps(steps))), repeats=repeats)
 
 
 def _excess(
@@ -230,9 +219,9 @@ def _excess(
     *,
     segmented: bool,
 ) -> dict[str, Excess]:
-    """By policy; where the target's step is not followed, of each kind the most at once."""
+    """Excess by policy; where the target's step is not followed, of each kind the most at once."""
     target = pricer.setting.target
-    freed = {policy: own.freed_bytes for policy, own in repeats.items()}
+    freed = {policy: repeated.freed_bytes for policy, repeated in repeats.items()}
     if target.gradients_come:
         return excesses(
             *courses,
@@ -242,19 +231,18 @@ def _excess(
             alone_bytes=target.alone_bytes,
             segmented=segmented,
         )
-    chosen, held = assignment.strategies, frozenset[str]()
-    if target.loss_in_place:
-        held = _logits(pricer, block)
+    chosen = assignment.strategies
+    held = _logits(pricer, block) if target.loss_in_place else frozenset[str]()
     most = max((_gradient_bytes(pricer, op, chosen[op.name], held) for op in block.ops), default=0)
-    found = {policy: most + freed.get(policy, 0.0) for policy in RECOMPUTE}
-    return {policy: Excess(later=own, inner=own * segmented) for policy, own in found.items()}
+    later = {policy: most + freed.get(policy, 0.0) for policy in RECOMPUTE}
+    return {policy: Excess(later=n, inner=n * segmented) for policy, n in later.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassNeeds:
-    """What of a setting the price per micro-batch of a block depends on: batches are `met` by the
-    data axis, statistics being summed over it or rows gathered, a `loss` is divided by a count over
-    it, `experts` are shared out."""
+    """Needs of a block's price per micro-batch from a setting: batches are `met` by the data axis,
+    statistics being summed over it or rows gathered, a `loss` is divided by a count over it,
+    `experts` are shared out."""
 
     met: bool
     loss: bool
@@ -268,13 +256,12 @@ class PassNeeds:
             met=any(
                 takes_batch_statistics(op) or not splits_batch(graph, table, op) for op in block.ops
             ),
-            loss=any(each.loss for each in traits),
-            experts=any(each.experts for each in traits) or any(map(table.has_experts, values)),
+            loss=any(t.loss for t in traits),
+            experts=any(t.experts for t in traits) or any(map(table.has_experts, values)),
         )
 
     def narrowed(self, setting: Setting) -> Setting:
-        """The setting that blocks like it are priced in: what they don't depend on is the same for
-        all."""
+        """The setting that blocks with the same needs are priced in."""
         mesh, several = setting.mesh, min(setting.batch.microbatches, 2)
         mesh = replace(mesh, ep=mesh.ep if self.experts else min(mesh.ep, 2))
         batch = Batch(rows=setting.batch.rows, microbatches=several if self.loss else 1)
@@ -285,56 +272,48 @@ class PassNeeds:
 
 
 def priced_steps(steps: Sequence[Step]) -> list[Run | Move]:
-    """Those of a block's steps that take time."""
+    """Steps of a block that take time."""
     return [step for step in steps if isinstance(step, (Run, Move))]
 
 
 def repeated_by_policy(pricer: Pricer, block: Block) -> Repeated:
-    """Operators of a block that each policy runs again, on the pricer's device and target; none of
-    a block that can't run twice."""
-    setting = pricer.setting
-    if not recomputable(block, pure=setting.target.pure):
+    """Operators of a block that each policy runs again; none where it can't run twice."""
+    device, target = pricer.setting.cluster.device.kind, pricer.setting.target
+    if not recomputable(block, pure=target.pure):
         return {}
-    return repeated_ops(
-        block,
-        pricer.graph,
-        pricer.table,
-        device=setting.cluster.device.kind,
-        counter_dropout=setting.target.counter_dropout,
-    )
+    return repeated_ops(block, pricer.graph, pricer.table, device, target.counter_dropout)
 
 
 def _repeats(
     repeated: Repeated, pricer: Pricer, block: Block, steps: Sequence[Step], memory: BlockMemory
 ) -> dict[str, Repeats]:
-    """What each policy runs again: its operators and gathers; by `full` what makes all that the
-    backward needs, with the re-shards between, or the whole forward."""
+    """Repeats of each policy's operators and gathers; of all that a backward needs under `full`."""
     if not repeated:
         return {}
     runs = [step for step in steps if isinstance(step, Run)]
-    cost_of, found = pricer.step_cost, dict[str, Repeats]()
+    cost_of, by_policy = pricer.step_cost, dict[str, Repeats]()
 
     def again(names: Collection[str], between: Collection[Storage]) -> list[Run | Move]:
-        own: list[Run | Move] = [run for run in runs if run.op.name in names]
-        return own + [memory.moved[storage][0] for storage in between]
+        gathers = (memory.moved[storage][0] for storage in between)
+        return [*(run for run in runs if run.op.name in names), *gathers]
 
     for policy, positions in {"none": frozenset[int](), **repeated}.items():
         names = {block.ops[k].name for k in positions}
         freed = memory.saved_bytes - memory.saved_bytes_repeating(names) if names else 0.0
-        own = Repeats.of(again(memory.needed(names)[0], ()), cost_of, max(0.0, freed))
-        found[policy] = own
+        repeats = Repeats.of(again(memory.needed(names)[0], ()), cost_of, max(0.0, freed))
+        by_policy[policy] = repeats
         if regathering(policy) not in RECOMPUTE:
             continue
         if memory.gathered:
             needed, between = memory.needed(names, regather=True)
             freed = memory.saved_bytes - memory.saved_bytes_repeating(names, regather=True)
             hiding = _hiding(pricer, runs, memory, between, names)
-            own = Repeats.of(again(needed, between), cost_of, max(0.0, freed), hiding)
-        found[regathering(policy)] = own
-    del found["none"]
-    whole = pricer.setting.target.repeats_whole
-    all_of_it = priced_steps(steps) if whole else again(*memory.needed())
-    return {**found, "full": Repeats.of(all_of_it, cost_of, memory.saved_bytes)}
+            repeats = Repeats.of(again(needed, between), cost_of, max(0.0, freed), hiding)
+        by_policy[regathering(policy)] = repeats
+    del by_policy["none"]
+    repeats_all = pricer.setting.target.repeats_whole
+    all_of_it = priced_steps(steps) if repeats_all else again(*memory.needed())
+    return {**by_policy, "full": Repeats.of(all_of_it, cost_of, memory.saved_bytes)}
 
 
 def _hiding(
@@ -344,9 +323,9 @@ def _hiding(
     between: Collection[Storage],
     repeated: Collection[str],
 ) -> Hiding:
-    """What hides gathers in a backward: those of what no operator makes again are begun with the
+    """Hiding of gathers in a backward: those whose operand no operator makes again begin with the
     block's backward (`executor/backward/repeated.py`), beside the gradients of the weights behind
-    their last reader; that is the part of it that a split backward has, too."""
+    their last reader, the part that a split backward has, too."""
     device = pricer.setting.cluster.device
     early = [s for s in between if memory.makers.get(memory.moved[s][1]) not in repeated]
     if device.kind == "cpu" or not early:
@@ -361,22 +340,21 @@ def _hiding(
 
 
 def _logits(pricer: Pricer, block: Block) -> frozenset[str]:
-    """What a cross-entropy of the block reads to be trained, and what that is a view of."""
-    found: set[str] = set()
+    """Operands of the block's cross-entropies that are trained, and the tensors that these view."""
+    logits: set[str] = set()
     for op in reversed(block.ops):
-        viewed = pricer.table.ops[op.name].view and found.intersection(op.results)
+        viewed = pricer.table.ops[op.name].view and logits.intersection(op.results)
         loss = traits_of(op).loss
         if viewed or (loss is not None and loss.kind == "cross_entropy"):
-            found.add(op.operands[0])
-    return frozenset(found)
+            logits.add(op.operands[0])
+    return frozenset(logits)
 
 
 def _gradient_bytes(pricer: Pricer, op: Op, strategy: Strategy, held: Collection[str]) -> float:
-    """Gradients that one operator's backward reads and writes, of activations, but for those of
-    values whose gradients lie in what is `held` anyway. A view's is a view."""
-    graph, made = pricer.graph, pricer.table.ops[op.name]
+    """Bytes of activations' gradients in one operator's backward, but for those `held` anyway."""
+    graph, factors = pricer.graph, pricer.table.ops[op.name]
     placed = [*zip(op.results, strategy.results, strict=True)]
-    if made.matmul or not made.view or traits_of(op).copies:
+    if factors.matmul or not factors.view or traits_of(op).copies:
         placed += zip(op.operands, strategy.operands, strict=True)
     return sum(
         pricer.nbytes(value, placement)

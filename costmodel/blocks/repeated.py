@@ -1,4 +1,4 @@
-"""Which operators of a block each recompute policy runs again: decided from the traced sizes alone,
+"""Operators of a block that each recompute policy runs again, decided from the traced sizes alone,
 so that a plan's words mean the same to whoever reads it.
 
 **selective** (Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models,
@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import TypeAlias
 
 import networkx as nx
 
 from meshwright.costmodel.blocks.memory import BlockMemory
 from meshwright.costmodel.graph import Block, Graph, Op
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.memory import Call, Held, Local, Storage, fresh, keep
 from meshwright.costmodel.operators import op_flops
 from meshwright.costmodel.recompute import PARTIAL
@@ -52,14 +54,12 @@ def repeated_ops(
     device: str = "cuda",
     counter_dropout: bool = True,
 ) -> Repeated:
-    """Positions of the operators that each partial policy runs again in the backward of a block, on
-    a kind of device, with dropout as the target draws it. Blocks of one class have the same."""
+    """Positions of the operators that each partial policy runs again in a block's backward, on a
+    kind of device, with dropout as the target draws it; the same for blocks of one class."""
     memory = _traced_memory(block, graph, table, device, counter_dropout)
     cores = selective_ops(block, graph, table, memory)
     kernels = {op.name for op in block.ops if traits_of(op).kernel == "attention"}
-    heavy = {
-        op.name for op in block.ops if table.ops[op.name].matmul or traits_of(op).leaf
-    } - kernels
+    heavy = {o.name for o in block.ops if table.ops[o.name].matmul or traits_of(o).leaf} - kernels
     widening = {op.name for op in block.ops if op.name in heavy and _widens(op, graph)}
     every = {op.name: _moved_bytes(op, memory) // RATE for op in block.ops}
     every |= dict.fromkeys(cores, 0)
@@ -82,8 +82,7 @@ def repeated_ops(
 
 
 def least_kept(memory: BlockMemory, costs: Mapping[str, int]) -> frozenset[str]:
-    """The operators to repeat, of those with a cost, for the least bytes kept and costs together;
-    no more of them than that takes."""
+    """The fewest operators with a cost whose repeats make bytes kept and costs together least."""
     flow = nx.DiGraph()  # from the sink to the source, of whose cuts the one nearest it is found
     flow.add_nodes_from(("source", "sink"))
     readers: dict[Storage, list[str]] = {}
@@ -113,20 +112,20 @@ def selective_ops(
 ) -> frozenset[str]:
     """Names of the operators of the cores that are worth repeating."""
     flops = {op.name: op_flops(table, op) for op in block.ops}
-    made = {op.name: 0.0 for op in block.ops}
-    results = dict(made)
+    bytes_made = {op.name: 0.0 for op in block.ops}
+    results = dict(bytes_made)
     # what is read is some operator's result; the rest exists for the backward alone
-    read = {storage for own in memory.reads.values() for storage in own}
+    read = {storage for reads in memory.reads.values() for storage in reads}
     read |= {held.storage for held in memory.leaving.values()}
     for storage in memory.kept:
         if maker := memory.makers.get(storage):
-            made[maker] += storage.nbytes
+            bytes_made[maker] += storage.nbytes
             results[maker] += storage.nbytes * (storage in read)
     total = sum(flops.values())
-    average = sum(made.values()) / total if total else 0.0
+    average = sum(bytes_made.values()) / total if total else 0.0
     chosen: set[str] = set()
     for core in _cores(block, graph, table):
-        freed = sum(made[name] for name in core)
+        freed = sum(bytes_made[name] for name in core)
         if len(core) == 1:  # its result is kept for what reads it elsewhere
             freed -= results[core[0]]
         if freed > average * sum(flops[name] for name in core):
@@ -146,16 +145,16 @@ def _cores(block: Block, graph: Graph, table: FactorTable) -> list[list[str]]:
     for op in reversed(block.ops):
         if not table.ops[op.name].matmul and leading & set(op.results):
             leading |= set(op.operands)
-    found = []
+    cores = []
     for first in products:
-        core, made = [first.name], set(first.results)
+        core, values = [first.name], set(first.results)
         for op in block.ops:
-            inside = not table.ops[op.name].matmul and made & set(op.operands)
+            inside = not table.ops[op.name].matmul and values & set(op.operands)
             if inside and leading & set(op.results):
                 core.append(op.name)
-                made |= set(op.results)
-        found.append(core)
-    return found
+                values |= set(op.results)
+        cores.append(core)
+    return cores
 
 
 def _activations(block: Block, graph: Graph) -> set[str]:
@@ -173,61 +172,57 @@ def _activations(block: Block, graph: Graph) -> set[str]:
 def _widens(op: Op, graph: Graph) -> bool:
     """Whether the result of a product is larger than any activation that it reads."""
     read = [graph.values[v] for v in op.operands if v not in graph.parameters]
-    return all(
-        math.prod(graph.values[op.results[0]].shape) > math.prod(meta.shape) for meta in read
-    )
+    return all(graph.values[op.results[0]].numel > meta.numel for meta in read)
 
 
 def _moved_bytes(op: Op, memory: BlockMemory) -> int:
     """Bytes of activations that an operator reads and writes; a view moves none."""
-    made = [storage for storage, maker in memory.makers.items() if maker == op.name]
-    if not made:
+    written = [storage for storage, maker in memory.makers.items() if maker == op.name]
+    if not written:
         return 0
     read = dict.fromkeys(s for s in memory.reads[op.name] if s.origin != "stored")
-    return round(math.fsum(storage.nbytes for storage in (*read, *made)))
+    return round(math.fsum(storage.nbytes for storage in (*read, *written)))
 
 
 def _traced_memory(
     block: Block, graph: Graph, table: FactorTable, device: str, counter_dropout: bool
 ) -> BlockMemory:
-    """What a block keeps on one device."""
-    held: dict[str, Held] = {}
+    """Memory of a block on one device."""
+    held = Memo[str, Held]()
 
     def local(value: str) -> Local:
         meta = graph.values[value]
         return Local(shape=meta.shape, dtype=meta.dtype, grad=meta.requires_grad)
 
-    def read(value: str) -> Held:
-        if value not in held:
-            stored = value in graph.parameters or value in graph.buffers
-            held[value] = fresh(local(value), origin="stored" if stored else "input")
-        return held[value]
+    def entered(value: str) -> Held:
+        stored = value in graph.parameters or value in graph.buffers
+        return fresh(local(value), origin="stored" if stored else "input")
 
-    kept: set[Storage] = set()
+    storages: set[Storage] = set()
     makers: dict[Storage, str] = {}
     reads: dict[str, tuple[Storage, ...]] = {}
     for op in block.ops:
         call = Call(
             op=op,
-            operands=tuple(read(value) for value in op.operands),
-            results=tuple(local(value) for value in op.results),
+            operands=tuple(held.of(value, partial(entered, value)) for value in op.operands),
+            results=tuple(map(local, op.results)),
             saves=table.ops[op.name].saves,
             device=device,
             counter_dropout=counter_dropout,
         )
-        found = keep(call)
-        kept.update(found.storages)
+        saved = keep(call)
+        storages.update(saved.storages)
         reads[op.name] = tuple(x.storage for x in call.operands)
-        for storage in (*found.storages, *(x.storage for x in found.results)):
+        for storage in (*saved.storages, *(x.storage for x in saved.results)):
             if storage not in reads[op.name]:
                 makers.setdefault(storage, op.name)
-        held |= dict(zip(op.results, found.results, strict=True))
-    outside = {x.storage for value, x in held.items() if value in block.outputs}
-    outside |= {s for s in kept if s not in makers}
+        held.update(zip(op.results, saved.results, strict=True))
+    leaving = {value: held[value] for value in block.outputs if value in held}
+    met = storages.union(*reads.values())
     return BlockMemory(
-        kept=frozenset(kept),
-        leaving={value: held[value] for value in block.outputs if value in held},
-        outside=frozenset(outside | {s for own in reads.values() for s in own if s not in makers}),
+        kept=frozenset(storages),
+        leaving=leaving,
+        outside=frozenset((met - makers.keys()) | {x.storage for x in leaving.values()}),
         makers=makers,
         reads=reads,
     )

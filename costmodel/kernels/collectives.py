@@ -74,19 +74,10 @@ class Group:
 
     def __post_init__(self) -> None:
         if not 1 <= self.per_node <= self.size:
-            raise MeshwrightError(
-                f"per_node is {self.per_node}",
-                place=f"group of size {self.size}",
-                legal=f"1 to {self.size}",
-                way_out="give one of these",
-            )
+            place, legal = f"group of size {self.size}: per_node", f"1 to {self.size}"
+            raise MeshwrightError.refused(place, self.per_node, legal=legal)
         if self.concurrent < 1:
-            raise MeshwrightError(
-                f"concurrent is {self.concurrent}",
-                place="group",
-                legal="1 or more",
-                way_out="give 1 for a group that is alone",
-            )
+            raise MeshwrightError.refused("group: concurrent", self.concurrent, legal="1 or more")
 
     @property
     def nodes(self) -> int:
@@ -95,11 +86,9 @@ class Group:
 
 
 def group_for(cluster: Cluster, *, size: int, stride: int) -> Group:
-    """The costliest of the groups {r, r + stride, ..., r + (size-1) stride} that tile the cluster.
-
-    Where nodes cut the groups unequally (6 devices per node, groups of 4), that is the one with the
-    fewest ranks on a node. Raises ValueError if not even one group fits the cluster.
-    """
+    """The costliest of the groups {r, r + stride, ..., r + (size-1) stride} that tile the cluster:
+    where nodes cut them unequally (6 devices per node, groups of 4), that with the fewest ranks on
+    a node. Raises ValueError if not even one group fits the cluster."""
     if size < 1 or stride < 1 or size * stride > cluster.num_devices:
         raise MeshwrightError(
             f" needs {shown(size * stride)} ranks",
@@ -143,10 +132,7 @@ def bytes_sent(kind: str, nbytes: float, size: int) -> float:
 
 
 def collective_time(kind: str, nbytes: float, group: Group, cluster: Cluster) -> float:
-    """Seconds of a collective of `group` over a tensor of `nbytes` in full.
-
-    One rank costs nothing; otherwise the latency is paid for zero bytes, too.
-    """
+    """Seconds of a collective of `group` over `nbytes` in full; 0 for one rank."""
     return min((route.seconds(nbytes) for route in routes(kind, group, cluster)), default=0.0)
 
 
@@ -164,7 +150,7 @@ class Leg:
     efficiency: Curve
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of this leg for a tensor of `nbytes`."""
+        """Seconds for a tensor of `nbytes`."""
         sent = nbytes * self.share
         return sent / (self.bandwidth * self.efficiency(sent))
 
@@ -179,7 +165,7 @@ class Route:
     pipe: bool = False
 
     def seconds(self, nbytes: float) -> float:
-        """Seconds of the algorithm for a tensor of `nbytes`."""
+        """Seconds for a tensor of `nbytes`."""
         busy_s = max(leg.seconds(nbytes) for leg in self.legs)
         total_s = busy_s + (self.launch_s + self.latency_s)
         return total_s + math.sqrt(busy_s * self.latency_s) if self.pipe else total_s
@@ -195,13 +181,13 @@ def routes(kind: str, group: Group, cluster: Cluster) -> tuple[Route, ...]:
         return ()
     if kind == "all_to_all":
         return (_direct(group, cluster),)
-    found = [_ring(sent, group, cluster, rounds=2 if kind == "all_reduce" else 1)]
+    algorithms = [_ring(sent, group, cluster, rounds=2 if kind == "all_reduce" else 1)]
     if kind == "all_reduce" and cluster.backend == "nccl":
         if group.nodes > 1:
-            found.append(_tree(group, cluster))
+            algorithms.append(_tree(group, cluster))
         if cluster.intra_link.switch_bandwidth is not None and group.per_node > 2:
-            found.append(_switch(group, cluster))
-    return tuple(found)
+            algorithms.append(_switch(group, cluster))
+    return tuple(algorithms)
 
 
 @cache
@@ -213,7 +199,7 @@ def _p2p_route(cluster: Cluster, crosses_node: bool, concurrent: int) -> Route:
 
 
 def _launch_s(cluster: Cluster) -> float:
-    """Of a collective or message: on a CPU, those who issue it and wait for it are woken."""
+    """Launch of a collective or message; on a CPU also the waking of who waits for it."""
     return cluster.device.launch_overhead_s * (GLOO_ISSUES if cluster.backend == "gloo" else 1.0)
 
 

@@ -1,19 +1,12 @@
-"""Seconds of one kernel on one device.
-
-    matrix product   max(2mnk·batch / (peak · efficiency(2mnk) · filling(m, n)), bytes / bandwidth)
-                     + bytes of partial sums / bandwidth
-    fused attention  max(flops / (peak · efficiency(sequence)), bytes / bandwidth)
-    everything else  bytes / bandwidth: its arithmetic hides under the memory traffic
-
-each plus the device's fixed seconds per kernel; bandwidth = memory_bandwidth · efficiency(bytes).
+"""Seconds of one kernel on one device, without its launch; formulas: docs/price.md.
 
 `filling` is tile and wave quantisation: an output of m × n is cut into tiles of the kernel, whole
 ones only (NVIDIA, "Matrix Multiplication Background User's Guide"), and the tiles run in waves of
-as many as the device has compute units, the last one partly empty. Of a device's tile sizes the one
-that gives the best time is taken; a smaller tile moves more bytes per FLOP, so that it loses by
-the square root of the ratio of their intensities mn/(m + n). An output of few tiles from long sums
-(the gradient of a low-rank adapter) is made in 2, 4, 8 ... parts along k instead, each with tiles
-of its own, where writing and adding up what they make costs less than it saves.
+as many as the device has compute units, the last one partly empty. The best of a device's tile
+sizes is taken; a smaller tile moves more bytes per FLOP, so that it loses by the square root of the
+ratio of their intensities mn/(m + n). An output of few tiles from long sums (the gradient of a
+low-rank adapter) is made in 2, 4, 8 ... parts along k, each with tiles of its own, where writing
+and adding up their results costs less than it saves.
 """
 
 from __future__ import annotations
@@ -42,8 +35,7 @@ def matmul_seconds(
     """Seconds of `batch` products (m × k)·(k × n) that move `nbytes`, without the launch.
 
     `dtype` is "fp32", "bf16", "fp16" or "fp8"; one the device has no rate for (bf16 on a V100) is
-    priced at the fp32 rate, because that is how such a device computes it. Raises ValueError for
-    another.
+    computed, and priced, at the fp32 rate. Raises ValueError for another.
     """
     flops = 2 * m * n * k * batch
     if not flops:
@@ -63,8 +55,7 @@ def matmul_seconds(
 def attention_seconds(
     device: Device, dtype: str, flops: float, seq_len: float, nbytes: float, *, tuned: bool = False
 ) -> float:
-    """Seconds of a fused attention kernel over keys of `seq_len`, one `tuned` for the device or
-    not, without the launch."""
+    """Seconds of fused attention over keys of `seq_len`, maybe `tuned`, without the launch."""
     efficiency = device.attention_efficiency
     if tuned and device.tuned_attention_efficiency is not None:
         efficiency = device.tuned_attention_efficiency

@@ -8,7 +8,7 @@ from typing import Protocol
 
 class OpProfile(Protocol):
     """Measured seconds, where there are any: (forward, backward, label) and (seconds, label); and
-    by how much a step that runs takes longer than these, or than what is modelled."""
+    factors of steps that ran over these, or over the model."""
 
     def op(self, signature_text: str) -> tuple[float, float, str] | None: ...
 
@@ -17,13 +17,11 @@ class OpProfile(Protocol):
     ) -> tuple[float, str] | None: ...
 
     def host_bandwidth(self, kind: str, ranks: int = 1) -> float | None:
-        """Bytes per second of a kind of `profiles.timings.OF_HOST`, which so many ranks of a node
-        did at once; None where none was timed."""
+        """Bytes per second of a kind of `profiles.timings.OF_HOST`, None where not timed."""
         return None
 
     def correction(self, component: str) -> float:
-        """What the seconds of a component are multiplied by, whoever says them: a name of
-        `profiles.steps.COMPONENTS`."""
+        """Factor on the seconds of a component of `profiles.steps.COMPONENTS`."""
         return 1.0
 
     def corrected_by(self) -> Sequence[str]:

@@ -32,18 +32,15 @@ def send_seconds(
     profile: OpProfile | None = None,
 ) -> float:
     """Seconds to move `nbytes` of each rank of `source` to those of `destination`, whose tensor
-    groups hold the same in all of their `tp` ranks; nothing where both are the same ranks."""
+    groups hold the same in all `tp` ranks; 0 where both are the same ranks."""
     ends = tuple(source), tuple(destination)
     if not nbytes or ends[0] == ends[1]:
         return 0.0
     node = cluster.devices_per_node
     crosses = crosses_node(*ends, node)
     parts = tp if target.scatter_sends else 1
-    found = None
-    if profile is not None:
-        found = profile.collective("p2p", nbytes / parts, 2, 1 if crosses else 2)
-    if found:
-        seconds = found[0]
+    if profile and (timing := profile.collective("p2p", nbytes / parts, 2, 1 if crosses else 2)):
+        seconds = timing[0]
     else:
         concurrent = max(packed(side, node) for side in ends)
         seconds = p2p_time(nbytes / parts, cluster, crosses_node=crosses, concurrent=concurrent)
@@ -62,7 +59,7 @@ def crosses_node(source: Sequence[int], destination: Sequence[int], devices_per_
 
 @lru_cache(maxsize=4096)
 def packed(ranks: Sequence[int], devices_per_node: int) -> int:
-    """The most of these ranks that any stretch as long as a node holds."""
+    """The most of these ranks in any stretch as long as a node."""
     ordered = np.sort(np.asarray(ranks))
     ends = np.searchsorted(ordered, ordered + devices_per_node)
     return int((ends - np.arange(len(ordered))).max())

@@ -27,8 +27,8 @@ from meshwright.costmodel.target import SCATTERED_AT_ONCE, SENT_AT_ONCE
 class Trained:
     """A trained parameter: local elements, the ranks that hold them and sum their gradient, those
     among which ZeRO divides it, the first block (by number in its stage) that reads it, or -1 where
-    ZeRO-3 gathers it with the stage, how many `readers` have a gradient of it, and whether its
-    states lie in host memory, and its weights, too (`away`)."""
+    ZeRO-3 gathers it with the stage, its `readers` with a gradient, and whether its states lie in
+    host memory, and its weights, too (`away`)."""
 
     numel: float
     holders: int
@@ -41,7 +41,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """How a stage's gradients are reduced: its `sharing`, bytes of an element as autograd makes it,
+    """Reduction of a stage's gradients: its `sharing`, bytes of an element as autograd makes it,
     bytes of a bucket and of what travels alone, whether a scatter receives beside what it sends
     (`received`: on a CPU), and whether shards are `replicated`."""
 
@@ -71,12 +71,11 @@ class _Bucket:
 
 @dataclass(slots=True)
 class GradientBytes:
-    """Follows the gradients of one stage through the backwards of a step."""
+    """Gradients of one stage through the backwards of a step."""
 
     trained: Sequence[Trained]
     reduction: Reduction
     live: float = 0.0
-    _order: list[int] = field(init=False)
     _bucket: dict[int, _Bucket] = field(init=False)
     _reduces: bool = False
     _parts: Counter[int] = field(default_factory=Counter)  # by parameter, of how many readers
@@ -89,20 +88,19 @@ class GradientBytes:
     _sent: deque[float] = field(default_factory=deque)  # bytes on their way to host memory
 
     def __post_init__(self) -> None:
-        self._order = [*reversed(range(len(self.trained)))]
         self._bucket = {k: bucket for bucket in self._buckets() for k in bucket.members}
         self._members = Counter(p.block for p in self.trained if p.shards > 1 and p.readers)
 
     def begin(self, *, last: bool) -> None:
         """Before a backward, the `last` of the step or another."""
         self._parts.clear()
-        own = self.reduction.sharing
-        self._reduces = own.scatters_whole or (not own.gathers and last)
+        sharing = self.reduction.sharing
+        self._reduces = sharing.scatters_whole or (not sharing.gathers and last)
         for bucket in self._bucket.values():
             bucket.waiting = len(bucket.members)
 
     def end(self) -> None:
-        """After a backward: what ZeRO-3 scatters, or goes to host memory, is waited for."""
+        """After a backward: ZeRO-3's scatter and copies to host memory are waited for."""
         self.live -= self._scattered + sum(self._sent)
         self._scattered = 0.0
         self._sent.clear()
@@ -112,34 +110,29 @@ class GradientBytes:
         return self.reduction.weight_bytes * self.trained[k].numel
 
     def take(self, k: int) -> float:
-        """A parameter's gradient, and its bucket's reduction where it was the last: the most bytes
-        at once; `live` is what is left then. Of several readers each gives a part."""
+        """Take a parameter's gradient, and reduce its bucket where it was the last: the most bytes
+        at once; `live` are those that stay. Each of several readers gives a part."""
         self._parts[k] += 1
-        given, readers = self.given(k), self.trained[k].readers
+        nbytes, readers = self.given(k), self.trained[k].readers
         if readers == 1:
-            return self._whole(k)
+            return self._take_all(k)
         if self._parts[k] == 1:
-            self.live += given
+            self.live += nbytes
             return self.live
-        both = self.live + given
+        both = self.live + nbytes
         if self._parts[k] < readers:
             return both
-        self.live -= given
-        return max(both, self._whole(k))
+        self.live -= nbytes
+        return max(both, self._take_all(k))
 
-    def _whole(self, k: int) -> float:
-        """The same of a gradient that all readers have given their part of."""
-        bucket, p, given = self._bucket[k], self.trained[k], self.given(k)
+    def _take_all(self, k: int) -> float:
+        """Take a gradient of which all readers have given their part."""
+        bucket, p = self._bucket[k], self.trained[k]
         if self.reduction.sharing.gathers and p.shards > 1:  # the rest of it is `fully_shard`'s
             return self._gathered(k)
-        if bucket.made:
-            highest = self.live + given
-        elif bucket.alone and self.reduction.weight_bytes == FP32:
-            self.live += bucket.nbytes
-            highest = self.live
-        else:
-            self.live += bucket.nbytes
-            highest = self.live + given
+        in_place = bucket.alone and self.reduction.weight_bytes == FP32 and not bucket.made
+        self.live += 0.0 if bucket.made else bucket.nbytes
+        highest = self.live + (0.0 if in_place else self.given(k))
         bucket.made = True
         bucket.waiting -= 1
         if bucket.host and p.holders == 1:
@@ -155,8 +148,8 @@ class GradientBytes:
         return highest
 
     def _gathered(self, k: int) -> float:
-        """Those of a block wait for the last of them; then that of the block before is let go, they
-        are copied to what is scattered, and let go for the shards."""
+        """Take a gradient of a block under ZeRO-3: all wait for the last one, then the block
+        before's are let go, and they are copied to be scattered, and let go for the shards."""
         p = self.trained[k]
         self._units[p.block].append(k)
         self.live += self.given(k)
@@ -172,19 +165,18 @@ class GradientBytes:
         return highest
 
     def _new_shard(self, k: int) -> float:
-        """Bytes of a parameter's shard, the first time that it is left."""
+        """Bytes of a parameter's shard, the first time that there is one."""
         p, bucket = self.trained[k], self._bucket[k]
         new, bucket.made = not (bucket.made or p.host), True
         return FP32 * p.numel / p.shards if new else 0.0
 
     def _beside(self, bucket: _Bucket) -> float:
         """Bytes that a reduction makes: the shard, and what is received of it."""
-        if not bucket.scattered:
-            return 0.0  # in place
-        return bucket.shard_bytes + (bucket.nbytes if self.reduction.received else 0.0)
+        beside = bucket.shard_bytes + (bucket.nbytes if self.reduction.received else 0.0)
+        return beside if bucket.scattered else 0.0  # in place
 
     def _send(self, nbytes: float) -> None:
-        """Start the way to host memory of what is on the device."""
+        """Send bytes of the device on their way to host memory."""
         self._sent.append(nbytes)
         while len(self._sent) > SENT_AT_ONCE:
             self.live -= self._sent.popleft()
@@ -199,38 +191,36 @@ class GradientBytes:
         self._shards.add(id(bucket))
 
     def finish(self) -> float:
-        """End what is under way; returns what the optimizer reads."""
+        """End all reductions; returns what the optimizer reads."""
         while self._under_way:
             self._finish(self._under_way.popleft())
         self.end()
         return self.live
 
     def _buckets(self) -> Iterator[_Bucket]:
-        """In the order of the backward, by what sums them."""
-        own = self.reduction
+        """Buckets in the order of the backward, by their collectives."""
+        reduction = self.reduction
         filling: dict[tuple[int, int, bool], list[int]] = {}
         filled = defaultdict[tuple[int, int, bool], float](float)  # elements
-        for k in self._order:
-            p = self.trained[k]
-            nbytes, whole = FP32 * p.numel, own.sharing.gathers and p.shards > 1
-            if nbytes >= own.alone_bytes or p.holders == 1 or whole:
-                yield self._made([k], alone=True)
+        for k, p in reversed([*enumerate(self.trained)]):
+            nbytes, gathered = FP32 * p.numel, reduction.sharing.gathers and p.shards > 1
+            if nbytes >= reduction.alone_bytes or p.holders == 1 or gathered:
+                yield self._new_bucket([k], alone=True)
                 continue
             key = p.holders, p.shards, p.host
             members = filling.setdefault(key, [])
-            if members and FP32 * filled[key] + nbytes > own.bucket_bytes:
-                yield self._made(members, alone=False)
+            if members and FP32 * filled[key] + nbytes > reduction.bucket_bytes:
+                yield self._new_bucket(members, alone=False)
                 members.clear()
                 filled[key] = 0
             members.append(k)
             filled[key] += p.numel
         for members in filling.values():
-            yield self._made(members, alone=False)
+            yield self._new_bucket(members, alone=False)
 
-    def _made(self, members: Sequence[int], *, alone: bool) -> _Bucket:
+    def _new_bucket(self, members: Sequence[int], *, alone: bool) -> _Bucket:
         sizes = [(FP32 * self.trained[k].numel, self.trained[k].shards) for k in members]
-        own = self.reduction.sharing
-        sharded = own.divides and not own.gathers
+        sharded = self.reduction.sharing.divides and not self.reduction.sharing.gathers
         return _Bucket(
             members=[*members],
             nbytes=sum(nbytes for nbytes, _ in sizes),

@@ -1,6 +1,6 @@
 """Bytes that one operator call keeps for its backward, as torch runs it on a kind of device.
 
-Most keep their own operands and results, which `rules/registry.py` lists. The others are here:
+Most keep their own operands and results, which `rules/registry.py` lists. Here are the others:
 
     products     of batches of matrices flatten them; where that is no view, the copy is kept
     attention    keeps the logarithm of each row's normaliser; without a fused kernel it is products
@@ -10,14 +10,14 @@ Most keep their own operands and results, which `rules/registry.py` lists. The o
     parts        a cross-entropy is a log-softmax and a look-up; an operator that the executor
                  replaces is its replacement
 
-What is allocated is given in elements × bytes; what is kept of a tensor that exists anyway is its
-allocation, counted once however often it is kept.
+A new allocation has elements × bytes; that of a tensor that exists anyway is counted once however
+often it is kept.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
@@ -47,12 +47,12 @@ class Call:
     counter_dropout: bool = True
 
 
-Saver = Callable[
-    [Call, Sequence[storage.Held]], Iterator[storage.Storage]
-]  # the allocations kept, from the results
+Results = Sequence[storage.Held]
+Storages = Iterator[storage.Storage]
+Saver = Callable[[Call, Results], Iterable[storage.Storage]]  # the allocations kept
 
 
-def listed(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def listed(call: Call, results: Results) -> Storages:
     """The operands and results that `saves` lists."""
     for i in call.saves:
         yield (call.operands[i] if i >= 0 else results[-1 - i]).storage
@@ -87,10 +87,10 @@ def keep(call: Call) -> Kept:
 
 
 def _dropout_results(call: Call) -> tuple[storage.Held, ...]:
-    """Its operand, where it drops nothing."""
-    x = call.operands[0]
+    """The operand, where nothing is dropped."""
     if call.saves:
         return storage.placed(call.op, call.operands, call.results)
+    x = call.operands[0]
     return (x.seen_as(x.shape, x.strides, call.results[0].grad),)
 
 
@@ -98,13 +98,12 @@ def _dropout_results(call: Call) -> tuple[storage.Held, ...]:
 
 
 def flattened(x: storage.Held, lead: Sequence[float]) -> storage.Held:
-    """The tensor as a batch of matrices: the dims before the last two broadcast to `lead` and
-    joined."""
-    whole = storage.expanded(x, (*lead, *x.shape[-2:]))
-    return storage.reshaped(whole, (math.prod(lead), *x.shape[-2:]))
+    """The tensor as a batch of matrices: dims before the last two broadcast to `lead`, joined."""
+    expanded = storage.expanded(x, (*lead, *x.shape[-2:]))
+    return storage.reshaped(expanded, (math.prod(lead), *x.shape[-2:]))
 
 
-def product(a: storage.Held, b: storage.Held) -> Iterator[storage.Storage]:
+def product(a: storage.Held, b: storage.Held) -> Storages:
     """Operands that `a @ b` keeps. A batch times one matrix is one product over all rows, if the
     matrix is trained or the rows lie evenly; else it is a batch of products."""
     if len(a.shape) >= 3 and len(b.shape) <= 2 and (b.grad or _even(a)):
@@ -127,26 +126,22 @@ def _even(x: storage.Held) -> bool:
     return all(outer == inner * size for outer, inner, size in pairs)
 
 
-def _linear(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _linear(call: Call, results: Results) -> Storages:
     x, weight = call.operands[:2]
     return product(x, storage.permuted(weight, [*range(len(weight.shape))][::-1]))
 
 
-def _matmul(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
-    return product(*call.operands)
-
-
-def _einsum(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _einsum(call: Call, results: Results) -> Storages:
     """Two operands become batches of matrices: labels of both, of one alone, summed ones."""
-    left, _, out = str(call.op.args[0]).replace(" ", "").partition("->")
-    terms = left.split(",")
-    if len(terms) != 2 or not out or "." in left or any(len({*t}) != len(t) for t in terms):
+    inputs, _, out = str(call.op.args[0]).replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if len(terms) != 2 or not out or "." in inputs or any(len({*t}) != len(t) for t in terms):
         yield from listed(call, results)
         return
     batch = [c for c in out if c in terms[0] and c in terms[1]]
-    own = [[c for c in out if c in term and c not in batch] for term in terms]
+    alone = [[c for c in out if c in term and c not in batch] for term in terms]
     summed = [c for c in terms[0] if c in terms[1] and c not in out]
-    orders = ([batch, own[0], summed], [batch, summed, own[1]])
+    orders = ([batch, alone[0], summed], [batch, summed, alone[1]])
     for k, (x, term, groups) in enumerate(zip(call.operands, terms, orders, strict=True)):
         size = dict(zip(term, x.shape, strict=True))
         moved = storage.permuted(x, [term.index(c) for group in groups for c in group])
@@ -160,9 +155,7 @@ def _einsum(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Sto
 
 def _kernel(call: Call) -> str:
     """The attention that runs: "fused" or "efficient" kernels, or "math", written out in operators.
-
-    Source: torch's selection (sdp_utils) with its default priorities, without cuDNN's kernel.
-    """
+    Source: torch's selection (sdp_utils) with its default priorities, without cuDNN's kernel."""
     q, k, v = call.operands[:3]
     mask = call.operands[3] if len(call.operands) > 3 else None
     drops = argument(call.op, 4, "dropout_p", 0.0)
@@ -178,7 +171,7 @@ def _kernel(call: Call) -> str:
     return "efficient" if q.shape[-3] == k.shape[-3] else "math"
 
 
-def _attention(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _attention(call: Call, results: Results) -> Storages:
     import torch
 
     q, k, v = call.operands[:3]
@@ -193,26 +186,24 @@ def _attention(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.
     if kernel == "efficient":
         rows = math.ceil(rows / CUDA_ROWS) * CUDA_ROWS
     yield new(math.prod(q.shape[:-2]) * rows, width(q))
-    if mask is not None:  # a mask of booleans is made one of numbers to be added
-        made = mask.dtype == torch.bool
-        yield new(mask.numel, q.dtype.itemsize) if made else mask.storage
+    if mask is not None:  # booleans become numbers to be added
+        flags = mask.dtype == torch.bool
+        yield new(mask.numel, q.dtype.itemsize) if flags else mask.storage
 
 
 def _heads(q: storage.Held, k: storage.Held, v: storage.Held) -> tuple[storage.Held, storage.Held]:
     """Keys and values repeated for every query head."""
     if q.shape[-3:-2] == k.shape[-3:-2]:
         return k, v
-    shapes = ((*x.shape[:-3], q.shape[-3], *x.shape[-2:]) for x in (k, v))
-    k, v = (
-        storage.fresh(storage.Local(shape=shape, dtype=x.dtype, grad=x.grad))
-        for x, shape in zip((k, v), shapes, strict=True)
-    )
-    return k, v
+
+    def repeated(x: storage.Held) -> storage.Held:
+        shape = (*x.shape[:-3], q.shape[-3], *x.shape[-2:])
+        return storage.fresh(storage.Local(shape=shape, dtype=x.dtype, grad=x.grad))
+
+    return repeated(k), repeated(v)
 
 
-def _written_out(
-    call: Call, q: storage.Held, k: storage.Held, v: storage.Held
-) -> Iterator[storage.Storage]:
+def _written_out(call: Call, q: storage.Held, k: storage.Held, v: storage.Held) -> Storages:
     """Scaled queries and keys, probabilities, values; in single precision at least."""
     import torch
 
@@ -230,9 +221,9 @@ def _written_out(
 
 def _dropped(
     call: Call, q: storage.Held, k: storage.Held, v: storage.Held, mask: storage.Held | None
-) -> Iterator[storage.Storage]:
-    """The executor's attention with dropout by counter: probabilities before and after, and the
-    mask between them, besides the operands as matrices and the masks of what may be seen."""
+) -> Storages:
+    """The executor's attention with dropout by counter: probabilities before and after it, its
+    mask, operands as matrices, and the masks of what may be seen."""
     import torch
 
     k, v = _heads(q, k, v)
@@ -252,7 +243,7 @@ def _dropped(
 
 
 def attention_results(call: Call) -> tuple[storage.Held, ...]:
-    """Kernels write what is laid out as the queries are."""
+    """Results of attention, whose kernels lay them out as the queries."""
     if _kernel(call) == "math":
         return storage.placed(call.op, call.operands, call.results)
     y = call.results[0]
@@ -268,19 +259,21 @@ def _statistics(call: Call) -> int:
     return max(SINGLE, widest) if call.device == "cuda" else widest
 
 
-def _layer_norm(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _normed(call: Call, x: storage.Held, rows: float) -> list[storage.Storage]:
+    """A norm's operand, and two statistics of each row."""
+    return [x.storage, new(rows, _statistics(call)), new(rows, _statistics(call))]
+
+
+def _rows(call: Call) -> float:
+    """Rows that a norm over the last dims has."""
     x = call.operands[0]
-    rows = math.prod(x.shape[: len(x.shape) - len(call.op.args[1])])
-    yield x.storage
-    yield new(rows, _statistics(call))
-    yield new(rows, _statistics(call))
+    return math.prod(x.shape[: len(x.shape) - len(call.op.args[1])])
 
 
-def _rms_norm(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _rms_norm(call: Call, results: Results) -> Storages:
     """On a CPU a chain of operators in single precision at least."""
     x, trained = call.operands[0], any(w.grad for w in call.operands[1:])
-    rows = math.prod(x.shape[: len(x.shape) - len(call.op.args[1])])
-    yield new(rows, width(x))
+    yield new(_rows(call), width(x))
     if call.device == "cuda":
         yield x.storage
         return
@@ -289,25 +282,20 @@ def _rms_norm(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.S
         yield new(x.numel, width(x))
 
 
-def _group_norm(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _group_norm(call: Call, results: Results) -> list[storage.Storage]:
     x = call.operands[0]
-    groups = x.shape[0] * int(call.op.args[1])
-    yield storage.compact(x).storage
-    yield new(groups, _statistics(call))
-    yield new(groups, _statistics(call))
+    return _normed(call, storage.compact(x), x.shape[0] * int(call.op.args[1]))
 
 
-def _batch_norm(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _batch_norm(call: Call, results: Results) -> list[storage.Storage]:
     x = call.operands[0]
-    yield x.storage
-    if argument(call.op, 5, "training", True):
-        yield new(x.shape[1], _statistics(call))
-        yield new(x.shape[1], _statistics(call))
+    kept = _normed(call, x, x.shape[1])
+    return kept if argument(call.op, 5, "training", True) else kept[:1]
 
 
-def _synchronised(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
-    """The executor's batch norm over ranks: centred values, their scale, and the normalised ones if
-    there is a weight to train."""
+def _synchronised(call: Call, results: Results) -> Storages:
+    """Batch norm over ranks: centred values, their scale, normalised ones if a weight is
+    trained."""
     x = call.operands[0]
     yield new(x.numel, width(x))
     yield new(x.shape[1], width(x))
@@ -315,19 +303,14 @@ def _synchronised(call: Call, results: Sequence[storage.Held]) -> Iterator[stora
         yield new(x.numel, width(x))
 
 
-def _max_pool(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
-    yield call.operands[0].storage
-    yield new(results[0].numel, INDEX)
-
-
-def _dropout(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _dropout(call: Call, results: Results) -> Storages:
     """The mask, as numbers of the values' type; a GPU's own kernel keeps bytes."""
     if call.saves:
-        own = call.device == "cuda" and not call.counter_dropout
-        yield new(results[0].numel, 1 if own else results[0].dtype.itemsize)
+        in_bytes = call.device == "cuda" and not call.counter_dropout
+        yield new(results[0].numel, 1 if in_bytes else results[0].dtype.itemsize)
 
 
-def _log_sigmoid(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _log_sigmoid(call: Call, results: Results) -> Storages:
     x = call.operands[0]
     yield x.storage
     if call.device == "cpu":
@@ -337,7 +320,7 @@ def _log_sigmoid(call: Call, results: Sequence[storage.Held]) -> Iterator[storag
 # --- losses and look-ups --------------------------------------------------------------------------
 
 
-def _cross_entropy(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _cross_entropy(call: Call, results: Results) -> Storages:
     """Log-softmax, targets, the total weight; with smoothing which rows are ignored."""
     logits, target = call.operands[:2]
     yield new(logits.numel, logits.dtype.itemsize)
@@ -352,7 +335,7 @@ def _cross_entropy(call: Call, results: Sequence[storage.Held]) -> Iterator[stor
             yield new(1, INDEX)
 
 
-def _nll(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _nll(call: Call, results: Results) -> Storages:
     logits = call.operands[0]
     yield (logits if len(logits.shape) in (1, 2, 4) else storage.compact(logits)).storage
     yield from (x.storage for x in call.operands[1:])
@@ -360,14 +343,13 @@ def _nll(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storag
     yield from _count(call, logits)
 
 
-def _count(call: Call, logits: storage.Held) -> Iterator[storage.Storage]:
-    """The number that a loss over ranks and micro-batches is divided by, in single precision at
-    least, as the loss is."""
+def _count(call: Call, logits: storage.Held) -> Storages:
+    """Divisor of a loss over ranks and micro-batches, in single precision at least, as the loss."""
     if call.counted and argument(call.op, 3, "reduction", 1) == 1:
         yield new(1, width(logits))
 
 
-def _vocabulary_parallel(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _vocabulary_parallel(call: Call, results: Results) -> Storages:
     """The executor's cross-entropy over split classes: probabilities in single precision at least;
     per row the local target, whether it is elsewhere, whether it counts."""
     logits, target = call.operands[:2]
@@ -378,18 +360,13 @@ def _vocabulary_parallel(call: Call, results: Sequence[storage.Held]) -> Iterato
     yield from _count(call, logits)
 
 
-def _parallel_embedding(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _parallel_embedding(call: Call, results: Results) -> list[storage.Storage]:
     """The executor's look-up in split rows: local ids, and which are elsewhere."""
     ids = call.operands[1]
-    yield new(ids.numel, INDEX)
-    yield new(ids.numel, 1)
+    return [new(ids.numel, INDEX), new(ids.numel, 1)]
 
 
-def _l1_loss(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
-    yield new(call.operands[0].numel, call.operands[0].dtype.itemsize)
-
-
-def _leaf(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Storage]:
+def _leaf(call: Call, results: Results) -> Storages:
     """The bytes of its `Work`, in proportion to this rank's part of the first result."""
     work = leaf_of(call.op).work
     for i in work.saves:
@@ -400,20 +377,23 @@ def _leaf(call: Call, results: Sequence[storage.Held]) -> Iterator[storage.Stora
 
 SPECIAL: Mapping[str, Saver] = MappingProxyType({
     "linear": _linear,
-    "matmul": _matmul,
+    "matmul": lambda call, results: product(*call.operands),
     "einsum": _einsum,
     "scaled_dot_product_attention": _attention,
-    "layer_norm": _layer_norm,
+    "layer_norm": lambda call, results: _normed(call, call.operands[0], _rows(call)),
     "rms_norm": _rms_norm,
     "group_norm": _group_norm,
     "batch_norm": _batch_norm,
-    **dict.fromkeys(("max_pool1d", "max_pool2d", "max_pool3d"), _max_pool),
+    **dict.fromkeys(
+        ("max_pool1d", "max_pool2d", "max_pool3d"),
+        lambda call, results: [call.operands[0].storage, new(results[0].numel, INDEX)],
+    ),
     "dropout": _dropout,
     "log_sigmoid": _log_sigmoid,
     "cross_entropy_loss": _cross_entropy,
     "nll_loss": _nll,
     "nll_loss_nd": _nll,
-    "l1_loss": _l1_loss,
+    "l1_loss": lambda call, results: [storage.Storage(call.operands[0].nbytes)],
     **dict.fromkeys(LEAVES, _leaf),
 })  # fmt: skip
 # by the name of the implementation that stands in an operator's place

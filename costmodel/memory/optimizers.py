@@ -54,13 +54,9 @@ def optimizer_named(name: str) -> Optimizer:
     try:
         return OPTIMIZERS[name]
     except (KeyError, TypeError):  # unknown, or no name at all
-        raise MeshwrightError.refused(
-            "optimizer",
-            name,
-            legal=sorted(OPTIMIZERS),
-            way_out="name the one with as many moments as yours (the model is trained with any "
-            "torch optimizer)",
-        ) from None
+        way_out = "name the one with as many moments as yours, which may be any torch optimizer"
+        legal = sorted(OPTIMIZERS)
+        raise MeshwrightError.refused("optimizer", name, legal=legal, way_out=way_out) from None
 
 
 def fused(name: str) -> str:
@@ -79,15 +75,13 @@ def optimizer_step_bytes(numel: float, *, optimizer: str) -> float:
 
 
 def optimizer_issues(optimizer: str, *, device: str) -> float:
-    """How often a step takes the seconds to issue an operator, for one parameter: on a GPU a few
-    kernels step all of them."""
+    """Operators that a step issues for one parameter; on a GPU a few kernels step all of them."""
     return optimizer_named(optimizer).operators * DTENSOR_ISSUES if device == "cpu" else 0.0
 
 
 def optimizer_temporary_bytes(numels: Sequence[float], *, optimizer: str, device: str) -> float:
-    """Bytes that an optimizer makes beside its states in a step where parameters have these many
-    elements."""
-    own = optimizer_named(optimizer)
+    """Bytes that an optimizer makes beside its states in a step of parameters of such sizes."""
+    record = optimizer_named(optimizer)
     if device == "cuda":
-        return own.temporary * sum(numels)
-    return own.tensors * FP32 * max(numels, default=0.0)
+        return record.temporary * sum(numels)
+    return record.tensors * FP32 * max(numels, default=0.0)

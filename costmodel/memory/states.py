@@ -1,17 +1,9 @@
-"""Bytes a device holds: model states by precision and ZeRO stage, and communication buffers.
+"""Model states by precision and ZeRO stage (table: docs/price.md), and communication buffers.
 
-Model states with AdamW (field's notation, per parameter): fp32 training holds 4 weight + 4 gradient
-+ 8 moments = 16 bytes. bf16/fp16 holds 2 weight + the gradient as accumulated (4, or 2 where the
-target keeps it in 16 bits) + 4 master + 8 moments = 18. Among n ranks that hold the same
-parameters, or n of them where the shards are replicated (`Setting.dp_shard`),
-
-    ZeRO-1   divides master, moments and the gradient shard handed to the optimizer
-    ZeRO-2   the accumulated gradient, too
-    ZeRO-3   the weights, too: only the fp32 shard stays, a block's weights are gathered to be used
-
-Frozen parameters have no master, gradient and moments. ZeRO-3 divides them like the others, of the
-dtype that the user's model has them in; else they are whole, as they are computed with, beside what
-the model has where that is another dtype.
+ZeRO-1 divides also the gradient shard handed to the optimizer; of ZeRO-3 only the fp32 shard stays.
+Frozen parameters have no master, gradient and moments. ZeRO-3 divides them like the others, in the
+dtype of the user's model; else they are whole, as they are computed with, beside those of the model
+where these have another dtype.
 
 Of the `host` part, master and moments lie in host memory; with ZeRO-3 all does, below it gradients
 where they go there as a backward makes them (`sent`).
@@ -36,8 +28,8 @@ A = TypeVar("A", float, NDArray[np.float64])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStates(Generic[A]):
-    """Bytes of the weights that are computed with, of gradients, and of what the optimizer keeps:
-    moments, and weights and gradients of its own."""
+    """Bytes of weights that are computed with, of gradients, and of all that the optimizer
+    keeps."""
 
     weights: A
     gradients: A
@@ -45,7 +37,7 @@ class ModelStates(Generic[A]):
 
     @property
     def nbytes(self) -> A:
-        """All of them together."""
+        """Bytes in all."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -107,19 +99,18 @@ def fixed_bytes(
     host: bool = False,
 ) -> tuple[float, float]:
     """Bytes of weights and of optimizer states of a trained parameter between the steps of
-    `train_step`: fp32 ones that the optimizer reads, ZeRO's shard of them, which are ZeRO-3's
-    weights; else whole ones in the precision that is computed in. With `host`, what the optimizer
-    reads is not on the device."""
+    `train_step`: weights in the precision that is computed in; the optimizer's in fp32, ZeRO's
+    shard of them, which are ZeRO-3's weights; not on the device with `host`."""
     moments, mixed = optimizer_bytes(optimizer), precision != "fp32"
     divided = sharing.divides and shards > 1
-    whole = numel * (2 if mixed else 4)
+    weights = numel * (2 if mixed else 4)
     if divided and sharing.gathers:
         return (0.0, 0.0) if host else (4 * numel / shards, moments * numel / shards)
     if host:
-        return whole, 0.0
+        return weights, 0.0
     if divided:
-        return whole, numel * (4 + moments) / shards
-    return whole, numel * ((4 if mixed else 0) + moments)
+        return weights, numel * (4 + moments) / shards
+    return weights, numel * ((4 if mixed else 0) + moments)
 
 
 def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) -> float:
@@ -131,8 +122,8 @@ def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) ->
 
 
 def undo_bytes(numel: A, optimizer: str) -> A:
-    """Bytes of the copies of weights and moments from which a step is undone that turns out to be
-    wrong, in fp32, where this rank's optimizer writes so many elements."""
+    """Bytes of the fp32 copies of weights and moments that undo a wrong step of so many
+    elements."""
     return numel * (4 + optimizer_bytes(optimizer))
 
 
@@ -147,18 +138,14 @@ def working_bytes(
     target: Target,
 ) -> A:
     """Bytes of communication buffers for `numel` local trained parameters, at most `largest` in a
-    block, and at most `gathered` with frozen ones.
-
-    Some gradient buckets are under way at once, with no more in them than there is; ZeRO-3 holds
-    the weights of the block in use and of the next one, and ZeRO-2 and 3 the gradients of a block
-    before they are scattered.
-    """
+    block, `gathered` with frozen ones: gradient buckets, no fuller than there are gradients; under
+    ZeRO-3 weights of the block in use and of the next one; under ZeRO-2 and 3 the gradients of a
+    block before they are scattered."""
     if dp == 1:
         return 0.0 * largest
     if not sharing.divides_gradients:
-        buckets: A = np.minimum(
-            target.bucket_copies * target.bucket_bytes, numel * target.gradient_bytes
-        )
+        room = target.bucket_copies * target.bucket_bytes
+        buckets: A = np.minimum(room, numel * target.gradient_bytes)
         return buckets
     scattered = 0 if target.whole_gradients else target.gradient_bytes
     return largest * scattered + gathered * (2 * weight_bytes if sharing.gathers else 0)

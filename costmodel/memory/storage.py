@@ -14,8 +14,8 @@ Sizes are floats where a rank's share of the batch is no whole number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -67,23 +67,12 @@ class Held(Local):
 
     @property
     def contiguous(self) -> bool:
-        step = 1.0
-        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
-            if size != 1:
-                if stride != step:
-                    return False
-                step *= size
-        return True
+        return _dense(zip(reversed(self.strides), reversed(self.shape), strict=True))
 
     def seen_as(self, shape: Sizes, strides: Sizes, grad: bool | None = None) -> Held:
         """Another window on the same allocation."""
-        return Held(
-            shape=shape,
-            dtype=self.dtype,
-            grad=self.grad if grad is None else grad,
-            storage=self.storage,
-            strides=strides,
-        )
+        grad = self.grad if grad is None else grad
+        return replace(self, shape=shape, strides=strides, grad=grad)
 
 
 def fresh(like: Local, strides: Sizes | None = None, origin: Origin = "made") -> Held:
@@ -113,23 +102,20 @@ def ordered(shape: Sizes, order: Sequence[int]) -> Sizes:
     return tuple(strides)
 
 
-def gapless(shape: Sizes, strides: Sizes) -> bool:
-    """Whether the elements fill memory, in some order of the dims."""
+def _dense(dims: Iterable[tuple[float, float]]) -> bool:
+    """Whether dims, (stride, size) from the innermost on, fill memory."""
     step = 1.0
-    for stride, size in sorted(zip(strides, shape, strict=True)):
-        if size != 1:
-            if stride != step:
-                return False
-            step *= size
+    for stride, size in dims:
+        if size != 1 and stride != step:
+            return False
+        step *= size
     return True
 
 
 def view_strides(shape: Sizes, strides: Sizes, wanted: Sizes) -> Sizes | None:
-    """Strides under which the same memory has another shape; None where there are none.
-
-    Dims are taken in runs that lie evenly in memory; each run must hold a run of the wanted dims.
-    """
-    found = [1.0] * len(wanted)
+    """Strides under which the same memory has another shape; None where there are none. Each run of
+    dims that lies evenly in memory must hold a run of the wanted dims."""
+    view = [1.0] * len(wanted)
     at = len(wanted) - 1
     run, base = 1.0, strides[-1] if strides else 1.0
     for d in reversed(range(len(shape))):
@@ -138,27 +124,25 @@ def view_strides(shape: Sizes, strides: Sizes, wanted: Sizes) -> Sizes | None:
             continue
         covered = 1.0
         while at >= 0 and (covered < run or wanted[at] == 1):
-            found[at] = covered * base
+            view[at] = covered * base
             covered *= wanted[at]
             at -= 1
         if covered != run:
             return None
         if d:
             run, base = 1.0, strides[d - 1]
-    return tuple(found)
+    return tuple(view)
 
 
 def elementwise_strides(shape: Sizes, operands: Sequence[Held]) -> Sizes:
-    """Strides of the dense result of an element-wise operator, dims ordered as its operands'.
-
-    An operand orders two dims by its strides, unless one of them is broadcast; the first operand
-    that orders them decides.
-    """
+    """Strides of the dense result of an element-wise operator, dims ordered as its operands': the
+    first operand that broadcasts neither of two dims orders them by its strides."""
     if all(x.shape == shape for x in operands):
         if all(x.contiguous for x in operands):
             return row_major(shape)
         first = operands[0].strides
-        if all(x.strides == first for x in operands) and gapless(shape, first):
+        same = all(x.strides == first for x in operands)
+        if same and _dense(sorted(zip(first, shape, strict=True))):
             return first
     aligned = [_broadcast(x, shape) for x in operands]
 

@@ -1,9 +1,9 @@
-"""What an operator communicates inside: batch statistics, gathered batches, copies of
-tokens between experts. What the context axis takes is in `context.py`.
+"""Communication inside an operator: batch statistics, gathered batches, copies of tokens between
+experts; on the context axis: `context.py`.
 
-An operator that can't split the batch gets the whole micro-batch on every data-parallel rank,
-gathered, and runs on all of it; of its results each rank keeps its rows, whose gradients are
-gathered again in the backward.
+An operator that can't split the batch runs on the whole micro-batch, gathered on every
+data-parallel rank; of its results each rank keeps its rows, whose gradients are gathered again in
+the backward.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ PASSES = 4  # over a tensor, of operators that make batch statistics of it, beyo
 
 
 def batch_statistics(sizes: LocalSizes, op: Op, setting: Setting) -> list[cost.Entry]:
-    """Statistics of a batch split over the data axis: sums and squares are added up in both
-    directions, by operators that pass over the tensor some four times more than one kernel."""
+    """Statistics of a batch split over the data axis: sums and squares are added up in both passes,
+    by operators that pass over the tensor some four times more than one kernel."""
     channels = sizes.graph.values[op.operands[-1]].numel
     group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
     nbytes = PASSES * sizes.nbytes(op.operands[0])
-    streamed, found = stream_seconds(setting.cluster.device, nbytes), list[cost.Entry]()
+    streamed, entries = stream_seconds(setting.cluster.device, nbytes), list[cost.Entry]()
     for column in cost.PASS_COLUMNS:
         seconds = streamed * setting.correction(cost.COMPUTING[column])
-        found.append(setting.collective(column, "all_reduce", 4.0 * channels, group, calls=2))
-        found.append(cost.Entry(column=column, kind="stream", seconds=seconds, moved_bytes=nbytes))
-    return found
+        entries.append(setting.collective(column, "all_reduce", 4.0 * channels, group, calls=2))
+        entries.append(cost.Entry(column, "stream", seconds, moved_bytes=nbytes))
+    return entries
 
 
 def splits_batch(graph: Graph, table: FactorTable, op: Op) -> bool:
@@ -46,23 +46,19 @@ def splits_batch(graph: Graph, table: FactorTable, op: Op) -> bool:
 def gathered_batch(
     sizes: LocalSizes, op: Op, once: Sequence[cost.Entry], setting: Setting
 ) -> list[cost.Entry]:
-    """What an operator takes on all rows beyond `once`, on this rank's rows."""
-    taken, given = (
-        sum(sizes.nbytes(v) for v in values if sizes.table.has_batch(v))
-        for values in (op.operands, op.results)
-    )
+    """Seconds of an operator on all rows beyond `once`, on this rank's rows."""
     group = setting.group(size=setting.mesh.dp, stride=setting.mesh.tp)
-    found = computed_again(once, setting.mesh.dp - 1)
-    columns = {cost.FORWARD_S: taken, cost.BACKWARD_S: given if runs_backward(once) else 0.0}
-    for column, nbytes in columns.items():
-        if nbytes:
-            whole = setting.mesh.dp * nbytes
-            found.append(setting.collective(column, "all_gather", whole, group))
-    return found
+    entries = computed_again(once, setting.mesh.dp - 1)
+    for column, values in zip(cost.PASS_COLUMNS, (op.operands, op.results), strict=True):
+        nbytes = sum(sizes.nbytes(v) for v in values if sizes.table.has_batch(v))
+        if nbytes and (column == cost.FORWARD_S or runs_backward(once)):
+            full = setting.mesh.dp * nbytes
+            entries.append(setting.collective(column, "all_gather", full, group))
+    return entries
 
 
 def computed_again(once: Sequence[cost.Entry], times: float) -> list[cost.Entry]:
-    """What a device computes of an operator, so many times, by kernels of that size."""
+    """Computing entries of an operator, run so many times by kernels of that size."""
     return [
         entry.times(times)._replace(weight_s=0.0, host_s=0.0)
         for entry in once
@@ -71,13 +67,12 @@ def computed_again(once: Sequence[cost.Entry], times: float) -> list[cost.Entry]
 
 
 def runs_backward(entries: Sequence[cost.Entry]) -> bool:
-    """Whether something takes seconds in the backward."""
+    """Whether the backward takes time."""
     return any(entry.seconds for entry in entries if entry.column == cost.BACKWARD_S)
 
 
 def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[cost.Entry]:
-    """Bringing each token's copies to their experts, or back, in both passes; nothing for other
-    operators."""
+    """All-to-all of tokens' copies to their experts, or back; none for other operators."""
     setting, role = sizes.setting, traits_of(op).experts
     if setting.mesh.ep == 1 or role not in ("dispatch", "combine"):
         return []
@@ -99,9 +94,9 @@ def expert_exchange(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[cost.
     )
     return [
         cost.Entry(
-            column=column,
-            kind="collective",
-            seconds=seconds,
+            column,
+            "collective",
+            seconds,
             axis="experts",
             collective="all_to_all",
             calls=1,

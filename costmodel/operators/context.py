@@ -1,4 +1,4 @@
-"""What context parallelism takes, by the kind of attention over n ranks.
+"""Seconds and bytes of context parallelism, by the kind of attention over n ranks.
 
 Let c be the seconds of a collective, e of one send to the next rank, of the keys and values of a
 rank, f and b those of the rank's part of the scores, forward and backward.
@@ -40,8 +40,7 @@ WIDE = 4  # bytes of single precision
 
 
 def attention_kind(sizes: LocalSizes, op: Op) -> ContextKind | None:
-    """The kind in which an operator of attention runs; None for other operators, and where its
-    keys are not split."""
+    """Kind of an operator's attention; None for other operators, and where keys are not split."""
     if sizes.context is None:
         return None
     strategy = sizes.context.strategies[op.name]
@@ -52,8 +51,8 @@ def attention_kind(sizes: LocalSizes, op: Op) -> ContextKind | None:
 
 
 def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
-    """Of attention: the number of kernels, their keys over those of the sequence, and the seconds
-    of the slowest rank's scores over the mean."""
+    """Number of attention kernels, part of the keys in each, slowest rank's scores over the
+    mean."""
     kind, n = attention_kind(sizes, op), sizes.setting.mesh.cp
     if sizes.context is None or kind is None or kind == ULYSSES:
         return 1, 1.0, 1.0
@@ -63,23 +62,26 @@ def pieces(sizes: LocalSizes, op: Op) -> tuple[int, float, float]:
 
 
 def merges(sizes: LocalSizes, op: Op, strategy: sharding.Strategy) -> list[Entry]:
-    """Putting the output together from its pieces."""
+    """Merging of the output from its pieces."""
     count, _, _ = pieces(sizes, op)
-    each = MERGED * WIDE * sizes.numel(op.results[0], strategy.results[0])
-    seconds = stream_seconds(sizes.setting.cluster.device, each)
-    merge = Entry(column=FORWARD_S, kind="merge", seconds=seconds, moved_bytes=each)
+    nbytes = MERGED * WIDE * sizes.numel(op.results[0], strategy.results[0])
+    seconds = stream_seconds(sizes.setting.cluster.device, nbytes)
+    merge = Entry(FORWARD_S, "merge", seconds, moved_bytes=nbytes)
     return [merge.times(count - 1)] if count > 1 else []
 
 
 def context_exchange(
     sizes: LocalSizes, op: Op, strategy: sharding.Strategy, forward_s: float, backward_s: float
 ) -> list[Entry]:
-    """What is said over the context axis inside attention, or a shift of tokens, in both passes,
-    beside so many seconds of computing."""
+    """Communication over the context axis inside attention, or a shift of tokens."""
     setting, n = sizes.setting, sizes.setting.mesh.cp
     if shifts_tokens(sizes, op):
-        passed = n * _token_bytes(sizes, op.operands[0], strategy.operands[0])
-        return [_said(setting, each, "all_gather", passed) for each in PASS_COLUMNS]
+        assert sizes.context is not None and sizes.table.sequence is not None
+        tokens = sizes.table.sizes[sizes.table.sequence] / n
+        nbytes = sizes.nbytes(op.operands[0], strategy.operands[0])
+        # a rank passes on one token of each chunk of each row
+        passed = n * ((1 + sizes.context.zigzag) * nbytes / tokens)
+        return [_said(setting, column, "all_gather", passed) for column in PASS_COLUMNS]
     kind = attention_kind(sizes, op)
     if kind is None:
         return []
@@ -100,15 +102,13 @@ def context_exchange(
 
 
 def backward_temporaries(sizes: LocalSizes, op: Op, strategy: sharding.Strategy) -> float:
-    """Bytes that the backward of attention by blocks holds beside the gradients that it is given
-    and makes: keys and values of other ranks with their gradients, and of a block of them the
-    gradients, and what query heads share repeated for each."""
+    """Bytes that the backward of attention by blocks holds beside the gradients that it reads and
+    makes: keys and values of other ranks with their gradients, gradients of one block of them, and
+    what query heads share repeated for each."""
     kind, n = attention_kind(sizes, op), sizes.setting.mesh.cp
     if kind is None or kind == ULYSSES:
         return 0.0
-    q, *shared = (
-        sizes.nbytes(*each) for each in zip(op.operands[:3], strategy.operands, strict=False)
-    )
+    q, *shared = map(sizes.nbytes, op.operands[:3], strategy.operands)
     heads, grouped = sharding.head_counts(sizes.graph, op)
     wide = WIDE * sizes.numel(op.operands[0], strategy.operands[0]) - q  # a sum over blocks
     of_others = (2 * n if kind == ALL_GATHER else 4) - 1 + 1 / 2
@@ -125,15 +125,15 @@ def _sent_on(column: str, calls: int, nbytes: float, beside_s: float, setting: S
     """Sends to the next rank of the axis, of which all but the last hide behind the scores."""
     n, group = setting.mesh.cp, setting.group(size=setting.mesh.cp, stride=setting.mesh.tp)
     crosses = group.per_node < group.size
-    each = p2p_time(nbytes, setting.cluster, crosses_node=crosses, concurrent=group.concurrent)
+    send_s = p2p_time(nbytes, setting.cluster, crosses_node=crosses, concurrent=group.concurrent)
     hiding = (n - 1) / n if setting.cluster.device.kind != "cpu" else 0.0
-    whole = calls * each
-    exposed = max(0.0, whole - hiding * beside_s)
+    sends_s = calls * send_s
+    exposed = max(0.0, sends_s - hiding * beside_s)
     return Entry(
-        column=column,
-        kind="collective",
-        seconds=exposed,
-        hidden_s=whole - exposed,
+        column,
+        "collective",
+        exposed,
+        hidden_s=sends_s - exposed,
         axis="context",
         collective="send",
         calls=calls,
@@ -143,24 +143,22 @@ def _sent_on(column: str, calls: int, nbytes: float, beside_s: float, setting: S
 
 
 def gathered_tokens(sizes: LocalSizes, op: Op, once: Sequence[Entry]) -> list[Entry]:
-    """What an operator takes on whole sequences beyond `once`, which has this rank's bytes of what
-    is split."""
+    """Seconds of an operator on whole sequences beyond `once`."""
     n = sizes.setting.mesh.cp
-    given = sum(sizes.nbytes(v) for v in op.results if sizes.splits_context(v))
-    more = 0 if sizes.table.ops[op.name].matmul else n - 1  # of products all is in it
-    found = computed_again(once, more) if more else []
-    if given and runs_backward(once):
-        found.append(_said(sizes.setting, BACKWARD_S, "all_gather", n * given))
-    return found
+    nbytes = sum(sizes.nbytes(v) for v in op.results if sizes.splits_context(v))
+    more = 0 if sizes.table.ops[op.name].matmul else n - 1  # `once` has all of a product
+    entries = computed_again(once, more) if more else []
+    if nbytes and runs_backward(once):
+        entries.append(_said(sizes.setting, BACKWARD_S, "all_gather", n * nbytes))
+    return entries
 
 
 def moved_tokens(sizes: LocalSizes, op: Op) -> list[Entry]:
-    """How what an operator takes is moved on the context axis, in the forward, and its gradients in
-    the backward; attention by heads, which counts that itself, aside."""
+    """Moves of operands and their gradients on the context axis; attention by heads has its own."""
     context, setting = sizes.context, sizes.setting
     if context is None or attention_kind(sizes, op) == ULYSSES:
         return []
-    found: list[Entry] = []
+    entries: list[Entry] = []
     for value, target in zip(op.operands, context.strategies[op.name].operands, strict=True):
         source, meta = context.states[value], sizes.graph.values[value]
         if value in sizes.graph.parameters or source == target:
@@ -168,18 +166,11 @@ def moved_tokens(sizes: LocalSizes, op: Op) -> list[Entry]:
         nbytes = sizes.nbytes(value) * (setting.mesh.cp if source.sharded else 1)
         kinds = sharding.transition(source, target) or ("", "")
         ways = zip(PASS_COLUMNS, kinds[: 1 + meta.requires_grad], strict=False)
-        found += [_said(setting, column, kind, nbytes) for column, kind in ways if kind]
-    return found
+        entries += [_said(setting, column, kind, nbytes) for column, kind in ways if kind]
+    return entries
 
 
 def shifts_tokens(sizes: LocalSizes, op: Op) -> bool:
-    """Whether an operator shifts tokens by one, so that each rank needs one of a neighbour."""
+    """Whether an operator shifts tokens by one, so that each rank needs a neighbour's."""
     context = sizes.context
     return context is not None and context.strategies[op.name].implementation == sharding.BY_HALO
-
-
-def _token_bytes(sizes: LocalSizes, value: str, placement: sharding.Placement) -> float:
-    """Bytes of the tokens that a rank passes on: one of each chunk of each row."""
-    assert sizes.context is not None and sizes.table.sequence is not None
-    kept = sizes.table.sizes[sizes.table.sequence] / sizes.setting.mesh.cp
-    return (1 + sizes.context.zigzag) * sizes.nbytes(value, placement) / kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -42,8 +43,7 @@ class Entry(NamedTuple):
 
     @property
     def component(self) -> str | None:
-        """Which correction by steps that ran its seconds take, None where nothing corrects them;
-        those of the host are the host's."""
+        """Component whose correction by steps that ran its device seconds take; None for none."""
         if self.axis is None:
             return COMPUTING.get(self.column)
         if self.axis in ("experts", "host") or (self.axis, self.collective) == ("context", "send"):
@@ -52,16 +52,13 @@ class Entry(NamedTuple):
         return linked(what, crosses=self.crosses)
 
     def times(self, factor: float) -> Entry:
-        """The same so many times, issued once."""
-        return self._replace(
-            seconds=factor * self.seconds,
-            hidden_s=factor * self.hidden_s,
-            weight_s=factor * self.weight_s,
-            flops=factor * self.flops,
-            moved_bytes=factor * self.moved_bytes,
-            calls=factor * self.calls,
-            sent_bytes=factor * self.sent_bytes,
-        )
+        """The entry so many times, issued once."""
+        return self._replace(**{name: factor * getattr(self, name) for name in _MULTIPLIED})
+
+
+_MULTIPLIED = (
+    "seconds", "hidden_s", "weight_s", "flops", "moved_bytes", "calls", "sent_bytes",
+)  # fmt: skip
 
 
 class Cost(NamedTuple):
@@ -104,13 +101,21 @@ class Cost(NamedTuple):
     @staticmethod
     def of(entries: Iterable[Entry]) -> Cost:
         """The sums over entries."""
-        found: dict[str, float] = {}
+        sums = defaultdict[str, float](float)
         for entry in entries:
-            column, seconds = entry.column, entry.seconds
-            found[column] = found.get(column, 0.0) + seconds
-            if column in _WITHIN:
-                _add_within(found, entry)
-        return Cost(**found) if found else NOTHING
+            sums[entry.column] += entry.seconds
+            if entry.column not in _WITHIN:
+                continue
+            host, comm, exchange = _WITHIN[entry.column]
+            sums[host] += entry.host_s
+            sums["weight_s"] += entry.weight_s
+            if entry.axis is not None:
+                sums[comm] += entry.seconds
+            if entry.axis == "experts":
+                sums[exchange] += entry.seconds
+            if entry.axis is None and entry.source != "modelled":
+                sums[f"{entry.source}_s"] += entry.seconds
+        return Cost(**sums) if sums else NOTHING
 
     def __add__(self, other: Cost) -> Cost:  # type: ignore[override]
         """The sum of two, not one tuple after the other."""
@@ -129,30 +134,14 @@ _WITHIN = {
 }
 
 
-def _add_within(found: dict[str, float], entry: Entry) -> None:
-    """Add what an entry of a pass is a part of beside its column."""
-    host, comm, exchange = _WITHIN[entry.column]
-    if entry.host_s:
-        found[host] = found.get(host, 0.0) + entry.host_s
-    if entry.weight_s:
-        found["weight_s"] = found.get("weight_s", 0.0) + entry.weight_s
-    if entry.axis is not None:
-        found[comm] = found.get(comm, 0.0) + entry.seconds
-        if entry.axis == "experts":
-            found[exchange] = found.get(exchange, 0.0) + entry.seconds
-    elif entry.source != "modelled":
-        rests = f"{entry.source}_s"
-        found[rests] = found.get(rests, 0.0) + entry.seconds
-
-
 Priced: TypeAlias = tuple[tuple[Entry, ...], Cost]
 NOTHING = Cost()
 
 
 def priced(entries: Iterable[Entry]) -> Priced:
     """Entries and their sums."""
-    found = tuple(entries)
-    return found, Cost.of(found)
+    ledger = tuple(entries)
+    return ledger, Cost.of(ledger)
 
 
 def total(costs: Iterable[Cost]) -> Cost:

@@ -36,8 +36,7 @@ def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
 
 
 def _backward_share(graph: Graph, op: Op) -> int:
-    """Backward FLOPs of a product by forward ones: one for the activation, by convention the batch
-    itself too, and one for the weight, where there are gradients."""
+    """Backward FLOPs of a product over forward ones: 1 for the input, 1 for a trained weight."""
     if not any(graph.values[v].requires_grad for v in op.results):
         return 0
     weights = [graph.values[v] for v in op.operands if v in graph.parameters]
@@ -53,5 +52,5 @@ def is_per_row(table: FactorTable, op: Op) -> bool:
 
 def op_flops(table: FactorTable, op: Op) -> float:
     """Forward FLOPs of an operator at the traced sizes."""
-    made = table.ops[op.name]
-    return made.flops * math.prod(made.sizes[f] for f in made.flop_factors)
+    factors = table.ops[op.name]
+    return factors.flops * math.prod(factors.sizes[f] for f in factors.flop_factors)

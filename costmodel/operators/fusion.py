@@ -29,8 +29,8 @@ class Fusion:
 
 def is_free(table: FactorTable, op: Op) -> bool:
     """Whether an operator only renames memory."""
-    made = table.ops[op.name]
-    return made.view and not made.matmul and not traits_of(op).copies
+    factors = table.ops[op.name]
+    return factors.view and not factors.matmul and not traits_of(op).copies
 
 
 def fuse(graph: Graph, table: FactorTable, level: str) -> Fusion:
@@ -53,9 +53,11 @@ def fuse(graph: Graph, table: FactorTable, level: str) -> Fusion:
                 root |= dict.fromkeys(op.results, source)
                 continue
             sources = [root.get(value, value) for value in op.operands]
-            whole = frozenset().union(*(above.get(v, {v}) for v in sources))
-            fusible = _fusible(op, level)
-            earlier = frozenset().union(*(before.get(v, ()) for v in sources)) if fusible else whole
+            earlier = ancestors = frozenset().union(*(above.get(v, {v}) for v in sources))
+            least = traits_of(op).fused_at
+            fusible = least in (level, "pointwise") if least else is_pointwise(op)
+            if fusible:
+                earlier = frozenset().union(*(before.get(v, ()) for v in sources))
             read.update(sources)
             for i, source in enumerate(sources):
                 if fusible and source in fused and source not in earlier:
@@ -65,15 +67,10 @@ def fuse(graph: Graph, table: FactorTable, level: str) -> Fusion:
                     apart.add(source)
             if fusible:
                 fused.update(op.results)
-            above |= {value: whole | {value} for value in op.results}
+            above |= {value: ancestors | {value} for value in op.results}
             before |= dict.fromkeys(op.results, earlier)
         leaving = {root.get(value, value) for value in block.outputs}
         internal |= (fused & read) - apart - leaving
     return Fusion(
         internal=frozenset(internal), free_reads=frozenset(free_reads), joined=frozenset(joined)
     )
-
-
-def _fusible(op: Op, level: str) -> bool:
-    least = traits_of(op).fused_at
-    return least in (level, "pointwise") if least else is_pointwise(op)

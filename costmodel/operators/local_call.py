@@ -12,6 +12,7 @@ in the strides, has no signature either.
 from __future__ import annotations
 
 from meshwright.costmodel.graph import Graph, Op, map_refs
+from meshwright.costmodel.operators.fusion import is_free
 from meshwright.costmodel.rules import IMPLEMENTATIONS, divided, draws, traits_of
 from meshwright.costmodel.sharding import FactorTable, Placement, Strategy, largest_part
 from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
@@ -20,15 +21,12 @@ from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
 def signature(
     graph: Graph, table: FactorTable, op: Op, strategy: Strategy, *, rows: float, tp: int
 ) -> OpSignature | None:
-    """The call that one rank of a tensor axis of `tp` makes for `op` at `rows` batch rows.
-
-    None where there is nothing to time (see the module's docstring), or where `rows` gives no
-    whole sizes.
-    """
-    made, traits = table.ops[op.name], traits_of(op)
-    if (made.view and not made.matmul and not traits.copies) or traits.stride_bound:
+    """The call that one rank of a tensor axis of `tp` makes for `op` at `rows` batch rows; None
+    where there is nothing to time (see above), or where `rows` gives no whole sizes."""
+    factors, traits = table.ops[op.name], traits_of(op)
+    if is_free(table, op) or traits.stride_bound or draws(op) or traits.leaf:
         return None
-    if IMPLEMENTATIONS[strategy.implementation].exchanges or draws(op) or traits.leaf:
+    if IMPLEMENTATIONS[strategy.implementation].exchanges:
         return None
     operands: list[Operand] = []
     for value, placement in zip(op.operands, strategy.operands, strict=True):
@@ -40,10 +38,10 @@ def signature(
         operands.append((str(meta.dtype).removeprefix("torch."), shape, grad))
     count = iter(range(len(operands)))
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: OperandIndex(next(count)))
-    if (factor := strategy.split_factor) in made.sizes:
-        local = {factor: largest_part(made.sizes[factor], tp)}
-        args, kwargs = divided(op, made, args, kwargs, local)
-    index = made.shape_arg
+    if (factor := strategy.split_factor) in factors.sizes:
+        local = {factor: largest_part(factors.sizes[factor], tp)}
+        args, kwargs = divided(op, factors, args, kwargs, local)
+    index = factors.shape_arg
     if index is not None and index < len(args):  # a factory's: the result's sizes
         shape = local_shape(graph, table, op.results[0], strategy.results[0], rows=rows, tp=tp)
         if shape is None:

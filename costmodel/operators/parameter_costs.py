@@ -10,11 +10,11 @@ axis, and replicates the parts n/s times. Of b bytes of gradients and w bytes of
                 all-reduce of b/s over n/s ranks, s apart (none where s = n)          `replicate_s`
                 1/s of the optimizer's traffic                                        `shard_s`
 
-(s < n is what torch's `fully_shard` does on a mesh of two dims, HSDP.) Of a frozen parameter there
-is nothing but ZeRO-3's gathers. A collective moves a whole
-unit at once, a bucket or a block's parameters; each parameter bears its share of the unit's
-seconds. ZeRO-3's unit may be another, hence its own prices (`zero3_*_s`). Experts are held by fewer
-ranks than other parameters: as many of these share them as divide both s and their number.
+(s < n is torch's `fully_shard` on a mesh of two dims, HSDP.) A frozen parameter has ZeRO-3's
+gathers alone. A collective moves a whole unit at once, a bucket or a block's parameters; each
+parameter bears its share of the unit's seconds. ZeRO-3's unit may be another, hence its own prices
+(`zero3_*_s`). Experts are held by fewer ranks than other parameters: as many of these share them as
+divide both s and their number.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ GATHERED = ("zero3_gather_s", "zero3_again_s", "zero3_secondary_s")
 class ParameterPricer:
     """Once-per-step prices of one graph's parameters in one setting. `numel` gives local elements,
     `unit_numel` the elements that travel with one's gradient, and with itself where ZeRO-3 gathers
-    it; `known`, prices found so far on any mesh."""
+    it; `known`: prices so far on any mesh."""
 
     graph: Graph
     table: FactorTable
@@ -60,21 +60,20 @@ class ParameterPricer:
     numel: Callable[[str, Placement], float]
     unit_numel: Mapping[str, tuple[float, float]]
     known: Memo[Any, Memo[Any, Priced]] = field(default_factory=Memo)
-    _own: Memo[Any, Priced] = field(init=False)  # those of this setting
+    _known: Memo[Any, Priced] = field(init=False)  # in this setting
 
     def __post_init__(self) -> None:
         of = self.setting = self.setting.of_parameters
-        self._own = self.known.of((of.mesh, of.sharing, of.batch), Memo)
+        self._known = self.known.of((of.mesh, of.sharing, of.batch), Memo)
 
     def priced(self, value: str, placement: Placement) -> Priced:
-        """Gradient reduction, gathering, accumulation over micro-batches and optimizer step of one
-        parameter, for each ZeRO stage and for none."""
+        """Price of a parameter once per step, for each ZeRO stage and for none."""
         if not self.graph.values[value].numel:
             return (), NOTHING
-        return self._own.of((value, placement), lambda: self._alike(value, placement))
+        return self._known.of((value, placement), lambda: self._alike(value, placement))
 
     def _alike(self, value: str, placement: Placement) -> Priced:
-        """The same for all parameters of one size that travel with as many others."""
+        """Price shared by all parameters of one size that travel with as many others."""
         meta, unit = self.graph.values[value], self.unit_numel.get(value)
         twice = value in self.graph.gathered_twice
         size = self.numel(value, placement), meta.numel, unit, meta.requires_grad, twice
@@ -99,21 +98,22 @@ class ParameterPricer:
         def shared(
             column: str, kind: str, nbytes: float, unit: str, group: Group, part: int = 1
         ) -> Entry:
-            """Its share of a collective over 1/part of a whole unit."""
-            whole = self._unit_bytes(value, nbytes, unit, holders.size, column in GATHERED)
-            return setting.collective(column, kind, whole / part, group, calls=nbytes / whole)
+            """Its share of a collective over 1/part of a unit."""
+            full = self._unit_bytes(value, nbytes, unit, holders.size, column in GATHERED)
+            return setting.collective(column, kind, full / part, group, calls=nbytes / full)
 
         def zero3(column: str, kind: str, nbytes: float, group: Group) -> Entry:
             slower = target.zero_bandwidth
-            own = shared(column, kind, nbytes / slower, target.gathered_unit, group)
-            return own._replace(calls=own.calls * slower, sent_bytes=own.sent_bytes * slower)
+            entry = shared(column, kind, nbytes / slower, target.gathered_unit, group)
+            return entry._replace(calls=entry.calls * slower, sent_bytes=entry.sent_bytes * slower)
 
         near = group(math.gcd(setting.secondary, shards.size))
-        for own in self._gathered(numel, shards, zero3):
-            yield own
-            if value in self.graph.gathered_twice:
-                yield own._replace(column="zero3_again_s")
-        if value in self.graph.gathered_twice:
+        twice = value in self.graph.gathered_twice
+        for gather in self._gathered(numel, shards, zero3):
+            yield gather
+            if twice:
+                yield gather._replace(column="zero3_again_s")
+        if twice:
             yield zero3("zero3_secondary_s", "all_gather", weights, near)
         if not self.graph.values[value].requires_grad:
             return
@@ -129,18 +129,16 @@ class ParameterPricer:
         part = math.gcd(setting.hops, shards.size) if setting.hops else 1
         far = group(shards.size // part, part)
         yield from self._scattered(numel, (shards,) if part == 1 else (near, far), zero3)
-        for column, unit in (
-            ("replicate_s", target.unit),
-            ("zero3_replicate_s", target.gathered_unit),
-        ):
+        units = {"replicate_s": target.unit, "zero3_replicate_s": target.gathered_unit}
+        for column, unit in units.items():
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
         moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
         on = setting.cluster.device
         issued = optimizer_issues(setting.optimizer, device=on.kind) * on.launch_overhead_s
         stepped = streamed("optimizer_s", "optimizer", moved)
         yield stepped._replace(seconds=stepped.seconds + issued)
-        own = stepped.times(1 / shards.size)
-        yield own._replace(column="shard_s", seconds=own.seconds + issued)
+        shard = stepped.times(1 / shards.size)
+        yield shard._replace(column="shard_s", seconds=shard.seconds + issued)
 
     def _gathered(self, numel: float, group: Group, zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's all-gather of weights, with the codec where they are quantised."""
@@ -150,9 +148,9 @@ class ParameterPricer:
             yield zero3(column, "all_gather", numel * itemsize, group)
             return
         cast = CAST_BYTES if itemsize < SCALE_BYTES else 0.0
-        own = numel / group.size * (QUANTIZE_BYTES[WEIGHT_BITS] + cast)
+        encoded = numel / group.size * (QUANTIZE_BYTES[WEIGHT_BITS] + cast)
         yield zero3(column, "all_gather", wire_bytes(numel, WEIGHT_BITS), group)
-        yield self._streamed(column, "cast", own + numel * DEQUANTIZE_BYTES[WEIGHT_BITS])
+        yield self._streamed(column, "cast", encoded + numel * DEQUANTIZE_BYTES[WEIGHT_BITS])
 
     def _scattered(self, numel: float, hops: Sequence[Group], zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's sum of gradients, with the codec where they are quantised."""
@@ -160,26 +158,26 @@ class ParameterPricer:
         if not setting.sharing.quantizes_gradients or hops[0].size == 1:
             yield zero3(column, "reduce_scatter", numel * setting.target.gradient_bytes, hops[0])
             return
-        codec, left = QUANTIZE_BYTES[GRADIENT_BITS] + DEQUANTIZE_BYTES[GRADIENT_BITS], numel
+        codec = QUANTIZE_BYTES[GRADIENT_BITS] + DEQUANTIZE_BYTES[GRADIENT_BITS]
         for group in hops:
             # each rank has all of what is exchanged, and keeps its part of the sum
-            yield zero3(column, "all_to_all", wire_bytes(left, GRADIENT_BITS) * group.size, group)
-            yield self._streamed(column, "cast", left * codec)
-            left /= group.size
+            yield zero3(column, "all_to_all", wire_bytes(numel, GRADIENT_BITS) * group.size, group)
+            yield self._streamed(column, "cast", numel * codec)
+            numel /= group.size
 
     def _streamed(self, column: str, kind: str, nbytes: float, correction: float = 1.0) -> Entry:
         seconds = correction * stream_seconds(self.setting.cluster.device, nbytes)
-        return Entry(column=column, kind=kind, seconds=seconds, moved_bytes=nbytes)
+        return Entry(column, kind, seconds, moved_bytes=nbytes)
 
     def holders(self, value: str, placement: Placement) -> int:
-        """Ranks that hold the same part of a parameter; of a weight, context-parallel ones do."""
+        """Ranks that hold the same part of a parameter, context-parallel ones included."""
         return self.setting.mesh.devices // self._parts(value, placement)
 
     def shard_count(self, value: str, placement: Placement) -> int:
         """Parts that ZeRO makes of what one rank holds of a parameter."""
         setting, holders = self.setting, self.holders(value, placement)
-        whole = setting.shards == setting.mesh.holders
-        return holders if whole else math.gcd(setting.shards, holders)
+        all_ranks = setting.shards == setting.mesh.holders
+        return holders if all_ranks else math.gcd(setting.shards, holders)
 
     def frozen_bytes(self, value: str, placement: Placement) -> tuple[float, float]:
         """Bytes of a frozen parameter: whole, and where ZeRO-3 divides it."""
@@ -209,9 +207,9 @@ class ParameterPricer:
 
 def unit_numels(graph: Graph) -> dict[str, tuple[float, float]]:
     """Parameter -> elements of its block's trained parameters, and of all."""
-    found: dict[str, tuple[float, float]] = {}
+    units: dict[str, tuple[float, float]] = {}
     for block in graph.blocks:
-        own = [graph.values[value] for value in block.parameters]
-        trained = sum(meta.numel for meta in own if meta.requires_grad)
-        found |= dict.fromkeys(block.parameters, (trained, sum(meta.numel for meta in own)))
-    return found
+        metas = [graph.values[value] for value in block.parameters]
+        trained = sum(meta.numel for meta in metas if meta.requires_grad)
+        units |= dict.fromkeys(block.parameters, (trained, sum(meta.numel for meta in metas)))
+    return units

@@ -1,14 +1,9 @@
-"""The price of one operator under one strategy, and of one re-shard, on one mesh.
+"""The price of one operator under one strategy, and of one re-shard, on one mesh: the entries of
+the modules beside this one, put together.
 
-    products, attention    `products.py`
-    all other kernels      `streams.py`
-    data exchanged inside  `communication.py`
-    re-shards              `resharding.py`
-    parameters             once per step, `parameter_costs.py`; where their gradients come out
-                           partial on the tensor axis, they are reduced over it as well
-
-What a fused kernel keeps in registers is not moved (`fusion.py`). Beside the device's seconds runs
-the host, which issues every operator: a stage takes the longer of the two (`blocks/stage.py`).
+Values in a fused kernel's registers are not moved (`fusion.py`). The host issues every operator
+beside the device's seconds (`stages/stage.py`). Partial gradients of parameters on the tensor axis
+are reduced over it as well.
 """
 
 from __future__ import annotations
@@ -39,15 +34,15 @@ VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
 
 @dataclass(slots=True, kw_only=True)
 class Pricer(ReshardPricer):
-    """Prices of one graph in one setting, kept as `step`; its `setting` is that of a pass, and all
-    that prices of a pass may read. Owns its caches, but for `known_parameters`, which pricers of
-    one problem may share; pure otherwise."""
+    """Prices of one graph in one setting, kept as `step`; its `setting` is that of a pass, all that
+    prices of a pass may read. Pure but for its caches, of which pricers of one problem may share
+    `known_parameters`."""
 
     step: Setting = field(init=False)
     fusion: Fusion = field(default_factory=Fusion)
     unit_numel: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     parameters: ParameterPricer = field(init=False)
-    _ops: dict[tuple[str, str], Priced] = field(default_factory=dict)
+    _ops: Memo[tuple[str, str], Priced] = field(default_factory=Memo)
     known_parameters: Memo[Any, Memo[Any, Priced]] = field(default_factory=Memo)
     _issues: Memo[tuple[str, float], Entry] = field(default_factory=Memo)
     _splits: Memo[str, bool] = field(default_factory=Memo)
@@ -68,8 +63,7 @@ class Pricer(ReshardPricer):
         )
 
     def once(self, setting: Setting) -> Pricer:
-        """The same prices per micro-batch (caches shared) with another data axis: same tp, cp, ep,
-        rows and spread."""
+        """Prices on another data axis, caches per micro-batch shared."""
         return replace(self, setting=setting)
 
     def op_cost(self, op: Op, strategy: Strategy) -> Cost:
@@ -78,16 +72,11 @@ class Pricer(ReshardPricer):
         return cost + Cost.of(more) if (more := self._met(op, strategy)) else cost
 
     def _known(self, op: Op, strategy: Strategy) -> Priced:
-        key = (op.name, strategy.name)
-        if key not in self._ops:
-            found = [*self._op_entries(op, strategy), *context.moved_tokens(self, op)]
-            if self.context is not None and op.key in self.context.gathered:
-                found += context.gathered_tokens(self, op, found)
-            self._ops[key] = priced(found)
-        return self._ops[key]
+        key = op.name, strategy.name
+        return self._ops.of(key, lambda: priced(self._op_entries(op, strategy)))
 
     def _met(self, op: Op, strategy: Strategy) -> list[Entry]:
-        """What an operator does with the batches of other ranks on the data axis."""
+        """Entries of an operator with the batches of other ranks on the data axis."""
         if self.step.mesh.dp > 1 and takes_batch_statistics(op):
             return communication.batch_statistics(self, op, self.step)
         if self.step.mesh.dp > 1 and self.gathers_batch(op):
@@ -95,8 +84,7 @@ class Pricer(ReshardPricer):
         return []
 
     def step_entries(self, step: Run | Move) -> tuple[Entry, ...]:
-        """What a step of a block is the sum of. Raises ValueError for a re-shard that does not
-        exist."""
+        """Entries of a step of a block. Raises ValueError for a re-shard that does not exist."""
         if isinstance(step, Run):
             op, strategy = step.op, step.strategy
             return (*self._known(op, strategy)[0], *self._met(op, strategy))
@@ -109,19 +97,17 @@ class Pricer(ReshardPricer):
         return self._move(step)[1]
 
     def _move(self, move: Move) -> Priced:
-        found = self.moved(move.value, move.source, move.target, once=move.once)
-        if found is None:
-            raise MeshwrightError(
-                "no re-shard exists between the states the plan gives it",
-                place=f"value {move.value}",
-                legal="states with a re-shard between them",
-                way_out="change one of the two, or leave it to follow",
-            )
-        return found
+        if moved := self.moved(move.value, move.source, move.target, once=move.once):
+            return moved
+        raise MeshwrightError(
+            "no re-shard exists between the states the plan gives it",
+            place=f"value {move.value}",
+            legal="states with a re-shard between them",
+            way_out="change one of the two, or leave it to follow",
+        )
 
     def parameter_cost(self, value: str, placement: Placement) -> Cost:
-        """Gradient reduction over the data axis, gathering, accumulation over micro-batches and the
-        optimizer step of one parameter."""
+        """Cost of a parameter once per step."""
         return self.parameters.priced(value, placement)[1]
 
     def meets_batch(self, op: Op) -> bool:
@@ -137,47 +123,51 @@ class Pricer(ReshardPricer):
         target, traits = self.setting.target, traits_of(op)
         differentiable = any(self.graph.values[r].requires_grad for r in op.results)
         host, kernels = self._host_seconds(op), 1.0
-        found = list[Entry]()
+        entries = list[Entry]()
         if not is_free(self.table, op) or context.shifts_tokens(self, op):
-            found = self._computed(op, strategy, differentiable)
-            seconds = [sum(e.seconds for e in found if e.column == c) for c in PASS_COLUMNS]
+            entries = self._computed(op, strategy, differentiable)
+            seconds = [sum(e.seconds for e in entries if e.column == c) for c in PASS_COLUMNS]
             exchanged = communication.expert_exchange(self, op, strategy)
-            found += self._implementation(op, strategy)
-            found += [*context.context_exchange(self, op, strategy, *seconds), *exchanged]
+            entries += self._implementation(op, strategy)
+            entries += [*context.context_exchange(self, op, strategy, *seconds), *exchanged]
             # a library that posts token by token has the host wait for the counts of all
             if target.message_s and traits.experts == "dispatch" and exchanged:
-                waits = Entry(column=FORWARD_S, kind="wait", host_s=exchanged[0].seconds)
-                found.append(waits)
+                waits = Entry(FORWARD_S, "wait", host_s=exchanged[0].seconds)
+                entries.append(waits)
             kernels = 2.0 if self.table.ops[op.name].matmul or traits.leaf else 1.0
         issued = host, host * kernels * differentiable
-        return found + [
+        entries += [
             self._issued(column, host_s)
             for column, host_s in zip(PASS_COLUMNS, issued, strict=True)
             if host_s
         ]
+        entries += context.moved_tokens(self, op)
+        if self.context is not None and op.key in self.context.gathered:
+            entries += context.gathered_tokens(self, op, entries)
+        return entries
 
     def _issued(self, column: str, host_s: float) -> Entry:
-        """What the host does for an operator, the same for many."""
+        """Host's issue of an operator, the same entry for many."""
         key = column, host_s
-        return self._issues.of(key, lambda: Entry(column=column, kind="issue", host_s=host_s))
+        return self._issues.of(key, lambda: Entry(column, "issue", host_s=host_s))
 
     def _computed(self, op: Op, strategy: Strategy, differentiable: bool) -> list[Entry]:
-        """What the device computes, timed or modelled, and corrected by the steps that ran."""
-        setting, found = self.setting, self._modelled(op, strategy)
+        """Computing of the device, timed or modelled, and corrected by the steps that ran."""
+        setting, entries = self.setting, self._modelled(op, strategy)
         if measured := self._measured(op, strategy):
             *seconds, source = measured
-            found = [_timed(*each, source) for each in zip(found, seconds, strict=True)]
+            entries = [_timed(e, s, source) for e, s in zip(entries, seconds, strict=True)]
         if not differentiable:
-            found = [entry for entry in found if entry.column == FORWARD_S]
+            entries = [entry for entry in entries if entry.column == FORWARD_S]
         forward, backward = setting.correction(FORWARD), setting.correction(BACKWARD)
         if forward == backward == 1.0 and setting.target.defers_weights:
-            return found
+            return entries
         return [
             entry._replace(
                 seconds=entry.seconds * (forward if entry.column == FORWARD_S else backward),
                 weight_s=entry.weight_s * backward * setting.target.defers_weights,
             )
-            for entry in found
+            for entry in entries
         ]
 
     def _host_seconds(self, op: Op) -> float:
@@ -195,7 +185,7 @@ class Pricer(ReshardPricer):
         return host * target.expert_host if traits.experts else host
 
     def _measured(self, op: Op, strategy: Strategy) -> tuple[float, float, str] | None:
-        """An operator's timing, where it runs by itself as it was timed."""
+        """Timing of an operator that runs by itself, as it was timed."""
         setting, fusion = self.setting, self.fusion
         if op.name in fusion.joined or not fusion.internal.isdisjoint(op.results):
             return None
@@ -203,13 +193,12 @@ class Pricer(ReshardPricer):
             return None
         if setting.profile is None or self.in_fp8(op):  # timed in 16 bits
             return None
-        found = signature(
-            self.graph, self.table, op, strategy, rows=setting.batch.rows, tp=setting.mesh.tp
-        )
-        return setting.profile.op(str(found)) if found else None
+        rows, tp = setting.batch.rows, setting.mesh.tp
+        call = signature(self.graph, self.table, op, strategy, rows=rows, tp=tp)
+        return setting.profile.op(str(call)) if call else None
 
     def _modelled(self, op: Op, strategy: Strategy) -> list[Entry]:
-        """What the device does, in the forward first, then in the backward."""
+        """Work of the device, the forward first."""
         traits = traits_of(op)
         if traits.leaf:
             return leaf(self, op, strategy)
@@ -218,7 +207,7 @@ class Pricer(ReshardPricer):
         return (attention if traits.kernel == "attention" else product)(self, op, strategy)
 
     def _implementation(self, op: Op, strategy: Strategy) -> list[Entry]:
-        """What an implementation exchanges by itself."""
+        """Collectives inside an implementation."""
         numbers = IMPLEMENTATIONS[strategy.implementation].per_row
         if not numbers or self.setting.mesh.tp == 1:
             return []

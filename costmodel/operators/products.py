@@ -21,8 +21,7 @@ OF_BACKWARD = 2.5  # FLOPs of attention's backward over its forward's
 
 
 def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
-    """Y = XW, then dX and dW where they are wanted, of which dW can wait; and what casts their
-    operands."""
+    """Y = XW, then dX and dW where they are wanted, of which dW can wait; and casts of operands."""
     device, dtype = sizes.setting.cluster.device, sizes.dtype(op)
     m, n, k, batch, scale = _extents(sizes, op, strategy)
     if traits_of(op).experts == "product":
@@ -39,50 +38,45 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
         busy_s = matmul_seconds(device, dtype, rows, columns, inner, batch, moved)
         return scale * busy_s + device.launch_overhead_s
 
-    left, right = (sizes.graph.values[v].requires_grad for v, _ in (pair[0], pair[-1]))
+    of_input, of_weights = (sizes.graph.values[v].requires_grad for v, _ in (pair[0], pair[-1]))
     # a product of two activations has no gradient that could wait
-    waits = right and not sizes.table.has_batch(pair[-1][0])
-    of_weight, flops = seconds(k, n, m) * right, 2 * m * n * k * batch * scale
-    found = [
+    waits = of_weights and not sizes.table.has_batch(pair[-1][0])
+    of_weight, flops = seconds(k, n, m) * of_weights, 2 * m * n * k * batch * scale
+    entries = [
+        Entry(FORWARD_S, "product", seconds(m, n, k), flops=flops, moved_bytes=moved),
         Entry(
-            column=FORWARD_S,
-            kind="product",
-            seconds=seconds(m, n, k),
-            flops=flops,
-            moved_bytes=moved,
-        ),
-        Entry(
-            column=BACKWARD_S,
-            kind="product",
-            seconds=seconds(m, k, n) * left + of_weight,
+            BACKWARD_S,
+            "product",
+            seconds(m, k, n) * of_input + of_weight,
             weight_s=of_weight * waits,
-            flops=flops * (left + right),
-            moved_bytes=moved * (left + right),
+            flops=flops * (of_input + of_weights),
+            moved_bytes=moved * (of_input + of_weights),
         ),
     ]
-    return found if dtype != "fp8" else found + _casts(sizes, m, n, k, (left, right, waits))
+    wanted = of_input, of_weights, waits
+    return entries if dtype != "fp8" else entries + _casts(sizes, m, n, k, wanted)
 
 
 def _casts(
     sizes: LocalSizes, m: float, n: float, k: float, wanted: tuple[bool, bool, bool]
 ) -> list[Entry]:
-    """Rounding a product's operands to 8 bits: in the forward, and for each gradient that is
-    `wanted`: of the input, and of the weight, which may wait."""
+    """Rounding of a product's operands to 8 bits: in the forward, and for each `wanted` gradient:
+    of the input, and of the weight, which may wait."""
     setting, device = sizes.setting, sizes.setting.cluster.device
     casts = casts_of(setting.precision, setting.target, m * k, n * k, m * n)
-    found = []
-    for of, cast, runs in zip(("y", "x", "w"), casts, (True, *wanted[:2]), strict=True):
+    entries = []
+    for tensor, cast, runs in zip(("y", "x", "w"), casts, (True, *wanted[:2]), strict=True):
         seconds = stream_seconds(device, cast.nbytes) + cast.calls * device.launch_overhead_s
-        found.append(
+        entries.append(
             Entry(
-                column=FORWARD_S if of == "y" else BACKWARD_S,
-                kind="cast",
-                seconds=seconds * runs,
-                weight_s=seconds * wanted[2] * (of == "w"),
+                FORWARD_S if tensor == "y" else BACKWARD_S,
+                "cast",
+                seconds * runs,
+                weight_s=seconds * wanted[2] * (tensor == "w"),
                 moved_bytes=cast.nbytes * runs,
             )
         )
-    return found
+    return entries
 
 
 def split_product_seconds(sizes: LocalSizes, op: Op) -> float:
@@ -97,65 +91,64 @@ def split_product_seconds(sizes: LocalSizes, op: Op) -> float:
 
 def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     """Fused attention, forward and backward; it has no weights."""
-    device, made = sizes.setting.cluster.device, sizes.table.ops[op.name]
+    device, factors = sizes.setting.cluster.device, sizes.table.ops[op.name]
     m, n, k, batch, scale = _extents(sizes, op, strategy)
     flops = 2 * m * n * k * batch * scale
     if is_causal(op):
         flops /= 2
     count, of_keys, late = pieces(sizes, op)
-    keys = of_keys * next((made.sizes[f] for f in made.flop_factors if f == "t"), 1)
+    keys = of_keys * next((factors.sizes[f] for f in factors.flop_factors if f == "t"), 1)
     moved = sizes.moved_bytes(op, strategy)
     dtype = sizes.dtype(op)
     target, launch = sizes.setting.target, count * device.launch_overhead_s
-    found = []
+    entries = []
     for column, times, passes in ((FORWARD_S, 1.0, 1), (BACKWARD_S, OF_BACKWARD, 2)):
         slowest = times * flops * late / target.attention_scale
         seconds = attention_seconds(
             device, dtype, slowest, keys, passes * moved, tuned=target.tuned_attention
         )
-        found.append(
+        entries.append(
             Entry(
-                column=column,
-                kind="attention",
-                seconds=seconds + passes * launch,
+                column,
+                "attention",
+                seconds + passes * launch,
                 flops=times * flops * late,
                 moved_bytes=passes * moved,
             )
         )
-    return found + merges(sizes, op, strategy)
+    return entries + merges(sizes, op, strategy)
 
 
 def _extents(
     sizes: LocalSizes, op: Op, strategy: Strategy
 ) -> tuple[float, float, float, float, float]:
-    """(m, n, k, batch, FLOPs over 2mnk·batch) of a product at local sizes: factors of the result
-    that only the left operand has, that only the right one has, summed ones, and those that all
-    have."""
-    made, atoms = sizes.table.ops[op.name], sizes.table.letters[op.name]
+    """(m, n, k, batch, FLOPs over 2mnk·batch) of a product at local sizes: factors of the result in
+    the left operand alone, in the right one alone, summed ones, and those that all have."""
+    factors, atoms = sizes.table.ops[op.name], sizes.table.letters[op.name]
     first = _left(op)
-    left, right = (_letters(dims) for dims in made.operands[first : first + 2])
-    result = _letters(made.results[0])
+    of_left, of_right = (_letters(dims) for dims in factors.operands[first : first + 2])
+    result = _letters(factors.results[0])
     m = n = k = batch = 1.0
     tokens = "" if sizes.context is None else sizes.context.strategies[op.name].split_factor
-    for letter in made.flop_factors:
-        size = float(made.sizes[letter])
-        found = atoms.get(letter, ())
-        if sizes.table.batch is not None and sizes.table.batch in found:
+    for letter in factors.flop_factors:
+        size = float(factors.sizes[letter])
+        atoms_here = atoms.get(letter, ())
+        if sizes.table.batch is not None and sizes.table.batch in atoms_here:
             size *= sizes.setting.batch.rows / sizes.graph.batch_size
         if letter == tokens:
             size /= sizes.setting.mesh.cp
         if letter == strategy.split_factor:
-            whole = made.sizes[letter]
-            size *= largest_part(whole, sizes.setting.mesh.tp) / whole
+            full = factors.sizes[letter]
+            size *= largest_part(full, sizes.setting.mesh.tp) / full
         if letter not in result:
             k *= size
-        elif letter not in right:
+        elif letter not in of_right:
             m *= size
-        elif letter not in left:
+        elif letter not in of_left:
             n *= size
         else:
             batch *= size
-    return m, n, k, batch, made.flops / 2
+    return m, n, k, batch, factors.flops / 2
 
 
 def _left(op: Op) -> int:

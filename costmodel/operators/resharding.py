@@ -1,11 +1,10 @@
-"""Prices of moving values between states on the tensor axis, forward and backward, less what their
-own products hide.
+"""Prices of re-shards on the tensor axis, forward and backward, less what their products hide.
 
-What a product takes is gathered, or what it makes is summed and scattered, part by part round a
-ring of n ranks while other parts are multiplied (Wang et al., ASPLOS 2023; Transformer Engine's
-user buffers, torch's async tensor parallelism). A rank begins, or ends, with its own part, so that
-the n products of p seconds each run beside n - 1 sends of c seconds; while both run, a product
-loses the part s of the shorter to the send (`Device.overlap_slowdown`):
+A product's operand is gathered, or its result summed and scattered, part by part round a ring of n
+ranks while other parts are multiplied (Wang et al., ASPLOS 2023; Transformer Engine's user buffers,
+torch's async tensor parallelism). A rank begins, or ends, with its own part, so that the n products
+of p seconds each run beside n - 1 sends of c seconds; while both run, a product loses the part s of
+the shorter to the send (`Device.overlap_slowdown`):
 
     time = p + (n - 1) max(p + s min(p, c), c)
 
@@ -34,8 +33,7 @@ from meshwright.profiles.steps import HOST
 
 @dataclass(slots=True, kw_only=True)
 class ReshardPricer(LocalSizes):
-    """Prices of re-shards of one graph's values in one setting: those of their collectives
-    (`strategies.TRANSITIONS`)."""
+    """Prices of re-shards in one setting, by their collectives (`strategies.TRANSITIONS`)."""
 
     tensor_group: Group = field(init=False)
     _comm: Memo[tuple[str, str, float, float], cost.Entry] = field(default_factory=Memo)
@@ -50,8 +48,7 @@ class ReshardPricer(LocalSizes):
         self.tensor_group = self.setting.group(size=self.setting.mesh.tp, stride=1)
 
     def comm(self, column: str, kind: str, nbytes: float, host_s: float = 0.0) -> cost.Entry:
-        """A collective over the tensor axis, issued by the host in so many seconds; `nbytes` is the
-        full tensor's."""
+        """A collective over the tensor axis of `nbytes` in full, issued in `host_s`."""
         collective, group = self.setting.collective, self.tensor_group
         return self._comm.of(
             (column, kind, nbytes, host_s),
@@ -61,15 +58,15 @@ class ReshardPricer(LocalSizes):
     def reshard(
         self, value: str, source: Placement, target: Placement, *, once: bool = False
     ) -> cost.Cost | None:
-        """Moving a value between two states, per micro-batch; None where it is illegal. Of
-        parameters (`once`) a gradient that comes out partial is reduced once per step."""
-        found = self.moved(value, source, target, once=once)
-        return found and found[1]
+        """Price of moving a value between two states, per micro-batch; None where it is illegal.
+        Partial gradients of parameters (`once`) are reduced once per step."""
+        moved = self.moved(value, source, target, once=once)
+        return moved and moved[1]
 
     def moved(
         self, value: str, source: Placement, target: Placement, *, once: bool = False
     ) -> cost.Priced | None:
-        """The same with its entries."""
+        """Entries of moving a value, and their sums."""
         if once and source == R and target.kind == "Rp":
             if self.table.has_experts(value):
                 return (), cost.NOTHING  # reduced with all ranks that hold it, `parameter_cost`
@@ -95,40 +92,34 @@ class ReshardPricer(LocalSizes):
         entries = [self.comm(column, kind, nbytes, host) for column, kind in ways if kind]
         if products:
             return cost.priced(self.exposed(value, entry) for entry in entries)
-        self._alike[key] = found = cost.priced(entries)
-        return found
+        return self._alike.setdefault(key, cost.priced(entries))
 
     def exposed(self, value: str, entry: cost.Entry) -> cost.Entry:
         """A collective of a value with the seconds that no product beside it hides."""
         if not entry.seconds or entry.collective not in self.setting.target.overlap_tensor:
             return entry
-        exposed = exposed_seconds(self, entry.seconds, self._beside[value])
+        ranks, slowdown = self.setting.mesh.tp, self.setting.cluster.device.overlap_slowdown
+        product_s = sum(split_product_seconds(self, op) for op in self._beside[value])
+        part_s = product_s / ranks
+        send_s = entry.seconds / (ranks - 1)
+        together_s = part_s + (ranks - 1) * max(part_s + slowdown * min(part_s, send_s), send_s)
+        exposed = min(entry.seconds, together_s - product_s)
         return entry._replace(seconds=exposed, hidden_s=entry.seconds - exposed)
 
 
 def products_beside(graph: Graph, table: FactorTable) -> Mapping[str, tuple[Op, ...]]:
     """Value -> the products that make it or, where none does, that take it, but for views."""
-    made: dict[str, tuple[Op, ...]] = {}
-    taken: dict[str, tuple[Op, ...]] = {}
+    makers: dict[str, tuple[Op, ...]] = {}
+    takers: dict[str, tuple[Op, ...]] = {}
     source: dict[str, str] = {}
     for op in graph.ops:
         if is_free(table, op) and op.operands:
             first = source.get(op.operands[0], op.operands[0])
             source |= dict.fromkeys(op.results, first)
-            made |= {value: made[first] for value in op.results if first in made}
+            makers |= {value: makers[first] for value in op.results if first in makers}
         elif table.ops[op.name].matmul and traits_of(op).kernel != "attention":
-            made |= {value: (op,) for value in op.results}
+            makers |= {value: (op,) for value in op.results}
             for value in {source.get(v, v) for v in op.operands if v not in graph.parameters}:
-                taken[value] = (*taken.get(value, ()), op)
-    taken |= {view: taken[first] for view, first in source.items() if first in taken}
-    return {**taken, **made}
-
-
-def exposed_seconds(sizes: LocalSizes, seconds: float, products: tuple[Op, ...]) -> float:
-    """What is left of a collective of so many seconds over the tensor axis beside products."""
-    ranks, slowdown = sizes.setting.mesh.tp, sizes.setting.cluster.device.overlap_slowdown
-    whole = sum(split_product_seconds(sizes, op) for op in products)
-    part = whole / ranks
-    send = seconds / (ranks - 1)
-    together = part + (ranks - 1) * max(part + slowdown * min(part, send), send)
-    return min(seconds, together - whole)
+                takers[value] = (*takers.get(value, ()), op)
+    takers |= {view: takers[first] for view, first in source.items() if first in takers}
+    return {**takers, **makers}

@@ -1,7 +1,5 @@
-"""The planning problem; where and how a stage runs, in parts that prices are known by: a price is
-asked for with the parts that it depends on, and with no others (`Setting.of_pass`,
-`Setting.of_step`), so that what is remembered under them can depend on nothing else.
-"""
+"""The planning problem; the setting of a stage in it. A price is remembered by the parts of a
+setting that it depends on (`Setting.of_pass`, `Setting.of_step`), and reads no others."""
 
 from __future__ import annotations
 
@@ -25,12 +23,11 @@ DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp8_rowwise": 2}  # o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What all prices and plans of one model have in common, passed as one value.
+    """A model to plan: the inputs that all its prices and plans have in common.
 
     `graph` is the traced model cut into blocks, `factors` the factors of its tensors' dims;
     `precision` one of "fp32", "bf16", "fp16"; `optimizer` a name of `memory/optimizers.py`;
-    `target` the software that is priced, `profile` what was measured on this kind of device, if
-    anything.
+    `target` the software that is priced, `profile` measurements on this kind of device, if any.
     `meetings` are operators in which rows of a batch meet, where that keeps it in one micro-batch.
     `allow` names what may change a training's numbers; with `tf32` the cluster's devices compute
     fp32 products in it (`Device.in_tf32`).
@@ -49,19 +46,19 @@ class Problem:
 
     @property
     def stepped(self) -> str:
-        """The optimizer whose step is counted: frameworks beside ours run fused ones."""
+        """Optimizer whose step is counted: frameworks beside ours run fused ones."""
         return fused(self.optimizer) if self.target.fused_optimizer else self.optimizer
 
     @property
     def products(self) -> str:
-        """What products are computed in."""
+        """Precision of products."""
         return "tf32" if self.tf32 else self.precision
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A stage's mesh in a problem, its batch, how its states are shared out and what lies in host
-    memory. Steps that are `validated` afterwards keep what they may have to undo."""
+    """A stage's mesh in a problem, its batch, sharing of its states and parts in host memory. Steps
+    that are `validated` afterwards keep what they may have to undo."""
 
     problem: Problem
     mesh: Mesh
@@ -92,25 +89,23 @@ class Setting:
 
     @property
     def parts(self) -> Parts:
-        """All but the problem."""
+        """The setting without its problem."""
         return Parts(self.mesh, self.batch, self.sharing, self.host, self.validated)
 
     @cached_property
     def of_pass(self) -> Setting:
-        """With what a pass depends on, batches that meet on the data axis left aside: with the
-        rows, not with the ranks that have others."""
+        """Setting of a pass: its rows, not the ranks that have others."""
         batch = Batch(rows=self.batch.rows)
         return Setting(problem=self.problem, mesh=self.mesh.alone, batch=batch)
 
     @cached_property
     def of_step(self) -> Setting:
-        """With what a block costs in a step, in whichever ZeRO stage, its parts off the device left
-        aside: of micro-batches whether there are several, of a secondary shard who would have
-        one."""
-        own = replace(self, sharing=self.sharing.of_any_stage)
-        plain = replace(own, sharing=replace(own.sharing, hpz=None))
+        """Setting of a block's costs in a step, in any ZeRO stage and with nothing off the device:
+        of micro-batches whether there are several, of a secondary shard who would have one."""
+        any_stage = replace(self, sharing=self.sharing.of_any_stage)
+        plain = replace(any_stage, sharing=replace(any_stage.sharing, hpz=None))
         return replace(
-            plain if plain.secondary == self.secondary and not self.hops else own,
+            plain if plain.secondary == self.secondary and not self.hops else any_stage,
             batch=replace(self.batch, microbatches=min(self.batch.microbatches, 2)),
             host=NOT_AWAY,
             validated=False,
@@ -118,14 +113,12 @@ class Setting:
 
     @cached_property
     def of_parameters(self) -> Setting:
-        """With what a parameter costs in a step."""
-        own = self.of_step
-        mesh, batch = own.mesh.of_kind(None), replace(own.batch, rows=0.0)
-        return replace(own, mesh=mesh, batch=batch)
+        """Setting of a parameter's costs in a step."""
+        step = self.of_step
+        return replace(step, mesh=step.mesh.of_kind(None), batch=replace(step.batch, rows=0.0))
 
     def group(self, *, size: int, stride: int) -> Group:
-        """The costliest of the groups of `size` ranks that lie `stride` apart in the mesh's own
-        order."""
+        """The costliest group of `size` ranks that lie `stride` apart in the mesh's own order."""
         tp, spread = self.mesh.tp, self.mesh.spread
         if spread == 1 or size * stride <= tp:
             return group_for(self.cluster, size=size, stride=stride)
@@ -147,8 +140,7 @@ class Setting:
 
     @property
     def secondary(self) -> int:
-        """Ranks that a secondary shard is divided among, or would be: those of a node. `shards`
-        where that is no part of them."""
+        """Ranks that divide a secondary shard, or would: a node's; `shards` where these don't."""
         if self.sharing.hpz:
             return self.sharing.hpz
         node = self.cluster.devices_per_node // (self.mesh.tp * self.mesh.spread)
@@ -193,16 +185,16 @@ class Setting:
         the steps that ran with collectives of its component: the tensor axis' or others."""
         crosses = group.per_node < group.size
         profile, source = self.profile, "modelled"
-        found = profile.collective(kind, nbytes, group.size, group.per_node) if profile else None
-        if found:
-            seconds, source = found
+        timing = profile.collective(kind, nbytes, group.size, group.per_node) if profile else None
+        if timing:
+            seconds, source = timing
         else:
             seconds = collective_time(kind, nbytes, group, self.cluster)
         corrected = linked(TENSOR_AXIS if axis == "tensor" else DATA_AXIS, crosses=crosses)
         return Entry(
-            column=column,
-            kind="collective",
-            seconds=calls * seconds * self.correction(corrected),
+            column,
+            "collective",
+            calls * seconds * self.correction(corrected),
             axis=axis,
             collective=kind,
             calls=calls,
@@ -212,5 +204,5 @@ class Setting:
         )
 
     def correction(self, component: str) -> float:
-        """What the seconds of a component are multiplied by, by the steps that ran."""
+        """Factor on the seconds of a component, from the steps that ran."""
         return self.profile.correction(component) if self.profile else 1.0

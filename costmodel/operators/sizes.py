@@ -14,8 +14,7 @@ from meshwright.costmodel.rules import is_fp8
 
 @dataclass(slots=True, kw_only=True)
 class LocalSizes:
-    """Sizes of one graph's values in one setting. `context` is the layout of the context axis,
-    which is made where the setting has one and none is given."""
+    """Sizes of one graph's values in one setting; `context` is the layout of its context axis."""
 
     graph: Graph
     table: sharding.FactorTable
@@ -52,8 +51,7 @@ class LocalSizes:
         return self.context is not None and self.context.states[value].sharded
 
     def crowding(self, value: str) -> float:
-        """Copies of tokens on the busiest of the ranks that share the experts out, over the mean;
-        1 for other values."""
+        """Tokens' copies on the busiest rank of an expert axis over the mean; else 1."""
         shared = self.setting.mesh.ep > 1 and value in self.table.copies
         return self.setting.target.expert_imbalance if shared else 1.0
 

@@ -6,15 +6,14 @@
               forward     n launches + FLOPs / (peak · efficiency(FLOPs / n)) + bytes / bandwidth
               backward    twice that
 
-A leaf's FLOPs and bytes are in the proportion that this rank's part of the first result has to the
-whole one, but for the bytes of tensors it takes: those are in proportion to this rank's part of
-each.
+A leaf's FLOPs and bytes are in proportion to this rank's part of the first result, but for the
+bytes of tensors it takes: those are in proportion to this rank's part of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import stream_seconds
@@ -28,9 +27,8 @@ from meshwright.profiles.cluster import Device
 BACKWARD = 2.0  # gradients of what a leaf takes and of its weights
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """Bytes of each kernel of a pass, one after the other, and how many are launched."""
+class _Pass(NamedTuple):
+    """Bytes of each kernel of a pass, one after the other, and the number of launches."""
 
     moved: Sequence[float]
     launches: int
@@ -43,20 +41,20 @@ def stream(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> lis
     passes = zip(PASS_COLUMNS, _passes(sizes, fusion, op, strategy), strict=True)
     return [
         Entry(
-            column=column,
-            kind="stream",
-            seconds=sum(stream_seconds(device, nbytes) for nbytes in own.moved)
-            + own.launches * launch,
-            moved_bytes=sum(own.moved),
+            column,
+            "stream",
+            sum(stream_seconds(device, nbytes) for nbytes in kernels.moved)
+            + kernels.launches * launch,
+            moved_bytes=sum(kernels.moved),
         )
-        for column, own in passes
+        for column, kernels in passes
     ]
 
 
 def _passes(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> tuple[_Pass, _Pass]:
     traits = traits_of(op)
     placed = list(zip(op.operands, strategy.operands, strict=True))
-    read = [each for i, each in enumerate(placed) if (op.name, i) not in fusion.free_reads]
+    read = [operand for i, operand in enumerate(placed) if (op.name, i) not in fusion.free_reads]
     written = [
         (value, placement)
         for value, placement in zip(op.results, strategy.results, strict=True)
@@ -65,23 +63,23 @@ def _passes(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> tu
     out = sum(sizes.nbytes(v, p) for v, p in written)
     wanted = sum(sizes.nbytes(v, p) for v, p in read if sizes.graph.values[v].requires_grad)
     if traits.kernel == "lookup":  # the gradient of the rows' table is dense
-        forward = _Pass(moved=[2 * out], launches=1)
-        return forward, _Pass(moved=[2 * out + wanted], launches=1)
+        forward = _Pass([2 * out], 1)
+        return forward, _Pass([2 * out + wanted], 1)
     taken = sum(sizes.nbytes(v, p) for v, p in read) + out
     if traits.experts:  # copies are sorted by expert on arrival, or back
         sorting = 2 * max(out, *(sizes.nbytes(v, p) for v, p in read))
-        both = _Pass(moved=[taken, sorting], launches=2)
+        both = _Pass([taken, sorting], 2)
         return both, both
-    forward, saves = _Pass(moved=[taken], launches=1), sizes.table.ops[op.name].saves
+    forward, saves = _Pass([taken], 1), sizes.table.ops[op.name].saves
     if not saves and traits.kernel == "sum":
         # gradients pass through; where a value has several readers they are summed
-        return forward, _Pass(moved=[wanted], launches=0)
+        return forward, _Pass([wanted], 0)
     saved = sum(
         sizes.nbytes(*(placed[i] if i >= 0 else (op.results[-1 - i], strategy.results[-1 - i])))
         for i in saves
         if i < 0 or (op.name, i) not in fusion.free_reads
     )
-    return forward, _Pass(moved=[out + saved + wanted], launches=1)
+    return forward, _Pass([out + saved + wanted], 1)
 
 
 def leaf(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
@@ -96,9 +94,7 @@ def leaf(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     passed += sum(part * nbytes for part, nbytes in zip(taken, work.taken, strict=True))
     device = sizes.setting.cluster.device
     seconds = leaf_seconds(device, sizes.dtype(op), work, share, passed)
-    forward = Entry(
-        column=FORWARD_S, kind="leaf", seconds=seconds, flops=share * work.flops, moved_bytes=passed
-    )
+    forward = Entry(FORWARD_S, "leaf", seconds, flops=share * work.flops, moved_bytes=passed)
     return [forward, forward.times(BACKWARD)._replace(column=BACKWARD_S)]
 
 

@@ -12,8 +12,18 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.costmodel.graph import Op, Ref, argument
-from meshwright.costmodel.rules import language
 from meshwright.costmodel.rules.index import INDEXING
+from meshwright.costmodel.rules.language import (
+    Dims,
+    Kind,
+    Metas,
+    OpFactors,
+    Rule,
+    bind,
+    ein,
+    place_of,
+    spec_of,
+)
 from meshwright.costmodel.rules.shuffle import SHUFFLES
 from meshwright.costmodel.rules.traits import tagged
 
@@ -46,7 +56,7 @@ FACTORIES = frozenset({
     "zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "rand",
     "randn", "randint",
 })  # fmt: skip
-REDUCTIONS: Mapping[str, language.Kind] = MappingProxyType({
+REDUCTIONS: Mapping[str, Kind] = MappingProxyType({
     "sum": "sum", "mean": "mean", "amax": "whole", "amin": "whole", "var": "whole", "any": "whole",
     "argmax": "whole", "logsumexp": "whole", "std": "whole", "all": "whole", "argmin": "whole",
     "prod": "whole", "max": "whole", "min": "whole", "linalg_vector_norm": "whole",
@@ -60,23 +70,19 @@ REDUCED_DIM: Mapping[str, tuple[int, str, int | None]] = MappingProxyType({
 })  # fmt: skip
 
 
-def automatic(op: Op) -> language.Rule | None:
+def automatic(op: Op) -> Rule | None:
     """The rule of the class an operator belongs to, or None."""
     if not op.target.startswith("aten."):
         return pointwise_rule if is_pointwise(op) else None  # others' names say nothing
     name = op.short
-    special = SHUFFLES.get(name) or INDEXING.get(name)
-    if special:
-        return special
     if name in VIEWS:
         return view_rule if op.target != "aten.view.dtype" else None
     if name in FACTORIES:
         return factory_rule
     if name in REDUCTIONS and not op.target.endswith(".other"):
         return reduction_rule
-    if is_pointwise(op):
-        return pointwise_rule
-    return None
+    special = SHUFFLES.get(name) or INDEXING.get(name)
+    return special or (pointwise_rule if is_pointwise(op) else None)
 
 
 def is_pointwise(op: Op) -> bool:
@@ -87,15 +93,15 @@ def is_pointwise(op: Op) -> bool:
     return named or tagged(op.target, torch.Tag.pointwise)
 
 
-def pointwise_rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
+def pointwise_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Dims aligned at the minor end; a dim of size 1 broadcasts."""
     groups: tuple[frozenset[int], ...] = ()
     if all(side and side[0].dtype.is_floating_point for side in (operands, results)):
         groups = () if op.kwargs.get("rounding_mode") else LINEAR.get(op.short, ())
     tensors = [isinstance(a, Ref) for a in op.args[:2]]
     count = [*tensors, False].index(False)  # of tensors before the first number
-    return language.ein(
-        language.spec_of([["*d"]] * len(operands), [["*d"]] * len(results)),
+    return ein(
+        spec_of([["*d"]] * len(operands), [["*d"]] * len(results)),
         linear=[group for group in groups if max(group) < count],
         view=op.short in SAME_MEMORY,
     )(op, operands, results)
@@ -103,17 +109,14 @@ def pointwise_rule(op: Op, operands: language.Metas, results: language.Metas) ->
 
 def refine(
     before: Sequence[int], after: Sequence[int]
-) -> tuple[language.Dims, language.Dims, dict[str, int], set[str]]:
+) -> tuple[Dims, Dims, dict[str, int], set[str]]:
     """Common refinement of two shapes of equal size: factors of each dim, sizes, and those that
-    can't be split.
-
-    [b, s, 12] -> [b, s, 3, 4] gives [f0, f1, f2·f3] -> [f0, f1, f2, f3]. Where the boundaries of
-    two groups of dims don't nest ([6, 4] -> [4, 6]) the group is whole.
-    """
-    left: list[list[str]] = [[] for _ in before]
-    right: list[list[str]] = [[] for _ in after]
+    can't be split. [b, s, 12] -> [b, s, 3, 4] gives [f0, f1, f2·f3] -> [f0, f1, f2, f3]; where the
+    boundaries of two groups of dims don't nest ([6, 4] -> [4, 6]) the group is whole."""
+    before_dims: list[list[str]] = [[] for _ in before]
+    after_dims: list[list[str]] = [[] for _ in after]
     sizes: dict[str, int] = {}
-    whole: set[str] = set()
+    unsplit: set[str] = set()
     i = j = 0
     rest_i, rest_j = (before[0] if before else 1), (after[0] if after else 1)
 
@@ -137,35 +140,33 @@ def refine(
             break
         if rest_i % rest_j == 0 or rest_j % rest_i == 0:
             size = min(rest_i, rest_j)
-            factor(size, left[i], right[j])
+            factor(size, before_dims[i], after_dims[j])
             rest_i, rest_j = rest_i // size, rest_j // size
             continue
-        whole.add(factor(rest_i, left[i]))
-        whole.add(factor(rest_j, right[j]))
+        unsplit.add(factor(rest_i, before_dims[i]))
+        unsplit.add(factor(rest_j, after_dims[j]))
         while rest_i != rest_j:  # the group ends where the products meet
             if rest_i < rest_j:
                 i += 1
                 rest_i *= before[i]
-                whole.add(factor(before[i], left[i]))
+                unsplit.add(factor(before[i], before_dims[i]))
             else:
                 j += 1
                 rest_j *= after[j]
-                whole.add(factor(after[j], right[j]))
+                unsplit.add(factor(after[j], after_dims[j]))
         rest_i = rest_j = 1
-    return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes, whole
+    return tuple(map(tuple, before_dims)), tuple(map(tuple, after_dims)), sizes, unsplit
 
 
-def view_rule(
-    op: Op, operands: language.Metas, results: language.Metas
-) -> language.OpFactors | None:
+def view_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     if operands[0].numel == 0:
         return None
-    left, right, sizes, whole = refine(operands[0].shape, results[0].shape)
+    before, after, sizes, unsplit = refine(operands[0].shape, results[0].shape)
     shape_arg = VIEWS[op.short]
-    kinds: dict[str, language.Kind] = {name: "whole" if name in whole else "map" for name in sizes}
-    return language.OpFactors(
-        operands=(left, *[right for _ in operands[1:]]),  # the tensor whose shape is taken
-        results=(right,),
+    kinds: dict[str, Kind] = {name: "whole" if name in unsplit else "map" for name in sizes}
+    return OpFactors(
+        operands=(before, *[after for _ in operands[1:]]),  # the tensor whose shape is taken
+        results=(after,),
         sizes=sizes,
         kinds=kinds,
         linear=(frozenset({0}),) if operands[0].dtype.is_floating_point else (),
@@ -174,16 +175,16 @@ def view_rule(
     )
 
 
-def factory_rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
-    """Every element equal: any dim may be made at its local size. Of an operand (`new_zeros`) only
-    the type counts: dims that it shares with the result stay as they are split."""
+def factory_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """Elements that are all equal: any dim may be made at its local size. Only the type of an
+    operand (`new_zeros`) counts: dims that it shares with the result stay as they are split."""
     sizes: dict[str, int] = {}
-    outs = language.bind("*d", results, sizes)
-    made = results[0].shape
-    return language.OpFactors(
+    outs = bind("*d", results, sizes)
+    shape = results[0].shape
+    return OpFactors(
         operands=tuple(
             tuple(
-                outs[0][d] if d < len(made) and size == made[d] else ()
+                outs[0][d] if d < len(shape) and size == shape[d] else ()
                 for d, size in enumerate(meta.shape)
             )
             for meta in operands
@@ -191,7 +192,7 @@ def factory_rule(op: Op, operands: language.Metas, results: language.Metas) -> l
         results=outs,
         sizes=sizes,
         kinds=dict.fromkeys(sizes, "map"),
-        shape_arg=language.place_of(op, "size")[0],
+        shape_arg=place_of(op, "size")[0],
     )
 
 
@@ -203,17 +204,17 @@ def _dims_argument(value: Any, rank: int) -> set[int]:
     return {int(d) % rank for d in value}
 
 
-def reduction_rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
+def reduction_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     rank = len(operands[0].shape)
-    given = argument(op, *REDUCED_DIM.get(op.short, (1, "dim", None)))
-    given = None if isinstance(given, bool) else given  # `unbiased` stands first where no dim does
-    reduced = _dims_argument(given, rank)
+    dims = argument(op, *REDUCED_DIM.get(op.short, (1, "dim", None)))
+    dims = None if isinstance(dims, bool) else dims  # `unbiased` stands first where no dim does
+    reduced = _dims_argument(dims, rank)
     keep = len(results[0].shape) == rank  # keepdim stands at different places
     names = [f"r{d}" if d in reduced else f"d{d}" for d in range(rank)]
-    kept = [name for d, name in enumerate(names) if keep or d not in reduced]
+    remaining = [name for d, name in enumerate(names) if keep or d not in reduced]
     how = REDUCTIONS[op.short]
-    return language.ein(
-        language.spec_of([names], [kept] * len(results)),
+    return ein(
+        spec_of([names], [remaining] * len(results)),
         whole="r.*" if how == "whole" else "",
         mean="r.*" if how == "mean" else "",
         linear=[[0]] if op.short in LINEAR_REDUCTIONS else [],

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from meshwright.costmodel.graph import Op, Ref, TensorMeta, argument
-from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, SureRule, ein
+from meshwright.costmodel.graph import Op, Ref, argument
+from meshwright.costmodel.rules.language import Metas, OpFactors, Rule, ein
 
 
 def _dims(prefix: str, count: int) -> str:
@@ -19,8 +19,8 @@ def _dims(prefix: str, count: int) -> str:
 
 
 def _convolution(weight: str, *, coarse: str) -> Rule:
-    """Channels in (g i) meet weights per group and give channels out (g o). Each product is of one
-    weight and one place: of the finer of the two grids of places, `coarse` being the other."""
+    """Channels in (g i) meet weights per group and give channels out (g o). Each product has one
+    weight and one place of the finer of the two grids of places, `coarse` being the other."""
 
     def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         window = len(operands[1].shape) - 2
@@ -38,8 +38,7 @@ def _convolution(weight: str, *, coarse: str) -> Rule:
 
 
 def _batch_norm(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    """Statistics span the batch, so a split batch needs the synchronised version (training
-    only)."""
+    """Statistics span the batch: a split batch needs the synchronised version (training only)."""
     spec = ", ".join(["b c *x", *["c"] * (len(operands) - 1)]) + " -> b c *x"
     sync = {"b": "batch_norm"} if argument(op, 5, "training", True) else {}
     return ein(spec, whole="x.*", implementations=sync)(op, operands, results)
@@ -73,17 +72,14 @@ def _pixels(spec: str) -> Rule:
     return rule
 
 
-def _im2col(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    """(Channels × places of the window) per window."""
-    return _windows("b c h w -> b (c k) l", operands[0])(op, operands, results)
+def _windows(spec: str, image: int) -> Rule:
+    """(Channels × places of the window) per window of an image: operand 0, or result -1."""
 
+    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+        sizes = {"c": (*operands, *results)[image].shape[-3]}
+        return ein(spec, whole="h w k l", sizes=sizes, linear=[[0]])(op, operands, results)
 
-def _col2im(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    return _windows("b (c k) l -> b c h w", results[0])(op, operands, results)
-
-
-def _windows(spec: str, image: TensorMeta) -> SureRule:
-    return ein(spec, whole="h w k l", sizes={"c": image.shape[-3]}, linear=[[0]])
+    return rule
 
 
 def _grid_sample(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -96,7 +92,7 @@ _UPSAMPLED = {1: "nearest linear", 2: "nearest bilinear bicubic", 3: "nearest tr
 
 
 def _rules() -> dict[str, Rule]:
-    made: dict[str, Rule] = {
+    rules: dict[str, Rule] = {
         "group_norm": ein(
             "b (g c) *x, (g c), (g c) -> b (g c) *x", whole="c x.*", counts={"num_groups": "g"}
         ),
@@ -105,18 +101,18 @@ def _rules() -> dict[str, Rule]:
         "pixel_shuffle": _pixels("*b (c r1 r2) h w -> *b c (h r1) (w r2)"),
         "pixel_unshuffle": _pixels("*b c (h r1) (w r2) -> *b (c r1 r2) h w"),
         "channel_shuffle": ein("b (g c) *x -> b (c g) *x", linear=[[0]], counts={"groups": "g"}),
-        "im2col": _im2col,
-        "col2im": _col2im,
+        "im2col": _windows("b c h w -> b (c k) l", 0),
+        "col2im": _windows("b (c k) l -> b c h w", -1),
         "grid_sampler": _grid_sample,
     }
     for n in (1, 2, 3):
-        made[f"conv{n}d"] = _convolution("(g o) i", coarse="s.")
-        made[f"conv_transpose{n}d"] = _convolution("(g i) o", coarse="p.")
+        rules[f"conv{n}d"] = _convolution("(g o) i", coarse="s.")
+        rules[f"conv_transpose{n}d"] = _convolution("(g i) o", coarse="p.")
         for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool"):
-            made[f"{kind}{n}d"] = _pool(n)
+            rules[f"{kind}{n}d"] = _pool(n)
         for kind in _UPSAMPLED[n].split():
-            made[f"upsample_{kind}{n}d"] = _pool(n)
-    return {f"aten.{name}": rule for name, rule in made.items()}
+            rules[f"upsample_{kind}{n}d"] = _pool(n)
+    return {f"aten.{name}": rule for name, rule in rules.items()}
 
 
 IMAGE_RULES: Mapping[str, Rule] = MappingProxyType(_rules())

@@ -19,9 +19,8 @@ def _entries(rank: int, places: Sequence[int]) -> list[str]:
     return [f"{'v' if d in places else 'e'}{d}" for d in range(rank)]
 
 
-def _found(entries: Sequence[str], places: Sequence[int]) -> str:
-    """The dims of what indices find: their own at the first indexed dim, or first of all where
-    dims between them are not indexed."""
+def _looked_up(entries: Sequence[str], places: Sequence[int]) -> str:
+    """Dims of a look-up's result: the indices' at the first indexed dim, or first of all."""
     rest = [name for name in entries if name[0] == "e"]
     adjacent = list(places) == list(range(places[0], places[-1] + 1))
     at = places[0] if adjacent else 0
@@ -41,12 +40,11 @@ def index_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
         return None
     entries = _entries(len(table.shape), places)
     spec = ", ".join([" ".join(entries), *["*i"] * len(places)])
-    return ein(f"{spec} -> {_found(entries, places)}", whole="v.*")(op, operands, results)
+    return ein(f"{spec} -> {_looked_up(entries, places)}", whole="v.*")(op, operands, results)
 
 
 def index_put_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
-    """`x[:, i, j] = values`, or `+=`; under flags only a single number, which any part can
-    write."""
+    """`x[:, i, j] = values`, or `+=`; under flags a single number alone, which any part writes."""
     import torch
 
     table, *indices, values = operands
@@ -60,15 +58,14 @@ def index_put_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
         flags = entries[places[0] : places[0] + len(flagged[0].shape)]
         spec = f"{' '.join(entries)}, {' '.join(flags)}, *one -> {' '.join(entries)}"
         return ein(spec)(op, operands, results)
-    found = _found(entries, places) if values.numel != 1 else "*one"
-    spec = ", ".join([" ".join(entries), *["*i"] * len(indices), found])
+    written = _looked_up(entries, places) if values.numel != 1 else "*one"
+    spec = ", ".join([" ".join(entries), *["*i"] * len(indices), written])
     adds = bool(argument(op, 3, "accumulate", False))
-    made = ein(
+    return ein(
         f"{spec} -> {' '.join(entries)}",
         whole="v.*" if adds else "v.* i.*",
         pinned=(0,) if adds else (),
-    )
-    return made(op, operands, results)
+    )(op, operands, results)
 
 
 def _along(op: Op, rank: int) -> int:
@@ -77,8 +74,8 @@ def _along(op: Op, rank: int) -> int:
 
 def index_select_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     entries = _entries(rank := len(operands[0].shape), [dim := _along(op, rank)])
-    found = " ".join([*entries[:dim], "i", *entries[dim + 1 :]])
-    return ein(f"{' '.join(entries)}, i -> {found}", whole="v.*")(op, operands, results)
+    selected = " ".join([*entries[:dim], "i", *entries[dim + 1 :]])
+    return ein(f"{' '.join(entries)}, i -> {selected}", whole="v.*")(op, operands, results)
 
 
 def _index_write(*, adds: bool = False, fills: bool = False) -> Rule:
@@ -88,9 +85,9 @@ def _index_write(*, adds: bool = False, fills: bool = False) -> Rule:
         entries = _entries(rank := len(operands[0].shape), [dim := _along(op, rank)])
         table = " ".join(entries)
         rows = " ".join([*entries[:dim], "i", *entries[dim + 1 :]])
-        given = [table, "i", "" if fills else rows][: len(operands)]
+        terms = [table, "i", "" if fills else rows][: len(operands)]
         return ein(
-            f"{', '.join(given)} -> {table}",
+            f"{', '.join(terms)} -> {table}",
             whole="v.*" if adds else "v.* i",
             pinned=(0,) if adds else (),
         )(op, operands, results)
@@ -99,8 +96,7 @@ def _index_write(*, adds: bool = False, fills: bool = False) -> Rule:
 
 
 def _scatter(*, adds: bool) -> Rule:
-    """Elements written along one dim; the indices may lie in a corner of the other dims, which are
-    then whole."""
+    """Elements written along one dim; other dims of which indices take a corner are whole."""
 
     def rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
         table, index, *sources = (meta.shape for meta in operands)

@@ -82,8 +82,7 @@ class OpFactors:
         return self.flops > 0
 
     def place(self, dims: Dims, factor: str) -> tuple[int, int] | None:
-        """(dim, product of the sizes before it in that dim) of a factor; None where a tensor has it
-        not."""
+        """(dim, product of the sizes before it in that dim) of a factor; None if absent."""
         for d, names in enumerate(dims):
             if factor in names:
                 return d, math.prod(self.sizes[name] for name in names[: names.index(factor)])
@@ -125,19 +124,16 @@ def words(term: str) -> list[str]:
 
 
 def bind(spec: str, metas: Metas, sizes: dict[str, int]) -> tuple[Dims, ...]:
-    """Name the dims of `metas` by the terms of `spec`, filling in factor sizes.
-
-    A dim of size 1 has no factor. Raises Misfit where ranks or sizes disagree with the spec.
-    """
+    """Name the dims of `metas` by the terms of `spec`, filling in factor sizes; a dim of size 1 has
+    no factor. Raises Misfit where ranks or sizes disagree with the spec."""
     terms = spec.split(",") if spec.strip() or metas else []
     return tuple(_bind_term(t, meta, sizes) for t, meta in zip(terms, metas, strict=False))
 
 
 def _bind_term(term: str, meta: TensorMeta, sizes: dict[str, int]) -> Dims:
     names: list[str] = []
-    given = words(term)
-    rest = len(meta.shape) - sum(not word.startswith("*") for word in given)
-    for word in given:
+    rest = len(meta.shape) - sum(not word.startswith("*") for word in words(term))
+    for word in words(term):
         names += [f"{word[1:]}{rest - 1 - k}" for k in range(rest)] if word[0] == "*" else [word]
     if len(names) != len(meta.shape):
         raise Misfit(f"`{term.strip()}` has {len(names)} dims, the tensor {list(meta.shape)}")
@@ -187,8 +183,7 @@ class SpecOptions(TypedDict, total=False):
 
 
 def ein(spec: str, **options: Unpack[SpecOptions]) -> SureRule:
-    """A rule from `"operand, operand -> result"`; in a call that it does not fit every dim is
-    whole."""
+    """A rule from `"operand, operand -> result"`; every dim is whole in calls that don't fit."""
 
     def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         try:
@@ -204,27 +199,24 @@ def factors(
 ) -> OpFactors:
     """The factors of one call by its spec: those listed in no option are mapped if a result has
     them, else summed. Raises Misfit where ranks or sizes disagree."""
-    left, right = spec.split("->")
-    if len(operands) > len(left.split(",")):
-        raise Misfit(f"`{spec}` has {len(left.split(','))} operands, the call {len(operands)}")
+    inputs, outputs = spec.split("->")
+    if len(operands) > len(inputs.split(",")):
+        raise Misfit(f"`{spec}` has {len(inputs.split(','))} operands, the call {len(operands)}")
     counts, inner = options.get("counts", {}), options.get("inner", {})
     known = {factor: _count(op, name) for name, factor in counts.items()}
     known |= options.get("sizes", {})
-    ins = bind(left, operands, known)
-    outs = bind(right, results, known)
+    ins, outs = bind(inputs, operands, known), bind(outputs, results, known)
     if len(outs) != len(results):
         raise Misfit(f"`{spec}` has {len(outs)} results, the call {len(results)}")
     known = {name: size for name, size in known.items() if size != 1}
-    kept = {name for dims in outs for dim in dims for name in dim}
+    mapped = {name for dims in outs for dim in dims for name in dim}
 
     def kind(name: str) -> Kind:
         if _listed(name, options.get("whole", "")):
             return "whole"
-        if name in inner:
-            return "inner"
-        return (
-            "map" if name in kept else "mean" if _listed(name, options.get("mean", "")) else "sum"
-        )
+        if name in inner or name in mapped:
+            return "inner" if name in inner else "map"
+        return "mean" if _listed(name, options.get("mean", "")) else "sum"
 
     flops, uncounted = options.get("flops", 0.0), options.get("uncounted", "")
     return OpFactors(
@@ -277,10 +269,10 @@ def signature_of(target: str) -> tuple[tuple[str, Any], ...]:
 
 def place_of(op: Op, name: str) -> tuple[int, Any]:
     """Position and default of an argument."""
-    found = {n: (k, default) for k, (n, default) in enumerate(signature_of(op.target))}
-    if name not in found:
-        raise Misfit(f"{op.target} has no argument {name!r}; legal: {', '.join(found)}")
-    return found[name]
+    places = {n: (k, default) for k, (n, default) in enumerate(signature_of(op.target))}
+    if name not in places:
+        raise Misfit(f"{op.target} has no argument {name!r}; legal: {', '.join(places)}")
+    return places[name]
 
 
 def _count(op: Op, name: str) -> int:
@@ -294,21 +286,20 @@ def _count(op: Op, name: str) -> int:
 
 def divided(
     op: Op,
-    made: OpFactors,
+    factors: OpFactors,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     sizes: Mapping[str, int],
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A call's arguments with the counts of split factors made local: `sizes` are the local sizes
-    of factors that are split."""
+    """A call's arguments with local counts of split factors, whose local `sizes` are these."""
     local, named = list(args), dict(kwargs)
-    for name, factor in made.counts.items():
-        whole = made.sizes.get(factor, 1)
-        part = sizes.get(factor, whole)
-        if part == whole:
+    for name, factor in factors.counts.items():
+        size = factors.sizes.get(factor, 1)
+        part = sizes.get(factor, size)
+        if part == size:
             continue
         position, _ = place_of(op, name)
-        value = _count(op, name) * part // whole
+        value = _count(op, name) * part // size
         if name not in named and position < len(local):
             local[position] = value
         else:  # named, or left at its default

@@ -18,7 +18,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
-from types import MappingProxyType
 from typing import Any
 
 from meshwright.costmodel.graph import Op
@@ -32,10 +31,9 @@ LEAVES = frozenset((LEAF, RANDOM_LEAF))
 class Work:
     """Work of one call at the traced shapes: `kernels` launched in the forward, their FLOPs, the
     bytes they read and write, of each tensor `taken` and of others (`nbytes`), and the bytes kept
-    for the backward besides the tensors taken (`saves`: operand i as i, result k as -1-k). `numel`
-    is the number of elements of the first result, with which all grows but what is taken: that
-    grows with each tensor, and so does not where it is a weight. `source` says where the numbers
-    come from."""
+    for the backward (`saved_bytes`) besides tensors of the call (`saves`: operand i as i, result k
+    as -1-k). All grows with the `numel` of the first result, but what is taken with each tensor.
+    `source` of the numbers."""
 
     kernels: int
     flops: int
@@ -56,8 +54,7 @@ class Work:
 class Leaf:
     """The first argument of a leaf's operator. `number` tells leaves of one name apart; `sums` are
     the letters of `rule` that are summed; `gradients` tells which results carry one, those beyond
-    its end (new values of buffers) do not. `program` runs it on its operands; nothing that plans
-    looks at it."""
+    its end (new values of buffers) do not. `program` runs it on its operands, outside planning."""
 
     name: str
     number: int
@@ -70,8 +67,8 @@ class Leaf:
 
 def leaf_of(op: Op) -> Leaf:
     """The leaf that an operator of `LEAVES` runs."""
-    found: Leaf = op.args[0]
-    return found
+    leaf: Leaf = op.args[0]
+    return leaf
 
 
 def rule_of_leaf(op: Op, operands: Metas, results: Metas) -> OpFactors:
@@ -83,7 +80,7 @@ def rule_of_leaf(op: Op, operands: Metas, results: Metas) -> OpFactors:
 
 def factors_of_spec(spec: str, sums: str, op: Op, operands: Metas, results: Metas) -> OpFactors:
     """The factors of a leaf's call; Misfit where the spec does not fit it."""
-    left, right = (side.split(",") for side in spec.split("->"))
+    inputs, outputs = (side.split(",") for side in spec.split("->"))
     numbers = count()
 
     def filled(terms: Sequence[str], metas: Metas) -> str:
@@ -91,24 +88,21 @@ def factors_of_spec(spec: str, sums: str, op: Op, operands: Metas, results: Meta
         both = ", ".join((*terms, *missing))
         return re.sub(r"(?<!\w)_(?!\w)", lambda _: f"_{next(numbers)}", both)
 
-    kept = _letters(right) | set(sums.split())
-    whole = [r"_\d+", *(re.sub(r"^\*(.*)", r"\1\\d+", x) for x in _letters(left) - kept)]
-    named = f"{filled(left, operands)} -> {filled(right, results)}"
-    return factors(named, op, operands, results, whole=" ".join(whole))
+    unsplit = _letters(inputs) - _letters(outputs) - set(sums.split())
+    patterns = [r"_\d+", *(re.sub(r"^\*(.*)", r"\1\\d+", x) for x in unsplit)]
+    named = f"{filled(inputs, operands)} -> {filled(outputs, results)}"
+    return factors(named, op, operands, results, whole=" ".join(patterns))
 
 
 def summable(spec: str) -> set[str]:
     """The letters that may be listed as summed: those that no result has."""
-    left, right = (side.split(",") for side in spec.split("->"))
-    return _letters(left) - _letters(right) - {"_"}
+    inputs, outputs = (_letters(side.split(",")) for side in spec.split("->"))
+    return inputs - outputs - {"_"}
 
 
 def _letters(terms: Sequence[str]) -> set[str]:
     """The names in some terms; those of any number of dims with their star."""
-    found = (word.strip("()") for term in terms for word in words(term))
-    return {name for word in found for name in word.split()}
+    return {n for term in terms for word in words(term) for n in word.strip("()").split()}
 
 
-LEAF_RULES: Mapping[str, Rule] = MappingProxyType(
-    {f"meshwright.{name}": rule_of_leaf for name in LEAVES}
-)
+LEAF_RULES: Mapping[str, Rule] = {f"meshwright.{name}": rule_of_leaf for name in LEAVES}

@@ -32,35 +32,34 @@ TOKEN_FACTORS = frozenset({"b", "s"})  # split along one, ranks have tokens of t
 
 def copies_of(ops: Iterable[Op]) -> frozenset[str]:
     """The values made from a `dispatch` on and before its `combine`: what experts work on."""
-    found: set[str] = set()
+    copies: set[str] = set()
     for op in ops:
         if traits_of(op).experts == "dispatch" or (
-            traits_of(op).experts != "combine" and not found.isdisjoint(op.operands)
+            traits_of(op).experts != "combine" and not copies.isdisjoint(op.operands)
         ):
-            found.update(op.results)
-    return frozenset(found)
+            copies.update(op.results)
+    return frozenset(copies)
 
 
 def inside_experts(ops: Sequence[Op]) -> frozenset[int]:
-    """Positions of operators before which no block may end: copies made before are read there or
-    later."""
+    """Positions of operators before which no block may end: copies are read there or later."""
     copies = copies_of(ops)
-    made = {value: k for k, op in enumerate(ops) for value in op.results if value in copies}
+    first = {value: k for k, op in enumerate(ops) for value in op.results if value in copies}
     last = {value: k for k, op in enumerate(ops) for value in op.operands if value in copies}
-    return frozenset(at for value, k in last.items() for at in range(made[value] + 1, k + 1))
+    return frozenset(at for value, k in last.items() for at in range(first[value] + 1, k + 1))
 
 
 def _grouped(op: Op, operands: Metas, results: Metas) -> OpFactors:
     matrices = "out in" if argument(op, 4, "transposed", False) else "in out"
     biases = f", {EXPERT_FACTOR} out" if len(operands) > 3 else ""
-    made = ein(
+    factors = ein(
         f"b s k in, {EXPERT_FACTOR} {matrices}, b s k{biases} -> b s k out",
         whole=EXPERT_FACTOR,
         pinned=(3,),
         flops=2.0,
     )(op, operands, results)
-    counted = tuple(name for name in made.flop_factors if name != EXPERT_FACTOR)
-    return replace(made, flop_factors=counted)
+    counted = tuple(name for name in factors.flop_factors if name != EXPERT_FACTOR)
+    return replace(factors, flop_factors=counted)
 
 
 MOE_RULES: Mapping[str, Rule] = MappingProxyType({

@@ -16,40 +16,47 @@ from types import MappingProxyType
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.rules import auto as auto_rules
 from meshwright.costmodel.rules import image as image_rules
-from meshwright.costmodel.rules import language
 from meshwright.costmodel.rules import leaf as leaf_rules
 from meshwright.costmodel.rules import moe as moe_rules
+from meshwright.costmodel.rules.language import (
+    Dims,
+    Metas,
+    Misfit,
+    OpFactors,
+    Rule,
+    SpecOptions,
+    ein,
+    factors,
+    replicated,
+)
 from meshwright.costmodel.rules.traits import draws
 from meshwright.profiles.inputs import MeshwrightError
 
 
-def rule_for(op: Op) -> language.Rule | None:
-    """The rule of an operator: the user's, or the one shipped; None if it has none."""
-    given = given_for(op.target)
-    return shipped_rule_for(op) if given is None else given.rule
+def rule_for(op: Op) -> Rule | None:
+    """The rule of an operator, the user's before the one shipped; None if it has none."""
+    added = given_for(op.target)
+    return shipped_rule_for(op) if added is None else added.rule
 
 
-def shipped_rule_for(op: Op) -> language.Rule | None:
-    """By overload, by name, or by its automatic class."""
+def shipped_rule_for(op: Op) -> Rule | None:
+    """The rule shipped for an operator: by overload, by name, or by its automatic class."""
     base = op.target.rsplit(".", 1)[0]
     written = RULES.get(op.target) or RULES.get(base) or moe_rules.MOE_RULES.get(base)
     return written or leaf_rules.LEAF_RULES.get(base) or auto_rules.automatic(op)
 
 
-def factors_of(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
-    """The factors of one call; an operator without a rule gets the replicated one
-    (`known=False`)."""
+def factors_of(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """Factors of one call; without a rule the replicated ones (`known=False`)."""
     rule = rule_for(op)
-    made = rule(op, operands, results) if rule else None
-    found = made or language.replicated(op, operands, results)
-    return replace(found, saves=saves_of(op, operands, results))
+    known = rule(op, operands, results) if rule else None
+    factors = known or replicated(op, operands, results)
+    return replace(factors, saves=saves_of(op, operands, results))
 
 
-def _cross_entropy(
-    op: Op, operands: language.Metas, results: language.Metas
-) -> language.OpFactors | None:
-    """Rows are summed, or mapped without a reduction; the class factor is exchanged inside
-    (vocabulary-parallel). Class weights and probabilities as targets have no rule."""
+def _cross_entropy(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+    """Rows summed, or mapped without a reduction; classes exchanged inside (vocabulary-parallel).
+    Class weights and probabilities as targets have no rule."""
     if len(operands) != 2 or operands[1].dtype.is_floating_point:
         return None
     reduced = argument(op, 3, "reduction", 1) != 0
@@ -57,44 +64,39 @@ def _cross_entropy(
     plain = reduced and not smoothing and len(operands[0].shape) == 2
     inner = {"vocab": "cross_entropy"} if plain else {}
     spec = "n vocab *x, n *x -> " + ("" if reduced else "n *x")
-    return language.ein(spec, whole="" if plain else "vocab", inner=inner)(op, operands, results)
+    return ein(spec, whole="" if plain else "vocab", inner=inner)(op, operands, results)
 
 
-def _nll_loss(
-    op: Op, operands: language.Metas, results: language.Metas
-) -> language.OpFactors | None:
+def _nll_loss(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     if len(operands) != 2:
         return None
     spec = "n v *x, n *x -> " + ("n *x" if argument(op, 3, "reduction", 1) == 0 else "")
-    return language.ein(spec, whole="v")(op, operands, results)
+    return ein(spec, whole="v")(op, operands, results)
 
 
-def _pointwise_loss(position: int) -> language.Rule:
+def _pointwise_loss(position: int) -> Rule:
     """Element-wise losses: reduced by mean (1) or sum (2), or not at all (0)."""
 
-    def rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
+    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         reduction = argument(op, position, "reduction", 1)
         left = ", ".join(["*n"] * len(operands))
-        made = language.ein(f"{left} -> " + ("*n" if reduction == 0 else ""))(op, operands, results)
+        factors = ein(f"{left} -> " + ("*n" if reduction == 0 else ""))(op, operands, results)
         if reduction != 1:
-            return made
-        return replace(made, kinds=dict.fromkeys(made.sizes, "mean"))
+            return factors
+        return replace(factors, kinds=dict.fromkeys(factors.sizes, "mean"))
 
     return rule
 
 
-def _embedding(
-    op: Op, operands: language.Metas, results: language.Metas
-) -> language.OpFactors | None:
+def _embedding(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     if argument(op, 3, "scale_grad_by_freq", False):
         return None  # counts ids over the whole batch
-    made = language.ein("vocab hidden, *b -> *b hidden", implementations={"vocab": "embedding"})
-    return made(op, operands, results)
+    rule = ein("vocab hidden, *b -> *b hidden", implementations={"vocab": "embedding"})
+    return rule(op, operands, results)
 
 
-def _sdpa(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
-    """Attention: heads and batch split freely, queries only where nothing ties them to their
-    position.
+def _sdpa(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """Attention: heads and batch split freely, queries only where nothing ties them to their place.
 
     The query's heads are (key heads × group), so that more ranks than there are key heads can share
     the queries: they read all keys, whose gradients are then partial. FLOPs: two products of
@@ -104,7 +106,7 @@ def _sdpa(op: Op, operands: language.Metas, results: language.Metas) -> language
     mask = "*b (heads group) s t" if len(operands) > 3 and len(operands[3].shape) > 2 else "s t"
     positional = argument(op, 5, "is_causal", False) or argument(op, 4, "dropout_p", 0.0)
     grouped = len(query) > 2 and len(key) > 2
-    return language.ein(
+    return ein(
         f"*b (heads group) s d, *b heads t d, *b heads t e, {mask} -> *b (heads group) s e",
         whole="t d e" + (" s" if positional else ""),
         flops=4.0,
@@ -113,54 +115,49 @@ def _sdpa(op: Op, operands: language.Metas, results: language.Metas) -> language
     )(op, operands, results)
 
 
-def _einsum(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors | None:
-    """The equation is the rule. A product of several is priced as its dearest step from the
-    left."""
-    left, arrow, right = str(op.args[0]).replace(" ", "").partition("->")
-    terms = [re.findall(r"\.\.\.|.", term) for term in left.split(",")]
+def _einsum(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
+    """The equation as a rule; a product of several is priced as its dearest step from the left."""
+    inputs, arrow, out = str(op.args[0]).replace(" ", "").partition("->")
     if not arrow:
-        letters = sorted(a for a in {*left} - {*",."} if left.count(a) == 1)
-        right = ("..." if "..." in left else "") + "".join(letters)
-    kept = re.findall(r"\.\.\.|.", right)
-    if any(len(set(term)) != len(term) for term in terms):
+        letters = sorted(a for a in {*inputs} - {*",."} if inputs.count(a) == 1)
+        out = ("..." if "..." in inputs else "") + "".join(letters)
+    terms = [re.findall(r"\.\.\.|.", term) for term in (*inputs.split(","), out)]
+    if any(len(set(term)) != len(term) for term in terms[:-1]):
         return None  # a diagonal
-    spec, out = (", ".join(" ".join(t).replace("...", "*z") for t in ts) for ts in (terms, [kept]))
-    each = [[i] for i in range(len(operands))]
-    made = language.ein(f"{spec} -> {out}", linear=each, flops=2.0)(op, operands, results)
-    return replace(made, flops=0.0, flop_factors=()) if len(terms) == 1 else _dearest(made)
+    *words, out = (" ".join(term).replace("...", "*z") for term in terms)
+    linear = [[i] for i in range(len(operands))]
+    factors = ein(f"{', '.join(words)} -> {out}", linear=linear, flops=2.0)(op, operands, results)
+    return replace(factors, flops=0.0, flop_factors=()) if len(words) == 1 else _dearest(factors)
 
 
-def _dearest(made: language.OpFactors) -> language.OpFactors:
-    def factors(dims: language.Dims) -> set[str]:
+def _dearest(factors: OpFactors) -> OpFactors:
+    def names(dims: Dims) -> set[str]:
         return {name for dim in dims for name in dim}
 
-    each = [factors(dims) for dims in made.operands]
-    left, steps = each[0], []
-    for k in range(1, len(each)):
-        steps.append(left | each[k])
-        left = steps[-1] & set().union(factors(made.results[0]), *each[k + 1 :])
-    dearest = max(steps, key=lambda names: math.prod(made.sizes[n] for n in names))
-    return replace(made, flop_factors=tuple(f for f in made.flop_factors if f in dearest))
+    operands = [names(dims) for dims in factors.operands]
+    joined, steps = operands[0], []
+    for k in range(1, len(operands)):
+        steps.append(joined | operands[k])
+        joined = steps[-1] & set().union(names(factors.results[0]), *operands[k + 1 :])
+    dearest = max(steps, key=lambda step: math.prod(factors.sizes[n] for n in step))
+    return replace(factors, flop_factors=tuple(f for f in factors.flop_factors if f in dearest))
 
 
-def _softmax(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
+def _softmax(op: Op, operands: Metas, results: Metas) -> OpFactors:
     rank = len(operands[0].shape)
-    dim = int(op.args[1]) % rank
-    names = " ".join("w" if d == dim else f"a{d}" for d in range(rank))
-    return language.ein(f"{names} -> {names}", whole="w")(op, operands, results)
+    names = " ".join("w" if d == int(op.args[1]) % rank else f"a{d}" for d in range(rank))
+    return ein(f"{names} -> {names}", whole="w")(op, operands, results)
 
 
-def _norm(spec_norm: str) -> language.Rule:
-    def rule(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
-        shape = op.args[1]
-        names = " ".join(f"n{i}" for i in range(len(shape)))
-        spec = spec_norm.replace("N", names)
-        return language.ein(spec, whole="n.*")(op, operands, results)
+def _norm(spec_norm: str) -> Rule:
+    def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
+        names = " ".join(f"n{i}" for i in range(len(op.args[1])))
+        return ein(spec_norm.replace("N", names), whole="n.*")(op, operands, results)
 
     return rule
 
 
-def _recurrent(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
+def _recurrent(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """LSTM, GRU, RNN: rows are independent, steps and the hidden dims are not."""
     steps = "b t i" if argument(op, 8, "batch_first", False) else "t b i"
     states = len(results) - 1
@@ -169,48 +166,40 @@ def _recurrent(op: Op, operands: language.Metas, results: language.Metas) -> lan
         for k, m in enumerate(operands[1 + states :])
     ]
     hidden = [f"l b h{k}" for k in range(states)]
-    spec = f"{', '.join([steps, *hidden, *weights])} -> "
-    spec += ", ".join([steps.replace("i", "o"), *hidden])
-    return language.ein(spec, whole="t i o l h. w.*")(op, operands, results)
+    inputs, outputs = [steps, *hidden, *weights], [steps.replace("i", "o"), *hidden]
+    spec = f"{', '.join(inputs)} -> {', '.join(outputs)}"
+    return ein(spec, whole="t i o l h. w.*")(op, operands, results)
 
 
-def _histc(op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors | None:
+def _histc(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     """Counts add up where the bins don't depend on the data."""
     fixed = argument(op, 2, "min", 0) != argument(op, 3, "max", 0)
-    return language.ein("*x -> bins", whole="bins")(op, operands, results) if fixed else None
+    return ein("*x -> bins", whole="bins")(op, operands, results) if fixed else None
 
 
-RULES: dict[str, language.Rule] = {
-    "aten.linear": language.ein(
-        "*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], flops=2.0
-    ),
-    "aten.addmm": language.ein("out, m in, in out -> m out", pinned=(0,), flops=2.0),
-    "aten.mm": language.ein("m i, i o -> m o", linear=[[0], [1]], flops=2.0),
-    "aten.bmm": language.ein("b m i, b i o -> b m o", linear=[[0], [1]], flops=2.0),
-    "aten.baddbmm": language.ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0),
+RULES: dict[str, Rule] = {
+    "aten.linear": ein("*b in, out in, out -> *b out", pinned=(2,), linear=[[0]], flops=2.0),
+    "aten.addmm": ein("out, m in, in out -> m out", pinned=(0,), flops=2.0),
+    "aten.mm": ein("m i, i o -> m o", linear=[[0], [1]], flops=2.0),
+    "aten.bmm": ein("b m i, b i o -> b m o", linear=[[0], [1]], flops=2.0),
+    "aten.baddbmm": ein("b m o, b m i, b i o -> b m o", pinned=(0,), flops=2.0),
     "aten.embedding": _embedding,
     "aten.layer_norm": _norm("*b N, N, N -> *b N"),
     "aten.rms_norm": _norm("*b N, N -> *b N"),
     "aten.scaled_dot_product_attention": _sdpa,
-    "aten.softmax": _softmax,
-    "aten._softmax": _softmax,
-    "aten.log_softmax": _softmax,
+    **{f"aten.{name}": _softmax for name in ("softmax", "_softmax", "log_softmax")},
     "aten.cross_entropy_loss": _cross_entropy,
-    "aten.nll_loss": _nll_loss,
-    "aten.nll_loss_nd": _nll_loss,
-    "aten.mse_loss": _pointwise_loss(2),
-    "aten.l1_loss": _pointwise_loss(2),
-    "aten.smooth_l1_loss": _pointwise_loss(2),
-    "aten.huber_loss": _pointwise_loss(2),
+    **dict.fromkeys(("aten.nll_loss", "aten.nll_loss_nd"), _nll_loss),
+    **{f"aten.{name}_loss": _pointwise_loss(2) for name in ("mse", "l1", "smooth_l1", "huber")},
     "aten.binary_cross_entropy_with_logits": _pointwise_loss(4),
     "aten.binary_cross_entropy": _pointwise_loss(3),
     "aten.kl_div": _pointwise_loss(2),
     "aten.einsum": _einsum,
-    "aten.mv": language.ein("m i, i -> m", linear=[[0], [1]], flops=2.0),
-    "aten.dot": language.ein("i, i -> ", linear=[[0], [1]], flops=2.0),
-    "aten.outer": language.ein("m, n -> m n", linear=[[0], [1]]),
-    "aten.cdist": language.ein("*b m d, *b n d -> *b m n", whole="d"),
-    "aten.prelu": language.ein("b c *x, c -> b c *x"),
+    "aten.mv": ein("m i, i -> m", linear=[[0], [1]], flops=2.0),
+    "aten.dot": ein("i, i -> ", linear=[[0], [1]], flops=2.0),
+    "aten.outer": ein("m, n -> m n", linear=[[0], [1]]),
+    "aten.cdist": ein("*b m d, *b n d -> *b m n", whole="d"),
+    "aten.prelu": ein("b c *x, c -> b c *x"),
     "aten.histc": _histc,
     **{f"aten.{name}.input": _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **image_rules.IMAGE_RULES,
@@ -221,41 +210,41 @@ RULES: dict[str, language.Rule] = {
 
 
 class RuleError(MeshwrightError):
-    """A rule that can't be, or that does not hold: says which factor, and by how much."""
+    """A rule that can't be, or that does not hold."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserRule:
-    """A rule as it was given. Its factors are split into equal parts alone, as they are tried."""
+    """A rule as the user gave it; its factors split into equal parts alone, as they are tried."""
 
     target: str
     spec: str
-    options: language.SpecOptions
+    options: SpecOptions
     verify: bool = True
 
-    def rule(self, op: Op, operands: language.Metas, results: language.Metas) -> language.OpFactors:
+    def rule(self, op: Op, operands: Metas, results: Metas) -> OpFactors:
         """The factors of a call; RuleError where the rule does not fit it."""
         try:
-            made = language.factors(self.spec, op, operands, results, **self.options)
-        except language.Misfit as error:
+            bound = factors(self.spec, op, operands, results, **self.options)
+        except Misfit as error:
             shapes = ", ".join(str(list(meta.shape)) for meta in operands)
-            given = ", ".join(str(list(meta.shape)) for meta in results)
+            gives = ", ".join(str(list(meta.shape)) for meta in results)
             raise RuleError(
                 f"{error}. The call {op.key} at {op.source or 'an unknown place'} takes "
-                f"{shapes or 'no tensors'} and gives {given}",
+                f"{shapes or 'no tensors'} and gives {gives}",
                 place=f"rule of {self.target}, {self.spec!r}",
                 way_out="name their dims, or use *x for any number of dims",
             ) from None
-        for i in sorted(made.pinned.union(*made.linear)):
-            if not (i < len(operands) and operands[i].dtype.is_floating_point):
-                legal = [k for k, meta in enumerate(operands) if meta.dtype.is_floating_point]
+        floating = [k for k, meta in enumerate(operands) if meta.dtype.is_floating_point]
+        for i in sorted(bound.pinned.union(*bound.linear)):
+            if i not in floating:
                 raise RuleError(
                     f"operand {i} of pinned or linear is no floating tensor in the call {op.key} "
                     f"at {op.source or 'an unknown place'}",
                     place=f"rule of {self.target}, {self.spec!r}",
-                    legal=f"{', '.join(map(str, legal)) or 'none'}",
+                    legal=f"{', '.join(map(str, floating)) or 'none'}",
                 )
-        return replace(made, equal=True)
+        return replace(bound, equal=True)
 
 
 GIVEN: dict[str, UserRule] = {}
@@ -327,34 +316,28 @@ WRITTEN: Mapping[str, str] = MappingProxyType({
 Line = Callable[[Op, int], str]  # from a call and the number of its operands
 
 
-def saves_of(op: Op, operands: language.Metas, results: language.Metas) -> tuple[int, ...]:
-    """Operand i as i, result k as -1-k; of an operator not listed every operand, and nothing where
-    no gradient flows."""
+def saves_of(op: Op, operands: Metas, results: Metas) -> tuple[int, ...]:
+    """Saved operand i as i, result k as -1-k; every operand of an operator not listed."""
     if not any(meta.requires_grad for meta in results):
         return ()
-    found = []
-    for item in _written(op, len(operands)).split():
-        kept, _, needed = item.partition("<")
-        if needed and not (int(needed) < len(operands) and operands[int(needed)].requires_grad):
-            continue
-        index = -1 - int(kept[1:]) if kept.startswith("y") else int(kept)
-        if index < len(operands):
-            found.append(index)
-    return tuple(found)
-
-
-def _written(op: Op, count: int) -> str:
-    """The line of a call."""
+    count, by_call = len(operands), BY_CALL.get(op.short)
     every = " ".join(map(str, range(count)))
-    by_call = BY_CALL.get(op.short)
-    return WRITTEN.get(op.short, every) if by_call is None else by_call(op, count)
+    line = by_call(op, count) if by_call else WRITTEN.get(op.short, every)
+    saves = []
+    for saved, _, needed in (entry.partition("<") for entry in line.split()):
+        if needed and not (int(needed) < count and operands[int(needed)].requires_grad):
+            continue
+        index = -1 - int(saved[1:]) if saved.startswith("y") else int(saved)
+        if index < count:
+            saves.append(index)
+    return tuple(saves)
 
 
 def _adaptive_average(op: Op, count: int) -> str:
-    """Nothing of one over everything: torch takes a mean."""
+    """Nothing of a pool over everything: torch takes a mean."""
     size = op.args[1]
-    whole = all(n == 1 for n in (size if isinstance(size, (list, tuple)) else [size]))
-    return "" if whole else "0"
+    sizes = size if isinstance(size, (list, tuple)) else [size]
+    return "" if all(n == 1 for n in sizes) else "0"
 
 
 # lines that depend on an argument or on the number of tensors

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -62,16 +63,16 @@ def transpose_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
 
 
 def expand_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    """Dims that appear or grow are new factors of the result; they can be made at local size."""
+    """New factors for dims that appear or grow, which can be made at local size."""
     before, after = operands[0].shape, results[0].shape
     offset = len(after) - len(before)
     names = _names(operands[0])
-    made = [
+    out = [
         f"e{d}" if d < offset or before[d - offset] == 1 else names[d - offset]
         for d in range(len(after))
     ]
     return ein(
-        spec_of([names, *[made] * (len(operands) - 1)], [made]),  # the tensor whose shape is taken
+        spec_of([names, *[out] * (len(operands) - 1)], [out]),  # the tensor whose shape is taken
         linear=together(operands[:1]),
         shape_arg=1 if len(operands) == 1 else None,
         view=True,
@@ -151,18 +152,17 @@ def scatter_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
 
 
 def _whole_dims(
-    op: Op, operands: Metas, results: Metas, whole: set[int], along: Along = NOWHERE
+    op: Op, operands: Metas, results: Metas, unsplit: set[int], along: Along = NOWHERE
 ) -> OpFactors:
-    """Dims in `whole` stay together in every tensor, as do dims of unequal sizes of which a corner
-    is gathered; some operators drop them, or add one."""
+    """Dims that stay together, as do those of which a corner is gathered; some drop, or add one."""
     if along.effect == "corner":
         pairs = enumerate(zip(operands[0].shape, operands[1].shape, strict=True))
-        whole = whole | {d for d, (a, b) in pairs if a != b}
+        unsplit = unsplit | {d for d, (a, b) in pairs if a != b}
     rank = len(operands[0].shape) + (along.effect == "add")
 
     def named(tensor: str, without: bool) -> list[str]:
-        dims = [d for d in range(rank) if not (without and d in whole)]
-        return [f"w{tensor}_{d}" if d in whole else f"d{d}" for d in dims]
+        dims = [d for d in range(rank) if not (without and d in unsplit)]
+        return [f"w{tensor}_{d}" if d in unsplit else f"d{d}" for d in dims]
 
     before = [named(f"x{i}", along.effect == "add") for i in range(len(operands))]
     after = [named(f"y{i}", along.effect == "drop") for i in range(len(results))]
@@ -188,30 +188,24 @@ def _parts(meta: TensorMeta, dim: int) -> tuple[list[str], list[str]]:
     return cut, part
 
 
-def repeat_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
-    """Copies of the dims one after the other: each is (copy, element)."""
-    return _repeated(op, operands, results, "({copy} {name})")
-
-
 def repeat_interleave_rule(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
-    """Copies of each element of one dim, (element, copy), where their number is fixed; the call may
-    say how many elements there will be."""
+    """Copies of each element of one dim, (element, copy), where their number is fixed."""
     dim = argument(op, 2, "dim", None)
     if dim is None or isinstance(op.args[1], Ref):
         return None
-    made = _repeated(op, operands, results, "({name} {copy})")
+    factors = _repeated(op, operands, results, "({name} {copy})")
     if op.kwargs.get("output_size") is None:
-        return made
-    return replace(made, counts={"output_size": f"d{int(dim) % len(operands[0].shape)}"})
+        return factors
+    return replace(factors, counts={"output_size": f"d{int(dim) % len(operands[0].shape)}"})
 
 
 def _repeated(op: Op, operands: Metas, results: Metas, dim: str) -> OpFactors:
     names = _names(operands[0])
     offset = len(results[0].shape) - len(names)
-    made = [f"c{d}" for d in range(offset)]
-    made += [dim.format(name=name, copy=f"c{d}") for d, name in enumerate(names, offset)]
+    repeated = [f"c{d}" for d in range(offset)]
+    repeated += [dim.format(name=name, copy=f"c{d}") for d, name in enumerate(names, offset)]
     return ein(
-        spec_of([names], [made]),
+        spec_of([names], [repeated]),
         whole="c.*",
         sizes=dict(zip(names, operands[0].shape, strict=True)),  # also those of one element
         linear=together(operands),
@@ -221,16 +215,16 @@ def _repeated(op: Op, operands: Metas, results: Metas, dim: str) -> OpFactors:
 def pad_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Dims that are padded or cropped, listed as pairs from the last dim on."""
     padded = {k // 2 for k, amount in enumerate(op.args[1]) if amount}
-    whole = {len(operands[0].shape) - 1 - k for k in padded}
-    return _whole_dims(op, operands, results, whole)
+    unsplit = {len(operands[0].shape) - 1 - k for k in padded}
+    return _whole_dims(op, operands, results, unsplit)
 
 
 def matmul_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Products of batches of matrices, or vectors on either side."""
     left = "i" if len(operands[0].shape) == 1 else "*b m i"
     right = "i" if len(operands[1].shape) == 1 else "*b i o"
-    kept = [word for word in f"{left} {right}".split() if word != "i"]
-    spec = f"{left}, {right} -> {' '.join(dict.fromkeys(kept))}"
+    words = dict.fromkeys(word for word in f"{left} {right}".split() if word != "i")
+    spec = f"{left}, {right} -> {' '.join(words)}"
     return ein(spec, linear=[[0], [1]], flops=2.0)(op, operands, results)
 
 
@@ -238,10 +232,8 @@ def unfold_rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
     """Windows along a dim, each a new last dim: by windows where they lie side by side."""
     dim, size, step = (int(n) for n in op.args[1:4])
     shape = operands[0].shape
-    dim %= len(shape)
-    names = _names(operands[0])
     tiled = step == size and shape[dim] % size == 0
-    before, after = [*names], [*names]
+    before, after = _names(operands[0]), _names(operands[0])
     before[dim], after[dim] = ("(n w)" if tiled else "whole"), "n"
     return ein(
         spec_of([before], [[*after, "w"]]),
@@ -256,10 +248,10 @@ def _fourier(default: int | tuple[int, int] | None) -> Rule:
 
     def rule(op: Op, operands: Metas, results: Metas) -> OpFactors:
         rank = len(operands[0].shape)
-        given = argument(op, 2, "dim", default)
-        if given is None:
-            given = range(-len(op.args[1]), 0) if len(op.args) > 1 and op.args[1] else range(rank)
-        dims = {int(d) % rank for d in (given if isinstance(given, Iterable) else [given])}
+        dim = argument(op, 2, "dim", default)
+        if dim is None:
+            dim = range(-len(op.args[1]), 0) if len(op.args) > 1 and op.args[1] else range(rank)
+        dims = {int(d) % rank for d in (dim if isinstance(dim, Iterable) else [dim])}
         sides = [" ".join(f"{p}{d}" if d in dims else f"d{d}" for d in range(rank)) for p in "wv"]
         return ein(" -> ".join(sides), whole="w. v.")(op, operands, results)
 
@@ -283,7 +275,8 @@ SHUFFLES: Mapping[str, Rule] = MappingProxyType({
     **dict.fromkeys(("tril_indices", "triu_indices"), MADE_WHOLE),
     **dict.fromkeys(("tril", "triu"), ein("*b m n -> *b m n", whole="m n")),
     **FOURIER,
-    "repeat": repeat_rule,
+    # copies of the dims one after the other: each is (copy, element)
+    "repeat": partial(_repeated, dim="({copy} {name})"),
     "repeat_interleave": repeat_interleave_rule,
     "view_as_complex": ein("*d pair -> *d", whole="pair", view=True),
     "view_as_real": ein("*d -> *d pair", whole="pair", view=True),

@@ -31,12 +31,11 @@ DrawKind = Literal[
 class Draw:
     """Random numbers an operator draws.
 
-    `kind` says how the executor draws them so that every plan, and one device, sees the same: by
+    `kind`: how the executor draws them so that every plan, and one device, sees the same: by
     counter, as a function of a seed and of an element's global number; as a "stream" of seeded
     generators (leaves); or not at all ("unplanned": on one device only, and other numbers whenever
     it is run again). `when` tells the calls that draw, None: those of overloads that torch tags so.
-    `training`: none draws in evaluation. `bounds` is the position of the first bound of the
-    numbers, if they are positional.
+    `training`: none draws in evaluation. `bounds`: position of the numbers' first bound.
     """
 
     kind: DrawKind = "unplanned"
@@ -53,8 +52,7 @@ class Draw:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
     """Statistics that a norm takes in training: `of_batch` over the whole batch, else per row.
-    `running` are the positions of the buffers that it updates unseen by its schema, `training` that
-    of the flag."""
+    Positions of the `running` buffers, updated unseen by its schema, and of the `training` flag."""
 
     of_batch: bool
     running: tuple[int, ...] = (3, 4)
@@ -64,8 +62,8 @@ class Statistics:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLoss:
     """A loss of rows with class numbers as targets, of which some are ignored: its mean divides by
-    the number of the others, over all ranks and micro-batches. `reduction` is the position of the
-    argument: none (0), mean (1) or sum (2)."""
+    the number of the others, over all ranks and micro-batches. `reduction`: position of the
+    argument, none (0), mean (1) or sum (2)."""
 
     kind: Literal["cross_entropy", "nll"]
     reduction: int = 3
@@ -147,14 +145,6 @@ def _drops_between_layers(op: Op) -> bool:
     return bool(train) and p != 0.0 and layers > 1
 
 
-def _drops_probabilities(op: Op) -> bool:
-    return bool(argument(op, 4, "dropout_p", 0.0))
-
-
-def _trains(op: Op) -> bool:
-    return bool(argument(op, 3, "training", False))
-
-
 _RECURRENT = Traits(draw=Draw(when=_drops_between_layers))
 _UNIFORM, _NORMAL = Traits(draw=Draw(kind="uniform")), Traits(draw=Draw(kind="normal"))
 _INTEGERS = Traits(draw=Draw(kind="integers"))
@@ -165,34 +155,32 @@ TRAITS: Mapping[str, Traits] = MappingProxyType({
     "linear": Traits(product=Product(transposed=True), main=True),
     "addmm": Traits(product=_ADDED, main=True),
     "baddbmm": Traits(product=_ADDED),
-    "mm": Traits(product=Product(), main=True),
-    "matmul": Traits(product=Product(), main=True),
+    **dict.fromkeys(("mm", "matmul"), Traits(product=Product(), main=True)),
     **dict.fromkeys(("bmm", "conv1d", "conv2d", "conv3d"), Traits(main=True)),
     "scaled_dot_product_attention": Traits(
         kernel="attention",
-        draw=Draw(kind="attention dropout", when=_drops_probabilities, training=True),
+        draw=Draw(
+            kind="attention dropout",
+            when=lambda op: bool(argument(op, 4, "dropout_p", 0.0)),
+            training=True,
+        ),
     ),
     "embedding": Traits(kernel="lookup", main=True),
-    "add": Traits(kernel="sum"),
-    "sub": Traits(kernel="sum"),
+    **dict.fromkeys(("add", "sub"), Traits(kernel="sum")),
     "pow": Traits(backward_temporaries=2),  # n, xⁿ⁻¹
-    "softmax": Traits(fused_at="pointwise"),
-    "_softmax": Traits(fused_at="pointwise"),
+    **dict.fromkeys(("softmax", "_softmax"), Traits(fused_at="pointwise")),
     **dict.fromkeys(("log_softmax", "layer_norm", "rms_norm", "native_layer_norm"), _ROWWISE),
     **dict.fromkeys(("rsqrt", "mean", "sum", "amax", "amin", "var"), _ROWWISE),
-    "cat": Traits(fused_at="full", copies=True),
-    "stack": Traits(fused_at="full", copies=True),
+    **dict.fromkeys(("cat", "stack"), Traits(fused_at="full", copies=True)),
     "batch_norm": Traits(statistics=Statistics(of_batch=True)),
     "instance_norm": Traits(statistics=Statistics(of_batch=False)),
     "cross_entropy_loss": Traits(loss=RowLoss(kind="cross_entropy"), fused_at="full"),
-    "nll_loss": Traits(loss=RowLoss(kind="nll")),
-    "nll_loss_nd": Traits(loss=RowLoss(kind="nll")),
+    **dict.fromkeys(("nll_loss", "nll_loss_nd"), Traits(loss=RowLoss(kind="nll"))),
     "dropout": Traits(draw=Draw(kind="dropout", when=_drops, training=True)),
     "feature_dropout": Traits(draw=Draw(kind="channel dropout", when=_drops, training=True)),
     "native_dropout": Traits(draw=Draw(when=_drops)),
-    "alpha_dropout": Traits(draw=Draw(when=_drops)),
-    "feature_alpha_dropout": Traits(draw=Draw(when=_drops)),
-    "rrelu": Traits(draw=Draw(when=_trains)),
+    **dict.fromkeys(("alpha_dropout", "feature_alpha_dropout"), Traits(draw=Draw(when=_drops))),
+    "rrelu": Traits(draw=Draw(when=lambda op: bool(argument(op, 3, "training", False)))),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _RECURRENT),
     **dict.fromkeys(("rand", "rand_like"), _UNIFORM),
     **dict.fromkeys(("randn", "randn_like"), _NORMAL),
@@ -275,29 +263,28 @@ def draws_anew(op: Op) -> bool:
 
 def updates_statistics(op: Op) -> bool:
     """Whether a norm takes statistics and adds them to running ones."""
-    found = traits_of(op).statistics
-    if found is None:
+    statistics = traits_of(op).statistics
+    if statistics is None:
         return False
-    return bool(op.args[found.training]) and isinstance(op.args[found.running[0]], Ref)
+    return bool(op.args[statistics.training]) and isinstance(op.args[statistics.running[0]], Ref)
 
 
 def recomputable(block: Block, *, pure: bool = False) -> bool:
-    """Whether running a block twice is harmless: not where a forward updates running statistics
-    (unless it is `pure`, see `Target`), or draws what it would not draw again."""
+    """Whether a block may run twice: no statistics updated (unless `pure`), no new random
+    numbers."""
     return not any((not pure and updates_statistics(op)) or draws_anew(op) for op in block.ops)
 
 
 def takes_batch_statistics(op: Op) -> bool:
     """Whether a norm takes the statistics of the whole batch, over all data-parallel ranks."""
-    found = traits_of(op).statistics
-    if found is None or not found.of_batch:
+    statistics = traits_of(op).statistics
+    if statistics is None or not statistics.of_batch:
         return False
-    return bool(argument(op, found.training, "training", True))
+    return bool(argument(op, statistics.training, "training", True))
 
 
 def row_reduction(op: Op) -> int:
-    """The reduction of a loss of rows: mean (1) or sum (2); 0 if it has none, or is no such
-    loss."""
+    """Reduction of a loss of rows: mean (1) or sum (2); 0 if it has none, or is no such loss."""
     loss = traits_of(op).loss
     return 0 if loss is None else int(argument(op, loss.reduction, "reduction", 1))
 
@@ -313,5 +300,5 @@ def tagged(target: str, tag: torch.Tag) -> bool:
     import torch
 
     namespace, name, overload = [*target.split("."), "default"][:3]
-    found = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
-    return found is not None and tag in found.tags
+    operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+    return operator is not None and tag in operator.tags

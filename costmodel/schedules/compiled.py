@@ -1,8 +1,7 @@
 """Instruction streams compiled to arithmetic, so that pricing one plan costs a loop over numbers.
 
-When the events of a step begin and end depends on the seconds, but which event waits for which does
-not. A compute waits for the one before it on its device and for its messages, a message for the
-compute that made it and for the one before it on its channel:
+A compute waits for the one before it on its device and for its messages, a message for the compute
+that made it and for the one before it on its channel, whatever the seconds:
 
     end(n) = max(end(a), end(b)) + seconds of n                        for nodes n = 1, 2, ..
 
@@ -24,12 +23,18 @@ from functools import lru_cache
 
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.schedules.orders import Action
-from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, Streams
+from meshwright.costmodel.schedules.schedule import (
+    FORWARD_MESSAGES,
+    RECEIVES,
+    SENDS,
+    Instruction,
+    ScheduleError,
+    Streams,
+)
 
 
 class TimeSlot(IntEnum):
-    """Kind of seconds of a stage: a pass, a part of one, or once-per-step work; those of computes
-    are named as their `Action`."""
+    """Seconds of a stage by kind; those of computes are named as their `Action`."""
 
     FORWARD = 0
     OVERLAPPED_FORWARD = 1
@@ -70,7 +75,7 @@ class Program:
 
 @lru_cache(maxsize=64)
 def program_of(streams: Streams) -> Program:
-    """The program of the streams, which are compiled once."""
+    """The program of the streams, compiled once."""
     return _Compiler(streams).run()
 
 
@@ -85,7 +90,7 @@ class _Link:
 
 
 class _Compiler:
-    """Each device's position and last node, the messages under way, and the program so far."""
+    """Positions of the devices, messages under way, and the program so far."""
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
@@ -124,13 +129,12 @@ class _Compiler:
         stream = self.streams[device]
         while self.position[device] < len(stream):
             instruction = stream[self.position[device]]
-            action = instruction.action
-            if action is Action.RECV_ACTIVATION or action is Action.RECV_GRADIENT:
+            if instruction.action in RECEIVES:
                 if not self._receive(device, instruction):
                     return
-            elif action is Action.SEND_ACTIVATION or action is Action.SEND_GRADIENT:
+            elif instruction.action in SENDS:
                 self._send(device, instruction)
-            elif action is Action.REDUCE_GRADIENTS:
+            elif instruction.action is Action.REDUCE_GRADIENTS:
                 self._occupy(device, instruction, TimeSlot.REDUCE)
                 self._occupy(device, instruction, TimeSlot.OPTIMIZER)
             else:
@@ -138,14 +142,11 @@ class _Compiler:
             self.position[device] += 1
 
     def _compute(self, device: int, instruction: Instruction) -> None:
-        slot = TimeSlot[instruction.action.name]
-        if instruction.overlapped:
-            slot = TimeSlot.OVERLAPPED_FORWARD
-        index = self._occupy(device, instruction, slot)
+        name = "OVERLAPPED_FORWARD" if instruction.overlapped else instruction.action.name
+        index = self._occupy(device, instruction, TimeSlot[name])
         self.computes[device][index] += 1
         self.last_computes[device] = self.last[device]
-        if not self.first_computes[device]:
-            self.first_computes[device] = self.last[device]
+        self.first_computes[device] = self.first_computes[device] or self.last[device]
 
     def _occupy(self, device: int, instruction: Instruction, slot: TimeSlot) -> int:
         index = instruction.stage * len(TimeSlot) + slot
@@ -153,7 +154,7 @@ class _Compiler:
         return index
 
     def _follow(self, device: int, index: int, instruction: Instruction | None) -> None:
-        """Add what the device does next, once the message it waits for is there."""
+        """Next node of the device, which also waits for the message that arrived."""
         self.last[device] = self._add(self.last[device], self.arrived[device], index, instruction)
         self.arrived[device] = 0
 
@@ -188,26 +189,24 @@ class _Compiler:
         return True
 
     def _link(self, message: Instruction) -> _Link:
-        """The link of a send or receive, the same one for both."""
+        """Link of a send or receive, the same one for both."""
         assert message.peer is not None
         source, destination = message.stage, message.peer
-        if message.action is Action.RECV_ACTIVATION or message.action is Action.RECV_GRADIENT:
+        if message.action in RECEIVES:
             source, destination = destination, source
-        forward = message.action in (Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
-        key = (source, destination, "F" if forward else "B")
-        return self.links.of(
-            key, lambda: self._new_link(message, source, destination, forward=forward)
-        )
+        direction = "F" if message.action in FORWARD_MESSAGES else "B"
+        key = source, destination, direction
+        return self.links.of(key, lambda: self._new_link(message, *key))
 
     def _new_link(
-        self, message: Instruction, source: int, destination: int, *, forward: bool
+        self, message: Instruction, source: int, destination: int, direction: str
     ) -> _Link:
         if message.peer not in self.device_of:
             raise ScheduleError(
                 f"{message} of stage {message.stage} names stage {message.peer}, which no stream "
                 f"computes; legal: 0..{len(self.device_of) - 1}"
             )
-        edge = (source, destination) if forward else (destination, source)
+        edge = (source, destination) if direction == "F" else (destination, source)
         self.edges.setdefault(edge, message)
         return _Link(
             index=len(self.device_of) * len(TimeSlot) + list(self.edges).index(edge),
@@ -229,7 +228,7 @@ class _Compiler:
         if waiting:
             raise ScheduleError(
                 f"the streams deadlock, waiting are {', '.join(waiting)}; every message must be "
-                f"sent, and sent before its sender waits for anything that depends on it"
+                f"sent before its sender waits for anything that depends on it"
             )
         for (source, destination, direction), link in self.links.items():
             if link.inbox:
@@ -240,8 +239,10 @@ class _Compiler:
 
 
 def _stages_of(streams: Streams) -> tuple[tuple[int, ...], ...]:
-    """The stages of each stream, which must be 0, 1, .. in all, each of one stream."""
-    stages_of = tuple(tuple(sorted({each.stage for each in stream})) for stream in streams)
+    """Stages of each stream, which must be 0, 1, .. in all, each of one stream."""
+    stages_of = tuple(
+        tuple(sorted({instruction.stage for instruction in stream})) for stream in streams
+    )
     owned = sorted(stage for stages in stages_of for stage in stages)
     if owned != list(range(len(owned))):
         raise ScheduleError(

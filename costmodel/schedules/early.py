@@ -1,10 +1,10 @@
 """The forwards that a device may run before it knows that its last optimizer step holds.
 
 Optimizer post-validation (Qi et al., 2401.10241, §4): a device steps its optimizer as soon as its
-own gradients are summed, and goes on to the next step. Whether the step was right (no gradient
-anywhere that is not finite, no norm to be clipped) is known when the last device has ended its
-backwards. A device waits for that verdict before its first backward: forwards leave nothing but
-activations, and can be made again from weights that were put right.
+own gradients are summed, and goes on to the next step. Whether the step was right (all gradients
+finite, no norm to be clipped) is known when the last device has ended its backwards. A device waits
+for that verdict before its first backward: forwards leave nothing but activations, and can run
+again with corrected weights.
 
 A device's *early* instructions are those before its first backward, fewer where one of them would
 receive what another device sends only after its own verdict:
@@ -18,15 +18,17 @@ the senders' early parts (`arriving`), which it takes and drops. All devices the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress, takewhile
+from operator import not_
 
 from meshwright.costmodel.schedules.orders import Action
 from meshwright.costmodel.schedules.schedule import Instruction, Streams
 
 _FORWARDS = (Action.FORWARD, Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
-_Message = tuple[int, int, int]  # source stage, destination stage, micro-batch
+_Message = tuple[int, int | None, int]  # source stage, destination stage, micro-batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,47 +43,35 @@ class Early:
 @lru_cache(maxsize=64)
 def early_parts(streams: Streams) -> tuple[Early, ...]:
     """The early part of each device's stream."""
-    counts = [
-        next((n for n, each in enumerate(stream) if each.action not in _FORWARDS), len(stream))
-        for stream in streams
-    ]
+    counts = [_first(i.action not in _FORWARDS for i in stream) for stream in streams]
     while True:
-        sent = _sent(streams, counts)
-        shorter = [
-            next((n for n, each in enumerate(stream[:count]) if _waits(each, sent)), count)
+        sent = {
+            (i.stage, i.peer, i.microbatch)
             for stream, count in zip(streams, counts, strict=True)
+            for i in stream[:count]
+            if i.action is Action.SEND_ACTIVATION
+        }
+        receives = [[_is_early(i, sent) for i in stream] for stream in streams]
+        shorter = [
+            _first(early is False for early in device[:count])
+            for device, count in zip(receives, counts, strict=True)
         ]
         if shorter == counts:
             break
         counts = shorter
     return tuple(
-        Early(
-            count=count,
-            arriving=tuple(
-                each
-                for each in stream
-                if each.action is Action.RECV_ACTIVATION and _received(each) in sent
-            ),
-        )
-        for stream, count in zip(streams, counts, strict=True)
+        Early(count=count, arriving=tuple(compress(stream, early)))
+        for stream, count, early in zip(streams, counts, receives, strict=True)
     )
 
 
-def _sent(streams: Streams, counts: Sequence[int]) -> set[_Message]:
-    """The messages that are sent in the first so many instructions of each device."""
-    return {
-        (each.stage, each.peer, each.microbatch)
-        for stream, count in zip(streams, counts, strict=True)
-        for n, each in enumerate(stream)
-        if n < count and each.action is Action.SEND_ACTIVATION and each.peer is not None
-    }
+def _first(flags: Iterable[bool]) -> int:
+    """Number of flags before the first that is up."""
+    return sum(1 for _ in takewhile(not_, flags))
 
 
-def _received(receive: Instruction) -> _Message:
-    assert receive.peer is not None
-    return receive.peer, receive.stage, receive.microbatch
-
-
-def _waits(instruction: Instruction, sent: set[_Message]) -> bool:
-    """Whether this receives what is sent after the sender's verdict."""
-    return instruction.action is Action.RECV_ACTIVATION and _received(instruction) not in sent
+def _is_early(instruction: Instruction, sent: Set[_Message]) -> bool | None:
+    """Whether a receive is of a message `sent` early; None for other instructions."""
+    if instruction.action is not Action.RECV_ACTIVATION:
+        return None
+    return (instruction.peer, instruction.stage, instruction.microbatch) in sent

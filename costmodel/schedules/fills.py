@@ -1,5 +1,5 @@
-"""How long a schedule takes at least, and what filling and draining its pipeline adds: estimates,
-as the step itself is simulated."""
+"""Estimates of a schedule: lower bounds of its step, and what filling and draining its pipeline
+adds."""
 
 import math
 from typing import NamedTuple, TypeAlias
@@ -26,16 +26,14 @@ def fill_whole(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
 
 
 def fill_interleaved(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    """One pass through a stage of each device; where the last round of micro-batches leaves devices
-    out, as many turns of the other stages are idle."""
+    """One pass through a stage of each device, and idle turns in the last round."""
     m, p, v = shape
     missing = -m % p * (v - 1) / max(1, p - 1)
     return f + b + missing * (f + b if m < p else np.maximum(f, b))
 
 
 def fill_less_weights(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    """W runs where the device would wait, once in the warm-up and once in the cool-down; with few
-    micro-batches part of it."""
+    """W fills the warm-up and the cool-down; with few micro-batches part of them."""
     once = min(1.0, (shape.m - 1) / max(1, shape.p - 1))
     return np.maximum(f + b - (1 + once) * w, 0.0)
 
@@ -48,15 +46,13 @@ def fill_v_shaped(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floa
 
 
 def fill_less_weights_twice(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    """W runs instead of waiting twice as often, until waiting for the first F alone is left: all
-    devices start and end a step together."""
+    """W fills twice as much, until waiting for the first F alone is left."""
     often = min(2.0, (shape.m - 1) / max(1, shape.p - 1))
     return np.maximum(f + b - (1 + often) * w, f)
 
 
 def fill_chimera(f: Floats, b: Floats, w: Floats, shape: PipelineShape) -> Floats:
-    """(p - 2)(F + K (B - F)) in all, with K units of p micro-batches: where B takes longer, the
-    copies wait for each other in every one."""
+    """(p - 2)(F + K (B - F)) in all, with K units of p micro-batches."""
     units = math.ceil(shape.m / shape.p)
     fill: Floats = (shape.p - 2) * (f + units * np.maximum(b - f, 0.0)) / max(1, shape.p - 1)
     return fill

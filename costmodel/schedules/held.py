@@ -1,7 +1,7 @@
-"""What a device holds of micro-batches at the moments of a step that can be its peak.
+"""Micro-batches that a device holds at the moments of a step that can be its peak.
 
-A stream (`schedule.py`) is followed: a forward adds a micro-batch, its backward lets it go. Where
-a backward is split, its first half leaves what the second one needs.
+Along a stream (`schedule.py`) a forward adds a micro-batch, its backward lets it go. Where a
+backward is split, its first half leaves what the second one needs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LAST = (Action.BACKWARD, Action.BACKWARD_WEIGHT)
 
 
 class Message(NamedTuple):
-    """What a stage sends or receives: `action`, and the stage at the other end."""
+    """A message of a stage: `action`, and the stage at the other end."""
 
     stage: int
     action: Action
@@ -53,61 +53,59 @@ class Moment(NamedTuple):
 
 
 def moments(
-    own: Pipeline, edges: frozenset[tuple[int, int]] | None = None
+    pipeline: Pipeline, edges: frozenset[tuple[int, int]] | None = None
 ) -> tuple[tuple[Moment, ...], ...]:
-    """Per device the moments at which it may hold most, whatever its stages hold; without messages
-    where no `edges` are given. Raises ValueError as `build_schedule`."""
-    return _moments(fewest_alike(own), edges)
+    """Per device, moments at which it may hold most, without messages where no `edges` are given.
+    Raises ValueError as `build_schedule`."""
+    return _moments(fewest_alike(pipeline), edges)
 
 
-def fewest_alike(own: Pipeline) -> Pipeline:
-    """That with the least number of micro-batches that has the same moments."""
-    _, num_stages, num_microbatches, num_devices = own
-    alone = own.record.in_flight if own.each == 1 else None
+def fewest_alike(pipeline: Pipeline) -> Pipeline:
+    """The pipeline of fewest micro-batches that has the same moments."""
+    _, num_stages, num_microbatches, num_devices = pipeline
+    alone = pipeline.record.in_flight if pipeline.each == 1 else None
     # the schedules repeat themselves, in rounds of as many as there are devices
     warm = 5 * num_devices
     if alone is not None:
         warm = max(alone(k, num_stages, num_microbatches) for k in (0, num_stages - 1)) + 2
     few = min(num_microbatches, warm + (num_microbatches - warm) % num_devices)
-    return own._replace(num_microbatches=few)
+    return pipeline._replace(num_microbatches=few)
 
 
-def in_flight(own: Pipeline, stage: int) -> int:
+def in_flight(pipeline: Pipeline, stage: int) -> int:
     """Peak number of micro-batches in flight on `stage`: from their F to the end of their backward,
     which is W where the backward is split. Raises ValueError as `build_schedule`, and for a stage
     that is not in the pipeline."""
-    placed, count, m = own.placed, own.num_stages, own.num_microbatches
+    placed, count, m = pipeline.placed, pipeline.num_stages, pipeline.num_microbatches
     check_count("num_microbatches", m)
     if not 0 <= stage < count:
         raise ScheduleError(f"stage={stage}: a pipeline of {count} has 0..{count - 1}")
-    most = own.record.in_flight
-    if most is not None and own.each == 1:
+    most = pipeline.record.in_flight
+    if most is not None and pipeline.each == 1:
         return min(most(stage, count, m), m)
-    device = own.device_of[stage]
+    device = pipeline.device_of[stage]
     at = placed[device].index(stage)
-    return max(one.active[at] + one.put_off[at] for one in moments(own)[device])
+    return max(one.active[at] + one.put_off[at] for one in moments(pipeline)[device])
 
 
-def least_in_flight(own: Pipeline) -> tuple[int, ...]:
-    """Per device, micro-batches of whichever of its stages has fewest, at its peak in a backward
-    behind others of the step, if there are any: what each of its stages keeps has so many copies
-    at least. Raises ValueError as `build_schedule`."""
-    least = []
-    for held in moments(own):
-        behind = [one for one in held if all(one.later)] or held
-        least.append(max(min(one.active) for one in behind))
-    return tuple(least)
+def least_in_flight(pipeline: Pipeline) -> tuple[int, ...]:
+    """Per device, micro-batches of its stage with fewest, at its peak in a backward behind others
+    of the step, if there are any. Raises ValueError as `build_schedule`."""
+    return tuple(
+        max(min(moment.active) for moment in [m for m in held if all(m.later)] or held)
+        for held in moments(pipeline)
+    )
 
 
 @lru_cache(maxsize=256)
 def _moments(
-    own: Pipeline, edges: frozenset[tuple[int, int]] | None
+    pipeline: Pipeline, edges: frozenset[tuple[int, int]] | None
 ) -> tuple[tuple[Moment, ...], ...]:
     streams: list[Sequence[Compute | Instruction]] = []
-    streams += compute_orders(own) if edges is None else build_schedule(own, edges)
+    streams += compute_orders(pipeline) if edges is None else build_schedule(pipeline, edges)
     return tuple(
         tuple(_highest(_followed(stages, stream)))
-        for stages, stream in zip(own.placed, streams, strict=True)
+        for stages, stream in zip(pipeline.placed, streams, strict=True)
     )
 
 
@@ -156,16 +154,16 @@ def _message(instruction: Compute | Instruction) -> Message:
     return Message(instruction.stage, instruction.action, instruction.peer)
 
 
-def _highest(found: Iterable[Moment]) -> list[Moment]:
-    """Without those that others of their kind exceed everywhere."""
+def _highest(candidates: Iterable[Moment]) -> list[Moment]:
+    """Moments that no other of their kind exceeds everywhere."""
     kinds: dict[object, list[Moment]] = {}
-    for one in dict.fromkeys(found):
+    for one in dict.fromkeys(candidates):
         kinds.setdefault((one.action, one.stage, one.later, one.begun, one.last), []).append(one)
-    return [one for own in kinds.values() for one in _unexceeded(own)]
+    return [one for moments in kinds.values() for one in _unexceeded(moments)]
 
 
 def _unexceeded(alike: Sequence[Moment]) -> list[Moment]:
-    """Those of different moments of a kind that no other one holds as much as of everything."""
+    """Moments of a kind that no other one holds as much as of everything."""
     if len(alike) == 1:
         return [*alike]
     kinds = sorted({message for one in alike for message in one.messages})

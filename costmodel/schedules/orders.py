@@ -6,12 +6,11 @@ stage, B its backward. Some schedules split B into I, the gradient of the stage'
 stage before waits for, and W, the gradients of its weights, which nobody waits for and which
 therefore fill bubbles.
 
-The orders are those published. They depend on p, v and m alone, not on times: what uneven stages
-and slow links lose is for the simulation to say. Every order here is a part of one legal sequence
-of all computes, and stays legal when some are left out. So interleaved 1F1B, ZB-V and DualPipeV,
-which need a multiple of p, at least p and at least 2p micro-batches, take any m: they are laid out
-for as many as they need, and the computes of the micro-batches from m on are dropped. (An
-overlapped F is always of a later micro-batch than its B, so it never loses it.)
+The orders are those published. They depend on p, v and m alone, not on times. Every order is a part
+of one legal sequence of all computes, and stays legal when some are left out. So interleaved 1F1B,
+ZB-V and DualPipeV, which need a multiple of p, at least p and at least 2p micro-batches, take any
+m: they are laid out for as many as they need, and the computes of the micro-batches from m on are
+dropped. (An overlapped F is of a later micro-batch than its B, so it never loses it.)
 
 Where the schedule holds two copies of the model, `m` micro-batches go through each, counted from 0,
 and `stages` are the device's stage of the first copy and its stage of the second.

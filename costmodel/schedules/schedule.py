@@ -1,13 +1,11 @@
 """Pipeline schedules as instruction streams: one stream per device, read by two readers.
 
-The simulator (`costmodel.schedules.simulate`) prices the streams and the executor runs the same
-streams, so what was predicted is what runs. A schedule is a placement of stages on devices and the
-order in which each device computes (`costmodel.schedules.table`). Communication is derived from
-that order and from the edges of the stage graph, never written by hand: the inputs of a compute are
-received just before it, its results sent just after it, and stages of one device exchange theirs
-without a message. Software that overlaps an F with a B (`paired`) receives the inputs of both
-before the two and sends both results after them; elsewhere, as in `train_step`, the two run one
-after the other and wait for nothing but their own.
+The simulator (`simulate.py`) prices the streams that the executor runs. A schedule is a placement
+of stages on devices and the order in which each device computes (`table.py`). Communication follows
+from that order and from the edges of the stage graph: the inputs of a compute are received just
+before it, its results sent just after it, and stages of one device exchange theirs without a
+message. Software that overlaps an F with a B (`paired`) receives the inputs of both before the two
+and sends both results after them; in `train_step` the two run one after the other.
 
 Two properties follow for any edges (i, j) with i < j, skip edges included. The streams cannot
 deadlock, because F(j, k) already comes after F(i, k) along the chain of stages and B(i, k) after
@@ -38,10 +36,11 @@ _SYMBOLS = {
 }
 SENDS = (Action.SEND_ACTIVATION, Action.SEND_GRADIENT)
 RECEIVES = (Action.RECV_ACTIVATION, Action.RECV_GRADIENT)
+FORWARD_MESSAGES = (Action.SEND_ACTIVATION, Action.RECV_ACTIVATION)
 
 
 class ScheduleError(MeshwrightError):
-    """Streams, times or a stage graph that are no pipeline: says which of them, and what lacks."""
+    """Streams, times or a stage graph that are no pipeline."""
 
     PLACE = "pipeline schedule"
     LEGAL = "streams that compute each stage once and receive what is sent, with times for each"
@@ -72,8 +71,7 @@ class Instruction:
             )
         if self.overlapped and self.action is not Action.FORWARD:
             raise ScheduleError(
-                f"{self.action.value} on stage {self.stage} has overlapped=True: only a forward, "
-                f"which the backward after it overlaps, is marked"
+                f"{self.action.value} on stage {self.stage} has overlapped=True: only a forward has"
             )
 
     def __str__(self) -> str:
@@ -87,10 +85,8 @@ class Instruction:
 
 
 class Streams(tuple[tuple[Instruction, ...], ...]):
-    """The instruction streams of one training step, one per device.
-
-    Equal to itself only, so that what is derived from the streams is cached without comparing them.
-    """
+    """The instruction streams of one training step, one per device; equal to themselves only, so
+    that caches by streams compare nothing."""
 
     __slots__ = ()
     __eq__ = object.__eq__
@@ -98,7 +94,7 @@ class Streams(tuple[tuple[Instruction, ...], ...]):
 
 
 def build_schedule(
-    own: Pipeline, edges: Collection[tuple[int, int]], *, paired: bool = False
+    pipeline: Pipeline, edges: Collection[tuple[int, int]], *, paired: bool = False
 ) -> Streams:
     """The instruction streams of one training step, one per device.
 
@@ -108,20 +104,19 @@ def build_schedule(
     ValueError for an unknown schedule, a count below 1, stages that do not go evenly on the
     devices, or an edge that does not point forward.
     """
-    return _build(own, frozenset(edges), paired)
+    return _build(pipeline, frozenset(edges), paired)
 
 
 @lru_cache(maxsize=64)
-def _build(own: Pipeline, edges: frozenset[tuple[int, int]], paired: bool) -> Streams:
-    device_of, orders, num_stages = own.device_of, compute_orders(own), own.num_stages
-    sources: list[list[int]] = [[] for _ in range(num_stages)]
-    destinations: list[list[int]] = [[] for _ in range(num_stages)]
+def _build(pipeline: Pipeline, edges: frozenset[tuple[int, int]], paired: bool) -> Streams:
+    device_of, orders, count = (pipeline.device_of, compute_orders(pipeline), pipeline.num_stages)
+    sources: list[list[int]] = [[] for _ in range(count)]
+    destinations: list[list[int]] = [[] for _ in range(count)]
     for source, destination in sorted(edges):
-        if not 0 <= source < destination < num_stages:
+        if not 0 <= source < destination < count:
             raise ScheduleError(
                 f"edge ({source}, {destination}) of the stage graph: need 0 <= source < "
-                f"destination < {num_stages} (num_stages); number the stages in the order of the "
-                f"data flow"
+                f"destination < {count} (num_stages), stages in the order of the data flow"
             )
         if device_of[source] != device_of[destination]:
             sources[destination].append(source)
@@ -136,7 +131,7 @@ def _stream(
     sources: Sequence[Sequence[int]],
     destinations: Sequence[Sequence[int]],
 ) -> Iterator[Instruction]:
-    """Wrap each compute in the receives it needs and the sends of what it produced."""
+    """Each compute after the receives that it needs, before the sends of its results."""
     last: dict[int, int] = {}  # stage -> micro-batch, the stage that ends first in front
     at = 0
     while at < len(order):
@@ -171,12 +166,11 @@ def _messages(
         )
 
 
-def backward_follows_forward(own: Pipeline, stage: int) -> bool:
-    """Whether `stage` runs the backward of every micro-batch right after its forward, with no other
-    compute of its device in between."""
+def backward_follows_forward(pipeline: Pipeline, stage: int) -> bool:
+    """Whether `stage` runs the backward of every micro-batch right after its forward."""
     return all(
         (after.stage, after.microbatch) == (stage, compute.microbatch)
-        for order in compute_orders(own)
+        for order in compute_orders(pipeline)
         for compute, after in pairwise(order)
         if compute.stage == stage and compute.action is Action.FORWARD
     )

@@ -8,11 +8,10 @@ one thing: they start when the inputs of both are there, take F + B less what th
 send their results when both are done. At the end each stage reduces its gradients and steps its
 optimizer, one after the other.
 
-What waits for what is compiled once per schedule (`costmodel.schedules.compiled`); a price is one
-pass over it, and events are put together only for those who look at them.
+What waits for what is compiled once per schedule (`compiled.py`); a price is one pass over it.
 
-What comes out for equal stages, with F, B = I + W seconds each, transfers that cost nothing and no
-reduction, on p devices with v stages each, over the ideal time m·v·(F + B):
+Seconds over the ideal time m·v·(F + B) of equal stages with F, B = I + W seconds each, transfers
+that cost nothing and no reduction, on p devices with v stages each:
 
     gpipe, 1f1b, eager_1f1b     (p-1)(F + B)               a part (p-1)/m of the ideal
     interleaved_1f1b            (p-1)(F + B)               (p-1)/(m·v); m a multiple of p
@@ -59,7 +58,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -67,8 +66,9 @@ from meshwright.costmodel.schedules.compiled import Program, TimeSlot, program_o
 from meshwright.costmodel.schedules.early import early_parts
 from meshwright.costmodel.schedules.fills import Floats
 from meshwright.costmodel.schedules.orders import Action
-from meshwright.costmodel.schedules.schedule import Instruction, ScheduleError, Streams
+from meshwright.costmodel.schedules.schedule import SENDS, Instruction, ScheduleError, Streams
 
+T = TypeVar("T", float, Floats)
 _COMPUTES = (Action.FORWARD, Action.BACKWARD, Action.BACKWARD_INPUT, Action.BACKWARD_WEIGHT)
 
 
@@ -90,12 +90,12 @@ class StageTimes:
     overlap_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            _check_seconds(getattr(self, each.name), what=each.name)
-        for part, whole in (("weight_s", "backward_s"), ("overlap_s", "forward_s")):
-            if getattr(self, part) > getattr(self, whole):
+        for seconds in fields(self):
+            _check_seconds(getattr(self, seconds.name), what=seconds.name)
+        for part, total in (("weight_s", "backward_s"), ("overlap_s", "forward_s")):
+            if getattr(self, part) > getattr(self, total):
                 raise ScheduleError(
-                    f"{part}={getattr(self, part)} is more than {whole}={getattr(self, whole)}, of "
+                    f"{part}={getattr(self, part)} is more than {total}={getattr(self, total)}, of "
                     f"which it is a part"
                 )
 
@@ -138,13 +138,9 @@ class Timeline:
 
     @property
     def period_s(self) -> float:
-        """Seconds from one step to the next when no device waits for the others in between.
-
-        Then a device starts its next step as soon as its own optimizer is done, and steps follow
-        each other every max(span_s) seconds. This is the step time of schedules whose devices start
-        and end one after the other (zb_h2, zb_v), and it asks for an optimizer step that is checked
-        and if need be undone afterwards, as a global gradient norm would make all devices wait.
-        """
+        """Seconds from one step to the next where each device starts its next one as soon as its
+        optimizer is done (zb_h2, zb_v). Optimizer steps are then checked, and undone if need be,
+        afterwards: a global gradient norm would make all devices wait."""
         return max(self.span_s, default=0.0)
 
     def validated_s(self, streams: Streams, verdict_s: float) -> float:
@@ -169,10 +165,7 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Part of the devices' seconds in the pipeline that no compute fills, in [0, 1].
-
-        The gradient reduction of a device that is done early lies in the bubble and counts as it.
-        """
+        """Part of the devices' seconds in the pipeline that no compute fills, in [0, 1]."""
         available_s = len(self.busy_s) * self.pipeline_s
         if available_s == 0:
             return 0.0
@@ -204,11 +197,8 @@ class Timeline:
         device_of: dict[int | None, int] = {
             stage: d for d, stages in enumerate(self.stages_of) for stage in stages
         }
-        return chrome_trace(
-            self.stages_of,
-            range(len(self.stages_of)),
-            [(device_of[event.stage], event) for event in self.events],
-        )
+        events = [(device_of[event.stage], event) for event in self.events]
+        return chrome_trace(self.stages_of, range(len(self.stages_of)), events)
 
 
 def chrome_trace(
@@ -254,7 +244,7 @@ def chrome_trace(
 def simulate(
     streams: Streams, times: Sequence[StageTimes], transfer_s: Mapping[tuple[int, int], float]
 ) -> Timeline:
-    """Play the streams of a schedule, one per device, and return what happens when.
+    """The timeline of a schedule's streams, one per device.
 
     `times` are those of each stage. `transfer_s` is the seconds of one micro-batch's activations
     from a source to a destination stage; its gradients take the same on the way back, and the two
@@ -294,16 +284,8 @@ def step_times(
     """(N,): `Timeline.step_time_s` of N pipelines at once, as `simulate` finds it, where nothing
     overlaps: of seconds of their stages, (N, stages) each, as in `StageTimes`."""
     program = program_of(streams)
-    of_slot = {
-        TimeSlot.FORWARD: forward_s,
-        TimeSlot.OVERLAPPED_FORWARD: forward_s,
-        TimeSlot.BACKWARD: backward_s,
-        TimeSlot.BACKWARD_INPUT: backward_s - weight_s,
-        TimeSlot.BACKWARD_WEIGHT: weight_s,
-        TimeSlot.REDUCE: reduce_s,
-        TimeSlot.OPTIMIZER: optimizer_s,
-    }
-    slots = np.stack([of_slot[slot] for slot in TimeSlot], axis=2)
+    once = reduce_s, optimizer_s
+    slots = np.stack(_by_slot(forward_s, forward_s, backward_s, weight_s, *once), axis=2)
     count = len(slots)
     seconds = [*np.ascontiguousarray(slots.reshape(count, -1).T)]
     seconds += [np.full(count, transfer_s[edge]) for edge in program.edges]
@@ -317,28 +299,25 @@ def step_times(
     return steps
 
 
+def _by_slot(forward: T, overlapped: T, backward: T, weight: T, reduce: T, optimizer: T) -> list[T]:
+    """Seconds of a stage in the order of `TimeSlot`."""
+    return [forward, overlapped, backward, backward - weight, weight, reduce, optimizer]
+
+
 def _seconds(
     program: Program, times: Sequence[StageTimes], transfer_s: Mapping[tuple[int, int], float]
 ) -> list[float]:
-    """The seconds that the steps of the program index."""
+    """Seconds that the steps of the program index."""
     if len(times) != program.num_stages:
         raise ScheduleError(
             f"times has {len(times)} entries for {program.num_stages} stages; give one each"
         )
     for (source, destination), value in transfer_s.items():
         _check_seconds(value, what=f"transfer_s[{source}, {destination}]")
-    seconds = []
+    seconds: list[float] = []
     for stage in times:
-        of_stage = {
-            TimeSlot.FORWARD: stage.forward_s,
-            TimeSlot.OVERLAPPED_FORWARD: stage.forward_s - stage.overlap_s,
-            TimeSlot.BACKWARD: stage.backward_s,
-            TimeSlot.BACKWARD_INPUT: stage.backward_s - stage.weight_s,
-            TimeSlot.BACKWARD_WEIGHT: stage.weight_s,
-            TimeSlot.REDUCE: stage.reduce_s,
-            TimeSlot.OPTIMIZER: stage.optimizer_s,
-        }
-        seconds += [of_stage[slot] for slot in TimeSlot]
+        passes = stage.forward_s, stage.forward_s - stage.overlap_s, stage.backward_s
+        seconds += _by_slot(*passes, stage.weight_s, stage.reduce_s, stage.optimizer_s)
     for edge, instruction in program.edges.items():
         if edge not in transfer_s:
             raise ScheduleError(
@@ -369,7 +348,7 @@ def _start_s(program: Program, end_s: Sequence[float], n: int) -> float:
 def event_of(instruction: Instruction, *, start_s: float, end_s: float) -> Event:
     """An instruction on the track that shows it."""
     action, track = instruction.action, "compute"
-    if action in (Action.SEND_ACTIVATION, Action.SEND_GRADIENT):
+    if action in SENDS:
         direction = "F" if action is Action.SEND_ACTIVATION else "B"
         track = f"send{direction}->{instruction.peer}"
     elif action is Action.REDUCE_GRADIENTS:

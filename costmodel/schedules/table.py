@@ -59,8 +59,7 @@ def _v_shaped(num_stages: int, num_devices: int) -> tuple[Stages, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """A pipeline schedule: placement and order of its stages, and how estimates treat it; where a
-    record says nothing, as most of them do."""
+    """A pipeline schedule: placement and order of its stages, and how estimates treat it."""
 
     order: Callable[[DeviceOrder, Sequence[int], int, int, int], None]
     """(order, stages of the device, d, p, m): appends the computes of device d."""
@@ -112,15 +111,15 @@ class Schedule:
 
     def pipelines(self, num_stages: int) -> tuple[range, ...]:
         """The stages of each copy of the model."""
-        each = num_stages // self.copies
-        return tuple(range(k * each, (k + 1) * each) for k in range(self.copies))
+        per_copy = num_stages // self.copies
+        return tuple(range(k * per_copy, (k + 1) * per_copy) for k in range(self.copies))
 
     def runs(self, m: int, p: int) -> bool:
-        """Whether m micro-batches and p devices share out among the copies."""
+        """Whether m micro-batches and p devices divide among the copies."""
         return m % self.copies == 0 and p % self.copies == 0
 
     def offered(self, virtual_stages: int | None) -> tuple[int, ...]:
-        """Stages per device to try, where the user asked for so many (None: left free)."""
+        """Stages per device to try; `virtual_stages` as the user asked, None: left free."""
         if self.stages_per_device is None:
             return VIRTUAL_STAGES if virtual_stages is None else (virtual_stages,)
         return (self.stages_per_device,) if virtual_stages in (None, self.stages_per_device) else ()
@@ -206,7 +205,7 @@ SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_TABLE)
 
 
 class Pipeline(NamedTuple):
-    """So many micro-batches through stages on devices (groups of them), in a schedule's order."""
+    """Micro-batches through stages on devices (groups of them), in a schedule's order."""
 
     schedule: str
     num_stages: int
@@ -215,7 +214,7 @@ class Pipeline(NamedTuple):
 
     @property
     def record(self) -> Schedule:
-        """What is known of its schedule."""
+        """Record of its schedule."""
         return SCHEDULES[self.schedule]
 
     @property
@@ -225,7 +224,7 @@ class Pipeline(NamedTuple):
 
     @property
     def shape(self) -> PipelineShape:
-        """Its numbers, as what fills it depends on them."""
+        """Its numbers as `fills.py` reads them."""
         return PipelineShape(self.num_microbatches, self.num_devices, self.each)
 
     @property
@@ -237,8 +236,8 @@ class Pipeline(NamedTuple):
 
     @property
     def device_of(self) -> list[int]:
-        """The device of every stage."""
-        of = {stage: device for device, own in enumerate(self.placed) for stage in own}
+        """Device of every stage."""
+        of = {stage: device for device, stages in enumerate(self.placed) for stage in stages}
         return [of[k] for k in range(self.num_stages)]
 
 
@@ -248,16 +247,16 @@ def stages_of_devices(name: str, *, num_stages: int, num_devices: int) -> tuple[
     if name not in SCHEDULES:
         raise MeshwrightError.refused("schedule", name, legal=SCHEDULES)
     schedule = SCHEDULES[name]
-    each = schedule.stages_per_device
+    legal = schedule.stages_per_device
     check_count("num_stages", num_stages)
     check_count("num_devices", num_devices)
-    if num_stages % num_devices or each not in (None, num_stages // num_devices):
-        per_device = "a whole number of" if each is None else str(each)
+    if num_stages % num_devices or legal not in (None, num_stages // num_devices):
+        number = "a whole number of" if legal is None else str(legal)
         raise MeshwrightError(
-            f"={name!r} places {per_device} stages on each device, which num_stages={num_stages} "
+            f"={name!r} places {number} stages on each device, which num_stages={num_stages} "
             f"on num_devices={num_devices} are not",
             place="schedule",
-            legal=f"num_stages={(each or 1) * num_devices}{' or a multiple' * (each is None)}",
+            legal=f"num_stages={(legal or 1) * num_devices}{' or a multiple' * (legal is None)}",
             way_out="change one of the two",
         )
     if num_devices % schedule.copies:
@@ -272,37 +271,33 @@ def stages_of_devices(name: str, *, num_stages: int, num_devices: int) -> tuple[
 
 
 @lru_cache(maxsize=64)
-def compute_orders(own: Pipeline) -> tuple[tuple[Compute, ...], ...]:
+def compute_orders(pipeline: Pipeline) -> tuple[tuple[Compute, ...], ...]:
     """The computes of each device in one training step, in order. Raises ValueError as
     `stages_of_devices`, and for less than one micro-batch."""
-    placed = own.placed
-    check_count("num_microbatches", own.num_microbatches)
-    schedule = own.record
-    each, rest = divmod(own.num_microbatches, schedule.copies)
+    placed = pipeline.placed
+    check_count("num_microbatches", pipeline.num_microbatches)
+    schedule = pipeline.record
+    per_copy, rest = divmod(pipeline.num_microbatches, schedule.copies)
     if rest:
         raise MeshwrightError(
-            f"={own.num_microbatches} with schedule={own.schedule!r}: each of its "
+            f"={pipeline.num_microbatches} with schedule={pipeline.schedule!r}: each of its "
             f"{schedule.copies} copies of the model takes as many",
             place="num_microbatches",
             legal=f"a multiple of {schedule.copies}",
         )
-    copies = schedule.pipelines(own.num_stages)
-    first = {stage: k * each for k, copy in enumerate(copies) for stage in copy}
-    found = []
+    copies = schedule.pipelines(pipeline.num_stages)
+    first = {stage: k * per_copy for k, copy in enumerate(copies) for stage in copy}
+    orders = []
     for device, stages in enumerate(placed):
         order = DeviceOrder()
-        schedule.order(order, stages, device, len(placed), each)
-        found.append(
-            tuple(
-                c._replace(microbatch=first[c.stage] + c.microbatch)
-                for c in order.computes
-                if c.microbatch < each
-            )
-        )
-    return tuple(found)
+        schedule.order(order, stages, device, len(placed), per_copy)
+        needed = (c for c in order.computes if c.microbatch < per_copy)
+        replaced = (c._replace(microbatch=first[c.stage] + c.microbatch) for c in needed)
+        orders.append(tuple(replaced))
+    return tuple(orders)
 
 
 def check_count(argument: str, value: int) -> None:
     """Raise ValueError for a count below 1."""
     if value < 1:
-        raise MeshwrightError(f"={value}", place=argument, legal="a whole number, 1 or more")
+        raise MeshwrightError.refused(argument, value, legal="a whole number, 1 or more")

@@ -46,8 +46,7 @@ Q, K, V, MASK = range(4)  # operands of attention
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextLayout(data_axis.DataLayout):
-    """States of every value on the context axis, with the `kind` of attention, and whether tokens
-    lie in `zigzag`."""
+    """States of every value on the context axis, `kind` of attention, tokens in `zigzag` or not."""
 
     kind: ContextKind
     zigzag: bool
@@ -98,8 +97,7 @@ def token_dim(table: FactorTable, value: str, placement: Placement) -> bool:
 
 
 def attends_by_blocks(graph: Graph, op: Op) -> bool:
-    """Whether attention can be put together from blocks of keys: no probabilities are dropped, and
-    no mask has a gradient."""
+    """Whether attention is joined from blocks of keys: no dropout, no gradient of its mask."""
     masked = len(op.operands) > MASK and graph.values[op.operands[MASK]].requires_grad
     return not draws(op) and not masked and len(graph.values[op.operands[Q]].shape) == 4
 
@@ -120,36 +118,30 @@ def head_counts(graph: Graph, op: Op) -> tuple[int, int]:
 def _attention(
     graph: Graph, table: FactorTable, op: Op, degree: int, kind: ContextKind
 ) -> Strategy | None:
-    """How attention over tokens that are split runs; None for other operators, and where keys are
-    not the tokens that are split."""
+    """Strategy of attention over split tokens; None where its keys are not those."""
     if traits_of(op).kernel != "attention" or table.sequence is None:
         return None
     places = [table.find(v, table.sequence) for v in op.operands[: V + 1]]
     if len(graph.values[op.operands[Q]].shape) != 4 or places != [(2, 1)] * 3:
         return None
     if kind == ULYSSES:
-        for option in strategies(graph, table, op, degree):
-            if option.split_factor == "heads":
-                return option
-        return None
+        options = strategies(graph, table, op, degree)
+        return next((option for option in options if option.split_factor == "heads"), None)
     tokens = Placement("S", 2)
-    others = op.operands[MASK:]
-    masks = tuple(_mask_state(graph, table, value) for value in others)
-    if not attends_by_blocks(graph, op):  # the probabilities are written out, keys gathered
-        return Strategy(
-            name="queries", operands=(tokens, RP, RP, *masks), results=(tokens,), split_factor="s"
-        )
+    masks = tuple(_mask_state(graph, table, value) for value in op.operands[MASK:])
+    by_blocks = attends_by_blocks(graph, op)  # else probabilities are written out, keys gathered
+    keys = tokens if by_blocks else RP
     return Strategy(
-        name=kind,
-        operands=(tokens, tokens, tokens, *masks),
+        name=kind if by_blocks else "queries",
+        operands=(tokens, keys, keys, *masks),
         results=(tokens,),
         split_factor="s",
-        implementation=BY_BLOCKS,
+        implementation=BY_BLOCKS if by_blocks else "",
     )
 
 
 def _shifted(graph: Graph, table: FactorTable, op: Op) -> Strategy | None:
-    """How a shift of tokens by one runs; None for other operators, and where a token is dropped."""
+    """Strategy of a shift of tokens by one; None for others, and where a token is dropped."""
     shift = shift_of(graph, op)
     if shift is None or not shift.by or table.sequence is None:
         return None
@@ -160,7 +152,7 @@ def _shifted(graph: Graph, table: FactorTable, op: Op) -> Strategy | None:
 
 
 def _mask_state(graph: Graph, table: FactorTable, value: str) -> Placement:
-    """A mask is split by its queries, its last dim but one."""
+    """State of a mask, which is split by its queries, its last dim but one."""
     dim = len(graph.values[value].shape) - 2
     split = table.sequence in table.dims[value][dim]
     return Placement("S", dim) if split else R
@@ -169,7 +161,7 @@ def _mask_state(graph: Graph, table: FactorTable, value: str) -> Placement:
 def _choose(
     graph: Graph, table: FactorTable, op: Op, degree: int, at: Mapping[str, Placement]
 ) -> Strategy:
-    """The least communication; of as much, the tokens split."""
+    """Strategy of least communication; of as much, one that splits the tokens."""
     only = -1 if table.sequence is None else table.sequence
     return least_communication(
         table,

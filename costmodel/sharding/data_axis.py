@@ -1,9 +1,8 @@
 """The batch on the data axis: one pass over the graph, no search.
 
-Every operator that can split the batch does. What does not depend on the batch (position
-embeddings) is computed on every rank with its gradient left partial, to be reduced once per step
-with the weights'. An operator that can't split it gets the whole micro-batch gathered, and its
-result is sliced again.
+Every operator that can split the batch does. Values that don't depend on it (position embeddings)
+are computed on every rank with partial gradients, reduced once per step with the weights'. An
+operator that can't split it gets the whole micro-batch gathered, and its result is sliced again.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def data_layout(graph: Graph, table: FactorTable, degree: int) -> DataLayout:
     at: dict[str, Placement] = {name: R for name in graph.values}
     if table.batch is not None and degree > 1:
         for name in graph.batched:
-            found = table.find(name, table.batch)
-            at[name] = Placement("S", *found) if found else R
+            place = table.find(name, table.batch)
+            at[name] = Placement("S", *place) if place else R
     chosen: dict[str, Strategy] = {}
     gathered: list[str] = []
     for op in (*graph.derived, *graph.ops):
@@ -60,25 +59,21 @@ def data_layout(graph: Graph, table: FactorTable, degree: int) -> DataLayout:
 def sliced_results(
     graph: Graph, table: FactorTable, op: Op, atom: int | None
 ) -> dict[str, Placement]:
-    """The results of which each rank goes on with its part: those that have the atom (the batch),
-    but for new values of buffers."""
-    found = {
-        v: table.find(v, atom)
-        for v in op.results
-        if atom is not None and v not in graph.updates.values()
-    }
-    return {v: Placement("S", *place) for v, place in found.items() if place is not None}
+    """States of results that have the atom, as each rank goes on with its part."""
+    results = [v for v in op.results if v not in graph.updates.values()]
+    places = {v: table.find(v, atom) for v in results if atom is not None}
+    return {v: Placement("S", *place) for v, place in places.items() if place is not None}
 
 
 def activations_of(graph: Graph, op: Op, at: Mapping[str, Placement]) -> dict[str, Placement]:
-    """The states of an operator's operands that are no parameters."""
+    """States of an operator's operands but for parameters."""
     return {value: at[value] for value in op.operands if value not in graph.parameters}
 
 
 def leave_gradients_partial(
     graph: Graph, chosen: dict[str, Strategy], at: dict[str, Placement]
 ) -> None:
-    """Replicated operators all of whose readers leave partial gradients pass them on, unreduced."""
+    """Let replicated operators pass on partial gradients where all their readers leave them so."""
     crossing = {name for block in graph.blocks for name in block.inputs}
     readers: dict[str, list[Placement]] = {}
     for op in reversed((*graph.derived, *graph.ops)):
@@ -100,5 +95,5 @@ def leave_gradients_partial(
 
 
 def loss_is_summed(layout: DataLayout, graph: Graph) -> bool:
-    """Whether each data rank holds its share of the loss (to be summed) rather than all of it."""
+    """Whether each data rank holds its share of the loss, rather than all of it."""
     return layout.states[graph.loss] == P

@@ -1,13 +1,12 @@
 """Factors across the graph: which dims of which tensors are the same thing.
 
-Every dim starts as one unknown; each operator's rule says which of its operands' and results' dims
-share a factor; a union-find with splitting merges them. What remains are atoms: batch, sequence,
-heads, head dim, ffn, vocabulary get their identity without being told, and a fused projection's
-output is seen as (parts × heads × head dim), so that it can be split by heads.
+Every dim starts as one unknown; a union-find with splitting merges those that share a factor by the
+operators' rules. What remains are atoms: batch, sequence, heads, head dim, ffn, vocabulary; a fused
+projection's output is (parts × heads × head dim), so that it can be split by heads.
 
-Of an operator without a rule nothing is known but that it runs in full on every rank. Where it
-takes the batch in dim 0 and gives as many elements there, its result's dim 0 is seen as the batch
-again: each rank goes on with its rows, which is right whatever they are.
+An operator without a rule runs in full on every rank. Where it takes the batch in dim 0 and gives
+as many elements there, its result's dim 0 is seen as the batch again: each rank goes on with its
+rows, which is right whatever they are.
 """
 
 from __future__ import annotations
@@ -54,8 +53,7 @@ class FactorTable:
         return self.tokens.shifted.union(() if self.sequence is None else (self.sequence,))
 
     def find(self, value: str, atom: int) -> tuple[int, int] | None:
-        """(dim, product of the atoms before it in that dim) of an atom in a value; None if
-        absent."""
+        """(dim, product of the atoms before it there) of an atom in a value; None if absent."""
         for d, atoms in enumerate(self.dims[value]):
             if atom in atoms:
                 return d, math.prod(self.sizes[a] for a in atoms[: atoms.index(atom)])
@@ -100,8 +98,7 @@ class _Atoms:
         self.parts[x] = (self.new(major_size), self.new(self.size[x] // major_size))
 
     def unify(self, left: list[int], right: list[int]) -> bool:
-        """Make two lists of factors one; False (and a partial merge of what nests) where they don't
-        nest."""
+        """Merge two lists of factors; False (and what nests merged) where they don't nest."""
         if len(left) == len(right) == 1:  # nearly always
             x, y = self.root(left[0]), self.root(right[0])
             if x == y:
@@ -153,16 +150,16 @@ def analyse(graph: Graph) -> FactorTable:
         if batched and batched[0] and not has_rule(op, ops[op.name]):
             _pass_batch(graph, op, dims, atoms, batched[0][0])
     for name, bad in broken.items():
-        whole: dict[str, rules.Kind] = dict.fromkeys(bad, "whole")
-        ops[name] = replace(ops[name], kinds={**ops[name].kinds, **whole})
+        unsplit: dict[str, rules.Kind] = dict.fromkeys(bad, "whole")
+        ops[name] = replace(ops[name], kinds={**ops[name].kinds, **unsplit})
     flat = {name: tuple(tuple(atoms._expand(list(d))) for d in ds) for name, ds in dims.items()}
     table = {
-        name: {letter: tuple(atoms.leaves(var)) for letter, var in found.items()}
-        for name, found in letters.items()
+        name: {letter: tuple(atoms.leaves(var)) for letter, var in variables.items()}
+        for name, variables in letters.items()
     }
     batch = atoms.leaves(batched[0][0])[0] if batched and batched[0] else None
     used = {a for ds in flat.values() for d in ds for a in d}
-    used |= {a for found in table.values() for leaves in found.values() for a in leaves}
+    used |= {a for of_op in table.values() for leaves in of_op.values() for a in leaves}
     experts = frozenset(
         atom
         for op in graph.ops
@@ -182,16 +179,15 @@ def analyse(graph: Graph) -> FactorTable:
     )
 
 
-def has_rule(op: Op, made: rules.OpFactors) -> bool:
+def has_rule(op: Op, factors: rules.OpFactors) -> bool:
     """Whether more is known of a call than that it runs in full on every rank."""
-    return made.known and not (rules.traits_of(op).leaf and not rules.leaf_of(op).rule)
+    return factors.known and not (rules.traits_of(op).leaf and not rules.leaf_of(op).rule)
 
 
 def _pass_batch(
     graph: Graph, op: Op, dims: Mapping[str, tuple[list[int], ...]], atoms: _Atoms, batch: int
 ) -> None:
-    """Merge dim 0 of an operator's operands and results of one size, where an operand has the batch
-    there."""
+    """Merge dim 0 of an operator's operands and results of one size that has the batch."""
     (first, *_) = atoms.leaves(batch)
     carry = {
         graph.values[v].shape[0]: dims[v][0]
@@ -210,21 +206,21 @@ def _bound(
     ops: Mapping[str, rules.OpFactors],
     letters: Mapping[str, Mapping[str, tuple[int, ...]]],
 ) -> set[int]:
-    """The atoms that have to be cut into equal parts: those that share a dim or a factor with
-    another, that an argument counts, whose elements travel to experts, or that a rule wants so."""
-    products = [found for of_value in dims.values() for found in of_value]
-    products += [found for of_op in letters.values() for found in of_op.values()]
-    bound = {a for found in products if len(found) > 1 for a in found}
+    """Atoms that have to be cut into equal parts: those that share a dim or a factor with another,
+    that an argument counts, whose elements travel to experts, or that a rule wants so."""
+    products = [atoms for of_value in dims.values() for atoms in of_value]
+    products += [atoms for of_op in letters.values() for atoms in of_op.values()]
+    bound = {a for atoms in products if len(atoms) > 1 for a in atoms}
     for op in graph.ops:
         exchanged = rules.traits_of(op).experts in ("dispatch", "combine")
-        made = ops[op.name]
-        equal = letters[op.name] if exchanged or made.equal else made.counts.values()
+        factors = ops[op.name]
+        equal = letters[op.name] if exchanged or factors.equal else factors.counts.values()
         bound |= {a for letter in equal for a in letters[op.name].get(letter, ())}
     return bound
 
 
 def _factors(graph: Graph, op: Op, known: Memo[Hashable, rules.OpFactors]) -> rules.OpFactors:
-    """An operator's factors, from the `known` ones of a call that differs in names alone."""
+    """Factors of an operator, `known` of calls that differ in names alone."""
     operands = tuple(graph.values[n] for n in op.operands)
     results = tuple(graph.values[n] for n in op.results)
     if rules.traits_of(op).leaf:
@@ -235,15 +231,14 @@ def _factors(graph: Graph, op: Op, known: Memo[Hashable, rules.OpFactors]) -> ru
 
 
 def _link(
-    op: Op, made: rules.OpFactors, dims: Mapping[str, tuple[list[int], ...]], atoms: _Atoms
+    op: Op, factors: rules.OpFactors, dims: Mapping[str, tuple[list[int], ...]], atoms: _Atoms
 ) -> tuple[dict[str, int], set[str]]:
-    """Merge one operator's factors into the table; (their atoms, the factors whose dims would not
-    nest)."""
-    letters = {name: atoms.new(size) for name, size in made.sizes.items() if size != 1}
+    """Merge one operator's factors into the table: (their atoms, factors whose dims don't nest)."""
+    letters = {name: atoms.new(size) for name, size in factors.sizes.items() if size != 1}
     bad: set[str] = set()
     sides = [
-        *zip(op.operands, made.operands, strict=True),
-        *zip(op.results, made.results, strict=True),
+        *zip(op.operands, factors.operands, strict=True),
+        *zip(op.results, factors.results, strict=True),
     ]
     for value, named in sides:
         for var, dim in zip(dims[value], named, strict=True):

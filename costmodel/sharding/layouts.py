@@ -1,10 +1,8 @@
 """Layouts of a block on the tensor axis: completing a few decisions into all, and the reverse.
 
-A plan names only the decisions that do not follow. The rest is propagated in execution order: an
-operator takes the strategy that needs the least communication for its operands as they come. A
-value is re-sharded once where all its readers agree (its state), and once per kind of reader
-otherwise. `compress` keeps what `complete` would not find by itself, so that `complete(compress(a))
-== a`.
+A plan names only the decisions that do not follow: an operator takes the strategy of the least
+communication for its operands as they come. A value is re-sharded once where all its readers agree
+(its state), else once per kind of reader. `complete(compress(a)) == a`.
 """
 
 from __future__ import annotations
@@ -95,11 +93,11 @@ class BlockLayouts:
 
     def targets(self, value: str, chosen: Mapping[str, Strategy]) -> list[Placement]:
         """Distinct states in which the block's operators read a value."""
-        found = dict.fromkeys(chosen[op.name].operands[i] for op, i in self.readers.get(value, []))
-        return list(found)
+        states = dict.fromkeys(chosen[op.name].operands[i] for op, i in self.readers.get(value, []))
+        return list(states)
 
     def fixed(self, value: str) -> bool:
-        """Raw inputs, derived values and buffers: replicated, and free to slice."""
+        """Whether a value is raw, derived or a buffer: replicated, and free to slice."""
         return value in self.block.derived or value in self.graph.buffers
 
     # --- completing ---
@@ -131,42 +129,39 @@ class BlockLayouts:
     def _defaults(self, chosen: Mapping[str, Strategy]) -> dict[str, Placement]:
         """The states of all results and parameters where nothing else is decided."""
         states = {
-            value: default_state(made, self.targets(value, chosen), value in self.block.outputs)
+            value: default_state(state, self.targets(value, chosen), value in self.block.outputs)
             for op in self.block.ops
-            for value, made in zip(op.results, chosen[op.name].results, strict=True)
+            for value, state in zip(op.results, chosen[op.name].results, strict=True)
         }
         stored = {v: stored_state(self.targets(v, chosen)) for v in self.block.parameters}
         return states | stored
 
     def named(self, op: Op, name: str) -> Strategy:
         """The strategy of that name; a factor's bare name means its first divisible atom."""
-        options = self.options(op)
+        options, factor = self.options(op), ALIASES.get(name, name)
         wanted = DISPLAY.get(name, name)
         for option in options:
             if option.name == wanted:
                 return option
         for option in options:
-            if option.name.split(".")[0] in (wanted, ALIASES.get(name, name)):
+            if option.name.split(".")[0] in (wanted, factor):
                 return option
         legal = [o.name for o in options]
         near = difflib.get_close_matches(name, legal, n=1)
         raise MeshwrightError(
-            f"not possible with tp={self.degree}"
-            f"{self._refused(op, ALIASES.get(name, name).split('.')[0])}",
+            f"not possible with tp={self.degree}{self._refused(op, factor.split('.')[0])}",
             place=f"sharding {shown(name)} of {op.key}",
             legal=legal,
             way_out=f"did you mean {near[0]!r}?" if near else "",
         )
 
     def _refused(self, op: Op, factor: str) -> str:
-        """The size of a factor that can't be split so many ways, and the degrees that divide it."""
+        """Size of a factor that can't be split so many ways, and the degrees that divide it."""
         if factor not in indivisible(self.table, op, self.degree):
             return ""
-        degrees = splitting_degrees(self.graph, self.table, op, factor)
+        degrees = map(str, splitting_degrees(self.graph, self.table, op, factor))
         size = self.table.ops[op.name].sizes[factor]
-        return (
-            f" ({factor} = {size}; degrees that divide: {', '.join(map(str, degrees)) or 'none'})"
-        )
+        return f" ({factor} = {size}; degrees that divide: {', '.join(degrees) or 'none'})"
 
     def _follow(self, op: Op, at: Mapping[str, Placement]) -> Strategy:
         """The strategy with the least communication for the activations as they come."""
@@ -196,25 +191,25 @@ class BlockLayouts:
         return entries
 
 
-def default_state(made: Placement, targets: Sequence[Placement], is_output: bool) -> Placement:
+def default_state(state: Placement, targets: Sequence[Placement], is_output: bool) -> Placement:
     """State in which a value waits for its readers, where nothing else is decided.
 
     Outputs of a block are replicated. A partial value is summed at once unless every reader takes
     it partial, or all want the same shard. A sharded value is gathered once if nobody reads a
-    shard, with its gradients scattered back once if some readers leave them partial.
+    shard, and its gradients scattered back once if some readers leave them partial.
     """
     if is_output:
         return R
     kinds = {t.kind for t in targets}
-    if made.kind == "P":
+    if state.kind == "P":
         if kinds == {"P"} or not targets:
-            return made
+            return state
         return targets[0] if len(targets) == 1 and targets[0].sharded else R
-    if made.sharded and "P" in kinds:
+    if state.sharded and "P" in kinds:
         return R
-    if made.sharded and len(targets) > 1 and kinds == {"R", "Rp"}:
+    if state.sharded and len(targets) > 1 and kinds == {"R", "Rp"}:
         return RP
-    return made
+    return state
 
 
 def stored_state(targets: Iterable[Placement]) -> Placement:

@@ -6,10 +6,9 @@ state share the result. A value with a single target, and a hub that adds nothin
 directly. Values that cross the block's boundary leave in the state that the plan gives them, and
 wait for readers inside as `default_state` says.
 
-Three readers interpret the stream: `costmodel.blocks.price` adds up seconds,
-`costmodel.blocks.memory` follows allocations, `executor.lowering.emitter` writes an fx graph. The
-data axis is not in it: its states follow from the batch (`data_axis`). `planner.intra_op.program`,
-which chooses the assignment, has a node per stop of a value (`Route`) and an edge per re-shard.
+Three readers interpret the stream (docs/architecture.md). The data axis is not in it: its states
+follow from the batch (`data_axis`). `planner.intra_op.program`, which chooses the assignment, has a
+node per stop of a value (`Route`) and an edge per re-shard.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Enter:
 @dataclass(frozen=True, slots=True)
 class Move:
     """A re-shard of a value, for operator `op` that made it or is the first to read it so (empty:
-    as it enters). `once`: what its backward reduces may wait for the end of the step. `known`: the
+    as it enters). `once`: its backward's reduction may wait for the end of the step. `known`: the
     value has been in the target before its hub, and is read from there; nothing is run, but the way
     from the hub is priced, since no edge of the program tells that state from others."""
 
@@ -87,13 +86,12 @@ class Route:
 
     @property
     def crosses(self) -> bool:
-        """Whether it crosses the boundary, so that where it waits inside is no decision but
-        `default_state`."""
+        """Whether it crosses the boundary, so that it waits inside in its `default_state`."""
         return self.leaves or self.maker is None
 
 
 def routes(layouts: BlockLayouts) -> dict[str, Route]:
-    """Of every activation of a block by name: its inputs, then its operators' results."""
+    """Routes of a block's activations by name: its inputs, then its operators' results."""
     block, readers = layouts.block, layouts.readers
     entering = {v: Route(v, None, 0, False, readers.get(v, ())) for v in block.inputs}
     return entering | {
@@ -106,11 +104,9 @@ def routes(layouts: BlockLayouts) -> dict[str, Route]:
 def moves(
     layouts: BlockLayouts, assignment: Assignment, entering: Mapping[str, Placement]
 ) -> list[Step]:
-    """The steps of a block in the order in which they run, all that enters first.
-
-    `entering` are states of values from outside: input activations (R where absent), and parameters
-    and buffers that the stage holds otherwise than this block would by itself.
-    """
+    """The steps of a block in the order in which they run, all that enters first. `entering` are
+    states of values from outside: input activations (R where absent), and parameters and buffers
+    that the stage holds otherwise than this block would by itself."""
     return _Stream(layouts, assignment, routes(layouts)).steps(entering)
 
 
@@ -124,7 +120,7 @@ def replicated_steps(
 
 
 def buffer_state(layouts: BlockLayouts, value: str, assignment: Assignment) -> Placement:
-    """A buffer is held as its readers take it where they agree on a shard, else replicated."""
+    """State of a buffer: as its readers take it where they agree on a shard, else replicated."""
     targets = layouts.targets(value, assignment.strategies)
     return targets[0] if len(targets) == 1 and targets[0].sharded else R
 
@@ -137,7 +133,7 @@ class _Stream:
     layouts: BlockLayouts
     assignment: Assignment
     routes: Mapping[str, Route]
-    found: list[Step] = field(default_factory=list)
+    emitted: list[Step] = field(default_factory=list)
     hub: dict[str, Placement] = field(default_factory=dict)
     known: set[tuple[str, Placement]] = field(default_factory=set)
     read: set[tuple[str, Placement]] = field(default_factory=set)
@@ -158,33 +154,35 @@ class _Stream:
         for op in block.ops:
             strategy = self.assignment.strategies[op.name]
             for value, state in zip(op.operands, strategy.operands, strict=True):
-                self._bring(value, state, op.name)
-            self.found.append(Run(op, strategy))
+                if state != self.hub[value] and (value, state) not in self.read:
+                    self.read.add((value, state))
+                    self._move(value, state, op.name)
+            self.emitted.append(Run(op, strategy))
             for value, state in zip(op.results, strategy.results, strict=True):
-                self._made(value, state, op.name)
-        return self.found
+                self._finish(value, state, op.name)
+        return self.emitted
 
     def _enter(self, value: str, state: Placement, role: Role) -> None:
-        self.found.append(Enter(value, state, role))
+        self.emitted.append(Enter(value, state, role))
         self._at(value, state)
 
     def _at(self, value: str, state: Placement) -> None:
         self.hub[value] = state
         self.known.add((value, state))
 
-    def _made(self, value: str, state: Placement, op: str) -> None:
-        """A result goes to its hub at once, unless it has one target and may go there directly."""
+    def _finish(self, value: str, state: Placement, op: str) -> None:
+        """Bring a result to its hub, unless it has one target and may go there directly."""
         self._at(value, state)
         hub, leaves = self.assignment.states[value], self.routes[value].leaves
         targets = self.layouts.targets(value, self.assignment.strategies)
         if leaves or len(targets) != 1 or hub not in (state, targets[0]):
             self._wait(value, hub, op)
         if leaves:
-            self.found.append(Leave(value, hub, op))
+            self.emitted.append(Leave(value, hub, op))
             self._settle(value, op)
 
     def _settle(self, value: str, op: str) -> None:
-        """A value of the block's boundary waits as suits its readers inside."""
+        """Let a value of the block's boundary wait as suits its readers inside."""
         targets = self.layouts.targets(value, self.assignment.strategies)
         self._wait(value, default_state(self.hub[value], targets, False), op)
 
@@ -193,18 +191,13 @@ class _Stream:
             self._move(value, hub, op)
             self.hub[value] = hub
 
-    def _bring(self, value: str, target: Placement, op: str) -> None:
-        if target != self.hub[value] and (value, target) not in self.read:
-            self.read.add((value, target))
-            self._move(value, target, op)
-
     def _move(self, value: str, target: Placement, op: str) -> None:
         source, known = self.hub[value], (value, target) in self.known
-        self.found.append(Move(value, source, target, op, self._once(value), known))
+        self.emitted.append(Move(value, source, target, op, self._once(value), known))
         self.known.add((value, target))
 
     def _once(self, value: str) -> bool:
-        """A parameter whose gradient is partial for all its readers is reduced once per step."""
+        """Whether a value is a parameter whose gradient is partial for all its readers."""
         if value not in self.layouts.graph.parameters:
             return False
         if len(self.layouts.readers[value]) == 1:

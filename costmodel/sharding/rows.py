@@ -1,4 +1,4 @@
-"""What becomes of the rows of a batch on the way to the loss: one pass over the graph.
+"""Rows of a batch on the way to the loss: one pass over the graph.
 
 Let a batch of m micro-batches have the loss L, and v be what an operator makes of it. Of v(k), made
 of micro-batch k alone, the pass knows one of
@@ -8,11 +8,11 @@ of micro-batch k alone, the pass knows one of
     share       v = Σ v(k) / m, where operators that sum over rows count m times
     met         nothing of the kind: rows met in an operator before
 
-What raw inputs alone decide (the number of labels, of a mask's flags) is summed up over the batch
-before the step, and constant in it: `totals`. Bits that finite numbers decide (`isinf(x).any()`)
-are constant, too: `finite`. A loss that is a share of the batch's is exact in
-micro-batches; else some operator of `meetings` stands between, where rows meet. Where an operator
-tells nothing of its dims, nothing is claimed, and what it makes is taken for a share.
+Sums of raw inputs (the number of labels, of a mask's flags) are taken over the batch before the
+step, and constant in it: `totals`. Bits that finite numbers decide (`isinf(x).any()`) are constant,
+too: `finite`. A loss that is a share of the batch's is exact in micro-batches; else some operator
+of `meetings` stands between, where rows meet. Where an operator tells nothing of its dims, nothing
+is claimed, and its results are taken for a share.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowUse:
-    """How a loss depends on the rows of a batch, by keys of operators.
+    """Dependence of a loss on the rows of a batch, by keys of operators.
 
     `meetings` are the first in which rows meet; with one of them nothing else is said. `sums` add
     rows up, and count as often as there are micro-batches. `totals` are decided by raw inputs, each
     with the way to put it together. `finite` are bits of all rows that are constant where numbers
-    are finite: each micro-batch has its own.
-    `numbers`: the number of rows may be a plain number in the loss, as it was when traced.
-    `filling`: inputs (by path) with what makes rows count nothing; None where all count.
+    are finite: each micro-batch has its own. `numbers`: the number of rows may be a plain number in
+    the loss, as it was when traced. `filling`: inputs (by path) with values that make rows count
+    nothing; None where all count.
     """
 
     sums: frozenset[str] = frozenset()
@@ -101,43 +101,44 @@ CONSTANT, SHARE, UNKNOWN, MET = _Kind.CONSTANT, _Kind.SHARE, _Kind.UNKNOWN, _Kin
 
 
 def row_use(graph: Graph, table: FactorTable) -> RowUse:
-    """How the loss depends on the rows of a graph of two rows at least; of one row nothing is
-    known."""
+    """Dependence of the loss on the rows of a graph of two rows at least; of one none is known."""
     if graph.batch_size < 2:
         return RowUse()
     reader = _Reader(graph, table)
     reader.read()
     live = _before(graph, {graph.loss})
+
+    def living(ops: Iterable[Op]) -> list[Op]:
+        return [op for op in ops if live & set(op.results)]
+
     meetings, finite = (
-        tuple(
-            Meeting(key=op.key, target=op.target, source=op.source)
-            for op in ops
-            if live & set(op.results)
-        )
+        tuple(Meeting(key=op.key, target=op.target, source=op.source) for op in living(ops))
         for ops in (reader.meetings, reader.finite)
     )
     if meetings:  # its micro-batches are trained each by itself, if at all
         return RowUse(meetings=meetings)
-    ends = [op for op in reader.ends() if live & set(op.results)]
-    sums = frozenset(op.key for op in reader.sums if live & set(op.results))
-    made = {op.key for op in graph.derived if live & set(op.results)}
-    totals = {key: kind for key, kind in reader.totals.items() if key in made}
+    sums = frozenset(op.key for op in living(reader.sums))
+    derived = {op.key for op in living(graph.derived)}
+    totals = {key: kind for key, kind in reader.totals.items() if key in derived}
+    filling = None
+    if reader.at[graph.loss] is SHARE:
+        filling = counting_nothing(graph, living(reader.ends()))
     return RowUse(
         sums=sums,
         totals=totals,
         finite=finite,
         numbers=bool(sums or totals or reader.scaled),
-        filling=counting_nothing(graph, ends) if reader.at[graph.loss] is SHARE else None,
+        filling=filling,
     )
 
 
 def _before(graph: Graph, values: set[str]) -> set[str]:
-    """The values that some values are made of, with those themselves."""
-    found = set(values)
+    """These values, and all that they are made of."""
+    sources = set(values)
     for op in reversed((*graph.derived, *graph.ops)):
-        if found & set(op.results):
-            found.update(op.operands)
-    return found
+        if sources & set(op.results):
+            sources.update(op.operands)
+    return sources
 
 
 class _Reader:
@@ -184,27 +185,28 @@ class _Reader:
     def _step(self, op: Op) -> list[_State]:
         states = [self.at[v] for v in op.operands]
         if self.bits.add(op) is not None:
-            found = [self._declared(v, CONSTANT) for v in op.results]
-            self.finite += [op] * self._joins(op, found)
-            return found
+            results = self._declared(op, CONSTANT)
+            self.finite += [op] * self._joins(op, results)
+            return results
         if op.short in BY_SHAPE or all(state is CONSTANT for state in states):
-            return [self._declared(v, CONSTANT) for v in op.results]
+            return self._declared(op, CONSTANT)
         if MET in states:
-            return [MET for _ in op.results]
+            return self._all(op, MET)
         if UNKNOWN in states:
-            return self._unknown(op)
+            return self._declared(op, UNKNOWN)
         shares = {i for i, state in enumerate(states) if state is SHARE}
         rows = {i: state for i, state in enumerate(states) if isinstance(state, _Rows)}
-        made = self.table.ops[op.name]
+        rule = self.table.ops[op.name]
         if shares:
-            others = CONSTANT in states
-            self.scaled |= rules.is_pointwise(op) and (others or any(True for _ in _numbers(op)))
-            return self._all(op, SHARE) if not rows and _affine(op, made, shares) else self._met(op)
+            numbers = CONSTANT in states or any(map(is_number, op.args))
+            self.scaled |= rules.is_pointwise(op) and numbers
+            affine = not rows and _affine(op, rule, shares)
+            return self._all(op, SHARE) if affine else self._met(op)
         if rules.row_reduction(op):
             return self._row_loss(op, rows)
-        if not has_rule(op, made):
+        if not has_rule(op, rule):
             return self._without_rule(op)
-        return self._of_rows(op, made, rows)
+        return self._of_rows(op, rule, rows)
 
     # --- results ---
 
@@ -219,92 +221,83 @@ class _Reader:
         self.sums.append(op)
         return self._all(op, SHARE)
 
-    def _declared(self, value: str, other: _State) -> _State:
+    def _declared(self, op: Op, other: _State) -> list[_State]:
         """Rows where the factors of the graph say so."""
         batch = self.table.batch
         if batch is None or self.table.sizes.get(batch) != self.rows:
-            return other
-        found = self.table.find(value, batch)
-        return _Rows(*found) if found else other
-
-    def _unknown(self, op: Op) -> list[_State]:
-        return [self._declared(v, UNKNOWN) for v in op.results]
+            return self._all(op, other)
+        places = (self.table.find(v, batch) for v in op.results)
+        return [_Rows(*place) if place else other for place in places]
 
     # --- operators on rows ---
 
     def _row_loss(self, op: Op, rows: Mapping[int, _Rows]) -> list[_State]:
         """A loss whose mean divides by the number of rows that are not ignored: counted over the
         batch where raw inputs decide it, else equal in all micro-batches where none is ignored."""
-        made = self.table.ops[op.name]
-        if made.known and self._letters(made, rows) is None:
+        rule = self.table.ops[op.name]
+        if rule.known and self._letters(rule, rows) is None:
             return self._met(op)
         if rules.row_reduction(op) == 2:
             return self._summed(op)
         target, *weights = op.operands[1:]
-        if self.graph.values[target].dtype.is_floating_point or self.raw.issuperset(
-            (target, *weights)
-        ):
+        floating = self.graph.values[target].dtype.is_floating_point
+        if floating or self.raw.issuperset(op.operands[1:]):
             return self._all(op, SHARE)
         ignored = argument(op, 4, "ignore_index", -100)
-        behind = _before(self.graph, {target})
-        writes = any(
-            ignored in _numbers(self.maker[v]) for v in behind & self.maker.keys() - self.raw
-        )
+        behind = _before(self.graph, {target}) & self.maker.keys() - self.raw
+        writes = any(ignored in _numbers(self.maker[v]) for v in behind)
         return self._met(op) if writes or weights else self._all(op, SHARE)
 
     def _without_rule(self, op: Op) -> list[_State]:
         """Rows where they come out again; a loss that says how it reduces them."""
-        found = self._unknown(op)
-        names = (
-            [n for n, _ in rules.signature_of(op.target)] if op.target.startswith("aten.") else []
-        )
-        if UNKNOWN not in found or "reduction" not in names:
-            return found
+        results, shipped = self._declared(op, UNKNOWN), op.target.startswith("aten.")
+        names = [name for name, _ in rules.signature_of(op.target)] if shipped else []
+        if UNKNOWN not in results or "reduction" not in names:
+            return results
         how = argument(op, names.index("reduction"), "reduction", 1)
         return self._summed(op) if how == 2 else self._all(op, SHARE)
 
-    def _of_rows(self, op: Op, made: rules.OpFactors, rows: Mapping[int, _Rows]) -> list[_State]:
+    def _of_rows(self, op: Op, rule: rules.OpFactors, rows: Mapping[int, _Rows]) -> list[_State]:
         joined = self._joined(op, rows)
         if joined is not None:
             return [joined]
         if op.short == "index" and 0 in rows and rows[0].dim in _indexed(op):
             return self._own_places(op, rows[0])
-        found = self._letters(made, rows)
-        if found is None:
-            return self._unknown(op) if op.short in rules.VIEWS else self._met(op)
-        letter, before = found
-        kind = made.kinds[letter]
+        factor = self._letters(rule, rows)
+        if factor is None:
+            return self._declared(op, UNKNOWN) if op.short in rules.VIEWS else self._met(op)
+        letter, before = factor
+        kind = rule.kinds[letter]
         if kind == "map":
-            return [self._mapped(made, dims, letter, before) for dims in made.results]
+            return [self._mapped(rule, dims, letter, before) for dims in rule.results]
         if kind == "mean":
             return self._all(op, SHARE)
-        if kind == "sum" and not made.implementations.get(letter):
-            pinned = [op.operands[i] for i in made.pinned if i not in rows]
+        if kind == "sum" and not rule.implementations.get(letter):
+            pinned = [op.operands[i] for i in rule.pinned if i not in rows]
             zeros = all(self.maker.get(v, op).short in ZEROS for v in pinned)
-            return self._summed(op) if zeros else self._unknown(op)
+            return self._summed(op) if zeros else self._declared(op, UNKNOWN)
         if kind == "whole":
             return self._whole(op, rows)
         return self._met(op)
 
-    def _letters(self, made: rules.OpFactors, rows: Mapping[int, _Rows]) -> tuple[str, int] | None:
-        """The factor that the rows of all operands are, with the parts of it before them; None
-        where they are several, or parts of some."""
-        found = {self._letter(made, made.operands[i], state) for i, state in rows.items()}
-        return found.pop() if len(found) == 1 else None
+    def _letters(self, rule: rules.OpFactors, rows: Mapping[int, _Rows]) -> tuple[str, int] | None:
+        """Factor that all rows are, with its parts before them; None where they are several."""
+        letters = {self._letter(rule, rule.operands[i], state) for i, state in rows.items()}
+        return letters.pop() if len(letters) == 1 else None
 
     def _letter(
-        self, made: rules.OpFactors, dims: rules.Dims, state: _Rows
+        self, rule: rules.OpFactors, dims: rules.Dims, state: _Rows
     ) -> tuple[str, int] | None:
         cum = 1
         for letter in dims[state.dim]:
-            after = cum * made.sizes[letter]
+            after = cum * rule.sizes[letter]
             if state.before % cum == 0 and after % (state.before * self.rows) == 0:
                 return letter, state.before // cum
             cum = after
         return None
 
-    def _mapped(self, made: rules.OpFactors, dims: rules.Dims, letter: str, before: int) -> _State:
-        place = made.place(dims, letter)
+    def _mapped(self, rule: rules.OpFactors, dims: rules.Dims, letter: str, before: int) -> _State:
+        place = rule.place(dims, letter)
         return _Rows(place[0], place[1] * before) if place else UNKNOWN
 
     def _joined(self, op: Op, rows: Mapping[int, _Rows]) -> _State | None:
@@ -328,36 +321,37 @@ class _Reader:
         if op.short in EXTREMES and op.results[0] in self.raw and len(op.results) == 1:
             self.totals[op.key] = EXTREMES[op.short]
             return [CONSTANT]
-        return self._unknown(op) if op.short in rules.VIEWS or self._in_turn(op) else self._met(op)
+        viewed = op.short in rules.VIEWS or self._in_turn(op)
+        return self._declared(op, UNKNOWN) if viewed else self._met(op)
 
     def _in_turn(self, op: Op) -> bool:
         """Whether all rows are taken out one by one, as a loop over them does."""
         if op.short == "unbind":
             return True
-        made = (*self.graph.derived, *self.graph.ops)
-        alike = [o for o in made if o.short == op.short and o.operands == op.operands]
+        calls = (*self.graph.derived, *self.graph.ops)
+        alike = [o for o in calls if o.short == op.short and o.operands == op.operands]
         return op.short == "select" and len({o.args for o in alike}) >= self.rows
 
     def _of_batches(self, op: Op, state: _Rows) -> _State | None:
         """Whole batches out of several joined ones."""
         size = self.graph.values[op.operands[0]].shape[state.dim]
         length = self.graph.values[op.results[0]].shape[state.dim]
-        each = size // state.before
+        per_batch = size // state.before
         start = int(argument(op, 2, "start", 0) or 0) % size
         step = int(argument(op, 4, "step", 1))
-        aligned = step == 1 and start % each == 0 and length % each == 0
-        return _Rows(state.dim, length // each) if aligned else None
+        aligned = step == 1 and start % per_batch == 0 and length % per_batch == 0
+        return _Rows(state.dim, length // per_batch) if aligned else None
 
     def _own_places(self, op: Op, state: _Rows) -> list[_State]:
         """`x[arange(b), i]`: each row finds its own."""
         index = _indexed(op)[state.dim]
         if state.before != 1 or not self._counts_up(index):
             return self._met(op)
-        made, position = self.table.ops[op.name], op.operands.index(index, 1)
+        rule, position = self.table.ops[op.name], op.operands.index(index, 1)
         shape = self.graph.values[index].shape
         longest = max(range(len(shape)), key=shape.__getitem__)
-        found = self._letters(made, {position: _Rows(longest)})
-        return self._met(op) if found is None else [self._mapped(made, made.results[0], *found)]
+        letter = self._letters(rule, {position: _Rows(longest)})
+        return self._met(op) if letter is None else [self._mapped(rule, rule.results[0], *letter)]
 
     def _counts_up(self, value: str) -> bool:
         """Whether a value is 0, 1, ... to the number of rows."""
@@ -375,9 +369,9 @@ def _indexed(op: Op) -> dict[int, str]:
     return {d: index.name for d, index in enumerate(op.args[1]) if isinstance(index, Ref)}
 
 
-def _affine(op: Op, made: rules.OpFactors, shares: set[int]) -> bool:
+def _affine(op: Op, rule: rules.OpFactors, shares: set[int]) -> bool:
     """Whether f(Σ v(k) / m) = Σ f(v(k)) / m in these operands, the others constant."""
-    if rules.traits_of(op).casts or made.view or any(shares <= group for group in made.linear):
+    if rules.traits_of(op).casts or rule.view or any(shares <= group for group in rule.linear):
         return True
     return shares <= AFFINE.get(op.short, frozenset())
 
@@ -395,38 +389,41 @@ def _numbers(op: Op) -> Iterator[float]:
 # --- the number of rows as a plain number ---------------------------------------------------------
 
 
-def with_numbers_of(graph: Graph, whole: Graph) -> Graph:
-    """A graph with the plain numbers of the same model traced at other rows, where they are no
-    sizes of tensors: a loss divided by the number of rows is divided by that of the whole batch.
-    Raises ValueError where the two are of other operators."""
-    old, new = ([op for op in (*g.derived, *g.ops) if _has_numbers(op)] for g in (graph, whole))
+def with_numbers_of(graph: Graph, full: Graph) -> Graph:
+    """A graph with the plain numbers, but for sizes of tensors, of the same model traced at other
+    rows: a loss divided by the number of rows is divided by that of the whole batch. Raises
+    ValueError where the two are of other operators."""
+    old, new = ([op for op in (*g.derived, *g.ops) if _has_numbers(op)] for g in (graph, full))
     if [op.target for op in old] != [op.target for op in new]:
         raise MeshwrightError(
-            f"the model runs other operators on {graph.batch_size} rows than on "
-            f"{whole.batch_size}, so that what its loss is divided by can't be told",
+            f"the model runs other operators on {graph.batch_size} rows than on {full.batch_size}: "
+            f"its loss's divisor can't be told",
             place="num_microbatches",
             legal="1, where the rows of a micro-batch change what is run",
             way_out="num_microbatches=1 keeps the batch together",
         )
-    found = {a.name: _with_numbers(a, b) for a, b in zip(old, new, strict=True)}
+    numbered = {}
+    for a, b in zip(old, new, strict=True):
+        pairs = zip(a.args, b.args, strict=True)
+        numbered[a.name] = replace(a, args=tuple(y if is_number(y) else x for x, y in pairs))
+
+    def renumbered(ops: Iterable[Op]) -> tuple[Op, ...]:
+        return tuple(numbered.get(op.name, op) for op in ops)
+
     return replace(
         graph,
-        ops=tuple(found.get(op.name, op) for op in graph.ops),
-        derived=tuple(found.get(op.name, op) for op in graph.derived),
+        ops=renumbered(graph.ops),
+        derived=renumbered(graph.derived),
         constants={
-            name: whole.constants.get(name, x) if x.numel() == 1 else x
+            name: full.constants.get(name, x) if x.numel() == 1 else x
             for name, x in graph.constants.items()
         },
-        blocks=tuple(
-            replace(block, ops=tuple(found.get(op.name, op) for op in block.ops))
-            for block in graph.blocks
-        ),
+        blocks=tuple(replace(block, ops=renumbered(block.ops)) for block in graph.blocks),
     )
 
 
 def same_numbers(graph: Graph, other: Graph) -> bool:
-    """Whether two graphs of a model, traced at other rows, have the same plain numbers where they
-    are no sizes of tensors: nothing is divided by the number of rows."""
+    """Whether graphs of a model traced at other rows have the same plain numbers."""
     return _plain(graph) == _plain(other)
 
 
@@ -441,11 +438,6 @@ def _has_numbers(op: Op) -> bool:
     size = {"full": 0, "new_full": 1}.get(op.short)
     single = size is not None and not op.args[size]
     return single or rules.is_pointwise(op) or op.short == "scalar_tensor"
-
-
-def _with_numbers(op: Op, other: Op) -> Op:
-    pairs = zip(op.args, other.args, strict=True)
-    return replace(op, args=tuple(b if is_number(b) else a for a, b in pairs))
 
 
 # --- rows that fill up a smaller batch ------------------------------------------------------------
@@ -469,12 +461,12 @@ def counting_nothing(graph: Graph, ends: Iterable[Op]) -> Mapping[str, int] | No
     inputs make zero. Nothing else may look up by them, and no row may leave a trace in a buffer.
     """
     calls = (*graph.derived, *graph.ops)
-    if graph.updates or any(
-        rules.takes_batch_statistics(o) or rules.updates_statistics(o) for o in calls
-    ):
+    if graph.updates or any(map(rules.takes_batch_statistics, calls)):
+        return None
+    if any(map(rules.updates_statistics, calls)):
         return None
     maker = {v: op for op in calls for v in op.results}
-    found: dict[str, int] = {}
+    filled: dict[str, int] = {}
     ended = set()
     for op in ends:
         if rules.row_reduction(op) and graph.values[op.operands[1]].dtype.is_floating_point:
@@ -482,10 +474,10 @@ def counting_nothing(graph: Graph, ends: Iterable[Op]) -> Mapping[str, int] | No
         filling = _filling(op, maker)
         if filling is None or filling[0] not in graph.batched:
             return None
-        if found.setdefault(*filling) != filling[1]:
+        if filled.setdefault(*filling) != filling[1]:
             return None
         ended.add(op.name)
-    moved = set(found)
+    moved = set(filled)
     for op in calls:
         if moved.isdisjoint(op.operands) or op.name in ended or op.short == "mul":
             continue
@@ -494,18 +486,18 @@ def counting_nothing(graph: Graph, ends: Iterable[Op]) -> Mapping[str, int] | No
         if op.short not in MOVES | COMPARES:
             return None
         moved.update(op.results)
-    return {graph.inputs[name]: filled for name, filled in found.items()} if found else None
+    return {graph.inputs[name]: number for name, number in filled.items()} or None
 
 
 def _filling(end: Op, maker: Mapping[str, Op]) -> Filling | None:
-    """What keeps rows from counting where they come together."""
+    """Input and value that keep rows from counting where they come together."""
     if rules.row_reduction(end):
         return _source(end.operands[1], maker), int(argument(end, 4, "ignore_index", -100))
     return _zero(end.operands[0], maker) if end.short == "sum" else None
 
 
 def _zero(value: str, maker: Mapping[str, Op]) -> Filling | None:
-    """What makes the rows of a value zero."""
+    """Input and value that make the rows of a value zero."""
     op = maker.get(value)
     if op is None:
         return value, 0
@@ -514,19 +506,15 @@ def _zero(value: str, maker: Mapping[str, Op]) -> Filling | None:
     if op.short == "ne" and len(op.operands) == 1 and isinstance(op.args[1], int):
         return _source(op.operands[0], maker), op.args[1]
     if op.short == "mul":
-        flags = [_source(v, maker) for v in op.operands]
-        each = [v for v, flag in zip(op.operands, flags, strict=True) if _zero_at(flag, maker)]
-        return _zero(each[0], maker) if each else None
+        for operand in op.operands:
+            source = _source(operand, maker)
+            if source not in maker or maker[source].short == "ne":  # an input, or flags of one
+                return _zero(operand, maker)
     return None
 
 
-def _zero_at(value: str, maker: Mapping[str, Op]) -> bool:
-    """Whether a value is an input, or flags of one."""
-    return value not in maker or maker[value].short == "ne"
-
-
 def _source(value: str, maker: Mapping[str, Op]) -> str:
-    """What a value was before it was moved."""
+    """The value that others are moved from."""
     while value in maker and maker[value].short in MOVES:
         value = maker[value].operands[0]
     return value
@@ -560,14 +548,14 @@ MADE_FINITE = frozenset({"nan_to_num"})
 
 
 class FiniteBits:
-    """The bit that all elements of a value are, by value, of operators told in their order."""
+    """Bit of all elements of a value, by value, of operators told in their order."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.bits: dict[str, bool] = {}
-        given = (n for n in graph.inputs if graph.values[n].dtype.is_floating_point)
+        real = (n for n in graph.inputs if graph.values[n].dtype.is_floating_point)
         written = (n for n, x in graph.constants.items() if not x.isfinite().all())
-        self.infinite = {*given, *written}  # values that need not be finite
+        self.infinite = {*real, *written}  # values that need not be finite
 
     def add(self, op: Op) -> bool | None:
         """The bit that an operator makes; None where it is not known."""
@@ -591,31 +579,29 @@ class FiniteBits:
         return OF_FINITE.get(op.short, _compared(op))
 
     def _infinite(self, op: Op) -> bool:
-        """Whether what an operator makes need not be finite."""
+        """Whether an operator's results need not be finite."""
         foreign = op.short.count(".") > 0  # may do anything
         if op.short in POLES or foreign or rules.traits_of(op).leaf:
             return True
         if op.short in MADE_FINITE or rules.traits_of(op).main:
             return False
         floats = any(self.graph.values[v].dtype.is_floating_point for v in op.results)
-        own = any(True for _ in _infinities((op.args, *op.kwargs.values())))
-        return floats and (own or not self.infinite.isdisjoint(op.operands))
+        writes = _writes_infinity((op.args, *op.kwargs.values()))
+        return floats and (writes or not self.infinite.isdisjoint(op.operands))
 
 
 def _compared(op: Op) -> bool | None:
-    """What comes of a finite number beside itself, or an infinity; None for others."""
+    """Comparison of a finite number with itself, or an infinity; None for others."""
     if op.short not in COMPARED:
         return None
     alike = COMPARED[op.short]
     if len(op.operands) == 2 and len(set(op.operands)) == 1:
         return alike
-    return not alike if any(True for _ in _infinities(op.args)) else None
+    return not alike if _writes_infinity(op.args) else None
 
 
-def _infinities(tree: Any) -> Iterator[float]:
-    """Numbers that are not finite in nested arguments."""
+def _writes_infinity(tree: Any) -> bool:
+    """Whether nested arguments have a number that is not finite."""
     if isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _infinities(item)
-    elif isinstance(tree, float) and not math.isfinite(tree):
-        yield tree
+        return any(map(_writes_infinity, tree))
+    return isinstance(tree, float) and not math.isfinite(tree)

@@ -41,8 +41,8 @@ class SequenceFactor:
 @dataclass(frozen=True, slots=True)
 class Shift:
     """Dim of an operator's first operand along which its result is moved by one token, or lacks
-    one. A result of as many tokens is moved `by` 1 or -1, and what comes in at the end is `fill`,
-    or the token at the other end where it `wraps`; else `by` is 0."""
+    one. A result of as many tokens is moved `by` 1 or -1, and `fill` comes in at the end, or the
+    token at the other end where it `wraps`; else `by` is 0."""
 
     dim: int
     by: int = 0
@@ -57,49 +57,47 @@ def sequence_factor(
     letters: Mapping[str, Mapping[str, tuple[int, ...]]],
     batch: int | None,
 ) -> SequenceFactor:
-    """The sequence of a traced graph, from the atoms of its values' dims and of its operators'
-    factors."""
+    """The sequence of a graph, from the atoms of its values' dims and its operators' factors."""
     read = (v for v in _read(graph) if _has_tokens(dims[v], batch, graph.values[v].dtype))
-    found = {dims[value][1]: value for value in read}
-    found.pop((), None)
-    if not found:
+    values = {dims[value][1]: value for value in read}
+    values.pop((), None)
+    if not values:
         return SequenceFactor(atom=None, why="no input has a sequence dim beside the batch")
-    if len(found) > 1 or len(next(iter(found))) > 1:
-        sizes = (f"{graph.inputs.get(v, v)} {list(graph.values[v].shape)}" for v in found.values())
+    if len(values) > 1 or len(next(iter(values))) > 1:
+        sizes = (f"{graph.inputs.get(v, v)} {list(graph.values[v].shape)}" for v in values.values())
         why = (
             f"inputs without one sequence dim: {', '.join(sizes)} (a decoder takes tokens and "
             "targets of one length, shifted outside of it, and a loss_fn)"
         )
         return SequenceFactor(atom=None, why=why)
-    ((atom,),) = found
+    ((atom,),) = values
     atoms = {atom}
     for op in graph.ops:
         shift = shift_of(graph, op)
         if shift is not None and atoms.issuperset(dims[op.operands[0]][shift.dim]):
             atoms.update(dims[op.results[0]][shift.dim])
         elif _needs_whole(graph, op, ops[op.name], letters[op.name], atoms):
-            return SequenceFactor(
-                atom=None, why=f"{op.key} needs whole sequences (tp may split it)"
-            )
+            why = f"{op.key} needs whole sequences (tp may split it)"
+            return SequenceFactor(atom=None, why=why)
     return SequenceFactor(atom=atom, shifted=frozenset(atoms - {atom}))
 
 
 def _read(graph: Graph) -> Iterator[str]:
-    """What operators read that no operator of a block made, parameters and buffers apart."""
-    made = {value for op in graph.ops for value in op.results}
-    made |= {*graph.parameters, *graph.buffers}
-    yield from dict.fromkeys(v for op in graph.ops for v in op.operands if v not in made)
+    """Operands that no operator of a block makes, parameters and buffers apart."""
+    inner = {value for op in graph.ops for value in op.results}
+    inner |= {*graph.parameters, *graph.buffers}
+    yield from dict.fromkeys(v for op in graph.ops for v in op.operands if v not in inner)
 
 
 def _has_tokens(dims: AtomDims, batch: int | None, dtype: torch.dtype) -> bool:
-    """Whether a value is [batch, sequence] or [batch, sequence, features]; a batch of one row, or
-    none, is no factor. Numbers [batch, n] that are no integers are features."""
+    """Whether a value is [batch, sequence] or [batch, sequence, features]; real numbers [batch, n]
+    are features. A batch of one row, or none, is no factor."""
     ranks = (3,) if dtype.is_floating_point or dtype.is_complex else (2, 3)
     return len(dims) in ranks and dims[0] == (() if batch is None else (batch,))
 
 
 def shift_of(graph: Graph, op: Op) -> Shift | None:
-    """How a slice, a pad or a roll shifts tokens; None for all other calls."""
+    """Shift of tokens by a slice, a pad or a roll; None for all other calls."""
     shift = _SHIFTS.get(op.short)
     if shift is None or not op.operands or not op.results:
         return None
@@ -142,16 +140,16 @@ _SHIFTS: Mapping[str, Callable[[Op, Shape, Shape], Shift | None]] = {
 
 
 def _needs_whole(
-    graph: Graph, op: Op, made: OpFactors, letters: Mapping[str, tuple[int, ...]], atoms: set[int]
+    graph: Graph, op: Op, rule: OpFactors, letters: Mapping[str, tuple[int, ...]], atoms: set[int]
 ) -> bool:
     """Whether an operator can't be split by the sequence of an operand, and gives something for
     each of its tokens; one that leaves a token, or a number of all, is no obstacle."""
     if traits_of(op).kernel == "attention":
         return False
-    for value, tensor in zip(op.operands, made.operands, strict=True):
-        own = {f for dim in tensor for f in dim if not atoms.isdisjoint(letters.get(f, ()))}
-        if own and all(made.kinds[f] == "whole" for f in own):
-            length = max(made.sizes[f] for f in own)
+    for value, tensor in zip(op.operands, rule.operands, strict=True):
+        tokens = {f for dim in tensor for f in dim if not atoms.isdisjoint(letters.get(f, ()))}
+        if tokens and all(rule.kinds[f] == "whole" for f in tokens):
+            length = max(rule.sizes[f] for f in tokens)
             most = max(graph.values[result].numel for result in op.results)
             if most * length > graph.values[value].numel:
                 return True

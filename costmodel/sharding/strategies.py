@@ -9,8 +9,8 @@ An operator's strategies are: replicated; split along one atom of one factor; or
 is linear.
 
 n ranks split an atom of s elements evenly where n divides s. Where it doesn't, as 50,257 words, an
-atom that is `FactorTable.alone` is cut as torch's `Shard` cuts: ⌈s/n⌉ elements each, and for the
-last rank what is left, which must not be nothing. The largest part is what is paid for.
+atom that is `FactorTable.alone` is cut as by torch's `Shard`: ⌈s/n⌉ elements each, the rest for the
+last rank, not none. Prices count the largest part.
 """
 
 from __future__ import annotations
@@ -71,9 +71,8 @@ DISPLAY = {factor: alias for alias, factor in ALIASES.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """One way to run an operator on one mesh axis. `name` is the factor split (with `.k` for the
-    k-th atom of a factor that has several), `replicate` or `partial`. `split_factor` is the
-    factor."""
+    """One way to run an operator on one mesh axis. `name` is the `split_factor` (with `.k` for the
+    k-th atom of a factor that has several), `replicate` or `partial`."""
 
     name: str
     operands: tuple[Placement, ...]
@@ -111,17 +110,14 @@ def can_hold(graph: Graph, table: FactorTable, value: str, state: Placement, deg
 def strategies(
     graph: Graph, table: FactorTable, op: Op, degree: int, *, only: int | None = None
 ) -> list[Strategy]:
-    """The legal strategies of `op` on an axis of `degree` ranks, replicated first.
-
-    `only` keeps the splits of one atom (the data axis passes the batch); otherwise the batch is
-    left out.
-    """
-    made = table.ops[op.name]
-    found = [replicated(op)]
+    """The legal strategies of `op` on an axis of `degree` ranks, replicated first. `only` keeps the
+    splits of one atom (the data axis passes the batch); else the batch is not split."""
+    factors = table.ops[op.name]
+    options = [replicated(op)]
     if degree == 1:
-        return found
+        return options
     for letter, atoms in table.letters[op.name].items():
-        if made.kinds[letter] == "whole":
+        if factors.kinds[letter] == "whole":
             continue
         # numbered without the batch, which a micro-batch of one row does not have
         named = [a for a in atoms if a != table.batch]
@@ -134,9 +130,9 @@ def strategies(
                 continue
             numbered = atom in named and len(named) > 1
             shown = DISPLAY.get(letter, letter) + (f".{named.index(atom)}" if numbered else "")
-            found.append(replace(split, name=shown))
-    found += _partial(graph, table, op)
-    return found
+            options.append(replace(split, name=shown))
+    options += _partial(graph, table, op)
+    return options
 
 
 def replicated(op: Op) -> Strategy:
@@ -148,12 +144,12 @@ def replicated(op: Op) -> Strategy:
 
 def indivisible(table: FactorTable, op: Op, degree: int) -> dict[str, int]:
     """Factors that a rule could split but that the degree can't divide: name -> size."""
-    made = table.ops[op.name]
+    factors = table.ops[op.name]
     sizes = {}
     for letter, atoms in table.letters[op.name].items():
-        splittable = made.kinds[letter] != "whole" and table.batch not in atoms
+        splittable = factors.kinds[letter] != "whole" and table.batch not in atoms
         if splittable and not any(divides(table, a, degree) for a in atoms):
-            sizes[letter] = made.sizes[letter]
+            sizes[letter] = factors.sizes[letter]
     return sizes
 
 
@@ -161,8 +157,8 @@ def splitting_degrees(
     graph: Graph, table: FactorTable, op: Op, letter: str, *, most: int = 8
 ) -> tuple[int, ...]:
     """The least degrees, at `most` so many, that can split an operator by a factor."""
-    made = table.ops[op.name]
-    if made.kinds.get(letter, "whole") == "whole":
+    factors = table.ops[op.name]
+    if factors.kinds.get(letter, "whole") == "whole":
         return ()
     atoms = [a for a in table.letters[op.name].get(letter, ()) if a != table.batch]
     able = [a for a in atoms if _split(graph, table, op, letter, a) is not None]
@@ -171,10 +167,9 @@ def splitting_degrees(
 
 
 def _split(graph: Graph, table: FactorTable, op: Op, letter: str, atom: int) -> Strategy | None:
-    """Split one atom of one factor; None where the atom is not at one place in a tensor that has
-    the factor."""
-    made = table.ops[op.name]
-    kind = made.kinds[letter]
+    """Split of one atom of a factor; None where a tensor has the atom at no place, or several."""
+    factors = table.ops[op.name]
+    kind = factors.kinds[letter]
     summed = kind in ("sum", "mean")
 
     def state(value: str, dims: Dims, without: Placement | None) -> Placement | None:
@@ -188,39 +183,39 @@ def _split(graph: Graph, table: FactorTable, op: Op, letter: str, atom: int) -> 
 
     needed = [R if kind == "inner" else _whole(graph, value) for value in op.operands]
     if summed:
-        needed = [P if i in made.pinned else at for i, at in enumerate(needed)]
-    left = [None if kind == "map" else P if summed else R] * len(op.results)
-    operands = [*map(state, op.operands, made.operands, needed)]
-    found = [*operands, *map(state, op.results, made.results, left)]
-    states = tuple(at for at in found if at is not None)
-    if len(states) < len(found):
+        needed = [P if i in factors.pinned else at for i, at in enumerate(needed)]
+    otherwise = [None if kind == "map" else P if summed else R] * len(op.results)
+    operands = [*map(state, op.operands, factors.operands, needed)]
+    placed = [*operands, *map(state, op.results, factors.results, otherwise)]
+    states = tuple(at for at in placed if at is not None)
+    if len(states) < len(placed):
         return None
     return Strategy(
         name=letter,
         operands=states[: len(operands)],
         results=states[len(operands) :],
         split_factor=letter,
-        implementation=made.implementations.get(letter, ""),
+        implementation=factors.implementations.get(letter, ""),
     )
 
 
 def _whole(graph: Graph, value: str) -> Placement:
-    """A whole operand of an operator of which each rank runs a part."""
+    """State of an unsplit operand of an operator of which each rank runs a part."""
     return RP if graph.values[value].requires_grad else R
 
 
 def _partial(graph: Graph, table: FactorTable, op: Op) -> list[Strategy]:
-    """Linear operators may take partial operands and give a partial result."""
-    made = table.ops[op.name]
-    found = []
-    for k, group in enumerate(made.linear):
+    """Strategies of a linear operator that takes partial operands and gives a partial result."""
+    factors = table.ops[op.name]
+    options = []
+    for k, group in enumerate(factors.linear):
         operands = tuple(
-            P if i in group or i in made.pinned else _whole(graph, value)
+            P if i in group or i in factors.pinned else _whole(graph, value)
             for i, value in enumerate(op.operands)
         )
         name = PARTIAL if k == 0 else f"{PARTIAL}.{k}"
-        found.append(Strategy(name=name, operands=operands, results=(P,) * len(op.results)))
-    return found
+        options.append(Strategy(name=name, operands=operands, results=(P,) * len(op.results)))
+    return options
 
 
 # --- moving between states -----------------------------------------------------------------------
@@ -253,8 +248,7 @@ def transition(source: Placement, target: Placement) -> tuple[str, str] | None:
 def stays_with_experts(
     table: FactorTable, value: str, source: Placement, target: Placement
 ) -> bool:
-    """Whether a move has no meaning where experts are shared out: copies of tokens are with their
-    experts, whichever rank the tokens are on."""
+    """Whether a move has no meaning on an expert axis: copies of tokens stay with their experts."""
     by_copy = any(p.sharded and p.dim < COPY_DIMS for p in (source, target))
     return by_copy and source != target and value in table.copies
 
@@ -268,10 +262,9 @@ def least_communication(
     gradients: Collection[str] | None = None,
     splitting: bool = False,
 ) -> Strategy:
-    """The strategy with the least communication for the operands `at` their states (others are
-    free), with that of their `gradients`, by default of all; of as much, where `splitting` one that
-    splits, then that which keeps most shards. Partial results are not carried through matrix
-    products."""
+    """The strategy with the least communication of the operands `at` their states (others are free)
+    and of their `gradients`, by default of all; of as much, where `splitting` one that splits, then
+    that which keeps most shards. Partial results are not carried through matrix products."""
     matmul = table.ops[op.name].matmul
 
     def effort(item: tuple[int, Strategy]) -> tuple[int, bool, int, int]:

@@ -1,4 +1,4 @@
-"""A stage's memory in the course of a backward, block by block, from what a plan says of each.
+"""Memory of a stage in the course of a backward, block by block of a plan.
 
 Gradients grow as a backward lets go of what the forward kept, in `train_step`'s terms:
 
@@ -10,8 +10,7 @@ Gradients grow as a backward lets go of what the forward kept, in `train_step`'s
     step    weights, states and gradients, and what the optimizer makes beside them
 
 Backwards of a step differ in the gradients that are there: the first one, those behind it, the last
-one, which reduces. What a device holds beside is put together in `peak.py`. Fragmentation is none
-of it.
+one, which reduces. The peak of a device is put together in `peak.py`, without fragmentation.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ Pass: TypeAlias = Literal["first", "later", "last", "second", "end"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockBytes:
-    """What a block keeps of a micro-batch, and holds besides in all of its backward (`passing`:
-    made again, or gathered), or in the part of it that is put off (`late`); that backward's
-    moments, each with the parameters, by number in their stage, whose gradients it makes.
-    `releases`: what is kept is let go on the way. `gathered`: weights in its forward, and as it
-    begins those of the block before."""
+    """Bytes of a block: what it keeps of a micro-batch, and holds besides in all of its backward
+    (`passing`: made again, or gathered), or in the part of it that is put off (`late`); that
+    backward's moments, each with the parameters, by number in their stage, whose gradients it
+    makes. `releases`: what is kept is let go on the way. `gathered`: weights in its forward, and as
+    it begins those of the block before."""
 
     kept: float
     passing: float
@@ -48,9 +47,9 @@ class BlockBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """What a stage holds: `fixed` always, of which the `weights` that are computed with;
-    `optimizer` beside the gradients in the optimizer's step; its blocks and parameters in the order
-    of the forward; gradients that it receives of a micro-batch (`seeds`)."""
+    """Bytes of a stage: `fixed` always, of which the `weights` that are computed with; `optimizer`
+    beside the gradients in the optimizer's step; its blocks and parameters in the order of the
+    forward; gradients that it receives of a micro-batch (`seeds`)."""
 
     fixed: float
     weights: float
@@ -63,27 +62,27 @@ class StageBytes:
 
 @dataclass(slots=True)
 class _Most:
-    """The most at once so far, in which block, and the gradients of parameters then."""
+    """Most bytes at once so far, in which block, and the gradients of parameters then."""
 
     nbytes: float = 0.0
     block: int | None = None
     gradients: float = 0.0
 
     def beside(self, gradients: float) -> _Most:
-        """The same beside gradients that were there before."""
+        """Bytes beside gradients that were there before."""
         return _Most(self.nbytes - gradients, self.block, self.gradients - gradients)
 
     def reach(self, block: int | None, gradients: float, others: float) -> None:
-        """There is so much now."""
+        """Take a moment's bytes into account."""
         if gradients + others > self.nbytes:
             self.nbytes, self.block, self.gradients = gradients + others, block, gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Walked:
-    """A stage's memory as `StageMemory` has it (`memory`: its fields); and by `Pass` the block in
-    which the most is held, and the gradients of parameters then, in the second half all, else
-    beside those of earlier backwards."""
+    """Memory of a stage: the fields of `StageMemory`; and by `Pass` the block that holds most, and
+    the gradients of parameters then: all in the second half, else beside those of earlier
+    backwards."""
 
     memory: Mapping[str, float]
     where: Mapping[Pass, tuple[int | None, float]]
@@ -95,12 +94,12 @@ class Walked:
         return self.where["first" if first else "last" if last else "later"]
 
 
-def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
-    """The memory of a stage of so many micro-batches, whose backwards may be `split`."""
-    kept = math.fsum(block.kept for block in own.blocks)
-    gradients = GradientBytes(own.trained, own.reduction)
+def walked(stage: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
+    """Memory of a stage of so many micro-batches, whose backwards may be `split`."""
+    activations = math.fsum(block.kept for block in stage.blocks)
+    gradients = GradientBytes(stage.trained, stage.reduction)
     firsts, seconds = list[_Most](), list[_Most]()  # beside the gradients that are there before
-    left, begun, put_off, count = 0.0, 0.0, 0.0, min(num_microbatches, ALIKE)
+    between_bytes, begun, put_off, count = 0.0, 0.0, 0.0, min(num_microbatches, ALIKE)
     before = -1.0
     for k in range(count):
         last = k + 1 == count
@@ -108,16 +107,15 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
             continue
         gradients.begin(last=last)
         before = gradients.live
-        found, second = _Most(), _Most()
         if split:
-            found, second, between, put_off = _halves(own.blocks, gradients, own.seeds)
-            begun = begun if k else between
+            first, second, halfway, put_off = _halves(stage.blocks, gradients, stage.seeds)
+            begun = begun if k else halfway
         else:
-            found = _highest(own.blocks, gradients, own.seeds)
+            first, second = _highest(stage.blocks, gradients, stage.seeds), _Most()
         seconds.append(second)
         gradients.end()
-        firsts.append(found.beside(before))
-        left = gradients.live if not last or count == 1 else left
+        firsts.append(first.beside(before))
+        between_bytes = gradients.live if not last or count == 1 else between_bytes
     most: dict[Pass, _Most] = {
         "first": firsts[0],
         "later": max(firsts[1:-1] or firsts[-1:], key=attrgetter("nbytes")),
@@ -128,54 +126,52 @@ def walked(own: StageBytes, num_microbatches: int, *, split: bool) -> Walked:
     read = gradients.finish()
     return Walked(
         memory={
-            "weight_bytes": own.weights,
-            "fixed_bytes": own.fixed,
-            "gradient_bytes": left,
-            "first_bytes": most["first"].nbytes - kept,
-            "later_bytes": most["later"].nbytes - kept,
+            "weight_bytes": stage.weights,
+            "fixed_bytes": stage.fixed,
+            "gradient_bytes": between_bytes,
+            "first_bytes": most["first"].nbytes - activations,
+            "later_bytes": most["later"].nbytes - activations,
             "begun_bytes": begun,
-            "half_bytes": most["later"].nbytes - kept,
+            "half_bytes": most["later"].nbytes - activations,
             "second_bytes": most["second"].nbytes - put_off,
             "last_bytes": most["last"].nbytes - most["later"].nbytes,
             "end_bytes": most["end"].nbytes - most["second"].nbytes,
-            "step_bytes": read + own.optimizer,
+            "step_bytes": read + stage.optimizer,
             "put_off_bytes": put_off,
-            "activation_bytes": kept,
+            "activation_bytes": activations,
         },
-        where={kind: (one.block, one.gradients) for kind, one in most.items()},
+        where={kind: (peak.block, peak.gradients) for kind, peak in most.items()},
     )
 
 
 def _highest(blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float) -> _Most:
-    """The most bytes at once in a backward of blocks that keep all of one micro-batch at first, and
-    in the forward before. Gradients that were received (`seeds`) are held to its end, in the last
-    block's moments."""
-    held, found = 0.0, _Most()
+    """Most bytes at once in a micro-batch's forward and backward. Received gradients (`seeds`) are
+    held to the end of the last block's moments, among those."""
+    held, most = 0.0, _Most()
     for number, block in enumerate(blocks):
         weights, before = block.gathered
-        found.reach(number, gradients.live, held + weights + max(before, block.kept))
+        most.reach(number, gradients.live, held + weights + max(before, block.kept))
         held += block.kept
     held = math.fsum(block.kept for block in blocks)
     for number, block in reversed([*enumerate(blocks)]):
-        whole = held + block.passing
+        held_here = held + block.passing
         for moment, parameters in block.course:
-            at = whole - moment.released * block.releases
-            given = sum(map(gradients.given, parameters)) if parameters else 0.0
-            found.reach(number, given + gradients.live, at + moment.during)
+            others = held_here - moment.released * block.releases
+            pending = sum(map(gradients.given, parameters), 0.0)
+            most.reach(number, pending + gradients.live, others + moment.during)
             for k in parameters:
-                given -= gradients.given(k)
-                found.reach(number, gradients.take(k) + given, at + moment.after)
+                pending -= gradients.given(k)
+                most.reach(number, gradients.take(k) + pending, others + moment.after)
         held -= block.kept
         if block is blocks[-1]:
             held += seeds
-    return found
+    return most
 
 
 def _halves(
     blocks: Sequence[BlockBytes], gradients: GradientBytes, seeds: float
 ) -> tuple[_Most, _Most, float, float]:
-    """A backward that puts products' weight gradients off to its second half: the most in both, the
-    gradients that there are between both, and what is put off."""
+    """Peaks of both halves of a split backward, gradients between them, and what is put off."""
     held, put_off = math.fsum(block.kept for block in blocks), 0.0
     first, second = _Most(), _Most()
     for number, block in reversed([*enumerate(blocks)]):
@@ -188,10 +184,10 @@ def _halves(
         held -= block.kept
         if block is blocks[-1]:
             held += seeds
-    left, between = put_off, gradients.live
+    later, between = put_off, gradients.live
     for block in reversed(blocks):
         for moment, parameters in block.course:
             for k in parameters if moment.put_off else ():
-                second.reach(None, gradients.take(k), left + block.late)
-            left -= moment.put_off
+                second.reach(None, gradients.take(k), later + block.late)
+            later -= moment.put_off
     return first, second, between, put_off

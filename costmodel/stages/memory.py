@@ -1,16 +1,15 @@
-"""What a stage holds at each kind of moment that can be a peak, from the sums over its blocks.
+"""Bytes of a stage at each kind of moment that can be a peak, from the sums over its blocks.
 
 Between passes a stage holds its states (`fixed_bytes`) and the gradients that earlier backwards of
 the step left (`gradient_bytes`), and of each micro-batch in flight what its forward kept. A
-backward holds more (`sums.py`), and how gradients grow in it depends on what reduces them. With N
-bytes of them in fp32, S of ZeRO's shards, T made up to the peak, and B in buckets on their way:
+backward holds more (`sums.py`), also gradients by their reduction:
 
-    ZeRO-0, 1   the first backward makes T, later ones add to all N; ZeRO-1's last one scatters
-    ZeRO-2      every one scatters: no more than T or B, and the shards
+    ZeRO-0, 1   the first backward makes them, later ones add to all; ZeRO-1's last one scatters
+    ZeRO-2      every one scatters: no more than made to the peak, or in buckets, and the shards
     ZeRO-3      those of a block, and of the block behind it, which are being scattered; the shards
 
-Of a target whose step is not followed, it is the most of each kind at once. What is exact for the
-blocks of a plan (`course.py`) is an estimate of a few buckets here.
+Of a target whose step is not followed, it is the most of each kind at once. Exact for the blocks of
+a plan (`course.py`), an estimate of a few buckets here.
 """
 
 from __future__ import annotations
@@ -67,11 +66,11 @@ class StageMemory(Generic[A]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Gradients:
-    """Bytes of gradients that a backward leaves, that are there in the first one's peak and in a
-    later one's with the activations (`first`, `later`), that the optimizer reads, and that are
-    still on their way as the next backward begins, of a split one the first half (`ahead`)."""
+    """Bytes of gradients `between` backwards, in the peaks of the first and of a later one with the
+    activations (`first`, `later`), those that the optimizer reads, and those on their way as the
+    next backward, or its first half, begins (`ahead`)."""
 
-    left: Floats
+    between: Floats
     first: Floats
     later: Floats
     read: Floats
@@ -85,10 +84,9 @@ def communicator_bytes(setting: Setting) -> int:
 
 
 def stage_memory(
-    sums: Sums, setting: Setting, repeated: Recompute, kept: Floats, sent: offload.Sent
+    sums: Sums, setting: Setting, repeated: Recompute, activations: Floats, sent: offload.Sent
 ) -> StageMemory[Floats]:
-    """The memory of stages whose micro-batches keep so much on the device, beside what they have
-    `sent` to the host's memory."""
+    """Memory of stages that keep `activations` on the device, and have `sent` others."""
     # ranks that a parameter is divided among, on average: experts among fewer than the rest
     shards = np.maximum(sums.parameters / np.maximum(sums.shard_parameters, 1e-9), 1.0)
     sharing = setting.sharing
@@ -109,32 +107,32 @@ def stage_memory(
     weights = weights - offload.weights_there(sums, setting) + offload.blocks_here(sums, setting)
     weights = weights + sums.moved_weights(sharing)[0] * setting.secondary_bytes
     followed = setting.target.gradients_come
-    found = (_followed if followed else _added_up)(sums, setting, repeated, states)
+    gradients = (_followed if followed else _added_up)(sums, setting, repeated, states)
     undivided = _undivided(sums, setting) if followed else 0.0
     # as it comes back, what the micro-batch kept on the device of later blocks is let go
-    back = np.maximum(sent.passing_bytes - kept, 0.0)
-    half, put_off = repeated.excess[FIRST] + found.ahead, repeated.put_off_bytes
+    back = np.maximum(sent.passing_bytes - activations, 0.0)
+    half, put_off = repeated.excess[FIRST] + gradients.ahead, repeated.put_off_bytes
     second = memory.FP32 * sums.parameters + repeated.excess[SECOND]
     if not followed:
-        half, put_off, second = found.later, kept, found.first
+        half, put_off, second = gradients.later, activations, gradients.first
     return StageMemory(
         weight_bytes=weights,
         fixed_bytes=weights + states.optimizer + undone + undivided,
-        gradient_bytes=found.left,
-        first_bytes=found.first + back,
-        later_bytes=found.later + back,
-        begun_bytes=found.left * (not followed),
+        gradient_bytes=gradients.between,
+        first_bytes=gradients.first + back,
+        later_bytes=gradients.later + back,
+        begun_bytes=gradients.between * (not followed),
         half_bytes=half + back,
         second_bytes=second,
         last_bytes=np.zeros_like(second),
         end_bytes=np.zeros_like(second),
-        step_bytes=found.read + _temporary_bytes(sums, setting),
+        step_bytes=gradients.read + _temporary_bytes(sums, setting),
         put_off_bytes=put_off,
     )
 
 
 def _undivided(sums: Sums, setting: Setting) -> Floats:
-    """Bytes of the weights that are computed with of experts that ZeRO-3 divides among nobody."""
+    """Bytes of the computing weights of experts that ZeRO-3 divides among nobody."""
     holders, nbytes = setting.shards, DTYPE_BYTES[setting.precision]
     if (
         not setting.sharing.gathers
@@ -142,26 +140,25 @@ def _undivided(sums: Sums, setting: Setting) -> Floats:
         or nbytes == memory.FP32
     ):
         return np.zeros_like(sums.parameters)
-    whole = (sums.shard_parameters - sums.parameters / holders) / max(1 - 1 / holders, 1e-9)
-    found: Floats = nbytes * np.maximum(whole, 0.0)
-    return found
+    undivided = (sums.shard_parameters - sums.parameters / holders) / max(1 - 1 / holders, 1e-9)
+    weights: Floats = nbytes * np.maximum(undivided, 0.0)
+    return weights
 
 
 def _temporary_bytes(sums: Sums, setting: Setting) -> Floats:
-    """Bytes that the optimizer makes beside its states on a GPU, where a step is followed so far:
-    others are fitted with what theirs do."""
+    """Bytes that the optimizer makes beside its states on a GPU, where a step is followed."""
     if setting.cluster.device.kind != "cuda" or not setting.target.gradients_come:
         return np.zeros_like(sums.parameters)
     owned = sums.shard_parameters if setting.sharing.divides else sums.parameters
-    own = memory.optimizer_named(setting.optimizer).temporary
-    found: Floats = own * (1 - setting.host.states) * owned
-    return found
+    optimizer = memory.optimizer_named(setting.optimizer).temporary
+    temporary: Floats = optimizer * (1 - setting.host.states) * owned
+    return temporary
 
 
 def _added_up(
     sums: Sums, setting: Setting, repeated: Recompute, states: memory.ModelStates[Floats]
 ) -> _Gradients:
-    """Where no step is followed: gradients and buffers all the time."""
+    """Gradients and buffers all the time, where no step is followed."""
     _, gathered = sums.moved_weights(setting.sharing)
     buffers = setting.sharing.buffer_bytes(gathered) + memory.working_bytes(
         sums.parameters,
@@ -172,50 +169,50 @@ def _added_up(
         dp=setting.mesh.holders,
         target=setting.target,
     )
-    left, later = states.gradients + buffers, repeated.excess[LATER]
-    return _Gradients(left=left, first=left + later, later=later, read=states.gradients)
+    between, later = states.gradients + buffers, repeated.excess[LATER]
+    return _Gradients(between=between, first=between + later, later=later, read=states.gradients)
 
 
 def _followed(
     sums: Sums, setting: Setting, repeated: Recompute, states: memory.ModelStates[Floats]
 ) -> _Gradients:
-    """As `train_step` makes and reduces gradients."""
+    """Gradients as `train_step` makes and reduces them."""
     sharing, several = setting.sharing, setting.batch.microbatches > 1
     later, grown = repeated.excess[LATER], repeated.excess[GROWN]
-    whole, shard = memory.FP32 * sums.parameters, memory.FP32 * sums.shard_parameters
+    full, shard = memory.FP32 * sums.parameters, memory.FP32 * sums.shard_parameters
     here = 1.0 - setting.host.states
+    read = here * shard
     summed = setting.mesh.holders > 1
-    bucket = np.minimum(setting.target.bucket_bytes, whole) * summed
+    bucket = np.minimum(setting.target.bucket_bytes, full) * summed
     largest = memory.FP32 * sums.largest_numel
-    sending = np.minimum(SENT_AT_ONCE * largest, whole) * offload.sent_gradients(setting)
+    sending = np.minimum(SENT_AT_ONCE * largest, full) * offload.sent_gradients(setting)
     if not sharing.divides or not summed:
         first = np.minimum(states.gradients + later, grown + bucket)
-        read = here * whole
-        return _Gradients(
-            left=states.gradients, first=first + sending, later=later + sending, read=read
-        )
+        first, later = first + sending, later + sending
+        return _Gradients(between=states.gradients, first=first, later=later, read=here * full)
     if sharing.gathers:
         inside = repeated.excess[INSIDE] + sharing.buffer_bytes(sums.largest_gathered)
-        left = here * shard
-        made = np.minimum(np.maximum(grown - later, 0.0) * (shard / np.maximum(whole, 1.0)), left)
-        return _Gradients(left=left, first=inside + made, later=inside, read=left)
+        between = here * shard
+        summed_up = np.maximum(grown - later, 0.0) * (shard / np.maximum(full, 1.0))
+        first = inside + np.minimum(summed_up, between)
+        return _Gradients(between=between, first=first, later=inside, read=between)
     received = setting.cluster.device.kind == "cpu"
-    made = np.maximum(grown - later, 0.0) + bucket
-    under_way = np.minimum(SCATTERED_AT_ONCE * np.maximum(largest, bucket), whole)
-    twice = received * np.minimum(made, under_way)
-    part = shard / np.maximum(whole, 1.0)
+    at_peak = np.maximum(grown - later, 0.0) + bucket
+    under_way = np.minimum(SCATTERED_AT_ONCE * np.maximum(largest, bucket), full)
+    twice = received * np.minimum(at_peak, under_way)
+    part = shard / np.maximum(full, 1.0)
     scattering = np.minimum(grown + bucket + twice, later + (1 + received) * under_way)
     if not sharing.divides_gradients and several:
-        first = np.minimum(whole + later, grown + bucket)
+        first = np.minimum(full + later, grown + bucket)
         last = later + under_way * (part + received)  # all whole still, as it begins to scatter
-        return _Gradients(left=whole, first=first, later=last, read=here * shard)
-    scattering = np.minimum(scattering, whole + later + twice)
+        return _Gradients(between=full, first=first, later=last, read=read)
+    scattering = np.minimum(scattering, full + later + twice)
     stays = 1.0 - offload.sent_gradients(setting)
-    first, left = scattering + stays * np.minimum(made * part, shard), stays * shard
+    first, between = scattering + stays * np.minimum(at_peak * part, shard), stays * shard
     # a later one begins while the first block's buckets of the one before are on their way
     ahead = memory.FP32 * sums.first_parameters
     ahead = np.where(ahead <= largest + bucket, ahead, SCATTERED_AT_ONCE * bucket)
-    begun = later + (1 + received) * (ahead + np.minimum(made, np.maximum(largest, bucket)))
+    begun = later + (1 + received) * (ahead + np.minimum(at_peak, np.maximum(largest, bucket)))
     begun = np.maximum(scattering, begun)
     left_ahead = ahead * (1 + received + part)
-    return _Gradients(left=left, first=first, later=begun, read=here * shard, ahead=left_ahead)
+    return _Gradients(between=between, first=first, later=begun, read=read, ahead=left_ahead)

@@ -1,5 +1,4 @@
-"""What a stage costs whose optimizer states (ZeRO-Offload) or activations lie, in part, in host
-memory.
+"""Costs of a stage with optimizer states (ZeRO-Offload) or activations, in part, in host memory.
 
 Of n of a rank's elements (ZeRO's shards of them), fp32 weights, moments and gradients are in host
 memory, 4 + 4 + moments bytes each, and the optimizer steps there: it reads and writes what it would
@@ -21,21 +20,16 @@ Of the states, those in files on the node's flash (`host_files`) leave host memo
 gradients. What is read of files, weights before each first forward, all that the optimizer reads,
 and what it writes, is waited for, at the rank's part of the flash's bandwidths.
 
-What block k, with forward f, backward b and c = bytes / link's bandwidth seconds of copies each
-way, sends of the activations that it saves goes beside the next block's forward, and comes back
-beside its backward:
-
-    a forward waits      added(f[k+1], c[k]),      nothing lies beside the last block's
-    a backward waits     added(b[k+1], c[k])
-    added(w, c)          max(w + slowdown · min(w, c), c) - w,      c on a CPU
+Activations that block k sends go beside the next block's forward f, and come back beside its
+backward b, with c seconds of copies each way: a forward waits added(f[k+1], c[k]), a backward
+added(b[k+1], c[k]), added as in docs/price.md; nothing lies beside the last block's.
 
 A micro-batch in flight holds on the device what is not sent, and one at a time what two neighbours
-sent, which is on its way. In a search whose blocks are not known yet, all blocks are alike.
+have on its way. In a search whose blocks are not known yet, all blocks are alike.
 
 Ranks share the host: where all of a node's were not timed at once, copies of each reach no more
-than its part of what the host's cores reach in memory, and where there are several nodes half of
-the link, whose other half the network card has. Both are the pessimistic end: DMA may reach more,
-and the card may be idle.
+than its part of the host cores' memory bandwidth, and with several nodes half of the link, whose
+other half the network card has. Both are pessimistic: DMA may reach more, the card may be idle.
 """
 
 from __future__ import annotations
@@ -61,11 +55,10 @@ A = TypeVar("A", float, Floats)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCosts:
-    """Seconds of all weights of a rank that lie in host memory on their way to the device
-    (`fetched_s`), of their gradients back (`returned_s`), of adding these up there (`added_s`), of
-    the optimizer's step there; and of reading and writing files once a step (`step_s`); of weights
-    that lie there too on their way for a pass (`weights_s`) and of what a step keeps of them
-    (`kept_s`); bytes there, and in files."""
+    """Seconds of a rank's weights in host memory on their way to the device (`fetched_s`), of their
+    gradients back (`returned_s`), of adding these up there (`added_s`), of the optimizer's step
+    there with files read and written (`step_s`), of weights that lie there too on their way for a
+    pass (`weights_s`), of what a step keeps of them (`kept_s`); bytes there, and in files."""
 
     fetched_s: Floats
     returned_s: Floats
@@ -78,13 +71,13 @@ class HostCosts:
 
 
 def host_costs(sums: Sums, setting: Setting) -> HostCosts:
-    """The costs of the part of the states that lies in host memory."""
+    """Costs of the part of the states that lies in host memory."""
     host = setting.cluster.host
     numel = sums.shard_parameters if setting.sharing.divides else sums.parameters
     moved = setting.host.states * numel
     if host is None or not setting.host.states:
         none = np.zeros_like(numel)
-        return HostCosts(**dict.fromkeys((each.name for each in fields(HostCosts)), none))
+        return HostCosts(**dict.fromkeys((field.name for field in fields(HostCosts)), none))
     bandwidth = host_bandwidth(setting, HOST_STEP) / setting.cluster.devices_per_node
     step_bytes = optimizer_step_bytes(1.0, optimizer=fused(setting.optimizer))
     to_device, to_host = (host_bandwidth(setting, kind) for kind in COPIES)
@@ -113,17 +106,16 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
 
 
 def staged_bytes(sums: Sums, setting: Setting) -> Floats:
-    """Bytes of weights in files on their way to a device, in pinned memory: of a block, and of the
-    next."""
+    """Pinned bytes of weights in files on their way to a device: of a block, and of the next."""
     if setting.cluster.device.kind == "cpu":
         return np.zeros_like(sums.parameters)
     both = np.minimum(2.0 * sums.largest_parameters, setting.host.files * sums.parameters)
-    found: Floats = FP32 * both / setting.sharing.parts(setting.shards)
-    return found
+    staged: Floats = FP32 * both / setting.sharing.parts(setting.shards)
+    return staged
 
 
 def files_s(read: Floats, written: Floats, setting: Setting) -> Floats:
-    """Seconds in which a rank reads and writes so many bytes of files on its node's flash."""
+    """Seconds in which a rank reads and writes bytes of files on its node's flash."""
     if not setting.host.files:
         return np.zeros_like(read)
     from_flash, to_flash = (host_bandwidth(setting, kind) for kind in FLASH)
@@ -131,60 +123,57 @@ def files_s(read: Floats, written: Floats, setting: Setting) -> Floats:
 
 
 def sends_each(setting: Setting) -> bool:
-    """Whether every backward sends its gradients to the host, below ZeRO-3: no rank adds to them,
-    or ZeRO-2 has scattered them."""
+    """Whether every backward sends its gradients to the host, below ZeRO-3."""
     if setting.mesh.holders == 1:
         return True
     return setting.sharing.scatters_whole and setting.shards == setting.mesh.holders
 
 
 def sent_gradients(setting: Setting) -> float:
-    """The part of the gradients that goes to the host as backwards make it, below ZeRO-3."""
+    """Part of the gradients that goes to the host as backwards make it, below ZeRO-3."""
     last = setting.batch.microbatches == 1 and setting.shards == setting.mesh.holders
     return setting.host.states if last or sends_each(setting) else 0.0
 
 
 def frozen_there(sums: Sums, setting: Setting) -> Floats:
     """Bytes of frozen parameters in host memory: ZeRO-3 keeps the shards of a block together."""
-    part = setting.host.states * setting.sharing.gathers
-    found: Floats = part * sums.frozen_shard_bytes
-    return found
+    frozen: Floats = setting.host.states * setting.sharing.gathers * sums.frozen_shard_bytes
+    return frozen
 
 
 def weights_there(sums: Sums, setting: Setting) -> Floats:
     """Bytes of weights that the device has only while their block runs."""
-    found: Floats = DTYPE_BYTES[setting.precision] * setting.host.weights * sums.parameters
-    return found
+    weights: Floats = DTYPE_BYTES[setting.precision] * setting.host.weights * sums.parameters
+    return weights
 
 
 def blocks_here(sums: Sums, setting: Setting) -> Floats:
-    """Bytes of those of them that the device has then: of a block, and of the next."""
+    """Bytes of those weights that the device has then: of a block, and of the next."""
     both: Floats = 2.0 * DTYPE_BYTES[setting.precision] * sums.largest_parameters
     return np.minimum(both, weights_there(sums, setting))
 
 
 def host_bandwidth(setting: Setting, kind: str) -> float:
-    """Bytes per second of a kind of `profiles.timings.OF_HOST`: measured, else the catalog's; of
+    """Bytes per second of a kind of `profiles.timings.OF_HOST`: measured, else the catalog's; for
     copies a rank's part while all ranks of its node move as much."""
     host, profile, cluster = setting.cluster.host, setting.profile, setting.cluster
     assert host is not None
     per_node = cluster.devices_per_node
     measured = profile.host_bandwidth(kind, at_once(kind, per_node)) if profile else None
-    found = measured or host.bandwidth(kind)
+    bandwidth = measured or host.bandwidth(kind)
     if kind not in COPIES or cluster.device.kind == "cpu" or (measured and per_node == 1):
-        return found
-    link = found / (2 if cluster.num_nodes > 1 else 1)
+        return bandwidth
+    link = bandwidth / (2 if cluster.num_nodes > 1 else 1)
     return min(link, host_bandwidth(setting, HOST_STEP) / per_node)
 
 
 def pinned_bytes(nbytes: A, device: Device) -> A:
-    """What a device's host has to pin for so many bytes."""
+    """Host memory that is pinned for so many bytes of a device."""
     return nbytes if device.kind == "cpu" else PINNED * nbytes
 
 
 def held_bytes(problem: Problem) -> float:
-    """Bytes of each element whose states lie in host memory: pinned its weight and its gradient,
-    not what the optimizer makes."""
+    """Bytes of each element whose states lie in host memory; its weight and gradient are pinned."""
     return pinned_bytes(2.0 * FP32, problem.cluster.device) + optimizer_bytes(problem.stepped)
 
 
@@ -193,8 +182,8 @@ def held_bytes(problem: Problem) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sent:
-    """Bytes of a micro-batch that lie in host memory (`nbytes`), the most of them that are on a
-    device on their way, and the seconds that both passes wait for them."""
+    """Bytes of a micro-batch in host memory (`nbytes`), the most of them that are on a device on
+    their way, and the seconds that both passes wait for them."""
 
     nbytes: Floats
     passing_bytes: Floats
@@ -203,36 +192,35 @@ class Sent:
 
 
 def sent_evenly(
-    kept: Floats,
+    activations: Floats,
     blocks: Floats,
     forward: Floats,
     backward: Floats,
     setting: Setting,
     alone: tuple[Floats, Floats] = (np.zeros(()), np.zeros(())),
 ) -> Sent:
-    """Of stages with so many blocks that are all alike, and keep `kept` bytes together, but for
-    so many blocks and bytes of the last ones (`alone`)."""
+    """Activations sent of stages with equal `blocks`, but for the last ones (`alone`)."""
     part = setting.host.activations
     if not part or setting.cluster.host is None:
-        none = np.zeros(np.shape(kept))
+        none = np.zeros(np.shape(activations))
         return Sent(nbytes=none, passing_bytes=none, forward_s=none, backward_s=none)
     blocks = np.maximum(blocks, 1.0)
     beside = np.minimum(part, 1 - 1 / blocks)
     like = np.maximum(blocks - alone[0], 1.0)
-    each = np.maximum(kept - alone[1], 0.0) / like
-    nbytes = np.minimum(part * blocks, like) * each
+    per_block = np.maximum(activations - alone[1], 0.0) / like
+    nbytes = np.minimum(part * blocks, like) * per_block
     # parts that reach the last ones send of them, too
-    nbytes = np.where(part * blocks > like, np.maximum(nbytes, part * kept), nbytes)
+    nbytes = np.where(part * blocks > like, np.maximum(nbytes, part * activations), nbytes)
     return Sent(
         nbytes=nbytes,
-        passing_bytes=np.minimum(2 * each, nbytes),
+        passing_bytes=np.minimum(2 * per_block, nbytes),
         forward_s=_added(beside * forward, nbytes, "to_host", setting),
         backward_s=_added(beside * backward, nbytes, "to_device", setting),
     )
 
 
 def sent_by_block(moved: Floats, forward: Floats, backward: Floats, setting: Setting) -> Sent:
-    """Of one stage whose blocks send `moved` bytes each, and take so many seconds, (K,)."""
+    """Activations sent of one stage: `moved` bytes of each block, beside its seconds, (K,)."""
 
     def waits(seconds: Floats, kind: str) -> Floats:
         following = np.append(seconds[1:], 0.0)

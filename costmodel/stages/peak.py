@@ -1,9 +1,9 @@
-"""Bytes that a device holds at its peak, and whether they fit: the one place that says so.
+"""Peak memory of a device; whether it fits.
 
 At each moment of a step that can be its peak (`costmodel/schedules/held.py`) a device holds the
-states of all its stages and the gradients that they have, what micro-batches in flight keep and
-put off, messages, and what one of its stages holds besides in a pass (`StageMemory`); in the
-optimizer's step, when none is in flight, gradients and what the optimizer makes.
+states and gradients of all its stages, what micro-batches in flight keep and put off, messages, and
+what one of its stages holds besides in a pass (`StageMemory`); in the optimizer's step, when none
+is in flight, gradients and what the optimizer makes.
 """
 
 from __future__ import annotations
@@ -62,17 +62,16 @@ def used_bytes(
     alike: float | NDArray[Any] = 1,
     passing: StageCosts[Floats] | StageCosts[float] | None = None,
 ) -> Floats:
-    """Bytes of a device with so many stages that are alike, of which one is in a backward, that of
-    `passing` if it is given."""
-    own, (active, put_off, first, split) = passing or costs, in_flight
+    """Bytes of a device with so many equal stages, of which one (`passing`) is in a backward."""
+    running, (active, put_off, first, split) = passing or costs, in_flight
     held = costs.kept_bytes + active * costs.activation_bytes + put_off * costs.put_off_bytes
     begun = costs.fixed_bytes + first * costs.activation_bytes
-    in_half = own.half_bytes + own.communicator_bytes
-    in_first = own.first_bytes + own.communicator_bytes
-    found: Floats = np.maximum(
-        alike * held + np.where(split, in_half, own.passing_bytes), alike * begun + in_first
+    in_half = running.half_bytes + running.communicator_bytes
+    in_first = running.first_bytes + running.communicator_bytes
+    backward: Floats = np.maximum(
+        alike * held + np.where(split, in_half, running.passing_bytes), alike * begun + in_first
     )
-    return np.maximum(found, alike * costs.stepping_bytes)
+    return np.maximum(backward, alike * costs.stepping_bytes)
 
 
 @overload
@@ -86,10 +85,9 @@ def fits(used_bytes: float | Floats, room: float) -> bool | NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The most bytes at once, and when: in the instruction (`action`) of a `stage`, the `first` of
-    its kind, the `last` one or another, in the backward of its `block` of that number, where that
-    is known; or in the optimizer's step, no action. `parts` of them by name (`PARTS`); the rest is
-    there in passing."""
+    """Most bytes at once, and when: in the instruction (`action`) of a `stage`, the `first` of its
+    kind, the `last` one or another, in the backward of its `block`, where that is known; or in the
+    optimizer's step, no action. `parts` of them by name (`PARTS`); the rest is transient."""
 
     nbytes: float
     action: Action | None
@@ -101,18 +99,15 @@ class Peak:
 
     @property
     def by_part(self) -> dict[str, float]:
-        """Bytes of all parts, whose sum they are.
-
-        `weights` that are computed with, trained or not; `gradients` of parameters; states of the
-        `optimizer`; `activations` that micro-batches in flight keep; `buffers` of messages; in
-        passing (`transient`) what is made again, the gradients of activations, gathered weights and
-        the like; `reserved` for the device's context and communicators, and on a CPU the caller's
-        batch.
-        """
-        found = dict.fromkeys(PARTS, 0.0) | {**self.parts}
-        rest = self.nbytes - sum(found.values())
-        found["activations"] += min(rest, 0.0)  # which the backward has let go of until then
-        return found | {"transient": max(rest, 0.0)}
+        """Bytes by part: `weights` that are computed with, trained or not; `gradients` of
+        parameters; states of the `optimizer`; `activations` that micro-batches in flight keep;
+        `buffers` of messages; `transient` what is made again, gradients of activations, gathered
+        weights and the like; `reserved` for the device's context and communicators, and on a CPU
+        the caller's batch."""
+        parts = dict.fromkeys(PARTS, 0.0) | {**self.parts}
+        rest = self.nbytes - sum(parts.values())
+        parts["activations"] += min(rest, 0.0)  # which the backward has let go of until then
+        return parts | {"transient": max(rest, 0.0)}
 
 
 def device_peaks(
@@ -125,17 +120,17 @@ def device_peaks(
     """The peak of a device of each device group, where all reserve so many bytes. `messages` are
     the bytes of a micro-batch from one stage to another, where it is sent and where it arrives."""
     edges = None if messages is None else frozenset(messages)
-    found = moments(pipeline, edges)
     weights = _of_moments(fewest_alike(pipeline), edges)
     values = np.array([[getattr(stage, name) for name in _BESIDE] for stage in stages])
     sizes = np.array([size for edge in sorted(edges or ()) for size in (messages or {})[edge]])
     peaks = []
-    for members, own, (often, sent) in zip(pipeline.placed, found, weights, strict=True):
+    of_devices = zip(pipeline.placed, moments(pipeline, edges), weights, strict=True)
+    for members, at, (often, sent) in of_devices:
         here = [stages[k] for k in members]
         nbytes = often @ values[[*members]].ravel() + sent @ sizes
         near = np.flatnonzero(nbytes >= nbytes.max() - abs(nbytes.max()) * (1 - NEARLY))
-        held = [_at(own[k], members, here, messages or {}) for k in near]
-        peak = max(*held, _stepping(members, here), key=lambda each: each.nbytes)
+        held = [_at(at[k], members, here, messages or {}) for k in near]
+        peak = max(*held, _stepping(members, here), key=lambda p: p.nbytes)
         peaks.append(_with_states(peak, here, reserved))
     return peaks
 
@@ -146,31 +141,32 @@ def _at(
     stages: Sequence[StageCosts[float]],
     sizes: Mapping[tuple[int, int], tuple[float, float]],
 ) -> Peak:
-    """What is held in a moment beside the states."""
-    own = members.index(moment.stage)
-    between, passes = _between(moment), _passing(moment, own)
+    """Bytes of a moment beside the states."""
+    acting, begun = members.index(moment.stage), moment.action is Action.BACKWARD_INPUT
+    pairs, passes = [*zip(stages, _between(moment), strict=True)], _passing(moment, acting)
     activations = math.fsum(
-        n["activation_bytes"] * each.activation_bytes + n["put_off_bytes"] * each.put_off_bytes
-        for each, n in zip(stages, between, strict=True)
+        n["activation_bytes"] * stage.activation_bytes + n["put_off_bytes"] * stage.put_off_bytes
+        for stage, n in pairs
     )
     gradients = math.fsum(
-        n["gradient_bytes"] * each.gradient_bytes + n["begun_bytes"] * each.begun_bytes
-        for each, n in zip(stages, between, strict=True)
+        n["gradient_bytes"] * stage.gradient_bytes + n["begun_bytes"] * stage.begun_bytes
+        for stage, n in pairs
     )
-    passing = math.fsum(n * getattr(stages[own], name) for name, n in passes.items())
-    sent = math.fsum(_message_bytes(each, sizes) for each in moment.messages)
+    passing = math.fsum(n * getattr(stages[acting], name) for name, n in passes.items())
+    sent = math.fsum(sizes[edge][end] for edge, end in map(_size_of, moment.messages))
     return Peak(
         nbytes=activations + gradients + passing + sent,
         action=moment.action,
         stage=moment.stage,
-        first=not (moment.begun if moment.action is Action.BACKWARD_INPUT else moment.later)[own],
+        first=not (moment.begun if begun else moment.later)[acting],
         last=moment.last,
         parts={"activations": activations, "gradients": gradients, "buffers": sent},
     )
 
 
 def _between(moment: Moment) -> list[dict[str, int]]:
-    """How often each stage of the device holds its bytes of a kind in a moment, a pass apart."""
+    """Count of each kind of bytes that each stage of the device holds, the running pass apart."""
+    counts = zip(moment.active, moment.put_off, moment.later, moment.begun, strict=True)
     return [
         {
             "activation_bytes": n,
@@ -178,22 +174,20 @@ def _between(moment: Moment) -> list[dict[str, int]]:
             "gradient_bytes": int(done),
             "begun_bytes": int(begun and not done),
         }
-        for n, late, done, begun in zip(
-            moment.active, moment.put_off, moment.later, moment.begun, strict=True
-        )
+        for n, late, done, begun in counts
     ]
 
 
-def _passing(moment: Moment, own: int) -> dict[str, int]:
-    """The same of the stage that is in the pass, number `own` of the device's."""
+def _passing(moment: Moment, acting: int) -> dict[str, int]:
+    """Count of each kind of bytes that the stage in the pass holds for it."""
     last = int(moment.last)
     match moment.action:
-        case Action.BACKWARD if moment.later[own]:
+        case Action.BACKWARD if moment.later[acting]:
             return {"later_bytes": 1, "last_bytes": last}
-        case Action.BACKWARD_INPUT if moment.begun[own]:
+        case Action.BACKWARD_INPUT if moment.begun[acting]:
             return {"half_bytes": 1, "last_bytes": last}
         case Action.BACKWARD_WEIGHT:  # it has all gradients
-            there = _between(moment)[own]
+            there = _between(moment)[acting]
             less = {name: -there[name] for name in ("gradient_bytes", "begun_bytes")}
             return {"second_bytes": 1, "end_bytes": last, **less}
     return {"first_bytes": 1}
@@ -202,7 +196,7 @@ def _passing(moment: Moment, own: int) -> dict[str, int]:
 def held_weights(pipeline: Pipeline) -> Floats:
     """(devices, moments, stages of each, `HELD`): how often a device holds each kind of bytes of
     each of its stages, in the order of the data, at the moments that can be its peak, messages
-    apart; those that are left are the optimizer's step. Its peak is the most of these sums, and the
+    apart; the rows beyond are the optimizer's step. Its peak is the most of these sums, and the
     bytes of communicators. Raises ValueError as `device_peaks`."""
     return _held_weights(fewest_alike(pipeline))
 
@@ -216,13 +210,13 @@ def _of_moments(
     (moments, edges · 2)."""
     at = {edge: 2 * k for k, edge in enumerate(sorted(edges or ()))}
     rows = []
-    for members, own in zip(pipeline.placed, moments(pipeline, edges), strict=True):
-        sent = np.zeros((len(own), 2 * len(at)))
-        for row, moment in zip(sent, own, strict=True):
+    for members, of_device in zip(pipeline.placed, moments(pipeline, edges), strict=True):
+        sent = np.zeros((len(of_device), 2 * len(at)))
+        for row, moment in zip(sent, of_device, strict=True):
             for message in moment.messages:
                 edge, there = _size_of(message)
                 row[at[edge] + there] += 1
-        rows.append((_weights(own, members, _BESIDE).reshape(len(own), -1), sent))
+        rows.append((_weights(of_device, members, _BESIDE).reshape(len(of_device), -1), sent))
     return rows
 
 
@@ -230,54 +224,46 @@ def _of_moments(
 def _held_weights(pipeline: Pipeline) -> Floats:
     placed = pipeline.placed
     rows = [
-        _most(_weights([*{q._replace(last=False) for q in own}], members))
-        for members, own in zip(placed, moments(pipeline), strict=True)
+        _most(_weights([*{q._replace(last=False) for q in of_device}], members))
+        for members, of_device in zip(placed, moments(pipeline), strict=True)
     ]
     weights = np.zeros((len(placed), 1 + max(map(len, rows)), len(placed[0]), len(HELD)))
     weights[..., [HELD.index("fixed_bytes"), HELD.index("step_bytes")]] = 1.0
-    for own, there in zip(weights, rows, strict=True):
-        own[: len(there)] = there
+    for of_device, rows_here in zip(weights, rows, strict=True):
+        of_device[: len(rows_here)] = rows_here
     return weights
 
 
-def _weights(
-    found: Sequence[Moment], members: Sequence[int], kinds: Sequence[str] = HELD
-) -> Floats:
+def _weights(at: Sequence[Moment], members: Sequence[int], kinds: Sequence[str] = HELD) -> Floats:
     """(moments, stages of the device, kinds of bytes)."""
-    weights = np.zeros((len(found), len(members), len(kinds)))
-    later, begun = (np.array([getattr(q, name) for q in found]) for name in ("later", "begun"))
+    weights = np.zeros((len(at), len(members), len(kinds)))
+    later, begun = (np.array([getattr(q, name) for q in at]) for name in ("later", "begun"))
     columns = {
         "fixed_bytes": 1.0,
-        "activation_bytes": [q.active for q in found],
-        "put_off_bytes": [q.put_off for q in found],
+        "activation_bytes": [q.active for q in at],
+        "put_off_bytes": [q.put_off for q in at],
         "gradient_bytes": later,
         "begun_bytes": begun & ~later,
     }
     for name in kinds:
         weights[..., kinds.index(name)] = columns.get(name, 0.0)
-    for own, moment in zip(weights, found, strict=True):
+    for row, moment in zip(weights, at, strict=True):
         acting = members.index(moment.stage)
         for name, n in _passing(moment, acting).items():
             if name in kinds:
-                own[acting, kinds.index(name)] += n
+                row[acting, kinds.index(name)] += n
     return weights
 
 
 def _most(rows: Floats) -> Floats:
-    """Those of moments that hold no less of something than each other one."""
+    """Rows that hold no less of something than each other one."""
     flat = np.unique(rows.reshape(len(rows), -1), axis=0)
-    kept = np.ones(len(flat), dtype=bool)
+    needed = np.ones(len(flat), dtype=bool)
     for k in flat.sum(axis=1).argsort():  # the least first
-        kept[k] = False
-        kept[k] = not (flat[kept] >= flat[k]).all(axis=1).any()
-    found: Floats = flat[kept].reshape(-1, *rows.shape[1:])
-    return found
-
-
-def _message_bytes(message: Message, sizes: Mapping[tuple[int, int], tuple[float, float]]) -> float:
-    """Bytes of what an instruction sends or receives."""
-    edge, end = _size_of(message)
-    return sizes[edge][end]
+        needed[k] = False
+        needed[k] = not (flat[needed] >= flat[k]).all(axis=1).any()
+    most: Floats = flat[needed].reshape(-1, *rows.shape[1:])
+    return most
 
 
 def _size_of(message: Message) -> tuple[tuple[int, int], bool]:
@@ -290,17 +276,17 @@ def _size_of(message: Message) -> tuple[tuple[int, int], bool]:
 
 
 def _stepping(members: Sequence[int], stages: Sequence[StageCosts[float]]) -> Peak:
-    """What is held in the optimizer's step beside the states."""
-    nbytes = math.fsum(each.step_bytes for each in stages)
-    read = math.fsum(min(each.gradient_bytes, each.step_bytes) for each in stages)
+    """Bytes of the optimizer's step beside the states."""
+    nbytes = math.fsum(stage.step_bytes for stage in stages)
+    read = math.fsum(min(stage.gradient_bytes, stage.step_bytes) for stage in stages)
     return Peak(
         nbytes=nbytes, action=None, stage=min(members), first=False, parts={"gradients": read}
     )
 
 
 def _with_states(peak: Peak, stages: Sequence[StageCosts[float]], reserved: float) -> Peak:
-    fixed = math.fsum(each.fixed_bytes for each in stages)
-    weights = math.fsum(each.weight_bytes for each in stages)
-    reserved += max(each.communicator_bytes for each in stages)
+    fixed = math.fsum(stage.fixed_bytes for stage in stages)
+    weights = math.fsum(stage.weight_bytes for stage in stages)
+    reserved += max(stage.communicator_bytes for stage in stages)
     states = {"weights": weights, "optimizer": fixed - weights, "reserved": reserved}
     return replace(peak, nbytes=peak.nbytes + fixed + reserved, parts={**peak.parts, **states})

@@ -1,25 +1,17 @@
 """Costs of a stage on one rank, from the sums over its blocks (`sums.py`).
 
-A pass in which the device works for d seconds and the host needs h to issue it takes
-
-    issued(h, d) = (h⁴ + d⁴)^(1/4)
-
-as parts of it wait for the one and parts for the other: the longer of both where they differ, 19 %
-more where they are equal (fitted to vTrain's single-node rows). Where the device is the host (a
-CPU), it does one after the other. Both last as long as on the slowest node of the cluster
-(`costmodel/intervals.py`). Communication that runs beside compute c seconds long costs
-
-    beside(compute, c) = max(compute + slowdown · min(compute, c), c)
-
-in all: it takes part of the compute units and of the memory bandwidth while it lasts. Hidden so, as
-far as the target does it (`costmodel/target.py`): ZeRO-3's gathers behind both passes (the
-backward's from a secondary shard in the node, where one is kept), gradient
-reduction behind the backward (the last one of a step, where gradients are reduced once), and
-ZeRO-1's and 2's gathering of updated weights behind the first forward. The last unit of a backward
-and the first one of a forward have nothing to hide behind. Where ZeRO replicates its shards, the
-reduction among replicas joins what is scattered in a step's last backward, or follows it. On a CPU
-nothing is hidden: all its cores compute, and they are what moves the bytes. What lies in host
-memory is on its way like what ZeRO gathers and scatters, or beside other blocks (`offload.py`).
+Formulas: docs/price.md. Device and host share a pass: the longer of both where they differ, 19 %
+more where they are equal (fitted to vTrain's single-node rows); a CPU does one after the other.
+Both last as long as on the slowest node (`costmodel/intervals.py`). Communication beside compute
+takes part of the compute units and of the memory bandwidth. Hidden so, as far as the target does it
+(`costmodel/target.py`): ZeRO-3's gathers behind both passes (the backward's from a secondary shard
+in the node, where one is kept), gradient reduction behind the backward (the last one of a step,
+where gradients are reduced once), and ZeRO-1's and 2's gathering of updated weights behind the
+first forward. The last unit of a backward and the first one of a forward have nothing to hide
+behind. Where ZeRO replicates its shards, the reduction among replicas joins the scatter of a step's
+last backward, or follows it. On a CPU nothing is hidden: its cores compute and move the bytes.
+States in host memory travel like ZeRO's gathers and scatters, activations beside other blocks
+(`offload.py`).
 """
 
 from __future__ import annotations
@@ -47,10 +39,9 @@ class StageCosts(StageMemory[A]):
 
     Seconds per micro-batch (`*_s`; `weight_s` is part of `backward_s`), once per step (`reduce_s`,
     the part that is not hidden; `optimizer_s`); bytes as in `StageMemory`, those of a micro-batch
-    in flight (`activation_bytes`), and of communicators, which all stages of a device have in
-    common; of the host's memory (`host_bytes`, and `away_bytes` per micro-batch in flight) and of
-    files on its flash (`flash_bytes`). `several` is 1 where a step has several micro-batches,
-    else 0.
+    in flight (`activation_bytes`), of communicators, which all stages of a device have in common,
+    of host memory (`host_bytes`, and `away_bytes` per micro-batch in flight) and of files on its
+    flash (`flash_bytes`). `several` is 1 where a step has several micro-batches, else 0.
     """
 
     forward_s: A
@@ -72,15 +63,14 @@ class StageCosts(StageMemory[A]):
 
     @property
     def kept_bytes(self) -> A:
-        """Bytes that the stage holds while another one of its device is in a backward behind others
-        of the step, or in the only one, activations apart."""
+        """Bytes beside activations while another stage of its device is in a backward."""
         return self.fixed_bytes + self.several * self.gradient_bytes
 
     @property
     def passing_bytes(self) -> A:
-        """Bytes that the highest one of its own takes besides."""
-        own = self.several * self.later_bytes + (1 - self.several) * self.first_bytes
-        return own + self.communicator_bytes
+        """Bytes that the highest of its backwards takes besides."""
+        backward = self.several * self.later_bytes + (1 - self.several) * self.first_bytes
+        return backward + self.communicator_bytes
 
     @property
     def stepping_bytes(self) -> A:
@@ -104,7 +94,7 @@ class StageCosts(StageMemory[A]):
         return self.forward_s + self.backward_s + once
 
 
-COSTS = tuple(each.name for each in fields(StageCosts))
+COSTS = tuple(cost.name for cost in fields(StageCosts))
 
 
 def as_rows(costs: StageCosts[Floats]) -> Floats:
@@ -113,7 +103,7 @@ def as_rows(costs: StageCosts[Floats]) -> Floats:
 
 
 def of_rows(rows: Iterable[A]) -> StageCosts[A]:
-    """The costs that `as_rows` has put together."""
+    """Costs from the rows of `as_rows`."""
     return StageCosts(**dict(zip(COSTS, rows, strict=True)))
 
 
@@ -123,25 +113,30 @@ def of_one(costs: StageCosts[Floats], stage: int | tuple[()] = ()) -> StageCosts
 
 
 def mixed(low: StageCosts[float], high: StageCosts[float], part: float) -> StageCosts[float]:
-    """Costs of a stage of which such a part of the blocks is on the higher level."""
+    """Costs of a stage of which a `part` of the blocks is on the higher level."""
     pairs = ((getattr(low, name), getattr(high, name)) for name in COSTS)
     return of_rows((1 - part) * one + part * other for one, other in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What goes beside a pass, or a step's first or last one: the `parts` of it, seconds by column
-    of the ledger, and the seconds that it adds (`added_s`): to each forward, to each backward, or
-    once (`where`)."""
+    """Work beside a pass, or a step's first or last one: its `parts`, seconds by column of the
+    ledger, and the seconds that it adds (`added_s`) to each forward, to each backward, or once
+    (`where`)."""
 
     where: Where
     parts: Mapping[str, Floats]
     added_s: Floats
 
 
+def _alone(where: Where, column: str, seconds: Floats) -> Beside:
+    """Work that nothing hides."""
+    return Beside(where=where, parts={column: seconds}, added_s=seconds)
+
+
 def _added(besides: Sequence[Beside], where: str) -> Floats:
-    found: Floats = sum((each.added_s for each in besides if each.where == where), np.zeros(()))
-    return found
+    added: Floats = sum((b.added_s for b in besides if b.where == where), np.zeros(()))
+    return added
 
 
 def _issued(device: Floats, host: Floats) -> Floats:
@@ -187,9 +182,8 @@ def _data_axis(
     gradients, parameters = target.overlap_gradients, target.overlap_parameters
 
     def replicated(scatter: Floats, column: str, hidden: bool) -> Beside:
-        """The reduction among replicas, which joins a backward that scatters or follows it."""
-        replicate: Floats = getattr(sums, column)
-        more = replicate
+        """Reduction among replicas, which joins a backward that scatters or follows it."""
+        replicate = more = getattr(sums, column)
         if target.hides_replicas(sharing):
             more = added(backward, scatter + replicate, hidden) - added(backward, scatter, hidden)
         return Beside(where="step", parts={column: replicate}, added_s=more)
@@ -213,30 +207,29 @@ def _data_axis(
         yield beside("backward", moved, backward, parameters)
         if several:
             yield beside("backward", returned | {"added_s": host.added_s}, backward, False)
-        for where in ("forward", "backward"):
-            yield Beside(where=where, parts={"copied_s": copied}, added_s=copied)
+        yield _alone("forward", "copied_s", copied)
+        yield _alone("backward", "copied_s", copied)
         yield replicated(sum(moved.values(), np.zeros(())), "zero3_replicate_s", parameters)
     else:
         scatter = {"scatter_s": sums.scatter_s}
         yield replicated(sums.scatter_s, "replicate_s", gradients)
         yield beside("step", {"gather_s": sums.gather_s}, forward, parameters)
         yield beside("backward" if sharing.scatters_whole else "step", scatter, backward, gradients)
-        yield Beside(where="step", parts={"copied_s": copied}, added_s=copied)
+        yield _alone("step", "copied_s", copied)
 
 
 def _host_link(
     sums: Sums, forward: Floats, backward: Floats, setting: Setting, host: offload.HostCosts
 ) -> Iterator[Beside]:
-    """What goes to the host and comes from it below ZeRO-3."""
+    """Copies to and from the host below ZeRO-3."""
     added, none = _hiding(sums, setting), np.zeros(())
 
     def more(where: Where, column: str, compute: Floats, comm: Floats = none) -> Beside:
-        """Of what the host adds to `comm` on its way beside the same."""
-        own: Floats = getattr(host, column)
+        """Seconds of the host's column that `comm`, on its way beside the same, does not have."""
+        copied: Floats = getattr(host, column)
         without = added(compute, comm, True) if comm is not none else none
-        return Beside(
-            where=where, parts={column: own}, added_s=added(compute, comm + own, True) - without
-        )
+        more_s = added(compute, comm + copied, True) - without
+        return Beside(where=where, parts={column: copied}, added_s=more_s)
 
     divided = setting.sharing.divides
     yield more("forward", "weights_s", forward)
@@ -247,7 +240,7 @@ def _host_link(
     if offload.sends_each(setting):
         yield replace(returned, where="backward")
         if setting.batch.microbatches > 1:
-            yield Beside(where="backward", parts={"added_s": host.added_s}, added_s=host.added_s)
+            yield _alone("backward", "added_s", host.added_s)
     elif setting.shards < setting.mesh.holders:  # among replicas, after all
         yield replace(returned, added_s=host.returned_s)
     else:
@@ -267,7 +260,7 @@ def _copy_s(sums: Sums, setting: Setting) -> Floats:
 
 
 def _copying(setting: Setting) -> float:
-    """How many times as long an optimizer's step takes that copies first what it writes."""
+    """Seconds of an optimizer's step that first copies what it writes, over one that doesn't."""
     if not setting.validated:
         return 1.0
     copied = 2 * undo_bytes(1.0, setting.optimizer)  # read and written
@@ -277,8 +270,8 @@ def _copying(setting: Setting) -> float:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Passes:
     """Seconds that the device works in both passes (`forward_s`, `backward_s`), of which `*_comm_s`
-    communicates within them; what of the exchange between experts is `hidden_s` in each; all that
-    goes `beside`, or is added for what the host issues and for the slowest node (`issue_s`); the
+    communicates within them; part of the exchange between experts that is `hidden_s` in each; work
+    `beside`, or added for what the host issues and for the slowest node (`issue_s`); the
     optimizer's step on the device (`optimizer_s`); what the host does and what is `sent` there."""
 
     forward_s: Floats
@@ -302,26 +295,21 @@ def stage_passes(
     issued = sums.forward_host_s, sums.backward_host_s + repeated.host_s
     both = _issued if setting.cluster.device.kind == "cuda" else np.add
     slowest = slowest_of(setting.cluster.num_nodes)
-    forward, backward = (slowest * both(*each) for each in zip(device, issued, strict=True))
+    forward, backward = (slowest * both(*pair) for pair in zip(device, issued, strict=True))
     beside = [
-        Beside(
-            where="forward", parts={"issue_s": forward - device[0]}, added_s=forward - device[0]
-        ),
-        Beside(
-            where="backward", parts={"issue_s": backward - device[1]}, added_s=backward - device[1]
-        ),
+        _alone("forward", "issue_s", forward - device[0]),
+        _alone("backward", "issue_s", backward - device[1]),
         *_data_axis(sums, forward, backward, setting, host),
     ]
     if setting.host.states and not setting.sharing.gathers:
         beside += _host_link(sums, forward, backward, setting, host)
     if setting.sharing.gathers:  # before it, nothing hides
-        again = repeated.gather_s
-        beside.append(Beside(where="backward", parts={"zero3_gather_s": again}, added_s=again))
+        beside.append(_alone("backward", "zero3_gather_s", repeated.gather_s))
     if sent is None:
         busy = host.fetched_s * setting.sharing.gathers  # the link, in a backward
         alone = np.maximum(device[1] - busy, 0.0)
-        kept, last = kept_bytes(sums, repeated), (sums.alone_blocks, sums.alone_bytes)
-        sent = offload.sent_evenly(kept, sums.blocks, device[0], alone, setting, last)
+        activations, last = kept_bytes(sums, repeated), (sums.alone_blocks, sums.alone_bytes)
+        sent = offload.sent_evenly(activations, sums.blocks, device[0], alone, setting, last)
     beside += _away(sent, setting)
     stepped = sums.shard_s if setting.sharing.divides else sums.optimizer_s
     return Passes(
@@ -339,21 +327,18 @@ def stage_passes(
 
 def kept_bytes(sums: Sums, repeated: Recompute) -> Floats:
     """Bytes of activations that a micro-batch keeps from its forward to its backward."""
-    found: Floats = sums.saved_bytes + sums.input_bytes - repeated.freed_bytes
-    return found
+    activations: Floats = sums.saved_bytes + sums.input_bytes - repeated.freed_bytes
+    return activations
 
 
 def _away(sent: offload.Sent, setting: Setting) -> Iterator[Beside]:
     """Activations on their way to the host and back."""
     if setting.cluster.host is None or not setting.host.activations:
         return
-    waits: Sequence[tuple[Where, Floats, str]] = (
-        ("forward", sent.forward_s, "to_host"),
-        ("backward", sent.backward_s, "to_device"),
-    )
-    for where, seconds, kind in waits:
-        whole = sent.nbytes / offload.host_bandwidth(setting, kind)
-        yield Beside(where=where, parts={f"away_{kind}_s": whole}, added_s=seconds)
+    to_host = sent.nbytes / offload.host_bandwidth(setting, "to_host")
+    to_device = sent.nbytes / offload.host_bandwidth(setting, "to_device")
+    yield Beside(where="forward", parts={"away_to_host_s": to_host}, added_s=sent.forward_s)
+    yield Beside(where="backward", parts={"away_to_device_s": to_device}, added_s=sent.backward_s)
 
 
 def stage_costs(
@@ -363,12 +348,12 @@ def stage_costs(
     what they run again: by several, or with a leading axis of alternatives. `sent` is what goes to
     host memory, where it is known by block."""
     repeated = sums.recompute(recompute) if isinstance(recompute, str) else recompute
-    kept, passes = kept_bytes(sums, repeated), stage_passes(sums, setting, repeated, sent)
+    activations, passes = kept_bytes(sums, repeated), stage_passes(sums, setting, repeated, sent)
     host, sent = passes.host, passes.sent
     forward, backward, once = (_added(passes.beside, w) for w in ("forward", "backward", "step"))
-    active = np.maximum(kept - sent.nbytes, 0.0)  # rounded
+    active = np.maximum(activations - sent.nbytes, 0.0)  # rounded
     memory = stage_memory(sums, setting, repeated, active, sent)
-    issue = [each.added_s for each in passes.beside if "issue_s" in each.parts]
+    issue = [b.added_s for b in passes.beside if "issue_s" in b.parts]
     return StageCosts(
         forward_s=passes.forward_s + forward,
         backward_s=passes.backward_s + backward,
@@ -379,7 +364,7 @@ def stage_costs(
         interpolated_s=sums.interpolated_s,
         reduce_s=once,
         optimizer_s=passes.optimizer_s + host.step_s,
-        **{each.name: getattr(memory, each.name) for each in fields(StageMemory)},
+        **{kind.name: getattr(memory, kind.name) for kind in fields(StageMemory)},
         communicator_bytes=np.full_like(sums.parameters, communicator_bytes(setting)),
         several=np.full_like(sums.parameters, setting.batch.microbatches > 1),
         activation_bytes=active,

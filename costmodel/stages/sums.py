@@ -1,14 +1,9 @@
-"""Sums over runs of blocks: the columns that `stage.py` makes the costs of a stage of.
+"""Sums over runs of blocks, by columns, from which `stage.py` prices a stage.
 
-What a backward holds beyond the kept bytes of its run (`costmodel/blocks/excess.py`) is no sum. As
-its way leads from the last block to the first, and each block's kept bytes k are let go behind it,
-of a run A that B follows
-
-    excess(AB) = max(excess(B), excess(A) - k(B))
-
-where from k is taken away what a block leaves behind: the gradients of its parameters, or what it
-puts off. Under ZeRO-3 the gradients of B's first block are still scattered while A's last block,
-at its `edge`, is in its backward.
+The excess of a backward (`costmodel/blocks/excess.py`) is no sum: that of a run A that B follows is
+max(excess(B), excess(A) - k(B)), as B's kept bytes k are let go first, less the gradients of its
+parameters, or what it puts off. Under ZeRO-3 the gradients of B's first block are still scattered
+while A's last block, at its `edge`, is in its backward.
 """
 
 from __future__ import annotations
@@ -51,26 +46,16 @@ class Recompute:
     gather_s: Floats = field(default_factory=lambda: np.zeros(()))
 
     def __add__(self, other: Recompute) -> Recompute:
-        both = {name: (getattr(self, name), getattr(other, name)) for name in _REPEATED}
-        return Recompute(
-            **{
-                name: np.maximum(*pair) if name == "excess" else np.add(*pair)
-                for name, pair in both.items()
-            }
-        )
+        sums = {name: np.add(getattr(self, name), getattr(other, name)) for name in _REPEATED}
+        return Recompute(**sums | {"excess": np.maximum(self.excess, other.excess)})
 
     def together(self) -> Recompute:
-        """That of all blocks of the last axis."""
-        columns = {name: getattr(self, name) for name in _REPEATED}
-        return Recompute(
-            **{
-                name: own.max(axis=-1) if name == "excess" else own.sum(axis=-1)
-                for name, own in columns.items()
-            }
-        )
+        """Sum over the blocks of the last axis."""
+        sums = {name: getattr(self, name).sum(axis=-1) for name in _REPEATED}
+        return Recompute(**sums | {"excess": self.excess.max(axis=-1)})
 
 
-_REPEATED = tuple(each.name for each in fields(Recompute))
+_REPEATED = tuple(column.name for column in fields(Recompute))
 _ZERO: Floats = np.zeros(())
 NO_RECOMPUTE = Recompute(
     **dict.fromkeys(("seconds", "comm_s", "host_s", "freed_bytes"), _ZERO),
@@ -185,8 +170,8 @@ class Sums:
     @property
     def excess(self) -> Floats:
         """(..., kinds, policies): each kind of excess under each policy."""
-        found: Floats = self.array[..., COLUMNS - _EXCESS[0] * _EXCESS[1] :]
-        return found.reshape(*found.shape[:-1], *_EXCESS)
+        flat: Floats = self.array[..., COLUMNS - _EXCESS[0] * _EXCESS[1] :]
+        return flat.reshape(*flat.shape[:-1], *_EXCESS)
 
     @excess.setter
     def excess(self, value: Floats) -> None:
@@ -194,24 +179,23 @@ class Sums:
         self.array[..., COLUMNS - flat.shape[-1] :] = flat
 
     def _let_go(self) -> Floats:
-        """(..., kinds, policies): by how much less is held before a backward of these blocks than
-        behind it, for each kind of excess."""
+        """(..., kinds, policies): bytes behind a backward of these blocks, less those before."""
         freed = self.array[..., _FREED]
-        whole = (self.saved_bytes + self.input_bytes)[..., None]
-        kept = np.concatenate([whole, whole - freed], axis=-1)
-        found = np.repeat(kept[..., None, :], _EXCESS[0], axis=-2)
-        found[..., GROWN, :] -= FP32 * self.parameters[..., None]
+        unfreed = (self.saved_bytes + self.input_bytes)[..., None]
+        kept = np.concatenate([unfreed, unfreed - freed], axis=-1)
+        let_go = np.repeat(kept[..., None, :], _EXCESS[0], axis=-2)
+        let_go[..., GROWN, :] -= FP32 * self.parameters[..., None]
         put_off = self.put_off_bytes[..., None] - _GATHERS * self.regathered_bytes[..., None]
-        found[..., FIRST, :] -= put_off
-        found[..., SECOND, :] = 0.0
-        return found
+        let_go[..., FIRST, :] -= put_off
+        let_go[..., SECOND, :] = 0.0
+        return let_go
 
     def _followed(self, first_parameters: Floats) -> Floats:
-        """The excess before blocks of which the first one has so many parameters."""
-        found: Floats = self.excess.copy()
-        edge = found[..., EDGE, :] + FP32 * first_parameters[..., None]
-        found[..., INSIDE, :] = np.maximum(found[..., INSIDE, :], edge)
-        return found
+        """Excess before blocks of which the first one has so many parameters."""
+        excess: Floats = self.excess.copy()
+        edge = excess[..., EDGE, :] + FP32 * first_parameters[..., None]
+        excess[..., INSIDE, :] = np.maximum(excess[..., INSIDE, :], edge)
+        return excess
 
     def then(self, following: Sums) -> Sums:
         """Sums of runs that are each followed by another."""
@@ -219,8 +203,7 @@ class Sums:
         together.array[..., _LARGEST] = np.maximum(
             self.array[..., _LARGEST], following.array[..., _LARGEST]
         )
-        some = self.blocks > 0
-        first = np.where(some, self.first_parameters, following.first_parameters)
+        first = np.where(self.blocks > 0, self.first_parameters, following.first_parameters)
         together.first_parameters = first
         before = self._followed(following.first_parameters) - following._let_go()
         excess = np.maximum(before, following.excess)
@@ -232,8 +215,7 @@ class Sums:
         return together
 
     def times(self, factor: float) -> Sums:
-        """Sums of so many equal runs one after the other; or of a fraction of one, whose maxima
-        stay."""
+        """Sums of so many equal runs in a row; or of a fraction of one, whose maxima stay."""
         scaled = Sums(self.array.copy())
         scaled.array[..., :-MAXIMA] *= factor
         if factor > 1:
@@ -258,8 +240,8 @@ class Sums:
 
         def most(of_blocks: Floats) -> Floats:
             padded = np.concatenate([of_blocks, np.zeros((1, *of_blocks.shape[1:]))])
-            found: Floats = np.maximum.reduceat(padded, ends)[::2]
-            return found
+            maxima: Floats = np.maximum.reduceat(padded, ends)[::2]
+            return maxima
 
         sums.array[..., _LARGEST] = most(self.array[..., _LARGEST])
         sums.first_parameters = self.first_parameters[starts]
@@ -285,19 +267,18 @@ class Sums:
         return parts
 
     def scaled(self, *, compute: float, communication: float, data_axis: float) -> Sums:
-        """Sums with all seconds of computing, of communication within a pass, and of the data
-        axis' collectives multiplied."""
+        """Sums with computing, communication of passes, and the data axis' multiplied."""
         scaled = Sums(self.array.copy())
-        for whole, part in (("forward_s", "forward_comm_s"), ("backward_s", "backward_comm_s")):
+        for both, part in (("forward_s", "forward_comm_s"), ("backward_s", "backward_comm_s")):
             comm = getattr(self, part)
-            setattr(scaled, whole, compute * (getattr(self, whole) - comm) + communication * comm)
+            setattr(scaled, both, compute * (getattr(self, both) - comm) + communication * comm)
         factors = dict.fromkeys(_COMPUTE, compute) | dict.fromkeys(_COMMUNICATION, communication)
         for name, factor in (factors | dict.fromkeys(_DATA_AXIS, data_axis)).items():
             setattr(scaled, name, factor * getattr(self, name))
         for columns in _RECOMPUTE.values():
-            own = self.array[..., columns]
-            computed = compute * (own[..., 0] - own[..., 1]) + communication * own[..., 1]
-            parts = computed, communication * own[..., 1], compute * own[..., 2], own[..., 3]
+            seconds, comm, host, freed = np.moveaxis(self.array[..., columns], -1, 0)
+            computed = compute * (seconds - comm) + communication * comm
+            parts = computed, communication * comm, compute * host, freed
             scaled.array[..., columns] = np.stack(parts, axis=-1)
         return scaled
 
@@ -308,66 +289,60 @@ class Sums:
         return self.parameters, self.largest_parameters
 
     def recompute(self, policy: str) -> Recompute:
-        """What the blocks run again where all of them follow one policy, or `in_segments`."""
+        """Recompute of the blocks where all of them follow one policy, or `in_segments`."""
         if "/" in policy:
             return self._in_segments(policy)
         k = RECOMPUTE.index(policy)
         again = self.array[..., _RECOMPUTE[policy]] if k else np.zeros((*self.array.shape[:-1], 4))
         return Recompute(
-            seconds=again[..., 0],
-            comm_s=again[..., 1],
-            host_s=again[..., 2],
-            freed_bytes=again[..., 3],
+            **dict(zip(_REPEATED, np.moveaxis(again, -1, 0), strict=False)),
             excess=np.moveaxis(self.excess[..., k], -1, 0),
             put_off_bytes=self.put_off_bytes - _GATHERS[k] * self.regathered_bytes,
             gather_s=np.zeros(self.array.shape[:-1]),
         )
 
     def _in_segments(self, policy: str) -> Recompute:
-        """The same in segments, as if all blocks were alike (`planner/pricing/segments.py`)."""
+        """Recompute in segments, as if all blocks were alike (`planner/pricing/segments.py`)."""
         base, size = segment_policy(policy)
-        own, blocks = self.recompute(base), np.maximum(self.blocks - self.alone_blocks, 1.0)
+        within, blocks = self.recompute(base), np.maximum(self.blocks - self.alone_blocks, 1.0)
         size_of = np.minimum(size, blocks)
-        kept = self.saved_bytes - own.freed_bytes
-        alone = np.minimum(self.alone_bytes, kept)
+        held_blocks = self.saved_bytes - within.freed_bytes
+        alone = np.minimum(self.alone_bytes, held_blocks)
         # a last block by itself is in no segment
-        alone = alone + (np.mod(blocks, size) == 1) * (kept - alone) / blocks
-        held = (kept + self.input_bytes - alone) * size_of / blocks
-        inside = held + own.excess[INNER] + np.maximum(own.excess - own.excess[LATER], 0.0)
+        alone = alone + (np.mod(blocks, size) == 1) * (held_blocks - alone) / blocks
+        held = (held_blocks + self.input_bytes - alone) * size_of / blocks
+        inside = held + within.excess[INNER] + np.maximum(within.excess - within.excess[LATER], 0.0)
         freed = self.saved_bytes + self.input_bytes * (1 - 1 / size_of) - alone
         some = size_of > 1  # one block by itself is no segment
         return Recompute(
-            seconds=self.forward_s * some + own.seconds,
-            comm_s=self.forward_comm_s * some + own.comm_s,
-            host_s=self.forward_host_s * some + own.host_s,
-            freed_bytes=np.where(some, freed, own.freed_bytes),
-            excess=np.where(some, np.maximum(own.excess, inside), own.excess),
-            put_off_bytes=own.put_off_bytes,
+            seconds=self.forward_s * some + within.seconds,
+            comm_s=self.forward_comm_s * some + within.comm_s,
+            host_s=self.forward_host_s * some + within.host_s,
+            freed_bytes=np.where(some, freed, within.freed_bytes),
+            excess=np.where(some, np.maximum(within.excess, inside), within.excess),
+            put_off_bytes=within.put_off_bytes,
             gather_s=self.zero3_gather_s * (1 - 1 / size_of),
         )
 
     def recompute_by(self, policies: Sequence[str]) -> Recompute:
-        """What the blocks run again under each of several policies: arrays (P, ...)."""
-        shape, names = self.array.shape[:-1], [each.name for each in fields(Recompute)]
+        """Recompute of the blocks under each of several policies: arrays (P, ...)."""
+        shape = self.array.shape[:-1]
         if any("/" in policy for policy in policies):
-            found = [self.recompute(policy) for policy in policies]
-            values = {
-                n: [np.broadcast_to(getattr(r, n), shape) for r in found]
-                for n in names
-                if n != "excess"
+            by_policy = [self.recompute(policy) for policy in policies]
+            stacked = {
+                name: np.stack([np.broadcast_to(getattr(r, name), shape) for r in by_policy])
+                for name in _REPEATED
+                if name != "excess"
             }
-            return Recompute(
-                **{name: np.stack(own) for name, own in values.items()},
-                excess=np.stack([each.excess for each in found], axis=1),
-            )
+            return Recompute(**stacked, excess=np.stack([r.excess for r in by_policy], axis=1))
         columns = np.zeros((len(RECOMPUTE), 4, *shape))  # nothing under the first, "none"
-        own = self.array[..., : _COST.start].reshape(*shape, len(_POLICIES), 4)
-        columns[1:] = np.moveaxis(own, (-2, -1), (0, 1))
+        repeated = self.array[..., : _COST.start].reshape(*shape, len(_POLICIES), 4)
+        columns[1:] = np.moveaxis(repeated, (-2, -1), (0, 1))
         chosen = [RECOMPUTE.index(policy) for policy in policies]
         excess = np.moveaxis(self.excess[..., chosen], (-2, -1), (0, 1))
         gathers = _GATHERS[chosen].reshape(-1, *(1 for _ in shape))
         return Recompute(
-            **{name: columns[chosen, k] for k, name in enumerate(names[:4])},
+            **{name: columns[chosen, k] for k, name in enumerate(_REPEATED[:4])},
             excess=excess,
             put_off_bytes=self.put_off_bytes - gathers * self.regathered_bytes,
             gather_s=np.zeros((len(policies), *shape)),
@@ -375,11 +350,11 @@ class Sums:
 
     def with_policies(self, policies: Sequence[str]) -> Sums:
         """The sums of blocks, (K,), each with its recompute policy decided."""
-        found = Sums(self.array.copy())
+        decided = Sums(self.array.copy())
         for policy in dict.fromkeys(policies):
-            own = [k for k, each in enumerate(policies) if each == policy]
-            found.array[own] = self[own].with_policy(policy).array
-        return found
+            members = [k for k, chosen in enumerate(policies) if chosen == policy]
+            decided.array[members] = self[members].with_policy(policy).array
+        return decided
 
     def with_policy(self, policy: str) -> Sums:
         """The sums of blocks with their recompute policy decided: no policy changes them."""
@@ -396,17 +371,17 @@ class Sums:
         return decided
 
     def costing(self, cost: Cost, repeats: Mapping[str, Repeats]) -> Sums:
-        """The sums with these seconds, and these of what policies run again."""
-        found = Sums(self.array.copy())
-        found.array[..., _COST] = cost
-        for policy, own in repeats.items():
-            found.set_recompute(policy, own.seconds, own.comm_s, own.host_s, own.freed_bytes)
-        return found
+        """Sums with these seconds, and these of what policies run again."""
+        costed = Sums(self.array.copy())
+        costed.array[..., _COST] = cost
+        for policy, run in repeats.items():
+            costed.set_recompute(policy, run.seconds, run.comm_s, run.host_s, run.freed_bytes)
+        return costed
 
     def set_recompute(
         self, policy: str, seconds: float, comm_s: float, host_s: float, freed_bytes: float
     ) -> None:
-        """What one block runs again under a policy."""
+        """Set what one block runs again under a policy."""
         self.array[..., _RECOMPUTE[policy]] = seconds, comm_s, host_s, freed_bytes
 
 

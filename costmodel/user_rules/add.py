@@ -7,11 +7,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from meshwright.costmodel.graph import Graph, Op, TensorMeta, map_refs
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.rules import (
     Dims,
     OpFactors,
@@ -34,7 +36,7 @@ from meshwright.costmodel.user_rules.verify import (
 
 logger = logging.getLogger(__name__)
 
-_TRIED: dict[str, str] = {}  # rules on calls: why they were not verified, empty where they hold
+_TRIED = Memo[str, str]()  # rules on calls: why they were not verified, empty where they hold
 
 SMALL = 6  # elements of a factor in a trial: two odd parts, three even ones; none broadcasts
 DEGREES = (2, 3, 5, 7)  # parts tried, where they divide a factor
@@ -72,7 +74,7 @@ def rule(
     into equal parts. A rule that is shipped is replaced only with `override`. Raises RuleError.
     """
     target = target_of(operator)
-    given = UserRule(
+    added = UserRule(
         target=target,
         spec=spec,
         options={
@@ -87,15 +89,15 @@ def rule(
         },
         verify=verify,
     )
-    _check_spec(given)
-    if not override and _shipped(target):
+    _check_spec(added)
+    if not override and rules.shipped_rule_for(_bare(target)) is not None:
         raise RuleError(
             "there is one already",
             place=f"rule of {target}",
             legal="one rule",
             way_out="pass override=True to use yours in its place",
         )
-    rules.GIVEN[target] = given
+    rules.GIVEN[target] = added
 
 
 def target_of(operator: Any) -> str:
@@ -129,36 +131,31 @@ def overload_of(target: str) -> str:
     return f"{target}.{'default' if 'default' in names else names[0]}"
 
 
-def _shipped(target: str) -> bool:
-    op = Op(name="", target=overload_of(target), args=(), kwargs={}, results=())
-    return rules.shipped_rule_for(op) is not None
+def _bare(target: str) -> Op:
+    """A call of an operator without arguments."""
+    return Op(name="", target=overload_of(target), args=(), kwargs={}, results=())
 
 
-def _check_spec(given: UserRule) -> None:
-    """Raise RuleError for what no call can fit: syntax, names, operand numbers, counted
-    arguments."""
-    place = f"rule of {given.target}, {given.spec!r}"
-    if given.spec.count("->") != 1:
+def _check_spec(added: UserRule) -> None:
+    """Raise RuleError for a spec that fits no call: syntax, names, operand numbers, counts."""
+    place = f"rule of {added.target}, {added.spec!r}"
+    if added.spec.count("->") != 1:
         raise RuleError("", place=place, legal="'operand, operand -> result', with one '->'")
-    left, right = (side.split(",") for side in given.spec.split("->"))
+    left, right = (side.split(",") for side in added.spec.split("->"))
     named: set[str] = set()
     for term in (*left, *right):
-        found = [name for word in words(term) for name in word.strip("()").split()]
-        if re.sub(r"[\w\s*()]", "", term) or not all(
-            re.fullmatch(r"\*?[a-zA-Z]\w*", n) for n in found
-        ):
-            raise RuleError(
-                f"{term.strip()!r} is not made of names, *names and (a b)",
-                place=place,
-                legal="names, *names and (a b)",
-            )
-        if len(set(found)) != len(found):
+        names = [name for word in words(term) for name in word.strip("()").split()]
+        legible = all(re.fullmatch(r"\*?[a-zA-Z]\w*", name) for name in names)
+        if re.sub(r"[\w\s*()]", "", term) or not legible:
+            what, legal = f"{term.strip()!r} is not made of", "names, *names and (a b)"
+            raise RuleError(f"{what} {legal}", place=place, legal=legal)
+        if len(set(names)) != len(names):
             raise RuleError(
                 f"{term.strip()!r} names a dim twice", place=place, legal="once per tensor"
             )
-        named |= set(found)
+        named |= set(names)
     stars = {name[1:] for name in named if name.startswith("*")}
-    patterns = {name: given.options.get(name, "") for name in ("whole", "mean", "uncounted")}
+    patterns = {name: added.options.get(name, "") for name in ("whole", "mean", "uncounted")}
     for option, listed in patterns.items():
         for pattern in str(listed).split():
             _check_pattern(pattern, f"{place}: {option}={pattern!r}")
@@ -167,22 +164,21 @@ def _check_spec(given: UserRule) -> None:
                 raise RuleError(
                     f"={pattern!r} is no factor", place=f"{place}: {option}", legal=sorted(named)
                 )
-    most = _most_operands(given.target)
+    most = _most_operands(added.target)
     if most is not None and len(left) > most:
         raise RuleError(
             f"{len(left)} operands, but the operator takes {most} at most",
             place=place,
             legal=f"up to {most} operands",
         )
-    indices = {*given.options["pinned"], *(i for g in given.options["linear"] for i in g)}
+    indices = {*added.options["pinned"], *(i for g in added.options["linear"] for i in g)}
     if wrong := [i for i in indices if not 0 <= i < len(left)]:
         raise RuleError(
             f"operand {wrong[0]} of pinned or linear", place=place, legal=f"below {len(left)}"
         )
-    op = Op(name="", target=overload_of(given.target), args=(), kwargs={}, results=())
-    for name, factor in given.options["counts"].items():
+    for name, factor in added.options["counts"].items():
         try:
-            place_of(op, name)
+            place_of(_bare(added.target), name)
         except ValueError as error:
             raise RuleError(f"counts: {error}", place=place) from None
         if factor not in named:
@@ -203,8 +199,8 @@ def _most_operands(target: str) -> int | None:
     namespace, name, *overload = target.split(".")
     packet = getattr(getattr(torch.ops, namespace), name)
     most = 0
-    for each in overload or packet.overloads():
-        types = [str(a.type) for a in getattr(packet, each)._schema.arguments]
+    for version in overload or packet.overloads():
+        types = [str(a.type) for a in getattr(packet, version)._schema.arguments]
         if any("List[" in t and "Tensor" in t for t in types):
             return None
         most = max(most, sum("Tensor" in t for t in types))
@@ -215,45 +211,43 @@ def _most_operands(target: str) -> int | None:
 
 
 def verified(graph: Graph) -> Graph:
-    """The graph, with a note for each user's rule that could not be tried; RuleError for one that
-    does not hold."""
+    """The graph, with notes of users' rules that could not be tried; RuleError for a wrong one."""
     notes: dict[str, None] = {}
     for op in (*graph.derived, *graph.ops):
-        given = rules.given_for(op.target)
-        if given is None:
+        added = rules.given_for(op.target)
+        if added is None:
             continue
         operands = [graph.values[v] for v in op.operands]
-        results = [graph.values[v] for v in op.results]
-        made = given.rule(op, operands, results)
-        if not given.verify:
+        factors = added.rule(op, operands, [graph.values[v] for v in op.results])
+        if not added.verify:
             continue
-        key = repr((given, op.target, map_refs((op.args, op.kwargs), lambda _: ""), operands, made))
-        if key not in _TRIED:
-            _TRIED[key] = verify_call(given, op, operands, made)
-        if why := _TRIED[key]:
-            notes[f"the rule of {given.target} was not verified in full: {why}"] = None
+        call = map_refs((op.args, op.kwargs), lambda _: "")
+        key = repr((added, op.target, call, operands, factors))
+        if why := _TRIED.of(key, partial(verify_call, added, op, operands, factors)):
+            notes[f"the rule of {added.target} was not verified in full: {why}"] = None
     return replace(graph, notes=(*graph.notes, *notes)) if notes else graph
 
 
-def verify_call(given: UserRule, op: Op, operands: Sequence[TensorMeta], made: OpFactors) -> str:
-    """Try a rule on random tensors shaped like one call's, small where the operator allows it; what
-    can't be tried, and why, if so. The numbers are the same on every rank, and not the caller's."""
+def verify_call(added: UserRule, op: Op, operands: Sequence[TensorMeta], factors: OpFactors) -> str:
+    """Try a rule on random tensors shaped like one call's, small where the operator allows it; the
+    part that can't be tried, and why. The numbers are the same on every rank, not the caller's."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
-        return _verify_call(given, op, operands, made)
+        return _verify_call(added, op, operands, factors)
 
 
-def _verify_call(given: UserRule, op: Op, operands: Sequence[TensorMeta], made: OpFactors) -> str:
+def _verify_call(
+    added: UserRule, op: Op, operands: Sequence[TensorMeta], factors: OpFactors
+) -> str:
     why = ""
     needs = [meta.requires_grad for meta in operands]
-    for sizes in _trial_sizes(made, given.options["sizes"]):
-        small = [
-            _resized(meta, dims, sizes) for meta, dims in zip(operands, made.operands, strict=True)
-        ]
+    for sizes in _trial_sizes(factors, added.options["sizes"]):
+        pairs = zip(operands, factors.operands, strict=True)
+        small = [_resized(meta, dims, sizes) for meta, dims in pairs]
         if sum(meta.numel for meta in small) > LARGEST_TRIAL:
             why = why or f"it does not run on less than {LARGEST_TRIAL} elements"
             continue
-        args, kwargs = divided(op, made, op.args, op.kwargs, sizes)
+        args, kwargs = divided(op, factors, op.args, op.kwargs, sizes)
         call = replace(op, args=tuple(args), kwargs=kwargs)
         for dtype in (torch.float64, torch.float32, torch.bfloat16):
             try:
@@ -261,45 +255,40 @@ def _verify_call(given: UserRule, op: Op, operands: Sequence[TensorMeta], made: 
             except Exception as error:  # noqa: BLE001 - any: the next trial may run
                 why = first_line(error)
                 continue
-            return _judge(given, call, trial)
+            return _judge(added, call, trial)
     return why
 
 
-def _judge(given: UserRule, call: Op, trial: Trial) -> str:
+def _judge(added: UserRule, call: Op, trial: Trial) -> str:
     """The part of a rule that was not tried, in words; RuleError where it does not hold."""
     metas = [meta_of(x) for x in trial.operands]
-    local = given.rule(call, metas, [meta_of(y) for y in trial.whole.results])
+    local = added.rule(call, metas, [meta_of(y) for y in trial.whole.results])
     if wrong := faults(trial, local, DEGREES):
-        raise RuleError(wrong_rule(given, local, wrong))
-    logger.debug("rule of %s holds: %s", given.target, given.spec)
+        raise RuleError(wrong_rule(added, local, wrong))
+    logger.debug("rule of %s holds: %s", added.target, added.spec)
     for factor, parts in splits(local, DEGREES).items():
         if not parts:
             return f"factor {factor!r} of {local.sizes[factor]} elements was not split"
     gradients = any(gradient is not None for gradient in trial.whole.gradients)
-    if not gradients and any(y.is_floating_point() for y in trial.whole.results):
-        return "no gradient flows to its operands"
-    return ""
+    floating = any(y.is_floating_point() for y in trial.whole.results)
+    return "no gradient flows to its operands" if floating and not gradients else ""
 
 
-def wrong_rule(given: UserRule, made: OpFactors, wrong: Sequence[Fault]) -> str:
+def wrong_rule(added: UserRule, factors: OpFactors, wrong: Sequence[Fault]) -> str:
     bad = {fault.factor for fault in wrong}
-    good = [f for f, kind in made.kinds.items() if kind != "whole" and f not in bad]
+    good = [f for f, kind in factors.kinds.items() if kind != "whole" and f not in bad]
     return (
-        f"rule of {given.target}, {given.spec!r}, does not hold: split, factor "
+        f"rule of {added.target}, {added.spec!r}, does not hold: split, factor "
         f"{'; factor '.join(map(str, wrong))}. Factors that hold: {', '.join(good) or 'none'}. "
         f"List the wrong ones in whole=, or correct the spec; {DISCOVER}"
     )
 
 
-def _trial_sizes(made: OpFactors, given: Mapping[str, int]) -> list[dict[str, int]]:
-    """Sizes of the factors to try, the smallest first: some operators want those they have.
-    Those that the rule says are `given`."""
-    small = {
-        name: given.get(name, SMALL if made.kinds[name] != "whole" else min(size, SMALL))
-        for name, size in made.sizes.items()
-    }
-    whole = {name: size for name, size in made.sizes.items() if made.kinds[name] == "whole"}
-    return [small, {**small, **whole}, dict(made.sizes)]
+def _trial_sizes(factors: OpFactors, spec_sizes: Mapping[str, int]) -> list[dict[str, int]]:
+    """Sizes of the factors to try, the smallest first; some operators want those they have."""
+    unsplit = {n: size for n, size in factors.sizes.items() if factors.kinds[n] == "whole"}
+    small = {n: spec_sizes.get(n, min(unsplit.get(n, SMALL), SMALL)) for n in factors.sizes}
+    return [small, {**small, **unsplit}, dict(factors.sizes)]
 
 
 def _resized(meta: TensorMeta, dims: Dims, sizes: Mapping[str, int]) -> TensorMeta:

@@ -1,4 +1,4 @@
-"""Runs an operator on shards, forward and backward, and compares: does a rule hold?
+"""Verification of a rule: the operator runs on shards, forward and backward, and is compared.
 
 With a factor split into n parts, part k runs on what it would hold, and the whole is put together:
 
@@ -31,8 +31,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A split that does not give the whole: which factor (or group of partial operands), and what
-    was seen."""
+    """A split factor (or group of partial operands) whose parts do not give the whole."""
 
     factor: str
     kind: str
@@ -58,16 +57,16 @@ def called(op: Op, operands: Tensors) -> list[torch.Tensor]:
     """The operator itself; a leaf's own forward."""
     if traits_of(op).leaf:
         return list(leaf_of(op).program(operands))
-    given = iter(operands)
-    args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(given))
-    made = overload(op.target)(*args, **kwargs)
-    return [made] if isinstance(made, torch.Tensor) else list(made)
+    tensors = iter(operands)
+    args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(tensors))
+    results = overload(op.target)(*args, **kwargs)
+    return [results] if isinstance(results, torch.Tensor) else list(results)
 
 
 def cut_dim(x: torch.Tensor, dim: int, split: int, parts: int, rank: int) -> torch.Tensor:
     """Part `rank` of a dim that is seen as (split, parts, rest)."""
-    each = x.shape[dim] // (split * parts)
-    shape = (*x.shape[:dim], split, parts, each, *x.shape[dim + 1 :])
+    rest = x.shape[dim] // (split * parts)
+    shape = (*x.shape[:dim], split, parts, rest, *x.shape[dim + 1 :])
     return x.reshape(shape).select(dim + 1, rank).flatten(dim, dim + 1)
 
 
@@ -86,8 +85,7 @@ def partials(x: torch.Tensor, parts: int) -> list[torch.Tensor]:
 
 
 def perform(op: Op, operands: Tensors, cotangents: Tensors | None, needs: Sequence[bool]) -> Run:
-    """One call, and its backward to the operands that need gradients, where there are gradients of
-    the results."""
+    """One call, and its backward from `cotangents`, if any, to the operands that need gradients."""
     leaves = [
         x.detach().clone().requires_grad_(need) for x, need in zip(operands, needs, strict=True)
     ]
@@ -111,8 +109,7 @@ class Trial:
 
     @staticmethod
     def of(op: Op, operands: Tensors, needs: Sequence[bool] | None = None) -> Trial:
-        """The trial of a call and its backward to the operands that are in `needs`; by default to
-        all that torch has a derivative for."""
+        """The trial of a call and its backward to the operands in `needs`, or all that can."""
         shapes = called(op, operands)
         cotangents = tuple(
             torch.randn_like(y) if y.is_floating_point() else y for y in map(torch.detach, shapes)
@@ -139,23 +136,23 @@ class Trial:
             for x, y in zip(again, self.whole.results, strict=True)
         )
 
-    def split_fault(self, made: OpFactors, factor: str, parts: int = 2) -> Fault | None:
+    def split_fault(self, rule: OpFactors, factor: str, parts: int = 2) -> Fault | None:
         """The fault of splitting a factor; None where the parts give the whole."""
-        kind = made.kinds[factor]
+        kind = rule.kinds[factor]
         summed = kind in ("sum", "mean")
         share = 1 / parts if kind == "mean" else 1.0
         held = [
-            self._cut(x, dims, made, factor, parts) or (
-                partials(x, parts) if summed and i in made.pinned else [x] * parts
+            self._cut(x, dims, rule, factor, parts) or (
+                partials(x, parts) if summed and i in rule.pinned else [x] * parts
             )
-            for i, (x, dims) in enumerate(zip(self.operands, made.operands, strict=True))
+            for i, (x, dims) in enumerate(zip(self.operands, rule.operands, strict=True))
         ]  # fmt: skip
         seeds = [
-            self._cut(g, dims, made, factor, parts) or [g * share if summed else g] * parts
-            for g, dims in zip(self.cotangents, made.results, strict=True)
+            self._cut(g, dims, rule, factor, parts) or [g * share if summed else g] * parts
+            for g, dims in zip(self.cotangents, rule.results, strict=True)
         ]
-        local = {factor: made.sizes[factor] // parts}
-        args, kwargs = divided(self.op, made, self.op.args, self.op.kwargs, local)
+        local = {factor: rule.sizes[factor] // parts}
+        args, kwargs = divided(self.op, rule, self.op.args, self.op.kwargs, local)
         op = replace(self.op, args=tuple(args), kwargs=kwargs)
         try:
             runs = [
@@ -164,15 +161,15 @@ class Trial:
             ]
         except Exception as error:  # noqa: BLE001 - the operator's own; it is the finding
             return Fault(factor=factor, kind=kind, what=f"a part does not run: {first_line(error)}")
-        for what in self._differences(made, factor, runs, share):
+        for what in self._differences(rule, factor, runs, share):
             return Fault(factor=factor, kind=kind, what=what)
         return None
 
-    def partial_fault(self, made: OpFactors, group: frozenset[int], parts: int = 2) -> Fault | None:
+    def partial_fault(self, rule: OpFactors, group: frozenset[int], parts: int = 2) -> Fault | None:
         """The fault of a set of partial operands; None where the parts give the whole."""
         name = "linear " + " ".join(map(str, sorted(group)))
         held = [
-            partials(x, parts) if i in group or i in made.pinned else [x] * parts
+            partials(x, parts) if i in group or i in rule.pinned else [x] * parts
             for i, x in enumerate(self.operands)
         ]
         try:
@@ -184,15 +181,15 @@ class Trial:
             return Fault(
                 factor=name, kind="partial", what=f"a part does not run: {first_line(error)}"
             )
-        for k, whole in enumerate(self.whole.results):
-            if off := self._error([_total([run.results[k] for run in runs])], whole):
+        for k, result in enumerate(self.whole.results):
+            if off := self._error([_total([run.results[k] for run in runs])], result):
                 return Fault(factor=name, kind="partial", what=f"result {k} {off}")
         for i, gradient in enumerate(self.whole.gradients):
             if gradient is None:
                 continue
-            found = [run.gradients[i] for run in runs]
-            free = i in group or i in made.pinned
-            if off := self._error(found if free else [_total(found)], gradient):
+            parts_of = [run.gradients[i] for run in runs]
+            free = i in group or i in rule.pinned
+            if off := self._error(parts_of if free else [_total(parts_of)], gradient):
                 what = f"the gradient of operand {i} {off}"
                 return Fault(factor=name, kind="partial", what=what)
         return None
@@ -204,36 +201,36 @@ class Trial:
         return [cut_dim(x, *place, parts, k) for k in range(parts)] if place else []
 
     def _differences(
-        self, made: OpFactors, factor: str, runs: Sequence[Run], share: float
+        self, rule: OpFactors, factor: str, runs: Sequence[Run], share: float
     ) -> Iterator[str]:
-        summed = made.kinds[factor] in ("sum", "mean")
-        for k, (result, dims) in enumerate(zip(self.whole.results, made.results, strict=True)):
-            found: Sequence[torch.Tensor | None] = [run.results[k] for run in runs]
-            if place := made.place(dims, factor):
-                found = [_joined(found, *place)]
+        summed = rule.kinds[factor] in ("sum", "mean")
+        for k, (result, dims) in enumerate(zip(self.whole.results, rule.results, strict=True)):
+            pieces: Sequence[torch.Tensor | None] = [run.results[k] for run in runs]
+            if place := rule.place(dims, factor):
+                pieces = [_joined(pieces, *place)]
             elif summed:
-                total = _total(found)
-                found = [None if total is None else total * share]
-            if error := self._error(found, result):
+                total = _total(pieces)
+                pieces = [None if total is None else total * share]
+            if error := self._error(pieces, result):
                 yield f"result {k} {error}"
-        for i, (whole, dims) in enumerate(zip(self.whole.gradients, made.operands, strict=True)):
-            if whole is None:
+        for i, (gradient, dims) in enumerate(zip(self.whole.gradients, rule.operands, strict=True)):
+            if gradient is None:
                 continue
-            found = [run.gradients[i] for run in runs]
-            if place := made.place(dims, factor):
-                found = [_joined(found, *place)]
-            elif not (summed and i in made.pinned):
-                found = [_total(found)]
-            if error := self._error(found, whole):
+            pieces = [run.gradients[i] for run in runs]
+            if place := rule.place(dims, factor):
+                pieces = [_joined(pieces, *place)]
+            elif not (summed and i in rule.pinned):
+                pieces = [_total(pieces)]
+            if error := self._error(pieces, gradient):
                 yield f"the gradient of operand {i} {error}"
 
-    def _error(self, found: Sequence[torch.Tensor | None], whole: torch.Tensor) -> str:
-        """By how much what was put together misses the whole; empty where it does not."""
-        for x in found:
-            x = torch.zeros_like(whole) if x is None else x
-            if x.shape != whole.shape:
-                return f"is of shape {list(x.shape)} where the whole is of {list(whole.shape)}"
-            x, y = x.double(), whole.double()
+    def _error(self, pieces: Sequence[torch.Tensor | None], full: torch.Tensor) -> str:
+        """Largest difference of the joined pieces from the whole; empty where there is none."""
+        for x in pieces:
+            x = torch.zeros_like(full) if x is None else x
+            if x.shape != full.shape:
+                return f"is of shape {list(x.shape)} where the whole is of {list(full.shape)}"
+            x, y = x.double(), full.double()
             same = (x == y) | (x.isnan() & y.isnan())  # also what is infinite on both sides
             gap = (x - y).abs().masked_fill(same, 0.0).nan_to_num(nan=math.inf)
             off = float(gap.max()) if gap.numel() else 0.0
@@ -244,8 +241,8 @@ class Trial:
 
 
 def _differentiated(op: Op, operands: Tensors, cotangents: Tensors) -> tuple[tuple[bool, ...], Run]:
-    """The operands that gradients flow to, and the whole call: all that are floating, or all of
-    those that torch has a derivative for by itself."""
+    """Operands that gradients flow to, and the whole call: all floating ones, or those that torch
+    has a derivative for by itself."""
     floating = tuple(x.is_floating_point() for x in operands)
 
     def run(needs: Sequence[bool]) -> Run | None:
@@ -253,36 +250,34 @@ def _differentiated(op: Op, operands: Tensors, cotangents: Tensors) -> tuple[tup
             return perform(op, operands, cotangents, needs)
         return None
 
-    if whole := run(floating):
-        return floating, whole
+    if complete := run(floating):
+        return floating, complete
     count = len(floating)
     able = tuple(
         floats and run([k == i for k in range(count)]) is not None
         for i, floats in enumerate(floating)
     )
-    if whole := run(able):
-        return able, whole
+    if complete := run(able):
+        return able, complete
     none = (False,) * count
     return none, perform(op, operands, None, none)
 
 
-def faults(trial: Trial, made: OpFactors, degrees: Sequence[int] = (2,)) -> list[Fault]:
-    """Every split, into as many parts as one of `degrees`, and every partial form that a rule
-    allows and that does not hold: at most one fault for each."""
-    found: list[Fault] = []
-    for factor, parts in splits(made, degrees).items():
-        seen = (trial.split_fault(made, factor, n) for n in parts)
-        found += itertools.islice(filter(None, seen), 1)
-    return found + list(filter(None, (trial.partial_fault(made, group) for group in made.linear)))
+def faults(trial: Trial, rule: OpFactors, degrees: Sequence[int] = (2,)) -> list[Fault]:
+    """Faults of every split and of every partial form that a rule allows, at most one each."""
+    wrong: list[Fault] = []
+    for factor, parts in splits(rule, degrees).items():
+        seen = (trial.split_fault(rule, factor, n) for n in parts)
+        wrong += itertools.islice(filter(None, seen), 1)
+    return wrong + list(filter(None, (trial.partial_fault(rule, group) for group in rule.linear)))
 
 
-def splits(made: OpFactors, degrees: Sequence[int]) -> dict[str, list[int]]:
-    """The factors that the operator itself may be split by, each with the `degrees` that divide
-    it."""
+def splits(rule: OpFactors, degrees: Sequence[int]) -> dict[str, list[int]]:
+    """Factors that the operator itself may be split by, each with the `degrees` that divide it."""
     return {
-        factor: [n for n in degrees if made.sizes[factor] % n == 0]
-        for factor, kind in made.kinds.items()
-        if kind not in ("whole", "inner") and factor not in made.implementations
+        factor: [n for n in degrees if rule.sizes[factor] % n == 0]
+        for factor, kind in rule.kinds.items()
+        if kind not in ("whole", "inner") and factor not in rule.implementations
     }
 
 
@@ -304,16 +299,15 @@ def first_line(error: Exception) -> str:
 
 
 def random_operands(metas: Sequence[TensorMeta], dtype: torch.dtype | None) -> list[torch.Tensor]:
-    """Normal numbers of a dtype (None: each of its own), flags, and integers that are legal indices
-    of any floating dim."""
+    """Normal numbers of a dtype (None: their own), flags, and legal indices."""
     sizes = [s for m in metas if m.dtype.is_floating_point for s in m.shape if s > 1]
     below = min(sizes, default=2)
-    made = []
+    operands = []
     for meta in metas:
         if meta.dtype == torch.bool:
-            made.append(torch.rand(meta.shape) < 0.5)
+            operands.append(torch.rand(meta.shape) < 0.5)
         elif meta.dtype.is_floating_point:
-            made.append(torch.randn(meta.shape, dtype=torch.float64).to(dtype or meta.dtype))
+            operands.append(torch.randn(meta.shape, dtype=torch.float64).to(dtype or meta.dtype))
         else:
-            made.append(torch.randint(0, below, meta.shape, dtype=meta.dtype))
-    return made
+            operands.append(torch.randint(0, below, meta.shape, dtype=meta.dtype))
+    return operands

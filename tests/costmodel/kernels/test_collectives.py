@@ -116,9 +116,9 @@ class TestGroups:
         assert group == Group(size=size, per_node=fewest, concurrent=max(users.values(), default=1))
 
     def test_impossible_groups_are_refused(self) -> None:
-        with pytest.raises(ValueError, match="per_node is 3; legal: 1 to 2"):
+        with pytest.raises(ValueError, match="per_node=3; legal: 1 to 2"):
             Group(size=2, per_node=3)
-        with pytest.raises(ValueError, match="concurrent is 0; legal: 1 or more"):
+        with pytest.raises(ValueError, match="concurrent=0; legal: 1 or more"):
             Group(size=2, per_node=1, concurrent=0)
 
 
