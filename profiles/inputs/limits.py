@@ -1,4 +1,4 @@
-"""How large an input may be, checked before it is expanded or looped over."""
+"""Limits of inputs, checked before one is expanded or looped over."""
 
 from __future__ import annotations
 
