@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    report = parallelized(args, plan=args.plan)[0].report
-    found = explained(report, args.glob)
+    report = parallelized(args)[0].report
+    operators = explained(report, args.glob)
     return Answer(
-        data=lambda: [each.as_dict() for each in found], text=lambda: text(found, report.plan)
+        data=lambda: [op.as_dict() for op in operators], text=lambda: text(operators, report.plan)
     )
 
 

@@ -18,8 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "What is not given is searched. GLOB is a block name, a range (layers.0-11) or a pattern "
         "over block names (* within one component, ** across dots).",
     )
-    for own in DECISIONS.values():
-        flags.add_argument(f"--{own.name.replace('_', '-')}", **_flag(own))
+    for decision in DECISIONS.values():
+        flags.add_argument(f"--{decision.name.replace('_', '-')}", **_flag(decision))
     flags.add_argument(
         "--stage",
         action="append",
@@ -44,49 +44,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(args: argparse.Namespace) -> Overrides:
     """The overrides that the flags give. Raises ValueError."""
-    given: dict[str, Any] = {n: _given(own, getattr(args, n)) for n, own in DECISIONS.items()}
+    decided: dict[str, Any] = {}
+    for name, decision in DECISIONS.items():
+        value = getattr(args, name)
+        if decision.parts and value:
+            value = dict(value)
+        decided[name] = _merged(name, value) if decision.by_block else value
     return Overrides(
-        **given,
+        **decided,
         stages=args.stage and [[name.strip() for name in s.split(",")] for s in args.stage],
         shardings=dict(map(_sharding, args.sharding)),
         forbid=tuple(args.forbid),
     )
 
 
-def _given(own: Decision, value: Any) -> Any:
-    """What an override has of what the command line took."""
-    if own.parts and value:
-        return dict(value)
-    return _merged(own.name, value) if own.by_block else value
-
-
-def _flag(own: Decision) -> dict[str, Any]:
-    """How the command line takes a decision."""
-    if own.is_flag:
-        return {"action": "store_true", "default": None, "help": own.what}
-    if own.parts:
-        said = f"{own.what}, of {', '.join(own.parts)}"
-        return {"action": "append", "type": _part, "metavar": "WHAT=PART", "help": said}
-    kind = str if own.legal and isinstance(next(iter(own.legal)), str) else int
-    legal = own.values if own.legal else "an integer from 1"
-    if own.by_block:
-        more = {"type": _by_block(kind), "action": "append", "metavar": "[GLOB=]VALUE"}
-        return {"help": f"{own.what}: {legal}; repeatable with GLOB=VALUE", **more}
-    return {"help": f"{own.what}: {legal}", "type": kind}
+def _flag(decision: Decision) -> dict[str, Any]:
+    """Options of a decision's flag."""
+    if decision.is_flag:
+        return {"action": "store_true", "default": None, "help": decision.what}
+    if decision.parts:
+        text = f"{decision.what}, of {', '.join(decision.parts)}"
+        return {"action": "append", "type": _part, "metavar": "WHAT=PART", "help": text}
+    kind = str if decision.legal and isinstance(next(iter(decision.legal)), str) else int
+    text = f"{decision.what}: {decision.values if decision.legal else 'an integer from 1'}"
+    if not decision.by_block:
+        return {"type": kind, "help": text}
+    text += "; repeatable with GLOB=VALUE"
+    return {"action": "append", "type": _by_block(kind), "metavar": "[GLOB=]VALUE", "help": text}
 
 
 def _part(text: str) -> tuple[str, float]:
-    """Reads WHAT=PART."""
-    what, _, part = text.partition("=")
+    """Reader of WHAT=PART."""
+    name, _, part = text.partition("=")
     try:
-        return what, float(part)
+        return name, float(part)
     except ValueError:
         legal = "WHAT=PART, e.g. optimizer=0.5"
         raise argparse.ArgumentTypeError(f"{text!r}; legal: {legal}") from None
 
 
 def _by_block(kind: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
-    """Reads VALUE or GLOB=VALUE as (glob, value), the glob "" for all blocks."""
+    """Reader of VALUE or GLOB=VALUE as (glob, value), the glob "" for all blocks."""
 
     def read(text: str) -> tuple[str, Any]:
         pattern, equals, value = text.rpartition("=")
@@ -100,21 +98,21 @@ def _by_block(kind: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
     return read
 
 
-def _merged(name: str, given: Sequence[tuple[str, Any]] | None) -> Any:
+def _merged(name: str, pairs: Sequence[tuple[str, Any]] | None) -> Any:
     """One value, or glob -> value."""
-    if not given:
+    if not pairs:
         return None
-    globs = [pattern for pattern, _ in given]
+    globs = [pattern for pattern, _ in pairs]
     if globs == [""]:
-        return given[0][1]
+        return pairs[0][1]
     if "" in globs or len(set(globs)) < len(globs):
-        texts = ", ".join(f"{pattern}={value}".lstrip("=") for pattern, value in given)
+        texts = ", ".join(f"{pattern}={value}".lstrip("=") for pattern, value in pairs)
         raise MeshwrightError(
             "",
             place=f"--{name.replace('_', '-')} {texts}",
             legal="one VALUE for all blocks, or GLOB=VALUE once per glob",
         )
-    return dict(given)
+    return dict(pairs)
 
 
 def _sharding(text: str) -> tuple[str, str]:

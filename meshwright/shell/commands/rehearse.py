@@ -18,28 +18,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     parser.add_argument("--plan", required=True, help="plan file")
     parser.add_argument("--every", action="store_true", help="every rank, not one of each kind")
-    flags.without_search(parser)
 
 
 def run(args: argparse.Namespace) -> Answer:
     from meshwright import rehearsing
 
-    result, _ = parallelized(args, plan=args.plan)
-    found = result.rehearse(every=args.every)
+    result, _ = parallelized(args)
+    rehearsal = result.rehearse(every=args.every)
     return Answer(
-        data=lambda: rehearsing.as_data(found),
-        text=lambda: str(found),
-        code=exit_code(found, result.report),
+        data=lambda: rehearsing.as_data(rehearsal),
+        text=lambda: str(rehearsal),
+        code=exit_code(rehearsal, result.report),
     )
 
 
-def exit_code(found: Rehearsal, report: Report) -> int:
+def exit_code(rehearsal: Rehearsal, report: Report) -> int:
     """The exit status of a rehearsal, with the reason on stderr."""
     from meshwright import rehearsing
 
-    for mismatch in found.mismatches:
+    for mismatch in rehearsal.mismatches:
         say(f"mismatch: {mismatch}")
-    code = rehearsing.exit_code(found, report)
+    code = rehearsing.exit_code(rehearsal, report)
     if code == 2:
         say(f"infeasible: the plan was rehearsed, and does not fit: {report.memory}")
     return code
