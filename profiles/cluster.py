@@ -1,13 +1,8 @@
-"""Device, Link, Cluster: the description of the hardware that everything else plans for.
+"""Cluster: the description of the hardware that everything else plans for.
 
-A cluster is `num_nodes` equal nodes of `devices_per_node` equal devices; rank r sits on node
-`r // devices_per_node`. Two links describe it: `intra_link`, what one rank can send to another of
-its node, and `inter_link`, what all NICs of a node can send together. Both carry *achieved*
-figures where any are published: bandwidths that long messages reach, and the fractions of them
-that shorter ones do.
-
-Values are SI (bytes, seconds, FLOP/s, bytes/s). Clusters are frozen, hashable and equal by value.
-What is not sourced but assumed is listed in `Cluster.assumptions`, for the report.
+Rank r sits on node `r // devices_per_node`. Both links carry *achieved* figures where any are
+published: bandwidths that long messages reach, and the fractions of them that shorter ones do.
+Values are SI (bytes, seconds, FLOP/s, bytes/s).
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +42,8 @@ class Cluster:
     """Equal nodes of equal devices; `intra_link` is per rank, `inter_link` a node's NICs together.
 
     `host` is each node's memory beside its devices', None where nothing is known of it: then
-    nothing is moved there. `assumptions` are sentences about numbers that are neither measured nor
-    published.
+    nothing is moved there. `assumptions` are sentences for the report about numbers that are
+    neither measured nor published. Frozen, hashable and equal by value.
     """
 
     name: str
@@ -75,9 +70,9 @@ class Cluster:
                 place=what,
                 legal=f"up to {MAX_DEVICES} devices",
             )
-        if self.backend not in ("nccl", "gloo"):
+        if self.backend not in (backends := ("nccl", "gloo")):
             raise MeshwrightError(
-                f" is {shown(self.backend)}", place=f"{what}: backend", legal="nccl, gloo"
+                f" is {shown(self.backend)}", place=f"{what}: backend", legal=backends
             )
 
     @property
@@ -101,7 +96,7 @@ class Cluster:
         """
         entry = read_entry(name if isinstance(name, str) else shown(name))
         node = entry if entry.is_node else read_entry(entry.texts["usual_node"])
-        device = read_entry(node.texts["device"]) if entry.is_node else entry
+        device = read_entry(node.texts["device"])
         most = int(node.value("devices_per_node"))
         count = most if devices_per_node is None else devices_per_node
         check_whole("devices_per_node", count)
@@ -154,7 +149,7 @@ class Cluster:
             base = cls.from_catalog(_local_gpu())
             return dataclasses.replace(base, name=f"local-{base.name}", devices_per_node=n)
         base = cls.from_catalog(LOCAL_NODE, devices_per_node=n)
-        return _profiled(base, n) if measure else base
+        return _measured(base, n) if measure else base
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Cluster:
@@ -162,24 +157,20 @@ class Cluster:
 
         Keys: base, name, num_nodes, devices_per_node; tables [device] (peak_flops is a sub-table),
         [intra_link], [inter_link], [host] with the field names of Device, Link and Host, in SI
-        units. A curve is
-        a number or an array of [x, y] pairs.
+        units. A curve is a number or an array of [x, y] pairs.
         """
         place = Path(path)
         data = read_toml(place)
-        legal = ("base", "name", "num_nodes", "devices_per_node", *_TABLES)
-        for key in data:
-            if key not in legal:
-                raise unknown_name(f"{place} key", key, legal)
+        plain = ("name", "num_nodes", "devices_per_node")
+        _check_keys(data, ("base", *plain, *_TABLES), place)
         if str(data.get("base")) not in catalog_names():
             raise unknown_name(f"{place} base", data.get("base"), catalog_names())
         cluster = cls.from_catalog(data["base"])
-        changes = {key: data[key] for key in legal[1:4] if key in data}
+        changes = {key: data[key] for key in plain if key in data}
         for table in _TABLES:
             if table in data:
                 where = f"{place} [{table}]"
-                values = _table(data[table], where)
-                changes[table] = _override(getattr(cluster, table), values, where)
+                changes[table] = _override(getattr(cluster, table), data[table], where)
         assumptions = cluster.assumptions + tuple(
             f"{place.name}: {key} = {value} replaces the catalog's"
             for table in _TABLES
@@ -280,7 +271,7 @@ def _naming(entry: Entry) -> Iterator[None]:
         raise MeshwrightError.of(error, f"{entry.name}.json") from None
 
 
-def _profiled(cluster: Cluster, n: int) -> Cluster:
+def _measured(cluster: Cluster, n: int) -> Cluster:
     """`cluster` with its CPU device's rates measured, divided among `n` ranks where these are more
     than cores."""
     from meshwright.profiles import measure_cpu  # with torch
@@ -298,8 +289,8 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         host_overhead_s=rates.launch_overhead_s / share,
     )
     waits_s = (n / cores - 1) * _SLICE_S if share < 1 else 0.0
-    link = cluster.intra_link
-    link = dataclasses.replace(link, latency_s=link.latency_s + waits_s)
+    latency_s = cluster.intra_link.latency_s + waits_s
+    link = dataclasses.replace(cluster.intra_link, latency_s=latency_s)
     notes = [
         f"{MEASURED_HERE} on {rates.date}"
         + ", while it was busy with something else" * rates.busy
@@ -311,7 +302,7 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
             f"local: {n} ranks share {cores} cores, so FLOP/s and bandwidth are {share:.3g} of one "
             f"core's, and a message waits {waits_s * 1e3:.2g} ms for a core"
         )
-    operators = tuple(
+    unmeasured = tuple(
         note
         for note in cluster.assumptions
         if not note.startswith(f"{cluster.device.name}: ") or ": reserved =" in note
@@ -323,8 +314,9 @@ def _profiled(cluster: Cluster, n: int) -> Cluster:
         link_bandwidth=rates.copy_bandwidth * share / 2,
         assumptions=("local: device and host memory are one, of which each is counted whole",),
     )
+    assumptions = (*unmeasured, *notes)
     return dataclasses.replace(
-        cluster, device=device, intra_link=link, assumptions=operators + tuple(notes), host=host
+        cluster, device=device, intra_link=link, assumptions=assumptions, host=host
     )
 
 
@@ -332,36 +324,37 @@ def _local_gpu() -> str:
     import torch
 
     driver_name = torch.cuda.get_device_name(0)
-    name = device_of_driver(driver_name)
-    if name is None:
-        raise MeshwrightError(
-            " is not in the catalog",
-            place=f"GPU {driver_name!r}",
-            legal=catalog_names(),
-            way_out=(
-                "describe it in a TOML file whose base is the nearest of these, and Cluster.load it"
-            ),
-        )
-    return name
+    if name := device_of_driver(driver_name):
+        return name
+    raise MeshwrightError(
+        " is not in the catalog",
+        place=f"GPU {driver_name!r}",
+        legal=catalog_names(),
+        way_out="describe it in a TOML file with the nearest of these as base, and Cluster.load it",
+    )
 
 
-def _table(value: Any, place: str) -> Mapping[str, Any]:
+def _check_keys(table: Iterable[str], legal: Collection[str], place: object) -> None:
+    """Raise ValueError, with the nearest legal ones, for an unknown key."""
+    for key in table:
+        if key not in legal:
+            raise unknown_name(f"{place} key", key, legal)
+
+
+def _table(value: Any, place: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     raise MeshwrightError(f" is {shown(value)}", place=place, legal="a table of key = value")
 
 
-def _override(base: Any, table: Mapping[str, Any], place: str) -> Any:
-    """`base` (a Device or Link) with fields replaced by those of a TOML table. Raises ValueError
-    with the `place` for unknown keys and illegal values."""
-    legal = [field.name for field in dataclasses.fields(base)]
-    for key in table:
-        if key not in legal:
-            raise unknown_name(f"{place} key", key, legal)
-    changes = dict(table)
-    if "peak_flops" in table:
-        rates = _table(table["peak_flops"], f"{place} peak_flops")
-        changes["peak_flops"] = {**base.peak_flops, **rates}
+def _override(base: Any, table: Any, place: str) -> Any:
+    """`base` (a Device, Link or Host) with fields replaced by those of a TOML table. Raises
+    ValueError with the `place` for unknown keys and illegal values."""
+    changes = _table(table, place)
+    _check_keys(changes, [field.name for field in dataclasses.fields(base)], place)
+    if "peak_flops" in changes:
+        rates = _table(changes["peak_flops"], f"{place} peak_flops")
+        changes = {**changes, "peak_flops": {**base.peak_flops, **rates}}
     try:
         return dataclasses.replace(base, **changes)
     except ValueError as error:
@@ -377,24 +370,21 @@ def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(inner) for inner in value]
     if dataclasses.is_dataclass(value):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return value
 
 
 def _flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    if not isinstance(value, dict):
+    if isinstance(value, dict):
+        for inner, nested in value.items():
+            yield from _flat(nested, f"{key}.{inner}")
+    else:
         yield key, value
-        return
-    for inner, nested in value.items():
-        yield from _flat(nested, f"{key}.{inner}")
 
 
 def _env_count(environ: Mapping[str, str], key: str, default: int) -> int:
     text = environ.get(key, str(default))
     if not re.fullmatch("[0-9]{1,9}", text) or int(text) < 1:
-        raise MeshwrightError(
-            f" is {shown(text)}", place=f"environment {key}", legal="a whole number, 1 or more"
-        )
+        legal = "a whole number, 1 or more"
+        raise MeshwrightError(f" is {shown(text)}", place=f"environment {key}", legal=legal)
     return int(text)

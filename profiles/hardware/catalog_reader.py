@@ -2,9 +2,8 @@
 
 Every number in a file is an object `{"value", "unit", "source", "kind", "date"}`. One that depends
 on a size may be a curve, `{"points": [[x, y], ...], "x_unit", "unit", "source", "kind", "date"}`.
-The reader converts both to SI (bytes, seconds, FLOP/s, bytes/s) once, here, and keeps where they
-came from, so that whatever is computed later can say which of its inputs were only assumed. `date`
-is the month in which the source was consulted or the measurement made.
+Both are converted to SI here, once. `date` is the month in which the source was consulted or the
+measurement made.
 """
 
 from __future__ import annotations
@@ -109,16 +108,12 @@ _TEXTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 
-
 Tiles = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantity:
-    """One number, curve or list of tiles of the catalog, in SI units, and its provenance.
-
-    `text` is the value as written, for people.
-    """
+    """A number, curve or list of tiles in SI units, its provenance, and its `text` as written."""
 
     value: float | Curve | Tiles
     text: str
@@ -137,7 +132,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """The name under which the entry is asked for; also its file's stem."""
+        """Its file's stem."""
         return self.texts["name"]
 
     @property
@@ -146,33 +141,33 @@ class Entry:
         return self.texts["entry"] == "node"
 
     def value(self, key: str) -> float:
-        """The SI value of a number the schema requires."""
+        """A number that the schema requires, in SI units."""
         value = self.quantities[key].value
         assert isinstance(value, float)
         return value
 
     def optional(self, key: str) -> float | None:
-        """The SI value of a number, None where the file leaves it out."""
+        """A number in SI units; None where the file leaves it out."""
         return self.value(key) if key in self.quantities else None
 
     def curve(self, key: str) -> Curve:
         """A curve, in SI units on both axes; constantly 1 where the file leaves it out."""
-        value = self.quantities[key].value if key in self.quantities else FULL
-        assert isinstance(value, Curve)
-        return value
+        return self.optional_curve(key) or FULL
 
     def optional_curve(self, key: str) -> Curve | None:
-        """A curve, in SI units on both axes, None where the file leaves it out."""
-        return self.curve(key) if key in self.quantities else None
+        """A curve, in SI units on both axes; None where the file leaves it out."""
+        curve = self.quantities[key].value if key in self.quantities else None
+        assert curve is None or isinstance(curve, Curve)
+        return curve
 
     def tiles(self) -> Tiles:
-        """The output tiles of a device's matrix products, none where the file leaves them out."""
-        value = self.quantities["tiles"].value if "tiles" in self.quantities else ()
-        assert isinstance(value, tuple)
-        return value
+        """Output tiles of a device's matrix products, none where the file leaves them out."""
+        tiles = self.quantities["tiles"].value if "tiles" in self.quantities else ()
+        assert isinstance(tiles, tuple)
+        return tiles
 
     def assumptions(self) -> tuple[str, ...]:
-        """One sentence per number of this file that is assumed, or fitted to whole steps."""
+        """One sentence per number that is assumed, or fitted to whole steps."""
         return tuple(
             f"{self.name}: {key} = {quantity.text} is {quantity.kind} ({quantity.source})"
             for key, quantity in self.quantities.items()
@@ -204,10 +199,8 @@ def read_entry(name: str) -> Entry:
 
 def device_of_driver(driver_name: str) -> str | None:
     """The catalog name of the device a GPU driver reports as `driver_name`, if any."""
-    for name in catalog_names():
-        if driver_name in read_entry(name).driver_names:
-            return name
-    return None
+    names = (name for name in catalog_names() if driver_name in read_entry(name).driver_names)
+    return next(names, None)
 
 
 def read_file(path: Path) -> Entry:
@@ -216,26 +209,22 @@ def read_file(path: Path) -> Entry:
     if not isinstance(data, dict):
         what = f" is a {type(data).__name__}"
         raise MeshwrightError(what, place=path.name, legal="an object of keys")
-    driver_names = data.pop("driver_names", [])
-    if not isinstance(driver_names, list) or not all(isinstance(n, str) for n in driver_names):
-        raise MeshwrightError(
-            f" is {shown(driver_names)}",
-            place=f"{path.name}: driver_names",
-            legal="a list of texts",
-        )
+    drivers = data.pop("driver_names", [])
+    if not isinstance(drivers, list) or not all(isinstance(name, str) for name in drivers):
+        raise _not(drivers, f"{path.name}: driver_names", "a list of texts")
     leaves = dict(_leaves(data))
     entry = str(leaves.get("entry"))
     if entry not in _QUANTITIES:
-        raise MeshwrightError(f" is {shown(entry)}", place=f"{path.name}: entry", legal=_QUANTITIES)
-    schema = _QUANTITIES[entry]
+        raise _not(entry, f"{path.name}: entry", _QUANTITIES)
+    schema, texts = _QUANTITIES[entry], _TEXTS[entry]
     dimensions = {key.removesuffix("?"): dimension for key, dimension in schema.items()}
-    required = {*_TEXTS[entry], *(key for key in schema if not key.endswith("?"))}
+    required = {*texts, *(key for key in schema if not key.endswith("?"))}
     for key in leaves:
-        if key not in dimensions and key not in _TEXTS[entry]:
-            raise unknown_name(f"{path.name} key", key, {*dimensions, *_TEXTS[entry]})
+        if key not in dimensions and key not in texts:
+            raise unknown_name(f"{path.name} key", key, {*dimensions, *texts})
     if "host.memory" in leaves:
-        host_keys = {key for key in dimensions if key.startswith("host.")}
-        required |= {key for key in host_keys if not key.startswith("host.nvme")}
+        hosts = {key for key in dimensions if key.startswith("host.")}
+        required |= {key for key in hosts if not key.startswith("host.nvme")}
     if missing := sorted(required - set(leaves)):
         raise MeshwrightError(
             f"missing {', '.join(missing)}",
@@ -243,26 +232,26 @@ def read_file(path: Path) -> Entry:
             legal=f"all of {', '.join(sorted(required))}",
             way_out="write them",
         )
-    for key in _TEXTS[entry]:
+    for key in texts:
         if not isinstance(leaves[key], str) or not leaves[key]:
-            raise MeshwrightError(
-                f" is {shown(leaves[key])}", place=f"{path.name}: {key}", legal="a non-empty text"
-            )
+            raise _not(leaves[key], f"{path.name}: {key}", "a non-empty text")
     if leaves["name"] != path.stem:
-        raise MeshwrightError(
-            f" is {shown(leaves['name'])}", place=f"{path.name}: name", legal=f"{path.stem!r}"
-        )
+        raise _not(leaves["name"], f"{path.name}: name", repr(path.stem))
     quantities = {
         key: _quantity(leaves[key], f"{path.name}: {key}", dimension)
         for key, dimension in dimensions.items()
         if key in leaves
     }
-    texts = {key: str(leaves[key]) for key in _TEXTS[entry]}
     return Entry(
-        texts=MappingProxyType(texts),
+        texts=MappingProxyType({key: leaves[key] for key in texts}),
         quantities=MappingProxyType(quantities),
-        driver_names=tuple(driver_names),
+        driver_names=tuple(drivers),
     )
+
+
+def _not(value: object, place: str, legal: object, way_out: str = "") -> MeshwrightError:
+    """The error of a value that can't be at its place in a file."""
+    return MeshwrightError(f" is {shown(value)}", place=place, legal=legal, way_out=way_out)
 
 
 def _leaves(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -278,13 +267,8 @@ def _quantity(data: Any, place: str, dimension: str) -> Quantity:
     is_curve = isinstance(data, dict) and "points" in data and bool(x_dimension)
     fields = {"unit", "source", "kind", "date"} | ({"points", "x_unit"} if is_curve else {"value"})
     if not isinstance(data, dict) or set(data) != fields:
-        what = "a curve" if is_curve else "a number"
-        raise MeshwrightError(
-            f" is {shown(data)}",
-            place=place,
-            legal=f"{what} as an object with {sorted(fields)}",
-            way_out="write it so",
-        )
+        form = "a curve" if is_curve else "a number"
+        raise _not(data, place, f"{form} as an object with {sorted(fields)}", "write it so")
     factor = _factor(data["unit"], f"{place}: unit", y_dimension)
     value: float | Curve | Tiles
     if is_curve:
@@ -298,31 +282,21 @@ def _quantity(data: Any, place: str, dimension: str) -> Quantity:
         value = _number(data["value"], f"{place}: value", y_dimension) * factor
         text = f"{data['value']:g} {data['unit']}"
         value = Curve.constant(value) if x_dimension else value
-    if data["kind"] not in SOURCE_KINDS:
-        raise MeshwrightError(
-            f" is {shown(data['kind'])}", place=f"{place}: kind", legal=SOURCE_KINDS
-        )
-    if not isinstance(data["source"], str) or not data["source"].strip():
-        raise MeshwrightError(
-            f" is {shown(data['source'])}",
-            place=f"{place}: source",
-            legal="a text",
-            way_out="say where the number comes from",
-        )
-    if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", str(data["date"])):
-        raise MeshwrightError(f" is {shown(data['date'])}", place=f"{place}: date", legal="YYYY-MM")
-    return Quantity(
-        value=value, text=text, source=data["source"], kind=data["kind"], date=data["date"]
-    )
+    source, kind, date = data["source"], data["kind"], data["date"]
+    if kind not in SOURCE_KINDS:
+        raise _not(kind, f"{place}: kind", SOURCE_KINDS)
+    if not isinstance(source, str) or not source.strip():
+        raise _not(source, f"{place}: source", "a text", "say where the number comes from")
+    if not re.fullmatch(r"\d{4}-(0[1-9]|1[0-2])", str(date)):
+        raise _not(date, f"{place}: date", "YYYY-MM")
+    return Quantity(value=value, text=text, source=source, kind=kind, date=date)
 
 
 def _factor(unit: object, place: str, dimension: str) -> float:
     """The factor from `unit` to the SI unit of `dimension`. Raises ValueError for another."""
-    units = sorted(name for name, (of, _) in _UNITS.items() if of == dimension)
+    units = sorted(name for name, (measured, _) in _UNITS.items() if measured == dimension)
     if unit not in units:
-        raise MeshwrightError(
-            f" is {shown(unit)}", place=place, legal=f"for {dimension}: {', '.join(units)}"
-        )
+        raise _not(unit, place, f"for {dimension}: {', '.join(units)}")
     return _UNITS[str(unit)][1]
 
 
@@ -331,30 +305,25 @@ def _number(value: object, place: str, dimension: str) -> float:
     legal = "0 or more" if dimension in _MAY_BE_ZERO else "above 0"
     legal += ", up to 1" if dimension in _UP_TO_ONE else ""
     if not is_number(value) or (value and not LEAST_NUMBER <= abs(value) <= MOST_NUMBER):
-        raise MeshwrightError(f" is {shown(value)}", place=place, legal=f"a finite number, {legal}")
+        raise _not(value, place, f"a finite number, {legal}")
     too_small = value < 0 or (value == 0 and dimension not in _MAY_BE_ZERO)
     if too_small or (dimension in _UP_TO_ONE and value > 1):
-        raise MeshwrightError(f" is {shown(value)}", place=place, legal=legal)
+        raise _not(value, place, legal)
     return float(value)
 
 
 def _curve(points: object, place: str, dimension: str, x_factor: float, y_factor: float) -> Curve:
     """The SI curve through `points` as written."""
     if not isinstance(points, list) or not points:
-        raise MeshwrightError(
-            f" is {shown(points)}", place=f"{place}: points", legal="[[x, y], ...], x increasing"
-        )
+        raise _not(points, f"{place}: points", "[[x, y], ...], x increasing")
     scaled: list[tuple[float, float]] = []
     for number, point in enumerate(points):
         where = f"{place}: points[{number}]"
         if not isinstance(point, list) or len(point) != 2:
-            raise MeshwrightError(f" is {shown(point)}", place=where, legal="a pair [x, y]")
+            raise _not(point, where, "a pair [x, y]")
         x = _number(point[0], f"{where} x", "count") * x_factor
         if scaled and x <= scaled[-1][0]:
-            last = points[number - 1][0]
-            raise MeshwrightError(
-                f" is {shown(point[0])}", place=f"{where} x", legal=f"above {last!r}"
-            )
+            raise _not(point[0], f"{where} x", f"above {points[number - 1][0]!r}")
         scaled.append((x, _number(point[1], f"{where} y", dimension) * y_factor))
     return Curve(points=tuple(scaled))
 
@@ -364,9 +333,7 @@ def _tiles(value: object, place: str) -> Tiles:
     if not isinstance(value, list) or not all(
         isinstance(tile, list) and all(map(is_number, tile)) for tile in value
     ):
-        raise MeshwrightError(
-            f" is {shown(value)}", place=f"{place}: value", legal="[[rows, columns], ...]"
-        )
+        raise _not(value, f"{place}: value", "[[rows, columns], ...]")
     return tuple(tuple(tile) for tile in value)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.profiles.inputs.limits import LEAST_NUMBER, MOST_NUMBER
+from meshwright.profiles.inputs.limits import LEAST_NUMBER, MOST_NUMBER, is_number
 
 FloatOrArray = TypeVar("FloatOrArray", float, NDArray[np.float64])
 Points = tuple[tuple[float, float], ...]
@@ -60,7 +60,7 @@ class Curve:
 
     @cached_property
     def _log_x(self) -> tuple[float, ...]:
-        return tuple(math.log(x) for x in self._x)
+        return tuple(map(math.log, self._x))
 
     @cached_property
     def _slope(self) -> tuple[float, ...]:
@@ -101,9 +101,8 @@ class Curve:
 
     def steepest(self) -> float:
         """The largest d log y / d log x: below 1, x / y(x) grows with x."""
-        return max(
-            (slope / y for slope, y in zip(self._slope[1:-1], self._y, strict=False)), default=0.0
-        )
+        steps = zip(self._slope[1:-1], self._y, strict=False)
+        return max((slope / y for slope, y in steps), default=0.0)
 
     def to_plain(self) -> float | list[list[float]]:
         """A number if constant, else [[x, y], ...]; `as_curve` reads both."""
@@ -132,15 +131,13 @@ def _checked(points: object) -> Points:
             raise MeshwrightError(f" is {shown(point)}", place="curve: a point", legal=legal)
         x, y = point
         for name, number, least in (("x", x, last_x), ("y", y, 0.0)):
-            real = isinstance(number, int | float) and not isinstance(number, bool)
-            if not real or not max(least, LEAST_NUMBER) <= number <= MOST_NUMBER or number <= least:
-                raise MeshwrightError(
-                    f" is {shown(number)}", place=f"curve: {name}", legal=f"finite, above {least:g}"
-                )
+            finite = is_number(number) and LEAST_NUMBER <= number <= MOST_NUMBER
+            if not finite or number <= least:
+                above, place = f"finite, above {least:g}", f"curve: {name}"
+                raise MeshwrightError(f" is {shown(number)}", place=place, legal=above)
         if checked and math.log(x) <= math.log(last_x):
-            raise MeshwrightError(
-                f" is {shown(x)} after {last_x!r}", place="curve: x", legal="further apart"
-            )
+            what = f" is {shown(x)} after {last_x!r}"
+            raise MeshwrightError(what, place="curve: x", legal="further apart")
         checked.append((float(x), float(y)))
         last_x = float(x)
     return tuple(checked)

@@ -1,11 +1,7 @@
 """Device and Link: the performance model of one accelerator and of one interconnect.
 
-Values are SI (bytes, seconds, FLOP/s, bytes/s). Both are frozen, hashable and equal by value, and
-refuse a number out of its range when they are made, whoever makes them.
-
-What depends on size is a Curve: the fraction of a peak that work of that size reaches. A field that
-takes a curve takes a number, too, which is then the fraction at every size. No curve may rise so
-steeply that more work would take less time.
+Values are SI (bytes, seconds, FLOP/s, bytes/s). Both are frozen, hashable and equal by value. A
+field that takes a curve takes a number, too, which is then the fraction at every size.
 """
 
 from __future__ import annotations
@@ -20,6 +16,10 @@ from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_COUNT, MOST_NUMBER, is_number
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+_EFFICIENCIES = (
+    *("matmul_efficiency", "attention_efficiency", "memory_efficiency"),
+    "tuned_attention_efficiency",
+)
 
 
 class Rates(Mapping[str, float]):
@@ -104,12 +104,9 @@ class Device:
             check_number(f"{what}: peak_flops.{dtype}", rate)
         check_whole(f"{what}: memory_bytes", self.memory_bytes)
         check_number(f"{what}: memory_bandwidth", self.memory_bandwidth)
-        for name in ("matmul_efficiency", "attention_efficiency", "memory_efficiency"):
-            object.__setattr__(self, name, efficiency_curve(f"{what}: {name}", getattr(self, name)))
-        tuned = self.tuned_attention_efficiency
-        if tuned is not None:
-            tuned = efficiency_curve(f"{what}: tuned_attention_efficiency", tuned)
-            object.__setattr__(self, "tuned_attention_efficiency", tuned)
+        for name in _EFFICIENCIES:
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, efficiency_curve(f"{what}: {name}", value))
         check_number(f"{what}: launch_overhead_s", self.launch_overhead_s, zero=True)
         check_number(f"{what}: host_overhead_s", self.host_overhead_s, zero=True)
         check_number(f"{what}: overlap_slowdown", self.overlap_slowdown, zero=True, most=1.0)
@@ -203,12 +200,12 @@ def check_number(what: str, value: object, *, most: float = math.inf, zero: bool
     """Raise ValueError unless `value` is a finite number above 0 (or `zero`), up to `most`."""
     legal = f"{'0 or more' if zero else 'above 0'}{f', up to {most:g}' if most < math.inf else ''}"
     if not is_number(value):
-        raise MeshwrightError(f" is {shown(value)}", place=what, legal=f"a finite number, {legal}")
-    if value > MOST_NUMBER or (0 < value < LEAST_NUMBER and not zero):
+        legal = f"a finite number, {legal}"
+    elif value > MOST_NUMBER or (0 < value < LEAST_NUMBER and not zero):
         legal = f"{LEAST_NUMBER:g} to {MOST_NUMBER:g}"
-        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
-    if value < 0 or (value == 0 and not zero) or value > most:
-        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
+    elif (0 if zero else LEAST_NUMBER) <= value <= most:
+        return
+    raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)
 
 
 def efficiency_curve(what: str, value: object, *, work: bool = True) -> Curve:
@@ -253,8 +250,5 @@ def checked_tiles(what: str, value: object) -> tuple[tuple[int, int], ...]:
 def check_whole(what: str, value: object, *, least: int = 1, most: int = MAX_COUNT) -> None:
     """Raise ValueError unless `value` is a whole number, `least` to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise MeshwrightError(
-            f" is {shown(value)}",
-            place=what,
-            legal=f"a whole number, {least} or more, up to {most}",
-        )
+        legal = f"a whole number, {least} or more, up to {most}"
+        raise MeshwrightError(f" is {shown(value)}", place=what, legal=legal)

@@ -1,11 +1,10 @@
-"""Host: the memory of a node's CPUs, and what lies between it and the devices.
+"""Host: the memory of a node's CPUs, its flash, and the links to the devices.
 
 Values are SI, and all are of a whole node but those of the link: `link_bandwidth` is what one rank
 reaches in one direction while all ranks of its node move as much, and `memory_bandwidth` what an
 optimizer's step on all cores reaches, read plus written. `nvme_read_bandwidth` and
 `nvme_write_bandwidth` are what all ranks reach together in files on the node's flash that they map.
-A rank of n on a node has 1/n of both memories, of the flash and of these bandwidths. Of both
-memories `MARGIN` stays free, for the system and what loads batches.
+A rank of n on a node has 1/n of both memories, of the flash and of these bandwidths.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ BANDWIDTHS = MappingProxyType(
         "to_flash": "nvme_write_bandwidth",
     }
 )  # by a kind of `timings.OF_HOST`
-
-
 FOLDER_VARIABLE = "MESHWRIGHT_NVME"  # names the folder on the flash of each node
 MARGIN = 0.1  # of hosts' memory and flash, for the system, data loaders and their page cache
 
@@ -74,8 +71,8 @@ class Host:
 
     def bandwidth(self, kind: str) -> float:
         """Bytes per second of a kind of `timings.OF_HOST`."""
-        bytes_per_s: float = getattr(self, BANDWIDTHS[kind])
-        return bytes_per_s
+        bandwidth: float = getattr(self, BANDWIDTHS[kind])
+        return bandwidth
 
     def slower(self, factor: float) -> Host:
         """The same, all of whose bandwidths are divided by a factor."""

@@ -1,4 +1,4 @@
-"""Users' input: the error that refuses it, and the reader of their files."""
+"""Inputs of users: the error that refuses one, the reader of their files, the writer of others."""
 
 from meshwright.profiles.inputs.errors import MeshwrightError, NotInstalledError, shown
 from meshwright.profiles.inputs.files import (

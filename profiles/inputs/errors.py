@@ -15,8 +15,7 @@ class MeshwrightError(ValueError):
     the text is made of the four. Where legal values are given and nothing else, one of them is the
     way out.
 
-    An error that is made of a text alone has the fields that its class has for all of its errors,
-    which are true, and less telling.
+    An error of a text alone has the fields that its class has for all of its errors.
     """
 
     PLACE: ClassVar[str] = ""
@@ -27,8 +26,8 @@ class MeshwrightError(ValueError):
         self, what: object, *, place: object = "", legal: object = "", way_out: str = ""
     ) -> None:
         super().__init__(str(what))
-        several = () if isinstance(legal, str) or not isinstance(legal, Iterable) else legal
-        listed = ", ".join(map(str, several)) or str(legal)
+        choices = () if isinstance(legal, str) or not isinstance(legal, Iterable) else legal
+        listed = ", ".join(map(str, choices)) or str(legal)
         self._said = (str(what), str(place), listed, way_out)
         self.what = str(what)
         self.place = str(place) or self.PLACE
@@ -46,8 +45,8 @@ class MeshwrightError(ValueError):
         """An error with the fields of another, found inside `place`."""
         if not isinstance(error, MeshwrightError):
             return cls(error, place=place)
-        what, inside, legal, way_out = error._said
-        return cls(what, place=f"{place}{_joined(inside)}", legal=legal, way_out=way_out)
+        what, inner_place, legal, way_out = error._said
+        return cls(what, place=f"{place}{_joined(inner_place)}", legal=legal, way_out=way_out)
 
     def __str__(self) -> str:
         what, place, legal, way_out = self._said
@@ -71,16 +70,13 @@ def _joined(clause: str) -> str:
 class _Shown(reprlib.Repr):
     """`repr` of a value of any size, depth or number of digits, short, without an error."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother = 3, 80, 80
-        self.maxdict = self.maxlist = self.maxtuple = 8
-
     def repr_int(self, x: int, level: int) -> str:
         return repr(x) if x.bit_length() < 256 else f"an integer of {x.bit_length()} bits"
 
 
 _SHOWN = _Shown()
+_SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 3, 80, 80
+_SHOWN.maxdict = _SHOWN.maxlist = _SHOWN.maxtuple = 8
 
 
 def shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Limits of an input's size, checked before it is expanded or looped over."""
+"""Limits of inputs, checked before one is expanded or looped over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths that users give: what can be one, and files that are written to them."""
+"""Paths that users give, and files that are written to them."""
 
 from __future__ import annotations
 
@@ -41,27 +41,27 @@ def checked_path(path: object, place: str) -> Path:
     )
 
 
-def write_text(path_or_name: object, text: str, place: str) -> Path:
+def write_text(path: object, text: str, place: str) -> Path:
     """Write a file, or replace it. Raises `MeshwrightError`, which is an OSError too where the
     file system refuses."""
-    path = checked_path(path_or_name, place)
-    with _refusal_named(path, place):
-        path.write_text(text, encoding="utf-8")
-    return path
+    with _writable(path, place) as file:
+        file.write_text(text, encoding="utf-8")
+    return file
 
 
-def check_writable(path_or_name: object, place: str) -> None:
+def check_writable(path: object, place: str) -> None:
     """Raise as `write_text` would; a file that is there stays as it is."""
-    path = checked_path(path_or_name, place)
-    with _refusal_named(path, place):
-        path.touch()
+    with _writable(path, place) as file:
+        file.touch()
 
 
 @contextmanager
-def _refusal_named(path: Path, place: str) -> Iterator[None]:
+def _writable(path: object, place: str) -> Iterator[Path]:
+    """The path checked; a refusal of the file system inside the block as `UnwritableError`."""
+    file = checked_path(path, place)
     try:
-        yield
+        yield file
     except OSError as error:
         raise UnwritableError(
-            f" can't be written: {error}", place=f"{place} {shown(str(path))}"
+            f" can't be written: {error}", place=f"{place} {shown(str(file))}"
         ) from error

@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> Answer:
 
 
 def _report(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) -> Report:
-    return parallelized(args, cluster, plan=args.plan, overrides=overrides)[0].report
+    return parallelized(args, cluster, overrides=overrides)[0].report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

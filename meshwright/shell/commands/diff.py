@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    changes = between(args.a, args.b)
-    code = DIFFERENT if changes else SAME
-    return Answer(data=changes.as_dict, text=changes.document, code=code)
+    difference = between(args.a, args.b)
+    code = DIFFERENT if difference else SAME
+    return Answer(data=difference.as_dict, text=difference.document, code=code)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """A difference: `what` (of the plan, of blocks or of a pattern), in A and in B."""
+    """What differs (`what`, of the plan, of blocks or of a pattern), in A and in B."""
 
     what: str
     a: str
@@ -80,11 +80,11 @@ class Price:
 
     @property
     def cells(self) -> tuple[str, str, str]:
-        """In A, in B, and how much more."""
-        said = {"s": seconds, "bytes": sized}[self.unit]
+        """The number in A, in B, and how much more."""
+        words = {"s": seconds, "bytes": sized}[self.unit]
         part = f" ({slower(self.more / self.a)})" if self.a else ""
         sign = "+" if self.more > 0 else "-"
-        return said(self.a), said(self.b), f"{sign}{said(abs(self.more))}{part}"
+        return words(self.a), words(self.b), f"{sign}{words(abs(self.more))}{part}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +100,8 @@ class Difference:
     def as_dict(self) -> dict[str, Any]:
         prices = None
         if self.prices is not None:
-            prices = [
-                {"what": p.what, "unit": p.unit, "a": p.a, "b": p.b, "more": p.more}
-                for p in self.prices
-            ]
-        changes = [{"what": c.what, "a": c.a, "b": c.b} for c in self.changes]
+            prices = [{**asdict(price), "more": price.more} for price in self.prices]
+        changes = [asdict(change) for change in self.changes]
         return {"same": not self, "changes": changes, "prices": prices}
 
     def __str__(self) -> str:
@@ -117,8 +114,9 @@ class Difference:
         parts: list[Part] = ["Decisions", "  the same"]
         if self.changes:
             changes = [(c.what, c.a, c.b) for c in self.changes]
-            plain = [*map(str, self.changes)]
-            parts[1] = Table(heads=("what", "A", "B"), rows=changes, plain=plain)
+            parts[1] = Table(
+                heads=("what", "A", "B"), rows=changes, plain=[*map(str, self.changes)]
+            )
         if self.prices is None:
             parts.append(
                 "(a plan file has no prices: two of `meshwright plan --json` tell what this costs)"
@@ -133,18 +131,13 @@ class Difference:
 
 def between(a: str | Path, b: str | Path) -> Difference:
     """The difference of two files, plans or reports. Raises `PlanError` for what is neither."""
-    ours, theirs = _read(a), _read(b)
+    (plan_a, report_a), (plan_b, report_b) = both = _read(a), _read(b)
     with no_report(a, b):
-        return _between(ours, theirs)
-
-
-def _between(ours: tuple[Plan, Row | None], theirs: tuple[Plan, Row | None]) -> Difference:
-    (plan_a, report_a), (plan_b, report_b) = ours, theirs
-    models = () if plan_a.model == plan_b.model else _models((plan_a, report_a), (plan_b, report_b))
-    changes, prices = [*models, *_changes(plan_a, plan_b)], None
-    if report_a is not None and report_b is not None:
-        changes += _setups(report_a, report_b)
-        prices = tuple(price for price in _prices(report_a, report_b) if price.differs)
+        models = () if plan_a.model == plan_b.model else _models(*both)
+        changes, prices = [*models, *_changes(plan_a, plan_b)], None
+        if report_a is not None and report_b is not None:
+            changes += _setups(report_a, report_b)
+            prices = tuple(price for price in _prices(report_a, report_b) if price.differs)
     return Difference(changes=tuple(changes), prices=prices)
 
 
@@ -158,47 +151,41 @@ def _read(path: str | Path) -> tuple[Plan, Row | None]:
 
 
 def _models(*both: tuple[Plan, Row | None]) -> Iterator[Change]:
-    """Differences of two models: parameters where reports have them, numbers of blocks, blocks of
-    one alone; then the plans as a whole, since blocks of different models can't be compared one by
-    one."""
+    """Parameters of two models where reports have them, numbers of blocks, those in one alone; then
+    the plans in a line, since blocks of different models can't be compared one by one."""
     plans = [plan for plan, _ in both]
-    names = [tuple(name for stage in plan.stages for name in stage.blocks) for plan in plans]
-    sides = []
-    for (plan, report), names_of in zip(both, names, strict=True):
-        size = f"{counted(report['summary']['parameters'])} parameters, " if report else ""
-        sides.append(f"{size}{len(names_of)} blocks (fingerprint {plan.model})")
-    yield Change(what="another model", a=sides[0], b=sides[1])
-    alone = [[n for n in names_of if n not in other] for names_of, other in (names, names[::-1])]
-    if any(alone):
-        told = [", ".join(compress_names(names_of)) if names_of else "none" for names_of in alone]
-        yield Change(what="blocks that the other lacks", a=told[0], b=told[1])
+    blocks = [[name for stage in plan.stages for name in stage.blocks] for plan in plans]
+    sizes = []
+    for (plan, report), names in zip(both, blocks, strict=True):
+        parameters = f"{counted(report['summary']['parameters'])} parameters, " if report else ""
+        sizes.append(f"{parameters}{len(names)} blocks (fingerprint {plan.model})")
+    yield from _change("another model", *sizes)
+    lacking = [[n for n in names if n not in others] for names, others in (blocks, blocks[::-1])]
+    texts = (", ".join(compress_names(names)) if names else "none" for names in lacking)
+    yield from _change("blocks that the other lacks", *texts)
     yield from _change("plan", *map(describe, plans))
 
 
 def _changes(a: Plan, b: Plan) -> Iterator[Change]:
-    of_plan = [
-        name for name, decision in DECISIONS.items() if decision.acts == "plan" and hasattr(a, name)
-    ]
+    of_plan = [name for name, one in DECISIONS.items() if one.acts == "plan" and hasattr(a, name)]
     for name in ("precision", "global_batch_size", *of_plan):
         yield from _change(name, str(getattr(a, name)), str(getattr(b, name)))
     yield from _change("stages", str(len(a.stages)), str(len(b.stages)))
-    ours, theirs = _by_block(a), _by_block(b)
+    blocks_a, blocks_b = _by_block(a), _by_block(b)
     runs: dict[tuple[str, str, str], list[str]] = {}
-    for name in [name for name in ours if name in theirs]:
-        decision, other = ours.get(name, {}), theirs.get(name, {})
-        for what in dict.fromkeys([*decision, *other]):
-            pair = decision.get(what, ABSENT), other.get(what, ABSENT)
-            if pair[0] != pair[1]:
-                runs.setdefault((what, *pair), []).append(name)
-    for (what, before, right), names in runs.items():
-        yield Change(what=f"{what} of {', '.join(compress_names(names))}", a=before, b=right)
-    ours_split, theirs_split = _shardings(a), _shardings(b)
-    patterns = {*ours_split, *theirs_split}
-    if a.model != b.model:  # what names modules of one model decides nothing in another
-        patterns = {*ours_split} & {*theirs_split}
+    for name in (name for name in blocks_a if name in blocks_b):
+        block_a, block_b = blocks_a[name], blocks_b[name]
+        for what in dict.fromkeys([*block_a, *block_b]):
+            key = what, block_a.get(what, ABSENT), block_b.get(what, ABSENT)
+            runs.setdefault(key, []).append(name)
+    for (what, before, after), names in runs.items():
+        yield from _change(f"{what} of {', '.join(compress_names(names))}", before, after)
+    splits_a, splits_b = _shardings(a), _shardings(b)
+    # what names modules of one model decides nothing in another
+    patterns = splits_a.keys() | splits_b if a.model == b.model else splits_a.keys() & splits_b
     for pattern in sorted(patterns):
-        before, right = (split.get(pattern, ABSENT) for split in (ours_split, theirs_split))
-        yield from _change(f"sharding of {pattern}", before, right)
+        before, after = (splits.get(pattern, ABSENT) for splits in (splits_a, splits_b))
+        yield from _change(f"sharding of {pattern}", before, after)
 
 
 def _change(what: str, a: str, b: str) -> Iterator[Change]:
@@ -207,7 +194,7 @@ def _change(what: str, a: str, b: str) -> Iterator[Change]:
 
 
 def _by_block(plan: Plan) -> dict[str, dict[str, str]]:
-    """Decisions for each block, in words."""
+    """Decisions of each block, in words."""
     return {
         name: {"ranks": compress_ranks(stage.ranks), **decision_words(stage, policy)}
         for stage in plan.stages
@@ -216,39 +203,35 @@ def _by_block(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def _shardings(plan: Plan) -> dict[str, str]:
-    """Decisions by pattern; of stages that decide otherwise all."""
-    patterns: dict[str, list[str]] = {}
+    """Decisions by pattern; all of them where stages differ."""
+    splits: dict[str, list[str]] = {}
     for stage in plan.stages:
         for pattern, text in stage.shardings.items():
-            patterns.setdefault(pattern, []).append(text)
-    return {pattern: ", ".join(dict.fromkeys(texts)) for pattern, texts in patterns.items()}
+            splits.setdefault(pattern, []).append(text)
+    return {pattern: ", ".join(dict.fromkeys(texts)) for pattern, texts in splits.items()}
 
 
 def _setups(a: Row, b: Row) -> Iterator[Change]:
-    """Setting of the prices: the cluster, and the assumptions about software."""
-    yield from _change("cluster", a["summary"]["cluster"], b["summary"]["cluster"])
-    ours, theirs = (_software(report["assumptions"]) for report in (a, b))
-    yield from _change("software", ours, theirs)
+    """Cluster and software that prices are for."""
+    yield from _change("cluster", *(report["summary"]["cluster"] for report in (a, b)))
+    yield from _change("software", *(_software(report["assumptions"]) for report in (a, b)))
 
 
 def _software(assumptions: Sequence[str]) -> str:
-    return (
-        "; ".join(text for text in assumptions if text.startswith(("target ", "corrected by ")))
-        or ABSENT
-    )
+    texts = (text for text in assumptions if text.startswith(("target ", "corrected by ")))
+    return "; ".join(texts) or ABSENT
 
 
 def _prices(a: Row, b: Row) -> Iterator[Price]:
     """Step, its components, the fullest device's memory and what holds it."""
-    sums = [report["summary"] for report in (a, b)]
-    yield Price(what="step", unit="s", a=sums[0]["step_time_s"], b=sums[1]["step_time_s"])
-    yield from _each("s", "", a["components_s"], b["components_s"])
-    peaks = [max(summary["peak_memory_bytes"]) for summary in sums]
-    yield Price(what="peak memory", unit="bytes", a=peaks[0], b=peaks[1])
-    fullest = [
-        max(report.get("memory", ()), key=lambda row: row["priced_bytes"], default=None)
-        for report in (a, b)
-    ]
+    steps, peaks, fullest = [], [], []
+    for report in (a, b):
+        steps.append({"step": report["summary"]["step_time_s"], **report["components_s"]})
+        peaks.append({"peak memory": max(report["summary"]["peak_memory_bytes"])})
+        rows = report.get("memory", ())
+        fullest.append(max(rows, key=lambda row: row["priced_bytes"], default=None))
+    yield from _each("s", "", *steps)
+    yield from _each("bytes", "", *peaks)
     if fullest[0] and fullest[1]:
         yield from _each("bytes", "memory: ", fullest[0]["parts"], fullest[1]["parts"])
 

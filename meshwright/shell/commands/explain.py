@@ -23,11 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    report = parallelized(args, plan=args.plan)[0].report
-    explanations = explained(report, args.glob)
+    report = parallelized(args)[0].report
+    operators = explained(report, args.glob)
     return Answer(
-        data=lambda: [explanation.as_dict() for explanation in explanations],
-        text=lambda: text(explanations, report.plan),
+        data=lambda: [op.as_dict() for op in operators], text=lambda: text(operators, report.plan)
     )
 
 
@@ -50,27 +49,26 @@ LEGEND = """How to read it
   d, S(d/k) within each of k parts, P partial sums, on the tensor axis."""
 
 
-def text(explanations: Sequence[Explained], plan: Plan) -> str:
+def text(found: Sequence[Explained], plan: Plan) -> str:
     """A paragraph an operator, and how to read them."""
-    if not explanations:
+    if not found:
         return (
             f"{describe(plan)}: no tensor axis (tp 1), so that no operator is split on it; "
             "`meshwright plan` says why, by the alternative tp=2"
         )
-    return "\n\n".join([*("\n".join(_lines(explanation)) for explanation in explanations), LEGEND])
+    return "\n\n".join([*("\n".join(_lines(each)) for each in found), LEGEND])
 
 
-def _lines(explanation: Explained) -> Iterator[str]:
-    alike = f" and {explanation.blocks - 1} blocks alike" if explanation.blocks > 1 else ""
-    chosen = explanation.chosen
-    where = f"stage {explanation.stage}, tp {explanation.tp}"
-    yield f"{explanation.operator} of {explanation.block}{alike}, {where}"
+def _lines(each: Explained) -> Iterator[str]:
+    alike = f" and {each.blocks - 1} blocks alike" if each.blocks > 1 else ""
+    chosen = each.chosen
+    yield f"{each.operator} of {each.block}{alike}, stage {each.stage}, tp {each.tp}"
     yield (
         f"  chosen {chosen.strategy}: block {_said(chosen.seconds)}; {chosen.states}; "
         f"{_told(chosen.collectives)}"
     )
-    yield from _gain(explanation)
-    for way in explanation.others:
+    yield from _gain(each)
+    for way in each.others:
         if way.seconds is None or chosen.seconds is None:
             yield f"  {way.strategy}: not possible between the states at the block's ends"
             continue
@@ -82,9 +80,9 @@ def _lines(explanation: Explained) -> Iterator[str]:
         )
 
 
-def _gain(explanation: Explained) -> Iterator[str]:
-    """Saving of the chosen way against the next best one."""
-    chosen, other = explanation.chosen.seconds, next(iter(explanation.others), None)
+def _gain(each: Explained) -> Iterator[str]:
+    """What the chosen way saves against the next best one."""
+    chosen, other = each.chosen.seconds, next(iter(each.others), None)
     if chosen is None or other is None or other.seconds is None:
         return
     saved = other.seconds - chosen
@@ -94,9 +92,7 @@ def _gain(explanation: Explained) -> Iterator[str]:
             "search counts memory, and states that blocks share, too"
         )
         return
-    every = f", {seconds(saved * explanation.blocks)} in all {explanation.blocks} blocks" * (
-        explanation.blocks > 1
-    )
+    every = f", {seconds(saved * each.blocks)} in all {each.blocks} blocks" * (each.blocks > 1)
     yield f"  saves {seconds(saved)} a step against the next best, {other.strategy}{every}"
 
 
@@ -113,12 +109,12 @@ def _told(collectives: Collectives) -> str:
 
 
 def _saved(chosen: Collectives, other: Collectives) -> str:
-    """Bytes that another way would send, beside those that are sent."""
+    """What another way would send, beside what is sent."""
     parts = []
     for kind in sorted({*chosen, *other}):
-        (ours, nbytes_here), (theirs, nbytes) = chosen.get(kind, (0, 0)), other.get(kind, (0, 0))
-        if (ours, nbytes_here) != (theirs, nbytes):
-            sign = "+" if nbytes >= nbytes_here else "-"
+        (ours, own), (theirs, nbytes) = chosen.get(kind, (0, 0)), other.get(kind, (0, 0))
+        if (ours, own) != (theirs, nbytes):
+            sign = "+" if nbytes >= own else "-"
             calls = f"{theirs - ours:+d} {kind}," if theirs != ours else kind
-            parts.append(f"{calls} {sign}{sized(abs(nbytes - nbytes_here))}")
+            parts.append(f"{calls} {sign}{sized(abs(nbytes - own))}")
     return "; ".join(parts) or "the same collectives"

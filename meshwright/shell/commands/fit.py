@@ -23,6 +23,7 @@ from meshwright.shell.progress import progress_shown
 progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
 FITS, TIGHT, NOT = "fits", "tight", "does not fit"
+OTHERWISE = "anything that changes the model, the optimizer or the precision"
 SPARE = "a larger --memory-margin leaves more of each device free"
 MOST = 2**12  # times the batch, or the sequence, at most
 FINER = (1.5, 1.25, 1.75)  # times the largest power of two that fits
@@ -38,28 +39,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     with progress_shown():
         overrides = override_flags.overrides_of(args)
-        fits = fit(searching(args, cluster_named(args.cluster), overrides))
-    return Answer(data=fits.as_dict, text=lambda: str(fits), code=2 * (fits.verdict == NOT))
+        answer = fit(searching(args, cluster_named(args.cluster), overrides))
+    return Answer(data=answer.as_dict, text=lambda: str(answer), code=2 * (answer.verdict == NOT))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The verdict and its probability, with the fullest device's bytes, the 80 % interval and what
-    there is of memory; without a plan None. `batch_at_once` is the largest batch that fits as one
-    micro-batch, `sequence` the longest; 0 where none does, None where there is nothing to vary.
-    `why` nothing fits, in whole; `helps` is what would."""
+    """The verdict and its probability, with the fullest device's bytes, their 80 % interval and its
+    memory; without a plan None. `batch_at_once` is the largest batch that fits as one micro-batch,
+    `sequence` the longest; 0 where none does, None where there is nothing to vary. `why` nothing
+    fits, in full; `helps` is what would."""
 
     verdict: str
-    probability: float
-    plan: str | None
-    peak_bytes: float | None
-    interval_bytes: tuple[float, float] | None
+    probability: float = 0.0
+    plan: str | None = None
+    peak_bytes: float | None = None
+    interval_bytes: tuple[float, float] | None = None
     memory_bytes: float
     batch: int
     batch_at_once: int
     sequence_now: int | None
     sequence: int | None
-    why: str
+    why: str = ""
     helps: tuple[str, ...] = ()
     relaxations: tuple[Relaxation, ...] = ()
 
@@ -69,9 +70,9 @@ class Fit:
     def __str__(self) -> str:
         lines = [*self._verdict(), f"  largest batch that fits at once, {self._batch()}"]
         if self.sequence is not None:
-            length = f"{self.sequence:,} tokens" if self.sequence else "none"
+            longest = f"{self.sequence:,} tokens" if self.sequence else "none"
             lines.append(
-                f"  longest sequence that fits: {length} (planned: {self.sequence_now:,}); "
+                f"  longest sequence that fits: {longest} (planned: {self.sequence_now:,}); "
                 "by memory, whatever the model's positions allow"
             )
         if self.helps:
@@ -90,16 +91,17 @@ class Fit:
 
     def _batch(self) -> str:
         if self.batch_at_once:
-            said = f"{self.batch_at_once:,} rows; larger ones fit in several micro-batches"
+            rows = f"{self.batch_at_once:,} rows; larger ones fit in several micro-batches"
         elif self.verdict == NOT:
-            said = "none"
+            rows = "none"
         else:
-            said = f"none from {self.batch} rows on; it fits in micro-batches"
-        return f"as one micro-batch: {said}"
+            rows = f"none from {self.batch} rows on; it fits in micro-batches"
+        return f"as one micro-batch: {rows}"
 
 
 def fit(search: Search) -> Fit:
-    """Largest shapes that fit, by prices of memory; the search is run for the batch as given."""
+    """The largest batch and sequence that fit by prices of memory, and the plan for the batch as
+    given."""
     problem, best = search.problem, None
     length = sequence_length(problem)
     try:
@@ -114,19 +116,9 @@ def fit(search: Search) -> Fit:
         "sequence": _longest(search, length, best is not None) if length else None,
     }
     if best is None:
-        said = "anything that changes the model, the optimizer or the precision"
-        helps = list(map(str, refused.relaxations))
-        return Fit(
-            verdict=NOT,
-            probability=0.0,
-            plan=None,
-            peak_bytes=None,
-            interval_bytes=None,
-            why=str(refused),
-            helps=tuple(helps or [said]),
-            relaxations=refused.relaxations,
-            **shared,
-        )
+        helps = tuple(map(str, refused.relaxations)) or (OTHERWISE,)
+        relaxations = refused.relaxations
+        return Fit(verdict=NOT, why=str(refused), helps=helps, relaxations=relaxations, **shared)
     prediction = best.evaluation.prediction
     verdict = prediction.memory_verdict(problem.cluster)
     return Fit(
@@ -135,25 +127,18 @@ def fit(search: Search) -> Fit:
         plan=describe(best.plan),
         peak_bytes=prediction.fullest_bytes,
         interval_bytes=prediction.memory_interval_bytes,
-        why="",
         helps=() if verdict == FITS else (SPARE,),
         **shared,
     )
 
 
 def _largest(fits: Callable[[float], bool]) -> float:
-    """The largest factor found: powers of two, then a finer step; 0 where none does."""
-    low = 1.0
-    if not fits(low):
-        while low > 1 / MOST:
-            low /= 2
-            if fits(low):
-                break
-        else:
-            return 0.0
-    else:
-        while low < MOST and fits(low * 2):
-            low *= 2
+    """The largest factor that fits: powers of two, then a finer step; 0 where none does."""
+    halves = (2.0**-k for k in range(MOST.bit_length()))
+    if not (low := next(filter(fits, halves), 0.0)):
+        return 0.0
+    while 1 <= low < MOST and fits(low * 2):
+        low *= 2
     if fits(low * FINER[0]):
         return low * (FINER[2] if fits(low * FINER[2]) else FINER[0])
     return low * (FINER[1] if fits(low * FINER[1]) else 1.0)
@@ -162,15 +147,15 @@ def _largest(fits: Callable[[float], bool]) -> float:
 def _largest_batch(search: Search, planned: bool) -> int:
     """The largest batch, a multiple or a part of the one given, that fits as one micro-batch; a
     part alone where that was not `planned`."""
-    batch, free = search.global_batch_size, search.overrides
+    batch = search.global_batch_size
 
     def fits(factor: float) -> bool:
         size = batch * factor
         if size < 1 or size != int(size) or (factor >= 1 and not planned):
             return False
-        only = replace(free, num_microbatches=1)
+        at_once = replace(search.overrides, num_microbatches=1)
         progress.debug(f"asking whether {int(size)} rows fit at once")
-        return _fits(lambda: search.like(global_batch_size=int(size), overrides=only))
+        return _fits(lambda: search.like(global_batch_size=int(size), overrides=at_once))
 
     return int(batch * _largest(fits))
 
@@ -193,8 +178,8 @@ def _longest(search: Search, length: int, planned: bool) -> int | None:
     return int(length * _largest(fits))
 
 
-def _fits(make: Callable[[], Search]) -> bool:
+def _fits(search: Callable[[], Search]) -> bool:
     try:
-        return some_plan_fits(make())
+        return some_plan_fits(search())
     except OverrideError:
         return False

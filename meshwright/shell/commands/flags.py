@@ -1,4 +1,5 @@
-"""Flags that commands share: the model and what it is planned for, the search, the report."""
+"""Flags that commands share; those of `auto_parallelize` have its arguments' names as `dest`, and
+its defaults where they are not given."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def add_model(
     )
     parser.add_argument(
         "--batch",
+        dest="global_batch_size",
         type=int,
+        metavar="BATCH",
         required=not optional,
         help="global batch size, rows per optimizer step",
     )
@@ -45,10 +48,9 @@ def add_model(
 
 
 def add_prices(parser: argparse.ArgumentParser) -> None:
-    """Flags of a plan's prices, beside the model and the cluster."""
+    """Arguments of prices beside the model and the cluster."""
     parser.add_argument(
         "--optimizer",
-        default="adamw",
         help="whose states and steps are counted: adamw (the default: torch's, kernel by kernel), "
         "adamw_fused, adamw8bit, sgd, ...",
     )
@@ -59,18 +61,18 @@ def add_prices(parser: argparse.ArgumentParser) -> None:
         "compiled with --compile)",
     )
     parser.add_argument(
-        "--no-profile", action="store_true", help="ignore what `meshwright profile` measured"
+        "--no-profile",
+        dest="profile",
+        action="store_false",
+        help="ignore what `meshwright profile` measured",
     )
     parser.add_argument(
         "--expert-imbalance",
         type=float,
-        default=1.0,
         metavar="RATIO",
         help="tokens of the busiest rank of experts over the mean (default 1.0, balanced)",
     )
-    parser.add_argument(
-        "--rows-meet", choices=ROWS_MEET, default="exact", help="where rows of a batch may meet"
-    )
+    parser.add_argument("--rows-meet", choices=ROWS_MEET, help="where rows of a batch may meet")
     parser.add_argument(
         "--tf32", action="store_true", help="fp32 products of GPUs round their operands to TF32"
     )
@@ -78,7 +80,6 @@ def add_prices(parser: argparse.ArgumentParser) -> None:
         "--allow",
         action="append",
         choices=ALLOWABLE,
-        default=[],
         help="what may change a training's numbers, and is left out else (repeatable)",
     )
 
@@ -87,7 +88,6 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--objective",
         choices=OBJECTIVES,
-        default="robust",
         help="the simplest of the plans that prices can't tell from the best, or the fastest",
     )
     parser.add_argument(
@@ -98,15 +98,11 @@ def add_search(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--time-limit",
+        dest="time_limit_s",
         type=float,
         metavar="SECONDS",
         help="end the search then, with the best plan found and what it may miss",
     )
-
-
-def without_search(parser: argparse.ArgumentParser) -> None:
-    """Arguments of `add_search`, for a command that takes a plan and searches none."""
-    parser.set_defaults(objective="robust", memory_margin=None, time_limit=None)
 
 
 def positive_number(text: str) -> float:
@@ -140,7 +136,7 @@ def add_price(parser: argparse.ArgumentParser, **more: Any) -> None:
 
 
 def add_report(parser: argparse.ArgumentParser) -> None:
-    """Flags of what a report says."""
+    """`--full`, and the flags of costs."""
     parser.add_argument(
         "--full",
         action="store_true",
@@ -150,6 +146,6 @@ def add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_costs(args: argparse.Namespace) -> dict[str, float | None]:
-    """Arguments of `Report.cost` by the flags of `add_price`; empty where nothing is asked."""
+    """Arguments of `Report.cost` by the flags of `add_price`; empty where none is given."""
     asked = {"tokens": args.tokens, "price_per_hour": args.price, "power_watts": args.watts}
     return asked if any(value is not None for value in asked.values()) else {}

@@ -44,51 +44,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides_of(args: argparse.Namespace) -> Overrides:
     """The overrides that the flags give. Raises ValueError."""
-    values: dict[str, Any] = {
-        n: _given(decision, getattr(args, n)) for n, decision in DECISIONS.items()
-    }
+    decided: dict[str, Any] = {}
+    for name, decision in DECISIONS.items():
+        value = getattr(args, name)
+        if decision.parts and value:
+            value = dict(value)
+        decided[name] = _merged(name, value) if decision.by_block else value
     return Overrides(
-        **values,
+        **decided,
         stages=args.stage and [[name.strip() for name in s.split(",")] for s in args.stage],
         shardings=dict(map(_sharding, args.sharding)),
         forbid=tuple(args.forbid),
     )
 
 
-def _given(decision: Decision, value: Any) -> Any:
-    """Value of an override by its flag."""
-    if decision.parts and value:
-        return dict(value)
-    return _merged(decision.name, value) if decision.by_block else value
-
-
 def _flag(decision: Decision) -> dict[str, Any]:
-    """Options of argparse for a decision."""
+    """Options of a decision's flag."""
     if decision.is_flag:
         return {"action": "store_true", "default": None, "help": decision.what}
     if decision.parts:
-        said = f"{decision.what}, of {', '.join(decision.parts)}"
-        return {"action": "append", "type": _part, "metavar": "WHAT=PART", "help": said}
+        text = f"{decision.what}, of {', '.join(decision.parts)}"
+        return {"action": "append", "type": _part, "metavar": "WHAT=PART", "help": text}
     kind = str if decision.legal and isinstance(next(iter(decision.legal)), str) else int
-    legal = decision.values if decision.legal else "an integer from 1"
-    if decision.by_block:
-        more = {"type": _by_block(kind), "action": "append", "metavar": "[GLOB=]VALUE"}
-        return {"help": f"{decision.what}: {legal}; repeatable with GLOB=VALUE", **more}
-    return {"help": f"{decision.what}: {legal}", "type": kind}
+    text = f"{decision.what}: {decision.values if decision.legal else 'an integer from 1'}"
+    if not decision.by_block:
+        return {"type": kind, "help": text}
+    text += "; repeatable with GLOB=VALUE"
+    return {"action": "append", "type": _by_block(kind), "metavar": "[GLOB=]VALUE", "help": text}
 
 
 def _part(text: str) -> tuple[str, float]:
-    """Reads WHAT=PART."""
-    what, _, part = text.partition("=")
+    """Reader of WHAT=PART."""
+    name, _, part = text.partition("=")
     try:
-        return what, float(part)
+        return name, float(part)
     except ValueError:
         legal = "WHAT=PART, e.g. optimizer=0.5"
         raise argparse.ArgumentTypeError(f"{text!r}; legal: {legal}") from None
 
 
 def _by_block(kind: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
-    """Reads VALUE or GLOB=VALUE as (glob, value), the glob "" for all blocks."""
+    """Reader of VALUE or GLOB=VALUE as (glob, value), the glob "" for all blocks."""
 
     def read(text: str) -> tuple[str, Any]:
         pattern, equals, value = text.rpartition("=")
@@ -102,21 +98,21 @@ def _by_block(kind: Callable[[str], Any]) -> Callable[[str], tuple[str, Any]]:
     return read
 
 
-def _merged(name: str, entries: Sequence[tuple[str, Any]] | None) -> Any:
+def _merged(name: str, pairs: Sequence[tuple[str, Any]] | None) -> Any:
     """One value, or glob -> value."""
-    if not entries:
+    if not pairs:
         return None
-    globs = [pattern for pattern, _ in entries]
+    globs = [pattern for pattern, _ in pairs]
     if globs == [""]:
-        return entries[0][1]
+        return pairs[0][1]
     if "" in globs or len(set(globs)) < len(globs):
-        texts = ", ".join(f"{pattern}={value}".lstrip("=") for pattern, value in entries)
+        texts = ", ".join(f"{pattern}={value}".lstrip("=") for pattern, value in pairs)
         raise MeshwrightError(
             "",
             place=f"--{name.replace('_', '-')} {texts}",
             legal="one VALUE for all blocks, or GLOB=VALUE once per glob",
         )
-    return dict(entries)
+    return dict(pairs)
 
 
 def _sharding(text: str) -> tuple[str, str]:

@@ -124,7 +124,7 @@ def _rehearsed(
         try:
             with progress_shown():
                 result = result.replan(
-                    overrides, memory_margin=margin, time_limit_s=args.time_limit
+                    overrides, memory_margin=margin, time_limit_s=args.time_limit_s
                 )
         except ValueError:  # none fits any more
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.shell.named import cluster_named, model_named
@@ -24,8 +24,9 @@ def parallelized(
 
     cluster = cluster or cluster_named(args.cluster)  # before the model, which may take long
     model, arguments = _arguments(args)
+    plan = getattr(args, "plan", None)
     with progress_shown():
-        result = auto_parallelize(model, cluster, **arguments, **more)
+        result = auto_parallelize(model, cluster, plan=plan, **arguments, **more)
     return result, arguments["example_inputs"]
 
 
@@ -43,27 +44,16 @@ def searching(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) 
     question = asked(model, cluster, Arguments(overrides=overrides, **arguments))
     request = question.request
     if args.plan:
-        of_plan = plan_overrides(Plan.load(args.plan), question.problem.graph)
-        request = replace(request, overrides=of_plan)
+        decided = plan_overrides(Plan.load(args.plan), question.problem.graph)
+        request = replace(request, overrides=decided)
     return search_of(question.problem, request)
 
 
 def _arguments(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    """The model, and arguments of `auto_parallelize` as the flags have them."""
+    """The model, and the arguments of `auto_parallelize` that flags give."""
+    from meshwright.api import Arguments
+
     model, example, *rest = model_named(args.model)
-    return model, {
-        "example_inputs": example,
-        "global_batch_size": args.batch,
-        "loss_fn": rest[0] if rest else None,
-        "precision": args.precision,
-        "optimizer": args.optimizer,
-        "target": args.target,
-        "profile": not args.no_profile,
-        "objective": args.objective,
-        "memory_margin": args.memory_margin,
-        "time_limit_s": args.time_limit,
-        "expert_imbalance": args.expert_imbalance,
-        "rows_meet": args.rows_meet,
-        "allow": args.allow,
-        "tf32": args.tf32,
-    }
+    flags = {field.name: getattr(args, field.name, None) for field in fields(Arguments)}
+    arguments = {name: value for name, value in flags.items() if value is not None}
+    return model, {**arguments, "example_inputs": example, "loss_fn": rest[0] if rest else None}

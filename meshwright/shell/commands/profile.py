@@ -103,7 +103,7 @@ def _done(args: argparse.Namespace, cluster: Cluster) -> Summary | Imported | Fo
             _export(args, cluster)
             return imported
         say(str(imported))
-    if args.model is None or args.batch is None:
+    if args.model is None or args.global_batch_size is None:
         raise MeshwrightError(
             "a model and --batch are missing",
             place="profile",
@@ -117,7 +117,7 @@ def _done(args: argparse.Namespace, cluster: Cluster) -> Summary | Imported | Fo
         example,
         rest[0] if rest else None,
         cluster,
-        batch=args.batch,
+        batch=args.global_batch_size,
         precision=args.precision or default_precision(cluster),
         effort=Effort(
             budget_s=args.budget, collectives=args.collectives, again=args.again, flash=args.flash

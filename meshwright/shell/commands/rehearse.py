@@ -18,13 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_model(parser)
     parser.add_argument("--plan", required=True, help="plan file")
     parser.add_argument("--every", action="store_true", help="every rank, not one of each kind")
-    flags.without_search(parser)
 
 
 def run(args: argparse.Namespace) -> Answer:
     from meshwright import rehearsing
 
-    result, _ = parallelized(args, plan=args.plan)
+    result, _ = parallelized(args)
     rehearsal = result.rehearse(every=args.every)
     return Answer(
         data=lambda: rehearsing.as_data(rehearsal),

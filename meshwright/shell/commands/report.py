@@ -24,14 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     flags.add_price(parser)
     flags.add_model(parser, optional=True)
     flags.add_prices(parser)
-    flags.without_search(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     data = report_data(args.plan)
     if data is None:
         fill_from_plan(args)
-        report = parallelized(args, plan=args.plan)[0].report
+        report = parallelized(args)[0].report
         report.html(args.output, sensitivity=False, **flags.asked_costs(args))
     else:
         write_page(data, args)
@@ -80,5 +79,5 @@ def fill_from_plan(args: argparse.Namespace) -> None:
             way_out="name its model, module:function, and its --cluster, or give a report; "
             + WAY_OUT,
         )
-    args.batch = args.batch or plan.global_batch_size
+    args.global_batch_size = args.global_batch_size or plan.global_batch_size
     args.precision = args.precision or plan.precision

@@ -41,13 +41,13 @@ def run(args: argparse.Namespace) -> Answer | None:
 
     cluster = cluster_named(args.cluster)
     with launch.distributed(cluster.backend):
-        result, example = parallelized(args, plan=args.plan, compile=args.compile)
+        result, example = parallelized(args)
         if args.weights:
             with progress_shown():
                 result.load_weights(args.weights)
         elif not result.runtime.loaded:
             result.init_weights()
-        batch = repeated(example, args.batch)
+        batch = repeated(example, args.global_batch_size)
         optimizer = torch.optim.AdamW(result.parameters(), lr=args.lr)
         losses, timed = list[float](), None
         for step in range(args.steps):
