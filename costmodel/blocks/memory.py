@@ -92,8 +92,7 @@ class BlockMemory:
     def needed(
         self, operators: Collection[str] | None = None, *, regather: bool = False
     ) -> tuple[set[str], list[memory.Storage]]:
-        """Those of these operators (None: all) that make what is kept, with the re-shards
-        between."""
+        """Operators, of these (None: all), that make kept tensors, with the re-shards between."""
         names: set[str] = set()
         between: list[memory.Storage] = []
         again = self.moved.keys() if operators is None else self.gathered if regather else ()

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What differs (`what`, of the plan, of blocks or of a pattern), in A and in B."""
+    """A difference: `what` (of the plan, of blocks or of a pattern), in A and in B."""
 
     what: str
     a: str

@@ -81,7 +81,7 @@ def _lines(each: Explained) -> Iterator[str]:
 
 
 def _gain(each: Explained) -> Iterator[str]:
-    """What the chosen way saves against the next best one."""
+    """Saving of the chosen way against the next best one."""
     chosen, other = each.chosen.seconds, next(iter(each.others), None)
     if chosen is None or other is None or other.seconds is None:
         return
@@ -109,7 +109,7 @@ def _told(collectives: Collectives) -> str:
 
 
 def _saved(chosen: Collectives, other: Collectives) -> str:
-    """What another way would send, beside what is sent."""
+    """Bytes that another way would send, beside those that are sent."""
     parts = []
     for kind in sorted({*chosen, *other}):
         (ours, own), (theirs, nbytes) = chosen.get(kind, (0, 0)), other.get(kind, (0, 0))
