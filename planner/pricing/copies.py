@@ -32,32 +32,32 @@ def exchanges(
     if not others:
         return {}
     mates = dict(zip((*first, *others[0]), (*others[0], *first), strict=True))
-    return {k: _exchange(plan, coster, own, k, mates[k]) for k, own in enumerate(stages)}
+    return {k: _exchange(plan, coster, costs, k, mates[k]) for k, costs in enumerate(stages)}
 
 
 def with_exchanges(
     stages: Sequence[StageCosts[float]], exchanged: Mapping[int, Entry]
 ) -> tuple[StageCosts[float], ...]:
     """The costs of stages with that sum."""
-    more = {k: entry.seconds for k, entry in exchanged.items()}
     return tuple(
-        replace(own, reduce_s=own.reduce_s + more[k]) if k in more else own
-        for k, own in enumerate(stages)
+        replace(costs, reduce_s=costs.reduce_s + exchanged[k].seconds) if k in exchanged else costs
+        for k, costs in enumerate(stages)
     )
 
 
-def _exchange(plan: Plan, coster: StageCoster, own: StageCosts[float], k: int, mate: int) -> Entry:
+def _exchange(
+    plan: Plan, coster: StageCoster, costs: StageCosts[float], k: int, mate: int
+) -> Entry:
     graph, stage = coster.graph, plan.stages[k]
-    held = dict.fromkeys(v for name in stage.blocks for v in coster.blocks[name].parameters)
-    trained = [v for v in held if graph.values[v].requires_grad]
-    elements = own.parameters / stage.parts(stage.shards)
+    parameters = {v for name in stage.blocks for v in coster.blocks[name].parameters}
+    trained = [v for v in parameters if graph.values[v].requires_grad]
     ends = stage.ranks, plan.stages[mate].ranks
-
-    nbytes, more = elements * GRADIENT_BYTES, max(0, len(trained) - 1)
+    nbytes = costs.parameters / stage.parts(stage.shards) * GRADIENT_BYTES
+    others_s = max(0, len(trained) - 1) * coster.message_s(1.0, *ends, tp=1)
     return Entry(
         column="reduce_s",
         kind="collective",
-        seconds=coster.message_s(nbytes, *ends, tp=1) + more * coster.message_s(1.0, *ends, tp=1),
+        seconds=coster.message_s(nbytes, *ends, tp=1) + others_s,
         axis="pipeline",
         collective="exchange",
         calls=len(trained),
