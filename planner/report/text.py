@@ -181,7 +181,7 @@ def _memory_parts(report: Report) -> list[Part]:
         return []
     rows = sorted(report.details.memory, key=lambda row: -row["priced_bytes"])
     names = [name for name in rows[0]["parts"] if any(row["parts"][name] for row in rows)]
-    groups = defaultdict[str, list[Row]](list)
+    groups: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         groups[_parts_of(row)].append(row)
     more = len(groups) - MAX_PARTS
