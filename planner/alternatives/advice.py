@@ -1,14 +1,7 @@
 """Advice: changes beyond the plan, so that devices do more.
 
-margin    memory that the margin forbids and a faster plan needs
-batch     one that shares out badly, against the next that share out well
-devices   fewer nodes, or devices of a node left idle, where the others are faster without them
-sizes     heads that a plan's tensor axis can't split, and the next numbers that it could;
-          words that 16-bit kernels don't take well, and the next number that they do
-logits    that take much of the peak, and what a loss in chunks leaves of it
-
-Margins, batches and devices are searched again, without unequal meshes and for a short time: what
-is named was found to fit as a chosen plan is.
+Margins, batches and devices are searched again, without unequal meshes and for a short time, so
+that they fit as a chosen plan does. Sizes and logits are read off the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +24,7 @@ from meshwright.planner.report import busiest, device_groups, excluded
 from meshwright.planner.search import Search, SearchResult, axes_of
 
 MAX_BATCHES = 3  # searched
-SEARCH_S = 0.5  # for each of them, no new one after twice as long
+SEARCH_S = 0.5  # for one of them; no new one after twice as long
 LOGITS = 0.25  # of the peak, from which on a loss in chunks is worth a line
 KERNEL_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that tensor cores load at once
 PAD_TO = 64  # which also fills their tiles

@@ -1,10 +1,8 @@
 """Alternatives: the best plan of each family that the chosen one is not in ("tp=4", "no pipeline").
 
 A family is a decision that the search could have taken otherwise, as the arguments that ask for it;
-its plan is what the same search finds with them, on what was priced: who forces it finds it again.
-Where that fits no device, the answer is the bytes that it lacks; where a smaller memory margin
-would have it faster than the chosen plan, or fit at all, what is found with that; where the time
-ran out, that it was not searched.
+its plan is that of the same search with them: who forces it gets it again. Otherwise the answer is
+the bytes that it lacks, a smaller memory margin with its plan, or that the time ran out.
 """
 
 from __future__ import annotations

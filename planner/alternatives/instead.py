@@ -23,9 +23,8 @@ from meshwright.planner.pricing import Entered, Evaluation, StageCoster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A strategy of an operator, with the `states` of its operands and results on the tensor axis:
-    seconds of its block on a rank in a step, None where the block can't run so, and the block's
-    re-shards, forward and backward: collective -> (calls, bytes)."""
+    """A strategy of an operator, the `states` of its operands and results, the seconds of its block
+    on a rank in a step (None where it can't run so) and re-shards: collective -> (calls, bytes)."""
 
     strategy: str
     states: str
@@ -82,8 +81,9 @@ def instead(evaluation: Evaluation, problem: Problem, pattern: str) -> list[Expl
                 )
     if not named:
         raise PlanError(
-            f"explain: {pattern!r} names no module with a matrix product, no operator and no "
-            "parameter; legal: a glob over them, e.g. 'layers.0.mlp.*', '**:softmax'"
+            " names no module with a matrix product, no operator and no parameter",
+            place=f"explain: {pattern!r}",
+            legal="a glob over them, e.g. 'layers.0.mlp.*', '**:softmax'",
         )
     return list(explained.values())
 

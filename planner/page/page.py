@@ -1,8 +1,5 @@
-"""The page: the report's data, put into a template with its charts and what draws them.
-
-Everything is in one file, and its policy forbids it to ask for more: scripts are named by their
-digest, nothing is fetched.
-"""
+"""The page: the report's data in a template, in one file with all that draws it, whose policy names
+scripts by their digest and lets nothing be fetched."""
 
 from __future__ import annotations
 

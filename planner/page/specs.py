@@ -1,8 +1,7 @@
 """Charts of the page, as Vega-Lite specifications made by Altair.
 
-Text is in the page's colour (`currentColor`), so that a chart is right in light, in dark and on
-paper without being drawn again. Many marks are drawn on a canvas, which knows no such colour: a
-grey that both backgrounds allow stands for it.
+Text is in the page's colour (`currentColor`), in light, in dark and on paper. Many marks are drawn
+on a canvas, which knows no such colour: a grey that both backgrounds allow stands for it.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ def fit(data: Row) -> Spec:
     peaks = {name: nbytes / GIB for name, nbytes in peaks_of(summary).items()}
     capacity = summary["memory_bytes"]
     low, high = (nbytes / GIB for nbytes in summary["memory_interval_bytes"])
-    names = list(peaks)
     rows = [{"name": name, "peak": peak} for name, peak in peaks.items()]
-    y = alt.Y("name:N", title=None, sort=names)
+    y = alt.Y("name:N", title=None, sort=list(peaks))
     bars = (
         chart_of(rows)
         .mark_bar(color="#4c78a8")
@@ -77,14 +75,12 @@ def fit(data: Row) -> Spec:
         )
     )
     interval = (
-        chart_of([{"name": names[0], "low": low, "high": high}])
+        chart_of([{"name": next(iter(peaks)), "low": low, "high": high}])
         .mark_rule(strokeWidth=3)
         .encode(x="low:Q", x2="high:Q", y=y, tooltip=tips_of(low="from, GiB|.4~g", high="to|.4~g"))
     )
-    label = "Peak memory of the fullest device: " + ", ".join(
-        f"{name} {peak:.1f} GiB" for name, peak in peaks.items()
-    )
-    label += f"; a device has {capacity / GIB:.1f} GiB"
+    listed = ", ".join(f"{name} {peak:.1f} GiB" for name, peak in peaks.items())
+    label = f"Peak memory of the fullest device: {listed}; a device has {capacity / GIB:.1f} GiB"
     chart = alt.layer(bars, interval, capacity_line(capacity))
     return specified(chart, label, height=BAR * (len(rows) + 1))
 
@@ -138,8 +134,7 @@ def memory(data: Row) -> Spec:
         for row, nbytes in zip(data["memory"], rehearsed, strict=False)
     ]
     layers = [bars, capacity_line(data["summary"]["memory_bytes"])]
-    if peaks:
-        layers.append(_peak_marks(peaks))
+    layers += [_peak_marks(peaks)] if peaks else []
     label = "Memory of a device of each group by what holds it; the dashed line is what it has"
     chart = alt.layer(*layers).resolve_scale(color="independent", shape="independent")
     return specified(chart, label, height=BAR * (len(data["memory"]) + 1))

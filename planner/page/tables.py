@@ -296,16 +296,13 @@ def compared(data: Row) -> list[dict[str, Any]]:
             continue
         plan = rows.setdefault(
             row["plan"],
-            {
+            {key: row[key] for key in ("plan", "step_time_s", "slower", "why")}
+            | {
                 "names": [],
-                "plan": row["plan"],
                 "chosen": row is chosen,
-                "step_time_s": row["step_time_s"],
-                "slower": row["slower"],
                 "tie": bool(row.get("tie")),
                 "peak_memory_bytes": row.get("peak_memory_bytes"),
                 "components_s": row.get("components_s", {}),
-                "why": row["why"],
                 "excluded": row.get("excluded", []),
             },
         )

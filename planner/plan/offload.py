@@ -1,9 +1,8 @@
 """Blocks whose states and weights lie in host memory: a stage's part of them as whole blocks.
 
-The last blocks are taken first: their gradients are made first in a backward, and their weights are
+The last blocks are taken first: their gradients come first in a backward, and their weights are
 read last in a forward, so that both ways to the host have most to pass behind. Of the states there,
-the last blocks' again lie in files on the node's flash (ZeRO-Infinity). What ZeRO-3 divides of a
-block lies in one place, frozen parameters with the states of the others.
+the last blocks' again lie in files on the node's flash (ZeRO-Infinity).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The Plan: decisions keyed by names and globs, as a value and as JSON to be read and edited.
-
-Costs are in the report, not in the plan; of the shardings a plan has those that do not follow from
-others (`layouts.py`).
-"""
+"""The Plan: decisions keyed by names and globs, as a value and as JSON to be read and edited."""
 
 from __future__ import annotations
 
@@ -43,12 +39,13 @@ class StagePlan(Sharing):
     of a kind (`CONTEXT_KINDS`), and `ep` neighbours share the experts out. Schedules with several
     stages per device list the device's ranks in each of them.
 
-    `recompute` is one policy for all blocks, or policy -> blocks (the others keep everything). Of
-    as many neighbours as `segments` says only what enters is kept, and they run again together, the
-    policies being for the time after that (`segments.py`); 1 is none.
+    `recompute` is one policy for all blocks, or policy -> blocks (the others keep everything).
+    `segments` neighbours keep their inputs alone and run again together, the policies being for the
+    time after that (`segments.py`); 1 is none.
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
-    (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
+    (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`), of
+    which others follow.
 
     `offload` says what lies in host memory, and which part of it, over 0 to 1: "optimizer" (states,
     the weights that the optimizer reads, and its step), and no more "weights" (that are computed
@@ -348,7 +345,7 @@ def _plan(data: Any, name: str) -> Plan:
 
 def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
-        raise PlanError(shown(data), place=place, legal="an object")
+        raise PlanError.refused(place, data, legal="an object")
     always, optional = _keys("stage", always=True), _keys("stage", always=False)
     keys = {"blocks", "ranks", "mesh", "recompute", "shardings"}
     _same_keys(data, keys | always | optional, place, optional)

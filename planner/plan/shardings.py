@@ -20,10 +20,9 @@ from meshwright.profiles.inputs.limits import MAX_TEXT
 def glob(pattern: str) -> re.Pattern[str]:
     """A pattern over FQNs and operator keys: `*` stays within one component, `**` crosses dots.
 
-    Text between wildcards is taken where it is first found, and never looked for again (atomic
-    groups, `(?>...)`): a place further on leaves no more to what comes after it. The expression so
-    takes time quadratic in a name, whatever the number of wildcards. Only what follows the last
-    wildcard of its kind is bound to the end.
+    Text between wildcards is taken at its first place, and never looked for again (atomic groups,
+    `(?>...)`), so that the expression takes time quadratic in a name, whatever the number of
+    wildcards. Only what follows the last wildcard of its kind is bound to the end.
     """
     if len(pattern) > MAX_TEXT:
         raise PlanError("is too long", place=f"pattern {pattern:.60}...", legal=f"up to {MAX_TEXT}")

@@ -1,13 +1,9 @@
-"""The sum of gradients over two copies of the model, once per step, in `train_step`'s way.
+"""The sum of gradients over two copies of the model, once per step.
 
-Stage k and its copy lie on different ranks, which hold the same part of every parameter. After the
-reductions on the data axis each pair of ranks swaps the gradients of one trained parameter after
-the other, both ways at once, and adds them up. Of n parameters with b bytes of fp32 gradients on a
-rank together (their ZeRO shards, where ZeRO divides) that takes
-
-    send(b) + (n - 1) send(0)
-
-which nothing hides.
+Stage k and its copy hold the same part of every parameter on different ranks. After the reductions
+on the data axis each pair of ranks swaps the gradients of one trained parameter after the other,
+both ways at once: of n parameters with b bytes of fp32 gradients on a rank (of their ZeRO shards)
+in send(b) + (n - 1) send(0), which nothing hides.
 """
 
 from __future__ import annotations

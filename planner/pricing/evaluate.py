@@ -34,9 +34,8 @@ from meshwright.profiles.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedMemory:
-    """Bytes of a device of each device group, from a rehearsal of the plan in place of its price:
-    of tensors at their peak, and `beside_bytes`, which no rehearsal has (the driver's context and
-    buffers of communicators)."""
+    """Bytes of a device of each device group in a rehearsal: of tensors at their peak, and
+    `beside_bytes`, which no rehearsal has (the driver's context, communicators' buffers)."""
 
     tensor_bytes: Sequence[int]
     beside_bytes: Sequence[int]
@@ -78,10 +77,8 @@ class Prediction:
 
     def host_shortfall(self, cluster: Cluster) -> int:
         """Bytes that the fullest host's memory lacks beside its margin; 0 where all fit."""
-        if not self.host_memory_bytes:
-            return 0
         room = cluster.host.room_bytes if cluster.host is not None else 0
-        return max(0, max(self.host_memory_bytes) - room)
+        return max(0, max(self.host_memory_bytes, default=0) - room)
 
     def flash_shortfall(self, cluster: Cluster) -> int:
         """Bytes that the fullest flash of a node lacks, likewise; 0 where all fit."""

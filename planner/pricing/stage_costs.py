@@ -1,8 +1,5 @@
-"""Prices of blocks under given decisions, of which those of stages are sums.
-
-Nothing is decided here, and no solver is loaded: the shardings are a plan's, or those of the block
-programs (`programs.py`).
-"""
+"""Prices of blocks under the decisions of a plan or of block programs (`programs.py`); those of
+stages are their sums. Nothing is decided here, and no solver is loaded."""
 
 from __future__ import annotations
 
@@ -161,7 +158,7 @@ class StageCoster:
 
     @cached_property
     def errors(self) -> tuple[Quantiles, Quantiles]:
-        """How far step times and peak memory are off, of such models on such devices."""
+        """Quantiles of measured over predicted steps and memory, of such models and devices."""
         target, experts = self.problem.target, bool(expert_weights(self.graph))
         return (
             step_quantiles(self.cluster.device.name, target.name, experts=experts),

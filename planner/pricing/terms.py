@@ -1,8 +1,7 @@
 """Terms of a plan's step, and the seconds by which each component of them could be corrected.
 
-A plan is priced once. Then the entries of a component are made a little larger, and added up again
-to the same sums, which hide as much of each other as they do and are simulated in the same
-schedule: the difference is the component's part of a term, exactly where nothing is hidden, and
+A plan is priced once. Then the entries of a component are made a little larger, added up again and
+simulated: the difference is the component's part of a term, exactly where nothing is hidden, and
 elsewhere for corrections near 1.
 """
 

@@ -48,15 +48,13 @@ class Rehearsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything to know about a plan. `str()` is what one decides from, `text(full=True)` all of
-    it, `to_dict()` the same as data.
+    """Everything to know about a plan: as text to decide from, as the whole of it, and as data.
 
     `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
-    `alternatives`, `runners_up`, `overrides`, `advice` and `sensitivity()` are `deferred`: found
-    when they are first asked for, of several ranks by the one that priced the plan; so are
-    `details`: memory by what holds it, communication by axis and link, throughput. `rehearsed` is
-    there after a rehearsal of this plan: the summary's verdict on memory rests on it then. `aside`
-    are those of the `notes` that are about other plans.
+    `alternatives`, `runners_up`, `overrides`, `advice` and `sensitivity()` are `deferred`: searched
+    when they are first asked for, of several ranks by the one that priced the plan; so are the
+    `details`. `rehearsed` is there after a rehearsal, on which the summary's verdict on memory then
+    rests. `aside` are the `notes` on other plans.
     """
 
     plan: Plan

@@ -1,16 +1,13 @@
 """The tensor axis of a plan: the share of a model that it divides, and what it can't; Ulysses.
 
-Of a stage with tp > 1 its ranks share out the FLOPs of the products that the plan splits by a
-factor, and the elements of the parameters that it stores in parts; everything else each of them
-does, or holds, in full. A product is *excluded* from a degree by a factor that its rule splits
-(heads) and that so many ranks can't (25 heads on 8); it runs in full where no other factor of it
-can be split instead. One with a weight counts where it runs in full alone: any dim of the weight is
-as good as another.
+The ranks of a tensor axis share out the FLOPs of the products that the plan splits by a factor, and
+the elements of the parameters that it stores in parts. A product is *excluded* from a degree by a
+factor that its rule splits (heads) and that so many ranks can't (25 heads on 8); it runs in full
+where no other factor of it can be split instead. One with a weight counts only where it runs in
+full: any dim of the weight is as good as another.
 
-Ulysses is attention whose ranks split the sequence before and after it, and its heads inside. The
-intra-op program finds it without knowing the name: of what attention reads or gives, the tensor
-axis moves from a dim that has tokens to one that has heads, or back, by an all-to-all (DeepSpeed
-Ulysses, arXiv 2309.14509).
+Ulysses (DeepSpeed, arXiv 2309.14509) is attention whose ranks split the sequence before and after
+it, and its heads inside: an all-to-all from a dim with tokens to one with heads, or back.
 """
 
 from __future__ import annotations
@@ -40,12 +37,10 @@ TOKENS, HEADS = ("s", "t"), ("heads", "group")  # factors of attention, as its r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excluded:
-    """Products alike that can't be split `degrees` ways by some of their `factors` (name -> size).
-
-    `operators` is their key, repeats as `*`, `count` their number, `flops` their share of the
-    model's forward FLOPs; `legal` are degrees that could, `instead` the factors by which the
-    degrees can split them otherwise: where there are none, they run in full on every rank.
-    """
+    """Equal products that can't be split `degrees` ways by some of their `factors` (name -> size):
+    their key, repeats as `*`, their number and share of the model's forward FLOPs, the `legal`
+    degrees, and the factors by which the degrees can split them `instead`; where there are none,
+    they run in full on every rank."""
 
     operators: str
     count: int
@@ -119,8 +114,8 @@ def _refused(table: FactorTable, op: Op, degree: int) -> tuple[str, ...]:
     """The factors that so many ranks can't split, of dims none of whose factors they can."""
     factors, sizes = table.ops[op.name], indivisible(table, op, degree)
     dims = [dim for tensor in (*factors.results, *factors.operands) for dim in tensor]
-    whole = [dim for dim in dims if all(f in sizes or factors.kinds[f] == "whole" for f in dim)]
-    letters = dict.fromkeys(letter for dim in whole for letter in dim)
+    unsplit = [dim for dim in dims if all(f in sizes or factors.kinds[f] == "whole" for f in dim)]
+    letters = dict.fromkeys(letter for dim in unsplit for letter in dim)
     return tuple(f for f in letters if f in sizes and f in factors.flop_factors)
 
 
