@@ -1,4 +1,4 @@
-"""What a report is asked later: alternatives, the price of overrides, what flips it, advice."""
+"""Answers that a report is asked for later: alternatives, prices of overrides, flips, advice."""
 
 from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.alternatives.explain import explain_search

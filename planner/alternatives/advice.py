@@ -1,14 +1,7 @@
-"""Advice: what the user may change, beyond the plan, so that devices do more.
+"""Advice: changes beyond the plan, so that devices do more.
 
-margin    memory that the margin forbids and a faster plan needs
-batch     one that shares out badly, against the next that share out well
-devices   fewer nodes, or devices of a node left idle, where the others are faster without them
-sizes     heads that a plan's tensor axis can't split, and the next numbers that it could;
-          words that 16-bit kernels don't take well, and the next number that they do
-logits    that take much of the peak, and what a loss in chunks leaves of it
-
-Margins, batches and devices are searched again, without unequal meshes and for a short time: what
-is named was found to fit as a chosen plan is.
+Margins, batches and devices are searched again, without unequal meshes and for a short time, so
+that they fit as a chosen plan does. Sizes and logits are read off the plan.
 """
 
 from __future__ import annotations
@@ -25,21 +18,13 @@ from meshwright.planner.alternatives.alternatives import WORTH, SmallerMargin
 from meshwright.planner.alternatives.what_if import CHUNKS, with_chunked_loss
 from meshwright.planner.drafts import Candidate
 from meshwright.planner.overrides import OverrideError
-from meshwright.planner.plan import (
-    InfeasibleError,
-    Plan,
-    describe,
-    divisors,
-    seconds,
-    sized,
-    slower,
-)
+from meshwright.planner.plan import InfeasibleError, describe, divisors, seconds, sized, slower
 from meshwright.planner.pricing import StageCoster, evaluate
 from meshwright.planner.report import busiest, device_groups, excluded
 from meshwright.planner.search import Search, SearchResult, axes_of
 
 MAX_BATCHES = 3  # searched
-SEARCH_S = 0.5  # for each of them, no new one after twice as long
+SEARCH_S = 0.5  # for one of them; no new one after twice as long
 LOGITS = 0.25  # of the peak, from which on a loss in chunks is worth a line
 KERNEL_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that tensor cores load at once
 PAD_TO = 64  # which also fills their tiles
@@ -48,10 +33,15 @@ PAD_TO = 64  # which also fills their tiles
 def advice(
     search: Search, result: SearchResult, margin: SmallerMargin | None = None
 ) -> list[dict[str, Any]]:
-    """What is worth changing, as rows with a sentence each (`advice`) and its numbers, a smaller
-    `margin` that was found first; when the time is over no further batch is searched."""
-    found = [each(search, result) for each in (_faster, _heads, _words, _logits)]
-    return [*_margin(search, margin, result.best.step_time_s), *(r for rows in found for r in rows)]
+    """Changes that are worth it, as rows with a sentence each (`advice`) and its numbers, a smaller
+    `margin` first; when the time is over no further batch is searched."""
+    return [
+        *_margin(search, margin, result.best.step_time_s),
+        *_faster(search, result),
+        *_heads(search, result),
+        *_words(search, result),
+        *_logits(search, result),
+    ]
 
 
 # --- searched again ------------------------------------------------------------------------------
@@ -75,42 +65,41 @@ def _margin(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Try:
-    """What to train instead: in words, as data, as a search, and how long that may take."""
+    """Another batch or cluster: in words, as data, as a search, and the time for that."""
 
     kind: str
     what: str
     data: Mapping[str, int]
-    made: Callable[..., Search]
+    search: Callable[..., Search]
     time_limit_s: float
 
 
 def _faster(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
     """Other batches and fewer devices that train more rows per second by what is worth a line, or
     more of them on fewer axes; most first."""
-    best, found = result.best, list[tuple[float, _Try, Candidate]]()
+
+    def axes(candidate: Candidate) -> int:
+        return axes_of(candidate.plan.stages, len(candidate.plan.devices))
+
+    best, faster = result.best, list[tuple[float, _Try, Candidate]]()
     ours = search.global_batch_size / best.step_time_s
     for other in chain(_batches(search), _fewer(search, result)):
-        plan = _searched(search, other)
-        if plan is None:
+        candidate = _searched(search, other)
+        if candidate is None:
             continue
-        rate = plan.plan.global_batch_size / plan.step_time_s
-        simpler = _axes(plan.plan) < _axes(best.plan)
-        if rate > ours * (1.0 if simpler else 1 + WORTH):
-            found.append((rate, other, plan))
-    for rate, other, plan in sorted(found, key=lambda each: -each[0]):
-        less = f", in {seconds(plan.step_time_s)} instead of {seconds(best.step_time_s)}"
+        rate = candidate.plan.global_batch_size / candidate.step_time_s
+        if rate > ours * (1.0 if axes(candidate) < axes(best) else 1 + WORTH):
+            faster.append((rate, other, candidate))
+    for rate, other, candidate in sorted(faster, key=lambda row: -row[0]):
+        less = f", in {seconds(candidate.step_time_s)} instead of {seconds(best.step_time_s)}"
         yield {
             "kind": other.kind,
             **other.data,
             "rows_per_s": rate,
-            "step_time_s": plan.step_time_s,
+            "step_time_s": candidate.step_time_s,
             "advice": f"{other.what}: {rate:.4g} rows/s instead of {ours:.4g} "
-            f"({rate / ours - 1:+.0%}){less}: {describe(plan.plan)}",
+            f"({rate / ours - 1:+.0%}){less}: {describe(candidate.plan)}",
         }
-
-
-def _axes(plan: Plan) -> int:
-    return axes_of(plan.stages, len(plan.devices))
 
 
 def _batches(search: Search) -> Iterator[_Try]:
@@ -122,7 +111,7 @@ def _batches(search: Search) -> Iterator[_Try]:
             kind="batch",
             what=f"batch {batch}",
             data={"global_batch_size": batch},
-            made=partial(search.like, global_batch_size=batch),
+            search=partial(search.like, global_batch_size=batch),
             time_limit_s=SEARCH_S,
         )
 
@@ -131,13 +120,14 @@ def _fewer(search: Search, result: SearchResult) -> Iterator[_Try]:
     """Fewer nodes, and devices of each node left idle so that the batch shares out over more of the
     rest; those that would not compute longer than the chosen plan takes."""
     cluster, batch = search.problem.cluster, search.global_batch_size
-    nodes, each, shared = cluster.num_nodes, cluster.devices_per_node, cluster.num_devices
+    nodes, devices = cluster.num_nodes, cluster.devices_per_node
+    shared = math.gcd(batch, cluster.num_devices)
     parts = [
         (replace(cluster, num_nodes=n), f"{n} of {nodes} nodes") for n in divisors(nodes)[-2::-1]
     ]
-    better = [n for n in range(1, each) if math.gcd(batch, n * nodes) > math.gcd(batch, shared)]
+    better = [n for n in range(1, devices) if math.gcd(batch, n * nodes) > shared]
     parts += [
-        (replace(cluster, devices_per_node=n), f"{n} of {each} devices of each node")
+        (replace(cluster, devices_per_node=n), f"{n} of {devices} devices of each node")
         for n in better[-1:]
     ]
     computed_s = busiest(device_groups(result.best.evaluation)).compute_s
@@ -147,19 +137,19 @@ def _fewer(search: Search, result: SearchResult) -> Iterator[_Try]:
                 kind="devices",
                 what=what,
                 data={"num_nodes": part.num_nodes, "devices_per_node": part.devices_per_node},
-                made=partial(search.like, problem=replace(search.problem, cluster=part)),
+                search=partial(search.like, problem=replace(search.problem, cluster=part)),
                 time_limit_s=max(SEARCH_S, sum(result.phases_s.values())),  # new prices
             )
 
 
 def _searched(search: Search, other: _Try) -> Candidate | None:
-    """The plan of a short search over equal meshes; None where none is found in time."""
+    """The plan of a short search over equal meshes; None where there is none in time."""
     if search.programs.time.over():
         return None
     forbid = sorted({*search.overrides.forbid, "unequal_meshes"})
     try:
         overrides = replace(search.overrides, forbid=forbid)
-        return other.made(overrides=overrides, time_limit_s=other.time_limit_s).run().best
+        return other.search(overrides=overrides, time_limit_s=other.time_limit_s).run().best
     except (InfeasibleError, OverrideError):
         return None
 
@@ -206,16 +196,10 @@ def _words(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
     graph, table = problem.graph, problem.factors
     if problem.precision == "fp32" or problem.cluster.device.kind != "cuda":
         return
-    matrices = {
-        value: op.key
-        for op in graph.ops
-        if table.ops[op.name].matmul
-        for value in op.operands
-        if value in graph.parameters and len(graph.values[value].shape) == 2
-    }
     odd: dict[int, str] = {}
-    for value in matrices:
-        for size in graph.values[value].shape:
+    for value in (v for op in graph.ops if table.ops[op.name].matmul for v in op.operands):
+        shape = graph.values[value].shape
+        for size in shape if value in graph.parameters and len(shape) == 2 else ():
             if size > PAD_TO and size % KERNEL_MULTIPLE:
                 odd.setdefault(size, graph.parameters[value])
     unit = math.lcm(PAD_TO, *(stage.tp for stage in result.best.plan.stages))

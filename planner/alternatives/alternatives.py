@@ -1,11 +1,8 @@
-"""Why not something else, by a number: the best plan of each family that the chosen one is not in
-("tp=4", "no pipeline").
+"""Alternatives: the best plan of each family that the chosen one is not in ("tp=4", "no pipeline").
 
 A family is a decision that the search could have taken otherwise, as the arguments that ask for it;
-its plan is what the same search finds with them, on what was priced: who forces it finds it again.
-Where that fits no device, the answer is the bytes that it lacks; where a smaller memory margin
-would have it faster than the chosen plan, or fit at all, what is found with that; where the time
-ran out, that it was not searched.
+its plan is that of the same search with them: who forces it gets it again. Otherwise the answer is
+the bytes that it lacks, a smaller memory margin with its plan, or that the time ran out.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from meshwright.planner.drafts import Candidate, MeshChoice
+from meshwright.planner.drafts import Candidate
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import PLACEMENTS, InfeasibleError, Plan, margin_beside
 from meshwright.planner.report import Excluded, excluded
@@ -44,36 +41,43 @@ class Family:
 
     def within(self, search: Search) -> Search:
         """The search with this decision taken, all else as it was. Raises `OverrideError`."""
-        given = search.overrides
         asks = dict(self.asks)
         if "forbid" in asks:
-            asks["forbid"] = (*given.forbid, *asks["forbid"])
-        return search.like(overrides=replace(given, **asks))
+            asks["forbid"] = (*search.overrides.forbid, *asks["forbid"])
+        return search.like(overrides=replace(search.overrides, **asks))
 
 
 def families(search: Search, result: SearchResult) -> list[Family]:
     """Families that a search could have chosen from and did not."""
-    given, plan = search.overrides.given(), result.best.plan
+    decided, plan = search.overrides.given().keys(), result.best.plan
     return [
         family
         for family in _offered(search, result)
-        if not family.has(plan) and given.keys().isdisjoint(family.asks.keys() - {"forbid"})
+        if not family.has(plan) and decided.isdisjoint(family.asks.keys() - {"forbid"})
     ]
 
 
 def _offered(search: Search, result: SearchResult) -> Iterator[Family]:
-    """By kind of decision; one that the user took has none."""
+    """Families by kind of decision; one that the user took has none."""
     meshes, over, plan = result.meshes, search.restrictions, result.best.plan
     for axis in WITHOUT:
         yield from (_degree(axis, n) for n in sorted({getattr(c.mesh, axis) for c in meshes}))
-    yield Family(name="equal meshes", asks={"forbid": ["unequal_meshes"]}, has=_equal)
+    yield Family(
+        name="equal meshes",
+        asks={"forbid": ["unequal_meshes"]},
+        has=lambda plan: len({(s.dp, s.cp, s.tp, s.ep) for s in plan.stages}) == 1,
+    )
     yield from map(_device_groups, _near({c.groups for c in meshes}, plan))
     if any(choice.mesh.spread > 1 for choice in meshes):
         yield Family(
-            name="pipeline inside the node", asks={"placement": PLACEMENTS[1]}, has=_strided
+            name="pipeline inside the node",
+            asks={"placement": PLACEMENTS[1]},
+            has=lambda plan: any(stage.spread > 1 for stage in plan.stages),
         )
     if len(plan.devices) > 1:
-        yield from map(_schedule, _schedules(search, meshes))
+        offers = (search.space.schedules(c.groups, c.num_microbatches) for c in meshes)
+        offered = {pipeline.schedule for pipelines in offers for pipeline in pipelines}
+        yield from (_schedule(name) for name in over.schedules if name in offered)
     if over.uniform("zero") is None:
         yield from map(_zero, sorted(over.zeros))
     if not any(over.recompute):
@@ -86,9 +90,9 @@ def _offered(search: Search, result: SearchResult) -> Iterator[Family]:
 
 
 def _near(counts: Collection[int], plan: Plan) -> list[int]:
-    """Of several numbers of device groups one, and those next to the plan's."""
-    own, ordered = len(plan.devices), sorted(counts)
-    fewer, more = [n for n in ordered if n < own], [n for n in ordered if n > own]
+    """The least number of device groups, and the numbers next to the plan's."""
+    groups, ordered = len(plan.devices), sorted(counts)
+    fewer, more = [n for n in ordered if n < groups], [n for n in ordered if n > groups]
     return sorted({*ordered[:1], *fewer[-NEAR:], *more[:NEAR]})
 
 
@@ -100,30 +104,12 @@ def _degree(axis: str, n: int) -> Family:
     )
 
 
-def _equal(plan: Plan) -> bool:
-    return len({(s.dp, s.cp, s.tp, s.ep) for s in plan.stages}) == 1
-
-
 def _device_groups(n: int) -> Family:
     return Family(
         name="no pipeline" if n == 1 else f"pp={n}",
         asks={"pp": n},
         has=lambda plan: len(plan.devices) == n,
     )
-
-
-def _strided(plan: Plan) -> bool:
-    return any(stage.spread > 1 for stage in plan.stages)
-
-
-def _schedules(search: Search, meshes: Collection[MeshChoice]) -> list[str]:
-    """Schedules that some mesh offers."""
-    offered = {
-        own.schedule
-        for choice in meshes
-        for own in search.space.schedules(choice.groups, choice.num_microbatches)
-    }
-    return [name for name in search.restrictions.schedules if name in offered]
 
 
 def _schedule(name: str) -> Family:
@@ -135,12 +121,12 @@ def _schedule(name: str) -> Family:
 
 
 def _zero(zero: int) -> Family:
-    return Family(name=f"ZeRO-{zero}", asks={"zero": zero}, has=partial(_has_zero, zero))
-
-
-def _has_zero(zero: int, plan: Plan) -> bool:
-    """Whether all stages have it; one data rank has nothing to divide."""
-    return {s.zero if s.dp * s.cp > 1 else 0 for s in plan.stages} == {zero}
+    return Family(
+        name=f"ZeRO-{zero}",
+        asks={"zero": zero},
+        # one data rank has nothing to divide
+        has=lambda plan: {s.zero if s.holders > 1 else 0 for s in plan.stages} == {zero},
+    )
 
 
 def _recompute(policy: str) -> Family:
@@ -151,12 +137,12 @@ def _recompute(policy: str) -> Family:
     )
 
 
-# --- what is found of one ------------------------------------------------------------------------
+# --- the plan of a family ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmallerMargin:
-    """A memory margin, and what the search finds with it."""
+    """A memory margin, and the best plan with it."""
 
     memory_margin: float
     best: Candidate
@@ -164,10 +150,9 @@ class SmallerMargin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """What the search finds of a family, under the overrides `asks`: its `best` plan, or the bytes
-    that the closest one lacks on its fullest stage; neither where the time ran out, only the
-    seconds that any plan of it takes at least. `excluded` is what can't be split as the family
-    asks."""
+    """The `best` plan of a family, under the overrides `asks`, or the bytes that the closest one
+    lacks on its fullest stage; neither where the time ran out, only the seconds that any plan of it
+    takes at least. `excluded` are the products that can't be split as the family asks."""
 
     family: str
     asks: Mapping[str, Any]
@@ -187,47 +172,47 @@ def alternative(search: Search, family: Family) -> Alternative | None:
     """The best of a family; None where the space holds none of it anyway."""
     graph, factors = search.problem.graph, search.problem.factors
     refused = excluded(graph, factors, (family.asks.get("tp", 1),))
-    made = partial(Alternative, family=family.name, asks=family.asks, excluded=refused)
+    answer = partial(Alternative, family=family.name, asks=family.asks, excluded=refused)
     limit = search.programs.time
     if limit.over():
-        return made()
+        return answer()
     try:
-        found = family.within(search).run()
+        result = family.within(search).run()
     except InfeasibleError as error:
         lacks = max(error.shortfall_bytes, default=0.0)
-        return made() if limit.over() else made(shortfall_bytes=lacks)
+        return answer() if limit.over() else answer(shortfall_bytes=lacks)
     except OverrideError:
         return None
-    if limit.ends_s < math.inf and not found.complete:
-        return made(bound_s=found.bound_s)
-    return made(best=found.best)
+    if limit.ends_s < math.inf and not result.complete:
+        return answer(bound_s=result.bound_s)
+    return answer(best=result.best)
 
 
 def with_margin(
-    found: Alternative, search: Search, family: Family, below_s: float | None
+    other: Alternative, search: Search, family: Family, below_s: float | None
 ) -> Alternative:
-    """With the margin that a family needs to fit, or to take less than `below_s`, where that is
-    smaller than the search's."""
-    memory_bytes, lacks = search.problem.cluster.device.memory_bytes, found.shortfall_bytes
+    """An alternative with the margin that its family needs to fit, or to take less than `below_s`,
+    where that is smaller than the search's."""
+    memory_bytes, lacks = search.problem.cluster.device.memory_bytes, other.shortfall_bytes
     if lacks is not None:
         below_s = math.inf if lacks <= search.memory_margin * memory_bytes else None
-    if not found.searched or below_s is None:
-        return found
-    return replace(found, smaller=smaller_margin(family.within(search), below_s))
+    if not other.searched or below_s is None:
+        return other
+    return replace(other, smaller=smaller_margin(family.within(search), below_s))
 
 
 def smaller_margin(search: Search, below_s: float) -> SmallerMargin | None:
-    """The largest margin below its own with which a search finds a plan that takes less than
+    """The largest margin below a search's with which it finds a plan that takes less than
     `below_s`, of the plans that fit without any; None where there is none."""
     memory_bytes = search.problem.cluster.device.memory_bytes
     if not search.memory_margin or search.programs.time.over():
         return None
-    whole = search.like(memory_margin=0.0)
+    without = search.like(memory_margin=0.0)
     try:
-        whole.run()
+        without.run()
     except (InfeasibleError, OverrideError):
         return None
-    drafts = [d for d in whole.drafts if d.fits and d.step_time_s < below_s]
+    drafts = [d for d in without.drafts if d.fits and d.step_time_s < below_s]
     peaks = {d.evaluation.prediction.fullest_bytes for d in drafts}
     margins = sorted({margin_beside(peak, memory_bytes) for peak in peaks}, reverse=True)
     for margin in [m for m in margins if m < search.memory_margin][:MAX_MARGINS]:
@@ -243,5 +228,5 @@ def smaller_margin(search: Search, below_s: float) -> SmallerMargin | None:
 
 
 def worth_s(step_s: float) -> float:
-    """Below it another plan is faster than one of so many seconds by what is worth a line."""
+    """Seconds below which another plan is worth a line beside one of `step_s`."""
     return step_s / (1 + WORTH)

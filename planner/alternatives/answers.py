@@ -1,5 +1,5 @@
-"""Answers that a report finds when asked: the best plan of each family, what each override costs,
-which change of the cluster would flip the decision, what the user may change.
+"""Answers of a report, searched when they are asked for: the best plan of each family, the cost of
+each override, the change of the cluster that would flip the decision, advice.
 
 All rest on what the search has priced. An override costs the seconds by which the plan is slower
 than the best plan without it, all others kept; all together, against the free optimum. Under a time
@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from functools import cached_property
+from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
 
+from meshwright.costmodel.memo import Memo
 from meshwright.planner.alternatives.advice import advice
 from meshwright.planner.alternatives.alternatives import (
     Alternative,
@@ -41,45 +43,39 @@ T = TypeVar("T")
 
 progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
-KNOWN_S = 1.5  # that families are searched for a short text
-ALL_S = 30.0  # that they are all searched for, or
-TIMES = 8  # as long as the search took
+KNOWN_S = 1.5  # to search families for a short text
+ALL_S = 30.0  # to search all families, or
+TIMES = 8  # times as long as the search took
 MAX_EACH = 6  # overrides that are priced one by one
 MAX_RIVALS = 8  # plans that are priced again on changed clusters
 EQUAL = 1e-9
 CUT_SHORT = "cost not known: the time limit cut a search short"
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Answers:
-    """A search's account of itself (`report.DeferredAnswers`); every answer is found once."""
+    """A search's account of itself (`report.DeferredAnswers`); every answer is searched once."""
 
     search: Search
     result: SearchResult
-    _families: list[Family] | None = None
     _others: dict[str, Alternative | None] = field(default_factory=dict)
-    _all: bool = False  # in all the time that there is
-    _margin: list[SmallerMargin | None] = field(default_factory=list)
-    _runners_up: list[Candidate] | None = None
-    _overrides: list[dict[str, Any]] | None = None
-    _sensitivity: list[dict[str, Any]] | None = None
-    _advice: list[dict[str, Any]] | None = None
-    _proof: dict[str, Any] | None = None
+    _all: bool = False  # whether the families were searched in all the time that there is
+    _rows: Memo[str, list[dict[str, Any]]] = field(default_factory=Memo)  # by answer
     _spent_s: float = 0.0
 
-    def _left_s(self) -> float:
-        """What is left of the time limit."""
-        given_s = self.search.time_limit_s
-        return math.inf if given_s is None else max(0.0, given_s - self._spent_s)
+    def _remaining_s(self) -> float:
+        """Seconds of the time limit that are not spent."""
+        limit_s = self.search.time_limit_s
+        return math.inf if limit_s is None else max(0.0, limit_s - self._spent_s)
 
-    def _timed(self, what: str, work: Callable[[], T], most_s: float = math.inf) -> T:
-        """Work in the time that is left; no line is shown for what is done in a moment."""
+    def _timed(self, name: str, work: Callable[[], T], most_s: float = math.inf) -> T:
+        """Work within the time limit; no line is shown for work of a moment."""
         if most_s > KNOWN_S:
-            progress.debug("report: %s", what)
+            progress.debug("report: %s", name)
         limit = self.search.programs.time
         started = limit.clock()
         try:
-            with limit.until(limit.after(min(self._left_s(), most_s))):
+            with limit.until(limit.after(min(self._remaining_s(), most_s))):
                 return work()
         finally:
             self._spent_s += limit.clock() - started
@@ -88,129 +84,139 @@ class Answers:
 
     def alternatives(self) -> list[dict[str, Any]]:
         """The best plan of each family."""
-        return self._rows(self.others)
+        return self._against_chosen(self.others)
 
     def known_alternatives(self) -> list[dict[str, Any]]:
-        """The best plan of each family that is found in a moment, the most promising first."""
-        if not self._others:
-            self._timed("families for a moment", self._look_around, KNOWN_S)
-        return self._rows(tuple(filter(None, self._others.values())))
+        """The best plan of each family that takes a moment, the most promising first."""
 
-    def _look_around(self) -> None:
-        for family in sorted(self.families, key=self._promised_s):
-            self._others[family.name] = alternative(self.search, family)
+        def search() -> None:
+            for family in sorted(self.families, key=self._promised_s):
+                self._others[family.name] = alternative(self.search, family)
+
+        if not self._others:
+            self._timed("families for a moment", search, KNOWN_S)
+        return self._against_chosen(filter(None, self._others.values()))
 
     def runners_up(self) -> list[dict[str, Any]]:
         """The next best plans of other shapes that fit as they are written out."""
-        if self._runners_up is None:
-            others = self.result.candidates[1:]
-            written = [c if isinstance(c, Candidate) else self.search.written(c) for c in others]
-            self._runners_up = sorted((c for c in written if c.fits), key=attrgetter("step_time_s"))
-        best = self.result.best.evaluation
-        return [plan_row(c.evaluation, best) for c in self._runners_up]
+        return [plan_row(c.evaluation, self.result.best.evaluation) for c in self._next_best]
 
-    @property
+    @cached_property
+    def _next_best(self) -> list[Candidate]:
+        others, search = self.result.candidates[1:], self.search
+        written = [c if isinstance(c, Candidate) else search.written(c) for c in others]
+        return sorted((c for c in written if c.fits), key=attrgetter("step_time_s"))
+
+    @cached_property
     def families(self) -> list[Family]:
-        if self._families is None:
-            self._families = families(self.search, self.result)
-        return self._families
+        return families(self.search, self.result)
 
     @property
     def others(self) -> tuple[Alternative, ...]:
-        """What was found of each family, in the time that is left, or several times the search's:
-        those that it leaves out say so."""
+        """The alternative of each family, within the time limit, or several times the search's;
+        those for which it was too short say so."""
         if not self._all:
             self._all = True
             most_s = max(ALL_S, TIMES * sum(self.result.phases_s.values()))
-            self._timed("the best plan of each family", self._look, most_s)
+            self._timed("the best plan of each family", self._search_families, most_s)
         return tuple(filter(None, (self._others[f.name] for f in self.families)))
 
     def look_no_further(self) -> None:
         """Search no family, and no other margin, that was not searched yet."""
-        self._families, self._all = self._families or [], True
-        self._margin = self._margin or [None]
+        self._all = True
+        known = vars(self)
+        known.setdefault("families", [])
+        known.setdefault("margin", None)
 
-    def _look(self) -> None:
+    def _search_families(self) -> None:
         search = self.search
         below_s = worth_s(self.result.best.step_time_s) if self.margin else None
         for family in self.families:
-            found = self._others.get(family.name)
-            if family.name not in self._others or (found and not found.searched):
-                found = alternative(search, family)
-            self._others[family.name] = found and with_margin(found, search, family, below_s)
+            other = self._others.get(family.name)
+            if family.name not in self._others or (other and not other.searched):
+                other = alternative(search, family)
+            self._others[family.name] = other and with_margin(other, search, family, below_s)
 
-    @property
+    @cached_property
     def margin(self) -> SmallerMargin | None:
         """A smaller memory margin, with which some plan is faster than the chosen one."""
-        if not self._margin:
-            below_s = worth_s(self.result.best.step_time_s)
-            self._margin.append(smaller_margin(self.search, below_s))
-        return self._margin[0]
+        return smaller_margin(self.search, worth_s(self.result.best.step_time_s))
 
     def _promised_s(self, family: Family) -> float:
-        """What the search drafted of a family, that it would not have looked at if it were far."""
+        """The least step of a family's drafts: the search would not have drafted it if it were
+        far."""
         return min(
             (d.step_time_s for d in self.result.drafts if d.fits and family.has(d.plan)),
             default=math.inf,
         )
 
-    def _rows(self, others: Sequence[Alternative]) -> list[dict[str, Any]]:
+    def _against_chosen(self, others: Iterable[Alternative]) -> list[dict[str, Any]]:
         return [alternative_row(other, self.result.best.evaluation) for other in others]
 
-    # --- what is asked once ---
+    # --- answers by name ---
 
     def overrides(self) -> list[dict[str, Any]]:
         """All given overrides together, then each of several."""
-        if self._overrides is None:
-            self._overrides = self._priced()
-        return self._overrides
+        return self._rows.of("overrides", self._priced)
 
     def sensitivity(self) -> list[dict[str, Any]]:
         """Flips of the decision, by property of the cluster."""
-        if self._sensitivity is None:
+
+        def rows() -> list[dict[str, Any]]:
             compared = self._compared()
             flips = self._timed(
-                "what would flip the decision", lambda: compared.flips(self._left_s())
+                "what would flip the decision", lambda: compared.flips(self._remaining_s())
             )
-            self._sensitivity = [_flip_row(flip) for flip in flips]
-        return self._sensitivity
+            return [
+                {
+                    "property": flip.knob,
+                    "factor": flip.factor,
+                    "plan": flip.rival and describe(flip.rival.plan),
+                }
+                for flip in flips
+            ]
+
+        return self._rows.of("sensitivity", rows)
 
     def advice(self) -> list[dict[str, Any]]:
-        """What the user may change for more rows per second, or less memory."""
-        if self._advice is None:
-            self._advice = self._timed(
-                "advice", lambda: advice(self.search, self.result, self.margin)
-            )
-        return self._advice
+        """Changes that the user may make for more rows per second, or less memory."""
+
+        def rows() -> list[dict[str, Any]]:
+            return advice(self.search, self.result, self.margin)
+
+        return self._rows.of("advice", lambda: self._timed("advice", rows))
 
     def proof(self) -> dict[str, Any]:
         """Lower bound on the step of plans with equal stages, and the chosen one's gap to it."""
-        if self._proof is None:
-            bound_s = self._timed("a closer bound", lambda: self.search.equal_bound_s(self.result))
-            step_s, self._proof = self.result.best.step_time_s, {}
-            if bound_s:
-                gap = max(0.0, step_s / bound_s - 1.0)
-                self._proof = {"equal_bound_s": bound_s, "equal_gap": gap}
         return self._proof
+
+    @cached_property
+    def _proof(self) -> dict[str, Any]:
+        bound_s = self._timed("a closer bound", lambda: self.search.equal_bound_s(self.result))
+        if not bound_s:
+            return {}
+        gap = max(0.0, self.result.best.step_time_s / bound_s - 1.0)
+        return {"equal_bound_s": bound_s, "equal_gap": gap}
 
     # --- overrides ---
 
     def _priced(self) -> list[dict[str, Any]]:
-        given = self.search.overrides.given()
-        if not given:
+        overrides = self.search.overrides.given()
+        if not overrides:
             return []
-        free = self._best(Overrides()) if self._whole(self.result) else CUT_SHORT
-        rows = [self._row(_said(given), free, "the free optimum")]
+        free = self._best(Overrides()) if self._closed(self.result) else CUT_SHORT
+        words = ", ".join(f"{name}={value!r}" for name, value in overrides.items())
+        rows = [self._row(words, free, "the free optimum")]
         if isinstance(free, str):
             return rows
         rows[0]["free_step_time_s"] = free.step_time_s
-        each = list(each_dropped(self.search.overrides))
-        if len(each) > MAX_EACH:
+        dropped = list(each_dropped(self.search.overrides))
+        if len(dropped) > MAX_EACH:
             rows[0]["effect"] += f" (with more than {MAX_EACH} overrides not priced one by one)"
-        elif len(each) > 1:
+        elif len(dropped) > 1:
             rows += [
                 self._row(one.said, self._best(one.left), "the best with the rest kept")
-                for one in each
+                for one in dropped
             ]
         return rows
 
@@ -234,17 +240,17 @@ class Answers:
         return {"override": text, "effect": effect, "cost_s": cost_s, "cost": cost_s / best}
 
     def _best(self, overrides: Overrides) -> Candidate | str:
-        """What the same search finds under other overrides, in the time that is left."""
-        if self._left_s() == 0:
+        """The best plan of the same search under other overrides, within the time limit."""
+        if self._remaining_s() == 0:
             return CUT_SHORT
         try:
-            there = self.search.like(overrides=overrides)
-            result = self._timed("a plan without an override", there.run)
+            search = self.search.like(overrides=overrides)
+            result = self._timed("a plan without an override", search.run)
         except (InfeasibleError, OverrideError):
-            return CUT_SHORT if self._left_s() == 0 else "without it no plan was found"
-        return result.best if self._whole(result) else CUT_SHORT
+            return CUT_SHORT if self._remaining_s() == 0 else "without it no plan was found"
+        return result.best if self._closed(result) else CUT_SHORT
 
-    def _whole(self, result: SearchResult) -> bool:
+    def _closed(self, result: SearchResult) -> bool:
         """Whether no time limit cut a search short."""
         return result.complete or self.search.time_limit_s is None
 
@@ -257,19 +263,18 @@ class Answers:
         bigger: list[Rival] = []
         others: list[Candidate | PlanDraft] = [o.best for o in self.others if o.best]
         others += self.result.drafts
-        for found in sorted(others, key=attrgetter("step_time_s")):
-            room = rivals if found.fits else bigger
-            if describe(found.plan) in known or len(room) >= MAX_RIVALS:
+        for other in sorted(others, key=attrgetter("step_time_s")):
+            room = rivals if other.fits else bigger
+            if describe(other.plan) in known or len(room) >= MAX_RIVALS:
                 continue
-            known.add(describe(found.plan))
-            if found.fits:
-                own = found if isinstance(found, Candidate) else search.written(found)
-                rivals += [_rival(own)] * own.fits
-            elif found.step_time_s < best.step_time_s:
-                bigger.append(_rival(found))
-        evaluator = Evaluator(replace(search.problem, profile=None))
+            known.add(describe(other.plan))
+            if other.fits:
+                candidate = other if isinstance(other, Candidate) else search.written(other)
+                rivals += [_rival(candidate)] * candidate.fits
+            elif other.step_time_s < best.step_time_s:
+                bigger.append(_rival(other))
         return Sensitivity(
-            evaluator=evaluator,
+            evaluator=Evaluator(replace(search.problem, profile=None)),
             chosen=_rival(best),
             rivals=rivals,
             bigger=bigger,
@@ -277,26 +282,14 @@ class Answers:
         )
 
 
-def _said(given: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in given.items())
-
-
-def _rival(found: PlanDraft | Candidate) -> Rival:
-    peak = found.evaluation.prediction.fullest_bytes
-    return Rival(plan=found.plan, step_time_s=found.step_time_s, peak_bytes=peak)
-
-
-def _flip_row(flip: Flip) -> dict[str, Any]:
-    return {
-        "property": flip.knob,
-        "factor": flip.factor,
-        "plan": flip.rival and describe(flip.rival.plan),
-    }
+def _rival(other: PlanDraft | Candidate) -> Rival:
+    peak = other.evaluation.prediction.fullest_bytes
+    return Rival(plan=other.plan, step_time_s=other.step_time_s, peak_bytes=peak)
 
 
 # --- sensitivity ----------------------------------------------------------------------------------
 
-# Which change of the cluster would flip the decision: one property at a time, 1/4 to 4 times.
+# Changes of the cluster that would flip the decision: one property at a time, 1/4 to 4 times.
 #
 # Nothing is searched again: the chosen plan and its rivals are priced on the scaled cluster. With
 # t(f) the modelled step at factor f and T what was predicted, a plan is taken to need T·t(f)/t(1),
@@ -305,9 +298,9 @@ def _flip_row(flip: Flip) -> dict[str, Any]:
 # rival that wins there is asked again. Where prices can't tell plans apart (`tie`, a part of a
 # step), a rival has to take less by more than that, or, if it does so already, by as much again.
 #
-# A bandwidth or FLOP/s that is scaled is so at every size: efficiency curves, fractions of a peak
-# over the work, stay as they are. Of the memory only what tensors may use is scaled; who fits is
-# then a comparison of bytes.
+# A bandwidth or FLOP/s is scaled at every size: efficiency curves, fractions of a peak over the
+# work, stay as they are. Of the memory only what tensors may use is scaled; then plans fit by a
+# comparison of bytes.
 
 
 ENDS = (1 / 4, 4.0)
@@ -341,11 +334,11 @@ def _memory_bandwidth(cluster: Cluster, factor: float) -> Cluster:
 
 
 KNOBS: Mapping[str, Scale] = {
-    "inter-node bandwidth": lambda own, factor: replace(
-        own, inter_link=scaled_link(own.inter_link, factor)
+    "inter-node bandwidth": lambda cluster, factor: replace(
+        cluster, inter_link=scaled_link(cluster.inter_link, factor)
     ),
-    "intra-node bandwidth": lambda own, factor: replace(
-        own, intra_link=scaled_link(own.intra_link, factor)
+    "intra-node bandwidth": lambda cluster, factor: replace(
+        cluster, intra_link=scaled_link(cluster.intra_link, factor)
     ),
     "FLOP/s": _flops,
     "memory bandwidth": _memory_bandwidth,
@@ -363,13 +356,13 @@ class Rival:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """At `factor` times the property another plan is the better one; None for both where none is
-    between the ends. Where the chosen plan stops fitting and no rival fits, only the plan is
-    None."""
+    """The `factor` on the property from which on another plan is the better one; None for both
+    where none is between the ends. Where the chosen plan stops fitting and no rival fits, only the
+    plan is None."""
 
     knob: str
-    factor: float | None
-    rival: Rival | None
+    factor: float | None = None
+    rival: Rival | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -382,10 +375,10 @@ class Sensitivity:
     rivals: Sequence[Rival]
     bigger: Sequence[Rival] = ()
     tie: float = 0.0
-    _base_s: dict[int, float] = field(default_factory=dict)
+    _base_s: Memo[int, float] = field(default_factory=Memo)
 
     def flips(self, time_limit_s: float | None = None) -> tuple[Flip, ...]:
-        """Below 1 and above, for every property that the cluster has; of its rates those looked at
+        """Flips below 1 and above, for every property that the cluster has; of its rates those
         within the time limit."""
         ends_s = math.inf if time_limit_s is None else time.monotonic() + time_limit_s
         cluster = self.evaluator.problem.cluster
@@ -393,13 +386,13 @@ class Sensitivity:
             "inter-node bandwidth": cluster.num_nodes == 1,
             "intra-node bandwidth": cluster.devices_per_node == 1,
         }
-        found: list[Flip] = []
+        flips: list[Flip] = []
         for knob, scale in KNOBS.items():
             if not absent.get(knob, False) and time.monotonic() < ends_s:
-                own = [self._flip(knob, scale, end) for end in ENDS]
-                found += [flip for flip in own if flip] or [_none(knob)]
-        memory = [flip for flip in (self._less_memory(), self._more_memory()) if flip]
-        return (*found, *(memory or [_none(MEMORY)]))
+                of_rate = (self._flip(knob, scale, end) for end in ENDS)
+                flips += list(filter(None, of_rate)) or [Flip(knob=knob)]
+        of_memory = filter(None, (self._less_memory(), self._more_memory()))
+        return (*flips, *(list(of_memory) or [Flip(knob=MEMORY)]))
 
     # --- rates ---
 
@@ -424,7 +417,7 @@ class Sensitivity:
         steps = [(self._seconds(rival, priced), k, rival) for k, rival in enumerate(rivals)]
         return [
             rival
-            for step_s, _, rival in sorted(steps, key=lambda x: x[:2])
+            for step_s, _, rival in sorted(steps, key=itemgetter(0, 1))
             if step_s < limit * self._needed(rival)
         ]
 
@@ -438,14 +431,13 @@ class Sensitivity:
         def modelled_s(on: Evaluator) -> float:
             return on.price(rival.plan).prediction.step_time_s
 
-        if id(rival) not in self._base_s:
-            self._base_s[id(rival)] = modelled_s(self.evaluator)
-        return rival.step_time_s * (modelled_s(evaluator) / self._base_s[id(rival)])
+        base_s = self._base_s.of(id(rival), lambda: modelled_s(self.evaluator))
+        return rival.step_time_s * (modelled_s(evaluator) / base_s)
 
     # --- memory ---
 
     def _factor(self, rival: Rival) -> float:
-        """Of the memory for tensors, so that a plan just fits."""
+        """The factor on the memory for tensors by which a plan just fits."""
         device = self.evaluator.problem.cluster.device
         return (rival.peak_bytes - device.reserved_bytes) / device.usable_bytes
 
@@ -464,7 +456,3 @@ class Sensitivity:
         if first is None or self._factor(first) > ENDS[1]:
             return None
         return Flip(knob=MEMORY, factor=self._factor(first), rival=first)
-
-
-def _none(knob: str) -> Flip:
-    return Flip(knob=knob, factor=None, rival=None)

@@ -39,24 +39,17 @@ def explain_search(
     )
 
 
-def _slower(step_s: float, chosen_s: float) -> dict[str, Any]:
-    """How much slower, and whether prices can't tell the two apart."""
-    more = step_s / chosen_s - 1
-    return {"slower": more, "tie": abs(more) <= TIE}
-
-
 def _ties(result: SearchResult, memory_bytes: float) -> list[str]:
-    """What simplicity costs, where a plan that is less simple is predicted to be faster."""
+    """The cost of simplicity, where a plan that is less simple is predicted to be faster."""
     best = result.best
     fastest = min(result.candidates, key=lambda c: c.step_time_s)
     if fastest.step_time_s >= best.step_time_s:
         return []
-    simpler = why_simpler(
-        *(
-            looks_of(c.plan, c.evaluation.prediction.fullest_bytes, memory_bytes)
-            for c in (best, fastest)
-        )
+    looks = (
+        looks_of(c.plan, c.evaluation.prediction.fullest_bytes, memory_bytes)
+        for c in (best, fastest)
     )
+    simpler = why_simpler(*looks)
     less = fastest.step_time_s / best.step_time_s - 1
     why = (
         f"so the simpler plan was chosen: it {simpler}"
@@ -82,37 +75,30 @@ def alternative_row(other: Alternative, best: Evaluation) -> dict[str, Any]:
         row |= {"why": f"no plan was found to fit{lacks if other.shortfall_bytes else ''}"}
     else:
         least = f"at least {seconds(other.bound_s)}; " if other.bound_s else ""
-        row |= {
-            "bound_s": other.bound_s,
-            "why": f"{least}not searched to the end in the time given",
-        }
+        why = f"{least}not searched to the end in the time given"
+        row |= {"bound_s": other.bound_s, "why": why}
     if (smaller := other.smaller) is not None:
-        there, margin = plan_row(smaller.best.evaluation, best), smaller.memory_margin
-        row["smaller_margin"] = {"memory_margin": margin, **there}
-        row["why"] += f"; {slower(there['slower'])} with memory_margin={margin:g}: {there['plan']}"
+        plan, margin = plan_row(smaller.best.evaluation, best), smaller.memory_margin
+        row["smaller_margin"] = {"memory_margin": margin, **plan}
+        row["why"] += f"; {slower(plan['slower'])} with memory_margin={margin:g}: {plan['plan']}"
     return row
 
 
 def plan_row(other: Evaluation, best: Evaluation) -> dict[str, Any]:
     """Another plan as data, against the chosen one; `components_s` are its seconds less ours."""
-    step_s, chosen = other.prediction.step_time_s, report.busiest(report.device_groups(best))
+    prediction = other.prediction
+    step_s, chosen_s = prediction.step_time_s, best.prediction.step_time_s
+    more = step_s / chosen_s - 1
+    chosen, parts = (report.busiest(report.device_groups(e)) for e in (best, other))
+    ours, theirs = chosen.as_dict(), parts.as_dict()
     return {
         "plan": describe(other.plan),
         "step_time_s": step_s,
-        **_slower(step_s, best.prediction.step_time_s),
-        **_against(chosen, other),
-    }
-
-
-def _against(chosen: report.Components, other: Evaluation) -> dict[str, Any]:
-    """What another plan takes on its fullest device, the intervals of that and of its step, and its
-    seconds less the chosen one's by component, as data and in words."""
-    parts = report.busiest(report.device_groups(other))
-    ours, theirs = chosen.as_dict(), parts.as_dict()
-    return {
-        "step_interval_s": list(other.prediction.step_interval_s),
-        "peak_memory_bytes": other.prediction.fullest_bytes,
-        "memory_interval_bytes": list(other.prediction.memory_interval_bytes),
+        "slower": more,
+        "tie": abs(more) <= TIE,  # prices can't tell the two apart
+        "step_interval_s": list(prediction.step_interval_s),
+        "peak_memory_bytes": prediction.fullest_bytes,
+        "memory_interval_bytes": list(prediction.memory_interval_bytes),
         "components_s": {name: theirs[name] - ours[name] for name in ours},
         "why": report.why_slower(chosen, parts),
     }

@@ -1,5 +1,5 @@
-"""Why an operator is split as it is: what each other way takes, with the rest of its block at its
-best and the states at the block's boundary as they are, and the collectives of both.
+"""Other ways to split an operator: their seconds, with the rest of its block at its best and the
+states at the block's boundary as they are, and their collectives.
 
 Each way is a program of the block (`planner/intra_op/program.py`) in which the operator has no
 other choice, priced for the plan's mesh.
@@ -23,9 +23,8 @@ from meshwright.planner.pricing import Entered, Evaluation, StageCoster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """A strategy of an operator, with the `states` of its operands and results on the tensor axis:
-    seconds of its block on a rank in a step, None where the block can't run so, and the block's
-    re-shards, forward and backward: collective -> (calls, bytes)."""
+    """A strategy of an operator, the `states` of its operands and results, the seconds of its block
+    on a rank in a step (None where it can't run so) and re-shards: collective -> (calls, bytes)."""
 
     strategy: str
     states: str
@@ -52,26 +51,26 @@ class Explained:
 
 def instead(evaluation: Evaluation, problem: Problem, pattern: str) -> list[Explained]:
     """The operators of a priced plan that a pattern names (as `Plan.shardings` does: modules,
-    operators by their key, parameters by their readers), the same operator of blocks alike once.
+    operators by their key, parameters by their readers), the same operator of equal blocks once.
     Raises `PlanError` where nothing is named."""
     coster = StageCoster(replace(problem, precision=evaluation.plan.precision))
-    found: dict[Any, Explained] = {}
+    explained: dict[Any, Explained] = {}
     named = False
-    for k, own in enumerate(evaluation.priced):
-        tp = own.stage.tp
-        for each in own.blocks:
-            block, choices, inputs = each.block, each.assignment.choices, each.inputs.values()
+    for k, priced in enumerate(evaluation.priced):
+        tp = priced.stage.tp
+        for entered in priced.blocks:
+            block, choices = entered.block, entered.assignment.choices
             for place, op in _named(problem, block, pattern):
                 named = True
                 if tp == 1:
                     continue
-                alike = (k, block.class_id, choices, tuple(inputs), place)
-                if alike in found:
-                    found[alike] = replace(found[alike], blocks=found[alike].blocks + 1)
+                key = (k, block.class_id, choices, tuple(entered.inputs.values()), place)
+                if key in explained:
+                    explained[key] = replace(explained[key], blocks=explained[key].blocks + 1)
                     continue
-                ways = _Ways(coster, own.pricer, each)
-                strategy = each.assignment.strategies[op.name]
-                found[alike] = Explained(
+                ways = _Ways(coster, priced.pricer, entered)
+                strategy = entered.assignment.strategies[op.name]
+                explained[key] = Explained(
                     operator=op.key,
                     block=block.name,
                     blocks=1,
@@ -82,10 +81,11 @@ def instead(evaluation: Evaluation, problem: Problem, pattern: str) -> list[Expl
                 )
     if not named:
         raise PlanError(
-            f"explain: {pattern!r} names no module with a matrix product, no operator and no "
-            "parameter; legal: a glob over them, e.g. 'layers.0.mlp.*', '**:softmax'"
+            " names no module with a matrix product, no operator and no parameter",
+            place=f"explain: {pattern!r}",
+            legal="a glob over them, e.g. 'layers.0.mlp.*', '**:softmax'",
         )
-    return list(found.values())
+    return list(explained.values())
 
 
 def _named(problem: Problem, block: Block, pattern: str) -> Iterator[tuple[int, Op]]:
@@ -106,10 +106,10 @@ class _Ways:
 
     coster: StageCoster
     pricer: Pricer
-    own: Entered
+    entered: Entered
 
     def others(self, op: Op, chosen: Strategy) -> tuple[Way, ...]:
-        options = self.coster.layouts(self.own.block, self.pricer.setting.mesh.tp).options(op)
+        options = self.coster.layouts(self.entered.block, self.pricer.setting.mesh.tp).options(op)
         ways = [self.of(op, option) for option in options if option.name != chosen.name]
         return tuple(sorted(ways, key=lambda way: (way.seconds is None, way.seconds or 0.0)))
 
@@ -117,11 +117,12 @@ class _Ways:
         """The best block with this strategy."""
         ends = strategy.operands, strategy.results
         states = " -> ".join(", ".join(map(str, end)) for end in ends)
-        setting, block, chosen = self.pricer.step, self.own.block, self.own.assignment
+        setting, entered = self.pricer.step, self.entered
+        block, chosen = entered.block, entered.assignment
         program = BlockProgram(
             self.pricer,
             self.coster.layouts(block, setting.mesh.tp),
-            inputs={value: [state] for value, state in self.own.inputs.items()},
+            inputs={value: [state] for value, state in entered.inputs.items()},
             outputs={value: [chosen.states[value]] for value in block.outputs},
             allowed=lambda name, state: (
                 not isinstance(state, Strategy) or name != op.name or state.name == strategy.name
@@ -141,9 +142,8 @@ class _Ways:
     def _collectives(self, assignment: Assignment) -> dict[str, tuple[int, float]]:
         """Re-shards of a step on a rank."""
         calls, sizes = Counter[str](), Counter[str]()
-        own, tp = self.own, self.pricer.setting.mesh.tp
-        steps = self.coster.steps(own.block, assignment, own.inputs, tp)
-        for step in steps:
+        entered, tp = self.entered, self.pricer.setting.mesh.tp
+        for step in self.coster.steps(entered.block, assignment, entered.inputs, tp):
             if not isinstance(step, Move) or step.known:
                 continue
             times = 1 if step.once else self.pricer.step.batch.microbatches

@@ -1,18 +1,11 @@
 """What-if problems: the same model with less to hold, for advice. Only bytes are asked of those
-that change the shapes; their seconds are the old ones.
-
-    adapters          matrices frozen: no gradients and states but those of adapters of low rank
-                      (LoRA, arXiv 2106.09685), which are counted apart
-    chunked loss      the loss and its logits in `CHUNKS` parts, one at a time
-    sequences         fewer or more tokens in each row
-"""
+that change the shapes; their seconds are the old ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from meshwright.costmodel.graph import TensorMeta
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.rules import traits_of
 
@@ -21,17 +14,19 @@ RANK = 16
 
 
 def with_adapters(problem: Problem) -> Problem | None:
-    """Trained but for its matrices; None where nothing else is trained, or most are frozen as it
-    is."""
+    """The problem with frozen matrices, whose adapters of low rank (LoRA, arXiv 2106.09685) are
+    counted apart; None where nothing else is trained, or most are frozen as it is."""
     graph = problem.graph
-    metas = {value: graph.values[value] for value in graph.parameters}
-    trained = {value: meta for value, meta in metas.items() if meta.requires_grad}
-    matrices = {value for value, meta in trained.items() if len(meta.shape) > 1}
-    if sum(meta.numel for meta in trained.values()) < 0.5 * graph.num_parameters():
+    trained = [graph.values[v] for v in graph.parameters if graph.values[v].requires_grad]
+    if sum(meta.numel for meta in trained) < 0.5 * graph.num_parameters():
         return None
-    if not matrices or len(matrices) == len(trained):
+    frozen = {
+        value: replace(meta, requires_grad=False)
+        for value in graph.parameters
+        if (meta := graph.values[value]).requires_grad and len(meta.shape) > 1
+    }
+    if not frozen or len(frozen) == len(trained):
         return None
-    frozen = {value: replace(metas[value], requires_grad=False) for value in matrices}
     return replace(problem, graph=replace(graph, values={**graph.values, **frozen}))
 
 
@@ -44,7 +39,8 @@ def adapter_numel(problem: Problem) -> int:
 
 
 def with_chunked_loss(problem: Problem) -> Problem | None:
-    """Without most of the logits; None where no loss has classes."""
+    """The problem with its loss and logits in `CHUNKS` parts, one at a time; None where no loss has
+    classes."""
     classes = set[int]()
     for op in problem.graph.ops:
         if traits_of(op).loss is not None:
@@ -54,7 +50,7 @@ def with_chunked_loss(problem: Problem) -> Problem | None:
 
 
 def with_half_sequences(problem: Problem) -> Problem | None:
-    """With half of the tokens; None where there is no sequence, or no half."""
+    """The problem with half of the tokens; None where there is no sequence, or no half."""
     tokens = problem.factors.context
     if any(problem.factors.sizes[atom] < 4 for atom in tokens):
         return None
@@ -62,25 +58,19 @@ def with_half_sequences(problem: Problem) -> Problem | None:
 
 
 def with_sequences(problem: Problem, length: Callable[[int], int]) -> Problem | None:
-    """With sequences of another length, a function of their own; None where there is none."""
+    """The problem with sequences of another length, a function of theirs; None without any."""
     tokens = problem.factors.context
     return _resized(problem, tokens, length) if tokens else None
 
 
 def _resized(problem: Problem, atoms: Collection[int], resized: Callable[[int], int]) -> Problem:
-    """With activations of other sizes in the dims that have an atom."""
-    graph, table = problem.graph, problem.factors
-    weights = {*graph.parameters, *graph.buffers}
-
-    def other(value: str, meta: TensorMeta) -> TensorMeta:
-        if value in weights:
-            return meta
-        sizes = zip(meta.shape, table.dims[value], strict=True)
+    """The problem with other sizes in those dims of activations that have one of the atoms."""
+    graph, table, atoms = problem.graph, problem.factors, set(atoms)
+    values = dict(graph.values)
+    for value in values.keys() - graph.parameters.keys() - graph.buffers.keys():
         shape = tuple(
-            resized(size) if not own.isdisjoint(atoms) else size
-            for size, own in ((size, set(dim)) for size, dim in sizes)
+            size if atoms.isdisjoint(dim) else resized(size)
+            for size, dim in zip(values[value].shape, table.dims[value], strict=True)
         )
-        return replace(meta, shape=shape)
-
-    values = {value: other(value, meta) for value, meta in graph.values.items()}
+        values[value] = replace(values[value], shape=shape)
     return replace(problem, graph=replace(graph, values=values))

@@ -1,4 +1,4 @@
-"""The diagrams of blocks: lines from top to bottom as a rank runs them."""
+"""Diagrams of blocks: lines from top to bottom as a rank runs them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_NAMES = 4  # of blocks in the title of a diagram
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One line of a diagram; `kind` is what it is drawn as. `about` is shown on request."""
+    """One line of a diagram, drawn by its `kind`; `about` is shown on request."""
 
     kind: str
     what: str
@@ -36,25 +36,22 @@ class Diagram:
 
 
 def diagrams(data: Row) -> list[Diagram]:
-    """One for each distinct block."""
-    found = []
-    for row in data["blocks"]:
-        stages = row["stages"]
-        several = len(stages) > 1
-        where = f"stages {stages[0]} to {stages[-1]}" if several else f"stage {stages[0]}"
-        degrees = " × ".join(f"{a} {row[a]}" for a in ("dp", "cp", "ep", "tp") if row[a] > 1)
-        lines = [line(step) for step in row["steps"]]
-        names, more = row["blocks"], len(row["blocks"]) - MOST_NAMES
-        found.append(
-            Diagram(
-                title=", ".join(names[:MOST_NAMES]) + f" and {more} more" * (more > 0),
-                blocks=", ".join(names) if more > 0 else "",
-                about=f"{where}; {degrees or 'one rank'}",
-                lines=lines,
-                count=sum(step["kind"] == "run" for step in row["steps"]),
-            )
-        )
-    return found
+    """A diagram for each distinct block."""
+    return [_diagram(row) for row in data["blocks"]]
+
+
+def _diagram(row: Row) -> Diagram:
+    first, last = row["stages"][0], row["stages"][-1]
+    stages = f"stage {first}" if first == last else f"stages {first} to {last}"
+    degrees = " × ".join(f"{a} {row[a]}" for a in ("dp", "cp", "ep", "tp") if row[a] > 1)
+    names, more = row["blocks"], len(row["blocks"]) - MOST_NAMES
+    return Diagram(
+        title=", ".join(names[:MOST_NAMES]) + f" and {more} more" * (more > 0),
+        blocks=", ".join(names) if more > 0 else "",
+        about=f"{stages}; {degrees or 'one rank'}",
+        lines=[*map(line, row["steps"])],
+        count=sum(step["kind"] == "run" for step in row["steps"]),
+    )
 
 
 def line(step: Row) -> Line:
@@ -65,12 +62,8 @@ def line(step: Row) -> Line:
         case "leave":
             return Line(kind="leave", what=_shaped(step), how="output", states=step["state"])
         case "move":
-            return Line(
-                kind="move",
-                what=_shaped(step),
-                how="re-shard",
-                states=f"{step['from']} → {step['to']}",
-            )
+            states = f"{step['from']} → {step['to']}"
+            return Line(kind="move", what=_shaped(step), how="re-shard", states=states)
         case "collective":
             cell, forward = time(step["seconds"]), step["pass"] == "forward"
             return Line(
@@ -99,7 +92,7 @@ def operator_words(step: Row) -> tuple[str, str]:
 
 
 def strategy_words(name: str) -> str:
-    """What the tensor axis splits, in words; which atom of a dim it is the shardings say."""
+    """The factor that the tensor axis splits, in words; the atom of a dim is in the shardings."""
     factor = re.sub(r"\.\d+$", "", name)
     dim = re.fullmatch(r"d(\d+)", factor)
     return f"dim {dim[1]}" if dim else "by dims" if re.fullmatch(r"f\d+", factor) else factor

@@ -1,4 +1,4 @@
-"""Cells of the page's tables: what is read, with the number that it is of beside it."""
+"""Cells of the page's tables: a text and the number that it shows."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def words(text: object) -> Cell:
 
 def number(value: float) -> Cell:
     """A count, or a number of up to four digits, or all before the point."""
-    whole = float(value).is_integer() or abs(value) >= 1e4
-    return Cell(text=f"{value:,.0f}" if whole else f"{value:.4g}", value=value)
+    integer = float(value).is_integer() or abs(value) >= 1e4
+    return Cell(text=f"{value:,.0f}" if integer else f"{value:.4g}", value=value)
 
 
 def share(value: float) -> Cell:
@@ -93,9 +93,9 @@ def many(count: int, thing: str) -> str:
 
 
 def peaks_of(summary: Row) -> dict[str, float]:
-    """Bytes at the peak of the fullest device: predicted, and where it was, rehearsed."""
-    found = {
+    """Bytes at the peak of the fullest device: predicted and, after a rehearsal, rehearsed."""
+    peaks = {
         "predicted peak": summary["peak_memory_bytes"],
         REHEARSED: summary.get("rehearsed_memory_bytes"),
     }
-    return {name: max(nbytes) for name, nbytes in found.items() if nbytes}
+    return {name: max(nbytes) for name, nbytes in peaks.items() if nbytes}

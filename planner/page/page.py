@@ -1,8 +1,5 @@
-"""The page: the report's data, put into a template with its charts and what draws them.
-
-Everything is in one file, and its policy forbids it to ask for more: scripts are named by their
-digest, nothing is fetched.
-"""
+"""The page: the report's data in a template, in one file with all that draws it, whose policy names
+scripts by their digest and lets nothing be fetched."""
 
 from __future__ import annotations
 
@@ -53,6 +50,7 @@ def render_page(data: Row, *, trace: str = "") -> str:
     _needed("altair")
     specs = importlib.import_module(f"{__package__}.specs")
     charts = specs.charts({**data, "compared": plans})
+    charts_json = json.dumps(charts, separators=(",", ":"))
     scripts = [_library(), (FOLDER / "page.js").read_text(encoding="utf-8")]
     text: str = environment.get_template("page.html.j2").render(
         data=data,
@@ -68,7 +66,7 @@ def render_page(data: Row, *, trace: str = "") -> str:
         tables=tables(data),
         diagrams=diagrams(data),
         charts=charts,
-        charts_json=_embedded(charts),
+        charts_json=charts_json.replace("<", "\\u003c"),  # it stands in a script element
         plan_json=json.dumps(data["plan"], indent=2),
         commands=_commands(data),
         proofs=[_proof(row) for row in data["solver"]],
@@ -80,13 +78,12 @@ def render_page(data: Row, *, trace: str = "") -> str:
 
 
 def _training(data: Row) -> str:
-    """What a step trains on; reports of before say less."""
-    plan, more = data["plan"], data.get("training", {})
-    rows = f"{plan['global_batch_size']:,} rows"
-    if length := data["throughput"]["sequence_length"]:
-        rows += f" of {length:,} tokens"
-    by = f", {more['optimizer']}" if "optimizer" in more else ""
-    return f"{rows} a step, {plan['precision']}{by}"
+    """Batch, precision and optimizer; reports of before say less."""
+    plan, training = data["plan"], data.get("training", {})
+    length = data["throughput"]["sequence_length"]
+    tokens = f" of {length:,} tokens" if length else ""
+    optimizer = f", {training['optimizer']}" if "optimizer" in training else ""
+    return f"{plan['global_batch_size']:,} rows{tokens} a step, {plan['precision']}{optimizer}"
 
 
 def framed_page(data: Row) -> str:
@@ -113,27 +110,22 @@ def _library() -> str:
     in the cache with their digest."""
     version = ".".join(_needed("altair").SCHEMA_VERSION.split(".")[:2])
     bundler = _needed("vl_convert")
-    kept = default_path() / f"vega-lite-{version}-vl-convert-{metadata.version(BUNDLER)}.js"
+    cached = default_path() / f"vega-lite-{version}-vl-convert-{metadata.version(BUNDLER)}.js"
     with contextlib.suppress(OSError, UnicodeError):
-        digest, _, code = kept.read_text(encoding="utf-8").partition("\n")
+        digest, _, code = cached.read_text(encoding="utf-8").partition("\n")
         if digest == _digest(code):
             return code
-    made: str = bundler.javascript_bundle("window.vegaEmbed = vegaEmbed;", version)
-    code = made.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-    with contextlib.suppress(OSError, ValueError):  # without a cache it is made each time
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, f"{_digest(code)}\n{code}", "cache")
+    bundle: str = bundler.javascript_bundle("window.vegaEmbed = vegaEmbed;", version)
+    code = bundle.replace("</script", "<\\/script").replace("<!--", "<\\!--")
+    with contextlib.suppress(OSError, ValueError):  # without a cache it is bundled each time
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_text(cached, f"{_digest(code)}\n{code}", "cache")
     return code
 
 
 def _digest(script: str) -> str:
     digest = hashlib.sha256(script.encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def _embedded(charts: Row) -> str:
-    """JSON that may stand in a script element."""
-    return json.dumps(charts, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _proof(row: Row) -> str:
@@ -145,28 +137,25 @@ def _proof(row: Row) -> str:
 
 
 def _commands(data: Row) -> list[tuple[str, str]]:
-    """What to type to use the plan, and what for."""
+    """Purposes, and the commands that use the plan for them."""
     cluster, plan = data["cluster"], data["plan"]
-    nodes = cluster["num_nodes"]
-    several = f"--nnodes {nodes} " if nodes > 1 else ""
-    asked = (
+    nodes = f"--nnodes {cluster['num_nodes']} " if cluster["num_nodes"] > 1 else ""
+    arguments = (
         f"MODULE:FUNCTION --cluster {cluster.get('flag') or 'CLUSTER'} "
         f"--batch {plan['global_batch_size']}"
     )
     return [
         (
             "train by it",
-            f"torchrun {several}--nproc-per-node {cluster['devices_per_node']} -m meshwright "
-            f"run {asked} --precision {plan['precision']} --plan plan.json",
+            f"torchrun {nodes}--nproc-per-node {cluster['devices_per_node']} -m meshwright "
+            f"run {arguments} --precision {plan['precision']} --plan plan.json",
         ),
-        ("this page", f"meshwright report plan.json {asked} -o plan.html"),
+        ("this page", f"meshwright report plan.json {arguments} -o plan.html"),
         ("in a script", 'auto_parallelize(model, cluster, ..., plan="plan.json")'),
     ]
 
 
-# --- words ----------------------------------------------------------------------------------------
-
-# What the words of the page mean, for who reads one for the first time.
+# --- words, for who reads one for the first time --------------------------------------------------
 
 
 WORDS: Mapping[str, str] = MappingProxyType({
@@ -229,20 +218,17 @@ WORDS: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 
 
-# --- answers --------------------------------------------------------------------------------------
-
-# The sentence that answers the question of each view, from the report's data.
+# --- answers to the question of each view, from the report's data ---------------------------------
 
 
-LEAST = 1e-3  # of a step: what takes less is in the table alone
+LEAST = 1e-3  # of a step: smaller parts are in the table alone
 
 
 def answers(data: Row) -> dict[str, str]:
     """Sentences by the name of the view."""
-    rehearsal = {"rehearsal": _rehearsed(data["rehearsal"])} if "rehearsal" in data else {}
     return {
         "chosen": _chosen(data["summary"]),
-        **rehearsal,
+        **({"rehearsal": _rehearsed(data["rehearsal"])} if "rehearsal" in data else {}),
         "alternatives": _alternatives(data),
         "memory": _memory(data),
         "components": _components(data),
@@ -259,20 +245,18 @@ def _chosen(summary: Row) -> str:
     text = f"Memory: {summary['memory_verdict']} ({likely}), by the {summary['memory_verdict_by']}."
     if summary["memory_verdict_by"] == "price":
         interval = between(gib, summary["memory_interval_bytes"])
-        text += f" The peak is {interval} with 80 % (the thin line)."
-    else:
-        text += (
-            f" Rehearsed are {gib(summary['rehearsed_tensor_bytes']).text} of tensors, "
-            f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them."
-        )
-    return text
+        return f"{text} The peak is {interval} with 80 % (the thin line)."
+    return (
+        f"{text} Rehearsed are {gib(summary['rehearsed_tensor_bytes']).text} of tensors, "
+        f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them."
+    )
 
 
 def _alternatives(data: Row) -> str:
     others = [row for row in compared(data) if not row["chosen"]]
     if not others:
         searched = "complete" in data["summary"]
-        return f"{'No other plan was found' if searched else 'The plan was given, not searched'}."
+        return "No other plan was found." if searched else "The plan was given, not searched."
     first, step_s = others[0], data["summary"]["step_time_s"]
     difference = time(abs(first["step_time_s"] - step_s)).text
     return (
@@ -284,25 +268,24 @@ def _alternatives(data: Row) -> str:
 
 def _memory(data: Row) -> str:
     fullest = max(data["memory"], key=lambda row: row["priced_bytes"])
-    part, nbytes = max(fullest["parts"].items(), key=lambda item: item[1])
-    of = gib(data["summary"]["memory_bytes"]).text
-    text = (
+    part, nbytes = max(fullest["parts"].items(), key=lambda part: part[1])
+    capacity = gib(data["summary"]["memory_bytes"]).text
+    rehearsed = data["summary"].get("rehearsed_memory_bytes")
+    return (
         f"A device of {stage_words(fullest['stages'])} takes most, "
-        f"{gib(fullest['priced_bytes']).text} of {of}; {part} {gib(nbytes).text} of it."
+        f"{gib(fullest['priced_bytes']).text} of {capacity}; {part} {gib(nbytes).text} of it. "
+        f"The peak comes in the {peak_words(fullest['moment'], fullest['block'])}."
+        + (f" Rehearsed were {gib(max(rehearsed)).text}." if rehearsed else "")
     )
-    text += f" The peak comes in the {peak_words(fullest['moment'], fullest['block'])}."
-    if rehearsed_bytes := data["summary"].get("rehearsed_memory_bytes"):
-        text += f" Rehearsed were {gib(max(rehearsed_bytes)).text}."
-    return text
 
 
 def _components(data: Row) -> str:
     parts = data["components_s"]
-    whole = sum(parts.values()) or 1.0
+    total = sum(parts.values()) or 1.0
     listed = ", ".join(
-        f"{name} {time(value).text} ({share(value / whole).text})"
-        for name, value in sorted(parts.items(), key=lambda item: -item[1])
-        if value >= LEAST * whole
+        f"{name} {time(value).text} ({share(value / total).text})"
+        for name, value in sorted(parts.items(), key=lambda part: -part[1])
+        if value >= LEAST * total
     )
     step = between(time, data["summary"]["step_interval_s"])
     return f"Of the busiest devices' step: {listed}. With 80 % the whole takes {step}."
@@ -323,11 +306,13 @@ def _communication(data: Row) -> str:
     if not rows:
         return "No rank communicates."
     stage = busiest_stage(rows)
-    own = [row for row in rows if row["stage"] == stage]
-    exposed, whole = (sum(row[key] for row in own) for key in ("exposed_s", "seconds"))
+    exposed, total, nbytes = (
+        sum(row[key] for row in rows if row["stage"] == stage)
+        for key in ("exposed_s", "seconds", "sent_bytes")
+    )
     return (
-        f"Stage {stage} waits longest: {time(exposed).text} of {time(whole).text} are exposed; "
-        f"a rank sends {sent(sum(row['sent_bytes'] for row in own)).text} a step."
+        f"Stage {stage} waits longest: {time(exposed).text} of {time(total).text} are exposed; "
+        f"a rank sends {sent(nbytes).text} a step."
     )
 
 
@@ -353,13 +338,13 @@ def _sources(data: Row) -> str:
     )
 
 
-def _rehearsed(found: Row) -> str:
-    """What was rehearsed, and whether ranks agree."""
-    ranks, wrong = found["ranks"], len(found["mismatches"])
+def _rehearsed(rehearsal: Row) -> str:
+    """The ranks that were rehearsed, and whether they agree."""
+    ranks, wrong = rehearsal["ranks"], len(rehearsal["mismatches"])
     count = sum(row["stands_for"] for row in ranks.values())
     agree = f"{wrong:,} do not match" if wrong else "all match"
     return (
         f"{len(ranks):,} of {count:,} ranks, one of each kind, ran the plan's own step here on "
-        f"tensors without values, in {time(found['seconds']).text}. Of their collectives, messages "
-        f"and parts of a checkpoint {agree}."
+        f"tensors without values, in {time(rehearsal['seconds']).text}. Of their collectives, "
+        f"messages and parts of a checkpoint {agree}."
     )

@@ -1,25 +1,25 @@
-"""The charts of the page, as Vega-Lite specifications made by Altair.
+"""Charts of the page, as Vega-Lite specifications made by Altair.
 
-Text is in the page's own colour (`currentColor`), so that a chart is right in light, in dark and on
-paper without being drawn again. Where there are many marks they are drawn on a canvas, which knows
-no such colour: a grey that both backgrounds allow stands for it.
+Text is in the page's colour (`currentColor`), in light, in dark and on paper. Many marks are drawn
+on a canvas, which knows no such colour: a grey that both backgrounds allow stands for it.
 """
 
 from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import altair as alt
 
-from meshwright.planner.page import drawing
 from meshwright.planner.page.blocks import operator_words
 from meshwright.planner.page.cells import REHEARSED, Row, many, peaks_of, stage_words
 from meshwright.planner.page.tables import busiest_stage
 from meshwright.planner.plan import GIB, expand_ranks
+
+Spec = dict[str, Any]
 
 KINDS = {  # of events, and the colours that they have in every window
     "forward": "#4c78a8",
@@ -38,61 +38,54 @@ MOST_LETTERS = 24  # of an operator and its module
 ROOM = 2.2  # times the longest bar: what is written beside bars has room
 
 
-def charts(data: Row) -> dict[str, drawing.Spec]:
+def charts(data: Row) -> dict[str, Spec]:
     """Specifications by the name of the view they are in; a view without data has none."""
-    found = {
+    names = [stage_words(group["stages"]) for group in data["device_groups"]]
+    windows = enumerate(data["timeline"]["windows"])
+    specs = {
         "fit": fit(data),
         "alternatives": alternatives(data),
         "memory": memory(data),
         "components": components(data),
-        **timelines(data),
+        **{f"timeline-{k}": _window(window, names) for k, window in windows},
         "communication": communication(data),
-        **block_charts(data),
+        **{f"block-{k}": _block(block) for k, block in enumerate(data["blocks"])},
         "ranks": rank_map(data),
         "sensitivity": sensitivity(data),
         "sources": sources(data),
     }
-    return {name: spec for name, spec in found.items() if spec is not None}
+    return {name: spec for name, spec in specs.items() if spec is not None}
 
 
-def fit(data: Row) -> drawing.Spec:
+def fit(data: Row) -> Spec:
     """The peaks of the fullest device against its memory, the price's with its interval."""
     summary = data["summary"]
     peaks = {name: nbytes / GIB for name, nbytes in peaks_of(summary).items()}
     capacity = summary["memory_bytes"]
     low, high = (nbytes / GIB for nbytes in summary["memory_interval_bytes"])
-    names = list(peaks)
     rows = [{"name": name, "peak": peak} for name, peak in peaks.items()]
-    whole = {"name": names[0], "low": low, "high": high}
-    y = alt.Y("name:N", title=None, sort=names)
+    y = alt.Y("name:N", title=None, sort=list(peaks))
     bars = (
-        alt.Chart(drawing.named(rows))
+        chart_of(rows)
         .mark_bar(color="#4c78a8")
         .encode(
             x=alt.X("peak:Q", title="GiB of the fullest device"),
             y=y,
-            tooltip=drawing.tips_of(name="peak", peak="GiB|.4~g"),
+            tooltip=tips_of(name="peak", peak="GiB|.4~g"),
         )
     )
     interval = (
-        alt.Chart(drawing.named([whole]))
+        chart_of([{"name": next(iter(peaks)), "low": low, "high": high}])
         .mark_rule(strokeWidth=3)
-        .encode(
-            x="low:Q",
-            x2="high:Q",
-            y=y,
-            tooltip=drawing.tips_of(low="from, GiB|.4~g", high="to|.4~g"),
-        )
+        .encode(x="low:Q", x2="high:Q", y=y, tooltip=tips_of(low="from, GiB|.4~g", high="to|.4~g"))
     )
-    label = "Peak memory of the fullest device: " + ", ".join(
-        f"{name} {peak:.1f} GiB" for name, peak in peaks.items()
-    )
-    label += f"; a device has {capacity / GIB:.1f} GiB"
-    chart = alt.layer(bars, interval, drawing.capacity_line(capacity))
-    return drawing.specified(chart, label, height=drawing.BAR * (len(rows) + 1))
+    listed = ", ".join(f"{name} {peak:.1f} GiB" for name, peak in peaks.items())
+    label = f"Peak memory of the fullest device: {listed}; a device has {capacity / GIB:.1f} GiB"
+    chart = alt.layer(bars, interval, capacity_line(capacity))
+    return specified(chart, label, height=BAR * (len(rows) + 1))
 
 
-def alternatives(data: Row) -> drawing.Spec | None:
+def alternatives(data: Row) -> Spec | None:
     """Step time against memory of the chosen plan and the others, with the Pareto front."""
     rows = [row for row in data["compared"] if row["peak_memory_bytes"] is not None]
     if len(rows) < 2:
@@ -112,81 +105,67 @@ def alternatives(data: Row) -> drawing.Spec | None:
         if point["memory"] < least:
             least = point["memory"]
             front.append(point)
-    axis = drawing.seconds_axis(points[-1]["step"], "of a step")
+    axis = seconds_axis(points[-1]["step"], "of a step")
     x = alt.X("step:Q", scale=alt.Scale(zero=False), axis=axis)
     y = alt.Y("memory:Q", title="GiB of the fullest device", scale=alt.Scale(zero=False))
-    line = alt.Chart(drawing.named(front)).mark_line(
-        interpolate="step-after", strokeDash=[4, 3], color=drawing.GREY
-    )
-    marks = alt.Chart(drawing.named(points)).mark_point(
-        filled=True, size=140, cursor="pointer", opacity=1
-    )
+    line = chart_of(front).mark_line(interpolate="step-after", strokeDash=[4, 3], color=GREY)
+    marks = chart_of(points).mark_point(filled=True, size=140, cursor="pointer", opacity=1)
     kinds = alt.Scale(domain=["chosen", "alternative"], range=["#e45756", "#4c78a8"])
     color = alt.Color("kind:N", title=None, scale=kinds)
     shape = alt.Shape("kind:N", title=None, scale=alt.Scale(domain=["chosen", "alternative"]))
-    tips = drawing.tips_of(name="plan", step="s a step|.4~g", memory="GiB|.4~g")
+    tips = tips_of(name="plan", step="s a step|.4~g", memory="GiB|.4~g")
     chart = alt.layer(
         line.encode(x=x, y=y), marks.encode(x=x, y=y, color=color, shape=shape, tooltip=tips)
     )
     label = f"Step time against memory of {len(points)} plans; the dashed line is the Pareto front"
-    return drawing.specified(chart, label, height=260)
+    return specified(chart, label, height=260)
 
 
-def memory(data: Row) -> drawing.Spec:
+def memory(data: Row) -> Spec:
     """Bytes of each device group by what holds them, against the capacity."""
-    held = {
+    parts = {
         stage_words(row["stages"]): {part: nbytes / GIB for part, nbytes in row["parts"].items()}
         for row in data["memory"]
     }
-    bars = drawing.stacked(held, "GiB of a device", unit="GiB")
+    bars = stacked(parts, "GiB of a device", unit="GiB")
     rehearsed = data["summary"].get("rehearsed_memory_bytes", [])
     peaks = [
         {"name": stage_words(row["stages"]), "peak": REHEARSED, "value": nbytes / GIB}
         for row, nbytes in zip(data["memory"], rehearsed, strict=False)
     ]
-    layers = [bars, drawing.capacity_line(data["summary"]["memory_bytes"])]
-    if peaks:
-        layers.append(_peak_marks(peaks))
+    layers = [bars, capacity_line(data["summary"]["memory_bytes"])]
+    layers += [_peak_marks(peaks)] if peaks else []
     label = "Memory of a device of each group by what holds it; the dashed line is what it has"
     chart = alt.layer(*layers).resolve_scale(color="independent", shape="independent")
-    return drawing.specified(chart, label, height=drawing.BAR * (len(data["memory"]) + 1))
+    return specified(chart, label, height=BAR * (len(data["memory"]) + 1))
 
 
 def _peak_marks(rows: Sequence[Row]) -> Any:
     """A mark at `value`, GiB, in the row of its `name`."""
     scale = alt.Scale(domain=[REHEARSED], range=["circle"])
     return (
-        alt.Chart(drawing.named(rows))
-        .mark_point(filled=True, size=60, opacity=1, stroke=drawing.GREY, strokeWidth=1)
+        chart_of(rows)
+        .mark_point(filled=True, size=60, opacity=1, stroke=GREY, strokeWidth=1)
         .encode(
             x="value:Q",
             y=alt.Y("name:N", sort=list(dict.fromkeys(row["name"] for row in rows))),
             shape=alt.Shape("peak:N", title=None, scale=scale),
-            color=alt.value(drawing.INK),
-            tooltip=drawing.tips_of(name="of", peak="peak", value="GiB|.4~g"),
+            color=alt.value(INK),
+            tooltip=tips_of(name="of", peak="peak", value="GiB|.4~g"),
         )
     )
 
 
-def components(data: Row) -> drawing.Spec:
+def components(data: Row) -> Spec:
     """Seconds of each device group by what it does."""
     bars = {stage_words(row["stages"]): row["components_s"] for row in data["device_groups"]}
-    chart = drawing.stacked(bars, "of a step", unit="s")
+    chart = stacked(bars, "of a step", unit="s")
     label = "Seconds of a step of each device group by what it does"
-    return drawing.specified(chart, label, height=drawing.BAR * (len(bars) + 1))
+    return specified(chart, label, height=BAR * (len(bars) + 1))
 
 
-def timelines(data: Row) -> dict[str, drawing.Spec]:
-    """A chart for each window of the simulated step."""
-    timeline = data["timeline"]
-    names = [stage_words(group["stages"]) for group in data["device_groups"]]
-    return {
-        f"timeline-{number}": _window(window, names)
-        for number, window in enumerate(timeline["windows"])
-    }
-
-
-def _window(window: Row, names: Sequence[str]) -> drawing.Spec:
+def _window(window: Row, names: Sequence[str]) -> Spec:
+    """Events of a window of the simulated step, by device group."""
     events = list(csv.DictReader(window["events_csv"].splitlines()))
     shown = {event["kind"] for event in events}
     kinds = [kind for kind in KINDS if kind in shown]
@@ -197,7 +176,7 @@ def _window(window: Row, names: Sequence[str]) -> drawing.Spec:
     scale = alt.Scale(domain=kinds, range=[KINDS[kind] for kind in kinds])
     zoom = alt.selection_interval(bind="scales", encodings=["x"])
     chart = (
-        drawing.unnamed(rows, EVENT)
+        unnamed(rows, EVENT)
         .transform_calculate(
             name=f"{json.dumps(list(names))}[datum.group]",
             what=f"{json.dumps(kinds)}[datum.kind]",
@@ -210,14 +189,14 @@ def _window(window: Row, names: Sequence[str]) -> drawing.Spec:
         .encode(
             x=alt.X(
                 "start_s:Q",
-                axis=drawing.seconds_axis(window["end_s"], "from the start of the step"),
+                axis=seconds_axis(window["end_s"], "from the start of the step"),
                 scale=alt.Scale(domain=[window["start_s"], window["end_s"]], nice=False),
             ),
             x2="end_s:Q",
             y=alt.Y("name:N", title=None, sort=list(names)),
             yOffset=alt.YOffset("lane:N", sort=["compute", "communication"]),
             color=alt.Color("what:N", title=None, sort=kinds, scale=scale),
-            tooltip=drawing.tips_of(
+            tooltip=tips_of(
                 name="on", what="what", stage="stage", microbatch="micro-batch",
                 start_s="from, s|.5~g", seconds="takes, s|.4~g",
             ),
@@ -225,8 +204,8 @@ def _window(window: Row, names: Sequence[str]) -> drawing.Spec:
         .add_params(zoom)
     )  # fmt: skip
     label = f"Simulated step, {window['window']}: what each device group does when; scroll zooms"
-    height = max(4 * drawing.BAR, 2 * drawing.BAR * len(names))
-    return drawing.specified(chart, label, height=height, marks=len(rows))
+    height = max(4 * BAR, 2 * BAR * len(names))
+    return specified(chart, label, height=height, marks=len(rows))
 
 
 def _ticks(
@@ -241,33 +220,28 @@ def _ticks(
         yield *where, round(start), round(end) - round(start)
 
 
-def communication(data: Row) -> drawing.Spec | None:
+def communication(data: Row) -> Spec | None:
     """Seconds of the busiest stage's collectives, exposed and hidden."""
     rows = data["communication"]
     if not rows:
         return None
     stage = busiest_stage(rows)
-    own: dict[str, dict[str, float]] = {}
+    by_name: dict[str, dict[str, float]] = {}
     for row in rows:
         if row["stage"] == stage:
             name = f"{row['axis']} {row['collective']}|{row['link']}"
-            parts = own.setdefault(name, {"exposed": 0.0, "hidden": 0.0})
+            parts = by_name.setdefault(name, {"exposed": 0.0, "hidden": 0.0})
             parts["exposed"] += row["exposed_s"]
             parts["hidden"] += row["seconds"] - row["exposed_s"]
-    bars = dict(sorted(own.items(), key=lambda item: -sum(item[1].values())))
+    bars = dict(sorted(by_name.items(), key=lambda bar: -sum(bar[1].values())))
     colours = ("#e45756", "#9ecae9")
-    chart = drawing.stacked(bars, f"of a step, stage {stage}", unit="s", colours=colours)
+    chart = stacked(bars, f"of a step, stage {stage}", unit="s", colours=colours)
     label = f"Seconds of communication of stage {stage} by axis, collective and link"
-    return drawing.specified(chart, label, height=2 * drawing.BAR * len(own))
+    return specified(chart, label, height=2 * BAR * len(bars))
 
 
-def block_charts(data: Row) -> dict[str, drawing.Spec]:
-    """A chart for each block in which something takes time."""
-    found = {f"block-{k}": _block(block) for k, block in enumerate(data["blocks"])}
-    return {name: spec for name, spec in found.items() if spec is not None}
-
-
-def _block(block: Row) -> drawing.Spec | None:
+def _block(block: Row) -> Spec | None:
+    """Seconds and shardings in a block, from top to bottom; None where nothing takes time."""
     lines = list(_lines(block["steps"]))
     if not lines:
         return None
@@ -286,35 +260,33 @@ def _block(block: Row) -> drawing.Spec | None:
     x = alt.X(
         "value:Q",
         stack="zero",
-        axis=drawing.seconds_axis(most, ""),
+        axis=seconds_axis(most, ""),
         scale=alt.Scale(domain=[0, ROOM * most], nice=False),
     )
     kinds = [kind for kind in BLOCK_COLOURS if any(bar["part"] == kind for bar in bars)]
     scale = alt.Scale(domain=kinds, range=[BLOCK_COLOURS[kind] for kind in kinds])
     drawn = (
-        alt.Chart(drawing.named(bars))
+        chart_of(bars)
         .mark_bar()
         .encode(
             x=x,
             y=y,
             color=alt.Color("part:N", title=None, sort=kinds, scale=scale),
             order=alt.Order("part:N", sort="descending"),
-            tooltip=drawing.tips_of(name="what", part="in", value="s|.4~g"),
+            tooltip=tips_of(name="what", part="in", value="s|.4~g"),
         )
     )
-    beside = alt.Chart(drawing.named(ends)).mark_text(
-        align="left", dx=4, fontSize=9, color=drawing.GREY
-    )
+    beside = chart_of(ends).mark_text(align="left", dx=4, fontSize=9, color=GREY)
     written = beside.encode(x="value:Q", y=y, text="states:N")
     label = (
         "What runs in a block, its seconds in one micro-batch and its shardings, from top to bottom"
     )
-    return drawing.specified(alt.layer(drawn, written), label, height=drawing.BAR * len(lines))
+    return specified(alt.layer(drawn, written), label, height=BAR * len(lines))
 
 
 def _lines(steps: list[Row]) -> Iterator[tuple[str, str, dict[str, float]]]:
-    """Name, shardings and seconds of what takes time; a collective has the states of the value that
-    it moves."""
+    """Name, shardings and seconds of steps that take time; a collective has the states of the value
+    that it moves."""
     states = ""
     for step in steps:
         match step["kind"]:
@@ -333,21 +305,22 @@ def _lines(steps: list[Row]) -> Iterator[tuple[str, str, dict[str, float]]]:
 def _short(module: str, operator: str) -> str:
     """Both in the room that a label has."""
     room = MOST_LETTERS - len(operator)
-    return (
-        f"{module if len(module) <= room else module[: max(room - 1, 1)] + '…'} {operator}".strip()
-    )
+    if len(module) > room:
+        module = module[: max(room - 1, 1)] + "…"
+    return f"{module} {operator}".strip()
 
 
 def _states(step: Row) -> str:
-    """Operands → results; what is there several times is counted."""
-    sides = [
-        ", ".join(f"{state} ×{n}" if (n := len(list(own))) > 1 else state for state, own in alike)
-        for alike in (groupby(step["operands"]), groupby(step["results"]))
-    ]
-    return " → ".join(filter(None, sides))
+    """Operands → results; equal neighbours are counted."""
+
+    def side(states: Sequence[str]) -> str:
+        counts = ((state, len(list(run))) for state, run in groupby(states))
+        return ", ".join(f"{state} ×{n}" if n > 1 else state for state, n in counts)
+
+    return " → ".join(filter(None, (side(step["operands"]), side(step["results"]))))
 
 
-def sensitivity(data: Row) -> drawing.Spec | None:
+def sensitivity(data: Row) -> Spec | None:
     """The factor on each property of the cluster that flips the decision."""
     rows = [row for row in data.get("sensitivity", ()) if row["factor"] is not None]
     if not rows:
@@ -362,32 +335,28 @@ def sensitivity(data: Row) -> drawing.Spec | None:
         for row in sorted(rows, key=lambda row: max(row["factor"], 1 / row["factor"]))
     ]
     chart = (
-        alt.Chart(drawing.named(bars))
+        chart_of(bars)
         .mark_bar()
         .encode(
             x=alt.X("one:Q", title="times what it is", scale=alt.Scale(type="log", base=2)),
             x2="factor:Q",
             y=alt.Y("name:N", title=None, sort=[bar["name"] for bar in bars]),
-            tooltip=drawing.tips_of(name="property", factor="times|.3~g", plan="then"),
+            tooltip=tips_of(name="property", factor="times|.3~g", plan="then"),
         )
     )
     label = "The factor on each property of the cluster from which on another plan is chosen"
-    return drawing.specified(chart, label, height=drawing.BAR * (len(bars) + 1))
+    return specified(chart, label, height=BAR * (len(bars) + 1))
 
 
-def sources(data: Row) -> drawing.Spec:
-    """What the operators' seconds rest on."""
-    rests, colours = data["summary"]["rests_on"], ("#54a24b", "#eeca3b", "#9d755d")
-    title = "share of the operators' seconds"
-    chart = drawing.stacked({"seconds": rests}, title, unit="share", colours=colours)
-    return drawing.specified(
-        chart, "Share of the operators' seconds by what they rest on", height=2 * drawing.BAR
-    )
+def sources(data: Row) -> Spec:
+    """Sources of the operators' seconds."""
+    bars, colours = {"seconds": data["summary"]["rests_on"]}, ("#54a24b", "#eeca3b", "#9d755d")
+    chart = stacked(bars, "share of the operators' seconds", unit="share", colours=colours)
+    label = "Share of the operators' seconds by what they rest on"
+    return specified(chart, label, height=2 * BAR)
 
 
-# --- map of ranks ---------------------------------------------------------------------------------
-
-# The map of ranks: nodes beside each other, a node's ranks below each other, coloured by axis.
+# --- map of ranks: nodes beside each other, a node's ranks below each other, coloured by axis -----
 
 
 AXES = ("group", "dp", "cp", "ep", "tp")
@@ -399,7 +368,7 @@ SIDE = 0.92  # of a cell that is filled
 BRIGHT = 0.6  # part of the scale of colours from which on black is read better than white
 
 
-def rank_map(data: Row) -> drawing.Spec:
+def rank_map(data: Row) -> Spec:
     """Nodes × ranks, coloured by the place on an axis."""
     groups, cluster = data["device_groups"], data["cluster"]
     node = cluster["devices_per_node"]
@@ -408,7 +377,7 @@ def rank_map(data: Row) -> drawing.Spec:
     lines = -(-cluster["num_nodes"] // NODES_OF_LINE)
     of_line = f"floor(datum.node / {NODES_OF_LINE}) * {node + 1} + datum.slot"
     in_line = f"datum.node % {NODES_OF_LINE}"
-    base = drawing.unnamed(rows, COLUMNS).transform_calculate(
+    base = unnamed(rows, COLUMNS).transform_calculate(
         x=in_line,
         x2=f"{in_line} + {SIDE}",
         y=of_line,
@@ -420,18 +389,16 @@ def rank_map(data: Row) -> drawing.Spec:
     x, y = _sides(cluster["num_nodes"], node, lines)
     cells = base.mark_rect().encode(
         x=x, x2="x2:Q", y=y, y2="y2:Q", color=_colour(groups, axes),
-        tooltip=drawing.tips_of(**{name: name for name in ("rank", "node", *axes)}),
+        tooltip=tips_of(**{name: name for name in ("rank", "node", *axes)}),
     )  # fmt: skip
     buttons: Any = alt.binding_radio(options=axes, name="colour by ")
     by = alt.param(name="by", value=axes[0], bind=buttons if len(axes) > 1 else alt.Undefined)
     layers = [cells, *([_numbers(base, rows, axes)] if len(rows) <= MAX_NUMBERED else [])]
     where = many(cluster["num_nodes"], "node")
     label = f"{many(len(rows), 'rank')} on {where}, coloured by {_of(axes)}"
-    height = max(3 if lines > 4 else drawing.BAR // 2, min(drawing.BAR, 220 // (lines * node)))
+    height = max(3 if lines > 4 else BAR // 2, min(BAR, 220 // (lines * node)))
     chart = alt.layer(*layers).add_params(by)
-    return drawing.specified(
-        chart, label, height=height * (lines * (node + 1) - 1), marks=len(rows)
-    )
+    return specified(chart, label, height=height * (lines * (node + 1) - 1), marks=len(rows))
 
 
 def rank_rows(groups: Sequence[Row], devices_per_node: int) -> list[tuple[int, ...]]:
@@ -506,3 +473,116 @@ def _side(
             values=list(values), labelExpr=number,
         ),
     )  # fmt: skip
+
+
+# --- form, data, tooltips, axes, stacked bars -----------------------------------------------------
+
+
+MANY = 2_000  # marks, from which on a chart is drawn on a canvas
+GREY = "#808080"
+INK = "currentColor"
+BAR = 18  # pixels
+OF_LINE = 3  # entries of a legend beside each other
+OF_TICK = 70  # pixels between marks of an axis
+
+
+def specified(chart: Any, title: str, *, height: int, marks: int = 0) -> Spec:
+    """The chart as data, with its label for readers of the screen."""
+    canvas = marks > MANY
+    ink = GREY if canvas else INK
+    colours = {"labelColor": ink, "titleColor": ink}
+    sized = chart.properties(description=title, width="container", height=height)
+    spec: Spec = sized.to_dict(validate=False)
+    spec["background"] = None
+    spec["autosize"] = {"type": "fit-x", "contains": "padding"}
+    spec["usermeta"] = {"embedOptions": {"renderer": "canvas" if canvas else "svg"}}
+    spec["config"] = {
+        "font": "sans-serif",
+        "view": {"stroke": None},
+        "axis": colours | {
+            "domainColor": GREY, "tickColor": GREY, "gridColor": GREY, "gridOpacity": 0.25,
+            "labelLimit": 150, "labelFontSize": 11, "titleFontSize": 11, "titleFontWeight": 500,
+            "labelOverlap": "greedy", "labelSeparation": 6,
+        },
+        "axisXQuantitative": {"tickCount": {"expr": f"max(2, floor(width / {OF_TICK}))"}},
+        "legend": colours | {
+            "orient": "bottom", "columns": OF_LINE, "labelLimit": 150, "titleFontSize": 11,
+            "labelFontSize": 11, "titleFontWeight": 500, "symbolStrokeWidth": 0,
+        },
+        "rule": {"color": ink},
+        "text": {"color": ink},
+    }  # fmt: skip
+    return spec
+
+
+def chart_of(rows: Iterable[Row]) -> Any:
+    return alt.Chart({"values": list(rows)})
+
+
+def unnamed(rows: Sequence[Sequence[Any]], columns: Sequence[str]) -> Any:
+    """A chart of rows without names, which take half the room: fields are taken by their places.
+    (The page's policy forbids what Vega reads comma-separated values by.)"""
+    places = {name: f"datum[{place}]" for place, name in enumerate(columns)}
+    return alt.Chart({"values": rows}).transform_calculate(**places)
+
+
+def tips_of(**titles: str) -> list[Any]:
+    """Tooltips by field, `field="title|format"`."""
+    tips = []
+    for field, text in titles.items():
+        title, _, style = text.partition("|")
+        kind: dict[str, Any] = {"type": "quantitative", "format": style} if style else {}
+        tips.append(alt.Tooltip(field=field, title=title, **{"type": "nominal", **kind}))
+    return tips
+
+
+def stacked(
+    bars: Mapping[str, Mapping[str, float]], title: str, *, unit: str, colours: Sequence[str] = ()
+) -> Any:
+    """Bars by name, each stacked of its parts, which all have in one order; a `|` in a name begins
+    a line."""
+    order = list(next(iter(bars.values())))
+    rows: list[dict[str, Any]] = [
+        {"name": name, "part": part, "value": value, "order": k}
+        for name, parts in bars.items()
+        for k, (part, value) in enumerate(parts.items())
+    ]
+    scale = alt.Scale(range=list(colours)) if colours else alt.Undefined
+    legend = alt.Legend(values=[n for n in order if any(parts[n] for parts in bars.values())])
+    axis = alt.Axis(title=title)
+    if unit == "s":
+        axis = seconds_axis(max(row["value"] for row in rows), title)
+    return (
+        chart_of(rows)
+        .mark_bar()
+        .encode(
+            x=alt.X("value:Q", stack="zero", axis=axis),
+            y=alt.Y(
+                "name:N",
+                title=None,
+                sort=list(bars),
+                axis=alt.Axis(labelExpr="split(datum.label, '|')"),
+            ),
+            color=alt.Color("part:N", title=None, sort=order, scale=scale, legend=legend),
+            order=alt.Order("order:Q"),
+            tooltip=tips_of(name="of", part="part", value=f"{unit}|.4~g"),
+        )
+    )
+
+
+def seconds_axis(most: float, title: str) -> Any:
+    """An axis of seconds, in the unit that suits the largest."""
+    units = (("seconds", 1), ("milliseconds", 1e3), ("microseconds", 1e6))
+    unit, factor = next(((name, n) for name, n in units if most * n >= 1), units[-1])
+    return alt.Axis(
+        title=f"{unit} {title}".strip(), labelExpr=f"format(datum.value * {factor:g}, '.5~g')"
+    )
+
+
+def capacity_line(nbytes: float) -> Any:
+    """The line of a device's memory."""
+    return (
+        chart_of([{"value": nbytes / GIB, "name": "capacity"}])
+        .mark_rule(strokeDash=[5, 3], strokeWidth=2)
+        .encode(x="value:Q", tooltip=tips_of(value="GiB of a device|.4~g"))
+    )

@@ -1,9 +1,11 @@
-"""The tables of the page: the numbers of its charts, as the report's data has them."""
+"""Tables of the page: the numbers of its charts, as the report's data has them."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from meshwright.planner.page.cells import (
@@ -28,7 +30,7 @@ from meshwright.planner.plan import peak_words
 
 def tables(data: Row) -> dict[str, Table]:
     """Tables by the view they are in."""
-    found = {
+    by_view = {
         "stages": stages(data),
         "memory": memory(data),
         "components": components(data),
@@ -36,44 +38,41 @@ def tables(data: Row) -> dict[str, Table]:
         "ranks": ranks(data),
     }
     if "rehearsal" in data:
-        found["rehearsal"] = rehearsed_ranks(data["rehearsal"], data)
+        by_view["rehearsal"] = rehearsed_ranks(data["rehearsal"], data)
         if (step := rehearsed_step(data["rehearsal"])) is not None:
-            found["rehearsed step"] = step
+            by_view["rehearsed step"] = step
     if data.get("sensitivity"):
-        found["sensitivity"] = sensitivity(data["sensitivity"])
+        by_view["sensitivity"] = sensitivity(data["sensitivity"])
     if data["overrides"]:
-        found["overrides"] = overrides(data["overrides"])
-    return found
+        by_view["overrides"] = overrides(data["overrides"])
+    return by_view
 
 
 def facts(data: Row) -> list[tuple[str, Cell, str]]:
-    """The headline: what, the number, and a line about it."""
-    summary, through = data["summary"], data["throughput"]
-    with_level = f" with {data['uncertainty']['level']:.0%}"
-    step = between(time, summary["step_interval_s"]) + with_level
-    found = [("step", time(summary["step_time_s"]), step)]
+    """The headline: name, number, and a line about it."""
+    summary, through, count = data["summary"], data["throughput"], partial(scaled, unit="")
+    step = f"{between(time, summary['step_interval_s'])} with {data['uncertainty']['level']:.0%}"
+    headline = [("step", time(summary["step_time_s"]), step)]
     if through["tokens_per_s"]:
-        each = scaled(through["tokens_per_s_per_device"], "tokens/s")
-        tokens = partial(scaled, unit="")
-        about = f"{_within(tokens, through, 'tokens_per_s')}{each.text} a device"
-        found.append(("tokens a second", tokens(through["tokens_per_s"]), about))
-    rows = partial(scaled, unit="")
-    about = f"{_within(rows, through, 'rows_per_s')}{data['plan']['global_batch_size']:,} a step"
+        tokens = scaled(through["tokens_per_s_per_device"], "tokens/s")
+        about = f"{_within(count, through, 'tokens_per_s')}{tokens.text} a device"
+        headline.append(("tokens a second", count(through["tokens_per_s"]), about))
+    rows = f"{_within(count, through, 'rows_per_s')}{data['plan']['global_batch_size']:,} a step"
     flops = scaled(through["model_flops_per_s_per_device"], "FLOP/s")
     used = f"{_within(share, through, 'mfu')}HFU {through['hfu']:.1%}; {flops.text} a device"
     hours = f"{_within(number, through, 'device_hours')}of a step"
-    found += [
-        ("rows a second", rows(through["rows_per_s"]), about),
+    headline += [
+        ("rows a second", count(through["rows_per_s"]), rows),
         ("MFU", share(through["mfu"]), used),
         ("bubble", share(summary["bubble_fraction"]), "of the pipeline's time devices wait"),
         _memory_fact(summary),
         ("device-hours", number(through["device_hours_per_step"]), hours),
     ]
-    return found + _cost(data.get("cost", {}))
+    return headline + _cost(data.get("cost", {}))
 
 
 def _within(cell: Callable[[float], Cell], through: Row, name: str) -> str:
-    """The interval of a number, with what comes after it; reports of before have none."""
+    """The interval of a number, before the text about it; reports of before have none."""
     interval = through.get(f"{name}_interval")
     return f"{between(cell, interval)}; " if interval else ""
 
@@ -87,30 +86,27 @@ def _memory_fact(summary: Row) -> tuple[str, Cell, str]:
 
 
 def _cost(cost: Row) -> list[tuple[str, Cell, str]]:
-    found = []
+    rows = []
     if "price_per_step" in cost:
-        found.append(("price of a step", number(cost["price_per_step"]), "at the price given"))
+        rows.append(("price of a step", number(cost["price_per_step"]), "at the price given"))
     if "energy_kwh_per_step" in cost:
-        told = f"kWh, at {number(cost['power_watts']).text} W a device as given"
-        found.append(("energy of a step", number(cost["energy_kwh_per_step"]), told))
+        power = f"kWh, at {number(cost['power_watts']).text} W a device as given"
+        rows.append(("energy of a step", number(cost["energy_kwh_per_step"]), power))
     if "days" in cost:
-        tokens = scaled(cost["tokens"], "tokens").text
-        hours = number(cost["device_hours"]).text
-        interval = _within(number, cost, "days")
-        found.append(
-            ("days", number(cost["days"]), f"{interval}for {tokens}, {hours} device-hours")
-        )
-    for what, name, unit in (("price", "price", ""), ("energy", "energy_kwh", "kWh, ")):
+        tokens, hours = scaled(cost["tokens"], "tokens").text, number(cost["device_hours"]).text
+        about = f"{_within(number, cost, 'days')}for {tokens}, {hours} device-hours"
+        rows.append(("days", number(cost["days"]), about))
+    for title, name, unit in (("price", "price", ""), ("energy", "energy_kwh", "kWh, ")):
         if name in cost:
             million = number(cost[f"{name}_per_million_tokens"]).text
-            found.append((what, number(cost[name]), f"{unit}{million} a million tokens"))
-    return found
+            rows.append((title, number(cost[name]), f"{unit}{million} a million tokens"))
+    return rows
 
 
 def stages(data: Row) -> Table:
     # reports of earlier versions have no words for all decisions
     decided = [row.get("decided") or {"mesh": row["mesh"]} for row in data["stages"]]
-    columns = dict.fromkeys(name for own in decided for name in own)
+    columns = dict.fromkeys(chain(*decided))
     heads = (
         "stage", "blocks", "ranks", *columns, "forward", "backward", "exposed communication",
         "memory", "in flight",
@@ -120,39 +116,36 @@ def stages(data: Row) -> Table:
             words(k),
             words(", ".join(row["blocks"])),
             words(row["ranks"]),
-            *(words(own.get(name, "")) for name in columns),
+            *(words(cells.get(name, "")) for name in columns),
             *(time(row[key]) for key in ("forward_s", "backward_s", "communication_s")),
             gib(row["memory_bytes"]),
             number(row["microbatches_in_flight"]),
         ]
-        for k, (row, own) in enumerate(zip(data["stages"], decided, strict=True))
+        for k, (row, cells) in enumerate(zip(data["stages"], decided, strict=True))
     ]
-    return Table(
-        caption="Stages: seconds of one micro-batch, bytes of a device", heads=heads, rows=rows
-    )
+    caption = "Stages: seconds of one micro-batch, bytes of a device"
+    return Table(caption=caption, heads=heads, rows=rows)
 
 
 def memory(data: Row) -> Table:
     parts = list(data["memory"][0]["parts"])
     rehearsed = data["summary"].get("rehearsed_memory_bytes", ())
-    rows = []
-    for place, row in enumerate(data["memory"]):
-        cells = [words(stage_words(row["stages"])), words(row["ranks"])]
-        cells += [gib(row["parts"][part]) for part in parts]
-        cells += [gib(row["priced_bytes"]), *map(gib, row["interval_bytes"])]
-        cells.append(words(peak_words(row["moment"], row["block"])))
-        cells += [gib(nbytes) for nbytes in rehearsed[place : place + 1]]
-        rows.append(cells)
-    heads = [
-        "device group",
-        "ranks",
-        *parts,
-        "predicted peak",
-        "from, 80 %",
-        "to, 80 %",
-        "comes in",
+    rows = [
+        [
+            words(stage_words(row["stages"])),
+            words(row["ranks"]),
+            *(gib(row["parts"][part]) for part in parts),
+            gib(row["priced_bytes"]),
+            *map(gib, row["interval_bytes"]),
+            words(peak_words(row["moment"], row["block"])),
+            *map(gib, rehearsed[place : place + 1]),
+        ]
+        for place, row in enumerate(data["memory"])
     ]
-    heads += [REHEARSED] * bool(rehearsed)
+    heads = (
+        "device group", "ranks", *parts, "predicted peak", "from, 80 %", "to, 80 %", "comes in",
+        *[REHEARSED] * bool(rehearsed),
+    )  # fmt: skip
     return Table(caption="Peak memory of a device of each group", heads=heads, rows=rows)
 
 
@@ -187,9 +180,9 @@ def communication(data: Row) -> Table:
 
 def busiest_stage(rows: Sequence[Row]) -> int:
     """The stage with most exposed communication."""
-    exposed: dict[int, float] = {}
+    exposed = defaultdict[int, float](float)
     for row in rows:
-        exposed[row["stage"]] = exposed.get(row["stage"], 0.0) + row["exposed_s"]
+        exposed[row["stage"]] += row["exposed_s"]
     return max(exposed, key=lambda stage: (exposed[stage], -stage))
 
 
@@ -203,20 +196,19 @@ def ranks(data: Row) -> Table:
     return Table(caption="Device groups, ranks laid out dp, cp, tp", heads=heads, rows=rows)
 
 
-def rehearsed_ranks(found: Row, data: Row) -> Table:
+def rehearsed_ranks(rehearsal: Row, data: Row) -> Table:
     """A row of each rank that was rehearsed; the price is that of its device group."""
-    groups, own = data["device_groups"], found["ranks"]
-    kinds = list(dict.fromkeys(kind for row in own.values() for kind in row["peak_by_kind"]))
+    by_rank, prices = rehearsal["ranks"], rehearsal["priced_bytes"]
+    kinds = list(dict.fromkeys(kind for row in by_rank.values() for kind in row["peak_by_kind"]))
     rows = []
-    for rank, row in sorted(own.items(), key=lambda item: int(item[0])):
-        group = groups[row["group"]]
-        priced = found["priced_bytes"][row["group"]] if found["priced_bytes"] else None
+    for rank, row in sorted(by_rank.items(), key=lambda pair: int(pair[0])):
+        group = data["device_groups"][row["group"]]
         rows.append([
             words(rank),
             number(row["stands_for"]),
             words(stage_words(group["stages"])),
             gib(row["peak_bytes"]),
-            _known(gib, priced),
+            _known(gib, prices[row["group"]] if prices else None),
             scaled(sum(row["flops"].values()), "FLOP"),
             _known(lambda value: scaled(value, "FLOP"), group.get("flops")),
             _known(sent, _total(row.get("link_bytes"))),
@@ -231,19 +223,18 @@ def rehearsed_ranks(found: Row, data: Row) -> Table:
     return Table(caption=caption, heads=heads, rows=rows)
 
 
-def rehearsed_step(found: Row) -> Table | None:
+def rehearsed_step(rehearsal: Row) -> Table | None:
     """The price of the step beside a second estimate, of every operator that was rehearsed."""
-    both = found.get("step", {})
-    if not {"priced", "estimated"} <= set(both):
+    step = rehearsal.get("step", {})
+    if not {"priced", "estimated"} <= set(step):
         return None
-    priced, estimated = both["priced"], both["estimated"]
-    names = list(dict.fromkeys([*priced, *estimated]))
+    priced, estimated = step["priced"], step["estimated"]
     rows = [
         [
             words("the step" if name == "step_s" else name),
             *(_known(time, of.get(name)) for of in (priced, estimated)),
         ]
-        for name in names
+        for name in dict.fromkeys([*priced, *estimated])
         if priced.get(name) or estimated.get(name)
     ]
     heads = ("of the busiest device group", "priced", "estimated from the rehearsal")
@@ -258,28 +249,27 @@ def _known(cell: Any, value: float | None) -> Cell:
     return words("") if value is None else cell(value)
 
 
-def sensitivity(found: Sequence[Row]) -> Table:
+def sensitivity(flips: Sequence[Row]) -> Table:
     rows = []
-    for row in found:
-        factor, plan = row["factor"], row["plan"]
-        if factor is None:
-            cells = [words("no flip between 1/4 and 4"), words("")]
-        else:
-            cells = [number(factor), words(plan or "no plan known from the search fits")]
+    for row in flips:
+        cells = [words("no flip between 1/4 and 4"), words("")]
+        if row["factor"] is not None:
+            plan = row["plan"] or "no plan known from the search fits"
+            cells = [number(row["factor"]), words(plan)]
         rows.append([words(row["property"]), *cells])
     heads = ("property", "times", "then chosen")
     return Table(caption="What would flip the decision", heads=heads, rows=rows)
 
 
-def overrides(found: Sequence[Row]) -> Table:
+def overrides(priced: Sequence[Row]) -> Table:
     rows = [
         [
             words(row["override"]),
-            time(row["cost_s"]) if "cost_s" in row else words(""),
-            share(row["cost"]) if "cost" in row else words(""),
+            _known(time, row.get("cost_s")),
+            _known(share, row.get("cost")),
             words(row["effect"]),
         ]
-        for row in found
+        for row in priced
     ]
     heads = ("override", "costs a step", "share", "effect")
     return Table(caption="What each override costs", heads=heads, rows=rows)
@@ -304,33 +294,30 @@ def compared(data: Row) -> list[dict[str, Any]]:
     for row in (chosen, *data["alternatives"], *data["runners_up"]):
         if not row.get("plan"):
             continue
-        known = rows.setdefault(
+        plan = rows.setdefault(
             row["plan"],
-            {
+            {key: row[key] for key in ("plan", "step_time_s", "slower", "why")}
+            | {
                 "names": [],
-                "plan": row["plan"],
                 "chosen": row is chosen,
-                "step_time_s": row["step_time_s"],
-                "slower": row["slower"],
                 "tie": bool(row.get("tie")),
                 "peak_memory_bytes": row.get("peak_memory_bytes"),
                 "components_s": row.get("components_s", {}),
-                "why": row["why"],
                 "excluded": row.get("excluded", []),
             },
         )
-        known["names"] += [row["family"]] if "family" in row else []
-    found = sorted(rows.values(), key=lambda row: float(row["step_time_s"]))
-    for place, row in enumerate(found):
+        plan["names"] += [row["family"]] if "family" in row else []
+    plans = sorted(rows.values(), key=lambda row: float(row["step_time_s"]))
+    for place, row in enumerate(plans):
         row["step"] = _close(float(row["step_time_s"]))
         row["id"] = f"plan-{place}"
         row["name"] = ", ".join(row["names"]) or "runner-up"
         row["differences"] = [(part, more_time(s)) for part, s in row["components_s"].items()]
-    return found
+    return plans
 
 
 def _close(value: float) -> str:
-    """Seconds by four digits, so that plans near each other differ."""
+    """Four digits of seconds, so that plans near each other differ."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
         if value >= scale:
             return f"{value / scale:.4g} {unit}"
@@ -338,5 +325,5 @@ def _close(value: float) -> str:
 
 
 def without_plan(data: Row) -> list[Row]:
-    """Families of which no plan was found, and why."""
+    """Families without a plan, and why."""
     return [row for row in data["alternatives"] if not row.get("plan")]

@@ -12,7 +12,6 @@ from meshwright.planner.plan.expert_parallel import (
     fewest_experts,
     folds,
     has_experts,
-    runs_experts,
 )
 from meshwright.planner.plan.flow import (
     crossings,

@@ -15,15 +15,13 @@ Known = dict[Any, Any]  # what `check_plan` remembers of one graph, between plan
 
 
 def stage_assignments(
-    plan: Plan, k: int, graph: Graph, factors: sharding.FactorTable, known: Known | None = None
+    plan: Plan, k: int, graph: Graph, factors: sharding.FactorTable, known: Known
 ) -> dict[str, sharding.Assignment]:
     """The assignment of each block of stage `k`, by name; `known` as for `check_plan`.
 
     Raises `PlanError` for a sharding that matches nothing, or that no assignment has.
     """
-    stage = plan.stages[k]
-    place = f"plan: stage {k}"
-    known = {} if known is None else known
+    stage, place = plan.stages[k], f"plan: stage {k}"
     names = set(stage.blocks)
     blocks = [block for block in graph.blocks if block.name in names]
     read_elsewhere = {n for b in graph.blocks if b.name not in names for n in b.inputs}
@@ -48,11 +46,11 @@ def stage_assignments(
             if by_class not in known:
                 layouts = sharding.BlockLayouts(graph, factors, block, stage.tp)
                 try:
-                    found = layouts.complete(entries, inputs, leaving)
+                    assignment = layouts.complete(entries, inputs, leaving)
                 except ValueError as error:
                     raise PlanError.of(error, place) from None
-                _check_states(layouts, found, inputs, place)
-                known[by_class] = found, block
+                _check_states(layouts, assignment, inputs, place)
+                known[by_class] = assignment, block
             assignment, example = known[by_class]
             known[key] = sharding.translate(assignment, example, block), patterns
         assignments[block.name], patterns = known[key]
@@ -78,12 +76,13 @@ def _check_states(
         keys |= dict.fromkeys(op.results, op.key)
     for value, state in {**inputs, **assignment.states}.items():
         name = graph.parameters.get(value) or keys.get(value, value)
-        legal = _legal_states(layouts, value)
-        parameter = value in graph.parameters
+        shape, parameter = graph.values[value].shape, value in graph.parameters
+        shards = [sharding.Placement("S", d) for d in range(len(shape))]
+        possible = [sharding.R, *(s for s in shards if _possible(layouts, value, s))]
+        legal = ", ".join(map(str, possible))
         if not _possible(layouts, value, state) or (parameter and state.kind not in "RS"):
             raise PlanError(
-                f"state {state} of {name}, shape {graph.values[value].shape}: not possible with "
-                f"tp={layouts.degree}",
+                f"state {state} of {name}, shape {shape}: not possible with tp={layouts.degree}",
                 place=place,
                 legal=legal,
             )
@@ -110,9 +109,3 @@ def _possible(layouts: sharding.BlockLayouts, value: str, state: sharding.Placem
     if state.sharded and state.dim < len(dims) and factors.batch in dims[state.dim]:
         return True
     return sharding.can_hold(layouts.graph, factors, value, state, layouts.degree)
-
-
-def _legal_states(layouts: sharding.BlockLayouts, value: str) -> str:
-    shape = layouts.graph.values[value].shape
-    shards = [sharding.Placement("S", d) for d in range(len(shape))]
-    return ", ".join(map(str, [sharding.R, *(s for s in shards if _possible(layouts, value, s))]))

@@ -44,11 +44,12 @@ def check_plan(
     `graph` may be traced at any batch size. `known` remembers blocks of this graph for the next
     plan. Raises `PlanError` with the value, its place and the legal ones.
     """
+    known = {} if known is None else known
     _check_model(plan, graph, known)
     _check_step(plan)
     for k, stage in enumerate(plan.stages):
         _check_stage(plan, stage, f"plan: stage {k}")
-    _check_rows(plan)
+    _check_contradictions(plan)
     check_copies(plan, graph)
     for stages in pipelines(plan):
         _check_blocks([plan.stages[k] for k in stages], graph)
@@ -66,7 +67,7 @@ def check_plan(
 
 def check_runs(plan: Plan) -> None:
     """Raise `PlanError` for a legal plan that the executor does not run yet."""
-    _check_rows(plan, runs=True)
+    _check_contradictions(plan, runs=True)
     for k, stage in enumerate(plan.stages):
         first = next(s for s in plan.stages if s.ranks == stage.ranks)
         ours, theirs = map(_of_group, (stage, first))
@@ -88,27 +89,28 @@ def check_runs(plan: Plan) -> None:
 
 
 def _of_group(stage: StagePlan) -> dict[str, Any]:
-    """What stages of one device group have alike; a number of ranks where it stands for all."""
-    found: dict[str, Any] = {"ep": stage.ep}
-    for own in SHARING:
-        if own.name != "zero":
-            whole = own.part_of(stage, stage.holders) if own.part_of and not own.proper else None
-            found[own.name] = getattr(stage, own.name) or whole
-    return found
+    """Decisions that stages of one device group share; None for ranks stands for all of them."""
+    shared: dict[str, Any] = {"ep": stage.ep}
+    for decision in SHARING:
+        if decision.name != "zero":
+            part_of = None if decision.proper else decision.part_of
+            ranks = part_of(stage, stage.holders) if part_of else None
+            shared[decision.name] = getattr(stage, decision.name) or ranks
+    return shared
 
 
 def _check_buffers(plan: Plan, graph: Graph) -> None:
     """Raise `PlanError` where a buffer's writer and readers are not in one stage."""
     owner = {name: k for k, stage in enumerate(plan.stages) for name in stage.blocks}
-    for first, last in inseparable(graph):
-        one, other = (graph.blocks[k].name for k in (first, last))
-        if owner[one] != owner[other]:
+    for positions in inseparable(graph):
+        first, last = (graph.blocks[k].name for k in positions)
+        if owner[first] != owner[last]:
             raise PlanError(
-                f"stages {owner[one]} and {owner[other]}: a buffer that the forward writes is "
-                f"read or written in both {one} and {other}",
+                f"stages {owner[first]} and {owner[last]}: a buffer that the forward writes is "
+                f"read or written in both {first} and {last}",
                 place="plan",
                 legal="both in one stage",
-                way_out=f"put the blocks from {one} to {other} into one stage",
+                way_out=f"put the blocks from {first} to {last} into one stage",
             )
 
 
@@ -127,11 +129,10 @@ def _check_parameters(plan: Plan, graph: Graph) -> None:
             )
 
 
-def _check_model(plan: Plan, graph: Graph, known: Known | None) -> None:
-    known = {} if known is None else known
-    actual = known.setdefault("fingerprint", None) or fingerprint(graph)
-    known["fingerprint"] = actual
-    if plan.model != actual:
+def _check_model(plan: Plan, graph: Graph, known: Known) -> None:
+    if "fingerprint" not in known:
+        known["fingerprint"] = fingerprint(graph)
+    if plan.model != (actual := known["fingerprint"]):
         raise PlanError(
             f"={plan.model}, but this model is {actual} (other layers, sizes or operators)",
             place="plan: made for model",
@@ -148,7 +149,9 @@ def _check_step(plan: Plan) -> None:
         if value not in legal:
             raise PlanError.refused(f"plan: {name}", value, legal=legal)
     for name in ("global_batch_size", "num_microbatches"):
-        _check_whole(getattr(plan, name), f"plan: {name}")
+        count = getattr(plan, name)
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise PlanError.refused(f"plan: {name}", count, legal="an integer from 1")
     if plan.global_batch_size % plan.num_microbatches:
         raise PlanError(
             f"={plan.num_microbatches} does not divide global_batch_size={plan.global_batch_size}",
@@ -161,14 +164,14 @@ def _check_step(plan: Plan) -> None:
         )
 
 
-def _check_rows(plan: Plan, *, runs: bool = False) -> None:
+def _check_contradictions(plan: Plan, *, runs: bool = False) -> None:
     """Raise `PlanError` for decisions that rule each other out; with `runs`, those that can be
     priced alone."""
-    whole = {"pp": len(plan.devices)}
 
     def of(stage: StagePlan, name: str) -> Any:
-        held = stage if hasattr(stage, name) else plan
-        return whole[name] if name in whole else getattr(held, name)
+        if name == "pp":
+            return len(plan.devices)
+        return getattr(stage if hasattr(stage, name) else plan, name)
 
     for row, (k, stage) in product(CONTRADICTIONS, enumerate(plan.stages)):
         a, b = of(stage, row.a), of(stage, row.b)
@@ -184,16 +187,16 @@ def _check_rows(plan: Plan, *, runs: bool = False) -> None:
 
 
 def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
-    for name, own in DECISIONS.items():
+    for name, decision in DECISIONS.items():
         if not hasattr(stage, name):
             continue
-        if own.parts:
-            own.check_parts(getattr(stage, name), f"{place}: {name}", PlanError)
+        if decision.parts:
+            decision.check_parts(getattr(stage, name), f"{place}: {name}", PlanError)
             continue
-        for value in stage.by_policy if own.acts == "block" else [getattr(stage, name)]:
-            if isinstance(value, bool) or (value != own.off and not own.accepts(value)):
-                raise PlanError.refused(f"{place}: {name}", value, legal=own.values)
-        if own.acts == "block":
+        for value in stage.by_policy if decision.acts == "block" else [getattr(stage, name)]:
+            if isinstance(value, bool) or (value != decision.off and not decision.accepts(value)):
+                raise PlanError.refused(f"{place}: {name}", value, legal=decision.values)
+        if decision.acts == "block":
             _check_named(stage, name, place)
     _check_shards(stage, place)
     if plan.microbatch_rows % stage.dp:
@@ -208,11 +211,11 @@ def _check_stage(plan: Plan, stage: StagePlan, place: str) -> None:
 
 def _check_named(stage: StagePlan, decision: str, place: str) -> None:
     """Raise `PlanError` unless the blocks that policies name are the stage's, each once."""
-    legal, own = ", ".join(compress_names(stage.blocks)), Counter(stage.blocks)
+    legal, counts = ", ".join(compress_names(stage.blocks)), Counter(stage.blocks)
     for name, times in Counter(chain(*stage.by_policy.values())).items():
-        if name not in own:
+        if name not in counts:
             raise PlanError(f"{decision}: {name!r} is no block of it", place=place, legal=legal)
-        if times > own[name]:
+        if times > counts[name]:
             raise PlanError(
                 f"{decision}: block {name!r} has {times} policies", place=place, legal="one"
             )
@@ -220,31 +223,26 @@ def _check_named(stage: StagePlan, decision: str, place: str) -> None:
 
 def _check_shards(stage: StagePlan, place: str) -> None:
     """Raise `PlanError` for a number of ranks that is no part of those that it divides."""
-    for own in SHARING:
-        value, legal = getattr(stage, own.name), own.parts_of(stage, stage.holders)
+    for decision in SHARING:
+        value, legal = getattr(stage, decision.name), decision.parts_of(stage, stage.holders)
         if legal is not None and value is not None and value not in legal:
-            whole = f"{stage.shards} ranks that ZeRO divides among"
-            whole = whole if own.proper else f"{stage.holders} ranks of the data axis (dp·cp)"
+            ranks = f"{stage.holders} ranks of the data axis (dp·cp)"
+            if decision.proper:
+                ranks = f"{stage.shards} ranks that ZeRO divides among"
             raise PlanError(
-                f"={value} is no part of the {whole}",
-                place=f"{place}: {own.name}",
+                f"={value} is no part of the {ranks}",
+                place=f"{place}: {decision.name}",
                 legal=legal or "none",
-                way_out=f"take one of these, or drop {own.name}",
+                way_out=f"take one of these, or drop {decision.name}",
             )
-
-
-def _check_whole(value: Any, place: str) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError.refused(place, value, legal="an integer from 1")
 
 
 def _check_blocks(stages: Sequence[StagePlan], graph: Graph) -> None:
     names = [block.name for block in graph.blocks]
     planned = [name for stage in stages for name in stage.blocks]
-    legal = ", ".join(compress_names(names))
-    legal_names = set(names)
+    legal, in_model = ", ".join(compress_names(names)), set(names)
     for name in planned:
-        if name not in legal_names:
+        if name not in in_model:
             near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
             raise PlanError(
                 f"block {name!r} is not in the model; nearest: {', '.join(near) or 'none'}",

@@ -16,11 +16,11 @@ def check_context(plan: Plan, graph: Graph, factors: FactorTable) -> None:
     the kind of attention can be had."""
     if all(stage.cp == 1 for stage in plan.stages):
         return
-    found = {(stage.cp, stage.cp_kind) for stage in plan.stages}
-    if len(found) > 1:
-        shown = ", ".join(f"{cp} ({kind})" for cp, kind in sorted(found))
+    degrees = {(stage.cp, stage.cp_kind) for stage in plan.stages}
+    if len(degrees) > 1:
         raise PlanError(
-            f"={shown}: tokens lie on all stages in one order",
+            f"={', '.join(f'{cp} ({kind})' for cp, kind in sorted(degrees))}: tokens lie on all "
+            "stages in one order",
             place="plan: cp",
             legal="one cp, of one kind, for all stages",
         )
@@ -62,12 +62,9 @@ def _check_operators(plan: Plan, stage: StagePlan, graph: Graph) -> None:
 
 
 def ulysses_degrees(graph: Graph, tp: int) -> list[int]:
-    """The degrees that can share out the heads of all attention, of which the tensor axis takes
-    what it divides."""
-    degrees: set[int] | None = None
-    for op in graph.ops:
-        if traits_of(op).kernel == "attention":
-            _, keys = head_counts(graph, op)
-            own = set(divisors(keys // tp if keys % tp == 0 else keys))
-            degrees = own if degrees is None else degrees & own
-    return sorted(degrees or {1})
+    """Degrees that can share out the heads of all attention, beside a tensor axis that takes what
+    it divides."""
+    attention = [op for op in graph.ops if traits_of(op).kernel == "attention"]
+    keys = [head_counts(graph, op)[1] for op in attention]
+    degrees = (set(divisors(n // tp if n % tp == 0 else n)) for n in keys)
+    return sorted(set.intersection(*degrees)) if keys else [1]

@@ -1,12 +1,11 @@
-"""Experts shared out: which operators run on copies of tokens at their experts, in another order.
-
-What can't is known from the graph alone, before a plan is made.
-"""
+"""Operators between dispatch and combine, on copies of tokens that lie in another order where their
+experts are; those that can't run so are known from the graph alone."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import draws, is_pointwise, traits_of
@@ -16,8 +15,8 @@ from meshwright.planner.plan.ranges import PlanError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leg:
-    """An operator on the way of copies: the `dispatch` (by name) that they left from, to how many
-    experts, and the operands made outside that must be sent after them."""
+    """An operator on copies of tokens: the `dispatch` (by name) that they left from, to how many
+    experts, and the operands from outside that must be sent after them."""
 
     dispatch: str
     experts: int = 0
@@ -29,13 +28,13 @@ def legs(
 ) -> dict[str, Leg]:
     """Every operator of a block from a `dispatch` to its `combine`, by name. Raises `PlanError` for
     one that can't run on copies in another order."""
-    found: dict[str, Leg] = {}
+    by_op: dict[str, Leg] = {}
     experts: dict[str, int] = {}
     travelling: dict[str, Op] = {}  # value -> the dispatch it comes from
     for op in ops:
         sources = {travelling[v].name: travelling[v] for v in op.operands if v in travelling}
         if traits_of(op).experts == "dispatch" and not sources:
-            found[op.name] = Leg(dispatch=op.name)
+            by_op[op.name] = Leg(dispatch=op.name)
             travelling[op.results[0]] = op
             continue
         if not sources:
@@ -46,7 +45,7 @@ def legs(
         if others or traits_of(op).experts == "dispatch":
             raise refused(op, f"it mixes copies of {source.key} with others")
         if traits_of(op).experts == "combine":
-            found[op.name] = Leg(dispatch=source.name)
+            by_op[op.name] = Leg(dispatch=source.name)
             continue
         if traits_of(op).experts == "product":
             count = graph.values[op.operands[1]].shape[0]
@@ -55,21 +54,21 @@ def legs(
         if draws(op):
             raise refused(op, "its mask is by token, and it does not know which it has")
         sent = _sent_after(op, source, travelling, graph, table)
-        found[op.name] = Leg(dispatch=source.name, sent=sent)
+        by_op[op.name] = Leg(dispatch=source.name, sent=sent)
         travelling |= dict.fromkeys(op.results, source)
     for value in outputs:
         if value in travelling:
             raise refused(travelling[value], "its copies are combined in another block")
     for op in ops:
-        if op.name in found and found[op.name].dispatch not in experts:
+        if op.name in by_op and by_op[op.name].dispatch not in experts:
             raise refused(op, "no grouped product takes its copies")
-    return {name: replace(leg, experts=experts[leg.dispatch]) for name, leg in found.items()}
+    return {name: replace(leg, experts=experts[leg.dispatch]) for name, leg in by_op.items()}
 
 
 def _sent_after(
     op: Op, source: Op, travelling: Mapping[str, Op], graph: Graph, table: FactorTable
 ) -> frozenset[str]:
-    """The operands of an operator on copies that have their dims, but were made outside."""
+    """Operands of an operator on copies that have the copies' dims, and come from outside."""
     chosen = source.operands[1]
     if traits_of(op).experts == "product":
         if op.operands[2] != chosen or op.operands[0] not in travelling:
@@ -98,22 +97,17 @@ def _sent_after(
 def _by_copy(op: Op, travelling: Mapping[str, Op], table: FactorTable) -> bool:
     """Whether an operator maps the first three dims of its one travelling operand, and its others
     have none of them."""
-    made = table.ops[op.name]
-    (first, *more) = [k for k, value in enumerate(op.operands) if value in travelling]
-    dims = made.operands[first][:3]
-    names = {name for dim in dims for name in dim}
-    others = {
-        name
-        for k, operand in enumerate(made.operands) if k != first
-        for dim in operand
-        for name in dim
-    }  # fmt: skip
+    factors = table.ops[op.name]
+    first, *more = (k for k, value in enumerate(op.operands) if value in travelling)
+    dims = factors.operands[first][:3]
+    names = set(chain(*dims))
+    others = chain(*(dim for k, dims in enumerate(factors.operands) if k != first for dim in dims))
     return (
-        made.known
+        factors.known
         and not more
-        and not names & others
-        and all(made.kinds[name] == "map" for name in names)
-        and all(result[:3] == dims for result in made.results)
+        and names.isdisjoint(others)
+        and all(factors.kinds[name] == "map" for name in names)
+        and all(result[:3] == dims for result in factors.results)
     )
 
 

@@ -2,10 +2,8 @@
 
 The expert axis is laid over the others: ep neighbours of the stage's dp × cp × tp ranks hold 1/ep
 of the experts each. The tensor axis counts where it splits the tokens (sequence parallelism) and
-not the experts' matrices.
-
-The executor runs ep that divides dp, at each tensor coordinate by itself, or that is a multiple of
-tp, over neighbours on both axes (`folds`).
+not the experts' matrices. The executor runs ep that divides dp, at each tensor coordinate by
+itself, or that is a multiple of tp, over neighbours on both axes (`folds`).
 """
 
 from __future__ import annotations
@@ -21,28 +19,27 @@ from meshwright.planner.plan.ranges import PlanError
 
 def has_experts(graph: Graph) -> bool:
     """Whether any operator has weights of several experts."""
-    return any(rules.traits_of(op).experts == "product" for op in graph.ops)
+    return any(map(_is_product, graph.ops))
+
+
+def _is_product(op: Op) -> bool:
+    return rules.traits_of(op).experts == "product"
 
 
 def fewest_experts(graph: Graph, factors: sharding.FactorTable) -> int:
     """The fewest experts that any operator has weights of; 1 without such operators."""
-    ops = [op for op in graph.ops if rules.traits_of(op).experts == "product"]
-    return min((factors.ops[op.name].sizes[rules.EXPERT_FACTOR] for op in ops), default=1)
+    sizes = (factors.ops[op.name].sizes for op in graph.ops if _is_product(op))
+    return min((size[rules.EXPERT_FACTOR] for size in sizes), default=1)
 
 
 def expert_weights(graph: Graph) -> frozenset[str]:
     """The values that grouped products read as matrices or biases."""
-    return frozenset(
-        value
-        for op in graph.ops
-        if rules.traits_of(op).experts == "product"
-        for value in _weights(op.operands)
-    )
+    return frozenset(value for op in graph.ops for value in _weights(op))
 
 
-def _weights(operands: tuple[str, ...]) -> tuple[str, ...]:
+def _weights(op: Op) -> tuple[str, ...]:
     """The matrices among a grouped product's operands and, where it has them, the biases."""
-    return operands[1], *operands[3:]
+    return (op.operands[1], *op.operands[3:]) if _is_product(op) else ()
 
 
 def runs_experts(*, dp: int, tp: int, ep: int) -> bool:
@@ -57,21 +54,18 @@ def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, sharding.Ass
     if stage.ep == 1 or stage.tp == 1 or stage.ep % stage.tp:
         return False
     weights = expert_weights(graph)
-    blocks = [block for block in graph.blocks if block.name in assignments]
-    whole = not any(
-        assignments[block.name].states[value].sharded
-        for block in blocks
-        for value in weights.intersection(block.parameters)
-    )
-    return whole and all(
-        strategy.split_factor in rules.TOKEN_FACTORS
-        if rules.traits_of(op).experts == "dispatch"
-        else not strategy.operands[1].sharded
-        for block in blocks
-        for op in block.ops
-        if rules.traits_of(op).experts in ("dispatch", "product")
-        for strategy in (assignments[block.name].strategies[op.name],)
-    )
+    for block in graph.blocks:
+        if (assignment := assignments.get(block.name)) is None:
+            continue
+        if any(assignment.states[value].sharded for value in weights & {*block.parameters}):
+            return False
+        for op in block.ops:
+            strategy, role = assignment.strategies[op.name], rules.traits_of(op).experts
+            if role == "dispatch" and strategy.split_factor not in rules.TOKEN_FACTORS:
+                return False
+            if role == "product" and strategy.operands[1].sharded:
+                return False
+    return True
 
 
 def check_blocks(blocks: Sequence[Block], graph: Graph, factors: sharding.FactorTable) -> None:
@@ -80,14 +74,13 @@ def check_blocks(blocks: Sequence[Block], graph: Graph, factors: sharding.Factor
     for block in blocks:
         legs(block.ops, graph, factors, block.outputs)
         for op in block.ops:
-            matrices = _weights(op.operands) if rules.traits_of(op).experts == "product" else ()
             for value in op.operands:
-                if value in weights and not (value in matrices and value in graph.parameters):
-                    said = graph.parameters.get(value, value)
+                allowed = value in _weights(op) and value in graph.parameters
+                if value in weights and not allowed:
                     raise refused(
                         op,
-                        f"it takes the experts' matrices {said}, which must be a parameter that "
-                        "grouped products alone read",
+                        f"it takes the experts' matrices {graph.parameters.get(value, value)}, "
+                        "which must be a parameter that grouped products alone read",
                     )
 
 
@@ -115,8 +108,8 @@ def check_experts_run(
             place=f"{place}: ep",
             legal="one a multiple of the other",
         )
-    own = set(stage.blocks)
-    check_blocks([block for block in graph.blocks if block.name in own], graph, factors)
+    names = set(stage.blocks)
+    check_blocks([block for block in graph.blocks if block.name in names], graph, factors)
 
 
 def check_experts(
@@ -132,11 +125,11 @@ def check_experts(
     if not has_experts(graph):
         raise PlanError(f"={stage.ep}: the model has no experts", place=f"{place}: ep", legal="1")
     ops = [op for block in graph.blocks if block.name in assignments for op in block.ops]
-    strategies = {name: s for own in assignments.values() for name, s in own.strategies.items()}
-    states = {value: at for own in assignments.values() for value, at in own.states.items()}
+    strategies = {name: s for a in assignments.values() for name, s in a.strategies.items()}
+    states = {value: state for a in assignments.values() for value, state in a.states.items()}
     _check_moves(ops, factors, strategies, states, f"{place}: ep={stage.ep}")
     for op in ops:
-        if rules.traits_of(op).experts == "product":
+        if _is_product(op):
             count = factors.ops[op.name].sizes[rules.EXPERT_FACTOR]
             if count % stage.ep:
                 raise PlanError(
@@ -145,7 +138,7 @@ def check_experts(
                     legal=f"a divisor of {count}",
                 )
             split = strategies[op.name].operands[1].sharded
-            if split and (stage.dp * stage.cp) % stage.ep:
+            if split and stage.holders % stage.ep:
                 raise PlanError(
                     f"={stage.ep} does not divide dp={stage.dp} × cp={stage.cp}, and the "
                     f"tp={stage.tp} ranks split the matrices of {op.module}",
@@ -154,7 +147,7 @@ def check_experts(
                 )
         if rules.traits_of(op).experts == "dispatch":
             token_ranks = stage.tp if strategies[op.name].split_factor in rules.TOKEN_FACTORS else 1
-            ranks = stage.dp * stage.cp * token_ranks
+            ranks = stage.holders * token_ranks
             if ranks % stage.ep:
                 raise PlanError(
                     f"={stage.ep} does not divide the {ranks} ranks that have tokens of their "
@@ -163,7 +156,7 @@ def check_experts(
                     place=f"{place}: ep",
                     legal="a divisor of it, or split the sequence over tp",
                 )
-    if (stage.dp * stage.cp * stage.tp) % stage.ep:
+    if stage.holders * stage.tp % stage.ep:
         raise PlanError(
             f"={stage.ep} does not divide its dp={stage.dp} × cp={stage.cp} × tp={stage.tp} ranks",
             place=f"{place}: ep",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.written_buffers import updates_of
 from meshwright.planner.plan.plan import Plan
@@ -20,13 +22,17 @@ def check_copies(plan: Plan, graph: Graph) -> None:
         return
     place = f"plan: schedule={plan.schedule!r}"
     first, second = pipelines(plan)
-    for one, other in zip(first, second, strict=True):
-        if plan.stages[one].as_copy != plan.stages[other].as_copy:
+    for k, copy in zip(first, second, strict=True):
+        # copies may differ in their ranks and in what runs again
+        stages = (
+            replace(plan.stages[j], ranks=(), recompute="none", segments=1) for j in (k, copy)
+        )
+        if next(stages) != next(stages):
             raise PlanError(
-                f": stages {one} and {other} are copies of one stage, and differ",
+                f": stages {k} and {copy} are copies of one stage, and differ",
                 place=place,
                 legal="equal stages but for their ranks and recompute",
-                way_out=f"give stage {other} the blocks and decisions of stage {one}",
+                way_out=f"give stage {copy} the blocks and decisions of stage {k}",
             )
     if updated := updates_of(graph, graph.blocks):
         raise PlanError(
@@ -48,10 +54,10 @@ def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]
     sent: dict[tuple[int, int], dict[str, None]] = {}
     for copy in range(len(pipelines(plan))):
         owner = stage_of(plan, copy)
-        maker = {value: owner[b.name] for b in graph.blocks for value in b.outputs}
+        source = {value: owner[b.name] for b in graph.blocks for value in b.outputs}
         for block in graph.blocks:
             for value in block.inputs:
-                edge = (maker[value], owner[block.name])
+                edge = (source[value], owner[block.name])
                 if edge[0] != edge[1]:
                     sent.setdefault(edge, {})[value] = None
     return {edge: tuple(values) for edge, values in sorted(sent.items())}
@@ -68,7 +74,7 @@ def stages_of_parameters(plan: Plan, graph: Graph) -> dict[str, tuple[int, ...]]
 
 
 def shared_apart(plan: Plan, graph: Graph) -> tuple[str, ...]:
-    """Parameters that stages on different ranks hold, whose gradients meet before a step."""
+    """Parameters on different ranks, whose gradients meet before a step."""
     return tuple(
         graph.parameters[value]
         for value, stages in stages_of_parameters(plan, graph).items()

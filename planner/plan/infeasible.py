@@ -12,8 +12,8 @@ from meshwright.profiles.inputs import MeshwrightError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relaxation:
-    """One thing to change (`what`), the nodes that adds, and in words a plan that is possible
-    then, with its step time; None where that is not known."""
+    """One change (`what`), the nodes that it adds, and in words a plan that is possible then, with
+    its step time; None where that is not known."""
 
     what: str
     more_nodes: int
@@ -27,7 +27,7 @@ class Relaxation:
 
 class InfeasibleError(MeshwrightError):
     """No plan fits the cluster's memory. `shortfall_bytes` per stage of the plan that comes
-    closest; `relaxations`, what would help, what changes least first."""
+    closest; `relaxations` that would help, those that change least first."""
 
     PLACE = "memory of the devices"
     LEGAL = "plans whose stages fit it"

@@ -1,9 +1,4 @@
-"""The Plan: decisions keyed by names and globs, as a value and as JSON to be read and edited.
-
-A plan says for every stage which blocks it runs, on which ranks, on what (dp, tp) mesh, with which
-ZeRO stage and recompute, and the shardings that do not follow from others (`layouts.py`). Costs are
-in the report, not in the plan.
-"""
+"""The Plan: decisions keyed by names and globs, as a value and as JSON to be read and edited."""
 
 from __future__ import annotations
 
@@ -44,12 +39,13 @@ class StagePlan(Sharing):
     of a kind (`CONTEXT_KINDS`), and `ep` neighbours share the experts out. Schedules with several
     stages per device list the device's ranks in each of them.
 
-    `recompute` is one policy for all blocks, or policy -> blocks (the others keep everything). Of
-    as many neighbours as `segments` says only what enters is kept, and they run again together, the
-    policies being for the time after that (`segments.py`); 1 is none.
+    `recompute` is one policy for all blocks, or policy -> blocks (the others keep everything).
+    `segments` neighbours keep their inputs alone and run again together, the policies being for the
+    time after that (`segments.py`); 1 is none.
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
-    (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`).
+    (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`), of
+    which others follow.
 
     `offload` says what lies in host memory, and which part of it, over 0 to 1: "optimizer" (states,
     the weights that the optimizer reads, and its step), and no more "weights" (that are computed
@@ -74,7 +70,7 @@ class StagePlan(Sharing):
 
     @property
     def holders(self) -> int:
-        """Ranks that hold the same parameters: of other rows, or of other tokens."""
+        """Ranks that hold the same parameters, of other rows or of other tokens."""
         return self.dp * self.cp
 
     @property
@@ -93,18 +89,18 @@ class StagePlan(Sharing):
 
     @property
     def mesh(self) -> Mesh:
-        """Its mesh, as prices have it."""
+        """The mesh that prices are for."""
         mesh = Mesh(dp=self.dp, tp=self.tp, cp=self.cp, ep=self.ep, spread=self.spread)
         return mesh.of_kind(self.cp_kind)
 
     @property
     def sharing(self) -> Sharing:
-        """How its states are shared out, alone."""
+        """The fields of `Sharing` alone."""
         return Sharing(**{f.name: getattr(self, f.name) for f in dataclasses.fields(Sharing)})
 
     @property
     def host(self) -> HostParts:
-        """What lies off devices, as prices have it."""
+        """The parts that lie off devices."""
         states, weights, activations, files = (self.offload.get(name, 0.0) for name in OFFLOADS)
         return HostParts(states=states, weights=weights, activations=activations, files=files)
 
@@ -127,8 +123,8 @@ class StagePlan(Sharing):
     @property
     def by_policy(self) -> Mapping[str, tuple[str, ...]]:
         """The recompute policies, each with its blocks, where it names them."""
-        own = self.recompute
-        return {own: self.blocks} if isinstance(own, str) else own
+        policies = self.recompute
+        return {policies: self.blocks} if isinstance(policies, str) else policies
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -137,19 +133,13 @@ class StagePlan(Sharing):
         return tuple(by_block.get(name, "none") for name in self.blocks)
 
     def values(self, name: str) -> Sequence[Any]:
-        """What it has of a decision: of one by block what each has."""
+        """The values of a decision: one for each block, where it acts on blocks."""
         return self.policies if DECISIONS[name].acts == "block" else (getattr(self, name),)
-
-    @property
-    def as_copy(self) -> StagePlan:
-        """What it has in common with its copies: all but where they lie, and what runs again."""
-        return dataclasses.replace(self, ranks=(), recompute="none", segments=1)
 
 
 def stage_on(
     mesh: Mesh, blocks: tuple[str, ...], ranks: tuple[int, ...], sharing: Sharing = UNSHARED
 ) -> StagePlan:
-    """A stage on a mesh."""
     return StagePlan(
         blocks=blocks,
         ranks=ranks,
@@ -166,9 +156,8 @@ def recompute_of(blocks: Sequence[str], policies: Sequence[str]) -> Any:
     """Policies of blocks as a stage's `recompute`: the inverse of `StagePlan.policies`."""
     if len(set(policies)) == 1:
         return policies[0]
-    pairs = list(zip(blocks, policies, strict=True))
     return {
-        policy: tuple(name for name, chosen in pairs if chosen == policy)
+        policy: tuple(name for name, p in zip(blocks, policies, strict=True) if p == policy)
         for policy in RECOMPUTE
         if policy != "none" and policy in policies
     }
@@ -197,8 +186,7 @@ class Plan:
 
     @property
     def devices(self) -> tuple[tuple[int, ...], ...]:
-        """The device groups of the pipeline: distinct ranks of the stages, in order. Schedules with
-        virtual stages run several stages on each."""
+        """Device groups of the pipeline: the distinct ranks of the stages, in order."""
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
 
     @property
@@ -207,14 +195,14 @@ class Plan:
         return self.global_batch_size // self.num_microbatches
 
     def having(self, name: str) -> tuple[StagePlan | Plan, ...]:
-        """What of the plan has a decision: its stages, itself or nothing."""
+        """The stages, the plan itself or nothing: where the plan has a decision."""
         if all(hasattr(stage, name) for stage in self.stages):
             return self.stages
         return (self,) if hasattr(self, name) else ()
 
     @property
     def record(self) -> Schedule:
-        """What is known of its schedule."""
+        """The record of the schedule."""
         return SCHEDULES[self.schedule]
 
     @property
@@ -224,12 +212,12 @@ class Plan:
 
     @property
     def pipeline(self) -> Pipeline:
-        """Its micro-batches through its stages on its device groups."""
+        """Micro-batches through the stages on the device groups."""
         counts = len(self.stages), self.num_microbatches, len(self.devices)
         return Pipeline(self.schedule, *counts)
 
     def parts(self, k: int) -> Parts:
-        """What the price of stage k depends on, beside the problem."""
+        """Everything that the price of stage k depends on, beside the problem."""
         stage = self.stages[k]
         batch = Batch(rows=self.microbatch_rows / stage.dp, microbatches=self.passes)
         return Parts(stage.mesh, batch, stage.sharing, stage.host, self.post_validation)
@@ -240,10 +228,10 @@ class Plan:
         return math.lcm(*(stage.dp for stage in self.stages))
 
     def microbatches_of(self, rows: int) -> int:
-        """In how many micro-batches a global batch of fewer rows goes: as many as may be, up to
+        """Micro-batches of a global batch of fewer rows: the most that divide it, up to
         `num_microbatches`."""
-        each = rows // self.data_ranks
-        return max(m for m in range(1, self.num_microbatches + 1) if each % m == 0)
+        rank_rows = rows // self.data_ranks
+        return max(m for m in range(1, self.num_microbatches + 1) if rank_rows % m == 0)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; an existing file is replaced. Raises ValueError for what is no
@@ -254,10 +242,10 @@ class Plan:
     def load(path: str | Path) -> Plan:
         """Read a plan. Raises `PlanError` for a missing or malformed file or a newer format."""
         try:
-            found = read_json(path, error=PlanError)
+            data = read_json(path, error=PlanError)
         except PlanError as error:
             raise PlanError.of(error, "plan file") from None
-        return _plan(found, str(path))
+        return _plan(data, str(path))
 
     def to_json(self) -> str:
         """The plan as text: blocks and ranks as ranges, shardings sorted, one mesh a line."""
@@ -284,49 +272,43 @@ class Plan:
             **_written(self, "plan"),
             "stages": stages,
         }
+        mesh = re.compile(r'\{\s+"dp": \d+,[^{}\[\]]*\}')
         text = json.dumps(top, indent=2)
-        return (
-            re.sub(
-                r'\{\s+"dp": \d+,[^{}\[\]]*\}', lambda mesh: json.dumps(json.loads(mesh[0])), text
-            )
-            + "\n"
-        )
+        return mesh.sub(lambda match: json.dumps(json.loads(match[0])), text) + "\n"
 
     @staticmethod
     def from_json(text: str, *, name: str = "plan") -> Plan:
-        """Read what `to_json` wrote; `name` is the place that errors name. Raises `PlanError`.
-
-        Keys and types are checked here, values against each other and the model in `check_plan`.
-        """
+        """The plan that `to_json` wrote; errors name it `name`. Raises `PlanError` for keys and
+        types; `check_plan` checks values against each other and the model."""
         return _plan(parse_json(text, place=name, error=PlanError), name)
 
 
 def _written(of: Plan | StagePlan, where: str) -> dict[str, Any]:
-    """The decisions that a plan file has there."""
-    found = {}
-    for name, own in DECISIONS.items():
-        if own.written != where:
+    """Decisions that a plan file has there."""
+    written: dict[str, Any] = {}
+    for name, decision in DECISIONS.items():
+        if decision.written != where:
             continue
-        value = getattr(of, name)
-        if own.beside in found if own.beside else own.always or value != own.off:
-            found[name] = dict(sorted(value.items())) if own.parts else value
-    return found
+        value, beside = getattr(of, name), decision.beside
+        if beside in written if beside else decision.always or value != decision.off:
+            written[name] = dict(sorted(value.items())) if decision.parts else value
+    return written
 
 
 def _read(data: Mapping[str, Any], names: set[str], place: str) -> dict[str, Any]:
-    """Those of these decisions that a plan file has. Raises `PlanError`."""
-    found = {}
+    """Decisions of these names that a plan file has. Raises `PlanError`."""
+    values = {}
     for name in names & data.keys():
-        own, value = DECISIONS[name], data[name]
-        if not own.accepts(value):
-            raise PlanError.refused(f"{place}: {name}", value, legal=own.values)
-        found[name] = {part: float(n) for part, n in value.items()} if own.parts else value
-    return found
+        decision, value = DECISIONS[name], data[name]
+        if not decision.accepts(value):
+            raise PlanError.refused(f"{place}: {name}", value, legal=decision.values)
+        values[name] = {part: float(n) for part, n in value.items()} if decision.parts else value
+    return values
 
 
 def _keys(where: str, *, always: bool) -> set[str]:
     """Keys of decisions that a plan file has there always, or where they are used."""
-    return {n for n, own in DECISIONS.items() if own.written == where and own.always == always}
+    return {d.name for d in DECISIONS.values() if d.written == where and d.always == always}
 
 
 def _plan(data: Any, name: str) -> Plan:
@@ -337,7 +319,7 @@ def _plan(data: Any, name: str) -> Plan:
             legal="an object as `meshwright plan -o FILE` writes it",
             way_out="name another file",
         )
-    version = _whole(data["format"], f"{name}: format")
+    version = _integer(data["format"], f"{name}: format")
     if version > FORMAT:
         raise PlanError(
             f"={shown(version)} is newer than this version reads",
@@ -352,8 +334,8 @@ def _plan(data: Any, name: str) -> Plan:
         raise PlanError.refused(f"{name}: stages", stages, legal="a list of one object per stage")
     return Plan(
         model=_text(data["model"], f"{name}: model"),
-        global_batch_size=_whole(data["global_batch_size"], f"{name}: global_batch_size"),
-        num_microbatches=_whole(data["num_microbatches"], f"{name}: num_microbatches"),
+        global_batch_size=_integer(data["global_batch_size"], f"{name}: global_batch_size"),
+        num_microbatches=_integer(data["num_microbatches"], f"{name}: num_microbatches"),
         schedule=_text(data["schedule"], f"{name}: schedule"),
         precision=_text(data["precision"], f"{name}: precision"),
         stages=tuple(_stage(s, f"{name}: stage {k}") for k, s in enumerate(stages)),
@@ -363,8 +345,8 @@ def _plan(data: Any, name: str) -> Plan:
 
 def _stage(data: Any, place: str) -> StagePlan:
     if not isinstance(data, dict):
-        raise PlanError(shown(data), place=place, legal="an object")
-    always, optional = (_keys("stage", always=each) for each in (True, False))
+        raise PlanError.refused(place, data, legal="an object")
+    always, optional = _keys("stage", always=True), _keys("stage", always=False)
     keys = {"blocks", "ranks", "mesh", "recompute", "shardings"}
     _same_keys(data, keys | always | optional, place, optional)
     blocks, mesh, shardings = data["blocks"], data["mesh"], data["shardings"]
@@ -372,7 +354,7 @@ def _stage(data: Any, place: str) -> StagePlan:
         raise PlanError.refused(
             f"{place}: blocks", blocks, legal='a list of names, e.g. ["embed", "h.0-11"]'
         )
-    degrees, more = (_keys("mesh", always=each) for each in (True, False))
+    degrees, more = _keys("mesh", always=True), _keys("mesh", always=False)
     if not isinstance(mesh, dict) or set(mesh) - more != degrees:
         used = (f'"{name}" ({DECISIONS[name].what})' for name in DECISIONS if name in more)
         raise PlanError.refused(
@@ -408,11 +390,10 @@ def _recompute(value: Any, place: str) -> str | dict[str, tuple[str, ...]]:
     return {policy: expand_names(names, place) for policy, names in value.items()}
 
 
-def _whole(value: Any, place: str, least: int = 1) -> int:
-    """An integer from `least`; JSON's true is none. Raises `PlanError`."""
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MAX_ROWS:
-        legal = f"an integer from {least} to {MAX_ROWS}"
-        raise PlanError.refused(place, value, legal=legal)
+def _integer(value: Any, place: str) -> int:
+    """An integer from 1; JSON's true is none. Raises `PlanError`."""
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_ROWS:
+        raise PlanError.refused(place, value, legal=f"an integer from 1 to {MAX_ROWS}")
     return value
 
 

@@ -21,19 +21,19 @@ _RANKS = re.compile(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*")
 
 def compress_names(names: Sequence[str]) -> list[str]:
     """`h.0, h.1, h.2, head` -> `h.0-2, head`."""
-    out: list[str] = []
-    run: tuple[str, int, int] | None = None
-    for name in [*names, ""]:
+    runs: list[tuple[str, int, int]] = []  # prefix, first, last; last < 0 for a name without number
+    for name in names:
         match = re.fullmatch(rf"(.*\.){_NUMBER}", name, re.DOTALL)
-        if run and match and match[1] == run[0] and int(match[2]) == run[2] + 1:
-            run = (run[0], run[1], int(match[2]))
-            continue
-        if run:
-            out.append(f"{run[0]}{run[1]}" + (f"-{run[2]}" if run[2] > run[1] else ""))
-        run = (match[1], int(match[2]), int(match[2])) if match else None
-        if not match and name:
-            out.append(name)
-    return out
+        run = runs[-1] if runs else ("", 0, -2)
+        if match and match[1] == run[0] and int(match[2]) == run[2] + 1:
+            runs[-1] = (match[1], run[1], int(match[2]))
+        else:
+            runs.append((match[1], int(match[2]), int(match[2])) if match else (name, 0, -2))
+    return [
+        prefix if last < 0 else f"{prefix}{first}" + f"-{last}" * (last > first)
+        for prefix, first, last in runs
+        if prefix
+    ]
 
 
 def expand_names(names: Iterable[str], place: str = "blocks") -> tuple[str, ...]:
@@ -51,10 +51,8 @@ def expand_names(names: Iterable[str], place: str = "blocks") -> tuple[str, ...]
                 place=place,
                 legal=f"up to {MAX_NAMES} names of up to {MAX_TEXT} characters",
             )
-        if match and first < last:
-            out += [f"{match[1]}{i}" for i in range(first, last + 1)]
-        else:
-            out.append(name)
+        prefix = match[1] if match and first < last else ""
+        out += [f"{prefix}{i}" for i in range(first, last + 1)] if prefix else [name]
     return tuple(out)
 
 

@@ -23,7 +23,7 @@ from meshwright.planner.plan.ranges import PlanError, compress_ranks
 def check_ranks(plan: Plan) -> None:
     """Raise `PlanError` unless every rank is used once and device groups fit the schedule."""
     for k, stage in enumerate(plan.stages):
-        needed = stage.dp * stage.cp * stage.tp
+        needed = stage.holders * stage.tp
         if len(stage.ranks) != needed:
             raise PlanError(
                 f" {compress_ranks(stage.ranks) or 'none'} are {len(stage.ranks)}, its mesh "
@@ -50,8 +50,9 @@ def check_ranks(plan: Plan) -> None:
     except ValueError as error:
         raise PlanError.of(error, "plan") from None
     for device, stages in enumerate(placed):
+        first = plan.stages[stages[0]]
         for k in stages:
-            first, stage = plan.stages[stages[0]], plan.stages[k]
+            stage = plan.stages[k]
             if stage.ranks == first.ranks and _mesh(stage) != _mesh(first):
                 raise PlanError(
                     f"{_mesh(stage)} on the ranks of stage {stages[0]}, which has "
@@ -94,10 +95,11 @@ def placement_of(plan: Plan) -> str:
     """The placement (of `PLACEMENTS`) that gives the device groups of the pipeline their ranks.
     Raises `PlanError` where none does."""
     groups = [next(s for s in plan.stages if s.ranks == ranks) for ranks in plan.devices]
-    for placement, holds in zip(PLACEMENTS, (_consecutive, _alternating), strict=True):
-        if holds(groups):
-            return placement
-    ranks = "; ".join(compress_ranks(stage.ranks) for stage in groups)
+    if _consecutive(groups):
+        return PLACEMENTS[0]
+    if _alternating(groups):
+        return PLACEMENTS[1]
+    ranks = "; ".join(map(compress_ranks, plan.devices))
     raise PlanError(
         f"the device groups have ranks {ranks}, which no placement gives",
         place="plan",
@@ -123,16 +125,16 @@ def _consecutive(groups: Sequence[StagePlan]) -> bool:
 
 def _alternating(groups: Sequence[StagePlan]) -> bool:
     """Whether equal groups take turns, as many of them together as lie between neighbours on dp."""
-    one = groups[0]
-    inner, size = one.tp * one.cp, len(one.ranks)
-    if one.dp == 1:
+    group = groups[0]
+    inner, size = group.tp * group.cp, len(group.ranks)
+    if group.dp == 1:
         return False
-    together = (one.ranks[inner] - one.ranks[0]) // inner
+    together = (group.ranks[inner] - group.ranks[0]) // inner
     if together < 1 or len(groups) % together:
         return False
     firsts = [g // together * together * size + g % together * inner for g in range(len(groups))]
     return all(
-        (stage.dp, stage.cp, stage.tp) == (one.dp, one.cp, one.tp)
+        (stage.dp, stage.cp, stage.tp) == (group.dp, group.cp, group.tp)
         and stage.ranks
         == tuple(first + d * together * inner + i for d in range(stage.dp) for i in range(inner))
         for stage, first in zip(groups, firsts, strict=True)

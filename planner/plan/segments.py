@@ -20,5 +20,5 @@ def segments_of(blocks: Sequence[Block], size: int, loss: str | None) -> list[ra
     least, none of which has the loss, whose backward follows at once, or can't run twice."""
     once = [k for k, b in enumerate(blocks) if loss in b.outputs or not recomputable(b)]
     runs = [range(a + 1, b) for a, b in pairwise([-1, *once, len(blocks)])]
-    found = [run[k : k + size] for run in runs for k in range(0, len(run), size)]
-    return [each for each in found if len(each) > 1]
+    spans = [run[k : k + size] for run in runs for k in range(0, len(run), size)]
+    return [span for span in spans if len(span) > 1]

@@ -1,8 +1,5 @@
-"""Shardings as text: glob -> decision about operators and parameters, and back.
-
-`express_shardings` writes decisions as globs, `resolve_shardings` reads them: the second undoes the
-first.
-"""
+"""Shardings as text: glob -> decision about operators and parameters (`resolve_shardings`), and
+back (`express_shardings`)."""
 
 from __future__ import annotations
 
@@ -23,10 +20,9 @@ from meshwright.profiles.inputs.limits import MAX_TEXT
 def glob(pattern: str) -> re.Pattern[str]:
     """A pattern over FQNs and operator keys: `*` stays within one component, `**` crosses dots.
 
-    Text between wildcards is taken where it is first found, and never looked for again (atomic
-    groups, `(?>...)`): a place further on leaves no more to what comes after it. The expression so
-    takes time quadratic in a name, whatever the number of wildcards. Only what follows the last
-    wildcard of its kind is bound to the end.
+    Text between wildcards is taken at its first place, and never looked for again (atomic groups,
+    `(?>...)`), so that the expression takes time quadratic in a name, whatever the number of
+    wildcards. Only what follows the last wildcard of its kind is bound to the end.
     """
     if len(pattern) > MAX_TEXT:
         raise PlanError("is too long", place=f"pattern {pattern:.60}...", legal=f"up to {MAX_TEXT}")
@@ -42,9 +38,9 @@ def _within(pattern: str) -> tuple[str, str]:
         "".join("[^.:]" if c == "?" else re.escape(c) for c in part)
         for part in re.split(r"\*+", pattern)
     )
-    found = [f"(?>[^.:]*?{part})" for part in rest]
-    end = "".join([first, *found[:-1], *(f"[^.:]*{part}" for part in rest[-1:])])
-    return end, "".join([first, *found])
+    atomic = [f"(?>[^.:]*?{part})" for part in rest]
+    end = "".join([first, *atomic[:-1], *(f"[^.:]*{part}" for part in rest[-1:])])
+    return end, "".join([first, *atomic])
 
 
 def resolve_shardings(
@@ -110,7 +106,9 @@ def resolve_block(
             if pattern in named_ops and not _is_state(shardings[pattern]):
                 continue  # a strategy for the operators that the pattern named
             if not exact and (regex.match(fqn) or graph.aliases.get(pattern) == fqn):
-                entries[value] = _parameter_entry(shardings[pattern], pattern, place)
+                text = shardings[pattern].strip()  # the state that it is stored in
+                arrow = "" if text in ("", FOLLOW) or "->" in text else "-> "
+                entries[value] = _entry(arrow + text, pattern, place)
                 matched.add(pattern)
     return entries, frozenset(matched)
 
@@ -136,7 +134,7 @@ def _check_order(
 
 
 def _named(graph: Graph, blocks: Sequence[Block], pattern: str) -> str:
-    """What a pattern that matches nothing may name: the operators of the module that it names, or
+    """Legal names for a pattern that matches nothing: the operators of the module that it names, or
     the nearest names."""
     ops = [op for block in blocks for op in block.ops]
     inside = [op.key for op in ops if glob(pattern).match(op.module)]
@@ -172,12 +170,6 @@ def _is_state(text: str) -> bool:
     return bool(re.fullmatch(r"\s*(->)?\s*(R|P|S\(.*\))(@tp)?\s*", text))
 
 
-def _parameter_entry(text: str, pattern: str, place: str) -> Entry:
-    """The entry of a parameter, whose text is the state that it is stored in."""
-    is_state = text.strip() not in ("", FOLLOW) and "->" not in text
-    return _entry(f"-> {text.strip()}" if is_state else text, pattern, place)
-
-
 def express_shardings(
     graph: Graph, blocks: Sequence[Block], entries: Mapping[str, Entry]
 ) -> dict[str, str]:
@@ -192,8 +184,9 @@ def express_shardings(
         }
         for name, key in keyed.items():
             entry = entries.get(name)
-            text = None if entry is None else _written(entry, name in graph.parameters)
-            texts[key] = text
+            texts[key] = None if entry is None else str(entry)
+            if entry is not None and name in graph.parameters:
+                texts[key] = f"{entry.state}@tp"
             if stem and key.startswith(block.name):
                 groups.setdefault(f"{stem[1]}*{key.removeprefix(block.name)}", []).append(key)
     out: dict[str, str] = {}
@@ -206,12 +199,7 @@ def express_shardings(
         if common is None or count < 2:
             continue
         out[pattern] = common
-        exceptions = {key: texts[key] or FOLLOW for key in keys if texts[key] != common}
-        out |= exceptions
+        out |= {key: texts[key] or FOLLOW for key in keys if texts[key] != common}
         done |= set(keys)
     out |= {key: text for key, text in texts.items() if text is not None and key not in done}
     return out
-
-
-def _written(entry: Entry, parameter: bool) -> str:
-    return f"{entry.state}@tp" if parameter else str(entry)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from meshwright.costmodel.sharding import Meeting
@@ -12,7 +12,7 @@ from meshwright.planner.decisions import DECISIONS, SHARING
 from meshwright.planner.plan.plan import Plan, StagePlan
 
 GIB = 2**30
-MARGIN_STEPS = 1000  # a memory margin is said to so many parts
+MARGIN_STEPS = 1000  # parts to which a memory margin is said
 MOST_LETTERS = 3  # layers of a stage that are spelled out
 MAX_MEETINGS = 3  # operators in which rows meet that are named
 LEAST_S = 1e-9  # no device does anything in less
@@ -46,7 +46,7 @@ def peak_words(moment: str, block: str | None) -> str:
 
 
 def slower(part: float) -> str:
-    """+12.3%, -4.5%: what one takes more than another; 2.5 times, from twice as much on."""
+    """+12.3%, -4.5%: a part more than another; 2.5 times, from twice as much on."""
     return f"{part:+.1%}" if part <= 1 else f"{_digits(1 + part)} times"
 
 
@@ -71,22 +71,22 @@ def describe(plan: Plan) -> str:
     meshes = list(dict.fromkeys(map(mesh_words, plan.stages)))
     mesh = " | ".join(meshes[:4]) + (" ..." if len(meshes) > 4 else "")
     groups = len(plan.devices)
-    stages = f"pp{groups} × " if groups > 1 else ""
     per_group = len(plan.stages) // groups
-    words = [f"{stages}{mesh}"]
+    words = [f"pp{groups} × {mesh}" if groups > 1 else mesh]
     if groups > 1:
         words.append(plan.schedule + f" with {per_group} stages on each" * (per_group > 1))
-    for name, own in DECISIONS.items():
-        if own.acts == "plan" and own.line:
-            words.append(own.line([getattr(plan, name)]))
+    spoken = [(d, d.line) for d in DECISIONS.values() if d.line and d not in SHARING]
+    words += [line([getattr(plan, d.name)]) for d, line in spoken if d.acts == "plan"]
     words += [
         f"{_many(plan.num_microbatches, 'micro-batch', 'es')} of "
         f"{_many(plan.microbatch_rows, 'row')}",
         _zero_words(plan),
     ]
-    for name, own in DECISIONS.items():
-        if own.acts != "plan" and own.line and own not in SHARING:
-            words.append(own.line([v for stage in plan.stages for v in stage.values(name)]))
+    words += [
+        line([value for stage in plan.stages for value in stage.values(d.name)])
+        for d, line in spoken
+        if d.acts != "plan"
+    ]
     return ", ".join(filter(None, words))
 
 
@@ -100,11 +100,11 @@ def stage_layout(plan: Plan) -> list[list[int]]:
 
 def layout_words(plan: Plan) -> str:
     """0: 3+2, 1-5: 2+2, 6: 2+3: the blocks of each stage by device group."""
-    found, last = list[str](), -1
-    for blocks, own in itertools.groupby(stage_layout(plan)):
-        first, last = last + 1, last + len([*own])
-        found.append(f"{first}{f'-{last}' * (last > first)}: {'+'.join(map(str, blocks))}")
-    return ", ".join(found)
+    words, last = list[str](), -1
+    for blocks, groups in itertools.groupby(stage_layout(plan)):
+        first, last = last + 1, last + len([*groups])
+        words.append(f"{first}{f'-{last}' * (last > first)}: {'+'.join(map(str, blocks))}")
+    return ", ".join(words)
 
 
 def megatron_layout(plan: Plan) -> str | None:
@@ -124,11 +124,11 @@ def megatron_layout(plan: Plan) -> str | None:
         count = len(stage.blocks) - first - last
         layers = "t" * count if count <= MOST_LETTERS else f"t*{count}"
         stages.append("E" * first + layers + "L" * last)
-    found = ""
-    for text, alike in itertools.groupby(stages[:-1]):
-        count = len([*alike])
-        found += f"{text}|" if count == 1 else f"({text}|)*{count}"
-    return found + stages[-1]
+    layout = ""
+    for text, repeats in itertools.groupby(stages[:-1]):
+        count = len([*repeats])
+        layout += f"{text}|" if count == 1 else f"({text}|)*{count}"
+    return layout + stages[-1]
 
 
 def mesh_words(stage: StagePlan) -> str:
@@ -136,7 +136,7 @@ def mesh_words(stage: StagePlan) -> str:
     words = []
     for axis in ("dp", "cp", "ep", "tp"):
         if DECISIONS[axis].always or getattr(stage, axis) > 1:
-            beside = [getattr(stage, n) for n, own in DECISIONS.items() if own.beside == axis]
+            beside = [getattr(stage, d.name) for d in DECISIONS.values() if d.beside == axis]
             words.append(f"{axis}{getattr(stage, axis)}" + "".join(f"({kind})" for kind in beside))
     return "×".join(words)
 
@@ -145,23 +145,23 @@ def _zero_words(plan: Plan) -> str:
     """ZeRO-1, ZeRO-3 within 8 ranks, ZeRO-3 (secondary shards among 8), ZeRO-1 on some stages;
     nothing where there is none."""
     stages = [stage for stage in plan.stages if stage.divides]
-    lines = ((own.line, [getattr(stage, own.name) for stage in stages]) for own in SHARING)
+    lines = ((d.line, [getattr(stage, d.name) for stage in stages]) for d in SHARING)
     text = "".join(line(values) for line, values in lines if line and values)
     return text + " on some stages" * (0 < len(stages) < len(plan.stages))
 
 
 def decision_words(stage: StagePlan, policy: str = "") -> dict[str, str]:
-    """What is decided of a stage, or of a block of it with a `policy`, in the columns of a report:
-    mesh "dp4×tp2", ZeRO "3 within 8, hpZ 4", recompute "6 full 2 none, in 4s"."""
-    found = {"mesh": mesh_words(stage)}
-    for name, own in DECISIONS.items():
-        if own.acts == "block":
-            found[own.column] = policy or policy_counts(stage.policies)
-        elif own.written == "stage" or own in SHARING:
+    """Decisions of a stage, or of a block of it with a `policy`, in the columns of a report: mesh
+    "dp4×tp2", ZeRO "3 within 8, hpZ 4", recompute "6 full 2 none, in 4s"."""
+    words = defaultdict[str, str](str, mesh=mesh_words(stage))
+    for name, decision in DECISIONS.items():
+        if decision.acts == "block":
+            words[decision.column] = policy or policy_counts(stage.policies)
+        elif decision.written == "stage" or decision in SHARING:
             value = getattr(stage, name)
-            if own.always or value != own.off:
-                found[own.column or name] = found.get(own.column or name, "") + own.cell(value)
-    return found
+            if decision.always or value != decision.off:
+                words[decision.column or name] += decision.cell(value)
+    return dict(words)
 
 
 def _many(count: int, thing: str, ending: str = "s") -> str:
@@ -182,7 +182,7 @@ def meeting_words(meetings: Sequence[Meeting]) -> str:
 
 
 def kept_together(meetings: Sequence[Meeting]) -> str:
-    """Why a batch stays in one micro-batch, and the way out."""
+    """The reason that a batch stays in one micro-batch, and the way out."""
     return (
         f"rows of the batch meet in {meeting_words(meetings)}, so that the loss of several "
         'micro-batches is another one; rows_meet="per_microbatch" consents to rows that meet '

@@ -12,11 +12,5 @@ from meshwright.planner.pricing.evaluate import (
 )
 from meshwright.planner.pricing.ledger import KINDS_OF_BYTES, Ledger, Traffic, Work
 from meshwright.planner.pricing.priced_stage import PricedStage
-from meshwright.planner.pricing.stage_costs import (
-    Entered,
-    StageBlocks,
-    StageCoster,
-    stage_blocks,
-    stage_setting,
-)
+from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster, stage_blocks
 from meshwright.planner.pricing.terms import priced_terms, terms_of

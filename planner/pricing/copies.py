@@ -1,13 +1,9 @@
-"""The sum of gradients over two copies of the model, once per step, in `train_step`'s way.
+"""The sum of gradients over two copies of the model, once per step.
 
-Stage k and its copy lie on different ranks, which hold the same part of every parameter. After the
-reductions on the data axis each pair of ranks swaps the gradients of one trained parameter after
-the other, both ways at once, and adds them up. Of n parameters with b bytes of fp32 gradients on a
-rank together (their ZeRO shards, where ZeRO divides) that takes
-
-    send(b) + (n - 1) send(0)
-
-which nothing hides.
+Stage k and its copy hold the same part of every parameter on different ranks. After the reductions
+on the data axis each pair of ranks swaps the gradients of one trained parameter after the other,
+both ways at once: of n parameters with b bytes of fp32 gradients on a rank (of their ZeRO shards)
+in send(b) + (n - 1) send(0), which nothing hides.
 """
 
 from __future__ import annotations
@@ -32,32 +28,32 @@ def exchanges(
     if not others:
         return {}
     mates = dict(zip((*first, *others[0]), (*others[0], *first), strict=True))
-    return {k: _exchange(plan, coster, own, k, mates[k]) for k, own in enumerate(stages)}
+    return {k: _exchange(plan, coster, costs, k, mates[k]) for k, costs in enumerate(stages)}
 
 
 def with_exchanges(
     stages: Sequence[StageCosts[float]], exchanged: Mapping[int, Entry]
 ) -> tuple[StageCosts[float], ...]:
     """The costs of stages with that sum."""
-    more = {k: entry.seconds for k, entry in exchanged.items()}
     return tuple(
-        replace(own, reduce_s=own.reduce_s + more[k]) if k in more else own
-        for k, own in enumerate(stages)
+        replace(costs, reduce_s=costs.reduce_s + exchanged[k].seconds) if k in exchanged else costs
+        for k, costs in enumerate(stages)
     )
 
 
-def _exchange(plan: Plan, coster: StageCoster, own: StageCosts[float], k: int, mate: int) -> Entry:
+def _exchange(
+    plan: Plan, coster: StageCoster, costs: StageCosts[float], k: int, mate: int
+) -> Entry:
     graph, stage = coster.graph, plan.stages[k]
-    held = dict.fromkeys(v for name in stage.blocks for v in coster.blocks[name].parameters)
-    trained = [v for v in held if graph.values[v].requires_grad]
-    elements = own.parameters / stage.parts(stage.shards)
+    parameters = {v for name in stage.blocks for v in coster.blocks[name].parameters}
+    trained = [v for v in parameters if graph.values[v].requires_grad]
     ends = stage.ranks, plan.stages[mate].ranks
-
-    nbytes, more = elements * GRADIENT_BYTES, max(0, len(trained) - 1)
+    nbytes = costs.parameters / stage.parts(stage.shards) * GRADIENT_BYTES
+    others_s = max(0, len(trained) - 1) * coster.message_s(1.0, *ends, tp=1)
     return Entry(
         column="reduce_s",
         kind="collective",
-        seconds=coster.message_s(nbytes, *ends, tp=1) + more * coster.message_s(1.0, *ends, tp=1),
+        seconds=coster.message_s(nbytes, *ends, tp=1) + others_s,
         axis="pipeline",
         collective="exchange",
         calls=len(trained),

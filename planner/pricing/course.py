@@ -1,4 +1,4 @@
-"""What the stages of a plan hold in the course of a step, from the prices of its blocks."""
+"""Memory of a plan's stages in the course of a step, from the prices of its blocks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from meshwright.costmodel import memory
-from meshwright.costmodel.operators import DTYPE_BYTES, Pricer, Setting
+from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.recompute import REGATHER, parts_of
 from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.sharding import Placement
@@ -22,16 +22,19 @@ from meshwright.costmodel.stages import (
     communicator_bytes,
     walked,
 )
-from meshwright.planner.plan import Plan, StagePlan, crossings, off_device
+from meshwright.planner.plan import Plan, crossings, off_device
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.segments import in_segments, spans_of
-from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster
+from meshwright.planner.pricing.segments import in_segments
+from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster
+
+Edges = Mapping[tuple[int, int], Sequence[str]]  # (source stage, target stage) -> values sent
+Held = Collection[tuple[tuple[int, ...], str]]  # ranks and parameters of earlier stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frozen:
-    """A frozen parameter: local elements, those among which ZeRO-3 divides it (1 where it is
-    whole), its block as in `Trained`, and bytes on the device."""
+    """A frozen parameter: local elements, the ranks among which ZeRO-3 divides it (1 for none), its
+    block as in `Trained`, and bytes on the device."""
 
     numel: float
     shards: int
@@ -43,30 +46,25 @@ def walked_stages(plan: Plan, coster: StageCoster, stages: Sequence[StageBlocks]
     """The memory of each stage, from its blocks."""
     edges = crossings(plan, coster.graph)
     ranks = [stage.ranks for stage in plan.stages]  # stages of the same hand over what they hold
-    sent = {edge: values for edge, values in edges.items() if ranks[edge[0]] != ranks[edge[1]]}
+    sent = {(a, b): values for (a, b), values in edges.items() if ranks[a] != ranks[b]}
     held: set[tuple[tuple[int, ...], str]] = set()
-    each, split = plan.passes, plan.record.splits_backward
-    found = []
-    for k, own in enumerate(stages):
-        alike = (*_alike(plan, k, own, sent, held), each, split)
-        if alike not in coster.walks:
-            coster.walks[alike] = walked(_stage(plan, k, own, sent, held), each, split=split)
-        held |= {
-            (own.stage.ranks, value) for block in own.blocks for value in block.block.parameters
-        }
-        found.append(coster.walks[alike])
-    return found
+    passes, split = plan.passes, plan.record.splits_backward
+    walks = []
+    for k, priced in enumerate(stages):
+        key = (*_key(k, priced, sent, held), passes, split)
+        if key not in coster.walks:
+            stage = _stage_bytes(k, priced, sent, held, split=split)
+            coster.walks[key] = walked(stage, passes, split=split)
+        walks.append(coster.walks[key])
+        values = (value for entered in priced.blocks for value in entered.block.parameters)
+        held |= {(priced.stage.ranks, value) for value in values}
+    return walks
 
 
-def _alike(
-    plan: Plan,
-    k: int,
-    own: StageBlocks,
-    edges: Mapping[tuple[int, int], Sequence[str]],
-    held: Collection[tuple[tuple[int, ...], str]],
-) -> tuple[Any, ...]:
-    """What `_stage` depends on, values by the order in which the stage's blocks name them."""
-    stage, graph, numbers = own.stage, own.pricer.graph, dict[str, int]()
+def _key(k: int, priced: StageBlocks, edges: Edges, held: Held) -> tuple[Any, ...]:
+    """All that `_stage_bytes` depends on, values by the order in which the stage's blocks name
+    them."""
+    stage, graph, numbers = priced.stage, priced.pricer.graph, dict[str, int]()
     away = off_device(stage, graph).weights if stage.host else ()
 
     def number(value: str) -> int:
@@ -74,23 +72,23 @@ def _alike(
 
     blocks = tuple(
         (
-            each.block.class_id,
-            each.assignment.choices,
-            tuple((number(value), state) for value, state in each.inputs.items()),
+            entered.block.class_id,
+            entered.assignment.choices,
+            tuple((number(value), state) for value, state in entered.inputs.items()),
             tuple(
                 (number(value), state, value in away, (stage.ranks, value) in held)
-                for value, state in each.parameters
+                for value, state in entered.parameters
             ),
-            tuple(map(number, each.block.outputs)),
+            tuple(map(number, entered.block.outputs)),
         )
-        for each in own.blocks
+        for entered in priced.blocks
     )
     sent = tuple(tuple(map(number, values)) for (i, _), values in edges.items() if i == k)
-    return own.setting.parts, stage.policies, tuple(spans_of(own)), blocks, sent
+    return priced.setting.parts, stage.policies, tuple(priced.spans), blocks, sent
 
 
 def placed(peak: Peak, walk: Walked) -> Peak:
-    """A peak with the block of its stage in which it comes, and the gradients that there are."""
+    """A peak with the block of its stage in which it comes, and the gradients at that time."""
     if peak.action is None:
         return peak
     block, gradients = walk.at(peak.action, first=peak.first, last=peak.last)
@@ -100,27 +98,21 @@ def placed(peak: Peak, walk: Walked) -> Peak:
     return replace(peak, block=block, parts=parts)
 
 
-def _stage(
-    plan: Plan,
-    k: int,
-    own: StageBlocks,
-    edges: Mapping[tuple[int, int], Sequence[str]],
-    held: Collection[tuple[tuple[int, ...], str]],
+def _stage_bytes(
+    k: int, priced: StageBlocks, edges: Edges, held: Held, *, split: bool
 ) -> StageBytes:
-    """What stage k holds, block by block; `edges` are what stages send to each other, `held` the
-    ranks and parameters of earlier stages."""
-    stage, setting, pricer = own.stage, own.setting, own.pricer
-    entered, made = own.blocks, dict[str, Placement]()
-    for each in entered:
-        made |= {value: each.assignment.states[value] for value in each.block.outputs}
-    targets = {j: values for (i, j), values in edges.items() if i == k}
-    trained, numbers, others = _parameters(entered, held, pricer, stage)
+    """Bytes of stage k, block by block; a backward may be `split` in two."""
+    stage, setting, pricer = priced.stage, priced.setting, priced.pricer
+    outputs = dict[str, Placement]()
+    for entered in priced.blocks:
+        outputs |= {value: entered.assignment.states[value] for value in entered.block.outputs}
+    trained, numbers, frozen = _parameters(priced, held)
     owned = [p.numel / stage.parts(p.shards) for p in trained if not p.host]
-    gathered = _gathered([*trained, *others], len(entered), setting)
-    entering = entering_bytes(own)
-    blocks, split = [], plan.record.splits_backward
-    for at, (each, policy) in enumerate(zip(entered, stage.policies, strict=True)):
-        again, (_, gathers), passes = each.repeats(policy), parts_of(policy), each.passes
+    gathered = _gathered([*trained, *frozen], len(priced.blocks), setting)
+    entering = entering_bytes(priced)
+    blocks = []
+    for at, (entered, policy) in enumerate(zip(priced.blocks, stage.policies, strict=True)):
+        again, (_, gathers), passes = entered.repeats(policy), parts_of(policy), entered.passes
         # what is gathered alone is made again by the second half of a backward that reads it
         alone = policy == REGATHER
         late = alone and split and any(moment.regathered for moment in passes.course)
@@ -137,64 +129,73 @@ def _stage(
                 ],
             )
         )
-    blocks = in_segments(own, blocks, entering)
-    weights, states = _fixed_bytes(trained, others, setting)
+    blocks = in_segments(priced, blocks, entering)
+    weights, states = _fixed_bytes(trained, frozen, setting)
+    sent = [value for (source, _), values in edges.items() if source == k for value in values]
+    target = setting.target
     return StageBytes(
         fixed=weights + states,
         weights=weights,
         optimizer=memory.optimizer_temporary_bytes(
             owned, optimizer=setting.optimizer, device=setting.cluster.device.kind
         ),
-        blocks=sending(own, blocks),
-        seeds=sum(pricer.nbytes(v, made[v]) for to in targets.values() for v in to),
+        blocks=sending(priced, blocks),
+        seeds=sum(pricer.nbytes(value, outputs[value]) for value in sent),
         trained=trained,
-        reduction=_reduction(setting),
+        reduction=memory.Reduction(
+            sharing=setting.sharing,
+            weight_bytes=DTYPE_BYTES[setting.precision],
+            bucket_bytes=target.bucket_bytes,
+            alone_bytes=target.alone_bytes,
+            received=setting.cluster.device.kind == "cpu",
+            replicated=setting.shards < setting.mesh.holders,
+        ),
     )
 
 
 def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]:
-    """Of a device of each device group, the part of its peak that no tensor of a rehearsed step
-    has: what the device reserves, buffers of communicators, and what steps that are validated
-    afterwards keep from the one before, to be undone."""
-    kept, settings = dict.fromkeys(plan.devices, 0.0), dict[tuple[int, ...], Setting]()
+    """The part of a device's peak, for each device group, that no tensor of a rehearsed step has:
+    reserved bytes, buffers of communicators, and what steps that are validated afterwards keep from
+    the one before, to be undone."""
+    undo, settings = dict.fromkeys(plan.devices, 0.0), dict[tuple[int, ...], Setting]()
     held: set[tuple[tuple[int, ...], str]] = set()
-    for own in priced:
-        ranks, pricer = own.stage.ranks, own.pricer
-        settings.setdefault(ranks, own.setting)
-        for value, state in (each for block in own.blocks for each in block.parameters):
+    for walk in priced:
+        ranks, pricer = walk.stage.ranks, walk.pricer
+        settings.setdefault(ranks, walk.setting)
+        for value, state in chain(*(block.parameters for block in walk.blocks)):
             if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
-                parts = own.stage.parts(pricer.parameters.shard_count(value, state))
-                kept[ranks] += own.setting.validated * memory.undo_bytes(
-                    pricer.numel(value, state) / parts, own.setting.optimizer
+                parts = walk.stage.parts(pricer.parameters.shard_count(value, state))
+                undo[ranks] += walk.setting.validated * memory.undo_bytes(
+                    pricer.numel(value, state) / parts, walk.setting.optimizer
                 )
             held.add((ranks, value))
     return [
         settings[ranks].cluster.device.reserved_bytes
         + communicator_bytes(settings[ranks])
         + math.ceil(nbytes)
-        for ranks, nbytes in kept.items()
+        for ranks, nbytes in undo.items()
     ]
 
 
 def _fixed_bytes(
-    trained: Sequence[memory.Trained], others: Sequence[Frozen], setting: Setting
+    trained: Sequence[memory.Trained], frozen: Sequence[Frozen], setting: Setting
 ) -> tuple[float, float]:
     """Bytes of weights, with the secondary shards that a backward begins with; and of optimizer
     states, with what a step that is validated afterwards may have to undo."""
     away: dict[int, float] = defaultdict(float)  # elements by block
     for p in trained:
         away[p.block] += p.numel * p.away
-    there = sorted(away)  # of these blocks one and the next have weights
-    here = max((away[a] + away[b] for a, b in pairwise([*there, -1])), default=0.0)
+    # of these blocks one and the next have weights on the device
+    here = max((away[a] + away[b] for a, b in pairwise([*sorted(away), -1])), default=0.0)
     weights = DTYPE_BYTES[setting.precision] * (here - sum(away.values()))
-    again = sum(p.numel for group in (trained, others) for p in group if p.shards > 1)
-    weights += setting.secondary_bytes * again + sum(p.nbytes for p in others)
+    again = sum(p.numel for group in (trained, frozen) for p in group if p.shards > 1)
+    weights += setting.secondary_bytes * again + sum(p.nbytes for p in frozen)
     sharing, optimizer = setting.sharing, setting.optimizer
     states = setting.validated * sum(
         memory.undo_bytes(p.numel / sharing.parts(p.shards), optimizer) for p in trained
     )
     for p in trained:
-        own, kept = memory.fixed_bytes(
+        weight_bytes, state_bytes = memory.fixed_bytes(
             p.numel,
             p.shards,
             precision=setting.precision,
@@ -202,54 +203,51 @@ def _fixed_bytes(
             optimizer=optimizer,
             host=p.host,
         )
-        weights, states = weights + own, states + kept
+        weights, states = weights + weight_bytes, states + state_bytes
     return weights, states
 
 
 def _parameters(
-    entered: Sequence[Entered],
-    held: Collection[tuple[tuple[int, ...], str]],
-    pricer: Pricer,
-    stage: StagePlan,
+    priced: StageBlocks, held: Held
 ) -> tuple[list[memory.Trained], dict[tuple[int, int], int], list[Frozen]]:
     """The trained parameters that are not `held` already, in the order of the forward, the number
     of each by block and number there, and the frozen ones."""
+    stage, pricer = priced.stage, priced.pricer
     off = off_device(stage, pricer.graph)
     readers = defaultdict[tuple[str, Placement], list[tuple[int, int]]](list)
-    for at, each in enumerate(entered):
-        for number, parameter in enumerate(each.parameters):
+    for at, entered in enumerate(priced.blocks):
+        for number, parameter in enumerate(entered.parameters):
             if (stage.ranks, parameter[0]) not in held:
                 readers[parameter].append((at, number))
     reached = {
         (at, number)
-        for at, each in enumerate(entered)
-        for moment in each.passes.course
+        for at, entered in enumerate(priced.blocks)
+        for moment in entered.passes.course
         for number in moment.parameters
     }
-    found, frozen = [], []
-    for (value, state), own in readers.items():
+    trained, frozen = [], []
+    for (value, state), places in readers.items():
         numel, shards = pricer.numel(value, state), pricer.parameters.shard_count(value, state)
-        block = -1 if stage.gathers and len(own) > 1 else own[0][0]
+        block = -1 if stage.gathers and len(places) > 1 else places[0][0]
         if not pricer.graph.values[value].requires_grad:
-            divided = stage.gathers and shards > 1
-            nbytes = pricer.parameters.frozen_bytes(value, state)[divided]
-            here = nbytes * (value not in off.states)
-            shards = shards if divided else 1
-            frozen.append(Frozen(numel=numel, shards=shards, block=block, nbytes=here))
+            shards = shards if stage.gathers else 1
+            nbytes = pricer.parameters.frozen_bytes(value, state)[shards > 1]
+            nbytes *= value not in off.states
+            frozen.append(Frozen(numel=numel, shards=shards, block=block, nbytes=nbytes))
             continue
         p = memory.Trained(
             numel=numel,
             holders=pricer.parameters.holders(value, state),
             shards=shards,
             block=block,
-            readers=len(reached.intersection(own)),
+            readers=len(reached.intersection(places)),
             host=value in off.states,
             away=value in off.weights,
         )
-        found.append((p, own))
-    found.sort(key=lambda each: (each[0].block, each[1]))
-    numbers = {at: number for number, (_, own) in enumerate(found) for at in own}
-    return [p for p, _ in found], numbers, frozen
+        trained.append((p, places))
+    trained.sort(key=lambda pair: (pair[0].block, pair[1]))
+    numbers = {place: number for number, (_, places) in enumerate(trained) for place in places}
+    return [p for p, _ in trained], numbers, frozen
 
 
 def _gathered(
@@ -259,13 +257,11 @@ def _gathered(
     as they were gathered, and as it begins those of the block before as they were; and in its
     backward: its own, and those of the block before it as they come, without the secondary shards
     of what is whole again. All that time those that several blocks read."""
-    numels, always = [0.0] * blocks, 0.0
+    numels = [0.0] * (blocks + 1)  # the last of those that several blocks read, whose block is -1
     for p in parameters:
         if setting.sharing.gathers and p.shards > 1:
-            if p.block < 0:
-                always += p.numel
-            else:
-                numels[p.block] += p.numel
+            numels[p.block] += p.numel
+    always = numels.pop()
     before = [0.0, *numels[:-1]]
     behind = [*accumulate(reversed(numels), initial=always)][:0:-1]
     weight_bytes, secondary = DTYPE_BYTES[setting.precision], setting.secondary_bytes
@@ -278,15 +274,3 @@ def _gathered(
         )
         for a, b, again in zip(numels, before, behind, strict=True)
     ]
-
-
-def _reduction(setting: Setting) -> memory.Reduction:
-    target = setting.target
-    return memory.Reduction(
-        sharing=setting.sharing,
-        weight_bytes=DTYPE_BYTES[setting.precision],
-        bucket_bytes=target.bucket_bytes,
-        alone_bytes=target.alone_bytes,
-        received=setting.cluster.device.kind == "cpu",
-        replicated=setting.shards < setting.mesh.holders,
-    )

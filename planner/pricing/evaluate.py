@@ -1,6 +1,4 @@
-"""Prices any Plan: the search's, a user's, a file's. One code path from assignments to seconds and
-bytes; `Evaluator` prices many plans of one problem.
-"""
+"""Prices of any plan: the search's, a user's, a file's; `Evaluator` prices many of one problem."""
 
 from __future__ import annotations
 
@@ -36,9 +34,8 @@ from meshwright.profiles.cluster import Cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsedMemory:
-    """Bytes of a device of each device group, from a rehearsal of the plan in place of its price:
-    of tensors at their peak, and `beside_bytes`, which no rehearsal has (the driver's context and
-    buffers of communicators)."""
+    """Bytes of a device of each device group in a rehearsal: of tensors at their peak, and
+    `beside_bytes`, which no rehearsal has (the driver's context, communicators' buffers)."""
 
     tensor_bytes: Sequence[int]
     beside_bytes: Sequence[int]
@@ -49,22 +46,20 @@ class RehearsedMemory:
         return [t + b for t, b in zip(self.tensor_bytes, self.beside_bytes, strict=True)]
 
     def probability(self, cluster: Cluster, error: Quantiles) -> float:
-        """That the memory of the fullest device is enough."""
+        """Probability that the memory of the fullest device is enough."""
         room = [cluster.device.memory_bytes - beside for beside in self.beside_bytes]
-        ratios = [own / max(1, t) for own, t in zip(room, self.tensor_bytes, strict=True)]
+        ratios = (free / max(1, t) for free, t in zip(room, self.tensor_bytes, strict=True))
         return error.below(min(ratios))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a plan is expected to do: seconds per step, peak bytes of a device of each stage (of
-    each device group, where a schedule runs several stages on one), share of the pipeline's time
-    that devices wait, model FLOPs of a step and their utilisation of the whole cluster; how far
-    step times and memory were off for models like it; `assumptions` say what was taken for granted
-    of a configuration that leaves something open. `peaks` say when the most is held, and of what.
-    Where the plan was `rehearsed`, the verdict on memory rests on that; the other numbers are
-    prices still.
-    `host_memory_bytes` is what lies in the host's memory of each node, where anything does,
+    """Price of a plan: seconds per step, peak bytes of a device of each device group, share of the
+    pipeline's time that devices wait, model FLOPs of a step and their utilisation of the whole
+    cluster; how far step times and memory were off for models like it; `assumptions` about a
+    configuration that leaves something open. `peaks` say when the most is held, and of what. Where
+    the plan was `rehearsed`, the verdict on memory rests on that; the other numbers are prices
+    still. `host_memory_bytes` lie in the host's memory of each node, where anything does,
     `flash_bytes` in files on its flash."""
 
     step_time_s: float
@@ -82,10 +77,8 @@ class Prediction:
 
     def host_shortfall(self, cluster: Cluster) -> int:
         """Bytes that the fullest host's memory lacks beside its margin; 0 where all fit."""
-        if not self.host_memory_bytes:
-            return 0
         room = cluster.host.room_bytes if cluster.host is not None else 0
-        return max(0, max(self.host_memory_bytes) - room)
+        return max(0, max(self.host_memory_bytes, default=0) - room)
 
     def flash_shortfall(self, cluster: Cluster) -> int:
         """Bytes that the fullest flash of a node lacks, likewise; 0 where all fit."""
@@ -94,7 +87,7 @@ class Prediction:
 
     @property
     def step_interval_s(self) -> tuple[float, float]:
-        """The seconds between which a step is with 80 %."""
+        """80 % interval of a step, in seconds."""
         return self.step_error.around(self.step_time_s)
 
     @property
@@ -104,12 +97,12 @@ class Prediction:
 
     @property
     def memory_interval_bytes(self) -> tuple[float, float]:
-        """The bytes between which the fullest device's peak is with 80 %."""
+        """80 % interval of the fullest device's peak."""
         return self.memory_error.around(self.fullest_bytes)
 
     def memory_probability(self, cluster: Cluster) -> float:
-        """That memory is enough: a device's, by the rehearsal where there was one, the hosts' and
-        their flash, which hold what is said."""
+        """Probability that memory is enough: a device's, by the rehearsal where there was one, the
+        hosts' and their flash."""
         if self.host_shortfall(cluster) or self.flash_shortfall(cluster):
             return 0.0
         if self.rehearsed is not None:
@@ -117,7 +110,7 @@ class Prediction:
         return self.memory_error.below(cluster.device.memory_bytes / self.fullest_bytes)
 
     def memory_verdict(self, cluster: Cluster) -> str:
-        """Whether the plan "fits", is "tight" or "does not fit", by that probability."""
+        """The words "fits", "tight" or "does not fit", by that probability."""
         return verdict(self.memory_probability(cluster))
 
     def shortfall_bytes(self, cluster: Cluster) -> list[int]:
@@ -129,7 +122,7 @@ class Prediction:
 class Evaluation:
     """A priced plan: prediction, costs and micro-batches in flight per stage, the simulated step,
     the messages of a micro-batch between stages, and once a step between copies of the model, of
-    which each stage's `reduce_s` has its own; and the stages as they were walked, where their
+    which each stage's `reduce_s` has its part; and the stages as they were walked, where their
     shardings were asked."""
 
     plan: Plan
@@ -172,9 +165,8 @@ class Evaluator:
         """Check a plan and price it; raises `PlanError` as `check_plan` does."""
         problem = self.problem
         assignments = check_plan(plan, problem.graph, problem.factors, self._checked)
-        precision = plan.precision
         coster = self._costers.of(
-            precision, lambda: StageCoster(replace(problem, precision=precision))
+            plan.precision, lambda: StageCoster(replace(problem, precision=plan.precision))
         )
         return evaluate(plan, problem, assignments, coster)
 
@@ -193,12 +185,12 @@ def evaluate(
     problem's graph may have any batch size."""
     check_host(plan, problem.cluster)
     coster = coster or StageCoster(replace(problem, precision=plan.precision))
-    stages = tuple(priced_stage(plan, k, coster, own) for k, own in enumerate(assignments))
+    stages = tuple(priced_stage(plan, k, coster, a) for k, a in enumerate(assignments))
     return replace(price_blocks(plan, coster, [s.costs for s in stages], stages), priced=stages)
 
 
 def check_host(plan: Plan, cluster: Cluster) -> None:
-    """Raise `PlanError` where something is to lie in a host's memory of which nothing is known."""
+    """Raise `PlanError` where a host's memory or flash is planned with that the cluster lacks."""
     for k, stage in enumerate(plan.stages):
         if stage.host and cluster.host is None:
             raise PlanError(
@@ -227,10 +219,11 @@ def price_blocks(
     if not coster.problem.target.gradients_come:
         return price_stages(plan, coster, costs)
     walks = walked_stages(plan, coster, [*stages])
-    costs = [replace(own, **walk.memory) for own, walk in zip(costs, walks, strict=True)]
-    found = price_stages(plan, coster, costs)
-    peaks = tuple(placed(peak, walks[peak.stage]) for peak in found.prediction.peaks)
-    return replace(found, prediction=replace(found.prediction, peaks=peaks))
+    costs = [replace(cost, **walk.memory) for cost, walk in zip(costs, walks, strict=True)]
+    evaluation = price_stages(plan, coster, costs)
+    prediction = evaluation.prediction
+    peaks = tuple(placed(peak, walks[peak.stage]) for peak in prediction.peaks)
+    return replace(evaluation, prediction=replace(prediction, peaks=peaks))
 
 
 def price_stages(
@@ -250,7 +243,13 @@ def price_stages(
     pipeline = plan.pipeline
     active = tuple(in_flight(pipeline, k) for k in range(pipeline.num_stages))
     in_memory = [s.in_host_bytes(n) for s, n in zip(stages, active, strict=True)]
-    peaks = _peaks(plan, coster, stages, crossed)
+    followed = coster.problem.target.gradients_come
+    peaks = device_peaks(
+        stages,
+        pipeline,
+        messages=_message_bytes(plan, coster, crossed) if followed else None,
+        reserved=cluster.device.reserved_bytes + _batch_bytes(plan, coster),
+    )
     prediction = Prediction(
         step_time_s=step_s,
         peak_memory_bytes=[math.ceil(peak.nbytes) for peak in peaks],
@@ -275,12 +274,12 @@ def price_stages(
     )
 
 
-def by_node(plan: Plan, held: Sequence[float], cluster: Cluster) -> tuple[int, ...]:
-    """Bytes on each node of what each stage's ranks hold; none where nobody holds any."""
+def by_node(plan: Plan, rank_bytes: Sequence[float], cluster: Cluster) -> tuple[int, ...]:
+    """Bytes on each node, of those that each stage's ranks hold; none where nobody holds any."""
     nodes = [0.0] * cluster.num_nodes
-    for stage, there in zip(plan.stages, held, strict=True):
-        for rank in stage.ranks if there else ():
-            nodes[rank // cluster.devices_per_node] += there
+    for stage, nbytes in zip(plan.stages, rank_bytes, strict=True):
+        for rank in stage.ranks if nbytes else ():
+            nodes[rank // cluster.devices_per_node] += nbytes
     return tuple(map(math.ceil, nodes)) if any(nodes) else ()
 
 
@@ -290,12 +289,12 @@ def simulated(
     stages: Sequence[StageCosts[float]],
     sends: dict[tuple[int, int], float],
 ) -> tuple[Timeline, float, float]:
-    """A step of a plan whose `sends` between stages take so many seconds: what happens in it, its
-    seconds, and the share of them that devices wait."""
+    """The simulated step of a plan whose `sends` between stages take so many seconds, its seconds,
+    and the share of them that devices wait."""
     target, edges = problem.target, frozenset(sends)
     blocked = [0.0] * len(stages), [0.0] * len(stages)
     # of a forward and a backward together, one computes while the other exchanges tokens
-    paired = [target.overlap_passes and stage.ep > 1 for stage in plan.stages]
+    paired = (target.overlap_passes and stage.ep > 1 for stage in plan.stages)
     if not target.overlap_sends:
         for (source, destination), seconds in sends.items():
             blocked[0][source] += seconds
@@ -316,29 +315,12 @@ def simulated(
     timeline = simulate(streams, times, sends)
     step_s, bubble = timeline.step_time_s, timeline.bubble_fraction
     if plan.parts(0).validated and not shared_apart(plan, problem.graph):
-        everyone = group_for(problem.cluster, size=plan.num_ranks, stride=1)
-        verdict_s = collective_time("all_reduce", 24, everyone, problem.cluster)
+        all_ranks = group_for(problem.cluster, size=plan.num_ranks, stride=1)
+        verdict_s = collective_time("all_reduce", 24, all_ranks, problem.cluster)
         # where it takes too long, no more than a common end does, whose own sums have no price
         step_s = min(step_s, timeline.validated_s(streams, verdict_s))
         bubble = min(bubble, timeline.validated_bubble(step_s))
     return timeline, step_s, bubble
-
-
-def _peaks(
-    plan: Plan,
-    coster: StageCoster,
-    stages: Sequence[StageCosts[float]],
-    crossed: Mapping[tuple[int, int], Sequence[str]],
-) -> list[Peak]:
-    """The peak of a device of each device group."""
-    followed = coster.problem.target.gradients_come
-    sizes = _message_bytes(plan, coster, crossed) if followed else None
-    return device_peaks(
-        stages,
-        plan.pipeline,
-        messages=sizes,
-        reserved=coster.cluster.device.reserved_bytes + _batch_bytes(plan, coster),
-    )
 
 
 def _message_bytes(
@@ -348,8 +330,8 @@ def _message_bytes(
     stages = {k for edge in crossed for k in edge}
     pricers = {k: coster.pricer(stage_setting(plan, k, coster)) for k in stages}
     return {
-        edge: (sum(map(pricers[edge[0]].nbytes, own)), sum(map(pricers[edge[1]].nbytes, own)))
-        for edge, own in crossed.items()
+        (a, b): (sum(map(pricers[a].nbytes, values)), sum(map(pricers[b].nbytes, values)))
+        for (a, b), values in crossed.items()
     }
 
 
@@ -367,8 +349,8 @@ def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
 
 
 def _busiest(source: StagePlan, target: StagePlan) -> float:
-    """The part of a micro-batch that the rank sends or receives that has most to do: every target
-    rank takes its rows, which the ranks that hold them send in turn."""
+    """The part of a micro-batch that the busiest rank sends or receives: every target rank takes
+    its rows, which the ranks that hold them send in turn."""
     return max(1 / target.dp, target.tp / (source.dp * source.tp))
 
 
@@ -383,10 +365,10 @@ def transfer(
     rank = Mesh(dp=1, tp=1, cp=cp).of_kind(ends[0].cp_kind)
     setting = coster.setting(rank, Batch(rows=rows))
     pricer, sizes = coster.pricer(setting), [len(stage.ranks) for stage in ends]
-    # what has no rows goes whole to every rank, from as many as there are
-    whole = (1 + max(sizes) / min(sizes)) / 2
+    # a value without rows goes in full to every rank, from as many as there are
+    copies = (1 + max(sizes) / min(sizes)) / 2
     problem, (source, destination) = coster.problem, (stage.ranks for stage in ends)
-    nbytes = sum(pricer.nbytes(v) * (1 if problem.factors.has_batch(v) else whole) for v in values)
+    nbytes = sum(pricer.nbytes(v) * (1 if problem.factors.has_batch(v) else copies) for v in values)
     tp = min(stage.tp for stage in ends)
     seconds = coster.message_s(nbytes, source, destination, tp=tp)
     return Entry(

@@ -1,12 +1,13 @@
-"""The ledger of a priced plan: all that a rank of each stage does in a step, line by line.
+"""The ledger of a priced plan: the work of a rank of each stage in a step, line by line.
 
 The lines of a stage add up to its costs: those of the forwards to `forward_s` of each micro-batch,
-and so on. What goes beside a pass (`costmodel/stages/stage.py`) adds fewer seconds than it takes;
-each part of it bears its share of them.
+and so on. Work beside a pass (`costmodel/stages/stage.py`) adds fewer seconds than it takes; each
+part of it bears its share of them.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,14 +17,12 @@ from meshwright.costmodel.sharding import Placement
 from meshwright.costmodel.stages import Beside, Passes, host_bandwidth, stage_passes
 from meshwright.planner.pricing.evaluate import Evaluation, simulated
 from meshwright.planner.pricing.priced_stage import PricedStage
-from meshwright.planner.pricing.segments import spans_of
-from meshwright.planner.pricing.stage_costs import Entered
 
 KINDS_OF_BYTES = ("in passes", "gradients and weights", "between stages")
 LINKS = ("in a node", "between nodes")
 HOST_LINK = "to the host"
 OPTIMIZER = "optimizer"
-# what a stage does beside its blocks' entries: kind, and on the host's link which way
+# work of a stage beside its blocks' entries: kind, and on the host's link which way
 _OF_STAGE: Mapping[str, tuple[str, str]] = {
     "issue_s": ("issue", ""),
     "copied_s": ("copy", ""),
@@ -40,9 +39,9 @@ _OF_STAGE: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """An entry of a stage that is done so many `times` in a step, which takes `exposed_s` longer
-    for all of them; in the pass or the step (`where`) and the block that it belongs to (None: to
-    all). `again`: because of recompute."""
+    """An entry of a stage, its number of `times` in a step, which takes `exposed_s` longer for all
+    of them, the pass or the step (`where`) and the block that it belongs to (None: to all), and
+    whether it is there for recompute (`again`)."""
 
     entry: Entry
     where: str
@@ -57,78 +56,75 @@ class Line:
         return self.times * (self.entry.seconds + self.entry.hidden_s)
 
 
-def stage_lines(own: PricedStage) -> list[Line]:
+def stage_lines(priced: PricedStage) -> list[Line]:
     """The ledger of a stage."""
-    passes = stage_passes(own.sums, own.setting, own.repeated, own.sent)
-    entries = [*_entries(own)]
-    return [*_within(own, passes, entries), *_beside(own, passes, entries)]
+    passes = stage_passes(priced.sums, priced.setting, priced.repeated, priced.sent)
+    entries = [*_entries(priced)]
+    return [*_within(priced, passes, entries), *_beside(priced, passes, entries)]
 
 
-def _entries(own: PricedStage) -> Iterator[tuple[Entered, Entry]]:
-    """All that blocks do, and parameters: those that several blocks read alike are held once."""
+def _entries(priced: PricedStage) -> Iterator[tuple[str, Entry]]:
+    """Entries of blocks, by name, and of their parameters: those that several read alike once."""
     stored: set[tuple[str, Placement]] = set()
-    for each in own.blocks:
-        for step in priced_steps(each.steps):
-            yield from ((each, entry) for entry in own.pricer.step_entries(step))
-        for value, state in each.parameters:
+    for entered in priced.blocks:
+        name = entered.block.name
+        for step in priced_steps(entered.steps):
+            yield from ((name, entry) for entry in priced.pricer.step_entries(step))
+        for value, state in entered.parameters:
             if (value, state) not in stored:
-                priced = own.pricer.parameters.priced(value, state)
-                yield from ((each, entry) for entry in priced[0])
-        stored.update(each.parameters)
+                entries, _ = priced.pricer.parameters.priced(value, state)
+                yield from ((name, entry) for entry in entries)
+        stored.update(entered.parameters)
 
 
 def _within(
-    own: PricedStage, passes: Passes, entries: Sequence[tuple[Entered, Entry]]
+    priced: PricedStage, passes: Passes, entries: Sequence[tuple[str, Entry]]
 ) -> Iterator[Line]:
     """The passes of all micro-batches, and what is run again in their backwards."""
-    twice = {own.blocks[k].block.name for span in spans_of(own) for k in span}
-    left = dict[str, float]()  # of the exchange between experts nothing hides this part
-    exchanges = own.sums.forward_exchange_s, own.sums.backward_exchange_s
-    for column, hidden, whole in zip(PASS_COLUMNS, passes.hidden_s, exchanges, strict=True):
-        left[column] = 1.0 - float(hidden) / float(whole) if whole else 1.0
-    for each, entry in entries:
+    m = priced.setting.batch.microbatches
+    twice = {priced.blocks[k].block.name for span in priced.spans for k in span}
+    exposed = dict[str, float]()  # the part of the exchange between experts that nothing hides
+    exchanges = priced.sums.forward_exchange_s, priced.sums.backward_exchange_s
+    for column, hidden, total in zip(PASS_COLUMNS, passes.hidden_s, exchanges, strict=True):
+        exposed[column] = 1.0 - float(hidden) / float(total) if total else 1.0
+    for name, entry in entries:
         if entry.column in PASS_COLUMNS:
-            share = left[entry.column] if entry.axis == "experts" else 1.0
-            yield _line(own, each, entry, share, again=False)
-        if entry.column == FORWARD_S and each.block.name in twice:
-            yield _line(own, each, entry, 1.0, again=True)
-    for each, policy in zip(own.blocks, own.stage.policies, strict=True):
-        yield from _again(own, each, policy)
+            share = exposed[entry.column] if entry.axis == "experts" else 1.0
+            yield _line(m, name, entry, share, again=False)
+        if entry.column == FORWARD_S and name in twice:
+            yield _line(m, name, entry, 1.0, again=True)
+    for entered, policy in zip(priced.blocks, priced.stage.policies, strict=True):
+        if (repeats := entered.passes.repeats.get(policy)) is None:
+            continue
+        again = [entry for step in repeats.steps for entry in priced.pricer.step_entries(step)]
+        forward = [entry for entry in again if entry.column == FORWARD_S]
+        gathers = sum(entry.seconds for entry in forward if entry.axis == "tensor")
+        # gathers bear the part that products hide of them
+        share = 1.0 - repeats.hidden_s / gathers if gathers else 1.0
+        for entry in forward:
+            part = share if entry.axis == "tensor" else 1.0
+            yield _line(m, entered.block.name, entry, part, again=True)
 
 
-def _again(own: PricedStage, each: Entered, policy: str) -> Iterator[Line]:
-    """What a block's policy runs again; gathers bear what products hide of them."""
-    found = each.passes.repeats.get(policy)
-    if found is None:
-        return
-    entries = [entry for step in found.steps for entry in own.pricer.step_entries(step)]
-    forward = [entry for entry in entries if entry.column == FORWARD_S]
-    gathers = sum(entry.seconds for entry in forward if entry.axis == "tensor")
-    share = 1.0 - found.hidden_s / gathers if gathers else 1.0
-    for entry in forward:
-        yield _line(own, each, entry, share if entry.axis == "tensor" else 1.0, again=True)
-
-
-def _line(own: PricedStage, each: Entered, entry: Entry, share: float, *, again: bool) -> Line:
-    m = own.setting.batch.microbatches
+def _line(m: int, block: str, entry: Entry, share: float, *, again: bool) -> Line:
     return Line(
         entry=entry,
         where="backward" if again else entry.column.removesuffix("_s"),
         times=m,
         exposed_s=m * share * entry.seconds,
-        block=each.block.name,
+        block=block,
         again=again,
     )
 
 
 def _beside(
-    own: PricedStage, passes: Passes, entries: Sequence[tuple[Entered, Entry]]
+    priced: PricedStage, passes: Passes, entries: Sequence[tuple[str, Entry]]
 ) -> Iterator[Line]:
-    """What goes beside the passes, and the optimizer's step."""
-    columns: dict[str, list[tuple[Entered, Entry]]] = {}
-    for each, entry in entries:
-        columns.setdefault(entry.column, []).append((each, entry))
-    stepped = "shard_s" if own.setting.sharing.divides else "optimizer_s"
+    """Work beside the passes, and the optimizer's step."""
+    columns = defaultdict[str, list[tuple[str, Entry]]](list)
+    for name, entry in entries:
+        columns[entry.column].append((name, entry))
+    stepped = "shard_s" if priced.setting.sharing.divides else "optimizer_s"
     optimizer = Beside(
         where="step",
         parts={stepped: passes.optimizer_s, "step_s": passes.host.step_s},
@@ -136,27 +132,22 @@ def _beside(
     )
     for beside in (*passes.beside, optimizer):
         where = OPTIMIZER if beside is optimizer else beside.where
-        times = 1.0 if beside.where == "step" else own.setting.batch.microbatches
+        times = 1.0 if beside.where == "step" else priced.setting.batch.microbatches
         parts = {column: float(part) for column, part in beside.parts.items() if part}
         share = float(beside.added_s) / sum(parts.values()) if parts else 0.0
         for column, part in parts.items():
             if column in _OF_STAGE:
-                entry = _of_stage(own, column, part)
+                entry = _of_stage(priced, column, part)
                 yield Line(entry=entry, where=where, times=times, exposed_s=times * share * part)
                 continue
             done = times * part / sum(entry.seconds for _, entry in columns[column])
-            for each, entry in columns[column]:
-                yield Line(
-                    entry=entry,
-                    where=where,
-                    times=done,
-                    exposed_s=done * share * entry.seconds,
-                    block=each.block.name,
-                )
+            for name, entry in columns[column]:
+                exposed_s = done * share * entry.seconds
+                yield Line(entry=entry, where=where, times=done, exposed_s=exposed_s, block=name)
 
 
-def _of_stage(own: PricedStage, column: str, seconds: float) -> Entry:
-    """Something that a stage does as a whole."""
+def _of_stage(priced: PricedStage, column: str, seconds: float) -> Entry:
+    """An entry of a stage that belongs to none of its blocks."""
     kind, way = _OF_STAGE[column]
     return Entry(
         column=column,
@@ -165,7 +156,7 @@ def _of_stage(own: PricedStage, column: str, seconds: float) -> Entry:
         axis="host" if way else None,
         collective=way.replace("_", " "),
         calls=1.0 if way else 0.0,
-        sent_bytes=seconds * host_bandwidth(own.setting, way) if way else 0.0,
+        sent_bytes=seconds * host_bandwidth(priced.setting, way) if way else 0.0,
     )
 
 
@@ -174,10 +165,10 @@ def _of_stage(own: PricedStage, column: str, seconds: float) -> Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What a rank does in a step: `flops` of products and attention, `repeated_flops` of which are
-    recompute, `moved_bytes` of the device's memory, and bytes that it gives to links to others by
-    kind (`KINDS_OF_BYTES`): collectives within forwards and backwards, of gradients and weights,
-    and messages to other stages."""
+    """Work of a rank in a step: `flops` of products and attention, `repeated_flops` of which are
+    recompute, `moved_bytes` of the device's memory, and bytes that it gives to links by kind
+    (`KINDS_OF_BYTES`): collectives within forwards and backwards, of gradients and weights, and
+    messages to other stages."""
 
     flops: float
     repeated_flops: float
@@ -187,11 +178,11 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What a rank of a stage says to others in a step on one axis by one collective: calls, bytes
-    that it gives to links, seconds by themselves, and those that nothing hides; `link` is the
-    slowest that its group has. Copies to and from the host are on an axis of their own. Messages
-    between stages are counted by the stage that sends them: to the next activations, to the one
-    before gradients."""
+    """Communication of a rank of a stage in a step on one axis by one collective: calls, bytes that
+    it gives to links, seconds by themselves, and those that nothing hides; `link` is the slowest
+    that its group has. Copies to and from the host are on an axis of their own. Messages between
+    stages are counted by the stage that sends them: to the next activations, to the one before
+    gradients."""
 
     stage: int
     axis: Axis
@@ -212,16 +203,16 @@ class Ledger:
 
     @staticmethod
     def of(evaluation: Evaluation) -> Ledger:
-        """That of a plan whose stages were walked."""
-        found = [stage_lines(own) for own in evaluation.priced]
+        """The ledger of a plan whose stages were walked."""
+        stages = [*map(stage_lines, evaluation.priced)]
         for k, entry in evaluation.exchanges.items():
-            found[k].append(Line(entry=entry, where="step", times=1.0, exposed_s=entry.seconds))
-        return Ledger(evaluation, found)
+            stages[k].append(Line(entry=entry, where="step", times=1.0, exposed_s=entry.seconds))
+        return Ledger(evaluation, stages)
 
     def work(self) -> list[Work]:
         """The work of a rank of each device group."""
         plan = self.evaluation.plan
-        found = []
+        work = []
         for ranks in plan.devices:
             members = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
             lines = [line for k in members for line in self.stages[k]]
@@ -231,18 +222,18 @@ class Ledger:
                 for end in edge
                 if end in members
             )
-            found.append(_work(lines, messages))
-        return found
+            work.append(_work(lines, messages))
+        return work
 
     def traffic(self, problem: Problem) -> list[Traffic]:
         """The communication of each stage; messages between stages are exposed by what the step
         would take without them."""
-        said = [(k, line) for k, lines in enumerate(self.stages) for line in lines]
-        found: dict[tuple[int, Axis, str, str], list[Line]] = {}
-        for stage, line in (*said, *self._messages(problem)):
+        by_stage = [(k, line) for k, lines in enumerate(self.stages) for line in lines]
+        grouped = defaultdict[tuple[int, Axis, str, str], list[Line]](list)
+        for stage, line in (*by_stage, *self._messages(problem)):
             if (axis := line.entry.axis) and line.seconds:
                 link = HOST_LINK if axis == "host" else LINKS[line.entry.crosses]
-                found.setdefault((stage, axis, line.entry.collective, link), []).append(line)
+                grouped[stage, axis, line.entry.collective, link].append(line)
         rows = [
             Traffic(
                 stage=stage,
@@ -254,7 +245,7 @@ class Ledger:
                 seconds=sum(line.seconds for line in lines),
                 exposed_s=sum(line.exposed_s for line in lines),
             )
-            for (stage, axis, collective, link), lines in found.items()
+            for (stage, axis, collective, link), lines in grouped.items()
         ]
         return sorted(rows, key=lambda row: row.stage)
 

@@ -1,4 +1,4 @@
-"""The one walk over a stage of a plan: what its price, its memory and its ledger are made of."""
+"""The one walk over a stage of a plan, of which its price, memory and ledger are made."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, sta
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PricedStage(StageBlocks):
-    """With the sums of its blocks (a parameter that several blocks read alike is held once), what
-    every block repeats by its own policy, what is sent to host memory (None where nothing is), and
-    the costs."""
+    """A stage's blocks with their sums (a parameter that several blocks read alike is held once),
+    what they repeat, what is sent to host memory (None for nothing), and the costs."""
 
     sums: stages.Sums
     repeated: stages.Recompute
@@ -31,15 +30,15 @@ def priced_stage(
     plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
 ) -> PricedStage:
     """Stage k of a checked plan."""
-    own = stage_blocks(plan, k, coster, assignments)
-    stage, setting, pricer, blocks = own.stage, own.setting, own.pricer, own.blocks
-    rows = stages.Sums(np.stack([each.sums.array for each in blocks]))
+    walk = stage_blocks(plan, k, coster, assignments)
+    stage, setting = walk.stage, walk.setting
+    rows = stages.Sums(np.stack([block.sums.array for block in walk.blocks]))
     sums, stored = rows.joined(), set[tuple[str, Placement]]()
-    for each in blocks:
-        for value, state in stored.intersection(each.shared):
-            sums = sums - stages.parameter_sums(pricer, value, state)
-        stored.update(each.shared)
-    sent, repeated = sent_of(own), stage_recompute(own)
+    for block in walk.blocks:
+        for value, state in stored.intersection(block.shared):
+            sums = sums - stages.parameter_sums(walk.pricer, value, state)
+        stored.update(block.shared)
+    sent, repeated = sent_of(walk), stage_recompute(walk)
     # where steps are followed, the walk over the blocks says what a backward holds
     if not stage.segmented and not setting.target.gradients_come:
         decided = rows.with_policies(stage.policies).joined()
@@ -47,8 +46,8 @@ def priced_stage(
     return PricedStage(
         stage=stage,
         setting=setting,
-        pricer=pricer,
-        blocks=blocks,
+        pricer=walk.pricer,
+        blocks=walk.blocks,
         sums=sums,
         repeated=repeated,
         sent=sent,

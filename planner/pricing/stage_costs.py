@@ -1,8 +1,5 @@
-"""Prices of blocks under given decisions: what stages are summed up from.
-
-Nothing is decided here, and no solver is loaded: the shardings are a plan's, or those of the block
-programs (`programs.py`).
-"""
+"""Prices of blocks under the decisions of a plan or of block programs (`programs.py`); those of
+stages are their sums. Nothing is decided here, and no solver is loaded."""
 
 from __future__ import annotations
 
@@ -53,7 +50,14 @@ from meshwright.costmodel.sharding import (
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.stages import Floats, Sums, Walked, block_sums
 from meshwright.planner.blocks import activations_at_cuts
-from meshwright.planner.plan import Plan, StagePlan, expert_weights, fingerprint, ulysses_degrees
+from meshwright.planner.plan import (
+    Plan,
+    StagePlan,
+    expert_weights,
+    fingerprint,
+    segments_of,
+    ulysses_degrees,
+)
 from meshwright.profiles.cluster import Cluster
 
 States: TypeAlias = tuple[Placement, ...]
@@ -62,9 +66,9 @@ Decided: TypeAlias = tuple[str, str, States]  # class of a block, its choices, i
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """A block of a stage, what it reads in which states, its steps, its price per micro-batch,
-    its sums and its parameters, each in the state in which it is stored, those that may be `shared`
-    with other blocks apart."""
+    """A block of a stage, the states of its inputs, its steps, its price per micro-batch, its sums
+    and its parameters in the states in which they are stored, those that may be `shared` with other
+    blocks apart."""
 
     block: Block
     assignment: Assignment
@@ -77,8 +81,8 @@ class Entered:
 
     def repeats(self, policy: str) -> float:
         """Bytes that it makes again under a policy."""
-        own = self.passes.repeats.get(policy)
-        return own.freed_bytes if own else 0.0
+        repeats = self.passes.repeats.get(policy)
+        return repeats.freed_bytes if repeats else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +94,18 @@ class StageBlocks:
     pricer: operators.Pricer
     blocks: Sequence[Entered]
 
+    @property
+    def spans(self) -> list[range]:
+        """Positions of the blocks in each segment."""
+        if not self.stage.segmented:
+            return []
+        blocks = [entered.block for entered in self.blocks]
+        return segments_of(blocks, self.stage.segments, self.pricer.graph.loss)
+
 
 @dataclass(slots=True)
 class _Known:
-    """What was priced before, kept as long as the coster."""
+    """Prices that are known, for as long as the coster lives."""
 
     kinds: Memo[tuple[Mesh, Batch], ContextKind] = field(default_factory=Memo)
     contexts: Memo[tuple[int, ContextKind | None], ContextLayout] = field(default_factory=Memo)
@@ -146,7 +158,7 @@ class StageCoster:
 
     @cached_property
     def errors(self) -> tuple[Quantiles, Quantiles]:
-        """How far step times and peak memory are off, of such models on such devices."""
+        """Quantiles of measured over predicted steps and memory, of such models and devices."""
         target, experts = self.problem.target, bool(expert_weights(self.graph))
         return (
             step_quantiles(self.cluster.device.name, target.name, experts=experts),
@@ -166,8 +178,8 @@ class StageCoster:
     @cached_property
     def message_s(self) -> Callable[..., float]:
         """`send_seconds` between ranks of this problem's cluster."""
-        own = self.problem
-        return partial(send_seconds, cluster=own.cluster, target=own.target, profile=own.profile)
+        p = self.problem
+        return partial(send_seconds, cluster=p.cluster, target=p.target, profile=p.profile)
 
     @cached_property
     def _fusion(self) -> operators.Fusion:
@@ -184,7 +196,7 @@ class StageCoster:
         """A stage of this problem; where the kind of attention is open, it is the cheapest."""
         if mesh.is_open:
             mesh = mesh.of_kind(self._cheapest_kind(mesh, batch))
-        own = operators.Setting(
+        setting = operators.Setting(
             problem=self.problem,
             mesh=mesh,
             batch=batch,
@@ -192,31 +204,33 @@ class StageCoster:
             host=host,
             validated=validated,
         )
-        return self._known.settings.setdefault(own.parts, own)  # which knows its narrower ones
+        # the first of equal settings knows its narrower ones
+        return self._known.settings.setdefault(setting.parts, setting)
 
     def _cheapest_kind(self, mesh: Mesh, batch: Batch) -> ContextKind:
         """The kind of attention over the context axis that takes least."""
-        own = operators.Setting(problem=self.problem, mesh=replace(mesh, ep=1), batch=batch).of_pass
+        mesh = replace(mesh, ep=1)
+        setting = operators.Setting(problem=self.problem, mesh=mesh, batch=batch).of_pass
 
         def cheapest() -> ContextKind:
             by_heads = mesh.cp in ulysses_degrees(self.graph, mesh.tp)
             kinds = [kind for kind in CONTEXT_KINDS if kind != ULYSSES or by_heads]
-            return min(kinds, key=lambda kind: self._attention_s(own, kind))
+            return min(kinds, key=lambda kind: self._attention_s(setting, kind))
 
-        return self._known.kinds.of((own.mesh, own.batch), cheapest)
+        return self._known.kinds.of((setting.mesh, setting.batch), cheapest)
 
     def _attention_s(self, setting: operators.Setting, kind: ContextKind) -> float:
         """Seconds of the graph's attention by a kind of context parallelism."""
         graph, table = self.graph, self.problem.factors
-        own = replace(setting, mesh=setting.mesh.of_kind(kind))
+        setting = replace(setting, mesh=setting.mesh.of_kind(kind))
         sizes = operators.LocalSizes(
-            graph=graph, table=table, setting=own, context=self._context(own)
+            graph=graph, table=table, setting=setting, context=self._context(setting)
         )
-        found = [op for op in graph.ops if traits_of(op).kernel == "attention"]
-        distinct = {tuple(graph.values[v].shape for v in op.operands): op for op in found}
+        attention = [op for op in graph.ops if traits_of(op).kernel == "attention"]
+        distinct = {tuple(graph.values[v].shape for v in op.operands): op for op in attention}
         seconds = 0.0
         for op in distinct.values():
-            options = strategies(graph, table, op, own.mesh.tp)
+            options = strategies(graph, table, op, setting.mesh.tp)
             by_heads = next((x for x in options if x.split_factor == "heads"), options[0])
             entries = operators.attention(sizes, op, by_heads)
             computed = [
@@ -232,26 +246,23 @@ class StageCoster:
         if setting.mesh.cp == 1 or table.sequence is None:
             return None
         key = setting.mesh.cp, setting.mesh.kind
-        return contexts.of(
-            key, lambda: context_layout(self.graph, table, setting.mesh.cp, setting.mesh.kind)
-        )
+        return contexts.of(key, lambda: context_layout(self.graph, table, *key))
 
     def pricer(self, setting: operators.Setting) -> operators.Pricer:
         """Prices of operators and re-shards in a setting."""
-        key, pricers = setting.parts, self._known.pricers
-        return pricers.of(key, lambda: self._of_pass(setting.of_pass).once(setting))
+        known = self._known.pricers
+        return known.of(setting.parts, lambda: self._of_pass(setting.of_pass).once(setting))
 
-    def _of_pass(self, own: operators.Setting) -> operators.Pricer:
-        key, pricers = (own.mesh, own.batch), self._known.pricers_of_pass
-        return pricers.of(
-            key,
+    def _of_pass(self, setting: operators.Setting) -> operators.Pricer:
+        return self._known.pricers_of_pass.of(
+            (setting.mesh, setting.batch),
             lambda: operators.Pricer(
                 graph=self.graph,
                 table=self.problem.factors,
-                setting=own,
+                setting=setting,
                 fusion=self._fusion,
                 known_parameters=self._known.parameters,
-                context=self._context(own),
+                context=self._context(setting),
             ),
         )
 
@@ -263,17 +274,18 @@ class StageCoster:
         inputs: Mapping[str, Placement],
     ) -> tuple[PassPrice, Sums]:
         """The price of a block per micro-batch, and its contribution to the sums of its stage."""
-        own, known = pricer.step.of_step, self._known.blocks
+        setting = pricer.step.of_step
         decided = block.class_id, assignment.choices, tuple(inputs.values())
         twice = not self.graph.gathered_twice.isdisjoint(block.parameters)
-        key = own.mesh, own.batch, own.sharing, decided, twice
-        if key not in known:
-            layouts = self.layouts(block, own.mesh.tp)
-            passes = self._pass(own, layouts, assignment, inputs)
-            pricer = self.pricer(own)
-            price = price_block(pricer, layouts, assignment, inputs, passes=passes)
-            known[key] = passes, block_sums(price)
-        return known[key]
+
+        def price() -> tuple[PassPrice, Sums]:
+            layouts = self.layouts(block, setting.mesh.tp)
+            passes = self._pass(setting, layouts, assignment, inputs)
+            of_step = price_block(self.pricer(setting), layouts, assignment, inputs, passes=passes)
+            return passes, block_sums(of_step)
+
+        key = setting.mesh, setting.batch, setting.sharing, decided, twice
+        return self._known.blocks.of(key, price)
 
     def _pass(
         self,
@@ -284,50 +296,38 @@ class StageCoster:
     ) -> PassPrice:
         """The price of a block per micro-batch, the same for all data axes of equal rows."""
         block, known = layouts.block, self._known
-        own = self.needs(block).narrowed(setting)
-        key = own.mesh, own.batch, (block.class_id, assignment.choices, tuple(inputs.values()))
-        alone = own.mesh.alone
-        # what is kept depends on whether there are several ranks on the data axis
-        alike = replace(own, mesh=replace(alone, dp=max(alone.dp, min(own.mesh.dp, 2))))
-        if key not in known.passes and alike != own:
-            passes = self._pass(alike, layouts, assignment, inputs)
-            steps = self._steps(layouts, assignment, inputs).steps
-            known.passes[key] = repriced(passes, self.pricer(own), steps)
-        elif key not in known.passes:
-            pricer = self.pricer(own)
-            known.passes[key] = price_pass(
-                pricer,
-                layouts,
-                assignment,
-                inputs,
-                repeated=known.repeated.of(
-                    block.class_id, lambda: repeated_by_policy(pricer, block)
-                ),
-                known=self._steps(layouts, assignment, inputs),
-            )
-        return known.passes[key]
+        setting = self.needs(block).narrowed(setting)
+        mesh, alone = setting.mesh, setting.mesh.alone
+        # saved bytes depend on whether there are several ranks on the data axis
+        alike = replace(setting, mesh=replace(alone, dp=max(alone.dp, min(mesh.dp, 2))))
+
+        def price() -> PassPrice:
+            pricer, steps = self.pricer(setting), self._steps(layouts, assignment, inputs)
+            if alike != setting:
+                return repriced(self._pass(alike, layouts, assignment, inputs), pricer, steps.steps)
+            repeated = known.repeated.of(block.class_id, lambda: repeated_by_policy(pricer, block))
+            return price_pass(pricer, layouts, assignment, inputs, repeated=repeated, known=steps)
+
+        decided = block.class_id, assignment.choices, tuple(inputs.values())
+        return known.passes.of((mesh, setting.batch, decided), price)
 
     def needs(self, block: Block) -> PassNeeds:
-        """What the price of a pass of a block depends on."""
-        known = self._known.needs
-        return known.of(
-            block.class_id, lambda: PassNeeds.of(block, self.graph, self.problem.factors)
-        )
+        """The needs of a pass of a block."""
+        graph, factors = self.graph, self.problem.factors
+        return self._known.needs.of(block.class_id, lambda: PassNeeds.of(block, graph, factors))
 
     def layouts(self, block: Block, tp: int) -> BlockLayouts:
         """The layouts of a block on a tensor axis."""
-        known = self._known.layouts
-        return known.of(
-            (block.name, tp), lambda: BlockLayouts(self.graph, self.problem.factors, block, tp)
-        )
+        key, factors = (block.name, tp), self.problem.factors
+        return self._known.layouts.of(key, lambda: BlockLayouts(self.graph, factors, block, tp))
 
     def entered(
         self, pricer: operators.Pricer, stage: StagePlan, assignments: Mapping[str, Assignment]
     ) -> Iterator[Entered]:
         """The blocks of a stage in their order, whose inputs enter as a block before left them, or
         whole from another stage."""
-        own, states = pricer.step.of_step, dict[str, Placement]()
-        known = self._known.entered.of((own.mesh, own.batch, own.sharing), Memo)
+        setting, states = pricer.step.of_step, dict[str, Placement]()
+        known = self._known.entered.of((setting.mesh, setting.batch, setting.sharing), Memo)
         for name in stage.blocks:
             block, assignment = self.blocks[name], assignments[name]
             inputs = {value: states.get(value, R) for value in block.inputs}
@@ -339,11 +339,11 @@ class StageCoster:
                     block=block,
                     assignment=assignment,
                     inputs=inputs,
-                    steps=self.steps(block, assignment, inputs, own.mesh.tp),
+                    steps=self.steps(block, assignment, inputs, setting.mesh.tp),
                     passes=passes,
                     sums=sums,
                     parameters=stored,
-                    shared=tuple(each for each in stored if each[0] not in self.graph.read_once),
+                    shared=tuple((v, s) for v, s in stored if v not in self.graph.read_once),
                 )
             yield known[key]
             states |= {value: assignment.states[value] for value in block.outputs}
@@ -351,7 +351,7 @@ class StageCoster:
     def steps(
         self, block: Block, assignment: Assignment, inputs: Mapping[str, Placement], tp: int
     ) -> Sequence[Step]:
-        """What a rank does in a block, one after the other."""
+        """Steps of a rank in a block, one after the other."""
         return self._steps(self.layouts(block, tp), assignment, inputs).steps
 
     def _steps(
@@ -389,10 +389,9 @@ class StageCoster:
 
     def _sent_bytes(self, pricer: operators.Pricer) -> list[float]:
         """Bytes of the activations at each boundary."""
-        setting, known = pricer.setting, self._known.sent_bytes
-        key = setting.mesh, setting.batch
-        return known.of(
-            key, lambda: [sum(map(pricer.nbytes, values)) for values in self.activations_at_cuts]
+        cuts, key = self.activations_at_cuts, (pricer.setting.mesh, pricer.setting.batch)
+        return self._known.sent_bytes.of(
+            key, lambda: [sum(map(pricer.nbytes, values)) for values in cuts]
         )
 
 

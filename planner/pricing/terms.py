@@ -1,19 +1,18 @@
-"""The terms of a plan's step and what they are made of: by how many seconds each component of it
-could be corrected.
+"""Terms of a plan's step, and the seconds by which each component of them could be corrected.
 
-A plan is priced once. Then the entries of a component are made a little larger, and added up again
-to the same sums, which hide as much of each other as they do and are simulated in the same
-schedule: the difference is what the component adds to a term. Where nothing is hidden that is
-exact, elsewhere it holds for corrections near 1.
+A plan is priced once. Then the entries of a component are made a little larger, added up again and
+simulated: the difference is the component's part of a term, exactly where nothing is hidden, and
+elsewhere for corrections near 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from meshwright.costmodel.blocks import Repeats, priced_steps
-from meshwright.costmodel.operators import COMPUTING, Cost, Entry, Problem, total
+from meshwright.costmodel.operators import COMPUTING, Cost, Entry, Pricer, Problem, total
 from meshwright.costmodel.sharding import Move, Placement, Run
 from meshwright.costmodel.stages import StageCosts, of_one, stage_costs
 from meshwright.planner.plan import Plan
@@ -40,13 +39,12 @@ class PricedTerm:
 def priced_terms(plan: Plan, problem: Problem, profile: Profile) -> dict[str, PricedTerm]:
     """The terms of a plan's step on a profile, whose corrections are left out. Raises `PlanError`
     as `check_plan` does."""
-    uncorrected = replace(profile, corrections=NO_CORRECTIONS)
-    own = replace(problem, profile=uncorrected)
-    evaluation = Evaluator(own).price(plan)
+    problem = replace(problem, profile=replace(profile, corrections=NO_CORRECTIONS))
+    evaluation = Evaluator(problem).price(plan)
     plain = terms_of(evaluation)
     parts: dict[str, dict[str, float]] = {term: {} for term in plain}
     for name in COMPONENTS:
-        for term, seconds in _terms_with(_Larger(name), evaluation, own).items():
+        for term, seconds in _terms_with(_Larger(name), evaluation, problem).items():
             if abs(seconds - plain[term]) > 1e-12 * plain[term]:
                 parts[term][name] = (seconds - plain[term]) / MORE
     return {term: PricedTerm(seconds=plain[term], parts=parts[term]) for term in plain}
@@ -76,7 +74,7 @@ def _terms_with(larger: _Larger, evaluation: Evaluation, problem: Problem) -> di
     """The terms where a component takes more."""
     plan = evaluation.plan
     exchanged = {k: larger.entry(entry) for k, entry in evaluation.exchanges.items()}
-    stages = with_exchanges([larger.stage(own) for own in evaluation.priced], exchanged)
+    stages = with_exchanges([larger.stage(priced) for priced in evaluation.priced], exchanged)
     sends = {edge: larger.entry(entry).seconds for edge, entry in evaluation.transfers.items()}
     return _terms(plan, stages, simulated(plan, problem, stages, sends)[1])
 
@@ -87,52 +85,53 @@ class _Larger:
 
     component: str
 
-    def entry(self, own: Entry) -> Entry:
-        """An entry; what it hides it hides still."""
-        more = 1 + MORE * (own.component == self.component)
-        seconds = own.seconds * more
-        if own.axis == "context" and own.hidden_s:  # as long as all of the scores beside it
-            behind = COMPUTING[own.column] == self.component
-            seconds = max(0.0, seconds - MORE * own.hidden_s * behind)
-        return own._replace(
+    def entry(self, entry: Entry) -> Entry:
+        """An entry, which hides as much as before."""
+        more = 1 + MORE * (entry.component == self.component)
+        seconds = entry.seconds * more
+        if entry.axis == "context" and entry.hidden_s:  # as long as all of the scores beside it
+            behind = COMPUTING[entry.column] == self.component
+            seconds = max(0.0, seconds - MORE * entry.hidden_s * behind)
+        return entry._replace(
             seconds=seconds,
-            weight_s=own.weight_s * more,
-            host_s=own.host_s * (1 + MORE * (self.component == HOST and own.kind != "wait")),
+            weight_s=entry.weight_s * more,
+            host_s=entry.host_s * (1 + MORE * (self.component == HOST and entry.kind != "wait")),
         )
 
-    def step(self, own: PricedStage, step: Run | Move) -> Cost:
-        """What a step of a block costs."""
-        entries = own.pricer.step_entries(step)
+    def step(self, pricer: Pricer, step: Run | Move) -> Cost:
+        """The cost of a step of a block."""
+        entries = pricer.step_entries(step)
         if isinstance(step, Move) and any(entry.hidden_s for entry in entries):
             alone = (e._replace(seconds=e.seconds + e.hidden_s, hidden_s=0.0) for e in entries)
-            return Cost.of(own.pricer.exposed(step.value, self.entry(each)) for each in alone)
+            return Cost.of(pricer.exposed(step.value, self.entry(entry)) for entry in alone)
         return Cost.of(map(self.entry, entries))
 
-    def parameters(self, own: PricedStage, stored: Iterable[tuple[str, Placement]]) -> Cost:
-        """What parameters cost."""
-        priced = (own.pricer.parameters.priced(*parameter)[0] for parameter in stored)
+    def parameters(self, pricer: Pricer, stored: Iterable[tuple[str, Placement]]) -> Cost:
+        """The cost of parameters."""
+        priced = (pricer.parameters.priced(*parameter)[0] for parameter in stored)
         return Cost.of(self.entry(entry) for entries in priced for entry in entries)
 
-    def stage(self, own: PricedStage) -> StageCosts[float]:
+    def stage(self, priced: PricedStage) -> StageCosts[float]:
         """The costs of a stage."""
+        pricer, policies = priced.pricer, priced.stage.policies
         passes = [
-            total(self.step(own, step) for step in priced_steps(each.steps)) for each in own.blocks
+            total(self.step(pricer, step) for step in priced_steps(block.steps))
+            for block in priced.blocks
         ]
         blocks = [
-            self._block(own, *each)
-            for each in zip(own.blocks, own.stage.policies, passes, strict=True)
+            self._block(pricer, *block)
+            for block in zip(priced.blocks, policies, passes, strict=True)
         ]
-        stored = dict.fromkeys(p for each in own.blocks for p in each.parameters)
-        sums = own.sums.costing(total([*passes, self.parameters(own, stored)]), {})
-        own = replace(own, blocks=blocks)
-        return of_one(stage_costs(sums, own.setting, stage_recompute(own), sent_of(own)))
+        stored = dict.fromkeys(p for block in priced.blocks for p in block.parameters)
+        sums = priced.sums.costing(total([*passes, self.parameters(pricer, stored)]), {})
+        priced = replace(priced, blocks=blocks)
+        return of_one(stage_costs(sums, priced.setting, stage_recompute(priced), sent_of(priced)))
 
-    def _block(self, own: PricedStage, each: Entered, policy: str, passes: Cost) -> Entered:
-        found = each.passes.repeats.get(policy)
+    def _block(self, pricer: Pricer, block: Entered, policy: str, passes: Cost) -> Entered:
         again = {}
-        if found is not None:
+        if (repeats := block.passes.repeats.get(policy)) is not None:
             again[policy] = Repeats.of(
-                found.steps, lambda step: self.step(own, step), found.freed_bytes, found.hiding
+                repeats.steps, partial(self.step, pricer), repeats.freed_bytes, repeats.hiding
             )
-        cost = total([passes, self.parameters(own, each.parameters)])
-        return replace(each, sums=each.sums.costing(cost, again))
+        cost = total([passes, self.parameters(pricer, block.parameters)])
+        return replace(block, sums=block.sums.costing(cost, again))

@@ -1,4 +1,4 @@
-"""Components: where the step time of a plan goes, and which of them make another plan slower."""
+"""Components of a plan's step time, and those that make another plan slower."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from meshwright.planner.plan import seconds
 from meshwright.planner.pricing import Evaluation
 
 SHOWN = 1e-6  # part of a step from which on a difference is one
-OF_PASSES = ("forward_s", "backward_s", "forward_comm_s", "backward_comm_s")
 TOLD = 5e-4  # from which on it is told beside a larger one
+OF_PASSES = ("forward_s", "backward_s", "forward_comm_s", "backward_comm_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components:
-    """Seconds of a step of a device group by what it does; `forward_s` and `backward_s` are those
-    of all micro-batches, of which `communication_s` are exposed; the sum is the step time."""
+    """Seconds of a device group's step; `forward_s` and `backward_s` are of all micro-batches, of
+    which `communication_s` are exposed; the sum is the step time."""
 
     forward_s: float
     backward_s: float
@@ -33,7 +33,7 @@ class Components:
 
     @property
     def compute_s(self) -> float:
-        """The rest of them."""
+        """The rest of both passes."""
         return self.forward_s + self.backward_s - self.communication_s
 
     def as_dict(self) -> dict[str, float]:
@@ -49,23 +49,23 @@ class Components:
 def device_groups(evaluation: Evaluation) -> list[Components]:
     """Components of each device group, which may run several stages; it waits in the rest of the
     step."""
-    plan, m, found = evaluation.plan, evaluation.plan.passes, []
+    plan, m, groups = evaluation.plan, evaluation.plan.passes, []
     for ranks in plan.devices:
         pairs = zip(evaluation.stages, plan.stages, strict=True)
-        group = [costs for costs, stage in pairs if stage.ranks == ranks]
+        stages = [costs for costs, stage in pairs if stage.ranks == ranks]
         names = (*OF_PASSES, "reduce_s", "optimizer_s")
-        of = {name: float(sum(getattr(costs, name) for costs in group)) for name in names}
-        own = {name: m * of[name] for name in OF_PASSES}
+        of = {name: float(sum(getattr(costs, name) for costs in stages)) for name in names}
+        passes = {name: m * of[name] for name in OF_PASSES}
         once = {"gradient_reduction_s": of["reduce_s"], "optimizer_s": of["optimizer_s"]}
-        busy = own["forward_s"] + own["backward_s"] + sum(once.values())
+        busy = passes["forward_s"] + passes["backward_s"] + sum(once.values())
         waiting = max(0.0, evaluation.prediction.step_time_s - busy)
-        found.append(Components(**own, **once, waiting_s=waiting))
-    return found
+        groups.append(Components(**passes, **once, waiting_s=waiting))
+    return groups
 
 
 def busiest(groups: Sequence[Components]) -> Components:
-    """Those of the device group whose passes take longest."""
-    return max(groups, key=lambda own: own.forward_s + own.backward_s)
+    """Components of the device group whose passes take longest."""
+    return max(groups, key=lambda group: group.forward_s + group.backward_s)
 
 
 def why_slower(chosen: Components, other: Components) -> str:

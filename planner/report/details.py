@@ -1,7 +1,5 @@
-"""What a look at a plan needs beyond its prices: memory by what holds it and when it is highest,
-communication by axis and link, time by component of each device group, throughput, what runs in
-each distinct block, the simulated step: all read from the priced plan and its ledger, which
-waits until it is asked for."""
+"""Details of a priced plan, each found when it is asked for: memory by what holds it, communication
+by axis and link, time by component of each device group, throughput, distinct blocks, the step."""
 
 from __future__ import annotations
 
@@ -9,6 +7,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from meshwright.costmodel.intervals import LEVEL
@@ -33,9 +32,9 @@ class Details:
 
     @cached_property
     def memory(self) -> list[Row]:
-        """Of each device group: the peak (`priced_bytes`) and what holds it (`parts`, which add up
-        to it), with the moment, the stage and the block it comes in (None where no backward is
-        followed block by block)."""
+        """The peak of each device group (`priced_bytes`), the `parts` that add up to it, and the
+        moment, stage and block in which it comes (None where no backward is followed block by
+        block)."""
         plan, prediction = self.evaluation.plan, self.evaluation.prediction
         rows: list[Row] = []
         peaks = zip(prediction.peaks, prediction.peak_memory_bytes, strict=True)
@@ -57,7 +56,7 @@ class Details:
 
     @cached_property
     def components(self) -> list[Components]:
-        """Where the step goes on each device group."""
+        """Seconds of a step by component, on each device group."""
         return device_groups(self.evaluation)
 
     @cached_property
@@ -70,25 +69,25 @@ class Details:
 
     @cached_property
     def communication(self) -> list[Row]:
-        """Per stage, axis, collective and link: a rank's calls, bytes that it sends, seconds by
-        themselves and exposed."""
+        """A rank's calls, bytes that it sends, seconds by themselves and exposed, per stage, axis,
+        collective and link."""
         return [asdict(row) for row in self._ledger.traffic(self.problem)]
 
     @cached_property
     def device_groups(self) -> list[Row]:
-        """Of each device group: its ranks, laid out (dp, cp, tp) with tp innermost, its stages and
-        degrees, and its seconds by what it does (`components_s`), which add up to the step. The
-        `ep` neighbours that share experts out are `ep_stride` ranks apart in that order. What a
-        rank does in a step, as the price counts it: `flops`, `repeated_flops` of which are
-        recompute, `moved_bytes` of its memory, and `sent_bytes` by kind."""
+        """Ranks of each device group, laid out (dp, cp, tp) with tp innermost, its stages and
+        degrees, and its seconds by component (`components_s`), which add up to the step. The `ep`
+        neighbours that share experts out are `ep_stride` ranks apart in that order. A rank's work
+        in a step, as the price counts it: `flops`, `repeated_flops` of which are recompute,
+        `moved_bytes` of its memory, and `sent_bytes` by kind."""
         plan, rows = self.evaluation.plan, list[Row]()
         both = zip(self._works, self.components, strict=True)
         for ranks, (work, parts) in zip(plan.devices, both, strict=True):
             numbers = [k for k, stage in enumerate(plan.stages) if stage.ranks == ranks]
             stage = plan.stages[numbers[0]]
-            blocks = (each for k in numbers for each in self.evaluation.priced[k].blocks)
-            own = {each.block.name: each.assignment for each in blocks}
-            folded = folds(stage, self.problem.graph, own)
+            blocks = chain(*(self.evaluation.priced[k].blocks for k in numbers))
+            assignments = {entered.block.name: entered.assignment for entered in blocks}
+            folded = folds(stage, self.problem.graph, assignments)
             rows.append(
                 {
                     "ranks": compress_ranks(ranks),
@@ -106,7 +105,7 @@ class Details:
 
     @cached_property
     def blocks(self) -> list[Row]:
-        """What a rank runs in each distinct block."""
+        """Steps of a rank in each distinct block."""
         return block_diagrams(self.evaluation.priced)
 
     @cached_property
@@ -116,19 +115,18 @@ class Details:
 
     @property
     def cluster(self) -> Row:
-        """The devices, how many there are, and what `--cluster` calls it where it is as a name
-        says."""
+        """The devices, how many there are, and the name that `--cluster` takes, if there is one."""
         cluster = self.problem.cluster
         return {
             "device": cluster.device.name,
-            "flag": named_as(cluster),
+            "flag": _flag(cluster),
             "num_nodes": cluster.num_nodes,
             "devices_per_node": cluster.devices_per_node,
         }
 
     @cached_property
     def rates(self) -> Row:
-        """Rows a second; tokens of a row, where it has any, and a second."""
+        """Rows a second; tokens of a row and a second, where rows have any."""
         plan, length = self.evaluation.plan, sequence_length(self.problem)
         rows_per_s = plan.global_batch_size / self.evaluation.prediction.step_time_s
         return {
@@ -168,7 +166,7 @@ class Details:
 
     @property
     def training(self) -> Row:
-        """What a step trains on, and by what; `sequence_length` is None where rows have none."""
+        """Batch, precision and optimizer; `sequence_length` is None where rows have none."""
         plan = self.evaluation.plan
         return {
             "global_batch_size": plan.global_batch_size,
@@ -179,8 +177,8 @@ class Details:
 
     @property
     def uncertainty(self) -> Row:
-        """How far prices were off for plans like this one: quantiles of measured over predicted,
-        which rows they are of, and how many."""
+        """Quantiles of measured over predicted for plans like this one, the rows that they are of,
+        and how many."""
         prediction = self.evaluation.prediction
         return {
             "level": LEVEL,
@@ -196,8 +194,8 @@ class Details:
         return {name: deepcopy(getattr(self, name)) for name in names}
 
 
-def named_as(cluster: Cluster) -> str | None:
-    """A cluster as `--cluster` takes it; None for one that no name gives."""
+def _flag(cluster: Cluster) -> str | None:
+    """The `--cluster` of a cluster; None for one that no name gives."""
     if cluster.name.startswith("local-"):
         return f"local:{cluster.devices_per_node}"
     if cluster.name not in catalog_names():
@@ -207,13 +205,12 @@ def named_as(cluster: Cluster) -> str | None:
 
 
 def sequence_length(problem: Problem) -> int | None:
-    """Tokens of a row: of the sequence, where values have features of each token, else of what
-    integers (rows, tokens) the batch has."""
+    """Tokens of a row: of the sequence, where values have features of each token, else of the
+    batch's integers (rows, tokens)."""
     graph, factors = problem.graph, problem.factors
-    token = (factors.sequence,)
     dims = (factors.dims[value] for op in graph.ops for value in op.results)
-    if factors.sequence is not None and any(len(d) > 2 and d[1] == token for d in dims):
-        return factors.sizes[factors.sequence]
+    if (s := factors.sequence) is not None and any(len(d) > 2 and d[1] == (s,) for d in dims):
+        return factors.sizes[s]
     metas = [graph.values[v] for v in graph.inputs if factors.has_batch(v)]
     lengths = [
         meta.shape[1]
@@ -230,38 +227,37 @@ def cost_of(
     price_per_hour: float | None = None,
     power_watts: float | None = None,
 ) -> Row:
-    """What a run costs: device-hours, days, money at a price per device and hour, and energy at a
+    """The cost of a run: device-hours, days, money at a price per device and hour, and energy at a
     power per device, which the user gives. Raises ValueError for a model without a sequence, and
     for numbers that are not above 0."""
-    given = {"tokens": tokens, "price_per_hour": price_per_hour, "power_watts": power_watts}
-    for name, value in given.items():
-        if value is not None and not (is_number(value) and value > 0):
-            raise MeshwrightError.refused(name, value, legal="a number above 0, or None")
-    found, step = details.throughput, details.evaluation.prediction.step_time_s
-    row: dict[str, Any] = {"device_hours_per_step": found["device_hours_per_step"]}
-    hourly: dict[str, float] = {}  # of a device, by what it is of
+    numbers = {"tokens": tokens, "price_per_hour": price_per_hour, "power_watts": power_watts}
+    for name, number in numbers.items():
+        if number is not None and not (is_number(number) and number > 0):
+            raise MeshwrightError.refused(name, number, legal="a number above 0, or None")
+    throughput, prediction = details.throughput, details.evaluation.prediction
+    row: dict[str, Any] = {"device_hours_per_step": throughput["device_hours_per_step"]}
+    hourly: dict[str, float] = {}  # of a device
     if price_per_hour is not None:
         hourly["price"] = price_per_hour
     if power_watts is not None:
         row["power_watts"], hourly["energy_kwh"] = power_watts, power_watts / 1000
-    for name, each in hourly.items():
-        row[f"{name}_per_step"] = each * row["device_hours_per_step"]
+    for name, rate in hourly.items():
+        row[f"{name}_per_step"] = rate * row["device_hours_per_step"]
     if tokens is None:
         return row
-    if not found["tokens_per_s"]:
+    if not throughput["tokens_per_s"]:
         raise MeshwrightError(
             f"={tokens:g}: the model has no sequence that a cost could be counted in",
             place="tokens",
             legal="None",
             way_out="take price_per_step times your number of steps",
         )
-    seconds = tokens / found["tokens_per_s"]
-    row |= {"tokens": tokens, "steps": seconds / step, "days": seconds / 86400}
-    row["days_interval"] = [
-        s * row["steps"] / 86400 for s in details.evaluation.prediction.step_interval_s
-    ]
-    row["device_hours"] = row["steps"] * row["device_hours_per_step"]
-    for name, each in hourly.items():
-        row[name] = each * row["device_hours"]
+    seconds = tokens / throughput["tokens_per_s"]
+    steps = seconds / prediction.step_time_s
+    row |= {"tokens": tokens, "steps": steps, "days": seconds / 86400}
+    row["days_interval"] = [step_s * steps / 86400 for step_s in prediction.step_interval_s]
+    row["device_hours"] = steps * row["device_hours_per_step"]
+    for name, rate in hourly.items():
+        row[name] = rate * row["device_hours"]
         row[f"{name}_per_million_tokens"] = row[name] / tokens * 1e6
     return row

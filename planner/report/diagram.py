@@ -1,18 +1,16 @@
-"""What is drawn of a plan, as data: its distinct blocks, what a rank runs in each, operator by
-operator, in which shardings, and the collectives in between (blocks that do the same are one
-diagram); the simulated step, all its events, or three windows of them where there are too many."""
+"""Data of a plan's drawings: its distinct blocks, operator by operator with their shardings and the
+collectives in between; the simulated step, all its events, or three windows of too many."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.operators import PASS_COLUMNS, Entry, Pricer
+from meshwright.costmodel.operators import PASS_COLUMNS, Pricer
 from meshwright.costmodel.schedules import Event, Timeline
 from meshwright.costmodel.sharding import Enter, Leave, Move, Run, Step
 from meshwright.planner.plan import compress_names
-from meshwright.planner.pricing import Entered, PricedStage
+from meshwright.planner.pricing import PricedStage
 
 Row = Mapping[str, Any]
 
@@ -23,44 +21,25 @@ COLUMNS = ("group", "stage", "lane", "kind", "microbatch", "start_s", "end_s")
 KINDS = {"F": "forward", "B": "backward", "I": "backward (inputs)", "W": "backward (weights)"}
 
 
-@dataclass(slots=True, kw_only=True)
-class _Found:
-    """A distinct block as it is first met, and all that do the same."""
-
-    priced: PricedStage
-    block: Entered
-    names: list[str]
-    stages: list[int]
-
-
 def block_diagrams(stages: Sequence[PricedStage]) -> list[Row]:
     """A row for each distinct block: the `blocks` and `stages` that it stands for, its degrees and
     its `steps`, in seconds of one micro-batch on a rank."""
-    found: dict[Any, _Found] = {}
-    for k, own in enumerate(stages):
-        stage = own.stage
-        for each in own.blocks:
-            inputs, choices = tuple(each.inputs.values()), each.assignment.choices
-            mesh = (stage.dp, stage.cp, stage.ep, stage.tp)
-            key = (each.block.class_id, mesh, choices, inputs)
-            first = found.setdefault(key, _Found(priced=own, block=each, names=[], stages=[]))
-            first.names.append(each.block.name)
-            first.stages += [k] * (k not in first.stages)
-    return [_diagram(each) for each in found.values()]
-
-
-def _diagram(found: _Found) -> Row:
-    stage, pricer = found.priced.stage, found.priced.pricer
-    return {
-        "blocks": compress_names(found.names),
-        "stages": found.stages,
-        **{axis: getattr(stage, axis) for axis in ("dp", "cp", "ep", "tp")},
-        "steps": [row for step in found.block.steps for row in _rows(pricer, step)],
-    }
+    diagrams: dict[Any, dict[str, Any]] = {}
+    for k, priced in enumerate(stages):
+        mesh = {axis: getattr(priced.stage, axis) for axis in ("dp", "cp", "ep", "tp")}
+        for entered in priced.blocks:
+            inputs, choices = entered.inputs.values(), entered.assignment.choices
+            key = (entered.block.class_id, *mesh.values(), choices, *inputs)
+            if key not in diagrams:
+                steps = [row for step in entered.steps for row in _rows(priced.pricer, step)]
+                diagrams[key] = {"blocks": [], "stages": [], **mesh, "steps": steps}
+            diagrams[key]["blocks"].append(entered.block.name)
+            diagrams[key]["stages"] += [k] * (k not in diagrams[key]["stages"])
+    return [row | {"blocks": compress_names(row["blocks"])} for row in diagrams.values()]
 
 
 def _rows(pricer: Pricer, step: Step) -> Iterator[dict[str, Any]]:
-    """A step as data, then what it says to other ranks, a row for each collective."""
+    """A step as data, then its collectives, a row each."""
     match step:
         case Enter(value, state, role):
             yield {"kind": "enter", "role": role} | _value(pricer, value) | {"state": str(state)}
@@ -83,10 +62,18 @@ def _rows(pricer: Pricer, step: Step) -> Iterator[dict[str, Any]]:
             yield {"kind": "move"} | _value(pricer, value) | {
                 "from": str(source), "to": str(target),
             }  # fmt: skip
-    if isinstance(step, (Run, Move)):
-        entries = pricer.step_entries(step)
-        for column in PASS_COLUMNS:
-            yield from _collectives(column, [each for each in entries if each.column == column])
+    entries = pricer.step_entries(step) if isinstance(step, (Run, Move)) else ()
+    for column in PASS_COLUMNS:
+        for entry in entries:
+            if entry.column == column and entry.axis and entry.seconds + entry.hidden_s:
+                yield {
+                    "kind": "collective",
+                    "pass": column.removesuffix("_s"),
+                    "axis": entry.axis,
+                    "collective": entry.collective,
+                    "seconds": entry.seconds + entry.hidden_s,
+                    "exposed_s": entry.seconds,
+                }
 
 
 def _value(pricer: Pricer, value: str) -> dict[str, Any]:
@@ -95,30 +82,16 @@ def _value(pricer: Pricer, value: str) -> dict[str, Any]:
     return {"value": names.get(value, value), "shape": list(meta.shape)}
 
 
-def _collectives(column: str, entries: Sequence[Entry]) -> Iterator[dict[str, Any]]:
-    for entry in entries:
-        if entry.axis and entry.seconds + entry.hidden_s:
-            yield {
-                "kind": "collective",
-                "pass": column.removesuffix("_s"),
-                "axis": entry.axis,
-                "collective": entry.collective,
-                "seconds": entry.seconds + entry.hidden_s,
-                "exposed_s": entry.seconds,
-            }
-
-
 # --- the simulated step --------------------------------------------------------------------------
 
 
 def timeline_data(timeline: Timeline) -> dict[str, Any]:
-    """How many events there are, and windows of them: from and to which second, and a line of
+    """The number of events, and windows of them: from and to which second, and a line of
     comma-separated `COLUMNS` for each event. `complete` says whether all are there."""
     events = timeline.events
     complete = len(events) <= MAX_EVENTS
-    group_of: dict[int | None, int] = {
-        stage: g for g, stages in enumerate(timeline.stages_of) for stage in stages
-    }
+    stages_of = enumerate(timeline.stages_of)
+    group_of: dict[int | None, int] = {stage: g for g, stages in stages_of for stage in stages}
     windows = [("whole", events)] if complete else zip(WINDOWS, _windows(events), strict=True)
     return {
         "events": len(events),
@@ -126,17 +99,17 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
         "windows": [
             {
                 "window": name,
-                "start_s": min((e.start_s for e in own), default=0.0),
-                "end_s": max((e.end_s for e in own), default=0.0),
-                "events_csv": "\n".join([",".join(COLUMNS), *_lines(own, group_of)]),
+                "start_s": min((event.start_s for event in window), default=0.0),
+                "end_s": max((event.end_s for event in window), default=0.0),
+                "events_csv": "\n".join([",".join(COLUMNS), *_lines(window, group_of)]),
             }
-            for name, own in windows
+            for name, window in windows
         ],
     }
 
 
 def _windows(events: Sequence[Event]) -> list[Sequence[Event]]:
-    """As many events as fit a window at the beginning, around the middle and at the end."""
+    """Events that fit a window at the beginning, around the middle and at the end."""
     half = (len(events) - MAX_OF_WINDOW) // 2
     starts = (0, half, len(events) - MAX_OF_WINDOW)
     return [events[k : k + MAX_OF_WINDOW] for k in starts]

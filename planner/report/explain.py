@@ -51,15 +51,15 @@ HOST_STEP = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Searched:
-    """The part of a report that only a search can give: the solver's proofs, and for the summary
-    the bound on all step times and the gap to it."""
+    """The part of a report that only a search can give: the solver's proofs, and the bound on all
+    step times with the gap to it."""
 
     solver: Sequence[Row] = ()
     bound: Row
 
 
 def explain_plan(evaluation: Evaluation, problem: Problem, phases_s: Mapping[str, float]) -> Report:
-    """The report of a plan that was given, not searched."""
+    """The report of a plan that was not searched."""
     notes = ("the plan was given: nothing was searched",)
     return explain(evaluation, problem, phases_s=phases_s, notes=notes)
 
@@ -77,8 +77,7 @@ def explain(
     graph, factors, cluster = problem.graph, problem.factors, problem.cluster
     shares = divided(evaluation.priced)
     degrees = {stage.tp for stage in plan.stages}
-    of_node = divisors(cluster.devices_per_node)
-    refused = excluded(graph, factors, sorted(degrees.union(of_node)))
+    refused = excluded(graph, factors, sorted(degrees.union(divisors(cluster.devices_per_node))))
     details = Details(evaluation=evaluation, problem=problem)
     summary = {
         "parameters": graph.num_parameters(),
@@ -112,8 +111,8 @@ def explain(
             *ulysses_notes(evaluation.priced),
             *map(str, refused[:MAX_EXCLUDED]),
         ),
-        excluded=[each.as_dict() for each in refused],
-        aside=[str(each) for each in refused if degrees.isdisjoint(each.degrees)],
+        excluded=[products.as_dict() for products in refused],
+        aside=[str(products) for products in refused if degrees.isdisjoint(products.degrees)],
         phases_s=phases_s,
         timeline=evaluation.timeline.chrome_trace(),
         details=details,
@@ -121,14 +120,14 @@ def explain(
 
 
 def _layout(plan: Plan) -> Row:
-    """Which stages a pipeline's device groups have: their blocks, and in Megatron's notation."""
+    """Stages of a pipeline's device groups: their blocks, and in Megatron's notation."""
     if len(plan.devices) == 1:
         return {}
     return {"layout": stage_layout(plan), "megatron_layout": megatron_layout(plan)}
 
 
 def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
-    """What the summary says of memory: bytes, and whether the plan fits, and by what."""
+    """Memory in the summary: bytes, whether the plan fits, and by what."""
     summary = {
         "peak_memory_bytes": prediction.peak_memory_bytes,
         "memory_interval_bytes": prediction.memory_interval_bytes,
@@ -147,24 +146,24 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
             "flash_bytes": list(prediction.flash_bytes),
             "flash_room_bytes": cluster.host.flash_room_bytes,
         }
-    if (found := prediction.rehearsed) is None:
+    if (rehearsed := prediction.rehearsed) is None:
         return summary
-    fullest = max(range(len(found.peak_bytes)), key=found.peak_bytes.__getitem__)
+    fullest = max(range(len(rehearsed.peak_bytes)), key=rehearsed.peak_bytes.__getitem__)
     return summary | {
         "memory_verdict_by": "rehearsal",
-        "rehearsed_memory_bytes": found.peak_bytes,
-        "rehearsed_tensor_bytes": found.tensor_bytes[fullest],
-        "bytes_beside_tensors": found.beside_bytes[fullest],
+        "rehearsed_memory_bytes": rehearsed.peak_bytes,
+        "rehearsed_tensor_bytes": rehearsed.tensor_bytes[fullest],
+        "bytes_beside_tensors": rehearsed.beside_bytes[fullest],
     }
 
 
-def _values(stage: StagePlan) -> dict[str, Any]:
-    """What is decided of a stage; of its blocks, in words."""
-    said = decision_words(stage)
+def _decisions(stage: StagePlan) -> dict[str, Any]:
+    """Decisions of a stage; of its blocks, in words."""
+    words = decision_words(stage)
     return {
-        name: said[own.column] if own.acts == "block" else getattr(stage, name)
-        for name, own in DECISIONS.items()
-        if hasattr(stage, name)
+        d.name: words[d.column] if d.acts == "block" else getattr(stage, d.name)
+        for d in DECISIONS.values()
+        if hasattr(stage, d.name)
     }
 
 
@@ -175,7 +174,7 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
         {
             "blocks": compress_names(stage.blocks),
             "ranks": compress_ranks(stage.ranks),
-            **_values(stage),
+            **_decisions(stage),
             "mesh": mesh_words(stage),
             "decided": decision_words(stage),
             "host_bytes": float(costs.in_host_bytes(in_flight)),
@@ -195,7 +194,7 @@ def _stage_rows(evaluation: Evaluation) -> list[dict[str, Any]]:
 
 
 def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
-    """Where the prices come from, and what they take for granted of the software."""
+    """Sources of the prices, and assumptions about the software."""
     shares, target = evaluation.rests_on(), evaluation.target
     of = "this machine's rates" if problem.cluster.measured else "the catalog's efficiency curves"
     lines = [
@@ -213,7 +212,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
     if evaluation.plan.precision in FP8:
         lines.append(_in_fp8(problem, evaluation.plan.precision))
     if problem.profile is not None:
-        lines += [f"corrected by steps that ran: {each}" for each in problem.profile.corrected_by()]
+        lines += [f"corrected by steps that ran: {by}" for by in problem.profile.corrected_by()]
     if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:
         lines += [*problem.cluster.host.assumed(_measured_of_host(problem)), HOST_STEP]
     lines += [FILES] * bool(evaluation.prediction.flash_bytes)
@@ -236,58 +235,58 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
 
 
 def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:
-    """What the optimizer that is counted takes more than its fused kernel, where torch has one."""
+    """Seconds and bytes of an optimizer that steps kernel by kernel, beside its fused kernel's."""
     stepped, faster = problem.stepped, fused(problem.stepped)
     if stepped == faster:
         return []
-    own, other = optimizer_named(stepped), optimizer_named(faster)
-    stages, there = evaluation.plan.stages, problem.cluster.device.kind == "cuda"
-    there &= evaluation.target.gradients_come
-    if there and all(stage.host.states == 1 for stage in stages):
+    slow, fast = optimizer_named(stepped), optimizer_named(faster)
+    stages = evaluation.plan.stages
+    held = problem.cluster.device.kind == "cuda" and evaluation.target.gradients_come
+    if held and all(stage.host.states == 1 for stage in stages):
         return [
-            f"{stepped} makes {own.temporary} bytes a parameter beside its states in a step, where "
-            f"these lie on a device; more may fit with fused=True (planned as {faster!r})"
+            f"{stepped} makes {slow.temporary} bytes a parameter beside its states in a step, "
+            f"where these lie on a device; more may fit with fused=True (planned as {faster!r})"
         ]
     step_s = busiest(device_groups(evaluation)).optimizer_s
     beside = max(
-        own.temporary * costs.parameters / stage.parts(stage.shards) * (1 - stage.host.states)
+        slow.temporary * costs.parameters / stage.parts(stage.shards) * (1 - stage.host.states)
         for stage, costs in zip(stages, evaluation.stages, strict=True)
     )
-    binds = there and any(peak.action is None for peak in evaluation.prediction.peaks)
+    binds = held and any(peak.action is None for peak in evaluation.prediction.peaks)
     return [
         f"{stepped} steps kernel by kernel, torch's default, in {seconds(step_s)}"
-        + f" and {sized(beside)} beside its states" * there
+        + f" and {sized(beside)} beside its states" * held
         + ", where the memory of this plan is highest" * binds
         + f"; with fused=True (planned as {faster!r}) in "
-        f"{seconds(step_s * other.moved / own.moved)}" + " and nothing" * there
+        f"{seconds(step_s * fast.moved / slow.moved)}" + " and nothing" * held
     ]
 
 
 def _measured_of_host(problem: Problem) -> list[str]:
-    """The kinds of what a node's host does that were measured, by the ranks of a node at once."""
-    own, per_node = problem.profile, problem.cluster.devices_per_node
-    if own is None:
+    """Kinds of a host's work that were measured, by the ranks of a node at once."""
+    profile, per_node = problem.profile, problem.cluster.devices_per_node
+    if profile is None:
         return []
-    return [kind for kind in OF_HOST if own.host_bandwidth(kind, at_once(kind, per_node))]
+    return [kind for kind in OF_HOST if profile.host_bandwidth(kind, at_once(kind, per_node))]
 
 
 def _software(target: Target, *, hides: bool) -> str:
-    """What a target is taken to do, and what it can't."""
-    parts = (
-        ("gradient reduction", target.overlap_gradients and hides),
-        ("ZeRO's gathers", target.overlap_parameters and hides),
-        ("sends", target.overlap_sends),
-    )
-    words = [f"{what} {'overlapped' if does else 'not overlapped'}" for what, does in parts]
+    """Features that a target is taken to have, and those that it lacks."""
+    overlaps = {
+        "gradient reduction": target.overlap_gradients and hides,
+        "ZeRO's gathers": target.overlap_parameters and hides,
+        "sends": target.overlap_sends,
+    }
+    words = [f"{name} {'' if hidden else 'not '}overlapped" for name, hidden in overlaps.items()]
     without = f"; can't run {', '.join(target.excludes)}" if target.excludes else ""
     return f"target {target.name}: kernels fused: {target.fusion}; {', '.join(words)}{without}"
 
 
 def _in_fp8(problem: Problem, precision: str) -> str:
-    """What is in 8 bits, and how it is scaled."""
+    """Products in 8 bits, and their scales."""
     graph, table = problem.graph, problem.factors
-    whole = sum(op_flops(table, op) for op in graph.ops if table.ops[op.name].flops)
-    part = sum(op_flops(table, op) for op in graph.ops if is_fp8(graph, op)) / whole
+    total = sum(op_flops(table, op) for op in graph.ops if table.ops[op.name].flops)
+    part = sum(op_flops(table, op) for op in graph.ops if is_fp8(graph, op)) / total
     by = "row" if precision == "fp8_rowwise" else "tensor"
     where = "" if "fp8" in problem.cluster.device.peak_flops else ", emulated on this device"
     return (
@@ -297,10 +296,10 @@ def _in_fp8(problem: Problem, precision: str) -> str:
 
 
 def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
-    """Notes on what slows the plan down, or changes its loss."""
+    """Notes on whatever slows the plan down, or changes its loss."""
     graph, factors, notes = problem.graph, problem.factors, []
-    precision, device = evaluation.plan.precision, problem.cluster.device
-    precision, faster = wide(precision), device.fastest
+    precision, device = wide(evaluation.plan.precision), problem.cluster.device
+    faster = device.fastest
     if precision not in device.peak_flops and device.flops(faster) > device.flops(precision):
         times = device.flops(faster) / device.flops(precision)
         notes.append(

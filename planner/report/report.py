@@ -1,4 +1,4 @@
-"""Report: a plan, its costs, why not another one, and what was assumed, as text and as data."""
+"""Report: a plan, its costs, the alternatives and the assumptions, as text and as data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DeferredAnswers(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsed:
-    """What a rehearsal of the plan found, as `lines` of text and as `data`."""
+    """Findings of a rehearsal of the plan, as `lines` of text and as `data`."""
 
     lines: Sequence[str]
     data: Row
@@ -48,15 +48,13 @@ class Rehearsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything to know about a plan. `str()` is what one decides from, `text(full=True)` all of
-    it, `to_dict()` the same as data.
+    """Everything to know about a plan: as text to decide from, as the whole of it, and as data.
 
     `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
-    `alternatives`, `runners_up`, `overrides`, `advice` and `sensitivity()` are `deferred`: found
-    when they are first asked for, of several ranks by the one that priced the plan; so are
-    `details`: memory by what holds it, communication by axis and link, throughput. `rehearsed` is
-    there after a rehearsal of this plan: the summary's verdict on memory rests on it then. `aside`
-    are those of the `notes` that are about other plans.
+    `alternatives`, `runners_up`, `overrides`, `advice` and `sensitivity()` are `deferred`: searched
+    when they are first asked for, of several ranks by the one that priced the plan; so are the
+    `details`. `rehearsed` is there after a rehearsal, on which the summary's verdict on memory then
+    rests. `aside` are the `notes` on other plans.
     """
 
     plan: Plan
@@ -76,13 +74,13 @@ class Report:
 
     @property
     def components(self) -> Components:
-        """Where the step goes on the busiest devices."""
+        """Seconds of a step by component, on the busiest devices."""
         return busiest(self.device_groups)
 
     @property
     def alternatives(self) -> Sequence[Row]:
-        """What the search finds of each family that the chosen plan does not belong to, under the
-        overrides that it `asks` for: step time, how much `slower`, seconds more by component
+        """The best plan of each family that the chosen plan does not belong to, under the overrides
+        that it `asks` for: step time, how much `slower`, seconds more by component
         (`components_s`); or what it lacks (`shortfall_bytes`), or takes at least (`bound_s`) where
         the time was too short; with a `smaller_margin` what memory forbids."""
         return self.deferred.alternatives() if self.deferred else []
@@ -100,18 +98,18 @@ class Report:
 
     @property
     def overrides(self) -> Sequence[Row]:
-        """What the given overrides cost, all together and each, against doing without."""
+        """The cost of the overrides, all together and one by one, against doing without."""
         return self.deferred.overrides() if self.deferred else []
 
     @property
     def advice(self) -> Sequence[Row]:
-        """What the user may change beyond the plan: a `kind` (batch, size, logits), a sentence
-        (`advice`) and its numbers."""
+        """Changes beyond the plan: a `kind` (batch, size, logits), a sentence (`advice`) and its
+        numbers."""
         return self.deferred.advice() if self.deferred else []
 
     def sensitivity(self) -> Sequence[Row]:
-        """Which property of the cluster, scaled by how much, would flip the decision and to what;
-        the plans known from the search are priced again, so that it takes seconds."""
+        """Properties of the cluster, the factors on them that would flip the decision, and the
+        plans then chosen, of those known from the search, which are priced again: seconds."""
         return self.deferred.sensitivity() if self.deferred else []
 
     def to_dict(self) -> dict[str, Any]:
@@ -148,8 +146,8 @@ class Report:
         Raises ValueError as `cost_of`."""
         if self.details is None:
             return None
-        given = {"price_per_hour": price_per_hour, "power_watts": power_watts}
-        return cost_of(self.details, tokens=tokens, **given)
+        rates = {"price_per_hour": price_per_hour, "power_watts": power_watts}
+        return cost_of(self.details, tokens=tokens, **rates)
 
     def html(
         self,
@@ -194,7 +192,7 @@ class Report:
         return full_text(self) if full else short_text(self)
 
     def text(self, *, full: bool = False) -> str:
-        """What one decides from; `full` is all there is, whose answers take seconds to find."""
+        """The text to decide from; `full` is all there is, whose answers take seconds to find."""
         return str(self.document(full=full))
 
     def __str__(self) -> str:
@@ -202,7 +200,7 @@ class Report:
 
     @property
     def memory(self) -> str:
-        """What the verdict on memory rests on."""
+        """The bytes that the verdict on memory rests on."""
         s = self.summary
         if s["memory_verdict_by"] == "price":
             return " to ".join(map(sized, s["memory_interval_bytes"]))

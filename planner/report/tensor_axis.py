@@ -1,16 +1,13 @@
-"""The tensor axis of a plan: the share of a model that a degree leaves whole, and why; Ulysses.
+"""The tensor axis of a plan: the share of a model that it divides, and what it can't; Ulysses.
 
-Of a stage with tp > 1 its ranks share out the FLOPs of the products that the plan splits by a
-factor, and the elements of the parameters that it stores in parts; everything else each of them
-does, or holds, in full. A product is *excluded* from a degree by a factor that its rule splits
-(heads) and that so many ranks can't (25 heads on 8); it runs in full where no other factor of it
-can be split instead. One with a weight counts where it runs in full alone: any dim of the weight is
-as good as another.
+The ranks of a tensor axis share out the FLOPs of the products that the plan splits by a factor, and
+the elements of the parameters that it stores in parts. A product is *excluded* from a degree by a
+factor that its rule splits (heads) and that so many ranks can't (25 heads on 8); it runs in full
+where no other factor of it can be split instead. One with a weight counts only where it runs in
+full: any dim of the weight is as good as another.
 
-Ulysses is attention whose ranks split the sequence before and after it, and its heads inside. The
-intra-op program finds it without knowing the name: of what attention reads or gives, the tensor
-axis moves from a dim that has tokens to one that has heads, or back, by an all-to-all (DeepSpeed
-Ulysses, arXiv 2309.14509).
+Ulysses (DeepSpeed, arXiv 2309.14509) is attention whose ranks split the sequence before and after
+it, and its heads inside: an all-to-all from a dim with tokens to one with heads, or back.
 """
 
 from __future__ import annotations
@@ -28,23 +25,22 @@ from meshwright.costmodel.sharding import (
     FactorTable,
     Move,
     Placement,
+    Step,
     indivisible,
     splitting_degrees,
     strategies,
 )
-from meshwright.planner.pricing import Entered, StageBlocks
+from meshwright.planner.pricing import StageBlocks
 
 TOKENS, HEADS = ("s", "t"), ("heads", "group")  # factors of attention, as its rule names them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Excluded:
-    """Products alike that can't be split `degrees` ways by some of their `factors` (name -> size).
-
-    `operators` is their key, repeats as `*`, `count` their number, `flops` their share of the
-    model's forward FLOPs; `legal` are degrees that could, `instead` the factors by which the
-    degrees can split them otherwise: where there are none, they run in full on every rank.
-    """
+    """Equal products that can't be split `degrees` ways by some of their `factors` (name -> size):
+    their key, repeats as `*`, their number and share of the model's forward FLOPs, the `legal`
+    degrees, and the factors by which the degrees can split them `instead`; where there are none,
+    they run in full on every rank."""
 
     operators: str
     count: int
@@ -60,15 +56,17 @@ class Excluded:
         if self.instead:
             effect = f"is split by {', '.join(self.instead)} or not at all"
         sizes = ", ".join(f"{name} = {size}" for name, size in self.factors.items())
+        *first, last = map(str, self.degrees)
+        degrees = f"{', '.join(first)} or {last}" if first else last
         return (
-            f"tp {_either(self.degrees)}: {self.operators}{many}, {self.flops:.0%} of the FLOPs, "
+            f"tp {degrees}: {self.operators}{many}, {self.flops:.0%} of the FLOPs, "
             f"{effect}: {sizes}; degrees that divide: {', '.join(map(str, self.legal)) or 'none'}"
         )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data."""
-        lists = {name: list(getattr(self, name)) for name in ("degrees", "legal", "instead")}
-        return asdict(self) | lists
+        data = asdict(self)
+        return data | {name: list(data[name]) for name in ("degrees", "legal", "instead")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,22 +81,22 @@ class Divided:
 
 def excluded(graph: Graph, table: FactorTable, degrees: Iterable[int]) -> tuple[Excluded, ...]:
     """Products that some of the tensor-parallel degrees can't split, most FLOPs first."""
-    asked = tuple(d for d in degrees if d > 1)
-    if not asked:
+    degrees = [degree for degree in degrees if degree > 1]
+    if not degrees:
         return ()
     total = sum(op_flops(table, op) for op in graph.ops)
-    found: list[Excluded] = []
+    products: list[Excluded] = []
     for pattern, ops in _alike(graph, table).items():
         groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[int]] = defaultdict(list)
         weighted = any(value in graph.parameters for value in ops[0].operands)
-        for degree in asked:
+        for degree in degrees:
             factors = _refused(table, ops[0], degree)
             instead = _splits(graph, table, ops[0], degree)
             if factors and not (weighted and instead):
                 groups[factors, instead].append(degree)
         for (factors, instead), refused in groups.items():
             legal = {d for f in factors for d in splitting_degrees(graph, table, ops[0], f)}
-            found.append(
+            products.append(
                 Excluded(
                     operators=pattern,
                     count=len(ops),
@@ -109,49 +107,41 @@ def excluded(graph: Graph, table: FactorTable, degrees: Iterable[int]) -> tuple[
                     instead=instead,
                 )
             )
-    return tuple(sorted(found, key=lambda e: (bool(e.instead), -e.flops, e.operators)))
+    return tuple(sorted(products, key=lambda e: (bool(e.instead), -e.flops, e.operators)))
 
 
 def _refused(table: FactorTable, op: Op, degree: int) -> tuple[str, ...]:
     """The factors that so many ranks can't split, of dims none of whose factors they can."""
-    made, sizes = table.ops[op.name], indivisible(table, op, degree)
-    dims = [dim for tensor in (*made.results, *made.operands) for dim in tensor]
-    return tuple(
-        dict.fromkeys(
-            letter
-            for dim in dims
-            for letter in dim
-            if letter in sizes
-            and letter in made.flop_factors
-            and all(f in sizes or made.kinds[f] == "whole" for f in dim)
-        )
-    )
+    factors, sizes = table.ops[op.name], indivisible(table, op, degree)
+    dims = [dim for tensor in (*factors.results, *factors.operands) for dim in tensor]
+    unsplit = [dim for dim in dims if all(f in sizes or factors.kinds[f] == "whole" for f in dim)]
+    letters = dict.fromkeys(letter for dim in unsplit for letter in dim)
+    return tuple(f for f in letters if f in sizes and f in factors.flop_factors)
 
 
 def divided(stages: Sequence[StageBlocks]) -> tuple[Divided, ...]:
     """Shares of each stage that its tensor axis divides."""
-    found = []
-    for own in stages:
+    shares = []
+    for priced in stages:
         work = split = 0.0
-        parts: dict[str, bool] = {}
-        for each in own.blocks if own.stage.tp > 1 else ():
-            chosen = each.assignment
-            for op in each.block.ops:
-                flops = op_flops(own.pricer.table, op)
+        sharded: dict[str, bool] = {}
+        for entered in priced.blocks if priced.stage.tp > 1 else ():
+            assignment, block = entered.assignment, entered.block
+            for op in block.ops:
+                flops = op_flops(priced.pricer.table, op)
                 work += flops
-                split += flops * bool(chosen.strategies[op.name].split_factor)
-            parts |= {value: chosen.states[value].sharded for value in each.block.parameters}
-        values = own.pricer.graph.values
-        held = sum(values[v].numel for v in parts)
-        shared = sum(values[v].numel for v, sharded in parts.items() if sharded)
-        found.append(
+                split += flops * bool(assignment.strategies[op.name].split_factor)
+            sharded |= {value: assignment.states[value].sharded for value in block.parameters}
+        numel = {value: priced.pricer.graph.values[value].numel for value in sharded}
+        total, part = sum(numel.values()), sum(numel[v] for v in sharded if sharded[v])
+        shares.append(
             Divided(
-                tp=own.stage.tp,
+                tp=priced.stage.tp,
                 flops=split / work if work else 0.0,
-                parameters=shared / held if held else 0.0,
+                parameters=part / total if total else 0.0,
             )
         )
-    return tuple(found)
+    return tuple(shares)
 
 
 def divided_notes(
@@ -164,11 +154,9 @@ def divided_notes(
         flops, parameters = _span([s.flops for s in of]), _span([s.parameters for s in of])
         why = ""
         if not any(share.flops or share.parameters for share in of):
-            possible = any(
-                _splits(graph, table, ops[0], tp) for ops in _alike(graph, table).values()
-            )
+            products = _alike(graph, table).values()
             why = ": no size of a product can be split so many ways"
-            if possible:
+            if any(_splits(graph, table, ops[0], tp) for ops in products):
                 why = ": the plan shards nothing"
                 if searched:
                     why = ": on these links sharding costs more than it saves"
@@ -180,14 +168,14 @@ def divided_notes(
 
 def _alike(graph: Graph, table: FactorTable) -> Mapping[str, list[Op]]:
     """The products of a model, repeats of one size under one name."""
-    found: dict[tuple[str, tuple[tuple[str, int], ...]], list[Op]] = defaultdict(list)
+    by_size: dict[tuple[str, tuple[tuple[str, int], ...]], list[Op]] = defaultdict(list)
     for op in graph.ops:
-        made = table.ops[op.name]
-        if made.matmul:
+        factors = table.ops[op.name]
+        if factors.matmul:
             name = re.sub(r"(?<![^.])\d+(?=[.:])", "*", op.key)
-            found[name, tuple(sorted(made.sizes.items()))].append(op)
+            by_size[name, tuple(sorted(factors.sizes.items()))].append(op)
     named: dict[str, list[Op]] = {}
-    for (name, _), ops in found.items():
+    for (name, _), ops in by_size.items():
         named[name if name not in named else ops[0].key] = ops
     return named
 
@@ -196,11 +184,6 @@ def _splits(graph: Graph, table: FactorTable, op: Op, degree: int) -> tuple[str,
     """The factors by which so many ranks can split an operator."""
     options = strategies(graph, table, op, degree)
     return tuple(dict.fromkeys(o.split_factor for o in options if o.split_factor))
-
-
-def _either(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _span(shares: Sequence[float]) -> str:
@@ -213,35 +196,31 @@ def _span(shares: Sequence[float]) -> str:
 
 def ulysses_notes(stages: Sequence[StageBlocks]) -> list[str]:
     """A line for each tensor-parallel degree that moves attention between tokens and heads."""
-    found: dict[int, list[bool]] = {}
-    for own in stages:
-        for each in own.blocks if own.stage.tp > 1 else ():
-            if any(traits_of(op).kernel == "attention" for op in each.block.ops):
-                found.setdefault(own.stage.tp, []).append(_exchanges(own.pricer.table, each))
+    by_degree = defaultdict[int, list[bool]](list)
+    for priced in stages:
+        for entered in priced.blocks if priced.stage.tp > 1 else ():
+            attention = [op for op in entered.block.ops if traits_of(op).kernel == "attention"]
+            if attention:
+                exchanges = _exchanges(priced.pricer.table, attention, entered.steps)
+                by_degree[priced.stage.tp].append(exchanges)
     return [
         f"Ulysses on the tensor axis: tp {tp} splits the sequence around attention and the heads "
         f"inside, by all-to-all, in {sum(has)} of {len(has)} blocks with attention"
-        for tp, has in sorted(found.items())
+        for tp, has in sorted(by_degree.items())
         if any(has)
     ]
 
 
-def _exchanges(table: FactorTable, found: Entered) -> bool:
-    """Whether a block moves a value from the tokens of its attention to the heads, or back."""
-    tokens, heads = set[int](), set[int]()
-    for op in found.block.ops:
-        if traits_of(op).kernel == "attention":
-            letters = table.letters[op.name]
-            tokens.update(a for name in TOKENS for a in letters.get(name, ()))
-            heads.update(a for name in HEADS for a in letters.get(name, ()))
+def _exchanges(table: FactorTable, attention: Sequence[Op], steps: Sequence[Step]) -> bool:
+    """Whether some step moves a value from the tokens of attention to its heads, or back."""
+    tokens, heads = (
+        {a for op in attention for name in names for a in table.letters[op.name].get(name, ())}
+        for names in (TOKENS, HEADS)
+    )
 
     def split(move: Move, state: Placement) -> set[int]:
         return set(table.dims[move.value][state.dim]) if state.sharded else set()
 
-    steps = (step for step in found.steps if isinstance(step, Move))
-    ends = ((split(move, move.source), split(move, move.target)) for move in steps)
-    return any(
-        (not tokens.isdisjoint(a) and not heads.isdisjoint(b))
-        or (not heads.isdisjoint(a) and not tokens.isdisjoint(b))
-        for a, b in ends
-    )
+    moves = (step for step in steps if isinstance(step, Move))
+    ends = ((split(move, move.source), split(move, move.target)) for move in moves)
+    return any((tokens & a and heads & b) or (heads & a and tokens & b) for a, b in ends)

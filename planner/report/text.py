@@ -1,12 +1,11 @@
-"""The text of a report: short, what one decides from and what is known already; full, all of it,
-with the answers that take more planning. In plain text a table is aligned, a terminal may draw it.
-"""
+"""The text of a report: short, to decide from, with what is known already; full, all of it, with
+the answers that take more planning."""
 
 from __future__ import annotations
 
 import re
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,9 +21,9 @@ MAX_STAGES = 8  # rows of the short stage table
 MAX_OTHERS = 5  # plans that the short text compares with
 WIDTH = 150  # of a line that may be long
 MAX_PARTS = 3  # parts of a stage's memory by name
-BAR, BARS = "\u2588", 20  # of the whole
-LEAST_PHASE_S = 0.05  # of planning: what takes less is in the sum alone
-LEAST_PART = 5e-4  # of a step: what takes less is left out of the short text
+BAR, BARS = "\u2588", 20  # of a step
+LEAST_PHASE_S = 0.05  # of planning: shorter phases are in the sum alone
+LEAST_PART = 5e-4  # of a step: smaller parts are left out of the short text
 _OF_HARDWARE = re.compile(r"^(\S+): \S+ = .* is (assumed|fitted) \(", re.DOTALL)
 
 
@@ -89,8 +88,8 @@ def _layout(report: Report) -> list[str]:
     """The blocks of a pipeline's stages, and Megatron's notation of them."""
     if "layout" not in report.summary:
         return []
-    said = f"blocks of stages by device group: {layout_words(report.plan)}"
-    lines = textwrap.wrap(said, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    blocks = f"blocks of stages by device group: {layout_words(report.plan)}"
+    lines = textwrap.wrap(blocks, WIDTH, initial_indent="  ", subsequent_indent="    ")
     notation = report.summary["megatron_layout"]
     return lines + [f'  Megatron: --pipeline-model-parallel-layout "{notation}"'] * bool(notation)
 
@@ -108,19 +107,18 @@ def _peak(summary: Row) -> str:
 
 
 def _intervals(report: Report) -> str:
-    """What other models' measurements make of the step and the memory, and how many they are."""
-    s, error = report.summary, report.details.uncertainty if report.details else {}
-    step = " to ".join(map(seconds, s["step_interval_s"]))
-    of_step, of_memory = (_rests_on(error[what]) if error else "" for what in ("step", "memory"))
-    said = f"{s['memory_verdict']}: {s['memory_probability']:.0%}"
+    """80 % intervals of the step and the memory, with the measurements that they rest on."""
+    s, errors = report.summary, report.details.uncertainty if report.details else {}
+    by = {"step": "", "memory": ""}
+    for name in by if errors else ():
+        rows = f"{errors[name]['rows']} measured: " if errors[name]["rows"] else ""
+        by[name] = f" (by {rows}{errors[name]['of']})"
+    memory = report.memory
     if s["memory_verdict_by"] == "price":
-        return f"  with 80 %: {step}{of_step}; memory {report.memory}{of_memory}; {said}"
-    return f"  with 80 %: {step}{of_step}; {report.memory}; {said}"
-
-
-def _rests_on(error: Row) -> str:
-    rows = f"{error['rows']} measured: " if error["rows"] else ""
-    return f" (by {rows}{error['of']})"
+        memory = f"memory {memory}{by['memory']}"
+    step = " to ".join(map(seconds, s["step_interval_s"])) + by["step"]
+    verdict = f"{s['memory_verdict']}: {s['memory_probability']:.0%}"
+    return f"  with 80 %: {step}; {memory}; {verdict}"
 
 
 def _bounds(report: Report, proof: Row) -> list[str]:
@@ -137,21 +135,19 @@ def _bounds(report: Report, proof: Row) -> list[str]:
 
 
 def gap_words(gap: float) -> str:
-    """By how much a step may exceed the fastest there is."""
+    """The part by which a step may exceed the fastest there is."""
     return f"gap {gap:.1%}" if gap <= 1 else f"this one takes {slower(gap)} that"
 
 
 def _shown_stages(stages: Sequence[Row]) -> list[int]:
-    """Of many stages the slowest, the fullest, the last, and the first ones."""
-    if len(stages) <= MAX_STAGES:
-        return list(range(len(stages)))
+    """The slowest of many stages, the fullest, the last, and the first ones."""
     every = range(len(stages))
-    wanted = [
+    first = [
         max(every, key=lambda k: stages[k]["forward_s"] + stages[k]["backward_s"]),
         max(every, key=lambda k: stages[k]["memory_bytes"]),
         every[-1],
     ]
-    return sorted(list(dict.fromkeys([*wanted, *every]))[:MAX_STAGES])
+    return sorted([*dict.fromkeys([*first, *every])][:MAX_STAGES])
 
 
 def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
@@ -180,26 +176,24 @@ def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
 
 
 def _memory_parts(report: Report) -> list[Part]:
-    """What holds the memory of the fullest device group, and of the others that differ."""
+    """Memory of the fullest device group by what holds it, and of the others that differ."""
     if report.details is None:
         return []
     rows = sorted(report.details.memory, key=lambda row: -row["priced_bytes"])
-    alike: dict[str, list[Row]] = {}
-    for row in rows:
-        alike.setdefault(_parts_of(row), []).append(row)
-    more = len(alike) - MAX_PARTS
-    told = list(alike.items()) if more <= 1 else list(alike.items())[:MAX_PARTS]
-    ranks = [", ".join(row["ranks"] for row in own) for _, own in told]
-    lines = [f"  ranks {names}: {text}" for names, (text, _) in zip(ranks, told, strict=True)]
     names = [name for name in rows[0]["parts"] if any(row["parts"][name] for row in rows)]
-    cells = [
-        (of, *(sized(own[0]["parts"][n]) for n in names), sized(own[0]["priced_bytes"]))
-        for of, (_, own) in zip(ranks, told, strict=True)
-    ]
-    shown = Table(heads=("ranks", *names, "in all"), rows=cells, plain=lines)
+    groups: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        groups[_parts_of(row)].append(row)
+    more = len(groups) - MAX_PARTS
+    lines, cells = list[str](), list[tuple[str, ...]]()
+    for text, group in list(groups.items())[: MAX_PARTS if more > 1 else None]:
+        ranks, parts = ", ".join(row["ranks"] for row in group), group[0]["parts"]
+        lines.append(f"  ranks {ranks}: {text}")
+        cells.append((ranks, *(sized(parts[n]) for n in names), sized(group[0]["priced_bytes"])))
+    table = Table(heads=("ranks", *names, "in all"), rows=cells, plain=lines)
     others = [] if more <= 1 else [f"  and {more} less full device groups"]
     moment = f"  (the peak comes in the {peak_words(rows[0]['moment'], rows[0]['block'])})"
-    return ["What holds the memory", shown, *others, moment]
+    return ["What holds the memory", table, *others, moment]
 
 
 def _parts_of(row: Row) -> str:
@@ -212,20 +206,21 @@ def _parts_of(row: Row) -> str:
 def _rehearsed(report: Report) -> list[str]:
     if report.rehearsed is None:
         return []
-    line, *rest = report.rehearsed.lines
-    return [line[:1].upper() + line[1:], *(f"  {x}" for x in rest)]
+    first, *rest = report.rehearsed.lines
+    return [first[:1].upper() + first[1:], *(f"  {line}" for line in rest)]
 
 
 def _where(report: Report, least: float) -> list[Part]:
     parts = report.components.as_dict()
     total = sum(parts.values()) or 1.0
-    named = [(name, s, s / total) for name, s in parts.items() if s >= least * total]
-    said = [f"{name} {seconds(s)} ({share:.0%})" for name, s, share in named]
     rows = [
-        (name, seconds(s), f"{share:.0%}", BAR * round(BARS * share)) for name, s, share in named
+        (name, seconds(s), f"{s / total:.0%}", BAR * round(BARS * (s / total)))
+        for name, s in parts.items()
+        if s >= least * total
     ]
-    heads, plain = ("", "a step", "share", ""), ["  " + ", ".join(said)]
-    return ["Where the step goes (busiest devices)", Table(heads=heads, rows=rows, plain=plain)]
+    plain = ["  " + ", ".join(f"{name} {time} ({share})" for name, time, share, _ in rows)]
+    table = Table(heads=("", "a step", "share", ""), rows=rows, plain=plain)
+    return ["Where the step goes (busiest devices)", table]
 
 
 # --- other plans ---------------------------------------------------------------------------------
@@ -243,37 +238,30 @@ def _nearest(report: Report) -> list[Part]:
 
 
 def _families(report: Report) -> list[Part]:
-    """Alternatives and runners-up, fastest first, one line per plan; then what has none."""
+    """Alternatives and runners-up, fastest first, one line per plan; then families without one."""
     rows = _by_plan((*report.alternatives, *report.runners_up))
-    without = [row for row in report.alternatives if not row["plan"]]
-    if not rows and not without:
-        return []
-    return [
-        "Why not something else (the best found of each family)",
-        *([_compared(rows)] if rows else []),
-        *(
-            line
-            for row in without
-            for line in (f"  {row['family']}: {row['why']}", *_refusals(row))
-        ),
-    ]
+    parts: list[Part] = [_compared(rows)] if rows else []
+    for row in report.alternatives:
+        if not row["plan"]:
+            parts += [f"  {row['family']}: {row['why']}", *_refusals(row)]
+    return ["Why not something else (the best found of each family)", *parts] if parts else []
 
 
 def _by_plan(rows: Sequence[Row]) -> list[tuple[tuple[str, ...], Row]]:
     """Families and row of each plan, fastest first."""
-    found: dict[str, tuple[tuple[str, ...], Row]] = {}
+    plans: dict[str, tuple[tuple[str, ...], Row]] = {}
     for row in rows:
         if row.get("plan"):
-            names, first = found.get(row["plan"], ((), {}))
+            names, first = plans.get(row["plan"], ((), {}))
             family = [row["family"]] if "family" in row else []
-            found[row["plan"]] = ((*names, *family), {**row, **first})
-    return sorted(found.values(), key=lambda item: item[1]["step_time_s"])
+            plans[row["plan"]] = ((*names, *family), {**row, **first})
+    return sorted(plans.values(), key=lambda plan: plan[1]["step_time_s"])
 
 
-def _compared(found: Sequence[tuple[tuple[str, ...], Row]]) -> Table:
+def _compared(plans: Sequence[tuple[tuple[str, ...], Row]]) -> Table:
     """Plans with their families beside the chosen one."""
     rows, plain = list[tuple[str, ...]](), list[str]()
-    for names, row in found:
+    for names, row in plans:
         name, tie = ", ".join(names) or "next best", ", a tie" if row.get("tie") else ""
         step, more, refused = seconds(row["step_time_s"]), slower(row["slower"]), _refusals(row)
         plain += [f"  {name}: {step} ({more}{tie}), {row['why']}", f"    {row['plan']}", *refused]
@@ -284,7 +272,7 @@ def _compared(found: Sequence[tuple[tuple[str, ...], Row]]) -> Table:
 
 
 def _refusals(row: Row) -> list[str]:
-    """What an alternative's degree can't split, a line each."""
+    """Products that an alternative's degree can't split, a line each."""
     return [f"    {text}" for text in row.get("excluded", ())[:MAX_REFUSALS]]
 
 
@@ -295,28 +283,28 @@ def _overrides(report: Report) -> list[str]:
 
 
 def sensitivity_parts(rows: Sequence[Row]) -> list[Part]:
-    """What `Report.sensitivity` found, as text."""
-    told = []
+    """Rows of `Report.sensitivity`, as text."""
+    cells = []
     for row in rows:
-        if row["factor"] is None:
-            told.append((row["property"], "", "no flip between 1/4 and 4"))
-        else:
+        times, then = "", "no flip between 1/4 and 4"
+        if row["factor"] is not None:
+            times = f"times {row['factor']:.3g}"
             then = row["plan"] or "no plan known from the search fits"
-            told.append((row["property"], f"times {row['factor']:.3g}", then))
-    plain = [f"  {name} {times}{': ' if times else ''}{then}" for name, times, then in told]
+        cells.append((row["property"], times, then))
+    plain = [f"  {name} {times}{': ' if times else ''}{then}" for name, times, then in cells]
     heads = ("property", "scaled", "then chosen")
-    return ["What would flip the decision", Table(heads=heads, rows=told, plain=plain)]
+    return ["What would flip the decision", Table(heads=heads, rows=cells, plain=plain)]
 
 
 # --- what it rests on ----------------------------------------------------------------------------
 
 
 def _grouped_assumptions(lines: Sequence[str]) -> list[str]:
-    """Numbers of the catalog that nobody measured are counted; the rest is listed."""
-    found = [_OF_HARDWARE.match(line) for line in lines]
-    kinds = Counter(match[2] for match in found if match)
-    names = dict.fromkeys(match[1] for match in found if match)
-    rest = [line for line, match in zip(lines, found, strict=True) if not match]
+    """Assumptions, of which numbers of the catalog that nobody measured are only counted."""
+    matches = [_OF_HARDWARE.match(line) for line in lines]
+    kinds = Counter(match[2] for match in matches if match)
+    names = dict.fromkeys(match[1] for match in matches if match)
+    rest = [line for line, match in zip(lines, matches, strict=True) if not match]
     counts = " and ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
     grouped = [f"numbers of {' and '.join(names)}: {counts}"] if kinds else []
     return _bullets("Assumed", [*grouped, *rest])
@@ -333,12 +321,13 @@ def _left_out(report: Report) -> list[str]:
 
 
 def _shardings(report: Report) -> list[str]:
-    lines, stages = [], report.plan.stages
-    for k, stage in enumerate(stages):
-        if stage.shardings and (k == 0 or stage.shardings != stages[k - 1].shardings):
-            lines += [
-                f"  stage {k}: {name}: {text}" for name, text in sorted(stage.shardings.items())
-            ]
+    stages = report.plan.stages
+    lines = [
+        f"  stage {k}: {name}: {text}"
+        for k, stage in enumerate(stages)
+        if k == 0 or stage.shardings != stages[k - 1].shardings
+        for name, text in sorted(stage.shardings.items())
+    ]
     return ["Shardings on the tensor axis (the rest follows)", *lines] if lines else []
 
 
