@@ -1,5 +1,5 @@
-"""What-if problems: the same model with less to hold, for advice. Only bytes are asked of those
-that change the shapes; their seconds are the old ones."""
+"""Problems of what-if questions: the same model with less to hold, for advice. Those that change
+shapes are asked for bytes only; their seconds are the old ones."""
 
 from __future__ import annotations
 

@@ -245,7 +245,7 @@ def _chosen(summary: Row) -> str:
     text = f"Memory: {summary['memory_verdict']} ({likely}), by the {summary['memory_verdict_by']}."
     if summary["memory_verdict_by"] == "price":
         interval = between(gib, summary["memory_interval_bytes"])
-        return f"{text} The peak is {interval} with 80 % (the thin line)."
+        return f"{text} The 80 % interval of the peak is {interval} (the thin line)."
     return (
         f"{text} Rehearsed are {gib(summary['rehearsed_tensor_bytes']).text} of tensors, "
         f"{gib(summary['bytes_beside_tensors']).text} are reserved beside them."

@@ -136,6 +136,11 @@ class StagePlan(Sharing):
         """The values of a decision: one for each block, where it acts on blocks."""
         return self.policies if DECISIONS[name].acts == "block" else (getattr(self, name),)
 
+    @property
+    def as_copy(self) -> StagePlan:
+        """The stage without what copies may differ in: ranks and recompute."""
+        return dataclasses.replace(self, ranks=(), recompute="none", segments=1)
+
 
 def stage_on(
     mesh: Mesh, blocks: tuple[str, ...], ranks: tuple[int, ...], sharing: Sharing = UNSHARED
@@ -165,7 +170,7 @@ def recompute_of(blocks: Sequence[str], policies: Sequence[str]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How to train one model: `num_microbatches` equal parts of a batch go through `stages`.
+    """A plan to train one model: `num_microbatches` equal parts of a batch go through `stages`.
 
     `model` is the fingerprint of the model it was made for. With `post_validation`, steps that
     `train_step` makes together with the optimizer's (`optimizer=`) are validated afterwards, so

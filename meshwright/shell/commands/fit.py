@@ -85,7 +85,7 @@ class Fit:
         low, high = map(sized, self.interval_bytes)
         return [
             f"{self.verdict}: {self.probability:.0%}; {sized(self.peak_bytes)} of "
-            f"{sized(self.memory_bytes)} on the fullest device, with 80 % {low} to {high}",
+            f"{sized(self.memory_bytes)} on the fullest device, 80 % interval {low} to {high}",
             f"  plan: {self.plan}",
         ]
 
