@@ -1,1 +1,1 @@
-"""What to do, and why."""
+"""Plans: how they are searched for, written, priced and explained."""

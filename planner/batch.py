@@ -43,8 +43,7 @@ def batch_rows(example_inputs: Any) -> int:
 
 
 def _check_depth(batch: Any) -> None:
-    """Raise `MeshwrightError` for a batch nested too deeply, in itself too, before anything follows
-    it."""
+    """Raise `MeshwrightError` for a batch nested too deeply, or in itself."""
     level = [batch]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -84,7 +83,7 @@ def input_leaves(batch: Any) -> tuple[list[tuple[str, Any]], Any]:
 
 
 def unusual_kind(x: torch.Tensor) -> str | None:
-    """What a tensor is that is not dense: sparse, nested, quantized; None for a dense one."""
+    """Kind of a tensor that is not dense: sparse, nested, quantized; None for a dense one."""
     if x.is_quantized:
         return "quantized"
     if x.is_nested:
@@ -97,14 +96,14 @@ def is_number(entry: Any) -> bool:
     return isinstance(entry, (int, float)) and not isinstance(entry, bool)
 
 
-def same_entry(planned: Any, given: Any) -> bool:
+def same_entry(planned: Any, entry: Any) -> bool:
     """Whether an entry that is no tensor is as planned."""
-    if planned is given:
+    if planned is entry:
         return True
-    if type(planned) is not type(given) and not (is_number(planned) and is_number(given)):
+    if type(planned) is not type(entry) and not (is_number(planned) and is_number(entry)):
         return False
     try:
-        return bool(planned == given)
+        return bool(planned == entry)
     except (TypeError, ValueError, RuntimeError):  # they can't be compared
         return False
 
@@ -148,7 +147,7 @@ def split_batch(
 
 
 def _arity(fn: Callable[..., Any]) -> int:
-    """How many positional arguments a loss needs; 2 where it does not say."""
+    """Number of positional arguments that a loss needs; 2 where it does not say."""
     target = fn.forward if isinstance(fn, nn.Module) else fn
     try:
         parameters = inspect.signature(target).parameters.values()

@@ -1,6 +1,6 @@
-"""Decisions as records: what each may be, where it acts, how it is said, in the order in which
-files and reports have them; and as rows what rules each other out. Flags, overrides, the check of a
-plan, its file, the report and the diff read them."""
+"""Decisions as records: legal values, place, words, in the order of files and reports; and as rows
+the values that rule each other out. Flags, overrides, the check of a plan, its file, the report and
+the diff read them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 
 ZERO = (0, 1, 2, 3)
-# which axis is innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
+# axes from the innermost on the ranks: with "tp,pp,dp" a pipeline lies inside the node
 PLACEMENTS = ("tp,dp,pp", "tp,pp,dp")
-OFFLOADS = ("optimizer", "weights", "activations", "nvme")  # what may lie off devices
+OFFLOADS = ("optimizer", "weights", "activations", "nvme")  # parts that may lie off devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +31,22 @@ class Decision:
 
     Values are the `legal` ones, True and False where False is `off`, for each of the `parts` a
     number from 0 to 1, of some no more (`within`) than of another, why, or else whole numbers
-    from 1. `off` does without it. A plan file has it,
-    where it is `written`, in a stage, its mesh or the plan itself, `always` or unless it is off;
-    what is `beside` another, with that one, without which it is nothing. It `acts` on the whole
-    plan, a stage or a block; all but the first may be given by block. `of_devices`: it counts some
-    of the cluster's devices.
+    from 1. `off` does without it. A plan file has it, where it is `written`, in a stage, its mesh
+    or the plan itself, `always` or unless it is off; what is `beside` another, with that one,
+    without which it is nothing. It `acts` on the whole plan, a stage or a block; all but the first
+    may be given by block. `of_devices`: it counts some of the cluster's devices.
 
-    `forbidden`: how it may be forbidden, as itself, which leaves `off` or, where that is no value,
-    what the search takes by itself; `named`: those of its values that may be forbidden, by the
-    names that forbid them. `allowed`: it is left out unless the user allows it, and refused in a
-    given plan where it changes a training's numbers. `of_train_step`: it is priced for that alone.
+    `forbidden`: it may be forbidden as itself, which leaves `off` or, where that is no value, the
+    search's own choice; `named`: values that may be forbidden, by the names that forbid them.
+    `allowed`: it is left out unless the user allows it, and refused in a given plan where it
+    changes a training's numbers. `of_train_step`: it is priced for that alone.
 
-    Of the data axis: `shared` says what a stage has of it, by how its states are shared out and how
-    many ranks hold them, and `zeros` the ZeRO stages without which it has no effect. A number of
-    ranks is a part of so many (`part_of`), which None stands for unless it must be a `proper` one.
+    Of the data axis: `shared` gives a stage's value from its sharing and the number of ranks that
+    hold its states, and `zeros` the ZeRO stages without which it has no effect. A number of ranks
+    is a part of so many (`part_of`), which None stands for unless it must be a `proper` one.
 
     A report has a `column` of stages for it, or for several, each with its `cell`; a plan's line
-    has what `line` says of the values of its stages or blocks, or of the plan's.
+    has the `line` of the values of its stages or blocks, or of the plan's.
     """
 
     name: str
@@ -98,34 +97,33 @@ class Decision:
         return isinstance(value, int) and 1 <= value <= MAX_ROWS
 
     def check_parts(
-        self, given: Mapping[str, Any], place: str, error: type[MeshwrightError]
+        self, parts: Mapping[str, Any], place: str, error: type[MeshwrightError]
     ) -> None:
         """Raise unless these are its parts, each from 0 to 1 and within the other."""
-        for name, part in given.items():
+        for name, part in parts.items():
             if name not in self.parts:
                 raise error.refused(place, name, legal=self.parts)
             if not is_number(part) or not 0 <= part <= 1:
                 raise error.refused(f"{place}: {name}", part, legal="a part, from 0 to 1")
-        for name, whole, why in self.within:
-            if given.get(name, 0.0) > (most := given.get(whole, 0.0)):
+        for name, other, why in self.within:
+            if parts.get(name, 0.0) > (most := parts.get(other, 0.0)):
                 raise error(
-                    f"={shown(given[name])}: {why}",
+                    f"={shown(parts[name])}: {why}",
                     place=f"{place}: {name}",
-                    legal=f"0 to {shown(most)}, the part of the {whole} states",
-                    way_out=f"raise that of the {whole}, too",
+                    legal=f"0 to {shown(most)}, the part of the {other} states",
+                    way_out=f"raise that of the {other}, too",
                 )
 
     def works(self, sharing: Sharing) -> bool:
-        """Whether it has an effect where states are shared out so."""
+        """Whether it has an effect with this sharing."""
         return not self.zeros or sharing.zero in self.zeros
 
     def parts_of(self, sharing: Sharing, holders: int) -> list[int] | None:
-        """The numbers of ranks that it may be for stages that share states out so among `holders`
-        of the same parameters; None where it is none."""
+        """Legal numbers of ranks for stages with this sharing among so many `holders`, or None."""
         if self.part_of is None:
             return None
-        whole = self.part_of(sharing, holders)
-        return [n for n in divisors(whole) if not self.proper or 1 < n < whole]
+        ranks = self.part_of(sharing, holders)
+        return [n for n in divisors(ranks) if not self.proper or 1 < n < ranks]
 
     @property
     def values(self) -> str:
@@ -140,11 +138,11 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Contradiction:
-    """Values of `a` and `b` that `clash`, `why`, and what of them is `legal`.
+    """Values of `a` and `b` that `clash`, `why`, and those that are `legal`.
 
-    What an override asks for may be something else in a plan (an `hpz` of as many ranks as ZeRO
-    divides among is none), or may be planned but not run: then the row is of plans alone (`given`),
-    or of overrides and plans that run (`priced`).
+    An override may be something else in a plan (an `hpz` of as many ranks as ZeRO divides among is
+    none), or may be planned but not run: then the row is of plans alone (`given`), or of overrides
+    and plans that run (`priced`).
     """
 
     a: str
@@ -177,32 +175,31 @@ def _degree(name: str, what: str) -> Decision:
 
 
 def _quantized_line(sent: Sequence[str]) -> str:
-    found = {*sent} - {"none"}
-    both = "weights and gradients" if "both" in found or len(found) > 1 else "".join(found)
-    return f" with quantised {both}" if found else ""
+    kinds = {*sent} - {"none"}
+    both = "weights and gradients" if "both" in kinds or len(kinds) > 1 else "".join(kinds)
+    return f" with quantised {both}" if kinds else ""
 
 
 def _recompute_line(policies: Sequence[str]) -> str:
-    found = {*policies}
-    used = [policy for policy in RECOMPUTE if policy in found - {"none"}]
+    used = [policy for policy in RECOMPUTE if policy in {*policies} - {"none"}]
     text = f"{'/'.join(used)} recompute" if used else ""
-    return text + " of some blocks" * ("none" in found and bool(used))
+    return text + " of some blocks" * ("none" in policies and bool(used))
 
 
 def _segments_line(sizes: Sequence[int]) -> str:
-    found = sorted({size for size in sizes if size > 1})
-    return f"segments of {'/'.join(map(str, found))} blocks" if found else ""
+    several = sorted({size for size in sizes if size > 1})
+    return f"segments of {'/'.join(map(str, several))} blocks" if several else ""
 
 
 def _most(text: str, counts: Sequence[int | None]) -> str:
-    found = [count for count in counts if count]
-    return text.format(max(found)) if found else ""
+    most = max(filter(None, counts), default=None)
+    return text.format(most) if most else ""
 
 
 def offloaded(stages: Sequence[Mapping[str, float]]) -> str:
-    """62 % of the optimizer states and activations of 50 % of the blocks in host memory, 10 % of
-    the states in files on flash instead, of the stage with the most; nothing where there is
-    none."""
+    """Parts off devices of the stage with the most, as `62 % of the optimizer states and
+    activations of 50 % of the blocks in host memory, 10 % of the states in files on flash instead`;
+    nothing where there is none."""
     most = {name: max(parts.get(name, 0.0) for parts in stages) for name in OFFLOADS}
     files = most.pop("nvme")
     said = [_OFFLOADED[name].format(_part(part)) for name, part in most.items() if part]
@@ -240,21 +237,21 @@ _TABLE = (
         "zero", "ZeRO stage", legal=ZERO, off=0, written="stage", always=True, forbidden=True,
         named=tuple((f"zero-{stage}", stage) for stage in ZERO if stage),
         shared=lambda sharing, holders: sharing.zero, column="ZeRO",
-        line=lambda found: f"ZeRO-{'/'.join(map(str, sorted({*found})))}",
+        line=lambda stages: f"ZeRO-{'/'.join(map(str, sorted({*stages})))}",
     ),
     Decision(
         "dp_shard", "ranks among which ZeRO divides", off=None, written="mesh", of_devices=True,
         forbidden=True, shared=lambda sharing, holders: sharing.among(holders),
         part_of=lambda sharing, holders: holders, zeros=(1, 2, 3), column="ZeRO",
-        cell=" within {}".format, line=lambda found: _most(" within {} ranks", found),
+        cell=" within {}".format, line=lambda ranks: _most(" within {} ranks", ranks),
     ),
     Decision(
         "hpz", "ranks that keep a secondary shard of ZeRO-3's weights for the backward", off=None,
         written="mesh", of_devices=True, forbidden=True,
-        shared=lambda own, holders: own.hpz or own.among(holders) if own.zero == 3 else None,
+        shared=lambda zero, holders: zero.hpz or zero.among(holders) if zero.zero == 3 else None,
         part_of=lambda sharing, holders: sharing.among(holders), proper=True, zeros=(3,),
         column="ZeRO", cell=", hpZ {}".format,
-        line=lambda found: _most(" (secondary shards among {})", found),
+        line=lambda ranks: _most(" (secondary shards among {})", ranks),
     ),
     Decision(
         "quantized", "what ZeRO-3 sends in blocks of few bits; needs --allow quantized",
@@ -284,41 +281,40 @@ _TABLE = (
         "post_validation",
         "stages step their optimizers without waiting for each other, and validate it later",
         off=False, acts="plan", written="plan", allowed="steps", of_train_step=True,
-        line=lambda found: "validated afterwards" * any(found),
+        line=lambda validated: "validated afterwards" * any(validated),
     ),
 )  # fmt: skip
 
-_BY_NAME = {own.name: own for own in _TABLE}
+_BY_NAME = {d.name: d for d in _TABLE}
 DECISIONS: Mapping[str, Decision] = MappingProxyType(_BY_NAME)
-BY_BLOCK = tuple(name for name, own in DECISIONS.items() if own.by_block)
-SHARING = tuple(own for own in _TABLE if own.shared)  # how states are shared out
-MESH = tuple(own.name for own in _TABLE if own.by_block and own.of_devices and not own.shared)
+BY_BLOCK = tuple(d.name for d in _TABLE if d.by_block)
+SHARING = tuple(d for d in _TABLE if d.shared)  # how states are shared out
+MESH = tuple(d.name for d in _TABLE if d.by_block and d.of_devices and not d.shared)
 CHOICES: Mapping[str, Collection[Any]] = MappingProxyType(
-    {own.name: own.legal for own in _TABLE if own.legal}
+    {d.name: d.legal for d in _TABLE if d.legal}
 )
 
 
-def _forbidden(own: Decision) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
-    if own.forbidden:
-        yield own.name, (own.name, (own.off,) if own.accepts(own.off) else ())
-    for name, value in own.named:
-        yield name, (own.name, tuple(other for other in own.legal if other != value))
+def _forbidden(d: Decision) -> Iterator[tuple[str, tuple[str, tuple[Any, ...]]]]:
+    if d.forbidden:
+        yield d.name, (d.name, (d.off,) if d.accepts(d.off) else ())
+    for name, value in d.named:
+        yield name, (d.name, tuple(other for other in d.legal if other != value))
 
 
 # a name that may be forbidden -> the decision it is of, and the values that are left
 FORBIDS: Mapping[str, tuple[str, tuple[Any, ...]]] = MappingProxyType(
-    dict(pair for own in _TABLE for pair in _forbidden(own))
+    dict(pair for d in _TABLE for pair in _forbidden(d))
 )
 FORBIDDABLE = (*FORBIDS, "unequal_meshes")
-# what changes a training's numbers, or wants its steps made by `train_step(..., optimizer=)`: left
-# out unless the user allows it by this name
-ALLOWABLE = tuple(own.name for own in _TABLE if own.allowed)
+# decisions that change a training's numbers, or want its steps made by
+# `train_step(..., optimizer=)`: left out unless the user allows them by this name
+ALLOWABLE = tuple(d.name for d in _TABLE if d.allowed)
 
 
 def taken(sharing: Sharing, holders: int) -> dict[str, Any]:
-    """What stages whose states are shared out so, among the `holders` of the same parameters, have
-    of each decision about that; None where it divides nothing."""
-    return {own.name: own.shared(sharing, holders) for own in SHARING if own.shared}
+    """Values of the decisions about sharing for such stages; None where it divides nothing."""
+    return {d.name: d.shared(sharing, holders) for d in SHARING if d.shared}
 
 
 # --- what rules each other out ------------------------------------------------------------------
@@ -338,7 +334,7 @@ def _away(parts: Any) -> bool:
     return any(parts.values())
 
 
-_WHOLE = tuple(name for name, own in SCHEDULES.items() if not own.splits_backward)
+_WHOLE_BACKWARD = ", ".join(name for name, s in SCHEDULES.items() if not s.splits_backward)
 _PIPELINE = "with pp from 2, zero 0 to 2 and without offload"
 _SENT_PLAIN = "what comes from the host is neither kept twice nor sent in blocks"
 
@@ -367,7 +363,7 @@ CONTRADICTIONS = (
         "zero", "schedule",
         lambda zero, schedule: zero == 3 and SCHEDULES[schedule].splits_backward,
         "torch loses gradients where the backward is split in two",
-        f"zero 0, 1 or 2, or a schedule with a whole backward: {', '.join(_WHOLE)}",
+        f"zero 0, 1 or 2, or a schedule with a whole backward: {_WHOLE_BACKWARD}",
         given=False, priced=False,
     ),
     Contradiction(

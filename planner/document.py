@@ -1,4 +1,4 @@
-"""What a reader is shown: lines and tables, which plain text aligns and a terminal may draw."""
+"""Lines and tables for a reader, which plain text aligns and a terminal may draw."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ MAX_CELL = 36  # characters of a table's second column in plain text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of cells under their heads. `plain` are its lines where plain text says the same in
-    other words."""
+    """Rows of cells under their heads; `plain` are its lines where plain text has other words."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[str]]

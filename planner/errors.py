@@ -6,7 +6,7 @@ from meshwright.profiles.inputs import MeshwrightError
 
 
 class TraceError(MeshwrightError):
-    """The model can't be traced: says where in the user's source, why, and what to do."""
+    """The model can't be traced, at a place of the user's source."""
 
     PLACE = "the model's forward, or its loss"
     LEGAL = "tensor operations whose shapes and order depend on no value of a tensor"
@@ -14,7 +14,7 @@ class TraceError(MeshwrightError):
 
 
 class SolverError(MeshwrightError, RuntimeError):
-    """No program can be solved here."""
+    """No solver of linear programs is installed."""
 
     PLACE = "the Python environment"
     LEGAL = "one with a solver of linear programs"
@@ -42,7 +42,6 @@ class KeptTensors(Exception):
 
 
 def enclosing_modules(fqn: str) -> tuple[str, ...]:
-    """A module's FQN and those of the modules around it, innermost first, without the model's own
-    ("")."""
+    """FQNs of a module and those around it, innermost first, without the model's ""."""
     parts = fqn.split(".") if fqn else []
     return tuple(".".join(parts[:k]) for k in range(len(parts), 0, -1))

@@ -181,12 +181,7 @@ KNOBS = {
 # where the word is about something else: tensors' placements, packed tensors, others' tables, the
 # learning rate's schedule, numbers that may be zero
 ELSEWHERE = {
-    "placement": (
-        "costmodel/",
-        "executor/",
-        "planner/plan/assignments.py",
-        "planner/overrides/effect.py",
-    ),
+    "placement": ("costmodel/", "executor/", "planner/plan/assignments.py"),
     "quantized": ("planner/batch.py", "meshwright/traced/"),
     "schedule": ("meshwright/hf/", "meshwright/training/"),
     "zero": ("planner/page/", "profiles/"),

@@ -1,8 +1,9 @@
-"""What the user asked for, and what was decided for it: the values that planning passes on."""
+"""Request of the user, and the decision for it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from meshwright.planner.overrides import Overrides
@@ -13,7 +14,7 @@ from meshwright.planner.report import Report
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What `auto_parallelize` was asked beyond the `Problem`: its arguments of these names."""
+    """Arguments of `auto_parallelize` beyond the `Problem`."""
 
     global_batch_size: int
     overrides: Overrides
@@ -27,11 +28,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """A plan, why, and what it is expected to do.
-
-    Pickled for the other ranks it leaves behind what stays on the rank that searched: the report's
-    details and deferred answers, and whatever a subclass adds.
-    """
+    """A plan, its report and its prediction. Pickled for the other ranks it leaves behind what
+    stays on the rank that searched: the report's details and deferred answers, and whatever a
+    subclass adds."""
 
     plan: Plan
     report: Report
@@ -39,8 +38,5 @@ class Decision:
 
     def __reduce__(self) -> tuple[Any, ...]:
         report = replace(self.report, details=None, deferred=None)
-        return _received, (self.plan, report, self.prediction)
-
-
-def _received(plan: Plan, report: Report, prediction: Prediction) -> Decision:
-    return Decision(plan=plan, report=report, prediction=prediction)
+        decision = partial(Decision, plan=self.plan, report=report, prediction=self.prediction)
+        return decision, ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 
 from meshwright.costmodel.operators import Problem
@@ -24,33 +25,27 @@ from meshwright.profiles.cluster import Cluster
 
 
 def take_plan(
-    given: Plan | str | Path,
+    plan_or_file: Plan | str | Path,
     problem: Problem,
     request: Request,
     phases_s: Mapping[str, float],
     memory_margin: float,
 ) -> Decision:
-    """The given plan, checked and priced by one rank for all. Raises `PlanError` for a plan of
-    another problem, `InfeasibleError` for one that does not fit, or leaves less than a
-    `memory_margin` that was asked for."""
-    return launch.agree_on(lambda: _priced(given, problem, request, phases_s, memory_margin))
+    """The plan, checked and priced by one rank for all. Raises `PlanError` for a plan of another
+    problem, `InfeasibleError` for one that does not fit, or leaves less than a `memory_margin` that
+    was asked for."""
 
+    def price() -> Decision:
+        plan = plan_or_file if isinstance(plan_or_file, Plan) else Plan.load(plan_or_file)
+        _check_made_for(plan, problem, request.global_batch_size)
+        check_plan_for(plan, problem.target)
+        priced = Evaluator(problem).price(plan)
+        check_memory(priced.prediction, problem.cluster)
+        _check_margin(priced.prediction, problem.cluster, memory_margin)
+        report = explain_plan(priced, problem, phases_s)
+        return Decision(plan=plan, report=report, prediction=priced.prediction)
 
-def _priced(
-    given: Plan | str | Path,
-    problem: Problem,
-    request: Request,
-    phases_s: Mapping[str, float],
-    memory_margin: float,
-) -> Decision:
-    plan = given if isinstance(given, Plan) else Plan.load(given)
-    _check_made_for(plan, problem, request.global_batch_size)
-    check_plan_for(plan, problem.target)
-    priced = Evaluator(problem).price(plan)
-    check_memory(priced.prediction, problem.cluster)
-    _check_margin(priced.prediction, problem.cluster, memory_margin)
-    report = explain_plan(priced, problem, phases_s)
-    return Decision(plan=plan, report=report, prediction=priced.prediction)
+    return launch.agree_on(price)
 
 
 def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> None:
@@ -65,17 +60,15 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
                 legal=f"{name}={theirs!r}",
                 way_out=f"pass {name}={theirs!r}, or plan again",
             )
-    for k, stage in enumerate(plan.stages):
-        for name, own in DECISIONS.items():
-            if own.allowed == "numbers" and own.uses(value := getattr(stage, name)):
-                if name in problem.allow:
-                    continue
-                raise PlanError(
-                    f"={value!r}: numbers change with it, and it is not allowed",
-                    place=f"plan: stage {k}: {name}",
-                    legal=own.off,
-                    way_out=f'give allow=["{name}"] (--allow {name}), or another plan',
-                )
+    for (k, stage), (name, decision) in product(enumerate(plan.stages), DECISIONS.items()):
+        refused = decision.allowed == "numbers" and name not in problem.allow
+        if refused and decision.uses(value := getattr(stage, name)):
+            raise PlanError(
+                f"={value!r}: numbers change with it, and it is not allowed",
+                place=f"plan: stage {k}: {name}",
+                legal=decision.off,
+                way_out=f'give allow=["{name}"] (--allow {name}), or another plan',
+            )
     if plan.num_microbatches > 1 and problem.meetings:
         raise PlanError(
             f"={plan.num_microbatches}: {kept_together(problem.meetings)}",
@@ -96,23 +89,20 @@ def _check_made_for(plan: Plan, problem: Problem, global_batch_size: int) -> Non
 
 
 def check_memory(prediction: Prediction, cluster: Cluster) -> None:
-    """A given plan must fit as a searched one does."""
-    if lacking := prediction.host_shortfall(cluster):
-        memory = cluster.host.room_bytes if cluster.host is not None else 0
-        raise InfeasibleError(
-            f"plan: needs {sized(max(prediction.host_memory_bytes))} of the {sized(memory)} that a "
-            f"node's host has for it, {sized(lacking)} more. Way out: less in the plan's "
-            "offload, a higher zero, or plan again",
-            [float(lacking)],
-        )
-    if lacking := prediction.flash_shortfall(cluster):
-        flash = cluster.host.flash_room_bytes if cluster.host is not None else 0
-        raise InfeasibleError(
-            f"plan: needs {sized(max(prediction.flash_bytes))} of the {sized(flash)} that a node's "
-            f"flash has for it, {sized(lacking)} more. Way out: less nvme in the plan's "
-            "offload, a higher zero, or plan again",
-            [float(lacking)],
-        )
+    """Raise `InfeasibleError` for a given plan that does not fit, as a searched one does."""
+    host = cluster.host
+    rooms = (0, 0) if host is None else (host.room_bytes, host.flash_room_bytes)
+    needs = prediction.host_memory_bytes, prediction.flash_bytes
+    shortfalls = prediction.host_shortfall(cluster), prediction.flash_shortfall(cluster)
+    kinds = ("host", "less"), ("flash", "less nvme")
+    for room, needed, lacking, (kind, less) in zip(rooms, needs, shortfalls, kinds, strict=True):
+        if lacking:
+            raise InfeasibleError(
+                f"plan: needs {sized(max(needed))} of the {sized(room)} that a node's {kind} has "
+                f"for it, {sized(lacking)} more. Way out: {less} in the plan's offload, a higher "
+                "zero, or plan again",
+                [float(lacking)],
+            )
     room = cluster.device.memory_bytes
     short = prediction.shortfall_bytes(cluster)
     if any(short):
@@ -126,7 +116,7 @@ def check_memory(prediction: Prediction, cluster: Cluster) -> None:
 
 
 def _check_margin(prediction: Prediction, cluster: Cluster, memory_margin: float) -> None:
-    """A given plan must leave the margin that was asked for beside it."""
+    """Raise `InfeasibleError` for a plan that leaves less than the margin that was asked for."""
     memory, peaks = cluster.device.memory_bytes, prediction.peak_memory_bytes
     room = memory * (1 - memory_margin)
     if max(peaks) > room:

@@ -1,7 +1,4 @@
-"""A plan for batches of other shapes than it was made for: other sequence lengths, fewer rows.
-
-The model is traced at the shape, and what was decided holds for it: stages, shardings, recompute.
-"""
+"""A plan's decisions at batches of other shapes: other sequence lengths, fewer rows."""
 
 from __future__ import annotations
 
@@ -37,8 +34,11 @@ class OtherShapes:
         `InfeasibleError` where it would not fit the memory. Collective."""
         plan, traced = plan_of_rows(self.plan, shape.rows), self.traced
         planned = BatchShape.of(traced.graph, shape.rows, traced.graph.values)
-        if shape != planned:
-            traced = traced.with_example(_sample(batch, traced))
+        if shape != planned:  # a batch of as many rows as the example
+            rows = torch.arange(batch_rows(traced.example))
+            named, spec = input_leaves(batch)
+            leaves = [x[rows % len(x)] if path in traced.batched else x for path, x in named]
+            traced = traced.with_example(pytree.tree_unflatten(leaves, spec))
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
         if fingerprint(graph) != plan.model:
             raise MeshwrightError(
@@ -48,14 +48,12 @@ class OtherShapes:
                 legal="shapes at which it runs those planned",
                 way_out="pad to the planned shape",
             )
-        if any(map(_larger, shape.sizes, planned.sizes)):
-            self._check_memory(plan, traced)
+        pairs = zip(shape.sizes, planned.sizes, strict=False)
+        if any(size > other for sizes in pairs for size, other in zip(*sizes, strict=True)):
+            problem = replace(self.problem, graph=traced.graph, factors=traced.factors)
+            prediction = launch.agree_on(lambda: Evaluator(problem).price(plan).prediction)
+            check_memory(prediction, problem.cluster)
         return CheckedPlan.of(plan, graph, factors, traced.run_use)
-
-    def _check_memory(self, plan: Plan, traced: TracedModel) -> None:
-        problem = replace(self.problem, graph=traced.graph, factors=traced.factors)
-        prediction = launch.agree_on(lambda: Evaluator(problem).price(plan).prediction)
-        check_memory(prediction, problem.cluster)
 
 
 def plan_of_rows(plan: Plan, rows: int) -> Plan:
@@ -78,17 +76,3 @@ def plan_of_rows(plan: Plan, rows: int) -> Plan:
             "DataLoader)",
         )
     return replace(plan, global_batch_size=rows, num_microbatches=plan.microbatches_of(rows))
-
-
-def _larger(sizes: tuple[int, ...], planned: tuple[int, ...]) -> bool:
-    return any(x > y for x, y in zip(sizes, planned, strict=True))
-
-
-def _sample(batch: Any, traced: TracedModel) -> Any:
-    """A batch of as many rows as the example."""
-    rows = batch_rows(traced.example)
-    leaves, spec = input_leaves(batch)
-    return pytree.tree_unflatten(
-        [x[torch.arange(rows) % len(x)] if path in traced.batched else x for path, x in leaves],
-        spec,
-    )

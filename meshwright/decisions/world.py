@@ -1,4 +1,4 @@
-"""The ranks that are running against those that a cluster has and a plan needs."""
+"""Check of the ranks that are running against cluster and plan."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ _PLANNING = threading.RLock()
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """Plans of several threads are made one after the other: a trace changes state of the process.
-
-    Raises RuntimeError where ranks are running and another thread plans: planning is collective,
-    and threads take turns in another order on each rank.
-    """
+    """Context of one plan at a time: a trace changes state of the process. Raises RuntimeError if
+    ranks are running and another thread plans: planning is collective, and threads take turns in
+    another order on each rank."""
     if not _PLANNING.acquire(blocking=False):
         if launch.world_size() > 1:
             raise StateError(
@@ -38,7 +36,7 @@ def one_at_a_time() -> Iterator[None]:
 
 
 def check_world(cluster: Cluster, world: int | None) -> None:
-    """The ranks that are running (None: no process group) must be the cluster's devices."""
+    """Raise unless the running ranks (None: no process group) are the cluster's devices."""
     if world is not None and world != cluster.num_devices:
         raise MeshwrightError(
             f" {cluster.name!r} has {cluster.num_devices} devices, but {world} ranks are running",
@@ -52,7 +50,7 @@ def check_world(cluster: Cluster, world: int | None) -> None:
 
 
 def why_not_here(plan: Plan, cluster: Cluster) -> str | None:
-    """Why the plan can't run in this process, with the way out; None if it can."""
+    """The reason why the plan can't run in this process, with the way out; None if it can."""
     try:
         check_runs(plan)
     except PlanError as error:

@@ -1,3 +1,3 @@
-"""The user's model as it was traced, and what of it must not change."""
+"""The traced model, and checks that it is unchanged."""
 
 from meshwright.traced.traced_model import TracedModel

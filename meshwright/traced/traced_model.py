@@ -25,19 +25,16 @@ from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing import trace
 from meshwright.planner.tracing.transformers import check_positions
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.traced.attributes import Attributes
-from meshwright.traced.calls import Calls
+from meshwright.traced.unchanged import Attributes, Calls
 
 progress = logging.getLogger("meshwright.progress")
 PARTS = 3  # of a trace
 
 
 class TracedModel:
-    """A model traced at the sample batch, and again at a plan's micro-batch when it is lowered.
-
-    Every rank traces in rank 0's random state. Raises ValueError for a model whose parameters are
-    DTensors already, not dense, or complex and trained.
-    """
+    """A model traced at the sample batch, and again at a plan's micro-batch when it is lowered, in
+    rank 0's random state. Raises ValueError for a model whose parameters are DTensors already, not
+    dense, or complex and trained."""
 
     def __init__(
         self,
@@ -56,7 +53,7 @@ class TracedModel:
         started = time.process_time()
         # at least two rows: a batch of one would look like no batch at all
         self._modes = [(m, m.training) for m in model.modules()]
-        self.graph, self.factors = self._traced(model, max(2, batch_rows(example)), like=like)
+        self.graph, self.factors = self._traced(max(2, batch_rows(example)), like=like)
         self.phases_s = {"trace": time.process_time() - started}
         self.use = sharding.row_use(self.graph, self.factors)
         self.attributes = Attributes(model, loss_fn, self.graph)
@@ -79,8 +76,8 @@ class TracedModel:
 
     @cached_property
     def run_use(self) -> sharding.RowUse:
-        """What a step makes of rows: as `use`, but smaller batches are not filled up where the loss
-        has their number of rows in it, as its trace at other rows tells."""
+        """Use of rows by a step: as `use`, but smaller batches are not filled up where the loss has
+        their number of rows in it, as its trace at other rows tells."""
         use = self.use
         if not use.filling or not use.numbers:
             return use
@@ -92,19 +89,18 @@ class TracedModel:
 
     @cached_property
     def why_not_evaluated(self) -> str:
-        """Why the graph, traced in training mode, does not say what an evaluation computes: where
-        the forward runs other operators then; empty where it runs the same."""
+        """The first operator that an evaluation does not share with the graph, which is traced in
+        training mode; empty where both run the same."""
         if not any(training for _, training in self._modes):
             return ""
         before, self._modes = self._modes, [(m, False) for m, _ in self._modes]
         try:
-            evaluated, _ = self._traced(self.model, self.graph.batch_size, like=None)
-            found = first_difference(self.graph, evaluated)
+            evaluated, _ = self._traced(self.graph.batch_size, like=None)
+            return first_difference(self.graph, evaluated)
         except ValueError as error:
-            found = f"its trace in evaluation mode, which fails: {error}"
+            return f"its trace in evaluation mode, which fails: {error}"
         finally:
             self._modes = before
-        return found
 
     def with_example(self, example: Any) -> TracedModel:
         """The model traced with an example of other sizes. The attributes that it reads so are
@@ -120,24 +116,22 @@ class TracedModel:
         """The graph and the factors of its tensors' dims at so many rows, cut into blocks alike."""
         if rows == self.graph.batch_size:
             return self.graph, self.factors
-        return self._traced(self.model, rows, like=self.graph)
+        return self._traced(rows, like=self.graph)
 
     def in_microbatches(self, rows: int, batch: int) -> tuple[Graph, sharding.FactorTable]:
-        """As `at` so many rows, each the share that its loss has in that of a batch. Raises
-        ValueError where that can't be told."""
+        """The graph and factors at so many rows, a micro-batch of a batch, whose loss is its share
+        of the batch's. Raises ValueError where that can't be told."""
         graph, factors = self.at(rows)
         if rows < batch and self.use.numbers:
             graph = sharding.with_numbers_of(graph, self.at(batch)[0])
         return graph, factors
 
     @seldom_collected()
-    def _traced(
-        self, model: nn.Module, rows: int, *, like: Graph | None
-    ) -> tuple[Graph, sharding.FactorTable]:
+    def _traced(self, rows: int, *, like: Graph | None) -> tuple[Graph, sharding.FactorTable]:
         _said(0, "running it on shapes")
         with same_random_state(), self._in_first_modes():
             traced = trace(
-                model,
+                self.model,
                 self.example,
                 loss_fn=self._loss_fn,
                 batch_size=rows,
@@ -197,10 +191,7 @@ def _check_parameters(model: nn.Module) -> None:
             )
 
 
-# --- quantized weights ----------------------------------------------------------------------------
-
-# Weights that other libraries have packed into fewer bits: recognised, and refused by name.
-
+# --- quantized weights: packed into fewer bits by other libraries ---------------------------------
 
 PACKERS = ("bitsandbytes", "torchao", "hqq", "optimum", "quanto", "gptqmodel", "awq")
 PACKED_CLASSES = ("Params4bit", "Int8Params")  # of bitsandbytes, and of what stands for it
@@ -213,15 +204,15 @@ def check_not_quantized(model: nn.Module) -> None:
         kind = type(p)
         package = kind.__module__.partition(".")[0]
         if package in PACKERS or kind.__name__ in PACKED_CLASSES or hasattr(p, "quant_state"):
-            raise _error(f"model: parameter {name!r}", f"{kind.__name__} of {package}")
+            raise _quantized(f"model: parameter {name!r}", f"{kind.__name__} of {package}")
     for name, module in model.named_modules():
         method = getattr(module, "quantization_method", None)
         if method is not None and getattr(module, "is_quantized", True):
             where = f"model: module {name!r}" if name else "model"
-            raise _error(where, str(getattr(method, "value", method)))
+            raise _quantized(where, str(getattr(method, "value", method)))
 
 
-def _error(place: str, how: str) -> MeshwrightError:
+def _quantized(place: str, how: str) -> MeshwrightError:
     return MeshwrightError(
         f" is quantized ({how}), as for QLoRA: the values are packed, so that no rank can take a "
         "part of them, and what they take and cost is not known",
@@ -234,13 +225,8 @@ def _error(place: str, how: str) -> MeshwrightError:
 
 # --- modes of training ----------------------------------------------------------------------------
 
-# Whether a forward in evaluation mode runs the operators that were planned in training mode, but
-# for dropouts and running statistics, which follow the mode in which a plan runs.
-
-
 # how a tensor lies in memory may depend on the mode by way of the kernels that are chosen
 MEMORY = frozenset({"contiguous", "clone", "alias"})
-
 ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 UNSET = (None, False)  # what an export leaves out
 
@@ -249,15 +235,13 @@ _Line = tuple[str, Any, Any]  # an operator's target, args and kwargs, values by
 
 def first_difference(trained: Graph, evaluated: Graph) -> str:
     """The first operator of the loss that one mode runs and the other does not, with its place;
-    empty where both modes run the same."""
-    pairs = zip_longest(_lines(trained), _lines(evaluated), fillvalue=None)
-    for one, other in pairs:
-        if one is None or other is None or one[1] != other[1]:
-            found = one or other
-            assert found is not None
-            op = found[0]
-            mode = "training" if one is not None else "evaluation"
+    empty where both modes run the same. Dropouts and running statistics follow the mode in which a
+    plan runs: they don't count."""
+    for line, other in zip_longest(_lines(trained), _lines(evaluated)):
+        if line is None or other is None or line[1] != other[1]:
+            op, _ = line or other
             at = f" at {op.source}" if op.source else ""
+            mode = "training" if line else "evaluation"
             return f"{op.key} ({op.target}){at} in {mode} mode"
     return ""
 
@@ -268,8 +252,11 @@ def _lines(graph: Graph) -> Iterator[tuple[Op, _Line]]:
     for names in (graph.inputs, graph.parameters, graph.buffers):
         numbers |= {name: (path,) for name, path in names.items()}
     numbers |= {name: (tuple(x.shape), str(x.dtype)) for name, x in graph.constants.items()}
-    live, made = _behind_loss(graph), count()
-    for op in (*graph.derived, *graph.ops):
+    ops, live, number = (*graph.derived, *graph.ops), {graph.loss}, count()
+    for op in reversed(ops):
+        if not live.isdisjoint(op.results):
+            live.update(op.operands)
+    for op in ops:
         if live.isdisjoint(op.results):
             continue
         draw = traits_of(op).draw
@@ -281,12 +268,12 @@ def _lines(graph: Graph) -> Iterator[tuple[Op, _Line]]:
         target = op.target
         if runs_as_reshape(op):
             target, args, kwargs = "reshape", (args[0], graph.values[op.results[0]].shape), {}
-        numbers |= {result: next(made) for result in op.results}
+        numbers |= {result: next(number) for result in op.results}
         yield op, (target, args, kwargs)
 
 
 def _without_mode(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, those that tell the mode as in evaluation."""
+    """The arguments of a call, with those of the mode as in evaluation."""
     args, kwargs, traits = list(op.args), dict(op.kwargs), traits_of(op)
     if traits.statistics is not None:
         args[traits.statistics.training] = False
@@ -294,11 +281,3 @@ def _without_mode(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
         kwargs = dict(zip(ATTENTION, args, strict=False)) | kwargs
         args, kwargs = [], {n: x for n, x in kwargs.items() if n != "dropout_p" and x not in UNSET}
     return tuple(args), kwargs
-
-
-def _behind_loss(graph: Graph) -> set[str]:
-    found = {graph.loss}
-    for op in reversed((*graph.derived, *graph.ops)):
-        if not found.isdisjoint(op.results):
-            found.update(op.operands)
-    return found

@@ -1,10 +1,10 @@
 """Blocks of a graph: topological cuts at the boundaries of module containers.
 
-Module containers (`layers.0`, `layers.1`, ...) give the boundaries where the model has them; what
-runs before the first is the block `embed`, what runs after the last is `head`, and what runs
-between two containers (an encoder's last norm) is a block named after its module. A model without
-containers, or a heavy part of one outside them, is cut by its structure. Blocks that are the same
-program on different parameters get the same `class_id`, a structural hash.
+Module containers (`layers.0`, `layers.1`, ...) give the boundaries where the model has them; the
+operators before the first are the block `embed`, those after the last `head`, and those between two
+containers (an encoder's last norm) a block named after its module. A model without containers, or a
+heavy part of one outside them, is cut by its structure. Blocks that are the same program on
+different parameters get the same `class_id`, a structural hash.
 
 A *cut* is a position in the topological order of the operators; the activations made before it and
 read at or after it cross it. By structure, candidates are the narrow cuts, where few bytes cross.
@@ -39,7 +39,7 @@ NARROW = 1.5  # a cut is narrow where no more than this times the least nearby b
 
 
 def cut_blocks(graph: Graph, factors: FactorTable, like: Graph | None = None) -> Graph:
-    """The same graph with `blocks` filled in: contiguous runs of its operators.
+    """A graph with its `blocks` filled in: contiguous runs of its operators.
 
     With `like`, the same model at another batch size, the cuts are those of its blocks; where its
     operators differ, it is ignored.
@@ -78,9 +78,7 @@ def _container_starts(graph: Graph, work: Sequence[float]) -> dict[int, str] | N
         elif not label and current:
             later = {other for other, _ in runs[k + 1 :] if other}
             start = position + _tail(graph, labels, current, position, length)
-            name = _outside_name(graph, graph.ops[start : position + length])
-            if not later:
-                name = "head"
+            name = _outside_name(graph, graph.ops[start : position + length]) if later else "head"
             if start < position + length and name and not _recurs(current, later):
                 starts[start] = name
                 outside.add(start)
@@ -91,8 +89,7 @@ def _container_starts(graph: Graph, work: Sequence[float]) -> dict[int, str] | N
 
 def _recurs(label: str, later: set[str]) -> bool:
     """Whether an instance, or another of its container, is among the `later` labels."""
-    container = label.rpartition(".")[0]
-    return any(other == label or other.rpartition(".")[0] == container for other in later)
+    return label.rpartition(".")[0] in {other.rpartition(".")[0] for other in later}
 
 
 def _tail(graph: Graph, labels: Sequence[str], label: str, position: int, length: int) -> int:
@@ -104,38 +101,35 @@ def _tail(graph: Graph, labels: Sequence[str], label: str, position: int, length
         before = labels[i - 1]
         ends = before and before != label and labels[i] != before
         if ends and before.rpartition(".")[0] == container:
-            gap = list(itertools.takewhile(lambda j: not labels[j], range(i, position)))
+            gap = itertools.takewhile(lambda j: not labels[j], range(i, position))
             pairs = zip(gap, range(position, position + length), strict=False)
             same = (graph.ops[x].target == graph.ops[y].target for x, y in pairs)
-            return len(list(itertools.takewhile(bool, same)))
+            return sum(1 for _ in itertools.takewhile(bool, same))
     return 0
 
 
 def _outside_name(graph: Graph, ops: Sequence[Op]) -> str:
     """The module of the first operator with a parameter; "" where none has one."""
-    owners = (op.module for op in ops if graph.parameters.keys() & set(op.operands))
-    return next(owners, "")
+    return next((op.module for op in ops if graph.parameters.keys() & set(op.operands)), "")
 
 
 def _open_heavy(
     graph: Graph, work: Sequence[float], starts: dict[int, str], outside: set[int]
 ) -> dict[int, str]:
     """`starts`, with the parts outside containers that outweigh every instance cut by structure."""
-    bounds = [*sorted(starts), len(graph.ops)]
-    spans = {a: b for a, b in itertools.pairwise(bounds)}
+    spans = dict(itertools.pairwise([*sorted(starts), len(graph.ops)]))
     loads = [sum(work[a:b]) for a, b in spans.items() if a not in outside]
     opened = dict(starts)
     for start in outside & set(starts):
         if sum(work[start : spans[start]]) > HEAVY * max(loads, default=math.inf):
-            name = starts[start]
             cuts = structural_starts(graph, work, start, spans[start])
             if len(cuts) > 1:
-                opened |= {at: f"{name}.{k}" for k, at in enumerate(sorted(cuts))}
+                opened |= {at: f"{starts[start]}.{k}" for k, at in enumerate(sorted(cuts))}
     return opened
 
 
 def _labels(graph: Graph, work: Sequence[float]) -> list[str]:
-    """(n,): for each operator the container instance that its block is named after, "" outside of
+    """(n,): the container instance that each operator's block is named after, "" outside of
     containers: the outermost one that is neither most of the model's work nor mostly a row of equal
     instances."""
     ops, total = graph.ops, sum(work) or 1.0
@@ -191,20 +185,17 @@ def _instance(module: str, depth: int) -> str:
     """`a.b.3.c.1.d` at depth 1 is `a.b.3`, at depth 2 `a.b.3.c.1`; "" outside containers."""
     parts = module.split(".")
     places = [i for i, part in enumerate(parts) if i and part.isdigit()]
-    if len(places) < depth:
-        return ".".join(parts[: places[-1] + 1]) if places else ""
-    return ".".join(parts[: places[depth - 1] + 1])
+    return ".".join(parts[: places[:depth][-1] + 1]) if places else ""
 
 
 def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
-    """The operators from each start to the next as a `Block`, with what it takes and makes; a name
-    that recurs is numbered `name@2`."""
+    """Blocks from each start to the next; a name that recurs is numbered `name@2`."""
     order = sorted(starts)
     runs = [graph.ops[a:b] for a, b in itertools.pairwise([*order, len(graph.ops)])]
     owner = {r: k for k, run in enumerate(runs) for op in run for r in op.results}
     read = [dict.fromkeys(name for op in run for name in op.operands) for run in runs]
     last = {name: k for k, names in enumerate(read) for name in names}
-    kept = {graph.loss, *graph.updates.values()}
+    leaving = {graph.loss, *graph.updates.values()}
     state = {*graph.parameters, *graph.buffers}
     blocks: list[Block] = []
     names = Counter[str]()
@@ -215,7 +206,9 @@ def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
             name=name if names[name] == 1 else f"{name}@{names[name]}",
             ops=run,
             inputs=tuple(n for n in used if owner.get(n, k) != k),
-            outputs=tuple(r for op in run for r in op.results if last.get(r, k) > k or r in kept),
+            outputs=tuple(
+                r for op in run for r in op.results if last.get(r, k) > k or r in leaving
+            ),
             derived=tuple(n for n in used if n not in owner and n not in state),
             parameters=tuple(n for n in used if n in graph.parameters),
             buffers=tuple(n for n in used if n in graph.buffers),
@@ -247,17 +240,16 @@ def structural_starts(
     target = sum(work[first:last]) / MAX_BLOCKS
     bytes_at = bytes_at_cuts(graph)
     cuts = _narrow_cuts(bytes_at, work, first, last, target)
-    starts, kept = _repeat_starts(graph, work, [first, *cuts, last], bytes_at, target)
-    numbered = {at: f"block.{k}" for k, at in enumerate(sorted(starts))}
-    shifted = merge_light(numbered, [*work[:last]], kept)
+    starts, fixed = _repeat_starts(graph, work, [first, *cuts, last], bytes_at, target)
+    shifted = merge_light(dict.fromkeys(starts, ""), [*work[:last]], fixed)
     return {at: f"block.{k}" for k, at in enumerate(sorted(shifted))}
 
 
 def _narrow_cuts(
     bytes_at: Sequence[int], work: Sequence[float], first: int, last: int, target: float
 ) -> list[int]:
-    """Positions where at most `NARROW` times the bytes of the narrowest cut within `target` work
-    cross, on one of the two sides: where a wide part meets a narrow one, both keep their cuts."""
+    """Narrow cuts: at most `NARROW` times the bytes of the narrowest one within `target` work, on
+    one of the two sides, cross; where a wide part meets a narrow one, both keep their cuts."""
     done = [0.0, *itertools.accumulate(work)]
     lo, hi, cuts = first + 1, first + 1, []
     for i in range(first + 1, last):
@@ -284,21 +276,20 @@ def _repeat_starts(
     repeat = _longest_repeat(graph, bounds) if total > target else None
     if repeat is None:
         return _equal_work_starts(work, bounds, bytes_at, target), set()
-    left, periods, right = repeat
-    starts, kept = list(periods), set(periods[:1])
-    for side in (left, right):
+    before, periods, after = repeat
+    starts, fixed_starts = list(periods), set(periods[:1])
+    for side in (before, after):
         if len(side) > 1:
             more, fixed = _repeat_starts(graph, work, side, bytes_at, target)
             starts += more
-            kept |= fixed | {more[0]}
-    return sorted(starts), kept
+            fixed_starts |= fixed | {more[0]}
+    return sorted(starts), fixed_starts
 
 
 def _equal_work_starts(
     work: Sequence[float], bounds: Sequence[int], bytes_at: Sequence[int], target: float
 ) -> list[int]:
-    """Starts of runs of about `target` work. Operators without work (activation functions, pools)
-    may go to either side: the cut is where the fewest bytes cross, at a tie the last."""
+    """Starts of runs of about `target` work, at the last of the cuts where fewest bytes cross."""
     starts, filled = [bounds[0]], 0.0
     free: list[int] = []
     for start, stop in itertools.pairwise(bounds):
@@ -317,10 +308,7 @@ def _equal_work_starts(
 def bytes_at_cuts(graph: Graph) -> list[int]:
     """(n,): bytes of the activations alive between operators i-1 and i."""
     position = {r: i for i, op in enumerate(graph.ops) for r in op.results}
-    last: dict[str, int] = {}
-    for i, op in enumerate(graph.ops):
-        for name in op.operands:
-            last[name] = i
+    last = {name: i for i, op in enumerate(graph.ops) for name in op.operands}
     delta = [0] * (len(graph.ops) + 2)
     for name, maker in position.items():
         if last.get(name, maker) > maker:
@@ -363,19 +351,11 @@ def structural_hash(graph: Graph, ops: Sequence[Op]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def merge_light(starts: Mapping[int, str], work: Sequence[float], kept: set[int]) -> dict[int, str]:
-    """Start -> name without the runs of no work (no matrix product), but for those in `kept`: they
-    join the block before them, at the front the one after."""
+def merge_light(
+    starts: Mapping[int, str], work: Sequence[float], fixed: set[int]
+) -> dict[int, str]:
+    """Start -> name, with runs of no work merged into a neighbour but for those in `fixed`."""
     bounds = [*sorted(starts), len(work)]
-    merged: dict[int, str] = {}
-    carried: int | None = None
-    for start, stop in itertools.pairwise(bounds):
-        light = sum(work[start:stop]) == 0 and start not in kept
-        if light and merged:
-            continue
-        if light:
-            carried = start if carried is None else carried
-            continue
-        merged[start if carried is None else carried] = starts[start]
-        carried = None
-    return merged or {bounds[0]: starts[bounds[0]]}
+    heavy = [a for a, b in itertools.pairwise(bounds) if sum(work[a:b]) or a in fixed]
+    first, *later = heavy or bounds[:1]
+    return {bounds[0]: starts[first]} | {start: starts[start] for start in later}

@@ -1,9 +1,7 @@
 """Bounds on the step of every plan of a space with equal stages, combination by combination.
 
-A combination has the bound that it was found with, which knows the least seconds of its blocks and
-nothing else. The least bounds are raised by relaxations of what is left (`Loads`,
-`pipelines.py`) until the least of all is one that was raised: no more work than the answer asks
-for.
+A combination starts with a bound from the least seconds of its blocks. The least bounds are raised
+by relaxations (`Loads`, `pipelines.py`) until the least of all is one that was raised.
 """
 
 from __future__ import annotations
@@ -40,141 +38,133 @@ class Bounds:
     def of_equal(
         self, choices: Sequence[MeshChoice], below_s: float, late: Callable[[], bool]
     ) -> float:
-        """No plan with equal stages on these meshes takes less; those that take `below_s` are of no
-        interest. The least bounds are raised, `MOST_RAISED` of them, or until it is `late`."""
-        order = itertools.count()
-        waiting: list[tuple[float, int, Combination | None]] = []
+        """Lower bound on the step of plans with equal stages on these meshes; those that take
+        `below_s` are of no interest. The least bounds are raised, `MOST_RAISED` of them, or until
+        it is `late`."""
+        bounds: list[tuple[float, Combination | None]] = []
         for choice in choices:
             if self.equal.known(choice):
-                own = self.equal.combinations(choice)
-                waiting += [(one.bound_s, next(order), one) for one in own]
-                left = self.equal.waiting(choice)
-                waiting += [(one.bound_s, next(order), None) for one in left]
+                bounds += [(one.bound_s, one) for one in self.equal.combinations(choice)]
+                bounds += [(one.bound_s, None) for one in self.equal.waiting(choice)]
             else:
-                waiting.append((choice.bound_s, next(order), None))
-        heapq.heapify(waiting)
+                bounds.append((choice.bound_s, None))
+        heap = [(bound_s, number, one) for number, (bound_s, one) in enumerate(bounds)]
+        heapq.heapify(heap)
         raised = 0
-        while waiting and waiting[0][0] < below_s:
-            bound, number, what = heapq.heappop(waiting)
-            if what is None or raised == MOST_RAISED or late():
-                return bound
+        while heap and heap[0][0] < below_s:
+            bound_s, number, combination = heapq.heappop(heap)
+            if combination is None or raised == MOST_RAISED or late():
+                return bound_s
             raised += 1
-            heapq.heappush(waiting, (max(bound, self.of_combination(what, below_s)), number, None))
+            bound_s = max(bound_s, self.of_combination(combination, below_s))
+            heapq.heappush(heap, (bound_s, number, None))
         return below_s
 
     def of_combination(self, one: Combination, below_s: float = math.inf) -> float:
-        """No plan with this combination takes less; no better bound than `below_s` is looked
-        for."""
-        if one.setup.mesh.tp > 1:  # typical blocks are no bound there: stages may split otherwise
+        """Lower bound on the step of plans with this combination; `below_s` is enough."""
+        setup, pipeline = one.setup, one.pipeline
+        if setup.mesh.tp > 1:  # typical blocks are no bound there: stages may split otherwise
             return one.bound_s
-        m, p, each = one.pipeline.shape
-        policies = self.equal.policies(one.setup, one.pipeline)
-        own = self._loads_of(one.setup, policies, single=p * each == 1)
-        room = self.equal.room - own.fixed_bytes
+        m, p, per_device = pipeline.shape
+        policies, single = self.equal.policies(setup, pipeline), p * per_device == 1
+        loads = self._loads.of(
+            (setup.chain, setup.sharing, policies, single),
+            lambda: loads_of(setup, policies, single=single),
+        )
+        room = self.space.room_bytes - loads.fixed_bytes
         if room <= 0:
             return math.inf
-        step = _work(own, own.pass_s + own.once_s / m, own.again_step_s / m, room)
-        held = np.maximum(
-            np.array(least_in_flight(one.pipeline), dtype=float), 1e-6
-        )  # a device may hold none
+        step = _work(loads, loads.pass_s + loads.once_s / m, loads.again_step_s / m, room)
+        # a device may hold none
+        held = np.maximum(np.array(least_in_flight(pipeline), dtype=float), 1e-6)
         least, price = pipelines.shared_s(step, float(held.min()), p)
         if p == 1 or m * least >= below_s:
             return m * least
-        before = np.concatenate([[0.0], np.cumsum(_first(own.forward_each_s, p - 1))])
-        found = m * least
+        before = np.concatenate([[0.0], np.cumsum(_first(loads.forward_each_s, p - 1))])
+        bound_s = m * least
         for nu in {0.0, price}:
-            found = pipelines.balanced_s(pipelines.devices_of(step, held, nu), m, before, found)
-        early = own.pass_s
-        if one.pipeline.record.splits_backward:
-            early = own.pass_s - own.late_s
-        found = max(found, self._once_through(one, own, early))
-        return found if found >= below_s else self._filled(one, own, early, (held, price), found)
-
-    def _once_through(self, one: Combination, own: Loads, early: Floats) -> float:
-        """One micro-batch through all stages there and back, behind the other ones' forwards in
-        the stage where these take longest."""
+            devices = pipelines.devices_of(step, held, nu)
+            bound_s = pipelines.balanced_s(devices, m, before, bound_s)
+        early = loads.pass_s - loads.late_s if pipeline.record.splits_backward else loads.pass_s
+        # one micro-batch through all stages there and back, behind the others' forwards in the
+        # stage where these take longest
         longest = max(
-            float(own.forward_s.sum()) / one.pipeline.num_stages, float(own.forward_each_s[-1])
+            float(loads.forward_s.sum()) / pipeline.num_stages, float(loads.forward_each_s[-1])
         )
-        return float(early.sum()) + (one.pipeline.num_microbatches - 1) * longest
+        bound_s = max(bound_s, float(early.sum()) + (m - 1) * longest)
+        if bound_s >= below_s:
+            return bound_s
+        return self._filled(one, loads, early, (held, price), bound_s)
 
     def _filled(
         self,
         one: Combination,
-        own: Loads,
+        loads: Loads,
         early: Floats,
         held: tuple[Floats, float],
         start_s: float,
     ) -> float:
-        """Where each device has one stage, it waits for those of the devices before it. And of the
-        m micro-batches, each of which takes a way through all stages, there and back, no more than
-        h are under way at once: m (Σ t + sends) <= h T."""
-        (m, p, each), found = one.pipeline.shape, start_s
+        """Bound where no more than h of the m micro-batches are under way at once, each through all
+        stages there and back: m (Σ t + sends) <= h T; and where each device has one stage, which
+        waits for those before it."""
+        (m, p, per_device), bound_s = one.pipeline.shape, start_s
         first = in_flight(one.pipeline, 0)
         kinds: list[tuple[Floats, float, float]] = [(early, first / m, 2 * self._sent_s(one))]
-        if each == 1:
+        if per_device == 1:
             kinds.append((early, pipelines.theta(m, p, 1.0), 0.0))
-            if one.pipeline.record.splits_backward:
-                part = float((own.forward_s / np.maximum(own.pass_s, 1e-30)).min())
-                if part > 0:
-                    kinds.append((own.pass_s, pipelines.theta(m, p, part), 0.0))
+            part = float((loads.forward_s / np.maximum(loads.pass_s, 1e-30)).min())
+            if one.pipeline.record.splits_backward and part > 0:
+                kinds.append((loads.pass_s, pipelines.theta(m, p, part), 0.0))
+        room = self.space.room_bytes - loads.fixed_bytes
         for seconds, share, less_s in kinds:
-            work = _work(own, seconds, own.again_s, self.equal.room - own.fixed_bytes)
+            work = _work(loads, seconds, loads.again_s, room)
             for nu in {0.0, held[1]}:
-                found = pipelines.filled_s(
-                    pipelines.devices_of(work, held[0], nu), m, share, less_s, found
-                )
-        return found
+                devices = pipelines.devices_of(work, held[0], nu)
+                bound_s = pipelines.filled_s(devices, m, share, less_s, bound_s)
+        return bound_s
 
     def _sent_s(self, one: Combination) -> float:
         """Seconds of one micro-batch's messages in one direction, at least: at the cuts where they
         are shortest, and where only every so many-th crosses a node, no more of them."""
-        mesh, cluster = one.setup.mesh, self.space.cluster
-        sends = sum(a != b for a, b in itertools.pairwise(one.pipeline.device_of))
-        each = np.sort(one.setup.chain.send_s[self.equal.cuts[1:-1]])
+        mesh, cluster, pipeline = one.setup.mesh, self.space.cluster, one.pipeline
+        sends = sum(a != b for a, b in itertools.pairwise(pipeline.device_of))
+        seconds = np.sort(one.setup.chain.send_s[self.equal.cuts[1:-1]])
         beside = mesh.spread if mesh.spread > 1 else cluster.devices_per_node // mesh.devices
         if cluster.num_nodes == 1 or beside <= 1:
-            return float(_first(each, sends).sum())
-        crossing = (
-            max(0, math.ceil(one.pipeline.num_devices / beside) - 1) * one.pipeline.each * beside
-        )
-        return float(_first(each, 1).sum()) * min(sends, crossing)
-
-    def _loads_of(self, setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> Loads:
-        key = setup.chain, setup.sharing, policies, single
-        return self._loads.of(key, lambda: loads_of(setup, policies, single=single))
+            return float(_first(seconds, sends).sum())
+        crossing = max(0, math.ceil(pipeline.num_devices / beside) - 1) * pipeline.each * beside
+        return float(_first(seconds, 1).sum()) * min(sends, crossing)
 
 
-def _work(own: Loads, seconds: Floats, again_s: Floats, room: float) -> pipelines.Work:
-    active = own.active_bytes[:, None] - own.freed_bytes
+def _work(loads: Loads, seconds: Floats, again_s: Floats, room: float) -> pipelines.Work:
+    active = loads.active_bytes[:, None] - loads.freed_bytes
     return pipelines.Work(
         cost_s=seconds[:, None] + again_s,
-        static_bytes=np.broadcast_to(own.static_bytes[:, None], active.shape),
+        static_bytes=np.broadcast_to(loads.static_bytes[:, None], active.shape),
         active_bytes=active,
-        each=np.broadcast_to(1 / own.count[:, None], active.shape),
+        block_part=np.broadcast_to(1 / loads.count[:, None], active.shape),
         room=room,
     )
 
 
-def _first(each: Floats, count: int) -> Floats:
+def _first(seconds: Floats, count: int) -> Floats:
     """The `count` least of the seconds of blocks; all, and zeros, where there are fewer."""
-    return np.pad(each[:count], (0, max(0, count - len(each))))
+    return np.pad(seconds[:count], (0, max(0, count - len(seconds))))
 
 
 # --- loads ----------------------------------------------------------------------------------------
 
-# What a setup's blocks ask of their devices at least: seconds and bytes, linear in the blocks.
+# Least seconds and bytes of a setup's blocks, linear in the blocks.
 #
-# `planner.pricing.stage_costs` prices a stage from sums over its blocks. A pass takes no less than
-# the longer of device and host, and communication x beside compute c, with the slowdown s, at least
+# A pass takes no less than the longer of device and host, and communication x beside compute c,
+# with the slowdown s, at least
 #
 #     max(c + s min(c, x), x)  >=  max(c + s/(1+s) x, x)
 #
 # All of this is a maximum of linear functions (the right side is the convex envelope of the left),
-# so that each of these, added up over the blocks of a stage, is no more than the stage's price, and
-# added up over all blocks no more than that of all stages. Which one is taken decides the whole
-# model, for which it is the largest. Left out where there are several stages: the part of a
-# communication that nothing can hide, and what a recomputed block holds while its backward lasts.
+# so that any of these, added up over the blocks of a stage, is no more than the stage's price. The
+# one that is largest for all blocks is taken. Left out where there are several stages: the part of
+# a communication that nothing can hide, and bytes that a recomputed block holds in its backward.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +193,13 @@ class Loads:
     @property
     def forward_each_s(self) -> Floats:
         """Forward seconds of each block, the shortest first."""
-        each: Floats = np.sort(np.repeat(self.forward_s / self.count, self.count.astype(int)))
-        return each
+        return np.sort(np.repeat(self.forward_s / self.count, self.count.astype(int)))
 
 
 @dataclass(slots=True)
 class _Pass:
     """A pass as a linear function of the blocks: `seconds` (k,), `again_s` (k, q) of recompute, and
-    what it takes beside communication so far: (1 + `factor`) times these."""
+    with the communication taken in so far (1 + `factor`) times these and `more_s`."""
 
     seconds: Floats
     again_s: Floats
@@ -219,26 +208,25 @@ class _Pass:
 
     def beside(self, comm: Floats, setting: Setting, *, hidden: bool, edge: float) -> None:
         """Take communication into the pass."""
-        more, factor = added(self, comm, setting, hidden=hidden, edge=edge)
+        more, factor = self.added(comm, setting, hidden=hidden, edge=edge)
         self.more_s, self.factor = self.more_s + more, self.factor + factor
+
+    def added(
+        self, comm: Floats, setting: Setting, *, hidden: bool, edge: float
+    ) -> tuple[Floats, float]:
+        """Seconds (k,) that communication adds to the pass, and a factor of the pass itself."""
+        device = setting.cluster.device
+        if not hidden or device.kind == "cpu":
+            return comm, 0.0
+        slow = device.overlap_slowdown / (1 + device.overlap_slowdown)
+        body, ends = comm * (1 - edge), comm * edge
+        if body.sum() - self.seconds.sum() > slow * body.sum():
+            return body + ends, -1.0
+        return slow * body + ends, 0.0
 
     @property
     def taken_s(self) -> Floats:
         return np.maximum(self.seconds * (1 + self.factor) + self.more_s, 0.0)
-
-
-def added(
-    own: _Pass, comm: Floats, setting: Setting, *, hidden: bool, edge: float
-) -> tuple[Floats, float]:
-    """What communication adds to a pass: seconds (k,), and a factor of the pass itself."""
-    device = setting.cluster.device
-    if not hidden or device.kind == "cpu":
-        return comm, 0.0
-    slow = device.overlap_slowdown / (1 + device.overlap_slowdown)
-    body, ends = comm * (1 - edge), comm * edge
-    if body.sum() - own.seconds.sum() > slow * body.sum():
-        return body + ends, -1.0
-    return slow * body + ends, 0.0
 
 
 def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> Loads:
@@ -260,23 +248,21 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
         backward.beside(moved, setting, hidden=parameters, edge=edge)
         forward.more_s, backward.more_s = forward.more_s + copied, backward.more_s + copied
     elif sharing.divides:
-        once, forward_once = added(forward, sums.gather_s, setting, hidden=parameters, edge=edge)
+        once, forward_once = forward.added(sums.gather_s, setting, hidden=parameters, edge=edge)
         once = once + copied
         if sharing.scatters_whole:
             backward.beside(sums.scatter_s, setting, hidden=gradients, edge=edge)
         else:
-            more_s, backward_once = added(
-                backward, sums.scatter_s, setting, hidden=gradients, edge=edge
-            )
-            once = once + more_s
+            scattered = backward.added(sums.scatter_s, setting, hidden=gradients, edge=edge)
+            once, backward_once = once + scattered[0], scattered[1]
     else:
-        once, backward_once = added(backward, sums.reduce_s, setting, hidden=gradients, edge=edge)
+        once, backward_once = backward.added(sums.reduce_s, setting, hidden=gradients, edge=edge)
     if sharing.divides and not target.hides_replicas(sharing):
         once = once + (sums.zero3_replicate_s if sharing.gathers else sums.replicate_s)
     once = once + forward_once * forward.seconds + backward_once * backward.seconds
     once = once + (sums.shard_s if sharing.divides else sums.optimizer_s)
     passing = backward.again_s * (1 + backward.factor)
-    m, kept = setting.batch.microbatches, 1 - setting.host.activations  # on devices
+    m, on_device = setting.batch.microbatches, 1 - setting.host.activations
     return Loads(
         count=count,
         forward_s=np.maximum(forward.taken_s - more, 0.0),
@@ -285,10 +271,10 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
         once_s=once,
         again_s=passing,
         again_step_s=m * passing + backward_once * backward.again_s,
-        freed_bytes=kept * sums.recompute_by(policies).freed_bytes.T,
+        freed_bytes=on_device * sums.recompute_by(policies).freed_bytes.T,
         # in every backward that follows others of a step, or in all
         static_bytes=stage_costs(sums, setting, "none").kept_bytes - blocks_here(sums, setting),
-        active_bytes=kept * (sums.saved_bytes + sums.input_bytes),
+        active_bytes=on_device * (sums.saved_bytes + sums.input_bytes),
         fixed_bytes=_fixed(
             setting, [total] if single else [kind.sums for kind in chain.kinds_typical()], policies
         ),
@@ -296,31 +282,26 @@ def loads_of(setup: StageSetup, policies: tuple[str, ...], *, single: bool) -> L
 
 
 def _by_kind(chain: Chain) -> tuple[Sums, Floats, Floats]:
-    """Sums of all blocks of each kind (k,), how many those are, and seconds per micro-batch by
-    which these sums may exceed the least ones. What blocks share counts once."""
+    """Sums of all blocks of each kind (k,), their numbers, and the seconds above the least ones."""
     kinds = chain.kinds_typical()
     rows = {kind.number: kind.sums.times(kind.count).array for kind in kinds}
     for readers, copy, _ in chain.shared:
         reading = [chain.kinds[j] for j, reads in enumerate(readers) if reads]
         for number in reading[1:]:
             rows[number] = (Sums(rows[number]) - copy).array
-    sums = Sums(np.stack(list(rows.values())))
     count = np.array([float(kind.count) for kind in kinds])
-    return sums, count, count * np.array([kind.more_s for kind in kinds])
+    more_s = count * np.array([kind.more_s for kind in kinds])
+    return Sums(np.stack(list(rows.values()))), count, more_s
 
 
 def _passes(sums: Sums, setting: Setting, policies: tuple[str, ...]) -> tuple[_Pass, _Pass]:
     """Both passes without the data axis' communication."""
-    overlap = setting.target.overlap_experts
     repeated = sums.recompute_by(policies)
     again, again_host = repeated.seconds.T, repeated.host_s.T
 
-    def device(whole: Floats, exchange: Floats) -> Floats:
-        left = whole - overlap * exchange
-        return left if left.sum() >= exchange.sum() else exchange
-
-    def of(whole: Floats, exchange: Floats, host: Floats, more: Floats, host_more: Floats) -> _Pass:
-        seconds = device(whole, exchange)
+    def of(total: Floats, exchange: Floats, host: Floats, more: Floats, host_more: Floats) -> _Pass:
+        seconds = total - setting.target.overlap_experts * exchange
+        seconds = seconds if seconds.sum() >= exchange.sum() else exchange
         if setting.cluster.device.kind != "cuda":
             seconds, more = seconds + host, more + host_more
         elif host.sum() > seconds.sum():
@@ -342,17 +323,14 @@ def _copied_s(sums: Sums, setting: Setting) -> Floats:
         return np.zeros(len(sums))
     moved = 2 * weight_bytes * sums.moved_weights(setting.sharing)[0]
     efficiency = device.memory_efficiency(max(float(moved.sum()), 1.0))
-    seconds: Floats = moved / (device.memory_bandwidth * efficiency)
-    return seconds
+    return np.asarray(moved / (device.memory_bandwidth * efficiency))
 
 
 def _fixed(setting: Setting, held: Sequence[Sums], policies: Sequence[str]) -> float:
-    """Bytes of what some block's backward holds besides on any device that has a stage: no less
-    than that of a last one."""
+    """Least bytes in passing of a backward on any device that has a stage."""
     if any(segment_policy(policy)[1] > 1 for policy in policies):
         return float(communicator_bytes(setting))
-    costs = [stage_costs(own, setting, own.recompute_by(policies)) for own in held]
+    costs = (stage_costs(sums, setting, sums.recompute_by(policies)) for sums in held)
     return min(
-        float(np.minimum(own.passing_bytes, own.half_bytes + own.communicator_bytes).min())
-        for own in costs
+        float(np.minimum(c.passing_bytes, c.half_bytes + c.communicator_bytes).min()) for c in costs
     )

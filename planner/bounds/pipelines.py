@@ -1,4 +1,4 @@
-"""Lower bounds on the step of a pipeline, from loads: what any cut into stages takes.
+"""Lower bounds on the step of a pipeline, whatever its cuts, from loads.
 
 Blocks are taken for divisible, among devices and among recompute policies. Device d of p holds h_d
 micro-batches of whatever it has. Let it have the part y_dkq of the blocks of kind k under option q
@@ -42,24 +42,23 @@ GRID = 2.0 ** np.arange(-5, 6)  # ν, of the seconds that all blocks take over t
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
     """All blocks of each kind under each option, (k, q): seconds per micro-batch, bytes, and bytes
-    per micro-batch in flight, of which one block is the part `each`; `room` of a device."""
+    per micro-batch in flight, of which one block is `block_part`; `room` of a device."""
 
     cost_s: Floats
     static_bytes: Floats
     active_bytes: Floats
-    each: Floats
+    block_part: Floats
     room: float
 
     def bytes_of(self, held: float) -> Floats:
         """(k, q): bytes with so many micro-batches in flight; inf where no block fits."""
         used = self.static_bytes + held * self.active_bytes
-        return np.where(self.each * used <= self.room, used, np.inf)
+        return np.where(self.block_part * used <= self.room, used, np.inf)
 
     @property
     def least_s(self) -> Floats:
         """(k,): seconds of the fastest option."""
-        least: Floats = self.cost_s.min(axis=1)
-        return least
+        return np.asarray(self.cost_s.min(axis=1))
 
     def prices(self, held: float) -> Floats:
         """Seconds per byte (n,) worth a try: of few options those at which one gives way to
@@ -74,29 +73,28 @@ class Work:
 
 
 def shared_s(work: Work, held: float, devices: int) -> tuple[float, float]:
-    """Least seconds per micro-batch of so many devices that all hold alike, each of them as long,
-    and the price of a byte that proves it; infinite where the blocks don't fit."""
+    """Least seconds per micro-batch of so many devices that hold and compute the same, and the
+    price of a byte that proves it; infinite where the blocks don't fit."""
     used = work.bytes_of(held)
     if used.min(axis=1).sum() > devices * work.room:
         return np.inf, 0.0
     prices = work.prices(held)
-    found = _least(work, used, prices).sum(axis=1) / devices - prices * work.room
-    best = int(found.argmax())
-    return float(found[best]), float(prices[best])
+    bounds = _least(work, used, prices).sum(axis=1) / devices - prices * work.room
+    best = int(bounds.argmax())
+    return float(bounds[best]), float(prices[best])
 
 
 def _least(work: Work, used: Floats, prices: Floats) -> Floats:
     """(n, k): least seconds with bytes at each price."""
     fits = np.isfinite(used)
     costs = work.cost_s + prices[:, None, None] * np.where(fits, used, 0.0)
-    least: Floats = np.where(fits, costs, np.inf).min(axis=2)
-    return least
+    return np.asarray(np.where(fits, costs, np.inf).min(axis=2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The lines α t + β of the caps of devices, (d, n), and what all devices must
-    have, Σ π; `usual` is α without need of memory."""
+    """The lines α t + β of the caps of devices, (d, n), and the sum that all devices must have,
+    Σ π; `usual` is α without need of memory."""
 
     alpha: Floats
     beta: Floats
@@ -105,20 +103,18 @@ class Devices:
 
 
 def devices_of(work: Work, held: Floats, price: float) -> Devices:
-    """The caps of devices that hold so many micro-batches (d,), with the π that a price of bytes
-    gives on a middling one."""
+    """The caps of devices that hold so many micro-batches (d,), with π at one price of bytes."""
     middle = _least(work, work.bytes_of(float(held.mean())), np.array([price]))[0]
     pi = np.where(np.isfinite(middle), middle, work.least_s)
     alpha, beta = {}, {}
-    for own in set(held.tolist()):
-        prices = work.prices(own)
-        least = _least(work, work.bytes_of(own), prices)
-        alpha[own] = (pi / np.maximum(least, 1e-30)).max(axis=1)
-        beta[own] = alpha[own] * prices * work.room
-    most = max(map(len, alpha.values()))
+    for h in set(held.tolist()):
+        prices = work.prices(h)
+        least = _least(work, work.bytes_of(h), prices)
+        alpha[h] = (pi / np.maximum(least, 1e-30)).max(axis=1)
+        beta[h] = alpha[h] * prices * work.room
+    at = np.arange(max(map(len, alpha.values())))
 
-    def rows(of: dict[float, Floats]) -> Floats:
-        at = np.arange(most)  # the last line fills up
+    def rows(of: dict[float, Floats]) -> Floats:  # the last line fills up
         return np.stack([of[h][np.minimum(at, len(of[h]) - 1)] for h in held.tolist()])
 
     usual = float(pi.sum() / work.least_s.sum())
@@ -146,8 +142,7 @@ def theta(m: int, devices: int, phi: float) -> float:
 def _newton(
     devices: Devices, m: int, together: tuple[float, float, float], before_s: Floats, start_s: float
 ) -> float:
-    """Least T at which the devices can have what is wanted, if it is above `start_s`; `together`
-    are c, θ and what is taken off θT."""
+    """Least T from `start_s` on that the devices can do; `together` are c, θ and seconds off θT."""
     c, theta, less_s = together
     slopes, starts = devices.alpha - c, devices.beta
     step, highest = start_s, _highest(slopes, starts)
@@ -170,14 +165,13 @@ def _newton(
 
 
 def _highest(slopes: Floats, starts: Floats) -> Floats:
-    """(d,): the highest point of the least of each device's lines, right of 0; inf where all
-    rise."""
+    """(d,): the highest point of the least of each device's lines; inf where all rise."""
     a1, a2 = slopes[:, :, None], slopes[:, None, :]
     b1, b2 = starts[:, :, None], starts[:, None, :]
     crossing = (a1 >= 0) & (a2 < 0)
     with np.errstate(divide="ignore", invalid="ignore"):
         at = np.maximum((b2 - b1) / (a1 - a2), 0.0)
         value = np.where(at > 0, a1 * at + b1, np.minimum(b1, b2))
-    found: Floats = np.where(crossing, value, np.inf).min(axis=(1, 2))
+    highest: Floats = np.where(crossing, value, np.inf).min(axis=(1, 2))
     # all fall: highest at 0
-    return np.where((slopes < 0).all(axis=1), starts.min(axis=1), found)
+    return np.where((slopes < 0).all(axis=1), starts.min(axis=1), highest)

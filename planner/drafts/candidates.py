@@ -1,8 +1,7 @@
-"""From stage drafts to a plan: ranks, recompute per block, shardings as globs, the price by
-simulation.
+"""Plans of stage drafts: ranks, recompute per block, shardings as globs, the price by simulation.
 
-A draft is priced from its stages' sums at once. What is chosen is then written out as a plan and
-priced again from the plan alone, as a plan from a file would be.
+A draft is priced from its stages' sums at once. The chosen one is written out as a plan and priced
+again from the plan alone, as a plan from a file would be.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, chain, islice
 from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Block
@@ -50,9 +50,8 @@ class Priced:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDraft(Priced):
-    """A plan priced from its stages' sums; it has no shardings yet. Its fullest device lacks so
-    many bytes, if they are more than 0 (`lacks_bytes`). Written out, a device may fill
-    `room_bytes`."""
+    """A plan priced from its stages' sums, without shardings. Its fullest device lacks
+    `lacks_bytes`, negative where it fits; written out, a device may fill `room_bytes`."""
 
     stages: tuple[StageDraft, ...]
     lacks_bytes: float
@@ -74,32 +73,26 @@ def make_draft(
     memory_bytes: float,
     free_bytes: float = 0.0,
 ) -> PlanDraft:
-    """Price stages by simulation, seconds from their sums, memory from their blocks; each device
-    may fill `memory_bytes`, and is to leave so many of them free."""
-    ranks = _ranks(stages, pipeline, coster.cluster)
-    plans = [
-        _stage_plan(coster, d, here, d.policies) for d, here in zip(stages, ranks, strict=True)
-    ]
-    costs = [d.levels.at(d.run, d.chosen) for d in stages]
+    """Stages priced by simulation, memory from their blocks; devices leave `free_bytes` free."""
+    placed = zip(stages, _ranks(stages, pipeline, coster.cluster), strict=True)
     plan = Plan(
         model=coster.fingerprint,
         global_batch_size=global_batch_size,
         num_microbatches=pipeline.num_microbatches,
         schedule=pipeline.schedule,
         precision=coster.problem.precision,
-        stages=tuple(plans),
+        stages=tuple(_stage_plan(coster, draft, here) for draft, here in placed),
     )
     if stages[0].setup.validated and len(plan.devices) > 1:
         plan = dataclasses.replace(plan, post_validation=True)
     assignments = (d.setup.chain.assignments(d.start, d.stop) for d in stages)
-    blocks = (stage_blocks(plan, k, coster, own) for k, own in enumerate(assignments))
-    priced = price_blocks(plan, coster, costs, blocks)
-    fits = priced_fits(priced, coster.cluster, memory_bytes)
+    blocks = (stage_blocks(plan, k, coster, choices) for k, choices in enumerate(assignments))
+    priced = price_blocks(plan, coster, [d.costs for d in stages], blocks)
     fullest = priced.prediction.fullest_bytes
     return PlanDraft(
         stages=tuple(stages),
         evaluation=priced,
-        fits=fits,
+        fits=priced_fits(priced, coster.cluster, memory_bytes),
         lacks_bytes=fullest - memory_bytes,
         room_bytes=min(memory_bytes, max(memory_bytes - free_bytes, fullest)),
     )
@@ -111,11 +104,11 @@ def make_candidate(coster: StageCoster, draft: PlanDraft) -> Candidate:
     backward or not."""
     assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
     plan = _with_shardings(coster, draft, assignments)
-    found = _candidate(coster, draft, plan, assignments, ends=True)
-    if all(set(stage.policies) == {"none"} for stage in found.plan.stages):
-        return found
+    candidate = _candidate(coster, draft, plan, assignments, ends=True)
+    if all(set(stage.policies) == {"none"} for stage in candidate.plan.stages):
+        return candidate
     other = _candidate(coster, draft, plan, assignments, ends=False)
-    return min(found, other, key=lambda each: (not each.fits, each.step_time_s))
+    return min(candidate, other, key=lambda c: (not c.fits, c.step_time_s))
 
 
 def _candidate(
@@ -136,29 +129,38 @@ def _candidate(
         for ranks in draft.plan.devices
     ]
     keep = [_room_to_keep([draft.stages[k] for k in here], room) for here in groups]
-    found: list[Candidate] = []
+    fitting: list[Candidate] = []
     policies = None
     for tried in range(MOST_TRIES):
         last, policies = policies, _policies(coster, draft, groups, keep, tried, ends=ends)
-        if found and policies == last:
+        if fitting and policies == last:
             break
-        stages = [
-            stage.repeating(own, size)
-            for stage, (own, size) in zip(plan.stages, policies, strict=True)
-        ]
-        written = dataclasses.replace(plan, stages=tuple(stages))
-        priced = evaluate(written, coster.problem, assignments, coster)
-        fits = priced_fits(priced, coster.cluster, memory_bytes)
-        candidate = Candidate(evaluation=priced, assignments=assignments, fits=fits)
-        again, found = bool(found), [*found, *[candidate] * fits]
-        if again or (fits and all(set(own) == {"none"} for own, _ in policies)):
+        repeated = zip(plan.stages, policies, strict=True)
+        stages = tuple(stage.repeating(*blocks) for stage, blocks in repeated)
+        written = dataclasses.replace(plan, stages=stages)
+        candidate = price_candidate(written, assignments, coster, memory_bytes)
+        again, fits = bool(fitting), candidate.fits
+        fitting += [candidate] * fits
+        if again or (fits and all(set(names) == {"none"} for names, _ in policies)):
             break
-        for g, peak in enumerate(priced.prediction.peak_memory_bytes):
-            own = [(draft.stages[k], policies[k][0], plan.stages[k]) for k in groups[g]]
-            spare = (memory_bytes - peak) / max(_in_flight([d for d, *_ in own]), 1.0)
-            kept = sum(_kept_bytes(*each, ends=ends) for each in own)
-            keep[g] = (kept if fits else min(keep[g], kept)) + spare
-    return min(found or [candidate], key=lambda each: each.step_time_s)
+        peaks = candidate.evaluation.prediction.peak_memory_bytes
+        for g, (here, peak) in enumerate(zip(groups, peaks, strict=True)):
+            spare = (memory_bytes - peak) / max(_in_flight([draft.stages[k] for k in here]), 1.0)
+            saved = sum(
+                _kept_bytes(draft.stages[k], policies[k][0], plan.stages[k], ends=ends)
+                for k in here
+            )
+            keep[g] = (saved if fits else min(keep[g], saved)) + spare
+    return min(fitting or [candidate], key=lambda c: c.step_time_s)
+
+
+def price_candidate(
+    plan: Plan, assignments: list[dict[str, Assignment]], coster: StageCoster, memory_bytes: float
+) -> Candidate:
+    """The candidate of a plan, each device of which may fill `memory_bytes`."""
+    priced = evaluate(plan, coster.problem, assignments, coster)
+    fits = priced_fits(priced, coster.cluster, memory_bytes)
+    return Candidate(evaluation=priced, assignments=assignments, fits=fits)
 
 
 def _with_shardings(
@@ -167,28 +169,25 @@ def _with_shardings(
     """The plan of a draft with the shardings of its stages."""
     known: Known = {}
     stages = []
-    for d, stage, found in zip(draft.stages, draft.plan.stages, assignments, strict=True):
+    for d, stage, choices in zip(draft.stages, draft.plan.stages, assignments, strict=True):
         blocks = coster.graph.blocks[d.start : d.stop]
-        written = _shardings(coster, blocks, found, stage.tp, known)
-        stages.append(dataclasses.replace(stage, shardings=written))
+        shardings = _shardings(coster, blocks, choices, stage.tp, known)
+        stages.append(dataclasses.replace(stage, shardings=shardings))
     return dataclasses.replace(draft.plan, stages=tuple(stages))
 
 
 def priced_fits(priced: Evaluation, cluster: Cluster, memory_bytes: float) -> bool:
-    """Whether a plan fits: no device holds more than so many bytes, no node's host more than it
-    has, in memory and on flash."""
-    found = priced.prediction
-    lacks = found.host_shortfall(cluster) or found.flash_shortfall(cluster)
-    return fits(found.fullest_bytes, memory_bytes) and not lacks
+    """Whether a plan fits its devices' `memory_bytes`, and its nodes' host memory and flash."""
+    step = priced.prediction
+    lacks = step.host_shortfall(cluster) or step.flash_shortfall(cluster)
+    return fits(step.fullest_bytes, memory_bytes) and not lacks
 
 
-def _stage_plan(
-    coster: StageCoster, draft: StageDraft, ranks: tuple[int, ...], policies: Sequence[str]
-) -> StagePlan:
+def _stage_plan(coster: StageCoster, draft: StageDraft, ranks: tuple[int, ...]) -> StagePlan:
     names = tuple(b.name for b in coster.graph.blocks[draft.start : draft.stop])
     setting = draft.setup.setting
     stage = stage_on(setting.mesh, names, ranks, setting.sharing).with_host(draft.host)
-    return stage.repeating(policies, draft.repeated[1])
+    return stage.repeating(*draft.repeated)
 
 
 # --- recompute -----------------------------------------------------------------------------------
@@ -207,60 +206,56 @@ def _policies(
     with which the stages of a device group `keep` no more of a micro-batch together; a draft
     without any keeps to that unless it was `tried`, one in segments goes on to its next ones then;
     one that can't fit at all keeps what it has at first, then as little as there is."""
-    found = [d.repeated for d in draft.stages]
-    for here, kept in zip(groups, keep, strict=True):
-        stages = [draft.stages[k] for k in here]
-        if any(d.repeated[1] > 1 for d in stages):
-            for k, d in zip(here, stages, strict=True):
-                found[k] = d.harder(tried)
+    repeated = [d.repeated for d in draft.stages]
+    for here, room_bytes in zip(groups, keep, strict=True):
+        stages = {k: draft.stages[k] for k in here}
+        if any(repeated[k][1] > 1 for k in here):
+            for k, d in stages.items():
+                repeated[k] = d.harder(tried)
             continue
-        if not tried and all(set(d.policies) == {"none"} for d in stages):
+        if not tried and all(set(repeated[k][0]) == {"none"} for k in here):
             continue
-        sent = [away_blocks(draft.plan.stages[k]) for k in here]
-        blocks = [
-            d.setup.chain.block_sums(d.start, d.stop)[away:]
-            for d, away in zip(stages, sent, strict=True)
-        ]
-        legal = [p for p in stages[0].levels.policies if segment_policy(p)[1] == 1]
+        sent = {k: away_blocks(draft.plan.stages[k]) for k in here}
+        blocks = [d.setup.chain.block_sums(d.start, d.stop)[sent[k] :] for k, d in stages.items()]
+        ends_at = accumulate(map(len, blocks))
+        legal = [p for p in draft.stages[here[0]].levels.policies if segment_policy(p)[1] == 1]
         chosen = choose_policies(
-            [own for of_stage in blocks for own in of_stage],
+            [*chain.from_iterable(blocks)],
             legal,
-            room_bytes=kept,
+            room_bytes=room_bytes,
             device=coster.cluster.device.kind,
-            last=[
-                sum(map(len, blocks[: k + 1])) - 1 for k, own in enumerate(blocks) if ends and own
-            ],
+            last=[end - 1 for end, sums in zip(ends_at, blocks, strict=True) if ends and sums],
         )
         if chosen is None and tried:  # what holds least is closest
             chosen = (legal[-1],) * sum(map(len, blocks))
         if chosen:
             names = iter(chosen)
-            for k, d, away in zip(here, stages, sent, strict=True):
-                left = [next(names) for _ in range(d.stop - d.start - away)]
-                found[k] = d.overridden([*d.policies[:away], *left]), d.repeated[1]
-    return found
+            for k, d in stages.items():
+                policies, size = repeated[k]
+                here_again = islice(names, d.stop - d.start - sent[k])
+                repeated[k] = d.overridden([*policies[: sent[k]], *here_again]), size
+    return repeated
 
 
 def _room_to_keep(stages: Sequence[StageDraft], room: float) -> float:
-    """Bytes that the stages of a device group may keep of one micro-batch each, together: what
-    their backwards hold besides is that of the levels which they were drafted on."""
-    costs = [d.levels.at(d.run, d.chosen) for d in stages]
-    flights = [d.in_flight for d in stages]
-    split = any(own.split for own in flights)
-    passing = max(
-        own.half_bytes + own.communicator_bytes if split else own.passing_bytes for own in costs
-    )
+    """Bytes that the stages of a device group may keep of one micro-batch each, together."""
+    costs, flights = [d.costs for d in stages], [d.in_flight for d in stages]
+    split = any(flight.split for flight in flights)
+    passing = max(c.half_bytes + c.communicator_bytes if split else c.passing_bytes for c in costs)
     put_off = sum(
-        float(own.put_off) * each.put_off_bytes for own, each in zip(flights, costs, strict=True)
+        float(flight.put_off) * c.put_off_bytes for flight, c in zip(flights, costs, strict=True)
     )
-    begun = max(own.first_bytes + own.communicator_bytes for own in costs)
-    left = (
-        (room - passing - put_off - sum(own.kept_bytes for own in costs), "active"),
-        (room - begun - sum(own.fixed_bytes for own in costs), "first"),
+    begun = max(c.first_bytes + c.communicator_bytes for c in costs)
+    spare = (
+        (room - passing - put_off - sum(c.kept_bytes for c in costs), [f.active for f in flights]),
+        (room - begun - sum(c.fixed_bytes for c in costs), [f.first for f in flights]),
     )
-    counts = {name: sum(float(getattr(own, name)) for own in flights) for _, name in left}
-    found = [nbytes * len(stages) / counts[name] for nbytes, name in left if counts[name]]
-    return min(found, default=math.inf)
+    rooms = [
+        nbytes * len(stages) / count
+        for nbytes, in_flight in spare
+        if (count := sum(map(float, in_flight)))
+    ]
+    return min(rooms, default=math.inf)
 
 
 def _in_flight(stages: Sequence[StageDraft]) -> float:
@@ -272,13 +267,12 @@ def _in_flight(stages: Sequence[StageDraft]) -> float:
 def _kept_bytes(
     draft: StageDraft, policies: Sequence[str], stage: StagePlan, *, ends: bool
 ) -> float:
-    """Bytes that a stage keeps of a micro-batch under policies of its blocks, on its devices, with
-    what the last one makes again, if it `ends` with its highest point."""
+    """Bytes that a stage keeps of a micro-batch on its devices under these policies."""
     blocks = draft.setup.chain.block_sums(draft.start, draft.stop)
     end = len(policies) - 1 if ends else -1
     return sum(
-        float(own.saved_bytes + own.input_bytes) - freed_bytes(own, policy, last=k == end)
-        for k, (own, policy) in enumerate(zip(blocks, policies, strict=True))
+        float(sums.saved_bytes + sums.input_bytes) - freed_bytes(sums, policy, last=k == end)
+        for k, (sums, policy) in enumerate(zip(blocks, policies, strict=True))
         if k >= away_blocks(stage)
     )
 
@@ -289,12 +283,11 @@ def _kept_bytes(
 def _shardings(
     coster: StageCoster,
     blocks: Sequence[Block],
-    found: Mapping[str, Assignment],
+    assignments: Mapping[str, Assignment],
     tp: int,
     known: Known,
 ) -> dict[str, str]:
-    """The decisions that do not follow, as globs; equal decisions about equal blocks are written
-    alike, as `known`."""
+    """Decisions that do not follow, as globs; `known` are those of equal blocks."""
     if tp == 1:
         return {}
     entries: dict[str, Entry] = {}
@@ -303,27 +296,26 @@ def _shardings(
         inputs = {n: states[n] for n in block.inputs if n in states}
         names = [*(op.name for op in block.ops), *block.parameters]
         seen = tuple(states.get(name) for name in block.inputs)
-        key = tp, block.class_id, found[block.name].choices, seen
+        assignment = assignments[block.name]
+        key = tp, block.class_id, assignment.choices, seen
         if key not in known:
-            own = coster.layouts(block, tp).compress(found[block.name], inputs)
-            known[key] = [(k, own[name]) for k, name in enumerate(names) if name in own]
+            layouts = coster.layouts(block, tp).compress(assignment, inputs)
+            known[key] = [(k, layouts[name]) for k, name in enumerate(names) if name in layouts]
         entries |= {names[k]: entry for k, entry in known[key]}
-        states |= {n: found[block.name].states[n] for n in block.outputs}
+        states |= {n: assignment.states[n] for n in block.outputs}
     _like_repeats(blocks, entries)
     return express_shardings(coster.graph, blocks, entries)
 
 
 def _like_repeats(blocks: Sequence[Block], entries: dict[str, Entry]) -> None:
-    """The stage's outputs are replicated whatever their entries say: give each the entry of its
-    repeats, so that one glob serves all."""
+    """Give each output of the stage the entry of its repeats, so that one glob serves all."""
     last = blocks[-1]
-    peers = [b for b in blocks[:-1] if b.class_id == last.class_id]
-    for k, op in enumerate(last.ops):
-        if peers and op.results[0] in last.outputs:
-            alike = entries.get(peers[0].ops[k].name)
-            if alike and alike.state:
-                own = entries.get(op.name, Entry())
-                entries[op.name] = dataclasses.replace(own, state=alike.state)
+    peer = next((b for b in blocks[:-1] if b.class_id == last.class_id), None)
+    for op, other in zip(last.ops, peer.ops if peer else (), strict=False):
+        alike = entries.get(other.name)
+        if op.results[0] in last.outputs and alike and alike.state:
+            entry = entries.get(op.name, Entry())
+            entries[op.name] = dataclasses.replace(entry, state=alike.state)
 
 
 # --- ranks ---------------------------------------------------------------------------------------
@@ -334,8 +326,7 @@ def _ranks(
 ) -> list[tuple[int, ...]]:
     meshes = [d.setup.mesh for d in stages]
     if pipeline.each > 1 or meshes[0].spread > 1:
-        pairs = zip(meshes, pipeline.device_of, strict=True)
-        return [spread_ranks(mesh, group) for mesh, group in pairs]
+        return [*map(spread_ranks, meshes, pipeline.device_of)]
     return place_stages([mesh.devices for mesh in meshes], cluster)
 
 
@@ -349,17 +340,15 @@ def spread_ranks(mesh: Mesh, group: int) -> tuple[int, ...]:
 
 
 def place_stages(sizes: Sequence[int], cluster: Cluster) -> list[tuple[int, ...]]:
-    """Ranks of every stage: in pipeline order, moved where needed so that no part of a node
-    straddles two."""
+    """Ranks of every stage in pipeline order, moved so that no part of a node straddles two."""
     node = cluster.devices_per_node
     free = set(range(cluster.num_devices))
     placed: dict[int, tuple[int, ...]] = {}
     for k in sorted(range(len(sizes)), key=lambda k: (-sizes[k], k)):
-        size = sizes[k]
-        starts = range(0, cluster.num_devices - size + 1, min(size, node))
-        start = next((s for s in starts if free.issuperset(range(s, s + size))), None)
+        starts = range(0, cluster.num_devices - sizes[k] + 1, min(sizes[k], node))
+        start = next((s for s in starts if free.issuperset(range(s, s + sizes[k]))), None)
         if start is None:  # sizes that don't nest: one after the other
             return [tuple(range(sum(sizes[:k]), sum(sizes[: k + 1]))) for k in range(len(sizes))]
-        placed[k] = tuple(range(start, start + size))
+        placed[k] = tuple(range(start, start + sizes[k]))
         free.difference_update(placed[k])
     return [placed[k] for k in range(len(sizes))]

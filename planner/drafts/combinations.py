@@ -40,15 +40,14 @@ class StageSetup:
         return self.chain.setting.target.overlap_passes and self.mesh.ep > 1
 
     def sending(self, part: float) -> StageSetup:
-        """The same with the activations of such a part of its blocks in host memory."""
+        """The setup with the activations of such a part of its blocks in host memory."""
         host = replace(self.relief.host, activations=part)
         return replace(self, relief=replace(self.relief, host=host)) if part else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshChoice:
-    """One mesh for each of `groups` device groups, not priced yet; `bound_s` is a lower bound on
-    the step of any plan on it."""
+    """One mesh for each of `groups` device groups; `bound_s` bounds the step of its plans."""
 
     mesh: Mesh
     num_microbatches: int
@@ -58,9 +57,8 @@ class MeshChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Combination:
-    """Stage setup and pipeline: `estimate_s` of its step orders the search,
-    `bound_s` is a lower bound on the step of any plan with it. Where stages are `tight`, equal ones
-    don't fit; what `repeats` runs blocks again, or is tight."""
+    """Stage setup and pipeline. `estimate_s` of its step orders the search, `bound_s` is a lower
+    bound on it. `tight`: equal stages don't fit; `repeats`: it runs blocks again, or is tight."""
 
     setup: StageSetup
     pipeline: Pipeline
@@ -78,8 +76,8 @@ class Combination:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
     """Combinations of a setup that repeat blocks, or don't fit (some are `tight`), with each of
-    the pipelines `offered`, of as many micro-batches and device groups: what they take at least
-    once they are relieved. None of them takes less than `bound_s`."""
+    the pipelines `offered`, of as many micro-batches and device groups; with the seconds that they
+    take at least once they are relieved."""
 
     setup: StageSetup
     offered: tuple[Pipeline, ...]
@@ -91,7 +89,7 @@ class Waiting:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDraft:
     """Blocks start..stop-1 as a stage: its setup, recompute levels and the chosen one, with which
-    `in_flight` micro-batches fit on its devices; `given` blocks in a segment, by the user."""
+    `in_flight` micro-batches fit on its devices; `segment_size` is that of the user."""
 
     start: int
     stop: int
@@ -99,7 +97,7 @@ class StageDraft:
     levels: RecomputeLevels
     chosen: ChosenLevel
     in_flight: InFlight
-    given: int | None = None
+    segment_size: int | None = None
 
     @property
     def run(self) -> int:
@@ -108,75 +106,76 @@ class StageDraft:
         return int(self.setup.chain.runs.index[at.index(self.start), at.index(self.stop)])
 
     @property
+    def costs(self) -> StageCosts[float]:
+        """Costs on its level."""
+        return self.levels.at(self.run, self.chosen)
+
+    @property
+    def _place(self) -> tuple[int, float]:
+        """Its level, and the part of its blocks on the next one."""
+        run = self.run
+        return int(self.chosen.level[run]), float(self.chosen.fraction[run])
+
+    @property
     def policies(self) -> tuple[str, ...]:
         """The recompute policy of each block, the first ones recomputing most."""
-        return self.overridden([segment_policy(name)[0] for name in self._names()])
+        levels = self._block_levels()
+        return self.overridden([segment_policy(self.levels.policies[n])[0] for n in levels])
 
     @property
     def repeated(self) -> tuple[tuple[str, ...], int]:
         """Policies and blocks in a segment; all of a stage are on the level of one, or none."""
-        return self.policies, self.given or segment_policy(self._names()[0])[1]
+        return self.policies, self.harder(0)[1]
 
     @property
     def relieved(self) -> bool:
         """Whether any block runs again, or sends its activations to host memory."""
-        return bool(self.chosen.level[self.run] or self.chosen.fraction[self.run])
+        return any(self._place)
 
     def harder(self, steps: int) -> tuple[tuple[str, ...], int]:
         """Policies and blocks in a segment, so many levels of segments beyond its own."""
-        last = len(self.levels.policies) - 1
-        names = [self.levels.policies[min(self._level() + steps, last)]] * (self.stop - self.start)
-        policy, size = segment_policy(names[0])
-        return self.overridden([policy] * len(names)), self.given or size
+        level = min(self._block_levels()[0] + steps, len(self.levels.policies) - 1)
+        policy, size = segment_policy(self.levels.policies[level])
+        return self.overridden([policy] * (self.stop - self.start)), self.segment_size or size
 
     @property
     def sent(self) -> float:
         """The part of its blocks that the levels send to host memory."""
-        level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
-        own = self.levels.sent[level : level + 2]
-        return float((1 - part) * own[0] + part * own[-1])
+        level, part = self._place
+        sent = self.levels.sent[level : level + 2]
+        return float((1 - part) * sent[0] + part * sent[-1])
 
     @property
     def host(self) -> HostParts:
-        """What lies in host memory."""
-        own, sent = self.setup.setting.host, self.sent
-        return replace(own, activations=sent) if sent else own
+        """Parts of the stage in host memory."""
+        host, sent = self.setup.setting.host, self.sent
+        return replace(host, activations=sent) if sent else host
 
-    def _level(self) -> int:
-        """The level of the first block."""
-        level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
-        more = round(part * (self.stop - self.start)) > 0
-        return min(level + more, len(self.levels.policies) - 1)
-
-    def _names(self) -> list[str]:
-        where, count = self.run, self.stop - self.start
-        level, more = (
-            int(self.chosen.level[where]),
-            round(float(self.chosen.fraction[where]) * count),
-        )
-        names = self.levels.policies
-        return [names[min(level + (k < more), len(names) - 1)] for k in range(count)]
+    def _block_levels(self) -> list[int]:
+        """The level of each block."""
+        (level, part), count = self._place, self.stop - self.start
+        more, last = round(part * count), len(self.levels.policies) - 1
+        return [min(level + (k < more), last) for k in range(count)]
 
     def repriced(
         self, *, compute: float, communication: float, data_axis: float, host: float
     ) -> StageCosts[float]:
-        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`, and
-        those of links to host memory that were not measured."""
+        """Costs of the stage with all seconds of each kind multiplied, as by `Sums.scaled`."""
         sums = self.setup.chain.runs.sums[self.run].scaled(
             compute=compute, communication=communication, data_axis=data_axis
         )
-        level, part = int(self.chosen.level[self.run]), float(self.chosen.fraction[self.run])
-        found = list[StageCosts[float]]()
+        level, part = self._place
+        costs = list[StageCosts[float]]()
         for k in range(level, level + 1 + (part > 0)):
             setting = self.setup.sending(self.levels.sent[k]).setting
-            if self.host and host > 1 and (own := setting.cluster.host) is not None:
-                slower = replace(setting.cluster, host=own.slower(host))
+            if self.host and host > 1 and (node := setting.cluster.host) is not None:
+                slower = replace(setting.cluster, host=node.slower(host))
                 setting = replace(setting, problem=replace(setting.problem, cluster=slower))
-            found.append(of_one(stage_costs(sums, setting, self.levels.policies[k])))
-        low, *high = found
+            costs.append(of_one(stage_costs(sums, setting, self.levels.policies[k])))
+        low, *high = costs
         return mixed(low, high[0], part) if high else low
 
     def overridden(self, free: Sequence[str]) -> tuple[str, ...]:
         """The policy of each block: the user's, or else that of `free`."""
         forced = self.setup.chain.forced[self.start : self.stop]
-        return tuple(own or policy for own, policy in zip(forced, free, strict=True))
+        return tuple(user or policy for user, policy in zip(forced, free, strict=True))

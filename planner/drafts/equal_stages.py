@@ -1,9 +1,8 @@
-"""Plans whose stages all have one mesh, ZeRO stage and placement: what experts choose from.
+"""Plans whose stages all have one mesh, ZeRO stage and placement.
 
 Every combination is estimated from the whole model's sums, divided by the number of stages; the
 promising ones are cut into stages exactly (`planner.inter_op.equal_meshes`), each stage with as
-little recompute as its place in the schedule allows (`planner.stages.recompute_levels`). How long
-a pipeline takes to fill and what no plan undercuts is the schedule's (`costmodel.schedules.table`).
+little recompute as its place in the schedule allows (`planner.stages.recompute_levels`).
 """
 
 from __future__ import annotations
@@ -11,13 +10,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise, repeat
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice, pairwise, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import Batch, HostParts, Mesh
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.recompute import segment_policy
@@ -50,7 +51,6 @@ from meshwright.planner.drafts.memory_floor import MemoryFloor, overfull
 from meshwright.planner.drafts.reliefs import Relief
 from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Space
-from meshwright.planner.drafts.transports import transports
 from meshwright.planner.inter_op import cut_evenly
 from meshwright.planner.stages import (
     MODES,
@@ -70,62 +70,50 @@ TIGHT = 1.05  # estimates where an even cut does not fit, but another may
 
 
 class _Estimate(NamedTuple):
-    """A combination, where it may fit; the seconds of its step without recompute, however full
-    devices are, and those that it takes at least; whether it `waits` for a relief, as it runs
-    blocks again or is `tight`."""
+    """A combination, its step without recompute, and whether no cut of it can fit."""
 
-    one: Combination | None
+    combination: Combination
     unhindered_s: float
-    bound_s: float
-    waits: bool
-    tight: bool
+    overfull: bool
 
 
-@dataclass(slots=True)
 class EqualStages:
     """Estimates, bounds and cuts of all plans with equal meshes."""
 
-    space: Space
-    programs: BlockPrograms
-    # choices of a mesh and device groups, by their numbers of micro-batches
-    _placed: dict[tuple[Mesh, int], dict[int, MeshChoice]] = field(default_factory=dict)
-    _combinations: dict[MeshChoice, tuple[Combination, ...]] = field(default_factory=dict)
-    _waiting: dict[MeshChoice, tuple[Waiting, ...]] = field(default_factory=dict)
-    _in_setting: dict[Any, list[Waiting]] = field(default_factory=dict)  # by `_alike_setting`
-    _relieved: dict[int, list[Combination]] = field(default_factory=dict)  # by who waited
-    _works: dict[tuple[Mesh, int, int], tuple[float, float]] = field(default_factory=dict)
-    cuts: np.ndarray = field(init=False)
-    classes: list[str] = field(init=False)
-    parameters: int = field(init=False)
-    floor: MemoryFloor = field(init=False)
-    legal: np.ndarray = field(init=False)
-    # by chain, sharing, relief, whether validated, policies
-    _levels: dict[tuple[Any, ...], RecomputeLevels] = field(default_factory=dict)
-    _tried: dict[int, list[int]] = field(default_factory=dict)  # by data-parallel degree
-
-    def __post_init__(self) -> None:
-        self.cuts = np.array(self.programs.cut_at)
-        self.parameters = self.space.graph.num_parameters()
-        self.floor = MemoryFloor(self.space, self.programs)
-        self.classes = [block.class_id for block in self.space.graph.blocks]
-        self.legal = self.at_cuts(self.space.legal_stages())
+    def __init__(self, space: Space, programs: BlockPrograms) -> None:
+        self.space = space
+        self.programs = programs
+        self.cuts = np.array(programs.cut_at)
+        self.floor = MemoryFloor(space, programs)
+        self.legal = self.at_cuts(space.legal_stages())
+        self._classes = [block.class_id for block in space.graph.blocks]
+        self._parameters = space.graph.num_parameters()
+        # choices of a mesh and device groups, by their numbers of micro-batches
+        self._placed: dict[tuple[Mesh, int], dict[int, MeshChoice]] = {}
+        self._combinations: dict[MeshChoice, tuple[Combination, ...]] = {}
+        self._waiting: dict[MeshChoice, tuple[Waiting, ...]] = {}
+        self._in_setting: dict[Any, list[Waiting]] = {}  # by `_alike_setting`
+        self._relieved: dict[int, list[Combination]] = {}  # by who waited
+        self._works: dict[tuple[Mesh, int, int], tuple[float, float]] = {}
+        # by chain, sharing, relief, whether validated, policies
+        self._levels = Memo[tuple[Any, ...], RecomputeLevels]()
+        self._tried = Memo[int, list[int]]()  # by data-parallel degree
 
     def at_cuts(self, stages: np.ndarray) -> np.ndarray:
         """(C, C) of (K+1, K+1): stages between positions that may be cut."""
-        chosen: np.ndarray = stages[np.ix_(self.cuts, self.cuts)]
-        return chosen
+        return np.asarray(stages[np.ix_(self.cuts, self.cuts)])
 
     # --- setups ---
 
     def setups(self, mesh: Mesh, m: int, relief: Relief | None = None) -> Iterator[StageSetup]:
-        """A mesh in every mode that may pay, with every ZeRO stage it may have, with what the user
-        decided to give up for memory, or a `relief`."""
+        """Setups of a mesh: modes that may pay, ZeRO stages, a `relief` (the user's by default)."""
         relief = relief or self.space.reliefs[0]
         validated = bool(self.space.restrictions.validated)
-        for transport, ways in transports(self.space, mesh).items():
+        forced = self.space.restrictions.recompute
+        for transport, ways in self.space.transports(mesh).items():
             fast: Chain | None = None
             for mode in MODES if mesh.tp > 1 else MODES[:1]:
-                chain = self.chain(mesh, m, transport, mode)
+                chain = self.programs.chain(self._setting(mesh, m, transport), mode, forced)
                 if fast is not None and _alike(chain, fast):
                     continue
                 fast = fast or chain
@@ -139,24 +127,16 @@ class EqualStages:
         return self.programs.coster.setting(mesh, Batch(rows=rows, microbatches=m), sharing)
 
     def least(self, mesh: Mesh, m: int) -> np.ndarray:
-        """(K,): no more than each block's seconds per micro-batch; inf where it can't run."""
+        """(K,): lower bound on each block's seconds per micro-batch; inf where it can't run."""
         return self.programs.least_of_blocks(self._setting(mesh, m))
-
-    def chain(self, mesh: Mesh, m: int, sharing: Sharing, mode: str) -> Chain:
-        """All stages on a mesh."""
-        setting = self._setting(mesh, m, sharing)
-        return self.programs.chain(setting, mode, self.space.restrictions.recompute)
 
     # --- combinations ---
 
     def mesh_choices(self, m: int) -> Iterator[MeshChoice]:
         """All meshes that try m micro-batches, with bounds that need no chain."""
-        total = self.space.cluster.num_devices
         for groups in self.space.stage_counts():
-            for mesh in self.space.meshes(total // groups, m):
-                if mesh.dp not in self._tried:
-                    self._tried[mesh.dp] = self.space.tried_counts(mesh.dp)
-                if m in self._tried[mesh.dp]:
+            for mesh in self.space.meshes(self.space.cluster.num_devices // groups, m):
+                if m in self._tried.of(mesh.dp, partial(self.space.tried_counts, mesh.dp)):
                     yield from self.placed(mesh, m, groups)
 
     def placed(self, mesh: Mesh, m: int, groups: int) -> Iterator[MeshChoice]:
@@ -164,14 +144,12 @@ class EqualStages:
         if not self.floor.allows(mesh, m, groups):
             return
         work = self._work(mesh, m, groups)
-        offered = self.space.schedules(groups, m)
-        bounds = [own.record.bound_s(*work, m, groups) for own in offered]
-        if bounds and np.isfinite(min(bounds)):
-            for own in self.space.placements(mesh, groups):
-                choice = MeshChoice(
-                    mesh=own, num_microbatches=m, groups=groups, bound_s=min(bounds)
-                )
-                self._placed.setdefault((own, groups), {})[m] = choice
+        schedules = self.space.schedules(groups, m)
+        bound_s = min((p.record.bound_s(*work, m, groups) for p in schedules), default=math.inf)
+        if np.isfinite(bound_s):
+            for placed in self.space.placements(mesh, groups):
+                choice = MeshChoice(mesh=placed, num_microbatches=m, groups=groups, bound_s=bound_s)
+                self._placed.setdefault((placed, groups), {})[m] = choice
                 yield choice
 
     def known(self, choice: MeshChoice) -> bool:
@@ -184,77 +162,74 @@ class EqualStages:
         if choice not in self._combinations:
             alike = self._placed.get((choice.mesh, choice.groups), {}).values()
             near = [c for c in alike if choice.bound_s <= c.bound_s < AHEAD * choice.bound_s]
-            left = [c for c in near if c != choice and c not in self._combinations]
-            self._estimate([choice, *left])
+            others = [c for c in near if c != choice and c not in self._combinations]
+            self._estimate([choice, *others])
         return self._combinations[choice]
 
     def _estimate(self, choices: Sequence[MeshChoice]) -> None:
         """Estimate all combinations of choices of one mesh."""
         setups = [
-            (choice, *own)
+            (choice, *scheduled)
             for choice in choices
             for setup in self.setups(choice.mesh, choice.num_microbatches)
-            for own in self._scheduled(setup, choice)
+            for scheduled in self._scheduled(setup, choice)
         ]
-        found = iter(self._estimated([(setup, one) for _, setup, own in setups for one in own]))
+        offered = [(setup, pipeline) for _, setup, pipelines in setups for pipeline in pipelines]
+        estimates = iter(self._estimated(offered))
         self._combinations |= dict.fromkeys(choices, ())
         self._waiting |= dict.fromkeys(choices, ())
-        for choice, setup, offered in setups:
-            own = [next(found) for _ in offered]
-            self._combinations[choice] += tuple(each.one for each in own if each.one)
-            wait = [k for k, each in enumerate(own) if each.waits]
-            if wait and len(self.space.reliefs) > 1:
-                left = Waiting(
+        for choice, setup, pipelines in setups:
+            estimated = list(islice(estimates, len(pipelines)))
+            self._combinations[choice] += tuple(e.combination for e in estimated if not e.overfull)
+            waits = [e for e in estimated if e.combination.repeats]
+            if waits and len(self.space.reliefs) > 1:
+                waiting = Waiting(
                     setup=setup,
-                    offered=tuple(offered[k] for k in wait),
-                    estimate_s=min(own[k].unhindered_s for k in wait),
-                    bound_s=min(own[k].bound_s for k in wait),
-                    tight=any(own[k].tight for k in wait),
+                    offered=tuple(e.combination.pipeline for e in waits),
+                    estimate_s=min(e.unhindered_s for e in waits),
+                    bound_s=min(e.combination.bound_s for e in waits),
+                    tight=any(e.overfull or e.combination.tight for e in waits),
                 )
-                self._waiting[choice] += (left,)
-                self._in_setting.setdefault(_alike_setting(setup, choice.groups), []).append(left)
+                self._waiting[choice] += (waiting,)
+                alike = _alike_setting(setup, choice.groups)
+                self._in_setting.setdefault(alike, []).append(waiting)
 
     def _scheduled(
         self, setup: StageSetup, choice: MeshChoice
     ) -> Iterator[tuple[StageSetup, list[Pipeline]]]:
-        """A setup, also with steps that are validated afterwards, with the pipelines it may have:
-        then those whose devices begin one after the other."""
-        offered = self.space.schedules(choice.groups, choice.num_microbatches, setup.sharing)
-        yield setup, offered
+        """A setup with its pipelines, then with those whose steps may be validated afterwards."""
+        pipelines = self.space.schedules(choice.groups, choice.num_microbatches, setup.sharing)
+        yield setup, pipelines
         if self.space.may_validate and not setup.sharing.gathers:
-            later = [own for own in offered if own.record.staggered and own.num_devices > 1]
+            later = [p for p in pipelines if p.record.staggered and p.num_devices > 1]
             yield replace(setup, validated=True), later
 
     def _estimated(self, offered: Sequence[tuple[StageSetup, Pipeline]]) -> list[_Estimate]:
-        """Each of these, on as many device groups, estimated; together those in one setting, but
-        for the rows of a micro-batch, with the same recompute policies."""
-        groups = dict[Any, list[int]]()
-        for k, (setup, one) in enumerate(offered):
-            alike = _alike_setting(setup, one.num_devices), setup.relief, self.policies(setup, one)
-            groups.setdefault(alike, []).append(k)
-        found = dict[int, _Estimate]()
-        for (_, _, policies), here in groups.items():
-            own = self._estimated_alike([offered[k] for k in here], policies)
-            found |= zip(here, own, strict=True)
-        return [found[k] for k in range(len(offered))]
+        """Estimates of setups in pipelines, together those in one setting with equal policies."""
+        settings = dict[Any, list[int]]()
+        for k, (setup, pipeline) in enumerate(offered):
+            setting = _alike_setting(setup, pipeline.num_devices)
+            key = setting, setup.relief, self.policies(setup, pipeline)
+            settings.setdefault(key, []).append(k)
+        estimates = dict[int, _Estimate]()
+        for (_, _, policies), here in settings.items():
+            alike = self._estimated_alike([offered[k] for k in here], policies)
+            estimates |= zip(here, alike, strict=True)
+        return [estimates[k] for k in range(len(offered))]
 
     def _estimated_alike(
         self, offered: Sequence[tuple[StageSetup, Pipeline]], policies: Sequence[str]
     ) -> list[_Estimate]:
-        """The same in one setting: from the sums of the whole model and `_work`."""
-        setups, pipelines = [setup for setup, _ in offered], [own for _, own in offered]
+        """`_estimated` in one setting: from the sums of the whole model and `_work`."""
+        setups, pipelines = [setup for setup, _ in offered], [pipeline for _, pipeline in offered]
         first, groups = setups[0], pipelines[0].num_devices
-        each = np.array([own.each for own in pipelines])
-        # stages of one copy of the model per device group
-        own_each = np.array([own.each / own.record.copies for own in pipelines])
-        wholes = [s.chain.whole() if groups == 1 else s.chain.typical() for s in setups]
-        parts, blocks = Sums.shared_out(wholes, groups * own_each), len(self.classes) / groups
-        levels = recompute_levels(
-            parts, first.setting, policies, blocks / own_each, first.relief.sends
-        )
-        held = [held_at_peak(own) for own in pipelines]
-        average = InFlight(*np.array([np.array(own).mean(axis=0) for own in held]).T)
-        chosen = levels.choose(average, self.room, per_device=each)
+        parts, per_group = self._shares(setups, pipelines)
+        blocks = len(self._classes) / groups / per_group
+        levels = recompute_levels(parts, first.setting, policies, blocks, first.relief.sends)
+        held = [held_at_peak(pipeline) for pipeline in pipelines]
+        average = InFlight(*np.array([np.array(stage).mean(axis=0) for stage in held]).T)
+        per_device = np.array([pipeline.each for pipeline in pipelines])
+        chosen = levels.choose(average, self.space.room_bytes, per_device=per_device)
         costs, over = levels.everywhere(chosen), np.zeros(len(offered), dtype=bool)
         if not chosen.fits.all():  # on average; a first stage with fewer blocks may fit
             costs = of_rows(np.where(chosen.fits, as_rows(costs), as_rows(levels.costs[-1])))
@@ -264,31 +239,30 @@ class EqualStages:
         unhindered: Iterable[float] = repeat(0.0)
         if first.relief == self.space.reliefs[0]:  # else it is one
             unhindered = self._steps_s(offered, levels.costs[0])
-        estimates = zip(self._steps_s(offered, costs), unhindered, strict=False)
-        found = []
-        for k, (expected_s, unhindered_s) in enumerate(estimates):
+        seconds = zip(self._steps_s(offered, costs), unhindered, strict=False)
+        estimates = []
+        for k, (expected_s, unhindered_s) in enumerate(seconds):
             setup, pipeline = offered[k]
-            tight = not chosen.fits[k]
             work = self._work(setup.mesh, pipeline.num_microbatches, groups)
-            bound_s = pipeline.record.bound_s(*work, pipeline.num_microbatches, groups)
-            one = Combination(
+            combination = Combination(
                 setup=setup,
                 pipeline=pipeline,
-                estimate_s=expected_s * (TIGHT if tight else 1.0),
-                bound_s=bound_s,
-                tight=tight,
+                estimate_s=expected_s * (1.0 if chosen.fits[k] else TIGHT),
+                bound_s=pipeline.record.bound_s(*work, pipeline.num_microbatches, groups),
+                tight=not chosen.fits[k],
                 repeats=bool(repeats[k]),
             )
-            found.append(
-                _Estimate(
-                    one=None if over[k] else one,
-                    unhindered_s=unhindered_s,
-                    bound_s=bound_s,
-                    waits=bool(repeats[k]),
-                    tight=bool(over[k] or tight),
-                )
-            )
-        return found
+            estimates.append(_Estimate(combination, unhindered_s, bool(over[k])))
+        return estimates
+
+    def _shares(
+        self, setups: Sequence[StageSetup], pipelines: Sequence[Pipeline]
+    ) -> tuple[Sums, Floats]:
+        """Sums of an equal stage of each setup in its pipeline; stages per copy and group."""
+        groups = pipelines[0].num_devices
+        per_group = np.array([p.each / p.record.copies for p in pipelines])
+        models = [s.chain.whole() if groups == 1 else s.chain.typical() for s in setups]
+        return Sums.shared_out(models, groups * per_group), per_group
 
     def _steps_s(
         self, offered: Sequence[tuple[StageSetup, Pipeline]], costs: StageCosts[Floats]
@@ -296,19 +270,20 @@ class EqualStages:
         """Seconds of steps whose stages have such costs, an entry for each pipeline."""
         once = costs.reduce_s + costs.optimizer_s
         columns = costs.forward_s, costs.backward_s, costs.weight_s, once
-        seconds = zip(*(own.tolist() for own in columns), strict=True)
-        for (setup, own), (forward, backward, weight, after) in zip(offered, seconds, strict=True):
-            n, groups, each = own.num_microbatches, own.num_devices, own.each / own.record.copies
-            work, sent = self._work(setup.mesh, n, groups), 2 * setup.chain.typical_send_s
+        seconds = zip(*(column.tolist() for column in columns), strict=True)
+        for (setup, pipeline), (f, b, w, after) in zip(offered, seconds, strict=True):
+            record, m, groups = pipeline.record, pipeline.num_microbatches, pipeline.num_devices
+            per_group = pipeline.each / record.copies
+            work, sent = self._work(setup.mesh, m, groups), 2 * setup.chain.typical_send_s
             uneven = work[1] * groups / work[0] if work[0] else 1.0  # unknown when time is over
-            exposed = 0.0 if own.record.hides_sends else sent * (1 - 1 / own.num_stages)
-            fill = float(own.record.fill_s(forward, backward, weight, own.shape))
-            fill = max(0.0, fill - forward * (setup.validated and own.record.staggered))
-            turn = forward + backward + after / n
-            even = n * each * (turn + exposed) * uneven + (groups - 1) * fill
-            stages = groups * each
-            one_s = stages * (forward + backward - weight) + (stages - 1) * sent * (groups > 1)
-            yield max(even, in_turn_s(own, one_s * (not setup.paired)))
+            exposed = 0.0 if record.hides_sends else sent * (1 - 1 / pipeline.num_stages)
+            fill = float(record.fill_s(f, b, w, pipeline.shape))
+            fill = max(0.0, fill - f * (setup.validated and record.staggered))
+            turn = f + b + after / m
+            even = m * per_group * (turn + exposed) * uneven + (groups - 1) * fill
+            stages = groups * per_group
+            one_s = stages * (f + b - w) + (stages - 1) * sent * (groups > 1)
+            yield max(even, in_turn_s(pipeline, one_s * (not setup.paired)))
 
     def _overfull(
         self,
@@ -318,152 +293,151 @@ class EqualStages:
         offered: Sequence[tuple[StageSetup, Pipeline]],
         held: Sequence[Sequence[InFlight]],
     ) -> NDArray[np.bool_]:
-        """Whether an even share of the model, `parts`, can't fit even under the policy that keeps
-        least, in each pipeline."""
+        """Whether an even share of the model can't fit under the leanest policy, by pipeline."""
         if segment_policy(policy)[1] > 1:  # passing is the most, not least
             return np.zeros(len(offered), dtype=bool)
         groups, mesh = offered[0][1].num_devices, least.mesh
-        kinds = {id(setup): setup for setup, _ in offered}
-        of_kinds = {key: self._kinds(setup, groups).array for key, setup in kinds.items()}
+        setups = {id(setup): setup for setup, _ in offered}
+        kinds = [self._kinds(setup, groups).array for setup in setups.values()]
         # of buffers not all the most
-        rows = np.concatenate([parts.without_maxima().array, *of_kinds.values()])
+        rows = np.concatenate([parts.without_maxima().array, *kinds])
         costs, count = stage_costs(Sums(rows), least.setting, policy), len(offered)
-        ends = np.cumsum([count, *map(len, of_kinds.values())])
-        where = {key: slice(*own) for key, own in zip(of_kinds, pairwise(ends), strict=True)}
+        ends = np.cumsum([count, *map(len, kinds)])
+        where = {key: slice(*span) for key, span in zip(setups, pairwise(ends), strict=True)}
         states, sure = costs.kept_bytes[:count], 1 - ROUNDING
-        each = np.array([own.each for _, own in offered])
+        per_device = np.array([pipeline.each for _, pipeline in offered])
         if mesh.tp > 1 and groups > 1:  # as blocks prefer; those of a stage may split more
-            copies = np.array([own.record.copies for _, own in offered])
-            split = self.parameters / (mesh.tp * mesh.ep * groups * each / copies)
+            copies = np.array([pipeline.record.copies for _, pipeline in offered])
+            split = self._parameters / (mesh.tp * mesh.ep * groups * per_device / copies)
             states = states * np.minimum(1.0, split / np.maximum(costs.parameters[:count], 1.0))
             sure = SPLIT_MORE
-        several = offered[0][1].num_microbatches > 1
-        in_flight = np.array([min(h.active if several else h.first for h in own) for own in held])
-        load = groups * each * (states + in_flight * costs.activation_bytes[:count])
-        found = []
-        for k, (setup, _) in enumerate(offered):
-            passing = costs.half_bytes if held[k][0].split else costs.passing_bytes
-            own = passing[where[id(setup)]]
-            found.append(overfull(float(load[k]), own, self.room / sure, groups))
-        return np.array(found)
+        several, room = offered[0][1].num_microbatches > 1, self.space.room_bytes / sure
+        in_flight = np.array([min(h.active if several else h.first for h in hs) for hs in held])
+        load = groups * per_device * (states + in_flight * costs.activation_bytes[:count])
+        passing = (costs.half_bytes if hs[0].split else costs.passing_bytes for hs in held)
+        return np.array(
+            [
+                overfull(float(nbytes), most[where[id(setup)]], room, groups)
+                for (setup, _), nbytes, most in zip(offered, load, passing, strict=True)
+            ]
+        )
 
     def waiting(self, choice: MeshChoice) -> tuple[Waiting, ...]:
         """Combinations on a mesh that repeat blocks or don't fit, and may be relieved."""
         self.combinations(choice)
         return self._waiting[choice]
 
-    def relieved(self, own: Waiting) -> Sequence[Combination]:
+    def relieved(self, waiting: Waiting) -> Sequence[Combination]:
         """Combinations that wait, with each relief that they may have, where that may fit; none
         that gives up more than another with which nothing runs again. Those that wait in the same
         setting and promise nearly as much are relieved with them."""
-        if id(own) not in self._relieved:
-            alike = self._in_setting.get(_alike_setting(own.setup, own.offered[0].num_devices), [])
-            near = [w for w in alike if own.estimate_s <= w.estimate_s < AHEAD * own.estimate_s]
-            left = [w for w in near if w is not own and id(w) not in self._relieved]
-            self._relieve([own, *left])
-        return self._relieved[id(own)]
+        if id(waiting) not in self._relieved:
+            key = _alike_setting(waiting.setup, waiting.offered[0].num_devices)
+            near = [
+                other
+                for other in self._in_setting.get(key, [])
+                if waiting.estimate_s <= other.estimate_s < AHEAD * waiting.estimate_s
+                and other is not waiting
+                and id(other) not in self._relieved
+            ]
+            self._relieve([waiting, *near])
+        return self._relieved[id(waiting)]
 
     def _relieve(self, waiting: Sequence[Waiting]) -> None:
-        enough = {id(own): list[HostParts]() for own in waiting}
-        self._relieved |= {id(own): [] for own in waiting}
+        enough = {id(one): list[HostParts]() for one in waiting}
+        self._relieved |= {id(one): [] for one in waiting}
         for relief in self.space.reliefs[1:]:
             host = relief.most
             tried = [
-                (own, self._relievable(own, relief))
-                for own in waiting
-                if (own.tight or not relief.segmented)
-                and not (own.setup.validated and host)
-                and not (own.setup.sharing.gathers and (host.weights or host.files))
-                and not (host.states and own.setup.sharing.sent_otherwise)
-                and (host.files or not any(map(host.exceeds, enough[id(own)])))
+                (one, self._relievable(one, relief))
+                for one in waiting
+                if (one.tight or not relief.segmented)
+                and not (one.setup.validated and host)
+                and not (one.setup.sharing.gathers and (host.weights or host.files))
+                and not (host.states and one.setup.sharing.sent_otherwise)
+                and (host.files or not any(map(host.exceeds, enough[id(one)])))
             ]
-            found = iter(self._estimated([one for _, offered in tried for one in offered]))
-            for own, offered in tried:
-                ones = [each.one for each in (next(found) for _ in offered)]
-                may = [one for one in ones if one]
-                if len(may) == len(_usable(own, relief)) and not any(one.repeats for one in may):
-                    enough[id(own)].append(host)
-                self._relieved[id(own)] += may
+            estimates = iter(self._estimated([way for _, offered in tried for way in offered]))
+            for one, offered in tried:
+                may = [e.combination for e in islice(estimates, len(offered)) if not e.overfull]
+                if len(may) == len(_usable(one, relief)) and not any(c.repeats for c in may):
+                    enough[id(one)].append(host)
+                self._relieved[id(one)] += may
 
-    def _relievable(self, own: Waiting, relief: Relief) -> list[tuple[StageSetup, Pipeline]]:
-        """Those that wait, with a relief."""
-        left = _usable(own, relief)
+    def _relievable(self, waiting: Waiting, relief: Relief) -> list[tuple[StageSetup, Pipeline]]:
+        """Setup and pipeline of the combinations that wait, with a relief."""
+        pipelines, setup = _usable(waiting, relief), waiting.setup
+        reliefs = [relief] * len(pipelines)
         if relief.fewest:
-            held = self._fewest_held(own, relief, left)
-            return [
-                (replace(own.setup, relief=Relief(host=host)), one)
-                for one, host in zip(left, held, strict=True)
-                if host != relief.host  # which is another relief
-            ]
-        if not relief.sends:
-            setup = replace(own.setup, relief=relief)
-            return [(setup, one) for one in left]
-        sent = self._sendable(own, relief, left)
-        setups = {
-            sends: replace(own.setup, relief=replace(relief, sends=sends))
-            for sends in dict.fromkeys(sent)
-            if sends  # else it is another relief
-        }
-        return [(setups[part], one) for one, part in zip(left, sent, strict=True) if part]
+            held = self._fewest_held(waiting, relief, pipelines)
+            reliefs = [Relief(host=host) for host in held]
+        elif relief.sends:
+            sent = self._sendable(waiting, relief, pipelines)
+            reliefs = [replace(relief, sends=part) for part in sent]
+        setups = {way: replace(setup, relief=way) for way in reliefs}
+        return [
+            (setups[way], pipeline)
+            for pipeline, way in zip(pipelines, reliefs, strict=True)
+            if not (relief.fewest and way.host == relief.host)  # which is another relief
+            and not (relief.sends and not way.sends)
+        ]
 
     def _fewest_held(
-        self, own: Waiting, relief: Relief, offered: Sequence[Pipeline]
+        self, waiting: Waiting, relief: Relief, offered: Sequence[Pipeline]
     ) -> list[HostParts]:
-        """What of a typical stage is in host memory where each pipeline takes least: all of its
+        """Parts of a typical stage in host memory where each pipeline takes least: all of its
         blocks run again by one policy, and as many states, or weights, as that lacks room for are
         there. Seconds and bytes are taken to be linear between `HELD_PARTS`."""
-        setup, copies = own.setup, np.array([one.record.copies for one in offered])
-        each = np.array([one.each for one in offered])
-        policies = [p for p in self.policies(setup, offered[0]) if segment_policy(p)[1] == 1]
+        setup, m = waiting.setup, waiting.offered[0].num_microbatches
+        policies = [p for first in offered[:1] for p in self.policies(setup, first)]
+        policies = [p for p in policies if segment_policy(p)[1] == 1]
         if not policies:
             return [relief.host] * len(offered)
-        groups, m = offered[0].num_devices, offered[0].num_microbatches
-        whole = setup.chain.whole() if groups == 1 else setup.chain.typical()
-        parts = Sums.shared_out([whole] * len(offered), groups * each / copies)
-        held = [np.array(held_at_peak(one)).mean(axis=0) for one in offered]
+        parts, _ = self._shares([setup] * len(offered), offered)
+        held = [np.array(held_at_peak(pipeline)).mean(axis=0) for pipeline in offered]
         average, again = InFlight(*np.array(held).T), parts.recompute_by(policies)
+        per_device, room = np.array([p.each for p in offered]), self.space.room_bytes
         costs = [
             stage_costs(parts, replace(setup, relief=Relief(host=host)).setting, again)
             for host in map(relief.with_last, HELD_PARTS)
         ]
-        seconds = np.array([own.amortised_s(m) for own in costs])
-        free = np.array([self.room - used_bytes(own, average, each) for own in costs])
+        seconds = np.array([level.amortised_s(m) for level in costs])
+        free = np.array([room - used_bytes(level, average, per_device) for level in costs])
         some = (free >= 0).any(axis=0)
         high = np.where(some, (free >= 0).argmax(axis=0), len(costs) - 1)
         ends = np.stack([np.maximum(high - 1, 0), high])
-        parts_of, (low_s, high_s), (lacks, has) = (
-            np.array(HELD_PARTS)[ends],
-            *(np.take_along_axis(own, ends, axis=0) for own in (seconds, free)),
-        )
+        low_part, high_part = np.array(HELD_PARTS)[ends]
+        low_s, high_s = np.take_along_axis(seconds, ends, axis=0)
+        lacks, has = np.take_along_axis(free, ends, axis=0)
         more = np.clip(-lacks / np.maximum(has - lacks, 1.0), 0.0, 1.0)
         best = np.where(some, low_s + more * (high_s - low_s), np.inf).argmin(axis=0)
-        held_part = parts_of[0] + more * (parts_of[1] - parts_of[0])
-        best = held_part[best, np.arange(len(offered))]
-        steps = np.ceil(best * HELD_STEPS - 1e-9)
+        held_part = low_part + more * (high_part - low_part)
+        steps = np.ceil(held_part[best, np.arange(len(offered))] * HELD_STEPS - 1e-9)
         return [relief.with_last(float(step) / HELD_STEPS) for step in steps]
 
-    def _sendable(self, own: Waiting, relief: Relief, offered: Sequence[Pipeline]) -> list[float]:
-        """The part of the blocks of a typical stage, whole ones, whose activations the hosts hold
-        beside what else a relief has there, in each pipeline."""
-        host, typical = self.space.cluster.host, own.setup.chain.typical()
+    def _sendable(
+        self, waiting: Waiting, relief: Relief, offered: Sequence[Pipeline]
+    ) -> list[float]:
+        """The part of a typical stage's blocks that hosts hold the activations of, by pipeline."""
+        host, typical = self.space.cluster.host, waiting.setup.chain.typical()
         if host is None:
             return [0.0] * len(offered)
-        setting = replace(own.setup, relief=relief).sending(1.0).setting
+        setting = replace(waiting.setup, relief=relief).sending(1.0).setting
         per_rank = host.room_bytes / self.space.cluster.devices_per_node
         costs: dict[str, StageCosts[float]] = {}  # by the first policy that may be
-        found = []
+        sendable = []
         for pipeline in offered:
-            policy = self.policies(own.setup, pipeline)[0]
+            policy = self.policies(waiting.setup, pipeline)[0]
             if policy not in costs:
                 parts = typical.times(1 / pipeline.num_devices)
                 costs[policy] = of_one(stage_costs(parts, setting, policy))
             held = held_at_peak(pipeline)
-            active = sum(float(one.active) for one in held) / len(held)
+            active = sum(float(stage.active) for stage in held) / len(held)
             room = max(0.0, per_rank - costs[policy].host_bytes)
             part = room / max(costs[policy].away_bytes * active, 1.0)
-            blocks = len(self.classes) / pipeline.num_stages
-            found.append(math.floor(min(part, 1.0) * blocks) / blocks if part < 1 else 1.0)
-        return found
+            blocks = len(self._classes) / pipeline.num_stages
+            sendable.append(math.floor(min(part, 1.0) * blocks) / blocks if part < 1 else 1.0)
+        return sendable
 
     def policies(self, setup: StageSetup, pipeline: Pipeline) -> tuple[str, ...]:
         """The recompute policies that blocks of a setup may have in a pipeline."""
@@ -474,7 +448,7 @@ class EqualStages:
         key = mesh, m, groups
         if key not in self._works:
             least = self.least(mesh, m)
-            work = float(least.sum()), slowest_s(least, self.classes, groups)
+            work = float(least.sum()), slowest_s(least, self._classes, groups)
             if not work[0]:  # no time is left: it may be known later
                 return work
             self._works[key] = work
@@ -484,61 +458,54 @@ class EqualStages:
         """Sums of all blocks of each kind; on one device group of the whole model."""
         if groups == 1:
             return Sums(setup.chain.whole().array[None])
-        kinds = setup.chain.kinds_typical()
-        return Sums(np.stack([kind.sums.times(kind.count).array for kind in kinds]))
-
-    @property
-    def room(self) -> float:
-        return self.space.room_bytes
+        kinds = (kind.sums.times(kind.count).array for kind in setup.chain.kinds_typical())
+        return Sums(np.stack([*kinds]))
 
     # --- cutting ---
 
     def levels(self, setup: StageSetup, pipeline: Pipeline) -> RecomputeLevels:
         """Every run of blocks (`Runs`) of a setup, with the policies that a pipeline allows."""
-        policies = self.policies(setup, pipeline)
-        key = setup.chain, setup.sharing, setup.relief, setup.validated, policies
-        if key not in self._levels:
-            runs = setup.chain.runs
-            self._levels[key] = recompute_levels(
-                runs.sums, setup.setting, policies, runs.blocks, setup.relief.sends
-            )
-        return self._levels[key]
+        policies, chain = self.policies(setup, pipeline), setup.chain
+        return self._levels.of(
+            (chain, setup.sharing, setup.relief, setup.validated, policies),
+            lambda: recompute_levels(
+                chain.runs.sums, setup.setting, policies, chain.runs.blocks, setup.relief.sends
+            ),
+        )
 
     def forget(self) -> None:
         """Give memory back."""
         self._levels.clear()
 
     def solve(
-        self, combination: Combination, cutoff_s: float, *, less_bytes: float = 0.0
+        self, combination: Combination, cutoff_s: float, less_bytes: float = 0.0
     ) -> tuple[float, list[StageDraft]] | None:
         """The objective and the stages of a combination's best cut below a cutoff; None where there
-        is none. The objective, m turns of the slowest device and what all but one device add to
-        fill the pipeline, is the step of equal stages. `less_bytes` of each device are for what the
-        levels don't know, messages first of all."""
+        is none. The objective, m turns of the slowest device and the seconds that all but one
+        device add to fill the pipeline, is the step of equal stages. `less_bytes` of each device
+        are for what the levels don't know, messages first of all."""
         setup, pipeline = combination.setup, combination.pipeline
         if pipeline.each > 1:
             return self._solve_shared(combination, cutoff_s, less_bytes)
         m, groups, _ = pipeline.shape
-        levels, held = self.levels(setup, pipeline), held_at_peak(pipeline)
-        counts = sorted(set(held))
-        chosen_levels = [levels.choose(h, self.room - less_bytes) for h in counts]
-        runs = setup.chain.runs
+        levels, held, runs = self.levels(setup, pipeline), held_at_peak(pipeline), setup.chain.runs
+        counts, room = sorted(set(held)), self.space.room_bytes - less_bytes
+        chosen_levels = [levels.choose(h, room) for h in counts]
         legal, sent = self.legal & self.allowed(setup), self.sent(setup)
-        others = (groups - 1) / groups
         times, fills = [], []
         for chosen in chosen_levels:
             costs = levels.everywhere(chosen)
             turn = np.where(chosen.fits & np.isfinite(runs.seconds), costs.amortised_s(m), np.inf)
             fill = filling_s(pipeline, costs, validated=setup.validated)
-            turn, fill = turn[runs.index], (fill[runs.index] + sent) * others
+            turn, fill = turn[runs.index], (fill[runs.index] + sent) * ((groups - 1) / groups)
             times.append(np.where(legal, turn + sent * (not pipeline.record.hides_sends), np.inf))
             fills.append(np.where(np.isfinite(times[-1]), fill, np.inf))
         level = [counts.index(count) for count in held]
-        found = cut_evenly(np.stack(times), np.stack(fills), level, later=float(m), cutoff=cutoff_s)
-        if found is None:
+        cut = cut_evenly(np.stack(times), np.stack(fills), level, later=float(m), cutoff=cutoff_s)
+        if cut is None:
             return None
         chosen_of = [chosen_levels[k] for k in level]
-        return found.objective_s, self._stages(combination, chosen_of, found.cuts)
+        return cut.objective_s, self._stages(combination, chosen_of, cut.cuts)
 
     def _solve_shared(
         self, combination: Combination, cutoff_s: float, less_bytes: float
@@ -556,8 +523,7 @@ class EqualStages:
     def moved(
         self, combination: Combination, draft: PlanDraft, limit_s: float, less_bytes: float
     ) -> list[StageDraft] | None:
-        """The stages of a combination's draft after moves of blocks between them that shorten its
-        simulated step to less than a limit; None where none does, or it can hardly be."""
+        """The stages of a draft after moves of blocks that take its step below a limit, or None."""
         if draft.step_time_s * (1 - GAIN) >= limit_s:
             return None
         layouts = self._layouts(combination, less_bytes)
@@ -565,89 +531,79 @@ class EqualStages:
         if layouts.busiest_s(layouts.starts[0]) >= limit_s:
             return None
         stages = draft.stages[: len(layouts.starts[0]) - 1]
-        own = np.searchsorted(self.cuts, [0, *(stage.stop for stage in stages)])
+        current = np.searchsorted(self.cuts, [0, *(stage.stop for stage in stages)])
         sends = {edge: sent.seconds for edge, sent in draft.evaluation.transfers.items()}
-        cuts, part = layouts.improved(own, sends)
+        cuts, part = layouts.improved(current, sends)
         if draft.step_time_s * part >= limit_s:
             return None
         return self._stages(combination, layouts.chosen(cuts), cuts.tolist())
 
     def _layouts(self, combination: Combination, less_bytes: float) -> Layouts:
-        levels = self.levels(combination.setup, combination.pipeline)
-        legal = self.legal & self.allowed(combination.setup)
-        sent = self.sent(combination.setup)
-        return Layouts.of(combination, levels, legal, sent, self.room - less_bytes)
+        setup, room = combination.setup, self.space.room_bytes - less_bytes
+        levels, legal = self.levels(setup, combination.pipeline), self.legal & self.allowed(setup)
+        return Layouts.of(combination, levels, legal, self.sent(setup), room)
 
     def _stages(
         self, combination: Combination, chosen: Sequence[ChosenLevel], cuts: Sequence[int]
     ) -> list[StageDraft]:
         """The stages between cuts on their levels, those of a second copy behind the first's."""
-        stages, held = len(cuts) - 1, held_at_peak(combination.pipeline)
         levels = self.levels(combination.setup, combination.pipeline)
-        ends = [int(self.cuts[at]) for at in cuts]
+        held = zip(held_at_peak(combination.pipeline), chosen, strict=True)
+        spans = cycle(pairwise(int(self.cuts[at]) for at in cuts))
         return [
             StageDraft(
-                start=ends[k % stages],
-                stop=ends[k % stages + 1],
+                start=start,
+                stop=stop,
                 setup=combination.setup,
                 levels=levels,
-                chosen=chosen[k],
-                given=self.given(ends[k % stages], ends[k % stages + 1]),
-                in_flight=held[k],
+                chosen=level,
+                segment_size=given_segments(self.space.restrictions, start, stop),
+                in_flight=in_flight,
             )
-            for k in range(len(held))
+            for (in_flight, level), (start, stop) in zip(held, spans, strict=False)
         ]
 
     def in_turn_s(self, combination: Combination, cut: Sequence[StageDraft]) -> float:
         """Seconds that a cut takes at least, as micro-batches wait for those in flight."""
         setup, pipeline = combination.setup, combination.pipeline
-        own = cut[: pipeline.num_stages // pipeline.record.copies]
-        costs = [stage.levels.at(stage.run, stage.chosen) for stage in own]
+        stages = cut[: pipeline.num_stages // pipeline.record.copies]
         places = pipeline.device_of
         sends = [
             setup.chain.send_s[stage.stop]
-            for stage, here, there in zip(own, places, places[1 : len(own)], strict=False)
+            for stage, here, there in zip(stages, places, places[1 : len(stages)], strict=False)
             if here != there
         ]
-        through_s = sum(each.forward_s + each.backward_s - each.weight_s for each in costs)
-        one_s = (through_s + 2 * float(sum(sends))) * (not setup.paired)
-        return in_turn_s(pipeline, one_s)
+        through_s = sum(c.forward_s + c.backward_s - c.weight_s for c in (s.costs for s in stages))
+        return in_turn_s(pipeline, (through_s + 2 * float(sum(sends))) * (not setup.paired))
 
     def spare_bytes(self, combination: Combination, cut: Sequence[StageDraft]) -> float:
         """Bytes that the fullest device of a cut has left as the levels of its stages have it."""
-        peaks = device_peaks(
-            [own.levels.at(own.run, own.chosen) for own in cut], combination.pipeline
-        )
-        return max(0.0, self.room - max(peak.nbytes for peak in peaks))
-
-    def given(self, start: int, stop: int) -> int | None:
-        """Blocks in a segment of a stage, where the user decided it."""
-        return given_segments(self.space.restrictions, start, stop)
+        peaks = device_peaks([stage.costs for stage in cut], combination.pipeline)
+        return max(0.0, self.space.room_bytes - max(peak.nbytes for peak in peaks))
 
     def sends_s(self, combination: Combination) -> float:
         """Seconds of sends that the objective of a cut counts at most."""
         sent = float(self.sent(combination.setup).max())
-        m, groups, each = combination.pipeline.shape
+        m, groups, per_device = combination.pipeline.shape
         turns = 0 if combination.pipeline.record.hides_sends else m
-        return 0.0 if groups == 1 else (turns * each + groups - 1) * sent
+        return 0.0 if groups == 1 else (turns * per_device + groups - 1) * sent
 
     def allowed(self, setup: StageSetup) -> np.ndarray:
         """(C, C): stages whose blocks' overrides allow the setup."""
         over, mesh = self.space.restrictions, setup.mesh
-        mask = np.ones((len(self.space.graph.blocks) + 1,) * 2, dtype=bool)
+        mask = np.ones((len(self._classes) + 1,) * 2, dtype=bool)
         chosen = {axis: getattr(mesh, axis) for axis in MESH}
         if mesh.holders > 1:
             chosen |= taken(setup.sharing, mesh.holders)
         for name, value in chosen.items():
-            if any(own is not None for own in getattr(over, name)):
+            if any(asked is not None for asked in getattr(over, name)):
                 mask &= over.stage_mask(name, value)
         return self.at_cuts(mask)
 
     def sent(self, setup: StageSetup) -> np.ndarray:
         """(C, C): seconds that a stage sends and receives per micro-batch and direction."""
         seconds = setup.chain.send_s[self.cuts]
-        both: np.ndarray = seconds[:, None] + seconds[None, :]
-        return both
+        return np.asarray(seconds[:, None] + seconds[None, :])
 
 
 def slowest_s(least: np.ndarray, classes: Sequence[str], groups: int) -> float:
@@ -657,23 +613,22 @@ def slowest_s(least: np.ndarray, classes: Sequence[str], groups: int) -> float:
     than an equal share; and as blocks stay whole, of n equal ones no less than ⌈n/groups⌉.
     """
     counts = Counter(classes)
-    whole = max(
-        -(-counts[own] // groups) * float(seconds)
-        for own, seconds in zip(classes, least, strict=True)
+    blocks_s = (
+        -(-counts[kind] // groups) * float(seconds)
+        for kind, seconds in zip(classes, least, strict=True)
     )
-    return max(float(least.sum()) / groups, whole)
+    return max(float(least.sum()) / groups, *blocks_s)
 
 
-def _usable(own: Waiting, relief: Relief) -> list[Pipeline]:
-    """Pipelines of those that wait that may have a relief: in host memory lies one copy's."""
-    return [one for one in own.offered if not relief.most or one.record.copies == 1]
+def _usable(waiting: Waiting, relief: Relief) -> list[Pipeline]:
+    """Pipelines that may have a relief: only one copy of the model may lie in host memory."""
+    return [p for p in waiting.offered if not relief.most or p.record.copies == 1]
 
 
 def _alike_setting(setup: StageSetup, groups: int) -> tuple[Any, ...]:
-    """What estimates in one setting have in common."""
-    setting = setup.chain.setting
-    several = setting.batch.microbatches > 1
-    return setting.mesh, setup.sharing, setup.validated, several, groups
+    """Key of estimates in one setting."""
+    mesh, batch = setup.chain.setting.mesh, setup.chain.setting.batch
+    return mesh, setup.sharing, setup.validated, batch.microbatches > 1, groups
 
 
 def _alike(chain: Chain, other: Chain) -> bool:

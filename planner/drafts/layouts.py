@@ -1,10 +1,8 @@
 """Layouts: the blocks of stages that share devices, with as little recompute as their devices need.
 
-Several stages of a device are cut together: by the sum of their seconds and their bytes at the
-device's peak (`planner.inter_op.shared_devices`), from as many layers for each stage and from equal
-shares of the work. In which of a device's stages an odd layer is best depends on who waits for it:
-moves from there are judged by simulation, of a few rounds of micro-batches and what each further
-round adds.
+Several stages of a device are cut together by the sum of their seconds and their bytes at the
+device's peak (`planner.inter_op.shared_devices`). Moves of blocks from there are judged by
+simulation, of a few rounds of micro-batches and what each further round adds.
 """
 
 from __future__ import annotations
@@ -59,20 +57,21 @@ class Layouts:
     groups: Sequence[int]
     """The device group of each stage, of both copies."""
 
-    @staticmethod
+    @classmethod
     def of(
+        cls,
         combination: Combination,
         levels: RecomputeLevels,
         legal: np.ndarray,
         sent_s: Floats,
         room_bytes: float,
     ) -> Layouts:
-        """With `legal` stages between positions, and what they send, (C, C) each, and so much room
-        on each device."""
+        """Layouts of `legal` stages between positions and the seconds that they send, (C, C) each,
+        with so much room on each device."""
         setup, runs = combination.setup, combination.setup.chain.runs
         pipeline, groups = combination.pipeline, combination.pipeline.device_of
         stages = np.argsort(groups, kind="stable").reshape(pipeline.num_devices, -1)
-        rows = np.stack([as_rows(own) for own in levels.costs])
+        rows = np.stack([as_rows(costs) for costs in levels.costs])
         held = rows[:, [COSTS.index(name) for name in HELD]]
         shared = SharedDevices(
             time_s=of_rows(np.moveaxis(rows, 1, 0)).amortised_s(pipeline.num_microbatches),
@@ -80,10 +79,10 @@ class Layouts:
             index=np.where(legal & np.isfinite(runs.seconds)[runs.index], runs.index, 0),
             weights=held_weights(pipeline),
             stages=stages % (pipeline.num_stages // pipeline.record.copies),
-            whole=np.array([segment_policy(policy)[1] > 1 for policy in levels.policies]),
+            undivided=np.array([segment_policy(policy)[1] > 1 for policy in levels.policies]),
             room_bytes=room_bytes - communicator_bytes(setup.setting),
         )
-        return Layouts(
+        return cls(
             combination=combination,
             levels=levels,
             rows=rows,
@@ -107,32 +106,32 @@ class Layouts:
     def starts(self) -> np.ndarray:
         """(N, P+1): cuts where equal shares would have them, and after moves by device, the layout
         first whose busiest device is least busy; none where none fits."""
-        found = list[np.ndarray]()
+        starts = list[np.ndarray]()
         for start in self._even():
-            found += [self.shared.evened(start), start]
-            judged = self.shared.judged(found[-2][None])
+            evened = self.shared.evened(start)
+            starts += [evened, start]
+            judged = self.shared.judged(evened[None])
             if not judged.lacks.any() and judged.load_s.max() <= EVEN * judged.load_s.mean():
                 break
-        if not found:
+        if not starts:
             return np.zeros((0, 1), dtype=np.int64)
-        cuts = np.unique(found, axis=0)
+        cuts = np.unique(starts, axis=0)
         judged = self.shared.judged(cuts)
         busiest = np.where(judged.lacks.any(axis=1), np.inf, judged.load_s.max(axis=1))
-        kept: np.ndarray = cuts[np.argsort(busiest, kind="stable")[: np.isfinite(busiest).sum()]]
-        return kept
+        order = np.argsort(busiest, kind="stable")[: np.isfinite(busiest).sum()]
+        return np.asarray(cuts[order])
 
     def _even(self) -> list[np.ndarray]:
-        """Cuts of equal numbers of layers, and of equal shares of the work, and best stage by
-        stage, that are legal."""
-        setup, runs, shared = self.combination.setup, self.combination.setup.chain.runs, self.shared
-        kinds = setup.chain.kinds
+        """Legal cuts of equal numbers of layers, of equal work, and best stage by stage."""
+        chain, shared = self.combination.setup.chain, self.shared
+        runs, kinds = chain.runs, chain.kinds
         stages = self.combination.pipeline.num_stages // self.copies
         usual, _ = Counter(kinds).most_common(1)[0]
         layers = np.concatenate([[0], np.cumsum([kind == usual for kind in kinds])])
         pieces = np.arange(len(runs.index) - 1)
         seconds = runs.seconds[runs.index[pieces, pieces + 1]]
         tried = [
-            evenly(np.diff(layers[list(setup.chain.at)]).astype(float), stages),
+            evenly(np.diff(layers[list(chain.at)]).astype(float), stages),
             evenly(np.where(np.isfinite(seconds), seconds, 0.0), stages),
         ]
         times = np.where(shared.index > 0, shared.time_s[0][shared.index], np.inf)
@@ -141,11 +140,10 @@ class Layouts:
         return [cuts for cuts in tried if np.isfinite(shared.judged(cuts[None]).load_s).all()]
 
     def objective_s(self, cuts: np.ndarray) -> float:
-        """Seconds that the busiest device computes in a step, and what all but one add to fill the
-        pipeline: the step where no device waits for others in between."""
+        """Seconds that the busiest device computes in a step, and that others add to fill it."""
         pipeline, validated = self.combination.pipeline, self.combination.setup.validated
-        costs, sent_s = self.costs(cuts[None]), float(self.sent_s[cuts[:-1], cuts[1:]].mean())
-        fill_s = float(filling_s(pipeline, costs, validated=validated).mean())
+        sent_s = float(self.sent_s[cuts[:-1], cuts[1:]].mean())
+        fill_s = float(filling_s(pipeline, self.costs(cuts[None]), validated=validated).mean())
         turns = 0.0 if pipeline.record.hides_sends else self.turns * pipeline.each
         filled_s = (pipeline.num_devices - 1) * (fill_s + sent_s) + turns * sent_s
         return self.busiest_s(cuts) + filled_s
@@ -155,29 +153,29 @@ class Layouts:
         return self.turns * float(self.shared.judged(cuts[None]).load_s.max())
 
     def chosen(self, cuts: np.ndarray) -> list[ChosenLevel]:
-        """Per stage, of both copies, its level and the part of its blocks on the next one: as few
+        """Level of each stage, of both copies, and the part of its blocks on the next one: as few
         blocks of a device as it takes, first of its stages with most micro-batches in flight."""
         judged, stages = self.shared.judged(cuts[None]), len(cuts) - 1
         runs = self.shared.index[cuts[:-1], cuts[1:]]
-        every = self.combination.setup.chain.runs.seconds.shape
+        shape = self.combination.setup.chain.runs.seconds.shape
         parts = {
             (device, k): part
-            for device, own in enumerate(self.shared.stages.tolist())
-            for k, part in zip(own, self._parts(device, runs[own], judged), strict=True)
+            for device, shard in enumerate(self.shared.stages.tolist())
+            for k, part in zip(shard, self._parts(device, runs[shard], judged), strict=True)
         }
         return [
             ChosenLevel(
-                level=np.broadcast_to(judged.level[0, g], every),
-                fraction=np.broadcast_to(parts[g, k % stages], every),
-                fits=np.broadcast_to(np.True_, every),
+                level=np.broadcast_to(judged.level[0, g], shape),
+                fraction=np.broadcast_to(parts[g, k % stages], shape),
+                fits=np.broadcast_to(np.True_, shape),
             )
             for k, g in enumerate(self.groups)
         ]
 
     def _parts(self, device: int, runs: np.ndarray, judged: Judged) -> Floats:
-        """(v,): the part of each stage of a device, with these runs, that is on the next level."""
+        """(v,): the part of the stages of a device, with these runs, that is on the next level."""
         level, part = int(judged.level[0, device]), float(judged.part[0, device])
-        if not part or self.shared.whole[level + 1]:
+        if not part or self.shared.undivided[level + 1]:
             return np.full(len(runs), part)
         blocks = self.levels.blocks[runs]
         often = self.shared.weights[device, :, :, _ACTIVE].max(axis=0)
@@ -190,21 +188,19 @@ class Layouts:
         held = low + parts[..., None] * (high - low)
         used = self.shared.used_bytes(np.full(len(tried), device), held)
         fits = used <= self.shared.room_bytes
-        fewest: Floats = parts[int(fits.argmax()) if fits.any() else -1]
-        return fewest
+        return np.asarray(parts[int(fits.argmax()) if fits.any() else -1])
 
     # --- by simulation ---
 
     def improved(
-        self, own: np.ndarray, sends: Mapping[tuple[int, int], float]
+        self, current: np.ndarray, sends: Mapping[tuple[int, int], float]
     ) -> tuple[np.ndarray, float]:
-        """The best start by simulation, where stages send for so many seconds, after moves of
-        blocks that shorten the step; and the part that it takes of one with its `own` cuts."""
-        tried = np.concatenate([own[None], self.starts, self._promising(own, np.inf)])
-        cuts, own_s, best_s = own, 0.0, np.inf
+        """The best layout by simulated moves, and its part of the step with the `current` cuts."""
+        tried = np.concatenate([current[None], self.starts, self._promising(current, np.inf)])
+        cuts, current_s, best_s = current, 0.0, np.inf
         for _ in range(MOST_ROUNDS):
             steps = self._steps_s(tried, sends)
-            own_s = own_s or float(steps[0])
+            current_s = current_s or float(steps[0])
             first = int(steps.argmin())
             if steps[first] > best_s * (1 - WORTH):
                 break
@@ -212,28 +208,25 @@ class Layouts:
             tried = self._promising(cuts, best_s)
             if not len(tried):
                 break
-        return cuts, best_s / own_s
+        return cuts, best_s / current_s
 
     def _promising(self, cuts: np.ndarray, limit_s: float) -> np.ndarray:
-        """(N, P+1): moves whose step may take less than a limit, those first whose devices are
-        least busy and wait least for each other."""
+        """(N, P+1): moves whose step may be below a limit, the least busy first."""
         tried = self.shared.moves(cuts)
         judged = self.shared.judged(tried)
         busiest_s = self.turns * judged.load_s.max(axis=1)
         worth = (busiest_s < limit_s) & ~judged.lacks.any(axis=1)
         promise = (busiest_s + self.turns * judged.in_turn_s)[worth]
-        found: np.ndarray = tried[worth][np.argsort(promise, kind="stable")[:MOST_SIMULATED]]
-        return found
+        return np.asarray(tried[worth][np.argsort(promise, kind="stable")[:MOST_SIMULATED]])
 
     def _steps_s(self, cuts: np.ndarray, sends: Mapping[tuple[int, int], float]) -> Floats:
-        """(N,): about the seconds of steps of layouts, (N, P+1)."""
+        """(N,): approximate seconds of steps of layouts, (N, P+1)."""
         (m, groups, _), costs = self.combination.pipeline.shape, self.costs(cuts)
-        few = ROUNDS * groups + m % groups
         if m <= ALL_ROUNDS * groups:  # which a draft has been simulated with
             return self._simulated_s(costs, sends, m)
+        few = ROUNDS * groups + m % groups
         first, more = (self._simulated_s(costs, sends, n) for n in (few, few + groups))
-        steps: Floats = first + (more - first) * (m - few) / groups
-        return steps
+        return np.asarray(first + (more - first) * (m - few) / groups)
 
     def costs(self, cuts: np.ndarray) -> StageCosts[Floats]:
         """(N, stages): costs of the stages of layouts, of both copies."""
@@ -249,11 +242,9 @@ class Layouts:
         self, costs: StageCosts[Floats], sends: Mapping[tuple[int, int], float], m: int
     ) -> Floats:
         """(N,): seconds of a step of so many micro-batches."""
-        streams = build_schedule(
-            self.combination.pipeline._replace(num_microbatches=m), frozenset(sends)
-        )
+        pipeline = self.combination.pipeline._replace(num_microbatches=m)
         return step_times(
-            streams,
+            build_schedule(pipeline, frozenset(sends)),
             forward_s=costs.forward_s,
             backward_s=costs.backward_s,
             weight_s=costs.weight_s,

@@ -2,9 +2,7 @@
 
 Every candidate that has to run blocks again, or does not fit, is completed by each of these in
 turn: parts of its states, weights and activations in host memory or on flash, or segments of blocks
-that run again. How many blocks then send their activations, and which run again, is found together
-(`planner/stages/recompute_levels.py`); what the chosen plan has room for comes back to its devices,
-stage by stage (`planner/drafts/drafter.py`).
+that run again. As much of it as the chosen plan has room for comes back (`Drafter.written`).
 """
 
 from __future__ import annotations
@@ -22,9 +20,9 @@ from meshwright.planner.overrides import Restrictions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relief:
-    """The parts that lie in host memory, the part of the blocks that may send their activations
-    there, and whether blocks may run again in segments. With the `fewest` states there, or where
-    weights are there, too, of these, blocks run again by the policy with which both take least."""
+    """The parts in host memory, the part of the blocks that may send their activations there, and
+    whether blocks may run again in segments. With the `fewest` states there, or weights where
+    these are there, too, blocks run again by the policy with which both take least."""
 
     host: HostParts = NOT_AWAY
     sends: float = 0.0
@@ -34,12 +32,10 @@ class Relief:
     @property
     def most(self) -> HostParts:
         """The most that may lie in host memory."""
-        activations = max(self.host.activations, self.sends)
-        return replace(self.host, activations=activations)
+        return replace(self.host, activations=max(self.host.activations, self.sends))
 
     def with_last(self, part: float) -> HostParts:
-        """What is in host memory with such a part of the last that goes there: of the weights, or
-        else of the states."""
+        """Parts in host memory with such a part of the weights there, or else of the states."""
         if self.host.weights:
             return replace(self.host, weights=part * self.host.weights)
         return replace(self.host, states=part * self.host.states)
@@ -49,7 +45,7 @@ NO_RELIEF = Relief()
 
 
 def reliefs(problem: Problem, over: Restrictions) -> tuple[Relief, ...]:
-    """What the user decided, or nothing; then what may be given up, the least first."""
+    """Reliefs by how much they give up: first what the user decided, or nothing."""
     host = HostParts(
         states=over.host_states or 0.0,
         weights=over.host_weights,
@@ -57,14 +53,14 @@ def reliefs(problem: Problem, over: Restrictions) -> tuple[Relief, ...]:
         files=over.host_files,
     )
     free = undecided(over) and "none" not in over.recompute
-    found = [Relief(host=host)]
-    found += [Relief(host=host, segmented=True)] * (free and not host.weights)
+    choices = [Relief(host=host)]
+    choices += [Relief(host=host, segmented=True)] * (free and not host.weights)
     held = held_by_hosts(problem, over)
-    for own in (NOT_AWAY, *_held(problem, held)) if held else ():
-        found += [Relief(host=own, fewest=True)] * bool(own and not own.files)
-        found += [Relief(host=own)] * (own != host)
-        found += [Relief(host=own, sends=1.0)] * (not own.files)
-    return tuple(found)
+    for parts in (NOT_AWAY, *_held(problem, held)) if held else ():
+        choices += [Relief(host=parts, fewest=True)] * bool(parts and not parts.files)
+        choices += [Relief(host=parts)] * (parts != host)
+        choices += [Relief(host=parts, sends=1.0)] * (not parts.files)
+    return tuple(choices)
 
 
 def _held(problem: Problem, held: float) -> Iterator[HostParts]:
@@ -80,18 +76,16 @@ def _held(problem: Problem, held: float) -> Iterator[HostParts]:
 def held_by_hosts(problem: Problem, over: Restrictions) -> float:
     """The part of all states that the hosts hold, each element once; 0 where nothing may lie there:
     on CPU ranks, whose memory it is, and where the user, the target or the cluster says so."""
-    host = problem.cluster.host
-    if host is None or problem.cluster.device.kind != "cuda" or not problem.target.gradients_come:
-        return 0.0
-    if over.host_states is not None:
+    cluster, host = problem.cluster, problem.cluster.host
+    may = cluster.device.kind == "cuda" and problem.target.gradients_come
+    if host is None or not may or over.host_states is not None:
         return 0.0
     states = problem.graph.num_trained() * held_bytes(problem)
-    return min(1.0, problem.cluster.num_nodes * host.room_bytes / max(states, 1))
+    return min(1.0, cluster.num_nodes * host.room_bytes / max(states, 1))
 
 
 def held_by_flash(problem: Problem) -> float:
-    """The part of all states, each element once, that files on the nodes' flash hold, or more than
-    all; 0 where nothing is known of it."""
+    """The part of all states that files on the nodes' flash hold, or more than all."""
     cluster, host = problem.cluster, problem.cluster.host
     if host is None or not host.has_flash:
         return 0.0

@@ -17,15 +17,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import product
 
 import numpy as np
 
 from meshwright.costmodel.graph import Graph
-from meshwright.costmodel.mesh import ULYSSES, HostParts, Mesh
-from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.mesh import ULYSSES, Batch, HostParts, Mesh
+from meshwright.costmodel.operators import Problem, Setting
+from meshwright.costmodel.quantized import QUANTIZED
 from meshwright.costmodel.rules import draws_anew
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule, in_flight
 from meshwright.costmodel.sharding import FactorTable
@@ -54,7 +55,7 @@ PIPELINE_INSIDE = "tp,pp,dp"
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The choices for one model, cluster and batch, within the user's restrictions. A
+    """The choices for one model, cluster and batch, within the user's restrictions; the part
     `memory_margin` of each device is left free."""
 
     problem: Problem
@@ -109,23 +110,22 @@ class Space:
 
     @cached_property
     def reliefs(self) -> tuple[Relief, ...]:
-        """What the user decided, or nothing; then what plans may give up to fit."""
+        """Reliefs of plans that don't fit, behind the user's, or none."""
         return reliefs(self.problem, self.restrictions)
 
     @cached_property
     def most_away(self) -> HostParts:
         """The most of each kind that may lie in host memory."""
-        hosts = [asdict(each.most) for each in self.reliefs]
-        return HostParts(**{name: max(own[name] for own in hosts) for name in hosts[0]})
+        hosts = [asdict(relief.most) for relief in self.reliefs]
+        return HostParts(**{kind: max(host[kind] for host in hosts) for kind in hosts[0]})
 
     def policies(self, record: Schedule, *, segmented: bool = False) -> tuple[str, ...]:
-        """Recompute policies that a schedule allows; "none" always. Last come those in segments,
-        from the fastest on."""
+        """Recompute policies that a schedule allows, "none" always; last those in segments."""
         allowed = record.recomputed
         if allowed is None:
             return with_segments(self.restrictions, free=segmented)
-        left = tuple(policy for policy in self.restrictions.policies if policy in allowed)
-        return left or allowed[:1]
+        legal = tuple(policy for policy in self.restrictions.policies if policy in allowed)
+        return legal or allowed[:1]
 
     # --- micro-batches ---
 
@@ -134,14 +134,13 @@ class Space:
         `OverrideError` where it leaves none."""
         batch, over = self.global_batch_size, self.restrictions
         counts = divisors(batch)
-        legal = ", ".join(map(str, counts[:16]))
         for name in ("num_microbatches", "microbatch_size"):
-            value = getattr(over, name)
-            if value is not None and batch % value:
+            asked = getattr(over, name)
+            if asked is not None and batch % asked:
                 raise OverrideError(
-                    f"={value} does not divide global_batch_size={batch}",
+                    f"={asked} does not divide global_batch_size={batch}",
                     place=f"override {name}",
-                    legal=legal,
+                    legal=counts[:16],
                 )
         if self.problem.meetings:
             if (over.num_microbatches or 1) > 1:
@@ -168,41 +167,35 @@ class Space:
         return counts
 
     def between(self, dp: int, m: int) -> list[int]:
-        """Numbers of micro-batches that thinning left out, from the one tried before m to the one
-        after it."""
-        tried = self.tried_counts(dp)
+        """Numbers of micro-batches that thinning left out, between those tried next to m."""
+        tried, batch = self.tried_counts(dp), self.global_batch_size
         low = max((n for n in tried if n < m), default=m)
         high = min((n for n in tried if n > m), default=m)
-        return [
-            n
-            for n in self.microbatch_counts()
-            if low < n < high and n != m and self.global_batch_size // n % dp == 0
-        ]
+        between = (n for n in self.microbatch_counts() if low < n < high and n != m)
+        return [n for n in between if batch // n % dp == 0]
 
     def notes(self) -> list[str]:
         """Choices that were thinned out, in words."""
-        over = self.restrictions
         tried, legal = len(self.tried_counts()), len(self.microbatch_counts())
-        found = []
-        if tried < legal and over.num_microbatches is None:
-            found.append(
+        notes = []
+        if tried < legal and self.restrictions.num_microbatches is None:
+            notes.append(
                 f"of each mesh at most {MAX_MICROBATCH_CHOICES} of the numbers of micro-batches "
                 f"that divide {self.global_batch_size} were tried, and those next to the best; "
                 "num_microbatches= takes any"
             )
         inputs = (self.graph.values[name].shape for name in self.graph.batched)
         longest = max((shape[1] for shape in inputs if len(shape) in (2, 3)), default=0)
-        several = self.cluster.num_devices > 1 and self.factors.sequence is None
-        if several and longest >= 2 * MIN_CONTEXT:
-            found.append(f"cp can't split sequences of {longest}: {self.factors.tokens.why}")
         if self.cluster.num_devices > 1:
-            found += filter(None, (self.own_draws, self.unshared_experts))
+            if self.factors.sequence is None and longest >= 2 * MIN_CONTEXT:
+                notes.append(f"cp can't split sequences of {longest}: {self.factors.tokens.why}")
+            notes += filter(None, (self.own_draws, self.unshared_experts))
         places, blocks = len(self.cut_at), len(self.graph.blocks)
         if places <= blocks:
-            found.append(
+            notes.append(
                 f"a stage may start at {places - 1} of the {blocks} blocks; stages= cuts anywhere"
             )
-        return found
+        return notes
 
     # --- meshes ---
 
@@ -217,18 +210,18 @@ class Space:
     def stage_counts(self) -> list[int]:
         """Numbers of equal device groups that the cluster divides into, no part straddling."""
         total, node = self.cluster.num_devices, self.cluster.devices_per_node
-        counts = [p for p in divisors(total) if p < len(self.cut_at)]
-        own = self.restrictions.pp
-        fits = [p for p in counts if (total // p) % node == 0 or node % (total // p) == 0]
-        least = 2 if self.restrictions.validated else 1
-        return [p for p in (fits if own is None else counts) if own in (None, p) and p >= least]
+        asked, least = self.restrictions.pp, 2 if self.restrictions.validated else 1
+        counts = [p for p in divisors(total) if least <= p < len(self.cut_at)]
+        if asked is not None:
+            return [p for p in counts if p == asked]
+        return [p for p in counts if (total // p) % node == 0 or node % (total // p) == 0]
 
     def meshes(self, devices: int, m: int) -> list[Mesh]:
         """Every mesh of so many devices for m micro-batches."""
         node, over = self.cluster.devices_per_node, self.restrictions
         asked = {n for n in over.tp if n}
         rows = self.global_batch_size // m
-        found = []
+        meshes = []
         for tp in divisors(devices):
             if node % tp and tp not in asked:
                 continue
@@ -237,41 +230,38 @@ class Space:
                 dp = ranks // cp
                 if over.microbatch_size not in (None, rows // dp):
                     continue
-                shared = divisors(math.gcd(self.experts, dp * cp))
                 kind = over.cp_kind if cp > 1 else None
                 if kind == ULYSSES and cp not in ulysses_degrees(self.graph, tp):
                     continue
-                found += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep, cp_kind=kind) for ep in shared]
-        return [mesh for mesh in found if self.allowed(mesh)]
+                shared = divisors(math.gcd(self.experts, dp * cp))
+                meshes += [Mesh(dp=dp, tp=tp, cp=cp, ep=ep, cp_kind=kind) for ep in shared]
+        return [mesh for mesh in meshes if self.allowed(mesh)]
 
     def _context(self, ranks: int, rows: int) -> list[int]:
         """Context-parallel degrees on so many ranks: the least that lets `rows` divide among the
         rest, and those asked for."""
         legal = [cp for cp in divisors(ranks) if rows % (ranks // cp) == 0]
-        asked = {n for n in self.restrictions.cp if n}
         if self.factors.sequence is None:
             return [cp for cp in legal if cp == 1]
         length = self.factors.sizes[self.factors.sequence]
         legal = [cp for cp in legal if length % cp == 0]
         offered = [cp for cp in legal[:1] if cp == 1 or length // cp >= MIN_CONTEXT]
-        return [cp for cp in legal if cp in asked or cp in offered]
+        return [cp for cp in legal if cp in self.restrictions.cp or cp in offered]
 
     def allowed(self, mesh: Mesh) -> bool:
         """Whether some stage may have this mesh."""
-        over = self.restrictions
         if self._held_twice and mesh.cp * mesh.ep > 1:
             return False
         if self.own_draws and mesh.devices > 1:
             return False
         return all(
-            any(own in (None, getattr(mesh, axis)) for own in getattr(over, axis))
+            not {None, getattr(mesh, axis)}.isdisjoint(getattr(self.restrictions, axis))
             for axis in ("dp", "tp", "cp", "ep")
         )
 
     @cached_property
     def own_draws(self) -> str:
-        """Why every stage has one device, where an operator draws numbers that no plan repeats;
-        else empty."""
+        """The reason why stages have one device, where draws can't be repeated; else empty."""
         op = next(filter(draws_anew, self.graph.ops), None)
         if op is None:
             return ""
@@ -287,48 +277,44 @@ class Space:
         return all(SCHEDULES[name].copies > 1 for name in self.restrictions.schedules)
 
     def placements(self, mesh: Mesh, stages: int) -> list[Mesh]:
-        """The mesh contiguous, and with the pipeline inside the node where that is something
-        else."""
-        found = [] if self.restrictions.placements == (PIPELINE_INSIDE,) else [mesh]
-        node, inner = self.cluster.devices_per_node, mesh.tp * mesh.cp
-        plain = mesh.cp == 1 and mesh.ep == 1 and mesh.dp > 1
-        many = stages > 1 and self.cluster.num_nodes > 1 and plain
-        if many and PIPELINE_INSIDE in self.restrictions.placements and node % inner == 0:
-            spread = math.gcd(stages, node // inner)
-            if spread > 1:
-                found.append(Mesh(dp=mesh.dp, tp=mesh.tp, cp=mesh.cp, ep=mesh.ep, spread=spread))
-        return found
+        """The mesh contiguous, and with the pipeline inside the node where that differs."""
+        placements = self.restrictions.placements
+        meshes = [] if placements == (PIPELINE_INSIDE,) else [mesh]
+        node, plain = self.cluster.devices_per_node, mesh.cp == mesh.ep == 1 and mesh.dp > 1
+        if plain and stages > 1 and self.cluster.num_nodes > 1:
+            spread = 0 if node % mesh.tp else math.gcd(stages, node // mesh.tp)
+            if spread > 1 and PIPELINE_INSIDE in placements:
+                meshes.append(Mesh(dp=mesh.dp, tp=mesh.tp, spread=spread))
+        return meshes
 
     # --- ZeRO ---
 
     def zeros(self, mesh: Mesh) -> list[Sharing]:
         """ZeRO stages that a mesh may have, and among which ranks they divide."""
         over, ranks = self.restrictions, mesh.dp * mesh.cp
-        stages = set(over.zeros) | {z for z in over.zero if z is not None}
-        if over.uniform("zero") is not None:
-            stages = {over.uniform("zero")}
+        zero = over.uniform("zero")
+        free = {z for z in (*over.zeros, *over.zero) if z is not None}
+        stages = free if zero is None else {zero}
         if ranks == 1:  # nothing to divide: no answer to who asks for ZeRO and leaves dp free
-            refused = over.uniform("zero") and None in over.dp and self.cluster.num_devices > 1
+            refused = zero and None in over.dp and self.cluster.num_devices > 1
             return [] if refused else [UNSHARED]
         stages = {z for z in stages if self.problem.target.combines(z, tp=mesh.tp, pp=1)}
         alone = over.validated or over.host_weights or over.host_files
         stages -= {3} if alone else set()
-        found = [Sharing(zero=z) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
+        ways = [Sharing(zero=z) for z in sorted(stages) if z != 1 or self.undivided(mesh) is None]
         asked = {n for n in over.dp_shard if n}
-        node = self.cluster.devices_per_node // (mesh.tp * mesh.spread)
         within = {n for n in asked if ranks % n == 0}
-        if over.partial_shards and None in over.dp_shard and 1 < node < ranks and ranks % node == 0:
+        node = self._neighbours(mesh)
+        if over.partial_shards and None in over.dp_shard and node > 1 and ranks % node == 0:
             within.add(node)
-        if mesh.ep > 1:
-            within = set()
-        parts = product(sorted(stages - {0}), sorted(within))
-        found += [Sharing(zero=z, dp_shard=n) for z, n in parts if n < ranks]
-        return [one for one in found if None in over.dp_shard or one.among(ranks) in asked]
+        parts = () if mesh.ep > 1 else product(sorted(stages - {0}), sorted(within))
+        ways += [Sharing(zero=z, dp_shard=n) for z, n in parts if n < ranks]
+        return [way for way in ways if None in over.dp_shard or way.among(ranks) in asked]
 
     def undivided(self, mesh: Mesh) -> str | None:
-        """A matrix that ZeRO-1 can't divide, neither along a dim that the tensor axis leaves alone
-        nor along one that both divide: it would stay whole, and not shrink as priced. None where
-        there is none."""
+        """A matrix that ZeRO-1 can divide neither along a dim that the tensor axis leaves alone nor
+        along one that both divide, so that it would not shrink as priced; None where there is
+        none."""
         ranks = mesh.dp * mesh.cp
         for shape, name in self._matrices.items():
             free = sum(size % ranks == 0 for size in shape) > (mesh.tp > 1)
@@ -339,12 +325,55 @@ class Space:
     @cached_property
     def _matrices(self) -> dict[tuple[int, ...], str]:
         """Shapes of trained parameters of two dims and more, each with the first one's name."""
-        found: dict[tuple[int, ...], str] = {}
-        for value, name in self.graph.parameters.items():
-            meta = self.graph.values[value]
+        names: dict[tuple[int, ...], str] = {}
+        for parameter, name in self.graph.parameters.items():
+            meta = self.graph.values[parameter]
             if len(meta.shape) > 1 and meta.requires_grad:
-                found.setdefault(tuple(meta.shape), name)
-        return found
+                names.setdefault(tuple(meta.shape), name)
+        return names
+
+    # --- how ZeRO's weights and gradients travel ---
+
+    def transports(self, mesh: Mesh) -> dict[Sharing, list[Sharing]]:
+        """Sharings that a mesh may have, by the one that prices of its data axis depend on
+        (`Setting.of_step`). Gathers within a node are priced beside those of all. Parameters that
+        come from the host are neither kept twice nor sent in blocks."""
+        ways: dict[Sharing, list[Sharing]] = {}
+        setting = Setting(problem=self.problem, mesh=mesh, batch=Batch(rows=0.0))
+        for plain in self.zeros(mesh):
+            for choice in self.quantizations(mesh, plain):
+                for hpz in self.secondaries(mesh, plain):
+                    sharing = replace(plain, hpz=hpz, quantized=choice)
+                    transport = replace(setting, sharing=sharing).of_step.sharing
+                    ways.setdefault(transport, []).append(sharing)
+        return ways
+
+    def secondaries(self, mesh: Mesh, plain: Sharing) -> list[int | None]:
+        """Ranks that may keep a secondary shard of the weights, None for none; else a node's."""
+        over, ranks = self.restrictions, mesh.dp * mesh.cp
+        asked = {n for n in over.hpz if n}
+        if not plain.gathers:  # asked for everywhere, it asks for ZeRO-3
+            return [None] if None in over.hpz or ranks == 1 else []
+        shards = plain.among(ranks)
+        none: list[int | None] = [None] * (None in over.hpz or shards in asked)
+        if mesh.ep > 1 or self.reliefs[0].host.states:
+            return none
+        if over.secondary_shards and None in over.hpz:
+            asked.add(self._neighbours(mesh))
+        return [*none, *sorted(n for n in asked if 1 < n < shards and shards % n == 0)]
+
+    def quantizations(self, mesh: Mesh, plain: Sharing) -> list[str]:
+        """Collectives that a stage with this sharing may send in quantised blocks."""
+        over = self.restrictions
+        if mesh.dp * mesh.cp == 1:  # nothing is sent
+            return ["none"]
+        legal = set(over.quantized) | set(over.quantizations if None in over.quantized else ())
+        may = plain.gathers and mesh.ep == 1 and not self.reliefs[0].host.states
+        return [choice for choice in QUANTIZED if choice in legal and (may or choice == "none")]
+
+    def _neighbours(self, mesh: Mesh) -> int:
+        """Neighbours on the data axis that share a node."""
+        return self.cluster.devices_per_node // (mesh.tp * mesh.spread)
 
     # --- schedules ---
 
@@ -357,12 +386,11 @@ class Space:
         return runs and not self._held_twice and not self.reliefs[0].host
 
     def schedules(self, groups: int, m: int, sharing: Sharing = UNSHARED) -> list[Pipeline]:
-        """Equal stages under each schedule. On one device group schedules take the same time: the
-        one with the fewest micro-batches in flight."""
+        """Equal stages under each schedule; on one device group only the one that holds least."""
         over, most = self.restrictions, len(self.cut_at) - 1
         if self._held_twice and (over.validated or self.reliefs[0].host):
             return []
-        left = {
+        legal = {
             name: schedule
             for name, schedule in ((name, SCHEDULES[name]) for name in over.schedules)
             if not schedule.on_request or len(over.schedules) == 1
@@ -371,36 +399,36 @@ class Space:
         }
         if groups == 1:
             alone = [
-                name
-                for name, schedule in left.items()
+                Pipeline(name, 1, m, 1)
+                for name, schedule in legal.items()
                 if schedule.stages_per_device == 1 and schedule.offered(over.virtual_stages)
             ]
-            kept = 0 if over.validated else 1
-            return [Pipeline(name, 1, m, 1) for name in sorted(alone, key=_held_alone)[:kept]]
+            # by the micro-batches in flight of two: some free the first before the second starts
+            alone.sort(key=lambda p: in_flight(p._replace(num_microbatches=2), 0))
+            return [] if over.validated else alone[:1]
         return [
-            Pipeline(name, groups * each, m, groups)
-            for name, schedule in left.items()
-            for each in schedule.offered(over.virtual_stages)
-            if groups * each // schedule.copies <= most
+            Pipeline(name, groups * v, m, groups)
+            for name, schedule in legal.items()
+            for v in schedule.offered(over.virtual_stages)
+            if groups * v // schedule.copies <= most
         ]
 
     # --- cuts ---
 
     @cached_property
     def cut_at(self) -> tuple[int, ...]:
-        """Boundaries of blocks at which a stage may start or end: all, or of a very long row of
-        equal blocks every so many, and where the user cut."""
+        """Boundaries of blocks where stages may start or end; of very long rows every so many."""
         classes = [block.class_id for block in self.graph.blocks]
         count = len(classes)
         if count <= MAX_CUTS:
             return tuple(range(count + 1))
-        each = 2 ** math.ceil(math.log2(count / MAX_CUTS))
-        kept, row = {0, count, *(self.restrictions.cuts or ())}, 0
+        every = 2 ** math.ceil(math.log2(count / MAX_CUTS))
+        cuts, row = {0, count, *(self.restrictions.cuts or ())}, 0
         for k in range(1, count):
             row = row + 1 if classes[k] == classes[k - 1] else 0
-            if row % each == 0:
-                kept.add(k)
-        return tuple(sorted(kept))
+            if row % every == 0:
+                cuts.add(k)
+        return tuple(sorted(cuts))
 
     def legal_stages(self) -> np.ndarray:
         """(K+1, K+1): stages that hold a trained parameter, so that their ranks' optimizers have
@@ -425,9 +453,3 @@ class Space:
 def _nearest(counts: Sequence[int], wanted: float) -> int:
     """The count with the least ratio to the wanted one."""
     return min(counts, key=lambda count: abs(float(np.log(count / wanted))))
-
-
-def _held_alone(schedule: str) -> int:
-    """Micro-batches in flight on a single stage, of two: whether it frees the first before it
-    starts the second."""
-    return in_flight(Pipeline(schedule, 1, 2, 1), 0)

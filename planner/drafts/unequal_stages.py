@@ -10,15 +10,16 @@ much more that the bound exceeds the incumbent is in no better plan.
 
 The DP minimises Σ t + max ((m-1)·t + once): Alpa's objective, with the once-per-step work of the
 slowest stage, beside which that of the others passes. It is solved for each way in which schedules
-fill a pipeline, and knows these by the micro-batches in flight, of the one that has fewest: the
-simulation judges between all in which the cut fits. Its options recompute all blocks of a stage by
-one policy, the chosen stages only as many as needed.
+fill a pipeline, with the micro-batches in flight of the one that has fewest; the simulation judges
+between all in which the cut fits. Its options recompute all blocks of a stage by one policy, the
+chosen stages only as many as needed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,13 @@ from meshwright.planner import inter_op
 from meshwright.planner.drafts.combinations import StageDraft, StageSetup
 from meshwright.planner.drafts.equal_stages import EqualStages
 from meshwright.planner.drafts.fills import held_at_peak
+from meshwright.planner.drafts.segments import given_segments
 from meshwright.planner.drafts.space import Space
 from meshwright.planner.stages import Chain, Runs, recompute_levels
 
 COARSE_CUTS = 20  # of more cuts so many are looked at first
 COARSE_EXCESS = 1.05  # by which the best partition at few cuts may exceed the best at all
 DP_GAP = 0.002  # the DP may stop this close to its bound; its answer is priced by simulation anyway
-
 
 Positions = NDArray[np.int64]
 
@@ -61,15 +62,15 @@ class UnequalStages:
     def meshes(self, m: int) -> list[Mesh]:
         """All meshes; tokens lie on all stages in one order, on as many ranks."""
         cp = self.space.restrictions.uniform("cp") or 1
-        found = [mesh for n in self.space.sizes() for mesh in self.space.meshes(n, m)]
-        return [mesh.of_kind(mesh.kind) for mesh in found if mesh.cp == cp]
+        meshes = (mesh for n in self.space.sizes() for mesh in self.space.meshes(n, m))
+        return [mesh.of_kind(mesh.kind) for mesh in meshes if mesh.cp == cp]
 
     def fitting(self, m: int) -> list[Mesh]:
         """Meshes on which m micro-batches of some block may fit."""
         return [mesh for mesh in self.meshes(m) if self.equal.floor.allows_some(mesh, m)]
 
     def bounds(self, m: int, meshes: Sequence[Mesh]) -> np.ndarray:
-        """Per mesh, no more than the step of any plan with m micro-batches that uses it."""
+        """Per mesh, a lower bound on the step of any plan with m micro-batches that uses it."""
         if not meshes:
             return np.zeros(0)
         work = np.array([mesh.devices * self.equal.least(mesh, m) for mesh in meshes])
@@ -77,8 +78,7 @@ class UnequalStages:
         if np.isinf(least).any():  # a block that can run nowhere
             return np.full(len(meshes), np.inf)
         extra = (work - least).min(axis=1)
-        bounds: np.ndarray = m * (least.sum() + extra) / self.space.cluster.num_devices
-        return bounds
+        return np.asarray(m * (least.sum() + extra) / self.space.cluster.num_devices)
 
     def setups(self, m: int, meshes: Sequence[Mesh], below_s: float) -> list[StageSetup]:
         """All setups of a stage on meshes that a plan faster than `below_s` may use."""
@@ -91,17 +91,16 @@ class UnequalStages:
         ]
 
     def coarse(self) -> Positions:
-        """(c,): the ends of a few stages among the cuts: evenly spaced, the first and last block
-        apart, and where the user cut."""
+        """(c,): few ends of stages among the cuts, evenly spaced, and where the user cut."""
         count = len(self.equal.cuts)
-        own = set(self.space.restrictions.cuts or ())
         at = {0, 1, count - 2, count - 1}
         at |= {round(k * (count - 1) / (COARSE_CUTS - 1)) for k in range(COARSE_CUTS)}
-        at |= {k for k, cut in enumerate(self.equal.cuts) if int(cut) in own}
+        asked = np.isin(self.equal.cuts, self.space.restrictions.cuts or ())
+        at |= set(np.flatnonzero(asked).tolist())
         return np.array(sorted(k for k in at if 0 <= k < count))
 
     def schedules(self) -> list[str]:
-        """Those that stages of different meshes may have."""
+        """Schedules that stages of different meshes may have."""
         names = [name for name, record in SCHEDULES.items() if record.unequal_meshes]
         return [name for name in names if name in self.space.restrictions.schedules] or names
 
@@ -122,19 +121,19 @@ class UnequalStages:
         times, fills, static, active = [], [], [], []
         shape = PipelineShape(m, 2, 1)  # how many groups there will be is not known
         for setup in setups:
-            runs = setup.chain.runs if at is None else self._rough_runs(setup.chain, at)
+            chain = setup.chain
+            rough = partial(chain.typical_runs, self.equal.cuts[places].tolist())
+            runs = chain.runs if at is None else self._coarse.of(chain, rough)
             index, send = runs.index, self.equal.sent(setup)[grid]
-            legal = (self.equal.legal & self.equal.allowed(setup))[grid]
-            steps = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
-            for policy, costs in zip(steps.policies, steps.costs, strict=True):
-                pass_s = costs.forward_s + costs.backward_s
-                once_s = costs.reduce_s + costs.optimizer_s
-                ok = legal & np.isfinite(runs.seconds)[index]
+            ok = (self.equal.legal & self.equal.allowed(setup))[grid]
+            ok &= np.isfinite(runs.seconds)[index]
+            levels = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
+            for policy, costs in zip(levels.policies, levels.costs, strict=True):
                 options.append(Option(setup=setup, policy=policy))
-                turn = pass_s[index] + send
                 f, b, w = costs.forward_s, costs.backward_s, costs.weight_s
                 filled = (way(f, b, w, shape)[index] + send for way in ways)
                 fills.append([np.where(ok, fill, np.inf) for fill in filled])
+                turn, once_s = (f + b)[index] + send, costs.reduce_s + costs.optimizer_s
                 times.append(np.where(ok, (m - 1) * turn + once_s[index], np.inf))
                 static.append(costs.static_bytes[index])
                 active.append(costs.activation_bytes[index])
@@ -144,23 +143,19 @@ class UnequalStages:
             static_bytes=np.stack(static),
             activation_bytes=np.stack(active),
         )
-        each = zip(ways.values(), zip(*fills, strict=True), strict=True)
-        return {names: replace(table, fill_s=np.stack(own)) for names, own in each}, options
-
-    def _rough_runs(self, chain: Chain, at: Positions) -> Runs:
-        return self._coarse.of(chain, lambda: chain.typical_runs(self.equal.cuts[at].tolist()))
+        of_ways = zip(ways.values(), zip(*fills, strict=True), strict=True)
+        tables = {names: replace(table, fill_s=np.stack(fill_s)) for names, fill_s in of_ways}
+        return tables, options
 
     def promising(
         self, m: int, setups: Sequence[StageSetup], cutoff_s: float, deadline: float | None
     ) -> list[StageSetup]:
-        """Setups on the meshes of the best partition whose stages end at few cuts, none where it is
-        not nearly below the cutoff: with all cuts it would hardly be."""
+        """Setups on the meshes of the best partition at few cuts, if nearly below the cutoff."""
         tables, options = self.tables(m, setups, self.coarse())
         cutoff_s *= COARSE_EXCESS
-        found = [self.solve(own, table, m, cutoff_s, deadline) for own, table in tables.items()]
-        meshes = {
-            options[choice.variant].setup.mesh for own in found if own for choice in own.stages
-        }
+        solutions = (self.solve(*names, m, cutoff_s, deadline) for names in tables.items())
+        chosen = [choice for solution in solutions if solution for choice in solution.stages]
+        meshes = {options[choice.variant].setup.mesh for choice in chosen}
         return [setup for setup in setups if setup.mesh in meshes]
 
     def solve(
@@ -189,32 +184,31 @@ class UnequalStages:
     def stage_drafts(
         self, solution: inter_op.InterOpSolution, options: Sequence[Option], pipeline: Pipeline
     ) -> list[StageDraft] | None:
-        """The stages of a solution in a pipeline, each with no more recompute than its place
-        needs; None where one does not fit, or its ZeRO stage is not for the schedule."""
-        found, at_peak = [], held_at_peak(pipeline)
-        for k, choice in enumerate(solution.stages):
+        """Stages of a solution in a pipeline, with least recompute; None where one is illegal."""
+        drafts = []
+        for choice, held in zip(solution.stages, held_at_peak(pipeline), strict=True):
             setup = options[choice.variant].setup
-            held, steps = at_peak[k], self.equal.levels(setup, pipeline)
+            levels = self.equal.levels(setup, pipeline)
             start, stop = (int(self.equal.cuts[at]) for at in (choice.start, choice.stop))
             draft = StageDraft(
                 start=start,
                 stop=stop,
                 setup=setup,
-                levels=steps,
-                chosen=steps.choose(held, self.equal.room),
-                given=self.equal.given(start, stop),
+                levels=levels,
+                chosen=levels.choose(held, self.space.room_bytes),
+                segment_size=given_segments(self.space.restrictions, start, stop),
                 in_flight=held,
             )
             refused = setup.sharing.gathers and not pipeline.record.gathers
             if refused or not draft.chosen.fits[draft.run]:
                 return None
-            found.append(draft)
-        return found
+            drafts.append(draft)
+        return drafts
 
     def _constraints(self, schedules: Sequence[str], m: int) -> inter_op.Constraints:
         return inter_op.Constraints(
             num_devices=self.space.cluster.num_devices,
-            memory_bytes=self.equal.room,
+            memory_bytes=self.space.room_bytes,
             in_flight=lambda position: min(
                 in_flight(Pipeline(name, position, m, position), 0) for name in schedules
             ),

@@ -1,4 +1,4 @@
-"""Minimise F(T) + c·T, where F(T) falls with T in steps and is costly to evaluate: with a proof.
+"""Minimum of F(T) + c·T, with a proof, where F(T) falls with T in steps and is costly to evaluate.
 
 In a pipeline ``T`` bounds every stage, ``F(T)`` is the least sum over partitions within that bound,
 and ``c = m - 1`` counts the micro-batches behind the first.  For every ``T`` in ``[a, b]`` the
@@ -120,14 +120,14 @@ class Staircase(Generic[Partition]):
             self._least_dropped = min(self._least_dropped, bound)
 
     def _last_worth_trying(self, times: Floats, total: float) -> int:
-        """Return the last candidate T with total + c·T below the target."""
+        """The last candidate T with total + c·T below the target."""
         target = self.target_s
         if self.later == 0 or target == np.inf:
             return len(times) - 1
         return int(np.searchsorted(times, (target - total) / self.later)) - 1
 
     def _split(self, times: Floats, first: int, last: int, loose: bool) -> int:
-        """Choose the T to try: low while nothing is to beat, then the end or the middle."""
+        """The T to try: low while nothing is to beat, then the end or the middle."""
         if self.target_s == np.inf:
             value = times[first] * _GALLOP**self.tried
         elif loose:

@@ -1,4 +1,4 @@
-"""Cut a chain of blocks into P stages on equal meshes: an exact search over the cuts alone.
+"""Exact search for the cuts of a chain of blocks into P stages on equal meshes.
 
 Stage ``k`` of ``P`` covers blocks ``c_k..c_{k+1}-1`` and runs at a given level: the table of costs
 that its position in the pipeline imposes.  Minimise
@@ -51,7 +51,7 @@ def cut_evenly(
     later: float,
     cutoff: float = np.inf,
 ) -> EvenCut | None:
-    """Return the cut of least objective, or None where no cut is legal and below the cutoff.
+    """The cut of least objective, or None where no cut is legal and below the cutoff.
 
     ``time_s`` and ``fill_s`` are (L, C+1, C+1); ``time_s`` is +inf where i >= j and where blocks
     i..j-1 may not be a stage of that level; without ``fill_s`` the fill is the time.
@@ -93,7 +93,7 @@ class _LeastSum:
     """(P+1, C+1): r_k[j]"""
 
     def __call__(self, t_max: float, cutoff: float) -> Attempt[tuple[int, ...]]:
-        """Compute F(t_max) as far as it is below the cutoff."""
+        """F(t_max) as far as it is below the cutoff."""
         stages, positions = len(self.levels), self.time_s.shape[1]
         open_ = self.window <= t_max
         least = np.full((stages + 1, positions), np.inf)
@@ -113,7 +113,7 @@ class _LeastSum:
         return self._walk(least, t_max)
 
     def _walk(self, least: Floats, t_max: float) -> Attempt[tuple[int, ...]]:
-        """Read the cuts from the first stage on."""
+        """The cuts of F(t_max), from the first stage on."""
         cuts, slowest = [0], 0.0
         for k, level in enumerate(self.levels):
             i = cuts[-1]
@@ -128,7 +128,7 @@ class _LeastSum:
 def _program(
     time_s: Floats, fill_s: Floats | None, level_of_stage: Sequence[int] | Ints
 ) -> _LeastSum:
-    """Check the input and find the windows."""
+    """The program of a checked input, with its windows."""
     levels = np.asarray(level_of_stage, dtype=np.int64)
     shape = np.shape(time_s)
     if len(shape) != 3 or shape[1] < 2 or shape[1] != shape[2]:
@@ -157,6 +157,6 @@ def _program(
 
 
 def _span(mask: Masks) -> tuple[int, int]:
-    """Return the first true position and one past the last; (0, 0) if there is none."""
+    """The first true position and one past the last; (0, 0) if there is none."""
     where = np.flatnonzero(mask)
     return (int(where[0]), int(where[-1]) + 1) if len(where) else (0, 0)

@@ -1,4 +1,4 @@
-"""Cut a chain of blocks into pipeline stages and give every stage its devices: an exact search.
+"""Exact search for the cuts of a chain of blocks into pipeline stages, and their devices.
 
 The problem is Alpa's (section 5 of the paper).  A partition covers blocks ``0..K-1`` by contiguous
 stages ``[i, j)``, each on a variant ``v`` of ``n_v`` devices.  With ``m`` micro-batches, minimise
@@ -81,7 +81,7 @@ def solve_inter_op(
     cutoff_s: float = np.inf,
     deadline: float | None = None,
 ) -> InterOpSolution | None:
-    """Return the cheapest partition that meets the constraints, or None.
+    """The cheapest partition that meets the constraints, or None.
 
     With ``relative_gap`` > 0 the objective is only within that fraction of the optimum.  Only
     objectives below ``cutoff_s`` count.  At ``deadline``, a time.monotonic(), the best so far is
@@ -131,7 +131,7 @@ def solve_inter_op(
 
 
 def minimal_shortfall(table: StageTable, constraints: Constraints) -> MemoryShortfall | None:
-    """Return the partition with the least maximum over its stages of (bytes used - memory_bytes).
+    """The partition with the least maximum over its stages of (bytes used - memory_bytes).
 
     None when no partition meets the other constraints, however much memory there were.  Bisects the
     memory limit: a partition within it lowers the upper end to what it really uses, and the
@@ -143,34 +143,31 @@ def minimal_shortfall(table: StageTable, constraints: Constraints) -> MemoryShor
     low = None if problem is None or lines is None else smallest_limit(problem, lines.least_bytes())
     if problem is None or lines is None or low is None:
         return None
-    best: _Used | None = None
+    stages: list[StageChoice] = []
+    used: list[float] = []
     high, limit = np.inf, low
     while low < high:
         furthest, beyond = lines.within(limit)
         cells = any_partition(problem, furthest)
         if cells is not None:
-            best = _least_use(problem, table, cells)
-            high = max(best.stage_bytes)
+            stages, used = _least_use(problem, table, cells)
+            high = max(used)
         elif beyond == np.inf:
             return None
         else:
             low = beyond
         middle = 2 * limit if high == np.inf else low + (high - low) / 2
         limit = middle if low <= middle < high else low
-    assert best is not None
-    excess = tuple(used - constraints.memory_bytes for used in best.stage_bytes)
-    return MemoryShortfall(stages=best.stages, excess_bytes=max(excess), stage_excess_bytes=excess)
+    excess = tuple(nbytes - constraints.memory_bytes for nbytes in used)
+    return MemoryShortfall(
+        stages=tuple(stages), excess_bytes=max(excess), stage_excess_bytes=excess
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Used:
-    """A partition with the variants that use least, and the bytes each stage uses."""
-
-    stages: tuple[StageChoice, ...]
-    stage_bytes: tuple[float, ...]
-
-
-def _least_use(problem: PartitionProblem, table: StageTable, cells: Sequence[Cell]) -> _Used:
+def _least_use(
+    problem: PartitionProblem, table: StageTable, cells: Sequence[Cell]
+) -> tuple[list[StageChoice], list[float]]:
+    """The variants of a partition that use least, and the bytes of each stage."""
     stages, used = [], []
     for (z, i, j), held in zip(cells, problem.in_flight[len(cells) - 1 :: -1], strict=True):
         at = problem.variants[z], i, j
@@ -178,7 +175,7 @@ def _least_use(problem: PartitionProblem, table: StageTable, cells: Sequence[Cel
         size = np.where(np.isfinite(table.time_s[at]), size, np.inf)
         stages.append(StageChoice(start=i, stop=j, variant=int(at[0][size.argmin()])))
         used.append(float(size.min()))
-    return _Used(stages=tuple(stages), stage_bytes=tuple(used))
+    return stages, used
 
 
 def _variant_of(
@@ -190,7 +187,7 @@ def _variant_of(
     option: int,
     position: int,
 ) -> StageChoice:
-    """Return the stage of an option with the first variant that is as fast and fits there."""
+    """The stage of an option, on the first variant that is as fast and fits there."""
     z, i, j = options.cell_of(option)
     at = problem.variants[z], i, j
     in_flight = float(problem.in_flight[position - 1])
@@ -202,7 +199,7 @@ def _variant_of(
 
 
 def _problem(table: StageTable, constraints: Constraints) -> PartitionProblem | None:
-    """Check the input and bring it into the programs' form; None if no stage count is possible."""
+    """The checked input in the programs' form; None if no stage count is possible."""
     rows = _check_table(table)
     num_devices, num_stages = constraints.num_devices, constraints.num_stages
     if num_devices < 1:
@@ -238,7 +235,7 @@ def _problem(table: StageTable, constraints: Constraints) -> PartitionProblem | 
 
 
 def _check_table(table: StageTable) -> int:
-    """Return K+1, or raise ValueError for a table whose shapes or values make no sense."""
+    """K+1; raises ValueError for a table whose shapes or values make no sense."""
     shape = np.shape(table.time_s)
     if len(shape) != 3 or shape[0] < 1 or shape[1] < 2 or shape[1] != shape[2]:
         raise ValueError(f"StageTable.time_s has shape {shape}; it must be (V, K+1, K+1), V, K > 0")

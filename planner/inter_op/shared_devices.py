@@ -32,9 +32,9 @@ ROUNDED = 4  # digits of loads that are compared, over the most
 
 
 class Judged(NamedTuple):
-    """Of N layouts on D devices, (N, D) each: seconds per micro-batch, inf where a stage is not
-    legal; bytes that lack on the last level; the level below, and the part of the blocks that is on
-    the next one; (N,): seconds if all waited for the slowest in each of their stages in turn."""
+    """N layouts on D devices, (N, D) each: seconds per micro-batch, inf where a stage is not legal;
+    bytes that lack on the last level; the level below, and the part of the blocks that is on the
+    next one; (N,): seconds if all waited for the slowest in each of their stages in turn."""
 
     load_s: Floats
     lacks: Floats
@@ -58,20 +58,20 @@ class SharedDevices:
     """(D, Q, v, H): how often a device holds each kind of bytes of each of its stages."""
     stages: Ints
     """(D, v): the stages of each device."""
-    whole: Masks
+    undivided: Masks
     """(L,): levels that all blocks of a device are on, or none."""
     room_bytes: float
 
     def judged(self, cuts: Ints) -> Judged:
         """The devices of layouts with these cuts, (N, P+1)."""
-        devices, each = self.stages.shape
+        devices, v = self.stages.shape
         runs = self.index[cuts[:, :-1], cuts[:, 1:]][:, self.stages]
         in_turn = self.time_s[0][runs].max(axis=1).sum(axis=1)
         # layouts have most of their devices in common: told apart by sums that hardly ever agree
-        random = np.random.default_rng(0).integers(2**62, size=each + 1)
-        codes = (runs @ random[:each] + np.arange(devices) * random[each]).ravel()
+        random = np.random.default_rng(0).integers(2**62, size=v + 1)
+        codes = (runs @ random[:v] + np.arange(devices) * random[v]).ravel()
         _, first, back = np.unique(codes, return_index=True, return_inverse=True)
-        device, runs = first % devices, runs.reshape(-1, each)[first]
+        device, runs = first % devices, runs.reshape(-1, v)[first]
         seconds = self.time_s[:, runs].sum(axis=2)
         used = self.used_bytes(device, self.held[:, runs])
         level, part = self._least(used)
@@ -88,35 +88,35 @@ class SharedDevices:
         flat = held.reshape(*held.shape[:-2], held.shape[-2] * held.shape[-1])
         used: Floats = np.empty(flat.shape[:-1])
         for d, weights in enumerate(self.weights):
-            own = device == d
-            moments = weights.reshape(len(weights), -1)
-            used[..., own] = (flat[..., own, :] @ moments.T).max(axis=-1)
+            here, moments = device == d, weights.reshape(len(weights), -1)
+            used[..., here] = (flat[..., here, :] @ moments.T).max(axis=-1)
         return used
 
     def _least(self, used: Floats) -> tuple[Ints, Floats]:
-        """The level below the least one on which devices fit that hold so much, (L, U), and the
-        part on it; the last one where they don't."""
+        """The level below the least one at which devices fit, (L, U) bytes, and the part on it."""
         fits = used <= self.room_bytes
         last = len(used) - 1
         level = np.where(fits.any(axis=0), np.maximum(fits.argmax(axis=0) - 1, 0), last)
         at, after = np.arange(used.shape[1]), np.minimum(level + 1, last)
         freed = np.maximum(used[level, at] - used[after, at], 1.0)
         part = np.clip((used[level, at] - self.room_bytes) / freed, 0.0, 1.0)
-        return level, np.where(level == last, 0.0, np.where(self.whole[after], np.ceil(part), part))
+        return level, np.where(
+            level == last, 0.0, np.where(self.undivided[after], np.ceil(part), part)
+        )
 
     def evened(self, cuts: Ints) -> Ints:
         """The cuts, (P+1,), after all moves that make the layout better; those that fill devices to
         more than their room only as far as so many moves may still mend that."""
         lacks = np.inf
-        for left in range(MOST_MOVES, 0, -1):
-            own = self.judged(cuts[None])
-            gained, lacks = lacks - own.lacks.sum(), float(own.lacks.sum())
-            if lacks > gained * left:
+        for moves_left in range(MOST_MOVES, 0, -1):
+            devices = self.judged(cuts[None])
+            gained, lacks = lacks - devices.lacks.sum(), float(devices.lacks.sum())
+            if lacks > gained * moves_left:
                 break
-            found = self._better(cuts, self.moves(cuts))
-            if found is None:
+            better = self._better(cuts, self.moves(cuts))
+            if better is None:
                 break
-            cuts = found
+            cuts = better
         return cuts
 
     def _better(self, cuts: Ints, moves: Ints) -> Ints | None:
@@ -126,25 +126,25 @@ class SharedDevices:
         return tried[best] if best else None
 
     def moves(self, cuts: Ints) -> Ints:
-        """(N, P+1): the cuts, (P+1,), after each move of a block from a stage of the worst device;
-        of few stages from any."""
+        """(N, P+1): the cuts, (P+1,), after each move of a block from the worst device's stages."""
         count = len(cuts) - 1
         sources = np.arange(count)
         if count > FEW_STAGES:
-            own = self.judged(cuts[None])
-            sources = self.stages[(own.lacks if own.lacks.any() else own.load_s).argmax()]
+            devices = self.judged(cuts[None])
+            sources = self.stages[
+                (devices.lacks if devices.lacks.any() else devices.load_s).argmax()
+            ]
         source, target = np.meshgrid(sources, np.arange(count))
         source, target = source.reshape(-1, 1), target.reshape(-1, 1)
         at = np.arange(count + 1)
         later = (at > source) & (at <= target)
         earlier = (at > target) & (at <= source)
-        found = cuts - later + earlier
-        moved: Ints = found[(np.diff(found) > 0).all(axis=1) & (source != target)[:, 0]]
-        return moved
+        layouts = cuts - later + earlier
+        return np.asarray(layouts[(np.diff(layouts) > 0).all(axis=1) & (source != target)[:, 0]])
 
 
 def _order(judged: Judged) -> Floats:
-    """(N, 2 + D): by what layouts are compared, the first place first."""
+    """(N, 2 + D): keys by which layouts are compared, the first place first."""
     loads = -np.sort(-judged.load_s, axis=1)
     most = float(loads[np.isfinite(loads)].max(initial=1e-30))
     seconds = np.column_stack([loads, judged.in_turn_s]) / most
@@ -152,8 +152,7 @@ def _order(judged: Judged) -> Floats:
 
 
 def evenly(weights: Floats, stages: int) -> Ints:
-    """(stages + 1,) cuts of pieces that weigh so much, where each stage ends as near as may be to
-    its even share, with a piece at least."""
+    """(stages + 1,): cuts of pieces with these weights, each stage near its even share."""
     ends = np.concatenate([[0.0], np.cumsum(weights)])
     wanted = ends[-1] * np.arange(stages + 1) / stages
     after = np.clip(np.searchsorted(ends, wanted), 1, len(weights))
@@ -161,5 +160,4 @@ def evenly(weights: Floats, stages: int) -> Ints:
     cuts[0], cuts[-1] = 0, len(weights)
     at = np.arange(stages + 1)
     cuts = np.maximum.accumulate(cuts - at) + at
-    found: Ints = np.minimum(cuts, len(weights) - stages + at)
-    return found
+    return np.asarray(np.minimum(cuts, len(weights) - stages + at))

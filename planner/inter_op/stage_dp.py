@@ -52,7 +52,7 @@ class LeastSum:
     """μ"""
 
     def __call__(self, t_max: float, cutoff: float) -> Attempt[Stages]:
-        """Compute F(t_max) as far as it is below the cutoff."""
+        """F(t_max) as far as it is below the cutoff."""
         problem, options, counts = self.problem, self.options, self.problem.stage_counts
         earliest = _earliest_positions(problem, options, t_max)
         cost = options.cheapest(earliest, t_max)
@@ -84,15 +84,15 @@ class LeastSum:
         if best is None:
             return Attempt(bound_s=np.inf, partition=None)
         self.price = best.price
-        found = best.run(cutoff)
-        return Attempt(bound_s=cutoff, partition=None) if found is None else self._attempt(found)
+        stages = best.run(cutoff)
+        return Attempt(bound_s=cutoff, partition=None) if stages is None else self._attempt(stages)
 
     def _attempt(self, stages: Iterable[int]) -> Attempt[Stages]:
-        """Return what a partition that attains F(T) says."""
-        found = tuple(stages)
-        total = float(sum(self.options.fill_s[n] for n in found))
-        slowest = float(max(self.options.time_s[n] for n in found))
-        return Attempt(bound_s=total, partition=found, t_max_s=slowest, sum_s=total)
+        """The attempt of a partition that attains F(T)."""
+        partition = tuple(stages)
+        total = float(sum(self.options.fill_s[n] for n in partition))
+        slowest = float(max(self.options.time_s[n] for n in partition))
+        return Attempt(bound_s=total, partition=partition, t_max_s=slowest, sum_s=total)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -131,13 +131,11 @@ class _Prices:
             self.exact = True
 
     def middle(self) -> float:
-        """Return where the tangents meet, or halfway to the largest price on the open side."""
+        """The price where the tangents meet, or halfway to the largest one on the open side."""
         if self.rising is None or self.falling is None:
-            known, end = (
-                (self.falling, -self.t_max) if self.rising is None else (self.rising, self.t_max)
-            )
+            known = self.rising or self.falling
             assert known is not None
-            return (known[0] + end) / 2
+            return (known[0] + (self.t_max if self.rising else -self.t_max)) / 2
         (p, b, slope), (q, c, descent) = self.rising, self.falling
         return (c - b + slope * p - descent * q) / (slope - descent)
 
@@ -145,20 +143,19 @@ class _Prices:
 def _earliest_positions(
     problem: table.PartitionProblem, options: Options, t_max: float
 ) -> table.Shorts:
-    """Return (K+1, K+1): the position that stage [i, j) has at least."""
+    """(K+1, K+1): the position that stage [i, j) has at least."""
     legal = np.isfinite(options.cheapest(1, t_max)).any(axis=0)
     most = len(problem.in_flight) + 1
     following = np.minimum(table.cover(np.where(legal, 1.0, np.inf)), most)
     # At most i stages come before block i, so the rest of the smallest count comes after it.
     preceding = problem.stage_counts[0] - np.arange(problem.num_blocks + 1)
-    earliest: table.Shorts = np.maximum(following[None, :] + 1, preceding[:, None]).astype(np.int16)
-    return earliest
+    return np.asarray(np.maximum(following[None, :] + 1, preceding[:, None]).astype(np.int16))
 
 
 def _prefix_costs(
     problem: table.PartitionProblem, cost: table.Floats, before: table.Ints, after: table.Ints
 ) -> table.Floats:
-    """Return h, (K+1, D+1): least relaxed cost of blocks 0..j-1 on exactly d devices."""
+    """h, (K+1, D+1): least relaxed cost of blocks 0..j-1 on exactly d devices."""
     blocks, devices = problem.num_blocks, problem.num_devices
     prefix = np.full((blocks + 1, devices + 1), np.inf)
     prefix[0, 0] = 0.0
@@ -185,19 +182,19 @@ def _prefix_costs(
 def _walk_prefix(
     problem: table.PartitionProblem, cost: table.Floats, reach: table.Shorts, prefix: table.Floats
 ) -> tuple[tuple[table.Cell, ...], bool]:
-    """Read a partition that attains h[K, D], and whether it fits in place."""
+    """A partition that attains h[K, D], and whether it fits in place."""
     stages: list[table.Cell] = []
     in_place = True
     j, d = problem.num_blocks, problem.num_devices
     while j > 0:
-        left = d - problem.sizes
-        through = cost[:, :j, j] + prefix[:j, np.maximum(left, 0)].T
-        hit = (through == prefix[j, d]) & (left >= 0)[:, None]
+        free = d - problem.sizes
+        through = cost[:, :j, j] + prefix[:j, np.maximum(free, 0)].T
+        hit = (through == prefix[j, d]) & (free >= 0)[:, None]
         fitting = hit & (reach[:, :j, j] > len(stages))
         in_place &= bool(fitting.any())
         i, z = table.first_hit(fitting if fitting.any() else hit)
         stages.append((z, i, j))
-        j, d = i, int(left[z])
+        j, d = i, int(free[z])
     return tuple(reversed(stages)), in_place
 
 
@@ -230,7 +227,7 @@ class _Layers:
         before: table.Ints,
         after: table.Ints,
     ) -> "_Layers":
-        """Choose the skew that makes the band of states from which both ends are covered narrow."""
+        """Layers with the skew that makes the band of states with both ends covered narrow."""
         blocks, devices = problem.num_blocks, problem.num_devices
         low, high = after, devices - before
         rows = np.flatnonzero(low <= high)
@@ -260,11 +257,11 @@ class _Layers:
         return d - self.skew * (self.problem.num_blocks - i) - self.origin
 
     def run(self, cutoff: float) -> list[int] | None:
-        """Return the partition of least sum below the cutoff, if there is one."""
+        """The partition of least sum below the cutoff, if there is one."""
         problem, counts = self.problem, self.problem.stage_counts
         layer = np.full(self.remaining.shape, np.inf)
         layer[problem.num_blocks, self.column(problem.num_blocks, 0)] = 0.0
-        layers, best, found = [layer], np.full_like(layer, np.inf), 0
+        layers, best, stages = [layer], np.full_like(layer, np.inf), 0
         final = self.column(0, problem.num_devices)
         rebate = max(self.price * counts[0], self.price * counts[-1])
         for s in range(1, counts[-1] + 1):
@@ -278,20 +275,19 @@ class _Layers:
             layers.append(layer)
             total = float(layer[0, final]) - self.price * s
             if s in counts and total < cutoff:
-                cutoff, found = total - ROUNDING * abs(total), s
+                cutoff, stages = total - ROUNDING * abs(total), s
             if not np.isfinite(layer[1:]).any():
                 break
-        return self._walk(layers[: found + 1]) if found else None
+        return self._walk(layers[: stages + 1]) if stages else None
 
     def _rows_that_can_end(self, s: int) -> table.Masks:
-        """Return (K+1,): rows whose blocks before can make up an allowed number of stages."""
+        """(K+1,): rows whose blocks before can make up an allowed number of stages."""
         more = np.array(self.problem.stage_counts)[:, None] - s
         block = np.arange(self.problem.num_blocks + 1)
-        rows: table.Masks = np.any((more >= self.fewest_before) & (more <= block), axis=0)
-        return rows
+        return np.asarray(np.any((more >= self.fewest_before) & (more <= block), axis=0))
 
     def _next(self, layer: table.Floats, cost: table.Floats, cutoff: float) -> table.Floats:
-        """Put one more stage in front of every state of ``layer``."""
+        """``layer`` with one more stage in front of every state."""
         rows, width = layer.shape
         ahead = layer.min(axis=1)[None, :] + self.remaining.min(axis=1)[:, None]
         padded = np.full((len(cost), rows, 2 * rows), np.inf)
@@ -320,20 +316,20 @@ class _Layers:
         return result
 
     def _walk(self, layers: Sequence[table.Floats]) -> list[int]:
-        """Read the partition from its first stage on."""
+        """The partition of the layers, from its first stage on."""
         problem = self.problem
         stages: list[int] = []
         i, d = 0, problem.num_devices
         for s in range(len(layers) - 1, 0, -1):
             cost = self.options.cheapest(s, self.t_max)
             j = np.arange(i + 1, problem.num_blocks + 1)
-            left = d - problem.sizes
-            e = left[:, None] - self.skew * (problem.num_blocks - j) - self.origin
+            free = d - problem.sizes
+            e = free[:, None] - self.skew * (problem.num_blocks - j) - self.origin
             inside = (e >= 0) & (e < self.remaining.shape[1])
             later = np.where(inside, layers[s - 1][j, np.where(inside, e, 0)], np.inf)
             through = (cost[:, i, i + 1 :] + self.price) + later
             block, z = table.first_hit(through == layers[s][i, self.column(i, d)])
             cell = (z, i, int(j[block]))
             stages.append(self.options.find(*cell, fill_s=cost[cell], position=s, t_max=self.t_max))
-            i, d = cell[2], int(left[z])
+            i, d = cell[2], int(free[z])
         return stages

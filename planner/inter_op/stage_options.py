@@ -50,14 +50,18 @@ class _Cells:
     """(G,): the first entry of each cell."""
 
     def _each(self, of_cells: AnyArray, entries: int) -> AnyArray:
-        """Return (N,): ``of_cells`` (G,) repeated for each entry of a cell."""
+        """(N,): ``of_cells`` (G,) repeated for each entry of a cell."""
         return np.repeat(of_cells, np.diff(np.append(self.first, entries)))
 
-    def _least(self, value: Floats) -> Floats:
-        """Return (Z, K+1, K+1): the least of each cell's values; inf without any."""
-        table = np.full(self.shape, np.inf)
-        table.ravel()[self.cell] = np.minimum.reduceat(value, self.first)
+    def _dense(self, of_cells: AnyArray, empty: float) -> AnyArray:
+        """(Z, K+1, K+1): ``of_cells`` (G,), ``empty`` elsewhere."""
+        table = np.full(self.shape, empty, dtype=of_cells.dtype)
+        table.ravel()[self.cell] = of_cells
         return table
+
+    def _least(self, value: Floats) -> Floats:
+        """(Z, K+1, K+1): the least of each cell's values; inf without any."""
+        return self._dense(np.minimum.reduceat(value, self.first), np.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,27 +77,27 @@ class Options(_Cells):
     """(N,): at how many leading positions 1, 2, ... the option fits, at least 1."""
 
     def cheapest(self, position: Shorts | int, t_max: float) -> Floats:
-        """Return (Z, K+1, K+1): least fill of what fits at ``position[i, j]`` within t_max."""
+        """(Z, K+1, K+1): least fill of what fits at ``position[i, j]`` within t_max."""
         at = position if isinstance(position, int) else position.ravel()[self.run]
         usable = (self.fits >= at) & (self.time_s <= t_max)
         return self._least(np.where(usable, self.fill_s, np.inf))
 
     def quickest(self) -> Floats:
-        """Return (Z, K+1, K+1): the least time at position 1."""
+        """(Z, K+1, K+1): the least time at position 1."""
         return self._least(self.time_s)
 
     def furthest(self) -> Shorts:
-        """Return (Z, K+1, K+1): at how many leading positions some option fits."""
+        """(Z, K+1, K+1): number of leading positions at which some option fits."""
         return self._most(self.fits)
 
     def furthest_at(self, cost: Floats, t_max: float) -> Shorts:
-        """Return (Z, K+1, K+1): the same for options within t_max whose fill is ``cost`` there."""
+        """``furthest`` of options within t_max whose fill is ``cost`` there."""
         asked = self._each(cost.ravel()[self.cell], len(self.fits))
         usable = (self.fill_s == asked) & (self.time_s <= t_max)
         return self._most(np.where(usable, self.fits, 0).astype(np.int16))
 
     def find(self, z: int, i: int, j: int, *, fill_s: float, position: int, t_max: float) -> int:
-        """Return the quickest option of a cell that has this fill and fits."""
+        """The quickest option of a cell that has this fill and fits."""
         group = int(np.searchsorted(self.cell, np.ravel_multi_index((z, i, j), self.shape)))
         begin = int(self.first[group])
         end = int(self.first[group + 1]) if group + 1 < len(self.first) else len(self.fits)
@@ -104,15 +108,13 @@ class Options(_Cells):
         return begin + best
 
     def cell_of(self, option: int) -> Cell:
-        """Return where an option belongs."""
+        """The cell of an option."""
         group = int(np.searchsorted(self.first, option, side="right")) - 1
         z, i, j = (int(x) for x in np.unravel_index(self.cell[group], self.shape))
         return z, i, j
 
     def _most(self, value: Shorts) -> Shorts:
-        table = np.zeros(self.shape, dtype=np.int16)
-        table.ravel()[self.cell] = np.maximum.reduceat(value, self.first)
-        return table
+        return self._dense(np.maximum.reduceat(value, self.first), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,28 +129,26 @@ class MemoryLines(_Cells):
     """As returned by ``_levels``."""
 
     def least_bytes(self) -> Floats:
-        """Return (Z, K+1, K+1): the least use at the last position; inf where illegal."""
+        """(Z, K+1, K+1): the least use at the last position; inf where illegal."""
         used = stage_bytes(self.static_bytes, self.activation_bytes, self.levels[0])
         return self._least(used)
 
     def within(self, limit_bytes: float) -> tuple[Shorts, float]:
-        """Return (Z, K+1, K+1), at how many leading positions a stage fits, and the least limit
-        beyond this one at which some stage fits further; inf if all fit everywhere."""
+        """(Z, K+1, K+1): number of leading positions at which a stage fits; and the least limit
+        beyond this one at which some stage fits further, inf if all fit everywhere."""
         level = _levels_that_fit(self.static_bytes, self.activation_bytes, self.levels, limit_bytes)
         furthest = np.maximum.reduceat(level, self.first)
-        table = np.zeros(self.shape, dtype=np.int16)
-        table.ravel()[self.cell] = self.positions[furthest]
         here = self._each(furthest, len(level))
         over = here < len(self.levels)
         used = stage_bytes(
             self.static_bytes[over], self.activation_bytes[over], self.levels[here[over]]
         )
-        return table, float(used.min(initial=np.inf))
+        return self._dense(self.positions[furthest], 0), float(used.min(initial=np.inf))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Variant:
-    """The runs of blocks that one variant can take, and what it variants there."""
+    """The runs of blocks that one variant can take, and what it costs there."""
 
     at: Ints
     """Which of the runs i < j, as a position in their list."""
@@ -166,7 +166,7 @@ def stage_options(
     later: int,
     cutoff_s: float,
 ) -> Options | None:
-    """Reduce the table to its options, without those that alone reach the cutoff; None if none."""
+    """Options of a table, without those that alone reach the cutoff; None if none."""
     rows = problem.num_blocks + 1
     runs = _runs(rows)
     levels, positions = _levels(problem)
@@ -211,7 +211,7 @@ def stage_options(
 def _undominated(
     variants: Sequence[_Variant], runs: int, two_costs: bool
 ) -> Iterator[tuple[Ints, Floats, Floats, Ints]]:
-    """Yield (runs, times, fills, levels) of the options of one device count."""
+    """(runs, times, fills, levels) of the options of one device count."""
     occurring = np.flatnonzero(np.bincount(np.concatenate([variant.level for variant in variants])))
     if not len(occurring):
         return
@@ -229,59 +229,43 @@ def _undominated(
         further = quick[n + 1] < quick[n]
         np.copyto(quick[n], quick[n + 1], where=further)
         np.copyto(fill[n], fill[n + 1], where=further)
-    own, at = np.nonzero((quick[:-1] != quick[1:]) | (fill[:-1] != fill[1:]))
-    yield at, quick[own, at], fill[own, at], occurring[own]
+    level, at = np.nonzero((quick[:-1] != quick[1:]) | (fill[:-1] != fill[1:]))
+    yield at, quick[level, at], fill[level, at], occurring[level]
     if two_costs:
         for variant in variants:
             less = variant.fill_s < fill.ravel()[row[variant.level] * runs + variant.at]
             yield variant.at[less], variant.time_s[less], variant.fill_s[less], variant.level[less]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """The memory of one variant."""
-
-    static_bytes: Floats
-    activation_bytes: Floats
-    """Per run i < j; inf where illegal."""
-    lean_bytes: float
-    """The mean use at a middle level."""
-
-
-def _line(table: StageTable, v: int, runs: Ints, middle: float) -> _Line:
+def _line(table: StageTable, v: int, runs: Ints, middle: float) -> tuple[float, Floats, Floats]:
+    """Memory of one variant: its mean use at a middle level; static bytes and those of activations
+    per run i < j, inf where illegal."""
     legal = table.time_s[v].ravel()[runs] < np.inf
     static = table.static_bytes[v].ravel()[runs]
     activation = table.activation_bytes[v].ravel()[runs]
     used = stage_bytes(static[legal], activation[legal], middle)
-    return _Line(
-        static_bytes=np.where(legal, static, np.inf),
-        activation_bytes=np.where(legal, activation, np.inf),
-        lean_bytes=float(used.sum()) / max(len(used), 1),
-    )
+    mean = float(used.sum()) / max(len(used), 1)
+    return mean, np.where(legal, static, np.inf), np.where(legal, activation, np.inf)
 
 
 def memory_lines(problem: PartitionProblem, table: StageTable) -> MemoryLines | None:
-    """Reduce the table to what its stages use; None if no stage is legal."""
+    """Memory of a table's stages; None if no stage is legal."""
     rows = problem.num_blocks + 1
     runs = _runs(rows)
     levels, positions = _levels(problem)
     columns: list[tuple[Ints, Floats, Floats]] = []
     for z, members in enumerate(problem.variants):
         lines = [_line(table, v, runs, float(levels[len(levels) // 2])) for v in members]
+        needed_lines: list[tuple[Floats, Floats]] = []
         # The leanest come first, as they drop most of the others.
-        lines.sort(key=lambda line: line.lean_bytes)
-        kept: list[_Line] = []
-        for line in lines:
-            needed = np.isfinite(line.static_bytes)
-            for other in kept[:_COMPARED]:
-                needed &= (line.static_bytes < other.static_bytes) | (
-                    line.activation_bytes < other.activation_bytes
-                )
+        for _, static, activation in sorted(lines, key=lambda line: line[0]):
+            needed = np.isfinite(static)
+            for other_static, other_activation in needed_lines[:_COMPARED]:
+                needed &= (static < other_static) | (activation < other_activation)
             at = np.flatnonzero(needed)
             if len(at):
-                kept.append(line)
-                where = z * rows * rows + runs[at]
-                columns.append((where, line.static_bytes[at], line.activation_bytes[at]))
+                needed_lines.append((static, activation))
+                columns.append((z * rows * rows + runs[at], static[at], activation[at]))
     if not columns:
         return None
     cell, static, activation = (np.concatenate(c) for c in zip(*columns, strict=True))
@@ -299,14 +283,13 @@ def memory_lines(problem: PartitionProblem, table: StageTable) -> MemoryLines | 
 
 
 def _runs(rows: int) -> Ints:
-    """Return the flat indices into (K+1, K+1) of all i < j."""
+    """Flat indices into (K+1, K+1) of all i < j."""
     i, j = np.triu_indices(rows, 1)
-    flat: Ints = i * rows + j
-    return flat
+    return np.asarray(i * rows + j)
 
 
 def _levels(problem: PartitionProblem) -> tuple[Floats, Shorts]:
-    """Return the distinct in_flight, ascending, and how many positions the first 0, 1, ... span."""
+    """The distinct in_flight, ascending; positions that the first 0, 1, ... of them span."""
     levels, first = np.unique(problem.in_flight, return_index=True)
     return levels.astype(np.float64), np.append(first, len(problem.in_flight)).astype(np.int16)
 
@@ -314,7 +297,7 @@ def _levels(problem: PartitionProblem) -> tuple[Floats, Shorts]:
 def _levels_that_fit(
     static_bytes: Floats, activation_bytes: Floats, levels: Floats, limit_bytes: float
 ) -> Ints:
-    """Return (N,): at how many levels static + level · activation is within the limit."""
+    """(N,): number of levels at which static + level · activation is within the limit."""
     with np.errstate(divide="ignore", invalid="ignore"):
         room = (limit_bytes - static_bytes) / activation_bytes
     count = np.searchsorted(levels, room, side="right")

@@ -43,8 +43,8 @@ class StageTable:
     activation_bytes: NDArray[np.float64]
     """(V, K+1, K+1): saved activations of one in-flight micro-batch, per device."""
     fill_s: NDArray[np.float64] | None = None
-    """(V, K+1, K+1): what the stage adds to the time that fills and drains the pipeline; None where
-    that is time_s itself, as under GPipe and 1F1B."""
+    """(V, K+1, K+1): seconds that the stage adds to fill and drain the pipeline; None where these
+    are time_s itself, as under GPipe and 1F1B."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +85,7 @@ class PartitionProblem:
 
 
 def smallest_limit(problem: PartitionProblem, cost: Floats) -> float | None:
-    """Return the least limit on ``cost[z, i, j]`` under which the devices can cover the blocks."""
+    """The least limit on ``cost[z, i, j]`` under which the devices can cover the blocks."""
     values = np.unique(cost[np.isfinite(cost)])
     low, high = 0, len(values)
     while low < high:
@@ -98,7 +98,7 @@ def smallest_limit(problem: PartitionProblem, cost: Floats) -> float | None:
 
 
 def cover(weight: Floats) -> Floats:
-    """Return (K+1,): the least total weight of stages covering blocks i..K-1."""
+    """(K+1,): the least total weight of stages covering blocks i..K-1."""
     last = len(weight) - 1
     total = np.full(last + 1, np.inf)
     total[last] = 0.0
@@ -108,12 +108,12 @@ def cover(weight: Floats) -> Floats:
 
 
 def cover_prefix(weight: Floats) -> Floats:
-    """Return (K+1,): the least total weight of stages covering blocks 0..i-1."""
+    """(K+1,): the least total weight of stages covering blocks 0..i-1."""
     return cover(weight[::-1, ::-1].T)[::-1]
 
 
 def device_bounds(problem: PartitionProblem, legal: Masks) -> tuple[Ints, Ints]:
-    """Return (K+1,) twice: fewest devices for blocks 0..i-1, and for i..K-1; D+1 if impossible."""
+    """(K+1,) twice: fewest devices for blocks 0..i-1, and for i..K-1; D+1 if impossible."""
     smallest = np.where(legal.any(axis=0), problem.sizes[legal.argmax(axis=0)], np.inf)
     bounds = cover_prefix(smallest), cover(smallest)
     before, after = (np.minimum(b, problem.num_devices + 1).astype(np.int64) for b in bounds)
@@ -121,26 +121,25 @@ def device_bounds(problem: PartitionProblem, legal: Masks) -> tuple[Ints, Ints]:
 
 
 def first_hit(hit: Masks) -> tuple[int, int]:
-    """Return the smallest (block, device count) of a (Z, blocks) mask."""
+    """The smallest (block, device count) of a (Z, blocks) mask."""
     block = int(hit.any(axis=0).argmax())
     return block, int(hit[:, block].argmax())
 
 
 def any_partition(problem: PartitionProblem, furthest: Shorts) -> tuple[Cell, ...] | None:
-    """Return a partition into an allowed number of stages that fit, the fewest first, or None.
+    """A partition into an allowed number of stages that fit, the fewest first, or None.
 
     ``furthest`` is (Z, K+1, K+1): at how many leading positions a stage fits.
     """
-    if problem.any_count:
-        return _fewest_stages(problem, furthest)
-    return _counted_stages(problem, furthest)
+    program = _fewest_stages if problem.any_count else _counted_stages
+    return program(problem, furthest)
 
 
 def _windows(
     problem: PartitionProblem, furthest: Shorts, i: int, before: Ints, after: Ints
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Yield (z, size, j0, j1, low, high) for stages from block i on: those of this size end before
-    block j0 <= j < j1, and leave blocks i..K-1 on low <= d < high devices in all."""
+    """(z, size, j0, j1, low, high) of stages from block i on: those of this size end before block
+    j0 <= j < j1, and leave blocks i..K-1 on low <= d < high devices in all."""
     for z in np.flatnonzero(furthest[:, i].any(axis=1)):
         size, reach = int(problem.sizes[z]), np.flatnonzero(furthest[z, i])
         j0, j1 = int(reach[0]), int(reach[-1]) + 1
@@ -169,12 +168,12 @@ def _fewest_stages(problem: PartitionProblem, furthest: Shorts) -> tuple[Cell, .
     stages: list[Cell] = []
     i, d = 0, devices
     while i < blocks:
-        s, left = fewest[i, d], d - problem.sizes
-        later = fewest[i + 1 :, np.maximum(left, 0)].T
-        hit = (later == s - 1) & (left >= 0)[:, None] & (furthest[:, i, i + 1 :] >= s)
+        s, free = fewest[i, d], d - problem.sizes
+        later = fewest[i + 1 :, np.maximum(free, 0)].T
+        hit = (later == s - 1) & (free >= 0)[:, None] & (furthest[:, i, i + 1 :] >= s)
         block, size_index = first_hit(hit)
         stages.append((size_index, i, i + 1 + block))
-        i, d = i + 1 + block, int(left[size_index])
+        i, d = i + 1 + block, int(free[size_index])
     return tuple(stages)
 
 
@@ -205,31 +204,29 @@ def _counted_stages(problem: PartitionProblem, furthest: Shorts) -> tuple[Cell, 
 
 
 def _pack(member: Masks, words: int) -> BitSets:
-    """Return (words, rows): each row of a (rows, bits) mask as a bit set without bit 0."""
+    """(words, rows): each row of a (rows, bits) mask as a bit set without bit 0."""
     padded = np.zeros((len(member), 64 * words), dtype=np.uint64)
     padded[:, 1 : member.shape[1]] = member[:, 1:]
     weights = np.uint64(1) << np.arange(64, dtype=np.uint64)
-    packed: BitSets = (padded.reshape(len(member), words, 64) * weights).sum(axis=2).T
-    return packed
+    return np.asarray((padded.reshape(len(member), words, 64) * weights).sum(axis=2).T)
 
 
 def _has(counts: BitSets, s: int) -> Masks:
-    """Return where the bit sets along the first axis hold s."""
-    held: Masks = (counts[s // 64] >> np.uint64(s % 64)) & np.uint64(1) > 0
-    return held
+    """Whether the bit sets along the first axis hold s."""
+    return np.asarray((counts[s // 64] >> np.uint64(s % 64)) & np.uint64(1) > 0)
 
 
 def _walk_counts(
     problem: PartitionProblem, furthest: Shorts, counts: BitSets, num_stages: int
 ) -> tuple[Cell, ...]:
-    """Read a partition of so many stages, its first stage first."""
+    """A partition of so many stages, its first stage first."""
     stages: list[Cell] = []
     i, d = 0, problem.num_devices
     for s in range(num_stages, 0, -1):
-        left = d - problem.sizes
-        later = counts[:, i + 1 :, np.maximum(left, 0)]
-        hit = _has(later, s - 1).T & (left >= 0)[:, None] & (furthest[:, i, i + 1 :] >= s)
+        free = d - problem.sizes
+        later = counts[:, i + 1 :, np.maximum(free, 0)]
+        hit = _has(later, s - 1).T & (free >= 0)[:, None] & (furthest[:, i, i + 1 :] >= s)
         block, z = first_hit(hit)
         stages.append((z, i, i + 1 + block))
-        i, d = i + 1 + block, int(left[z])
+        i, d = i + 1 + block, int(free[z])
     return tuple(stages)

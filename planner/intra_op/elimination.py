@@ -34,6 +34,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from meshwright.costmodel.memo import Memo
 from meshwright.planner.intra_op.pairwise import PairwiseProblem, Scope, restricted
 from meshwright.planner.intra_op.solvers import objective_of, solve_pairwise
 from meshwright.planner.intra_op.time_limit import SolverTime
@@ -63,15 +64,16 @@ class _Order:
     """An elimination order, of nodes and cost functions counted from 0.
 
     `fixed` are the eliminations that depend on no function that changes, `changing` the others,
-    `backwards` all of them, the last first. `core` are the nodes left to the solver, `left` the
-    functions left, with their nodes. `position` of a node orders the axes of functions.
+    `backwards` all of them, the last first. `core` are the nodes left to the solver, `remaining`
+    the functions that are left, with their nodes. `position` of a node orders the axes of
+    functions.
     """
 
     fixed: tuple[_NodeElimination, ...]
     changing: tuple[_NodeElimination, ...]
     backwards: tuple[_NodeElimination, ...]
     core: tuple[int, ...]
-    left: tuple[tuple[int, tuple[int, ...]], ...]
+    remaining: tuple[tuple[int, tuple[int, ...]], ...]
     position: tuple[int, ...]
 
 
@@ -93,11 +95,11 @@ def _order(
     core = tuple(n for n in free if n not in set(sequence))
     position = {n: k for k, n in enumerate((*sequence, *core, *keep))}
     buckets: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in sizes]
-    left: list[tuple[int, tuple[int, ...]]] = []
+    remaining: list[tuple[int, tuple[int, ...]]] = []
     varies = [k in changing for k in range(len(scopes))]
 
     def add(function: int, scope: tuple[int, ...]) -> None:
-        (buckets[scope[0]] if scope else left).append((function, scope))
+        (buckets[scope[0]] if scope else remaining).append((function, scope))
 
     for k, scope in enumerate(scopes):
         add(k, tuple(sorted(scope, key=position.__getitem__)))
@@ -113,13 +115,13 @@ def _order(
         varies.append(any(varies[function] for function, _ in inputs))
         (later if varies[-1] else fixed).append(step)
         add(step.output, step.rest)
-    left += [pair for n in (*core, *keep) for pair in buckets[n]]
+    remaining += [function for n in (*core, *keep) for function in buckets[n]]
     return _Order(
         fixed=tuple(fixed),
         changing=tuple(later),
         backwards=tuple(sorted([*fixed, *later], key=lambda step: -position[step.node])),
         core=core,
-        left=tuple(left),
+        remaining=tuple(remaining),
         position=tuple(position[n] for n in range(len(sizes))),
     )
 
@@ -198,7 +200,7 @@ class Elimination:
         known = {k: self._lined_up(*item) for k, item in enumerate(costs.items())}
         self._best = _run(self._order.fixed, known)
         later = {function for step in self._order.changing for function, _ in step.inputs}
-        later.update(function for function, _ in self._order.left)
+        later.update(function for function, _ in self._order.remaining)
         self._known = {k: array for k, array in known.items() if k in later}
         self._descended: list[dict[str, int]] = []  # states of the core that descent found last
 
@@ -226,7 +228,7 @@ class Elimination:
     def bound(
         self, changes: Mapping[Scope, np.ndarray] | None = None, time: SolverTime | None = None
     ) -> float:
-        """No assignment costs less: the least cost, where the solver has the time to find it."""
+        """Lower bound on the cost: the least one, where the solver has the time to find it."""
         known, _ = self._eliminated(changes)
         return self._least(known, {}, time or SolverTime(), descends=False)[1]
 
@@ -248,14 +250,15 @@ class Elimination:
         descends: bool = True,
     ) -> tuple[np.ndarray, float]:
         """The least costs of the functions left, for all states of the kept nodes, and a bound."""
-        if not self._order.core:
-            costs = self._sum(known)
-            return costs, float(costs.min())
-        costs, proved = self._solve_core(known, solved, time, descends=descends)
+        costs, proved = (
+            self._solve_core(known, solved, time, descends=descends)
+            if self._order.core
+            else (self._sum(known), True)
+        )
         if proved:
             return costs, float(costs.min())
         # no assignment costs less than the least of each function together
-        return costs, float(sum(known[function].min() for function, _ in self._order.left))
+        return costs, float(sum(known[function].min() for function, _ in self._order.remaining))
 
     def _lined_up(self, scope: Scope, costs: np.ndarray) -> np.ndarray:
         """Costs with axes in the order of elimination, without nodes of one state."""
@@ -265,7 +268,7 @@ class Elimination:
     def _sum(self, known: Mapping[int, np.ndarray]) -> np.ndarray:
         """The sum of the functions left, over the states of the kept nodes."""
         total = np.zeros(self._shape)
-        for function, scope in self._order.left:
+        for function, scope in self._order.remaining:
             axes = zip(self._keep, self._shape, strict=True)
             total += known[function].reshape([size if n in scope else 1 for n, size in axes])
         return total
@@ -282,7 +285,7 @@ class Elimination:
         solver, and after its time by a descent where one is wanted; the core's states go to
         `solved`. Whether all of it was proved."""
         constant, rest = 0.0, PairwiseProblem()
-        for function, scope in self._order.left:
+        for function, scope in self._order.remaining:
             costs, names = known[function], [str(n) for n in scope]
             if not scope:
                 constant += float(costs)
@@ -314,21 +317,19 @@ class Elimination:
 def _solved_in(
     time: SolverTime, unary: Mapping[str, np.ndarray], pairs: Mapping[tuple[str, str], np.ndarray]
 ) -> tuple[Mapping[str, int] | None, bool]:
-    """The solver's states, None where none are legal or it found none, and whether it had the time
-    to prove them."""
+    """The solver's states, None without any, and whether it had the time to prove them."""
     if time.left_s() == 0:
         return None, False
     try:
         with time.spent():
-            found = solve_pairwise(unary, pairs, time_limit_s=time.left_s())
+            proof = solve_pairwise(unary, pairs, time_limit_s=time.left_s())
     except TimeoutError:
         return None, False
-    return (found.choice if found else None), time.left_s() > 0
+    return (proof.choice if proof else None), time.left_s() > 0
 
 
 def _run(steps: Sequence[_NodeElimination], known: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
-    """Eliminate a node per step and add the resulting function to `known`; for each node, its best
-    state for all states of the step's other nodes."""
+    """Eliminate a node per step, adding to `known`; the best states of each node."""
     best: dict[int, np.ndarray] = {}
     for step in steps:
         (function, shape), *more = step.inputs
@@ -344,7 +345,7 @@ def _run(steps: Sequence[_NodeElimination], known: dict[int, np.ndarray]) -> dic
 class Minimum(Mapping[Index, Mapping[str, int]]):
     """The least cost for all states of the kept nodes, `costs` (states of the first, ...), +inf
     where illegal; and, as a mapping from their legal states, the states of all nodes that cost it.
-    Nothing costs less than `bound`, which is the least of the costs where they are proved.
+    `bound` is a lower bound on the costs, the least of them where they are proved.
     """
 
     costs: np.ndarray
@@ -354,14 +355,10 @@ class Minimum(Mapping[Index, Mapping[str, int]]):
     core: Mapping[Index, Mapping[int, int]]
     best: Mapping[int, np.ndarray]
     steps: Sequence[_NodeElimination]
-    _cache: dict[Index, Mapping[str, int]] = field(default_factory=dict)
+    _choices: Memo[Index, Mapping[str, int]] = field(default_factory=Memo)
 
     def __getitem__(self, index: Index) -> Mapping[str, int]:
-        if index not in self._cache:
-            if index not in self:
-                raise KeyError(index)
-            self._cache[index] = self._way_back(index)
-        return self._cache[index]
+        return self._choices.of(index, lambda: self._way_back(index))
 
     def __contains__(self, index: object) -> bool:
         if not isinstance(index, tuple) or len(index) != self.costs.ndim:
@@ -376,6 +373,8 @@ class Minimum(Mapping[Index, Mapping[str, int]]):
         return int(np.isfinite(self.costs).sum())
 
     def _way_back(self, index: Index) -> dict[str, int]:
+        if index not in self:
+            raise KeyError(index)
         state = {**dict(zip(self.keep, index, strict=True)), **self.core.get(index, {})}
         for step in self.steps:
             state[step.node] = self.best[step.node].item(*(state[n] for n in step.rest))
@@ -401,7 +400,7 @@ class Descent:
 
     def __init__(self, pairs: Pairs) -> None:
         self.pairs = pairs
-        self._around: dict[str, list[tuple[str, np.ndarray]]] = {}  # (the other's state, own)
+        self._around: dict[str, list[tuple[str, np.ndarray]]] = {}  # (neighbour's state, node's)
         for (a, b), costs in pairs.items():
             finite = _finite(costs)
             self._around.setdefault(a, []).append((b, np.ascontiguousarray(finite.T)))
@@ -419,26 +418,25 @@ class Descent:
             starts.append(
                 {n: int(draw.choice(np.flatnonzero(np.isfinite(c)))) for n, c in unary.items()}
             )
-        own = {name: _finite(costs) for name, costs in unary.items()}
-        best: tuple[float, dict[str, int] | None] = np.inf, None
+        finite = {name: _finite(costs) for name, costs in unary.items()}
+        best_s, best = np.inf, None
         for choice in starts:
-            self._sweep(choice, own)
+            self._sweep(choice, finite)
             cost = objective_of(choice, unary, self.pairs)
-            if cost < best[0]:
-                best = cost, choice
-        return best[1]
+            if cost < best_s:
+                best_s, best = cost, choice
+        return best
 
     def _sweep(self, choice: dict[str, int], unary: Mapping[str, np.ndarray]) -> None:
-        """Improve a choice until no node has a cheaper state, or one with fewer illegal
-        neighbours."""
+        """Improve a choice until no node has a cheaper state."""
         stale = set(unary)  # nodes of which a neighbour has changed since they chose
         for _ in range(SWEEPS):
-            for name, own in unary.items():
+            for name, node_costs in unary.items():
                 if name not in stale:
                     continue
                 stale.discard(name)
                 around = self._around.get(name, [])
-                costs = sum((rows[choice[other]] for other, rows in around), own)
+                costs = sum((rows[choice[other]] for other, rows in around), node_costs)
                 state = int(costs.argmin())
                 if state != choice[name]:
                     choice[name] = state

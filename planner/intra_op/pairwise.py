@@ -43,7 +43,7 @@ class PairwiseProblem:
         return nodes | dict(self.pairs.items())
 
     def changed(self, changes: Mapping[Scope, np.ndarray]) -> PairwiseProblem:
-        """The same problem with these costs in the place of its own."""
+        """The problem with these costs in the place of its own."""
         unary, pairs = dict(self.unary), dict(self.pairs)
         for scope, costs in changes.items():
             if len(scope) == 1:

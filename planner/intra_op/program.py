@@ -9,15 +9,15 @@ Readers that want the same state share one re-shard, which no edge can say. So a
 pairs: the state a value waits in, and one more it is brought to once (`Wait`).
 
 Eliminating all nodes but the boundary's (`elimination.py`) gives the table of the block's cost over
-its boundary states. What changes from one data axis or number of micro-batches m to another are few
-costs of parameters,
+its boundary states. From one data axis or number of micro-batches m to another only few costs of
+parameters change,
 
     c_p(s)                        of parameter p stored as s, on the data axis (`_priced`)
     a_po(s, t) + b_po(s, t) / m   of handing it to operator o as t (`_Stored`)
 
-and those of operators (`_varying_ops`) that meet other ranks' batch on the data axis, or, where
-experts are shared out, from one ep > 1 to another, that exchange copies of tokens or work through
-them; there, too, of handing them their matrices. The rest is solved once per program.
+and those of operators (`_varying_ops`) that meet other ranks' batch on the data axis, or, from one
+ep > 1 to another, that exchange copies of tokens or work through them; there, too, of handing them
+their matrices. The rest is solved once per program.
 """
 
 from __future__ import annotations
@@ -85,8 +85,7 @@ class BlockTable:
         return state.state if isinstance(state, Wait) else state
 
     def certify(self, index: tuple[int, ...], time_limit_s: float = CORE_S) -> Certificate | None:
-        """The whole program handed to the solver, without elimination: an independent proof; None
-        where there is none within the time limit."""
+        """An independent proof: the whole program without elimination; None if the time is over."""
         problem = self.program.problem.changed(self.changes)
         unary = restricted(problem.unary, dict(zip(self.keep, index, strict=True)))
         try:
@@ -97,26 +96,25 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stored:
-    """Costs of a parameter: the `states` it may be stored in, one for each of its node's; moving it
-    to its readers, as factor `scope`, takes `each` seconds per micro-batch and `once` per step.
+    """Costs of a parameter: the `states` it may be stored in, one for each of its node's, and
+    seconds of moving it to its readers, (..., 2) per micro-batch and per step, as factor `scope`.
     Where several operators read it, `scope` is the node alone."""
 
     value: str
     states: Sequence[Placement]
     scope: Scope
-    each: np.ndarray
-    once: np.ndarray
+    moves: np.ndarray
 
     def factor(self, microbatches: float) -> np.ndarray:
         """Seconds of moving it, per micro-batch."""
-        return self.each + self.once / microbatches
+        return self.moves[..., 0] + self.moves[..., 1] / microbatches
 
 
 class BlockProgram:
-    """The program of one block on a tensor axis at given rows. How parameters are stored is priced
-    by `solve`, for a data-parallel degree and number of micro-batches; and what batches that meet
-    cost, and experts, for the number of ranks that they are shared over (by more than one, if
-    `pricer` has so many).
+    """The program of one block on a tensor axis at given rows. The storage of parameters is priced
+    by `solve`, for a data-parallel degree and number of micro-batches; so are batches that meet,
+    and experts, for the number of ranks that they are shared over (by more than one, if `pricer`
+    has so many).
 
     `inputs` and `outputs` give the states that values crossing the boundary may have.
     `allowed(name, state)` restricts operators (by name, strategies) and values (by name, states)
@@ -182,8 +180,7 @@ class BlockProgram:
         return not any(self.layouts.fixed(v) and target.kind == "P" for v, target in operands)
 
     def _connect(self, route: Route) -> None:
-        """Nodes for the stops of a value, and edges on to its readers. The first result of an
-        operator may wait in any state, since a plan can name it."""
+        """Nodes for the stops of a value, and edges on to its readers."""
         value, first = route.value, route.maker is not None and route.result == 0
         source, sources = self._source(route)
         if route.leaves:
@@ -193,7 +190,8 @@ class BlockProgram:
             self._edge(value, source, sources, hub, states)
             source, sources = hub, states
         named = first and not route.crosses
-        if route.shared or (named and route.readers and self._forced(value, sources)):
+        forced = not all(self.allowed(value, s) for s in {*sources, R})
+        if route.shared or (named and route.readers and forced):
             name = f"read:{value}" if route.leaves else f"hub:{value}"
             waits = self._waits(value, sources) if named else self._settled(value, sources)
             may = [not named or self.allowed(value, w.state) for w in waits]
@@ -213,9 +211,6 @@ class BlockProgram:
         node, states = f"in:{route.value}", self.inputs[route.value]
         self.problem.node(node, states, [0.0] * len(states))
         return node, states
-
-    def _forced(self, value: str, sources: Sequence[Placement]) -> bool:
-        return not all(self.allowed(value, s) for s in {*sources, R})
 
     def _targets(self, op: Op, i: int) -> list[Placement]:
         """States in which an operator takes its operand i, by strategy."""
@@ -237,15 +232,15 @@ class BlockProgram:
     def _settled(self, value: str, sources: Sequence[Placement]) -> list[Wait]:
         """The states that `default_state` gives, for values whose state a plan can't name."""
         wanted = self._wanted(value)
-        found: list[Wait] = []
+        waits: list[Wait] = []
         for s in sorted(set(sources)):
-            found += [Wait(state=s, source=s), *self._copies(value, s, wanted, source=s)]
+            waits += [Wait(state=s, source=s), *self._copies(value, s, wanted, source=s)]
             if s.sharded:
-                found.append(Wait(state=RP, source=s, kinds=("R", "Rp")))
-                found.append(Wait(state=R, source=s, kinds=("R", "P")))
+                waits.append(Wait(state=RP, source=s, kinds=("R", "Rp")))
+                waits.append(Wait(state=R, source=s, kinds=("R", "P")))
             if s.kind == "P":
-                found.append(Wait(state=R, source=s))
-        return found
+                waits.append(Wait(state=R, source=s))
+        return waits
 
     def _copies(
         self,
@@ -294,7 +289,7 @@ class BlockProgram:
     # --- parameters ---
 
     def _store(self, value: str) -> _Stored:
-        """Add the node of a parameter: how it is stored."""
+        """Add the node of a parameter, over the states in which it is stored."""
         node, readers = f"parameter:{value}", self.layouts.readers[value]
         states = self.storable[value]
         scope: Scope = (node, readers[0][0].name)
@@ -305,16 +300,13 @@ class BlockProgram:
             states, scope = [wait.state for wait in waits], scope[:1]
             moves = np.array([self._copying(value, wait) for wait in waits])
         else:
-            ((op, _),) = readers
             moves = self._handing(value, states, self.pricer)
             self.problem.node(node, states, np.zeros(len(states)))
-            self.problem.edge(node, op.name, moves[..., 0])
-        return _Stored(
-            value=value, states=states, scope=scope, each=moves[..., 0], once=moves[..., 1]
-        )
+            self.problem.edge(node, readers[0][0].name, moves[..., 0])
+        return _Stored(value=value, states=states, scope=scope, moves=moves)
 
     def _shared(self, value: str, states: Sequence[Placement]) -> list[Wait]:
-        """How a parameter with several readers is stored; where all of them leave its gradient
+        """Storage of a parameter with several readers; where all of them leave its gradient
         partial, it is reduced once per step."""
         wanted = self._wanted(value)
         waits = [w for s in states for w in (Wait(state=s), *self._copies(value, s, wanted))]
@@ -322,17 +314,17 @@ class BlockProgram:
 
     def _handing(self, value: str, states: Sequence[Placement], pricer: Pricer) -> np.ndarray:
         """(states, strategies of the only reader, 2): seconds of `_moving`."""
-        ((op, i),) = self.layouts.readers[value]
+        (reader,) = self.layouts.readers[value]
         moving = partial(self._moving, value, pricer=pricer)
-        return for_all_pairs(moving, states, self._targets(op, i))
+        return for_all_pairs(moving, states, self._targets(*reader))
 
     def _moving(
         self, value: str, source: Placement, target: Placement, pricer: Pricer
     ) -> tuple[float, float]:
         """Seconds per micro-batch and per step; a partial gradient is reduced once per step."""
         cost = pricer.reshard(value, source, target, once=True)
-        each = self._seconds(cost, np.inf)
-        return each, 0.0 if cost is None else cost.seconds(1) - each
+        microbatch_s = self._seconds(cost, np.inf)
+        return microbatch_s, 0.0 if cost is None else cost.seconds(1) - microbatch_s
 
     def _copying(self, value: str, wait: Wait) -> tuple[float, float]:
         if wait.copy is None:
@@ -342,28 +334,26 @@ class BlockProgram:
         return self._seconds(self.pricer.reshard(value, wait.state, wait.copy)), 0.0
 
     def _changing(self) -> set[Scope]:
-        """Factors that depend on the data axis, the number of micro-batches or that of the ranks
-        that share the experts out."""
+        """Factors that depend on the data axis, micro-batches or ranks that share experts out."""
         nodes: set[Scope] = {(f"parameter:{stored.value}",) for stored in self._stored}
         nodes |= {(op.name,) for op in self._varying_ops}
         return nodes | {stored.scope for stored in self._stored if self._moves(stored)}
 
     def _moves(self, stored: _Stored) -> bool:
         """Whether moving a parameter takes other seconds on other axes."""
-        return bool(stored.once.any()) or stored.value in self._varying
+        return bool(stored.moves[..., 1].any()) or stored.value in self._varying
 
     def _priced(
         self, pricer: Pricer, allowed: Callable[[str, Placement], bool], m: float
     ) -> dict[Scope, np.ndarray]:
-        """Those factors, for m micro-batches."""
+        """Costs of the factors of `_changing`, for m micro-batches."""
         factors: dict[Scope, np.ndarray] = {
             (op.name,): np.array(self._computing(op, pricer)) for op in self._varying_ops
         }
         for stored in self._stored:
             value = stored.value
             if value in self._varying and pricer.setting.mesh.ep != self.pricer.setting.mesh.ep:
-                moves = self._handing(value, stored.states, pricer)
-                stored = replace(stored, each=moves[..., 0], once=moves[..., 1])
+                stored = replace(stored, moves=self._handing(value, stored.states, pricer))
             cost = {
                 s: self._seconds(pricer.parameter_cost(value, s), m)
                 if self.allowed(value, s) and allowed(value, s)
@@ -396,26 +386,25 @@ class BlockProgram:
         """
         m = microbatches or pricer.step.batch.microbatches
         factors = self._priced(pricer, allowed, m)
-        found = self._elimination.solve(factors, time)
-        if found is None:
+        least = self._elimination.solve(factors, time)
+        if least is None:
             return None
         return BlockTable(
             program=self,
             changes=factors,
             keep=tuple(self.boundary_nodes()),
-            costs=found.costs,
-            bound=found.bound,
-            choices=found,
+            costs=least.costs,
+            bound=least.bound,
+            choices=least,
         )
 
     def bound_s(self, pricer: Pricer, time: SolverTime | None = None) -> float:
-        """No assignment takes less per micro-batch, without what is paid once per step."""
+        """Lower bound on the seconds per micro-batch, without what is paid once per step."""
         factors = self._priced(pricer, lambda value, state: True, np.inf)
         return self._elimination.bound(factors, time)
 
     def boundary_nodes(self) -> list[str]:
-        """Nodes of the block's inputs and outputs that have a choice of states: at most one of
-        each."""
+        """Nodes of the block's inputs and outputs with a choice of states, at most one of each."""
         names = [f"in:{v}" for v in self.block.inputs] + [f"hub:{v}" for v in self.block.outputs]
         return [n for n in names if len(self.problem.states[n]) > 1]
 
@@ -432,14 +421,14 @@ class BlockProgram:
         for route in self._routes.values():
             if route.maker is None:
                 continue
-            value, made = route.value, chosen[route.maker.name].results[route.result]
+            value, source = route.value, chosen[route.maker.name].results[route.result]
             hub = picked.get(f"hub:{value}")
             hub = hub.state if isinstance(hub, Wait) else hub
             targets = self.layouts.targets(value, chosen)
             if route.result > 0 or hub is None or (hub == RP and targets == [RP]):
-                states[value] = default_state(made, targets, route.leaves)
+                states[value] = default_state(source, targets, route.leaves)
             else:  # readers of a replicated value share one re-shard per kind anyway
-                states[value] = R if hub == RP and made == R else hub
+                states[value] = R if hub == RP and source == R else hub
         for value in self.block.parameters:
             stored = picked[f"parameter:{value}"]
             states[value] = stored.state if isinstance(stored, Wait) else stored

@@ -1,4 +1,4 @@
-"""The one place that talks to a solver: choose one state per node, minimising node and edge costs.
+"""Integer program of a pairwise problem: one state per node, at the least node and edge costs.
 
     minimise   Σ_n Σ_s c_n(s) x_n(s)  +  Σ_(n,m) Σ_(s,t) c_nm(s,t) e_nm(s,t)
     subject to Σ_s x_n(s) = 1                                 one state per node        (`_one_hot`)
@@ -23,7 +23,7 @@ import pulp
 
 from meshwright.planner.errors import SolverError
 
-HANDING = 0.5  # of the seconds that making a program takes, what handing it to HiGHS takes
+HANDING = 0.5  # seconds of handing a program to HiGHS, over those of making it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +64,11 @@ def solve_pairwise(
     if problem.status != pulp.LpStatusOptimal:
         return None
     bound = pulp.value(problem.objective) or 0.0
-    fractional = any(
-        1e-6 < (x.value() or 0.0) < 1 - 1e-6 for xs in states.values() for x in xs if x is not None
-    )
+    variables = [x for xs in states.values() for x in xs if x is not None]
+    fractional = any(1e-6 < (x.value() or 0.0) < 1 - 1e-6 for x in variables)
     if fractional:
-        for xs in states.values():
-            for x in xs:
-                if x is not None:
-                    x.cat = pulp.LpInteger
+        for x in variables:
+            x.cat = pulp.LpInteger
         _run(problem, ends_s, handing_s)
     choice = {node: _chosen(xs) for node, xs in states.items()}
     objective = objective_of(choice, unary, pairs)
@@ -106,10 +103,10 @@ def objective_of(
 def _run(problem: pulp.LpProblem, ends_s: float, handing_s: float) -> str:
     """Solve until a `time.perf_counter()`, where handing the program over takes so many seconds;
     the solver's name. Raises TimeoutError where it found nothing."""
-    left_s = ends_s - time.perf_counter() - handing_s
-    if left_s <= 0:
+    seconds = ends_s - time.perf_counter() - handing_s
+    if seconds <= 0:
         raise TimeoutError("no time left to solve the program")
-    solver, name = _solver(None if math.isinf(left_s) else left_s)
+    solver, name = _solver(None if math.isinf(seconds) else seconds)
     problem.solve(solver)
     if problem.status != pulp.LpStatusOptimal and time.perf_counter() >= ends_s:
         raise TimeoutError("the program was not solved in time")
@@ -127,23 +124,20 @@ def _build(
     states: dict[str, list[pulp.LpVariable | None]] = {}
     objective = []
     for node, costs in unary.items():
-        states[node] = [
-            problem.add_variable(f"x_{number[node]}_{s}", 0, 1) if np.isfinite(c) else None
-            for s, c in enumerate(costs)
-        ]
-        present = [x for x in states[node] if x is not None]
-        if not present:
+        legal = {
+            s: problem.add_variable(f"x_{number[node]}_{s}", 0, 1)
+            for s in np.flatnonzero(np.isfinite(costs)).tolist()
+        }
+        states[node] = [legal.get(s) for s in range(len(costs))]
+        if not legal:
             return None, states
-        problem += pulp.lpSum(present) == 1
-        objective += [
-            (x, float(c) / scale) for x, c in zip(states[node], costs, strict=True) if x is not None
-        ]
+        problem += pulp.lpSum(legal.values()) == 1
+        objective += [(x, float(costs[s]) / scale) for s, x in legal.items()]
     for (a, b), costs in pairs.items():
         if time.perf_counter() >= ends_s:
             raise TimeoutError("no time left to make the program")
-        objective += _flow(
-            problem, states[a], states[b], costs, f"e_{number[a]}_{number[b]}", scale
-        )
+        name = f"e_{number[a]}_{number[b]}"
+        objective += _flow(problem, states[a], states[b], costs, name, scale)
     problem.setObjective(pulp.LpAffineExpression(objective))
     return problem, states
 
@@ -175,8 +169,7 @@ def _flow(
 
 
 def _make_silent(time_limit_s: float | None, problem: pulp.LpProblem) -> None:
-    """Give a program its HiGHS in place of PuLP's, whose output is on while it is made: the first
-    of a process prints HiGHS's banner then, when its callbacks are enabled."""
+    """Give a program a HiGHS that prints no banner when PuLP enables its callbacks."""
     import highspy
 
     base: Any = highspy.Highs

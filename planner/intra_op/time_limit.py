@@ -1,4 +1,4 @@
-"""How long planning may take: until when at all, and of that the solver for one class of blocks."""
+"""Time limits of planning, and within it of the solver for one class of blocks."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ class TimeLimit:
 
 @dataclass(slots=True)
 class SolverTime:
-    """Wall seconds that the solver may take for the programs of one class of blocks: `own_s`, and
-    no more than the limit leaves."""
+    """Wall seconds left to the solver for one class of blocks, within the limit."""
 
     limit: TimeLimit = field(default_factory=TimeLimit)
     own_s: float = CORE_S
@@ -51,7 +50,7 @@ class SolverTime:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """What is done within counts."""
+        """The seconds within count."""
         started = self.limit.clock()
         try:
             yield

@@ -1,10 +1,10 @@
 """Programs of leaves: a module or a function called on a list of tensors.
 
 The operands are the tensors among the call's arguments, then the module's parameters, then its
-buffers; everything else that it was called with is kept from the trace. The module is the tracer's
-private copy, without weights: whoever runs it lends it tensors for the time of the call, of any
-sizes that its forward can take. Buffers that the forward writes to come out as results behind its
-own, so that a call changes nothing that it was given.
+buffers; its other arguments are those of the trace. The module is the tracer's private copy,
+without weights: whoever runs it lends it tensors for the time of the call, of any sizes that its
+forward can take. Buffers that the forward writes to come out as results behind its own, so that a
+call changes none of its operands.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class LostGradientError(MeshwrightError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """The place of a tensor among the leaves of a call's arguments or results: its number among
-    the operands."""
+    """The place of a tensor in a call's arguments or results: its number among the operands."""
 
     number: int
 
@@ -47,8 +46,8 @@ class Operand:
 class Program:
     """One leaf's call. `leaves` and `spec` are its arguments, with `Operand`s for tensors; `state`
     the names of parameters and buffers that the other operands are, of which it writes `written`;
-    `dense` tells operands that were contiguous as traced, and are made so; `gradients` which
-    results carry gradients; `autocast` is the dtype of the region it stands in; `unseen`: its
+    `dense` tells operands that were contiguous as traced, and are made so; `gradients` tells
+    results that carry gradients; `autocast` is the dtype of the region it stands in; `unseen`: its
     results were declared, so that nobody ran it while it was traced."""
 
     name: str
@@ -65,52 +64,50 @@ class Program:
 
     def __call__(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Results and new values of written buffers, as the trace found them."""
-        given = [
-            x.contiguous() if dense else x for x, dense in zip(operands, self.dense, strict=True)
-        ]
-        tensors = len(given) - len(self.state)
-        state = dict(zip(self.state, given[tensors:], strict=True))
+        layouts = zip(operands, self.dense, strict=True)
+        tensors = [x.contiguous() if dense else x for x, dense in layouts]
+        inputs = len(tensors) - len(self.state)
+        state = dict(zip(self.state, tensors[inputs:], strict=True))
         state |= {name: state[name].clone() for name in self.written}
         versions = {name: x._version for name, x in state.items()}
-        output, after = self.run(given[:tensors], state)
+        output, after = self.run(tensors[:inputs], state)
         changed = {n for n, x in state.items() if after[n] is not x or x._version != versions[n]}
         if more := changed - set(self.written):
-            found = f" writes to {', '.join(sorted(more))}, which "
-            unseen = "a trace can't see of a leaf with result=, because it does not run it"
-            raise UnseenWrite(
-                found + (unseen if self.unseen else "it did not when it was traced"),
-                place=f"leaf {self.name}",
-                way_out="return the new value and write it outside of the leaf, or leave result= "
-                "out"
-                if self.unseen
-                else "keep what depends on data out of its buffers",
-            )
-        taken = {id(x) for x in (*given, *state.values())}
-        given_back = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
-        made = [x for x in given_back if id(x) not in taken]
-        if len(made) < len(self.gradients) == len(given_back):  # dropout in evaluation, say
-            made = [x.view_as(x) for x in given_back]
+            raise self._unseen_write(", ".join(sorted(more)))
+        taken = {id(x) for x in (*tensors, *state.values())}
+        outputs = [x for x in pytree.tree_leaves(output) if isinstance(x, torch.Tensor)]
+        results = [x for x in outputs if id(x) not in taken]
+        if len(results) < len(self.gradients) == len(outputs):  # dropout in evaluation, say
+            results = [x.view_as(x) for x in outputs]
+        flowing = list(zip(results, self.gradients, strict=True))
         if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
-            self._check(made)
-        flowing = zip(made, self.gradients, strict=True)
+            for k, (x, gradient) in enumerate(flowing):
+                if gradient and not x.requires_grad:
+                    raise self._lost_gradient(k)
         return [
-            *(x if g else x.detach() for x, g in flowing),
+            *(x if gradient else x.detach() for x, gradient in flowing),
             *(after[n].detach() for n in self.written),
         ]
 
-    def _check(self, made: Sequence[torch.Tensor]) -> None:
-        lost = [
-            k
-            for k, (x, g) in enumerate(zip(made, self.gradients, strict=True))
-            if g and not x.requires_grad
-        ]
-        if lost:
-            raise LostGradientError(
-                f" gives result {lost[0]} without gradient where the trace expects one",
-                place=f"leaf {self.name}",
-                way_out="give a kernel its backward by a torch.autograd.Function, and add "
-                "0 * x.sum() of an input x to what depends on none",
-            )
+    def _unseen_write(self, buffers: str) -> UnseenWrite:
+        why, way_out = (
+            "it did not when it was traced",
+            "keep what depends on data out of its buffers",
+        )
+        if self.unseen:
+            why = "a trace can't see of a leaf with result=, because it does not run it"
+            way_out = "return the new value and write it outside of the leaf, or leave result= out"
+        return UnseenWrite(
+            f" writes to {buffers}, which {why}", place=f"leaf {self.name}", way_out=way_out
+        )
+
+    def _lost_gradient(self, number: int) -> LostGradientError:
+        return LostGradientError(
+            f" gives result {number} without gradient where the trace expects one",
+            place=f"leaf {self.name}",
+            way_out="give a kernel its backward by a torch.autograd.Function, and add "
+            "0 * x.sum() of an input x to what depends on none",
+        )
 
     def run(
         self, tensors: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]
@@ -136,38 +133,37 @@ class Program:
 def lent(
     module: nn.Module, state: Mapping[str, torch.Tensor]
 ) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """A module with other tensors in place of its parameters and buffers, by all their names; gives
-    what reads them back."""
-    tables: list[tuple[str, dict[str, Any], str, Any]] = []
+    """A module with other tensors in place of its parameters and buffers, by all their names, tied
+    ones by the first; yields the function that reads them back."""
+    places: list[tuple[str, dict[str, Any], str, Any]] = []
     first: dict[int, str] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         for table in (owner._parameters, owner._buffers):
             for name, tensor in table.items():
                 if tensor is not None:
-                    full = f"{path}.{name}" if path else name
-                    kept = first.setdefault(id(tensor), full)
-                    tables.append((kept, table, name, tensor))
+                    fqn = first.setdefault(id(tensor), f"{path}.{name}" if path else name)
+                    places.append((fqn, table, name, tensor))
     try:
-        for kept, table, name, _ in tables:
-            table[name] = state[kept]
-        yield lambda: {kept: table[name] for kept, table, name, _ in tables}
+        for fqn, table, name, _ in places:
+            table[name] = state[fqn]
+        yield lambda: {fqn: table[name] for fqn, table, name, _ in places}
     finally:
-        for _, table, name, tensor in tables:
+        for _, table, name, tensor in places:
             table[name] = tensor
 
 
 def to_meta(module: nn.Module) -> None:
-    """Leave of a module's tensors their shapes."""
-    made: dict[int, torch.Tensor] = {}
+    """Put a module's tensors on the meta device: their shapes stay."""
+    metas: dict[int, torch.Tensor] = {}
     for below in module.modules():
         tables: tuple[dict[str, Any], ...] = (below._parameters, below._buffers)
         for table in tables:
             for name, x in table.items():
-                if x is not None and id(x) not in made:
+                if x is not None and id(x) not in metas:
                     empty = torch.empty(x.shape, dtype=x.dtype, device="meta")
                     weight = isinstance(x, nn.Parameter)
-                    made[id(x)] = nn.Parameter(empty, x.requires_grad) if weight else empty
-                table[name] = x if x is None else made[id(x)]
+                    metas[id(x)] = nn.Parameter(empty, x.requires_grad) if weight else empty
+                table[name] = x if x is None else metas[id(x)]
 
 
 @dataclass(frozen=True, slots=True)

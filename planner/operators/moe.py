@@ -1,7 +1,7 @@
 """Mixtures of experts as three operators, each one node of a traced graph.
 
-Each of s tokens goes to k of E experts. What a framework does there in dozens of kernels (counting,
-sorting, exchanging) is one operator here, so that it can be planned and priced as one:
+Each of s tokens goes to k of E experts. The dozens of kernels of a framework (counting, sorting,
+exchanging) are three operators here, so that they can be planned and priced:
 
     dispatch         (b, s, h), (b, s, k)               -> (b, s, k, h)   a copy per chosen expert
     grouped_linear   (b, s, k, i), (E, i, o), (b, s, k) -> (b, s, k, o)   each copy by its expert
@@ -10,9 +10,8 @@ sorting, exchanging) is one operator here, so that it can be planned and priced 
 `grouped_linear` takes biases (E, o) as well, and matrices stored as (E, o, i) if `transposed`. A
 copy for "expert" E meets none and comes out as zeros (routers that drop tokens).
 
-The copies keep their token's place: which rank holds them is the cost model's business
-(`costmodel/rules/moe.py`), and the executor's where experts are shared out
-(`executor/lowering/experts.py`).
+The copies keep their token's place; the ranks that hold them are priced in `costmodel/rules/moe.py`
+and lowered in `executor/lowering/experts.py`.
 
 A grouped product sorts the copies by expert, x_e being those of expert e, and multiplies
 
@@ -34,8 +33,7 @@ from torch import Tensor
 
 
 def expert_order(experts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts copies by expert, and how many each of `count` experts has; those of
-    none come last."""
+    """The order that sorts copies by expert, those of none last; copies of each expert."""
     flat = experts.reshape(-1)
     counts = torch.zeros(count + 1, dtype=torch.int64, device=flat.device)
     return flat.argsort(stable=True), counts.scatter_add_(0, flat, torch.ones_like(flat))[:count]
@@ -50,8 +48,7 @@ def inverse_of(order: Tensor) -> Tensor:
 def grouped_rows(
     rows: Tensor, weight: Tensor, counts: Sequence[int], bias: Tensor | None = None
 ) -> Tensor:
-    """[n, i] sorted by expert, [E, i, o], [E, o] -> [n, o]; `counts` are the rows of each expert,
-    and what rows are left have none."""
+    """[n, i] sorted by expert, [E, i, o], [E, o] -> [n, o]; zeros behind the `counts` rows."""
     out = rows.new_empty(rows.shape[0], weight.shape[2])
     for expert, part in _parts(counts):
         if bias is None:
@@ -100,8 +97,8 @@ def grouped_linear(
     order, counts = expert_order(experts, weight.shape[0])
     rows = x.reshape(-1, x.shape[-1]).index_select(0, order)
     matrices = weight.transpose(1, 2) if transposed else weight
-    made = grouped_rows(rows, matrices, counts.tolist(), bias)
-    return made.index_select(0, inverse_of(order)).view(*x.shape[:-1], matrices.shape[-1])
+    products = grouped_rows(rows, matrices, counts.tolist(), bias)
+    return products.index_select(0, inverse_of(order)).view(*x.shape[:-1], matrices.shape[-1])
 
 
 @grouped_linear.register_fake
@@ -123,11 +120,12 @@ def _under_autocast(device: str) -> Callable[..., Tensor]:
         transposed: bool = False,
     ) -> Tensor:
         dtype = torch.get_autocast_dtype(device)
-        cast = (None if t is None else t.to(dtype) for t in (x, weight, bias))
-        x_cast, weight_cast, bias_cast = cast
+        bias = None if bias is None else bias.to(dtype)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            made: Tensor = grouped_linear(x_cast, weight_cast, experts, bias_cast, transposed)
-        return made
+            product: Tensor = grouped_linear(
+                x.to(dtype), weight.to(dtype), experts, bias, transposed
+            )
+        return product
 
     return call
 

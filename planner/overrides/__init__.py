@@ -1,6 +1,5 @@
 """Overrides: what the user fixed, as restrictions of the search."""
 
-from meshwright.planner.overrides.effect import without_effect
 from meshwright.planner.overrides.fitting import check_overrides
 from meshwright.planner.overrides.of_target import check_plan_for
 from meshwright.planner.overrides.overrides import (
@@ -10,5 +9,5 @@ from meshwright.planner.overrides.overrides import (
     each_dropped,
     without,
 )
-from meshwright.planner.overrides.pinned import plan_overrides
+from meshwright.planner.overrides.pinned import plan_overrides, without_effect
 from meshwright.planner.overrides.restrictions import Restrictions, restrict

@@ -1,4 +1,4 @@
-"""Overrides against cluster and batch: degrees whose product fits no devices, or no rows."""
+"""Check of overrides against cluster and batch."""
 
 from __future__ import annotations
 
@@ -24,37 +24,39 @@ def check_overrides(
 
     Where `tp`, `cp` and `dp` are one value for all blocks all stages are alike: `tp · cp · dp`
     divides the devices, `tp · cp · dp · pp` is their number; a free `cp` is 1 without `sequences`
-    to split. Stages of other meshes need `pp` times what is given at most. `dp · microbatch_size ·
-    num_microbatches` divides the batch, and is the batch where all three are given.
+    to split. Stages of other meshes need `pp` times as many as are set at most. `dp ·
+    microbatch_size · num_microbatches` divides the batch, and is the batch where all three are set.
     """
-    pp, (each, _) = overrides.everywhere("pp"), overrides.virtual()
-    stages = len(overrides.stages or ()) or (pp and pp * (each or 1) // overrides.copies)
-    if pp is None and stages and each:
-        pp = stages * overrides.copies // each
+    pp, (per_device, _) = overrides.everywhere("pp"), overrides.virtual()
+    stages = len(overrides.stages or ()) or (pp and pp * (per_device or 1) // overrides.copies)
+    if pp is None and stages and per_device:
+        pp = stages * overrides.copies // per_device
     if stages is not None and stages > num_blocks:
         asked = {"pp": pp or stages}
-        if each is not None and each > 1:
-            asked["virtual_stages"] = each
+        if per_device is not None and per_device > 1:
+            asked["virtual_stages"] = per_device
         raise OverrideError(
             f"the model has {num_blocks} blocks",
             place=f"override {_shown(asked, ())}",
             legal=f"1 to {num_blocks} stages",
         )
-    whole = overrides.everywhere("cp") in ((1,) if sequences else (1, None))
-    mesh = {name: overrides.everywhere(name) for name in ("tp", *(["cp"] * (not whole)), "dp")}
+    no_cp = overrides.everywhere("cp") in ((1,) if sequences else (1, None))
+    mesh = {name: overrides.everywhere(name) for name in ("tp", *(["cp"] * (not no_cp)), "dp")}
     forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
-    for name, own in DECISIONS.items():
-        for pattern, value in overrides.items(name) if own.of_devices else ():
-            if (pattern is not None or own.shared) and value > num_devices:
+    for name, decision in DECISIONS.items():
+        for pattern, value in overrides.items(name) if decision.of_devices else ():
+            if (pattern is not None or decision.shared) and value > num_devices:
                 raise OverrideError(
                     f"more than {devices}",
                     place=f"override {spelled(name, pattern, value)}",
                     legal=f"up to {num_devices}",
                     way_out=_WAY_OUT,
                 )
-    if pp is None or None in mesh.values():
-        _check_product(mesh, num_devices, devices, forbidden, free=True)
+    free = pp is None or None in mesh.values()
+    degrees = mesh if free else {**mesh, "pp": pp}
+    _check_product(degrees, num_devices, devices, forbidden, free=free)
+    if free:
         least = {name: n for name, n in {**mesh, "pp": pp}.items() if n is not None}
         needed = math.prod(least.values())
         if needed > num_devices:
@@ -64,8 +66,6 @@ def check_overrides(
                 legal=f"up to {num_devices} together",
                 way_out=_WAY_OUT,
             )
-    else:
-        _check_product({**mesh, "pp": pp}, num_devices, devices, forbidden, free=False)
     rows = {
         name: overrides.everywhere(name) for name in ("dp", "microbatch_size", "num_microbatches")
     }
@@ -81,24 +81,23 @@ def _check_product(
     *,
     free: bool,
 ) -> None:
-    """Raise unless the product of the given factors divides `total`, or where no factor is left
+    """Raise unless the product of the factors that are set divides `total`, or where none is
     `free`, equals it."""
-    given = {name: value for name, value in factors.items() if value is not None}
-    product = math.prod(given.values())
+    degrees = {name: value for name, value in factors.items() if value is not None}
+    product = math.prod(degrees.values())
     if product == total or (free and total % product == 0):
         return
-    legal = ", ".join(map(str, divisors(total))) if free else total
     raise OverrideError(
-        f"{('the product ' if len(given) > 1 else '')}{product} "
+        f"{('the product ' if len(degrees) > 1 else '')}{product} "
         f"{('does not divide' if free else 'is not')} {what}",
-        place=f"override {_shown(given, forbidden)}",
-        legal=legal,
+        place=f"override {_shown(degrees, forbidden)}",
+        legal=divisors(total) if free else total,
         way_out=_WAY_OUT,
     )
 
 
-def _shown(given: Mapping[str, int], forbidden: Collection[str]) -> str:
+def _shown(degrees: Mapping[str, int], forbidden: Collection[str]) -> str:
     return ", ".join(
         f"{name}={value}" + (f" (forbid={name!r})" if name in forbidden else "")
-        for name, value in given.items()
+        for name, value in degrees.items()
     )

@@ -1,11 +1,10 @@
-"""What a target can't run: forbidden in a search for it, refused where a user asks for it."""
+"""Decisions that a target can't run: forbidden in a search for it, refused where a user asks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from meshwright.costmodel.recompute import REGATHERING
-from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.decisions import CHOICES, DECISIONS, FORBIDS, SHARING
@@ -26,9 +25,9 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
                     way_out=f"take one of these, {_another(target)}, or drop the override",
                 )
     _check_zero(overrides, target)
-    for name, own in DECISIONS.items():
+    for name, decision in DECISIONS.items():
         value = getattr(overrides, name)
-        if own.of_train_step and own.uses(value) and not target.gradients_come:
+        if decision.of_train_step and decision.uses(value) and not target.gradients_come:
             raise OverrideError(
                 f"target {target.name!r} is not priced with it",
                 place=f"override {spelled(name, None, value)}",
@@ -37,8 +36,8 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
             )
     more = [name for name in excluded_by(target) if name not in overrides.forbid]
     try:
-        left = replace(overrides, forbid=(*overrides.forbid, *more))
-        left_schedules(left, tuple(SCHEDULES))
+        restricted = replace(overrides, forbid=(*overrides.forbid, *more))
+        left_schedules(restricted)
     except OverrideError as error:
         if not more:  # the overrides alone leave none
             raise
@@ -48,24 +47,22 @@ def for_target(overrides: Overrides, target: Target) -> Overrides:
             legal=_another(target),
             way_out="drop the override, or take another target",
         ) from None
-    return left
+    return restricted
 
 
 def check_plan_for(plan: Plan, target: Target) -> None:
     """Raise `PlanError` for a plan that the target can't run."""
     pp = len(plan.devices)
-    given = [("plan", "schedule", plan.schedule)] * (pp > 1) + [("plan", "pp", pp)]
+    values = [("plan", "schedule", plan.schedule)] * (pp > 1) + [("plan", "pp", pp)]
+    by_block = [name for name, decision in DECISIONS.items() if decision.acts == "block"]
     for k, stage in enumerate(plan.stages):
         place = f"plan: stage {k}"
-        given += [(place, axis, getattr(stage, axis)) for axis in ("dp", "tp", "cp", "ep")]
-        by_block = (name for name, own in DECISIONS.items() if own.acts == "block")
-        given += [
-            (place, name, value) for name in by_block for value in dict.fromkeys(stage.values(name))
-        ]
+        values += [(place, axis, getattr(stage, axis)) for axis in ("dp", "tp", "cp", "ep")]
+        values += [(place, name, v) for name in by_block for v in dict.fromkeys(stage.values(name))]
         if stage.dp * stage.cp == 1:
             continue
-        of_data = [(place, own.name, getattr(stage, own.name)) for own in SHARING]
-        given += [each for each in of_data if each[2] is not None]
+        sharing = [(place, d.name, getattr(stage, d.name)) for d in SHARING]
+        values += [entry for entry in sharing if entry[2] is not None]
         if not target.combines(stage.zero, tp=stage.tp, pp=pp):
             legal = [z for z in CHOICES["zero"] if target.combines(z, tp=stage.tp, pp=pp)]
             raise PlanError(
@@ -74,9 +71,9 @@ def check_plan_for(plan: Plan, target: Target) -> None:
                 legal=legal,
                 way_out=f"change the plan, or price it for {_another(target)}",
             )
-    for name, own in DECISIONS.items():
-        used = any(own.uses(getattr(each, name)) for each in plan.having(name))
-        if own.of_train_step and used and not target.gradients_come:
+    for name, decision in DECISIONS.items():
+        used = any(decision.uses(getattr(holder, name)) for holder in plan.having(name))
+        if decision.of_train_step and used and not target.gradients_come:
             raise PlanError(
                 f"target {target.name!r} is not priced with it",
                 place=f"plan: {name}",
@@ -84,8 +81,8 @@ def check_plan_for(plan: Plan, target: Target) -> None:
                 way_out="drop it from the plan, or take that target",
             )
     if len({(s.dp, s.cp, s.tp, s.ep) for s in plan.stages}) > 1:
-        given.append(("plan", "unequal_meshes", True))
-    for place, name, value in given:
+        values.append(("plan", "unequal_meshes", True))
+    for place, name, value in values:
         if _excluded(target, name, value):
             raise PlanError(
                 f"={value!r}: target {target.name!r} can't run it",
@@ -96,16 +93,14 @@ def check_plan_for(plan: Plan, target: Target) -> None:
 
 
 def excluded_by(target: Target) -> tuple[str, ...]:
-    """What an override may forbid, and the target can't run."""
+    """Names that an override may forbid, of what the target can't run."""
     return (*target.excludes, *(() if target.regathers else REGATHERING))
 
 
 def _excluded(target: Target, name: str, value: object) -> bool:
     """Whether a target excludes a value of a choice, or `name` whatever its value."""
-    if name not in {FORBIDS.get(f, (f, ()))[0] for f in excluded_by(target)}:
-        return False
-    left = [FORBIDS[f][1] for f in excluded_by(target) if f in FORBIDS and FORBIDS[f][0] == name]
-    return not left or any(value not in values for values in left)
+    excluded = [FORBIDS.get(f, (f, ())) for f in excluded_by(target)]
+    return any(value not in others for decision, others in excluded if decision == name)
 
 
 def _left(target: Target, name: str) -> list[object]:
@@ -114,13 +109,13 @@ def _left(target: Target, name: str) -> list[object]:
 
 
 def _check_zero(overrides: Overrides, target: Target) -> None:
-    """ZeRO for all blocks beside a tensor axis or a pipeline for all of them."""
+    """Raise for ZeRO for all blocks beside a tensor axis or a pipeline that it can't be with."""
     zero, tp, pp = (overrides.everywhere(name) for name in ("zero", "tp", "pp"))
     if zero is None or overrides.everywhere("dp") == 1:
         return
-    if not target.combines(zero, tp=tp or 1, pp=pp or 1):
+    legal = [z for z in CHOICES["zero"] if target.combines(z, tp=tp or 1, pp=pp or 1)]
+    if zero not in legal:
         beside = ", ".join(f"{n}={v}" for n, v in (("tp", tp), ("pp", pp)) if v and v > 1)
-        legal = [z for z in CHOICES["zero"] if target.combines(z, tp=tp or 1, pp=pp or 1)]
         raise OverrideError(
             f"={zero} with {beside}: target {target.name!r} can't run both",
             place="override zero",

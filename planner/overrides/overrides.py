@@ -2,7 +2,7 @@
 
 An illegal value and two overrides that contradict each other are refused when `Overrides` is made;
 a contradiction with the cluster or the batch by `fitting.py`, one with the model's blocks by
-`planner.overrides.restrictions`.
+`restrictions.py`.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class Overrides:
     forbid: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        for name, own in decisions.DECISIONS.items():
-            _check_value(own, getattr(self, name))
+        for name, decision in decisions.DECISIONS.items():
+            _check_value(decision, getattr(self, name))
         _check_forbid(self.forbid)
         _check_stages(self.stages)
         _check_shardings(self.shardings)
@@ -116,33 +116,31 @@ class Overrides:
     def given(self) -> dict[str, object]:
         """The overrides that are set, by name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        empty = [name for name in ("shardings", "forbid") if not values[name]]
         return {
-            name: value for name, value in values.items() if value is not None and name not in empty
+            name: value
+            for name, value in values.items()
+            if value is not None and (value or name not in ("shardings", "forbid"))
         }
 
     def left(self, name: str) -> tuple[Any, ...]:
         """The values of a choice (zero, recompute, schedule, placement) that are not forbidden."""
-        kept = [
-            decisions.FORBIDS[f][1]
-            for f in self.forbid
-            if f in decisions.FORBIDS and decisions.FORBIDS[f][0] == name
-        ]
-        return tuple(v for v in decisions.CHOICES[name] if all(v in values for values in kept))
+        forbidden = (decisions.FORBIDS.get(f, ("", ())) for f in self.forbid)
+        others = [values for decision, values in forbidden if decision == name]
+        return tuple(v for v in decisions.CHOICES[name] if all(v in values for values in others))
 
     def everywhere(self, name: str) -> Any:
-        """The one value that is given for all blocks, or that `forbid` leaves; else None."""
+        """The one value that is set for all blocks, or that `forbid` leaves; else None."""
         value = getattr(self, name)
         if value is not None and not isinstance(value, Mapping):
             return value
         if name in decisions.CHOICES:
-            left = self.left(name)
+            values = self.left(name)
         else:
-            left = decisions.FORBIDS[name][1] if name in self.forbid else ()
-        return left[0] if len(left) == 1 else None
+            values = decisions.FORBIDS[name][1] if name in self.forbid else ()
+        return values[0] if len(values) == 1 else None
 
     def offloaded(self, what: str) -> float | None:
-        """The part of `what` (of `OFFLOADS`) that is off devices; None where it is free."""
+        """Part of `what` (of `OFFLOADS`) that is off devices; None where it is free."""
         if self.offload is not None:
             return float(self.offload.get(what, 0.0))
         return 0.0 if "offload" in self.forbid or self.post_validation else None
@@ -154,8 +152,8 @@ class Overrides:
         for name in ("virtual_stages", "pp"):  # without a pipeline there is one stage
             if name in self.forbid:
                 return 1, f"forbid={name!r}"
-        each = SCHEDULES[self.schedule].stages_per_device if self.schedule else None
-        return each, f"schedule={self.schedule!r}"
+        per_device = SCHEDULES[self.schedule].stages_per_device if self.schedule else None
+        return per_device, f"schedule={self.schedule!r}"
 
     @property
     def copies(self) -> int:
@@ -170,25 +168,24 @@ class Overrides:
         for row in (row for row in decisions.CONTRADICTIONS if row.given == given):
             for (at, a), (where, b) in product(self._known(row.a), self._known(row.b)):
                 if None in (at, where) and row.clash(a, b):
-                    other = f"forbid={row.b!r}" if row.b in self.forbid else ""
-                    other = other or spelled(row.b, where, b)
+                    forbidden = row.b in self.forbid
+                    other = f"forbid={row.b!r}" if forbidden else spelled(row.b, where, b)
                     yield contradiction(spelled(row.a, at, a), f"{other}: {row.why}", row.legal)
 
     def _known(self, name: str) -> list[tuple[str | None, Any]]:
         """(glob, value) of a decision, or the value that `forbid` leaves for all."""
         if not hasattr(self, name):  # the problem's
             return []
-        left = self.everywhere(name)
-        found = [*self.items(name)]
-        return found if found or left is None else [(None, left)]
+        value = self.everywhere(name)
+        return [*self.items(name)] or ([] if value is None else [(None, value)])
 
     def _check_forbidden(self, forbidden: str) -> None:
-        name, left = decisions.FORBIDS.get(forbidden, ("", ()))
+        name, others = decisions.FORBIDS.get(forbidden, ("", ()))
         for pattern, value in self.items(name) if name else ():
             nothing = isinstance(value, Mapping) and not any(value.values())
-            if value not in left and not nothing:
+            if value not in others and not nothing:
                 said = spelled(name, pattern, value)
-                legal = [each for each in left if each != {}] or "none"
+                legal = [other for other in others if other != {}] or "none"
                 raise contradiction(said, f"forbid={forbidden!r}", legal)
 
     def _check_meshes(self) -> None:
@@ -212,25 +209,25 @@ class Overrides:
             raise contradiction(f"virtual_stages={self.virtual_stages}", "forbid='pp'", 1)
         if self.schedule is None:
             return
-        each, (found, who) = SCHEDULES[self.schedule].stages_per_device, self.virtual()
-        needless = each is None and found == 1 and self.virtual_stages is None
-        if needless or (each is not None and found != each):
-            places = "several stages" if each is None else each
+        per_device, (count, who) = SCHEDULES[self.schedule].stages_per_device, self.virtual()
+        needless = per_device is None and count == 1 and self.virtual_stages is None
+        if needless or (per_device is not None and count != per_device):
+            places = "several stages" if per_device is None else per_device
             raise contradiction(
                 f"schedule={self.schedule!r}",
                 f"{who}: it places {places} on each device group",
-                f"for virtual_stages={found}: {', '.join(schedules_with(found))}",
+                f"for virtual_stages={count}: {', '.join(schedules_with(count))}",
             )
 
     def _check_count(self) -> None:
         """`stages` are pp device groups times virtual_stages."""
         if self.stages is None:
             return
-        count, pp, (each, who) = len(self.stages), self.everywhere("pp"), self.virtual()
-        unit = max(1, (pp or 1) * (each or 1) // self.copies)
-        if not (count == unit if pp and each else count % unit == 0):
+        count, pp, (per_device, who) = len(self.stages), self.everywhere("pp"), self.virtual()
+        unit = max(1, (pp or 1) * (per_device or 1) // self.copies)
+        if not (count == unit if pp and per_device else count % unit == 0):
             asked = [f"pp={pp}" if self.pp else "forbid='pp'"] if pp else []
-            asked += [who] if (each or 1) > 1 else []
+            asked += [who] if (per_device or 1) > 1 else []
             legal = f"{unit} stages, or a multiple of them"
             raise contradiction(" with ".join(asked), f"stages= with {count} stages", legal)
 
@@ -253,15 +250,14 @@ class Dropped:
 
 
 def each_dropped(overrides: Overrides) -> Iterator[Dropped]:
-    """The overrides without one of them, for each; names in `forbid` count one by one."""
+    """The overrides without one of them; names in `forbid` count one by one."""
     for name, value in overrides.given().items():
         if name != "forbid":
-            left = without(overrides, name)
-            yield Dropped(said=f"{name}={value!r}", what=f"leave {name} free", left=left)
+            rest = without(overrides, name)
+            yield Dropped(said=f"{name}={value!r}", what=f"leave {name} free", left=rest)
     for forbidden in overrides.forbid:
-        kept = tuple(name for name in overrides.forbid if name != forbidden)
-        left = replace(overrides, forbid=kept)
-        yield Dropped(said=f"forbid={forbidden!r}", what=f"allow {forbidden}", left=left)
+        rest = replace(overrides, forbid=tuple(f for f in overrides.forbid if f != forbidden))
+        yield Dropped(said=f"forbid={forbidden!r}", what=f"allow {forbidden}", left=rest)
 
 
 def without(overrides: Overrides, *names: str) -> Overrides:
@@ -276,71 +272,71 @@ def without(overrides: Overrides, *names: str) -> Overrides:
 def schedules_with(virtual_stages: int | None) -> tuple[str, ...]:
     """Schedules that place so many stages on a device group, any number for None; interleaving one
     stage is 1F1B."""
-    found = {name: schedule.stages_per_device for name, schedule in SCHEDULES.items()}
+    counts = {name: schedule.stages_per_device for name, schedule in SCHEDULES.items()}
     return tuple(
         name
-        for name, each in found.items()
-        if virtual_stages is None or each == virtual_stages or (each is None and virtual_stages > 1)
+        for name, n in counts.items()
+        if virtual_stages is None or n == virtual_stages or (n is None and virtual_stages > 1)
     )
 
 
-def left_schedules(overrides: Overrides, legal: Collection[str]) -> list[str]:
-    """The schedule that is given, or those of `legal` that place so many stages and are left."""
+def left_schedules(overrides: Overrides) -> list[str]:
+    """The schedule that is set, or those not forbidden that place so many stages."""
     if overrides.schedule is not None:
         return [overrides.schedule]
-    fitting = [s for s in schedules_with(overrides.virtual()[0]) if s in legal]
-    left = [s for s in fitting if s in overrides.left("schedule")]
-    if not left:
-        each, who = overrides.virtual()
+    virtual_stages, who = overrides.virtual()
+    fitting = schedules_with(virtual_stages)
+    schedules = [s for s in fitting if s in overrides.left("schedule")]
+    if not schedules:
+        beside = f" with {who}" if virtual_stages else ""
         raise OverrideError(
-            f"={sorted(overrides.forbid)}{(f' with {who}' if each else '')} leaves no schedule",
+            f"={sorted(overrides.forbid)}{beside} leaves no schedule",
             place="override forbid",
             legal=fitting,
         )
-    return left
+    return schedules
 
 
 def left_quantized(overrides: Overrides, allow: Collection[str], precision: str) -> tuple[str, ...]:
-    """What ZeRO-3 may send in quantised blocks, where nobody says. Raises `OverrideError` for an
+    """Quantised collectives that ZeRO-3 may use in free blocks. Raises `OverrideError` for an
     override that asks for what is not allowed, or what fp16 can't have."""
-    reasons = {
-        "numbers change with it, and it is not allowed": "quantized" not in allow,
-        "fp16's scaled loss would lose what rounding hides": precision == "fp16",
-    }
-    why = [reason for reason, holds in reasons.items() if holds]
-    for pattern, value in overrides.items("quantized") if why else ():
+    if "quantized" not in allow:
+        why = "numbers change with it, and it is not allowed"
+        way_out = 'give allow=["quantized"] (--allow quantized), or drop the override'
+    elif precision == "fp16":
+        why = "fp16's scaled loss would lose what rounding hides"
+        way_out = "train in bf16, or drop the override"
+    else:
+        return overrides.left("quantized")
+    for pattern, value in overrides.items("quantized"):
         if value != "none":
-            raise OverrideError(
-                f": {why[0]}",
-                place=f"override {spelled('quantized', pattern, value)}",
-                legal="none",
-                way_out='give allow=["quantized"] (--allow quantized), or drop the override'
-                if "quantized" not in allow
-                else "train in bf16, or drop the override",
-            )
-    return ("none",) if why else tuple(overrides.left("quantized"))
+            place = f"override {spelled('quantized', pattern, value)}"
+            raise OverrideError(f": {why}", place=place, legal="none", way_out=way_out)
+    return ("none",)
 
 
 # --- one value ------------------------------------------------------------------------------------
 
 
-def _check_value(own: decisions.Decision, value: Any) -> None:
+def _check_value(decision: decisions.Decision, value: Any) -> None:
     """Raise `OverrideError` unless this is a value of a decision, None, or where blocks may differ
     a mapping from globs to values."""
     if value is None:
         return
-    if own.parts:
+    place, parts = f"override {decision.name}", decision.parts
+    if parts:
         if not isinstance(value, Mapping) or not value:
-            legal = f'parts from 0 to 1, e.g. {{"{own.parts[0]}": 0.5}}, or None to leave it free'
-            raise OverrideError.refused(f"override {own.name}", value, legal=legal)
-        own.check_parts(value, f"override {own.name}", OverrideError)
+            legal = f'parts from 0 to 1, e.g. {{"{parts[0]}": 0.5}}, or None to leave it free'
+            raise OverrideError.refused(place, value, legal=legal)
+        decision.check_parts(value, place, OverrideError)
         return
-    legal = "True, False" if own.is_flag else own.values
-    legal += ", {glob over block names: such a value}" * own.by_block + ", or None to leave it free"
-    by_glob = value if own.by_block and isinstance(value, Mapping) else {"*": value}
+    legal = "True, False" if decision.is_flag else decision.values
+    legal += ", {glob over block names: such a value}" * decision.by_block
+    by_glob = value if decision.by_block and isinstance(value, Mapping) else {"*": value}
     named = all(isinstance(glob, str) and 0 < len(glob) <= MAX_TEXT for glob in by_glob)
-    if not (by_glob and named and all(map(own.accepts, by_glob.values()))):
-        raise OverrideError.refused(f"override {own.name}", value, legal=legal)
+    if not (by_glob and named and all(map(decision.accepts, by_glob.values()))):
+        legal += ", or None to leave it free"
+        raise OverrideError.refused(place, value, legal=legal)
 
 
 def _check_forbid(forbid: Any) -> None:
@@ -390,12 +386,9 @@ def _check_shardings(shardings: Any) -> None:
 
 def check_allow(allow: Any) -> tuple[str, ...]:
     """The names of what may change numbers. Raises `OverrideError` for another."""
-    named = _is_list(allow) or isinstance(allow, set | frozenset)
-    if not named or not all(
-        isinstance(name, str) and name in decisions.ALLOWABLE for name in allow
-    ):
-        legal = (
-            f"a list of {', '.join(decisions.ALLOWABLE)}, e.g. allow=[{decisions.ALLOWABLE[0]!r}]"
-        )
+    names = decisions.ALLOWABLE
+    listed = _is_list(allow) or isinstance(allow, set | frozenset)
+    if not listed or not all(isinstance(name, str) and name in names for name in allow):
+        legal = f"a list of {', '.join(names)}, e.g. allow=[{names[0]!r}]"
         raise OverrideError.refused("allow", allow, legal=legal)
     return tuple(dict.fromkeys(allow))

@@ -17,7 +17,6 @@ import numpy as np
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.mesh import ContextKind
-from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
 from meshwright.planner.decisions import BY_BLOCK, CONTRADICTIONS, DECISIONS, MESH
@@ -47,7 +46,7 @@ class Restrictions:
     `pp` counts device groups, `virtual_stages` the stages on each. `cp_kind` is None where it is
     free, as are `host_states`, the part of the optimizer states in host memory (with it
     `host_weights`, that of the weights, and `host_files`, that of the states in files, are
-    decided), `host_activations`, of the blocks those that send what they save there, and
+    decided), `host_activations`, the part of the blocks that send what they save there, and
     `validated`, whether steps are afterwards. Without `unequal_meshes` all stages have one mesh.
     `cuts` are the block positions at which stages end, where the user gave them.
     """
@@ -87,12 +86,11 @@ class Restrictions:
     def stage_mask(self, name: str, value: Any) -> np.ndarray:
         """[i, j]: whether a stage of blocks i..j-1 may have this value; bool (K+1, K+1), False
         where i >= j."""
-        free = {
-            "zero": self.zeros,
-            "recompute": self.policies,
-            "quantized": self.quantizations,
-        }.get(name, (value,))
-        other = [v != value if v is not None else value not in free for v in getattr(self, name)]
+        choices = {
+            "zero": self.zeros, "recompute": self.policies, "quantized": self.quantizations
+        }  # fmt: skip
+        free = value in choices.get(name, (value,))
+        other = [not free if v is None else v != value for v in getattr(self, name)]
         before = np.concatenate([[0], np.cumsum(other, dtype=np.int64)])
         return np.triu(before[:, None] == before[None, :], 1)
 
@@ -121,29 +119,29 @@ def restrict(
     allow: Collection[str] = (),
     precision: str = "bf16",
 ) -> Restrictions:
-    """The overrides by block of `graph`; what the `target` can't run is left out.
-
-    Raises `OverrideError` for a glob without a block, for values of one block or stage that
-    contradict each other, and for what is left out.
-    """
+    """The overrides by block of `graph`; what the `target` can't run is left out. Raises
+    `OverrideError` for a glob without a block, for values of one block or stage that contradict
+    each other, and for what is left out."""
     wanted = for_target(overrides, target)
     quantizations = left_quantized(wanted, allow, precision)
-    schedules = left_schedules(wanted, tuple(SCHEDULES))
+    schedules = left_schedules(wanted)
     names = [block.name for block in graph.blocks]
     choices: _Choices = {name: _by_block(wanted, name, names) for name in BY_BLOCK}
     equal = "unequal_meshes" in wanted.forbid
     for name in MESH if equal else ():  # one value for one block is one for all
-        given = next((choice for choice in choices[name] if choice), None)
-        choices[name] = [given] * len(names)
-    _check_experts(choices["ep"], graph)
-    _check_rows(choices, names)
+        choices[name] = [next(filter(None, choices[name]), None)] * len(names)
+    experts = next((choice for choice in choices["ep"] if choice and choice.value > 1), None)
+    if experts and not has_experts(graph):
+        place = f"override {experts.said}"
+        raise OverrideError("the model has no experts", place=place, legal="1")
+    _check_contradictions(choices, names)
     _check_shards(choices, names)
     cuts = stage_cuts(wanted, graph)
-    pp, each = _counts(wanted, cuts)
-    alike = None if each is None else max(1, each // wanted.copies)
-    _check_stages(choices, names, cuts, pp, alike)
+    pp, virtual_stages = _counts(wanted, cuts)
+    per_device = None if virtual_stages is None else max(1, virtual_stages // wanted.copies)
+    _check_stages(choices, names, cuts, pp, per_device)
     values: dict[str, Any] = {
-        name: tuple(c and c.value for c in found) for name, found in choices.items()
+        name: tuple(c and c.value for c in of_blocks) for name, of_blocks in choices.items()
     }
     return Restrictions(
         blocks=tuple(names),
@@ -153,11 +151,13 @@ def restrict(
         partial_shards="dp_shard" not in wanted.forbid,
         secondary_shards="hpz" not in wanted.forbid,
         quantizations=quantizations,
-        schedules=tuple(s for s in schedules if overrides.schedule or s in schedules_with(each)),
+        schedules=tuple(
+            s for s in schedules if overrides.schedule or s in schedules_with(virtual_stages)
+        ),
         placements=(wanted.placement,) if wanted.placement else wanted.left("placement"),
         cp_kind=wanted.cp_kind,
         pp=pp,
-        virtual_stages=each,
+        virtual_stages=virtual_stages,
         microbatch_size=wanted.microbatch_size,
         num_microbatches=wanted.num_microbatches,
         unequal_meshes=not equal,
@@ -176,47 +176,45 @@ def restrict(
 
 def _by_block(overrides: Overrides, name: str, names: Sequence[str]) -> list[_Choice | None]:
     """The value of every block under an override, or the one that `forbid` leaves; None is free."""
-    found: list[_Choice | None] = [None] * len(names)
-    position = {block: b for b, block in enumerate(names)}
+    choices: dict[str, _Choice] = {}
     for pattern, value in overrides.items(name):
         choice = _Choice(value=value, said=spelled(name, pattern, value))
-        for block in names if pattern is None else _matching(pattern, position, choice.said):
-            b = position[block]
-            before = found[b]
-            if before is not None and before.value != value:
+        for block in names if pattern is None else _matching(pattern, names, choice.said):
+            before = choices.get(block, choice)
+            if before.value != value:
                 raise OverrideError(
                     f" contradicts {choice.said}: both are about block {block!r}",
                     place=f"override {before.said}",
                     legal="one of the two",
                     way_out="make the globs disjoint, or drop one of the two",
                 )
-            found[b] = choice
-    left = overrides.everywhere(name)
-    rest = None if left is None else _Choice(value=left, said=spelled(name, None, left))
-    return [choice or rest for choice in found]
+            choices[block] = choice
+    value = overrides.everywhere(name)
+    rest = None if value is None else _Choice(value=value, said=spelled(name, None, value))
+    return [choices.get(block, rest) for block in names]
 
 
-def _matching(pattern: str, names: Collection[str], said: str) -> list[str]:
+def _matching(pattern: str, names: Sequence[str], said: str) -> list[str]:
     """Blocks of a name, a range (`layers.0-11`) or a glob."""
     if pattern in names:
         return [pattern]
-    found: list[str] = []
+    blocks: list[str] = []
     for part in expand_names([pattern]):
-        own = [part] if part in names else [n for n in names if glob(part).match(n)]
-        if not own:
-            raise OverrideError(
-                f"no block {part!r}",
-                place=f"override {said}",
-                legal=compress_names([*names]),
-                way_out=_near(part, names),
-            )
-        found += own
-    return found
+        matches = [part] if part in names else [n for n in names if glob(part).match(n)]
+        if not matches:
+            raise _no_block(part, names, said)
+        blocks += matches
+    return blocks
 
 
-def _near(name: str, names: Collection[str]) -> str:
+def _no_block(name: str, names: Sequence[str], said: str) -> OverrideError:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.3)
-    return f"nearest: {', '.join(near) or 'none'}"
+    return OverrideError(
+        f"no block {name!r}",
+        place=f"override {said}",
+        legal=compress_names(names),
+        way_out=f"nearest: {', '.join(near) or 'none'}",
+    )
 
 
 def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
@@ -229,14 +227,9 @@ def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
     for k, stage in enumerate(overrides.stages):
         for name in expand_names(stage):
             if name not in names:
-                raise OverrideError(
-                    f"no block {name!r}",
-                    place=f"override stages[{k}]",
-                    legal=compress_names(names),
-                    way_out=_near(name, names),
-                )
-            if position >= len(names) or names[position] != name:
-                expected = names[position] if position < len(names) else "nothing more"
+                raise _no_block(name, names, f"stages[{k}]")
+            expected = names[position] if position < len(names) else "nothing more"
+            if name != expected:
                 raise OverrideError(
                     f"block {name!r} out of order, expected {expected!r}",
                     place=f"override stages[{k}]",
@@ -258,14 +251,8 @@ def stage_cuts(overrides: Overrides, graph: Graph) -> list[int] | None:
 # --- one block, one stage ------------------------------------------------------------------------
 
 
-def _check_experts(found: Sequence[_Choice | None], graph: Graph) -> None:
-    asked = next((choice for choice in found if choice and choice.value > 1), None)
-    if asked and not has_experts(graph):
-        raise OverrideError("the model has no experts", place=f"override {asked.said}", legal="1")
-
-
-def _check_rows(choices: _Choices, names: Sequence[str]) -> None:
-    """Values that rule each other out in one block."""
+def _check_contradictions(choices: _Choices, names: Sequence[str]) -> None:
+    """Raise for values that rule each other out in one block."""
     for row in CONTRADICTIONS:
         if not row.given or not {row.a, row.b} <= choices.keys():
             continue
@@ -276,11 +263,9 @@ def _check_rows(choices: _Choices, names: Sequence[str]) -> None:
 
 
 def _check_shards(choices: _Choices, names: Sequence[str]) -> None:
-    """dp_shard and hpz against each other and the data axis of their block."""
-    for block, *found in zip(
-        names, *(choices[name] for name in ("dp_shard", "hpz", "dp", "cp")), strict=True
-    ):
-        shard, hpz, dp, cp = found
+    """Raise for dp_shard and hpz that divide neither each other nor the data axis of a block."""
+    columns = (choices[name] for name in ("dp_shard", "hpz", "dp", "cp"))
+    for block, shard, hpz, dp, cp in zip(names, *columns, strict=True):
         if hpz and shard and shard.value % hpz.value:
             raise OverrideError(
                 f" contradicts {shard.said}: {hpz.value} does not divide the ranks that ZeRO "
@@ -299,12 +284,12 @@ def _check_shards(choices: _Choices, names: Sequence[str]) -> None:
 
 def _counts(overrides: Overrides, cuts: Sequence[int] | None) -> tuple[int | None, int | None]:
     """Device groups and stages on each, as far as the overrides say."""
-    pp, (each, _) = overrides.everywhere("pp"), overrides.virtual()
+    pp, (virtual_stages, _) = overrides.everywhere("pp"), overrides.virtual()
     if cuts is not None:
         count = len(cuts) * overrides.copies
-        pp = pp or (count // each if each else None)
-        each = each or (count // pp if pp else None)
-    return pp, each
+        pp = pp or (count // virtual_stages if virtual_stages else None)
+        virtual_stages = virtual_stages or (count // pp if pp else None)
+    return pp, virtual_stages
 
 
 def _check_stages(
@@ -312,9 +297,9 @@ def _check_stages(
     names: Sequence[str],
     cuts: Sequence[int] | None,
     pp: int | None,
-    each: int | None,
+    per_device: int | None,
 ) -> None:
-    """Every stage has one value of each kind: within the given stages, or with so many."""
+    """Raise unless every stage has one value of each kind: within `cuts`, or with so many."""
     for k, (start, stop) in enumerate(pairwise([0, *(cuts or [])])):
         _, clash = _needed(choices, start, stop)
         if clash:
@@ -324,27 +309,27 @@ def _check_stages(
                 place=f"override {clash[0].said}",
                 way_out="cut it between them, or drop one of the two",
             )
-    if cuts is not None or pp is None or each is None:
+    if cuts is not None or pp is None or per_device is None:
         return
     needed, clash = _needed(choices, 0, len(names))
-    if clash and needed > pp * each:
+    if clash and needed > pp * per_device:
         raise OverrideError(
-            f" contradicts {clash[1].said} with pp={pp}, virtual_stages={each}: a stage has one "
-            f"value of each, so that all values need at least {needed} stages",
+            f" contradicts {clash[1].said} with pp={pp}, virtual_stages={per_device}: a stage has "
+            f"one value of each, so that all values need at least {needed} stages",
             place=f"override {clash[0].said}",
-            legal=f"pp from {-(-needed // each)}",
+            legal=f"pp from {-(-needed // per_device)}",
             way_out="raise pp, or drop one of the two",
         )
 
 
 def _needed(choices: _Choices, start: int, stop: int) -> tuple[int, tuple[_Choice, _Choice] | None]:
     """The least number of stages for these blocks, and two values that make it more than one."""
-    count, found = 1, None
-    held: dict[str, _Choice] = {}
+    count, clash = 1, None
+    of_stage: dict[str, _Choice] = {}
     for b in range(start, stop):
-        here = {name: choice for name in OF_STAGES if (choice := choices[name][b])}
-        for name, choice in here.items():
-            if held.get(name, choice).value != choice.value:
-                count, found, held = count + 1, (held[name], choice), {}
-        held |= {name: choice for name, choice in here.items() if name not in held}
-    return count, found
+        of_block = {name: choice for name in OF_STAGES if (choice := choices[name][b])}
+        for name, choice in of_block.items():
+            if of_stage.get(name, choice).value != choice.value:
+                count, clash, of_stage = count + 1, (of_stage[name], choice), {}
+        of_stage = of_block | of_stage
+    return count, clash

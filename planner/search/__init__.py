@@ -6,6 +6,5 @@ from meshwright.planner.search.least_memory import (
     plan_that_fits,
     some_plan_fits,
 )
-from meshwright.planner.search.result import SearchResult
-from meshwright.planner.search.search import Search
+from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.search.taste import TIE, axes_of, looks_of, why_simpler

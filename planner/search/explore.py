@@ -1,5 +1,4 @@
-"""Best-first exploration of plans with equal stages: price meshes, estimate, cut and simulate,
-always what promises most."""
+"""Best-first exploration of plans with equal stages: price meshes, estimate, cut and simulate."""
 
 from __future__ import annotations
 
@@ -8,14 +7,13 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from meshwright.planner.drafts import (
     Combination,
     Drafter,
-    EqualStages,
     MeshChoice,
     PlanDraft,
     StageDraft,
@@ -26,6 +24,7 @@ from meshwright.planner.plan import seconds, slower
 from meshwright.planner.search.taste import Taste
 
 T = TypeVar("T")
+Unexplored = MeshChoice | Combination | Waiting
 
 progress = logging.getLogger("meshwright.progress")  # heard where somebody watches
 
@@ -39,7 +38,7 @@ OVERSHOOT, OVERSHOOT_OF_FEW = 0.03, 0.07
 
 
 def overshoot(groups: int, m: int) -> float:
-    """How many times as long as a simulated step the objective of its cut may be."""
+    """Ratio of a cut's objective to its simulated step, at most."""
     return 1 + OVERSHOOT + OVERSHOOT_OF_FEW * min(1.0, groups / m) * (groups > 1)
 
 
@@ -66,32 +65,26 @@ class Effort:
 
 
 class Queue:
-    """What is left to explore, the most promising first: (seconds promised, number, what, its
-    cut). Meshes without a bound come last."""
+    """Candidates, the most promising first, some with a cut; meshes without a bound last."""
 
-    def __init__(self, choices: Iterable[MeshChoice] = ()) -> None:
-        self._heap: list[
-            tuple[float, int, MeshChoice | Combination | Waiting, list[StageDraft] | None]
-        ] = []
+    def __init__(self, choices: Sequence[MeshChoice] = ()) -> None:
+        # (seconds promised, number, candidate, its cut)
+        self._heap: list[tuple[float, int, Unexplored, list[StageDraft] | None]] = []
         self._count = itertools.count()
-        own = list(choices)
-        last_s = max((choice.bound_s for choice in own), default=0.0)
-        for choice in own:
+        last_s = max((choice.bound_s for choice in choices), default=0.0)
+        for choice in choices:
             self.add(choice.bound_s or last_s, choice)
 
     def __len__(self) -> int:
         return len(self._heap)
 
     def add(
-        self,
-        promised_s: float,
-        what: MeshChoice | Combination | Waiting,
-        cut: list[StageDraft] | None = None,
+        self, promised_s: float, candidate: Unexplored, cut: list[StageDraft] | None = None
     ) -> None:
-        heapq.heappush(self._heap, (promised_s, next(self._count), what, cut))
+        heapq.heappush(self._heap, (promised_s, next(self._count), candidate, cut))
 
-    def pop(self) -> tuple[float, int, MeshChoice | Combination | Waiting, list[StageDraft] | None]:
-        return heapq.heappop(self._heap)
+    def pop(self) -> tuple[Unexplored, list[StageDraft] | None]:
+        return heapq.heappop(self._heap)[2:]
 
     @property
     def promised_s(self) -> float:
@@ -101,15 +94,13 @@ class Queue:
 
 @dataclass(slots=True, kw_only=True)
 class Explorer:
-    """Drafts the best plans of a drafter's `equal` stages; seconds are compared as the `taste`
-    weighs them."""
+    """Drafts of the best plans with equal stages, compared as the `taste` weighs them."""
 
     drafter: Drafter
-    equal: EqualStages
     effort: Effort
     taste: Taste
     drafts: list[PlanDraft] = field(default_factory=list)
-    _known: dict[Any, PlanDraft] = field(default_factory=dict)  # by what it decides
+    _known: dict[Any, PlanDraft] = field(default_factory=dict)  # by their decisions
     _limit_s: float = math.inf  # of the first so many `_weighed` drafts
     _weighed: int = 0
 
@@ -122,127 +113,115 @@ class Explorer:
         return self._limit_s
 
     def explore(self, queue: Queue, tries: int = LATE_TRIES) -> None:
-        """Draft what promises most until nothing left in the queue can be faster. When the time is
-        over without a plan so many more are tried."""
+        """Draft the most promising candidates until none in the queue can be faster. When the time
+        is over without a plan so many more are tried."""
         while queue:
-            limit = self.limit_s()
+            limit_s = self.limit_s()
             late = self.effort.late()
-            if queue.promised_s >= limit or (late and (limit < math.inf or tries == 0)):
+            if queue.promised_s >= limit_s or (late and (limit_s < math.inf or tries == 0)):
                 break
             tries -= late
             if progress.isEnabledFor(logging.DEBUG):
-                # it ends where what is left promises no less than the best takes
-                share = queue.promised_s / limit
-                progress.debug(self._standing(limit, queue), extra={"share": share})
-            _, _, what, cut = queue.pop()
-            if what.bound_s >= limit:
+                # it ends where no candidate promises less than the best takes
+                share = queue.promised_s / limit_s
+                progress.debug(self._standing(limit_s, queue), extra={"share": share})
+            candidate, cut = queue.pop()
+            if candidate.bound_s >= limit_s:
                 continue
-            if isinstance(what, MeshChoice):
-                self.expand(what, queue)
-            elif isinstance(what, Waiting):
-                self.relieve(what, queue, limit)
-            elif cut is None:
-                found = self.cut(what, limit)
-                if found is not None:
-                    weight = self.taste.ahead(what)
-                    queue.add(weight * max(found[0], what.bound_s), what, found[1])
-            else:
-                self.simulate(what, cut)
+            if isinstance(candidate, MeshChoice):
+                self.expand(candidate, queue)
+            elif isinstance(candidate, Waiting):
+                self.relieve(candidate, queue, limit_s)
+            elif cut is not None:
+                self.simulate(candidate, cut)
+            elif (solved := self.cut(candidate, limit_s)) is not None:
+                promised_s, cut = solved
+                weight = self.taste.ahead(candidate)
+                queue.add(weight * max(promised_s, candidate.bound_s), candidate, cut)
 
     def _standing(self, limit_s: float, queue: Queue) -> str:
-        """How far the exploration is: the best plan, and what those left promise."""
-        said = f"searching: {len(self.drafts)} plans priced, {len(queue)} left to look at"
+        """Progress of the exploration: the best plan, and the gap to the most promising one."""
+        counts = f"searching: {len(self.drafts)} plans priced, {len(queue)} left to look at"
         if limit_s == math.inf or not queue.promised_s:
-            return said
+            return counts
         gap = slower(limit_s / queue.promised_s - 1).removeprefix("+")
-        return f"{said}, best {seconds(limit_s)}, gap {gap}"
+        return f"{counts}, best {seconds(limit_s)}, gap {gap}"
 
     def expand(self, choice: MeshChoice, queue: Queue) -> None:
         """Queue the combinations of a mesh."""
-        for one in self.effort.timed("price stages", self.equal.combinations, choice):
-            self.add(one, queue)
-        for own in self.equal.waiting(choice):
-            self.add(own, queue)
+        equal = self.drafter.equal
+        combinations = self.effort.timed("price stages", equal.combinations, choice)
+        candidates: list[Combination | Waiting] = [*combinations, *equal.waiting(choice)]
+        for one in candidates:
+            queue.add(self.promised_s(one), one)
 
     def relieve(self, waiting: Waiting, queue: Queue, limit_s: float) -> None:
         """Queue combinations that wait with each relief with which they may take less."""
-        found = self.effort.timed("price stages", lambda: [*self.equal.relieved(waiting)])
-        for one in found:
-            if self.promised_s(one) < limit_s:
-                self.add(one, queue)
-
-    def add(self, one: Combination | Waiting, queue: Queue) -> None:
-        """Queue a combination, or those that wait, by what it promises."""
-        queue.add(self.promised_s(one), one)
+        for one in self.effort.timed("price stages", self.drafter.equal.relieved, waiting):
+            if (promised_s := self.promised_s(one)) < limit_s:
+                queue.add(promised_s, one)
 
     def promised_s(self, one: Combination | Waiting) -> float:
-        """What a combination takes at least, as it is compared."""
+        """Least seconds of a combination, as they are compared."""
         return self.taste.ahead(one) * max(one.estimate_s * OPTIMISM, one.bound_s)
 
     def cut(
-        self, combination: Combination, limit_s: float, **given: Any
+        self, combination: Combination, limit_s: float, less_bytes: float = 0.0
     ) -> tuple[float, list[StageDraft]] | None:
         """The best cut, where it may take less than `limit_s`, and the seconds it promises to take:
-        the simulation may hide all of what it sends. `given` as to `EqualStages.solve`."""
-        sent_s = self.equal.sends_s(combination)
-        pipeline = combination.pipeline
+        the simulation may hide all of what it sends. `less_bytes` as in `EqualStages.solve`."""
+        equal, pipeline = self.drafter.equal, combination.pipeline
+        sent_s = equal.sends_s(combination)
         above = overshoot(pipeline.num_devices, pipeline.num_microbatches)
         cutoff_s = limit_s / self.taste.ahead(combination) * above + sent_s
-        found = self.effort.timed(
-            "cut stages", lambda: self.equal.solve(combination, cutoff_s, **given)
-        )
-        if found is None:
+        solved = self.effort.timed("cut stages", equal.solve, combination, cutoff_s, less_bytes)
+        if solved is None:
             return None
-        least_s = self.equal.in_turn_s(combination, found[1])
-        return max((found[0] - sent_s) / above, least_s), found[1]
+        objective_s, cut = solved
+        least_s = equal.in_turn_s(combination, cut)
+        return max((objective_s - sent_s) / above, least_s), cut
 
     def _draft(
         self, combination: Combination, cut: Sequence[StageDraft], free_bytes: float = 0.0
     ) -> tuple[PlanDraft, bool]:
         """The draft of a cut, and whether it is new: another relief may have given the same."""
-        setup = combination.setup
+        setup, pipeline = combination.setup, combination.pipeline
         decided = [(stage.start, stage.stop, stage.repeated, stage.host) for stage in cut]
-        own = setup.chain, setup.sharing, setup.mesh, setup.validated
-        key = *own, combination.pipeline, *decided
+        key = setup.chain, setup.sharing, setup.mesh, setup.validated, pipeline, *decided
         new = key not in self._known
         if new:
-            draft = self.effort.timed(
-                "simulate", self.drafter.simulated, cut, combination.pipeline, free_bytes
-            )
+            draft = self.effort.timed("simulate", self.drafter.simulated, cut, pipeline, free_bytes)
             self._known[key] = draft
             self.drafts.append(draft)
         return self._known[key], new
 
     def simulate(self, combination: Combination, cut: Sequence[StageDraft]) -> None:
-        """Draft a cut, again where its memory is found to be another one than its levels have it;
-        where devices have several stages, after moves of blocks between them; and where certainty
-        counts, with more memory left free."""
+        """Draft a cut, again where its memory is another one than its levels have it; where devices
+        have several stages, after moves of blocks between them; and where certainty counts, with
+        more memory left free."""
         before_s = self.limit_s()
         (draft, new), less = self._draft(combination, cut), 0.0
         if self._off(draft):
-            less = draft.lacks_bytes + self.equal.spare_bytes(combination, cut)
-            found = self.cut(combination, before_s, less_bytes=less)
-            if found is not None:
-                draft, new = self._draft(combination, found[1])
+            less = draft.lacks_bytes + self.drafter.equal.spare_bytes(combination, cut)
+            if (solved := self.cut(combination, before_s, less)) is not None:
+                draft, new = self._draft(combination, solved[1])
         if not (new and draft.fits):
             return
         if combination.pipeline.each > 1:
             limit_s = self.limit_s() / self.taste.weight(draft)
             moved = self.effort.timed(
-                "cut stages", self.equal.moved, combination, draft, limit_s, less
+                "cut stages", self.drafter.equal.moved, combination, draft, limit_s, less
             )
             if moved is not None:
                 draft, _ = self._draft(combination, moved)
         if self.taste.wants_room(draft, before_s):
             for part in FREE:
                 more = part * self.drafter.problem.cluster.device.memory_bytes
-                found = self.cut(combination, before_s, less_bytes=less + more)
-                if found is not None:
-                    self._draft(combination, found[1], more)
+                if (solved := self.cut(combination, before_s, less + more)) is not None:
+                    self._draft(combination, solved[1], more)
 
     def _off(self, draft: PlanDraft) -> bool:
-        """Whether a draft has less room than its levels knew, or so much more that it may run fewer
-        blocks again."""
+        """Whether a draft has less room than its levels knew, or enough more for less recompute."""
         if not draft.fits:
             return draft.lacks_bytes > 0
         near = draft.step_time_s * OPTIMISM < self.limit_s() / self.taste.weight(draft)

@@ -1,9 +1,8 @@
-"""The plan that needs the least memory: what comes closest to fitting where nothing fits.
+"""The plan that needs the least memory: the closest to fitting where nothing fits.
 
-Of every mesh only the largest number of micro-batches is looked at, since smaller ones hold less.
-A stage is taken for an equal share of the model and recomputes all it may; a device needs what
-such stages hold at its peak, one of them in a backward (`costmodel.blocks.peak`). A plan is found
-on such meshes by cutting what is estimated, with every relief where nothing fits without.
+Each mesh is looked at with its largest number of micro-batches, as smaller ones hold less. A stage
+is taken for an equal share of the model and recomputes all it may; a device needs the bytes that
+such stages hold at its peak (`costmodel.stages.peak`).
 """
 
 from __future__ import annotations
@@ -46,17 +45,16 @@ class MemoryNeed:
 
 
 def least_memory_choices(space: Space) -> list[MeshChoice]:
-    """Meshes with as many micro-batches as they may have, those that divide the weights most
-    first; their bounds are left open."""
-    found: dict[tuple[int, ...], MeshChoice] = {}
-    devices = space.cluster.num_devices
+    """Meshes with the most micro-batches, those that divide the weights most first."""
+    choices: dict[tuple[int, ...], MeshChoice] = {}
     for m in reversed(space.microbatch_counts()):
         for groups in space.stage_counts():
-            for mesh in space.meshes(devices // groups, m):
+            if not space.schedules(groups, m):
+                continue
+            for mesh in space.meshes(space.cluster.num_devices // groups, m):
                 choice = MeshChoice(mesh=mesh, num_microbatches=m, groups=groups, bound_s=0.0)
-                if space.schedules(groups, m):
-                    found.setdefault((mesh.tp, groups, mesh.cp, mesh.ep), choice)
-    return sorted(found.values(), key=lambda s: (-s.mesh.tp * s.groups, s.mesh, s.groups))
+                choices.setdefault((mesh.tp, groups, mesh.cp, mesh.ep), choice)
+    return sorted(choices.values(), key=lambda s: (-s.mesh.tp * s.groups, s.mesh, s.groups))
 
 
 def least_memory(equal: EqualStages, choices: Iterable[MeshChoice]) -> MemoryNeed | None:
@@ -85,37 +83,33 @@ def memory_needs(equal: EqualStages, choice: MeshChoice) -> Iterator[MemoryNeed]
             yield MemoryNeed(choice=choice, setup=setup, excess_bytes=excess_bytes)
 
 
-# --- a plan that fits, of those meshes ------------------------------------------------------------
+# --- a plan that fits, on those meshes ------------------------------------------------------------
 
 
 def plan_that_fits(drafter: Drafter, choices: Sequence[MeshChoice] = ()) -> Candidate | None:
-    """A plan that fits as it is written out, the fastest of the few that are looked at; None where
-    none is found."""
+    """The fastest of a few plans that fit as they are written out; None without any."""
     drafts = _fitting(drafter, choices or least_memory_choices(drafter.space)[:MAX_MESHES])
     near = sorted(islice(drafts, MAX_DRAFTS), key=attrgetter("step_time_s"))
     written = map(drafter.written, chain(near, islice(drafts, MAX_DRAFTS)))
-    found = next((candidate for candidate in written if candidate.fits), None)
+    fitting = next((candidate for candidate in written if candidate.fits), None)
     drafter.forget()
-    return found
+    return fitting
 
 
 def some_plan_fits(drafter: Drafter) -> bool:
-    """Whether a plan is found that fits as it is written out; no more meshes are asked than it
-    takes."""
+    """Whether some plan fits as it is written out; no more meshes are asked than it takes."""
     choices = least_memory_choices(drafter.space)[:MAX_MESHES]
     drafts = (draft for choice in choices for draft in _fitting(drafter, [choice]))
-    found = any(drafter.written(draft).fits for draft in islice(drafts, 2 * MAX_DRAFTS))
+    some = any(drafter.written(draft).fits for draft in islice(drafts, 2 * MAX_DRAFTS))
     drafter.forget()
-    return found
+    return some
 
 
 def _fitting(drafter: Drafter, choices: Sequence[MeshChoice]) -> Iterator[PlanDraft]:
-    """Drafts that fit, without a relief, then with one; of each kind a few, the most promising
-    first."""
+    """Drafts that fit, without a relief, then with one; a few of each, most promising first."""
     equal = drafter.equal
     explorer = Explorer(
         drafter=drafter,
-        equal=equal,
         effort=Effort(drafter.programs.time),
         taste=Taste(coster=drafter.programs.coster, robust=False),
     )
@@ -124,13 +118,13 @@ def _fitting(drafter: Drafter, choices: Sequence[MeshChoice]) -> Iterator[PlanDr
         order = sorted(
             combinations, key=lambda c: (c.tight, c.estimate_s, c.setup.mesh, c.pipeline)
         )
-        for one in order[:MAX_CUTS]:
-            if (found := explorer.cut(one, math.inf)) is not None:
+        for combination in order[:MAX_CUTS]:
+            if (solved := explorer.cut(combination, math.inf)) is not None:
                 before = len(explorer.drafts)
-                explorer.simulate(one, found[1])
+                explorer.simulate(combination, solved[1])
                 yield from (draft for draft in explorer.drafts[before:] if draft.fits)
 
     roomy = [c for c in choices if any(n.excess_bytes <= 0 for n in memory_needs(equal, c))]
-    yield from drafted(one for choice in roomy for one in equal.combinations(choice))
-    waiting = [own for choice in choices for own in equal.waiting(choice)]
-    yield from drafted(one for own in waiting for one in equal.relieved(own))
+    yield from drafted(chain.from_iterable(map(equal.combinations, roomy)))
+    waiting = [waiting for choice in choices for waiting in equal.waiting(choice)]
+    yield from drafted(chain.from_iterable(map(equal.relieved, waiting)))

@@ -1,22 +1,16 @@
-"""The outer search: every decision together, best first, with a bound.
+"""The outer search: every decision together, best first, with a bound (docs/search.md).
 
-Plans with equal stages (`planner/drafts/equal_stages.py`) are estimated all at once and explored in
-the order of their estimates: cut exactly, then simulated. The inter-op DP (`unequal_stages.py`
-there) then looks, for the numbers of micro-batches whose bound leaves room, for a plan with
-different meshes that beats the incumbent. The chosen plans are written out and priced again from
-what is written.
-
-No plan of the space takes less than a bound, from the least seconds of blocks; by how much the
-chosen step may exceed the fastest there is, the gap, is their ratio. A closer one, of plans with
-equal stages, is found when it is asked for (`planner/bounds`). The gap is of the price itself, also
-where the objective prefers a simpler plan within a tie.
+The gap is the ratio of the chosen step and a lower bound on every plan's, from the least seconds of
+blocks: of the price itself, also where the objective prefers a simpler plan within a tie. A closer
+bound, on plans with equal stages, is computed when it is asked for (`planner/bounds`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Unpack
 
 from meshwright.costmodel.mesh import Batch, Mesh
@@ -30,22 +24,53 @@ from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import InfeasibleError, check_plan, describe, kept_together, sized
 from meshwright.planner.search.explore import Effort, Explorer, Queue, overshoot
 from meshwright.planner.search.least_memory import least_memory, least_memory_choices, memory_needs
-from meshwright.planner.search.result import SearchResult
 from meshwright.planner.search.taste import Taste, order, shape
 from meshwright.planner.stages import boundary_index
 
-BOUNDS_SHARE = 0.5  # of the time limit: what bounds may take before anything is priced
+BOUNDS_SHARE = 0.5  # of the time limit, for bounds before anything is priced
 BOUNDS_S = 1.0  # seconds that they may take anyway
-MAX_KEPT = 6  # plans of different shapes kept for the report
+MAX_KEPT = 6  # plans of different shapes for the report
 MAX_PROOFS = 6
 WRITTEN_LESS = 0.01  # of a draft's step, by which the plan that is written out may be faster
 MOST_WRITTEN = 4  # plans that are written out for that
 ALL_COUNTS = 6  # numbers of micro-batches up to which the stage DP looks at all
 FEW_CUTS = 20  # places where stages may end, up to which it looks at all, too
 NEAR_COUNTS = 3  # of more, those that it looks at
-MOST_OVERSHOOT = (
-    2.0  # of the objective of its cuts: seen where stages are unequal and micro-batches few
-)
+# of the objective of its cuts: seen where stages are unequal and micro-batches few
+MOST_OVERSHOOT = 2.0
+LATE_MESHES = 2  # of those that need least memory, looked at when the time is over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult:
+    """The chosen plan first, runners-up after it (some of them drafts); solver certificates of the
+    chosen plan's block classes by block name; CPU seconds spent per phase; what was left out and
+    why. `meshes` are those whose combinations were offered, `drafts` the plans simulated.
+
+    `bound_s` is a lower bound on the step of every plan that the search may choose, under the cost
+    model; 0 where there was no time to bound them all. `complete`: no time limit cut the search, or
+    a block's program, short.
+    """
+
+    candidates: tuple[Candidate | PlanDraft, ...]
+    certificates: Mapping[str, Certificate]
+    phases_s: Mapping[str, float]
+    notes: tuple[str, ...]
+    meshes: tuple[MeshChoice, ...]
+    drafts: tuple[PlanDraft, ...]
+    bound_s: float
+    complete: bool = True
+
+    @property
+    def best(self) -> Candidate:
+        best = self.candidates[0]
+        assert isinstance(best, Candidate)
+        return best
+
+    @property
+    def gap(self) -> float:
+        """Part by which the chosen step may exceed the fastest there is; inf without a bound."""
+        return max(0.0, self.best.step_time_s / self.bound_s - 1.0) if self.bound_s else math.inf
 
 
 class Search(Drafter):
@@ -53,7 +78,7 @@ class Search(Drafter):
 
     `objective` is "fastest", or "robust": the simplest of the plans that prices can't tell from the
     best at a stated quantile of their errors (`taste.py`). `time_limit_s` ends the search with the
-    best plan found by then; the other arguments are those of `Drafter`.
+    best plan so far; the other arguments are those of `Drafter`.
     """
 
     def __init__(
@@ -64,25 +89,23 @@ class Search(Drafter):
         *,
         objective: str = "fastest",
         time_limit_s: float | None = None,
-        **given: Unpack[Given],
+        **options: Unpack[Given],
     ) -> None:
-        super().__init__(problem, global_batch_size, overrides, **given)
+        super().__init__(problem, global_batch_size, overrides, **options)
         self.objective = objective
         self.time_limit_s = time_limit_s
         self._effort = Effort(self.programs.time)
         self.taste = Taste(coster=self.programs.coster, robust=objective == "robust")
-        self._explorer = Explorer(
-            drafter=self, equal=self.equal, effort=self._effort, taste=self.taste
-        )
+        self._explorer = Explorer(drafter=self, effort=self._effort, taste=self.taste)
         self.drafts = self._explorer.drafts
 
     def again(self, overrides: Overrides) -> SearchResult:
-        """The same search under other overrides, on what was priced. Raises as `run` does."""
+        """Search under other overrides, with the same prices. Raises as `run` does."""
         return self.like(overrides=overrides).run()
 
     def _arguments(self) -> dict[str, Any]:
-        own = {"objective": self.objective, "time_limit_s": self.time_limit_s}
-        return super()._arguments() | own
+        more = {"objective": self.objective, "time_limit_s": self.time_limit_s}
+        return super()._arguments() | more
 
     @property
     def phases_s(self) -> Mapping[str, float]:
@@ -95,32 +118,26 @@ class Search(Drafter):
     def run(self) -> SearchResult:
         """Search everything; raises `InfeasibleError` or `OverrideError` where nothing holds. After
         the time limit a first plan is still looked for where it is likely."""
-        with self.programs.time.until(self.programs.time.after(self.time_limit_s)):
-            found = self._attempt()
-            if found is None:
+        limit, limit_s = self.programs.time, self.time_limit_s
+        with limit.until(limit.after(limit_s)):
+            bounds_s = None if limit_s is None else max(limit_s * BOUNDS_SHARE, BOUNDS_S)
+            with limit.until(limit.after(bounds_s)):
+                meshes = self._effort.timed("bounds", self._meshes)
+                self._effort.late()
+            try:
+                result = self._searched(meshes)
+            finally:
+                self.programs.forget_hurried()
+            if result is None:
                 raise failure(self, self.drafts)
-            return found
-
-    def _attempt(self) -> SearchResult | None:
-        """`run`; None where no plan that was written out fits."""
-        limit, given_s = self.programs.time, self.time_limit_s
-        ends_s = limit.after(given_s)
-        bounds_s = None if given_s is None else max(given_s * BOUNDS_SHARE, BOUNDS_S)
-        with limit.until(limit.after(bounds_s)):
-            meshes = self._effort.timed("bounds", self._meshes)
-            self._effort.late()
-        try:
-            with limit.until(ends_s):
-                return self._searched(meshes)
-        finally:
-            self.programs.forget_hurried()
+            return result
 
     def _meshes(self) -> list[MeshChoice]:
         counts = self.space.microbatch_counts()
         return [choice for m in counts for choice in self.equal.mesh_choices(m)]
 
     def _searched(self, meshes: Sequence[MeshChoice]) -> SearchResult | None:
-        """The search, on these meshes."""
+        """The search, on these meshes; None where no plan that was written out fits."""
         timed = self._effort.timed
         equal_s = min((choice.bound_s for choice in meshes), default=math.inf)
         self._explore(meshes)
@@ -129,9 +146,7 @@ class Search(Drafter):
         self._explore(between)
         if self._effort.late() and self._limit() == math.inf:
             self._leanest()
-        different_s = math.inf
-        if self.space.may_differ:
-            different_s = self._unequal(self.space.tried_counts())
+        different_s = self._unequal(self.space.tried_counts() if self.space.may_differ else ())
         chosen = timed("write out", self._written)
         if not chosen:
             return None
@@ -157,13 +172,13 @@ class Search(Drafter):
         ]
 
     def equal_bound_s(self, result: SearchResult) -> float:
-        """No plan with equal stages takes less, but for the chosen one: a closer bound than that of
-        the result, which takes seconds to find."""
+        """Lower bound on the step of plans with equal stages, but for the chosen one: closer than
+        that of the result, and seconds of work."""
         if result.best.evaluation.priced[0].setting.validated:  # its devices don't begin together
             return result.bound_s
-        found_s = min([result.best.step_time_s, *(d.step_time_s for d in result.drafts if d.fits)])
+        best_s = min([result.best.step_time_s, *(d.step_time_s for d in result.drafts if d.fits)])
         bounds = Bounds(space=self.space, equal=self.equal)
-        return bounds.of_equal(result.meshes, found_s, self.programs.time.over)
+        return bounds.of_equal(result.meshes, best_s, self.programs.time.over)
 
     def _limit(self) -> float:
         """Weighed step time to beat."""
@@ -175,7 +190,7 @@ class Search(Drafter):
 
     # --- equal stages ---
 
-    def _explore(self, choices: Iterable[MeshChoice]) -> None:
+    def _explore(self, choices: Sequence[MeshChoice]) -> None:
         """Draft the best plans on these meshes."""
         self._explorer.explore(Queue(choices))
         self.equal.forget()
@@ -187,8 +202,7 @@ class Search(Drafter):
                 self._explorer.explore(Queue([choice]))
 
     def _between(self) -> list[MeshChoice]:
-        """The mesh of the best draft with the numbers of micro-batches that thinning left out next
-        to its own."""
+        """The best draft's mesh with the untried numbers of micro-batches next to its own."""
         best = self._best_draft()
         if best is None:
             return []
@@ -203,34 +217,28 @@ class Search(Drafter):
     # --- different meshes ---
 
     def _unequal(self, counts: Sequence[int]) -> float:
-        """Run the inter-op DP where it may still win; no plan with different meshes takes less than
-        what is returned."""
-        waiting = []
-        for m in counts:
-            meshes = self.unequal.fitting(m)
-            if meshes:
-                waiting.append((float(self.unequal.bounds(m, meshes).min()), m, meshes))
-        left = sorted(waiting)
-        while left and not self._effort.late():
+        """Run the inter-op DP where it may win; lower bound on steps with different meshes."""
+        meshes = {m: fitting for m in counts if (fitting := self.unequal.fitting(m))}
+        bounds_s = {m: float(self.unequal.bounds(m, meshes[m]).min()) for m in meshes}
+        waiting = sorted(meshes, key=lambda m: (bounds_s[m], m))
+        while waiting and not self._effort.late():
             near = self._near_best(counts)
-            tried = [own for own in left if own[1] in near and own[0] < self._limit()]
+            tried = [m for m in waiting if m in near and bounds_s[m] < self._limit()]
             if not tried:
                 break
-            for own in tried:
-                left.remove(own)
-                bound, m, meshes = own
-                if bound < self._limit() and not self._effort.late():
-                    self._effort.timed("inter-op DP", self._dp, m, meshes)
-        return min((bound for bound, _, _ in waiting), default=math.inf)
+            for m in tried:
+                waiting.remove(m)
+                if bounds_s[m] < self._limit() and not self._effort.late():
+                    self._effort.timed("inter-op DP", self._dp, m, meshes[m])
+        return min(bounds_s.values(), default=math.inf)
 
     def _near_best(self, counts: Sequence[int]) -> Sequence[int]:
-        """Of many numbers of micro-batches those next to the best draft's: there the stage DP may
-        find a better plan, if anywhere."""
+        """Numbers of micro-batches next to the best draft's, where they are many."""
         best = self._best_draft()
         if best is None or len(counts) <= ALL_COUNTS or len(self.equal.cuts) <= FEW_CUTS:
             return counts
-        own = math.log(best.plan.num_microbatches)
-        return sorted(counts, key=lambda m: abs(math.log(m) - own))[:NEAR_COUNTS]
+        log = math.log(best.plan.num_microbatches)
+        return sorted(counts, key=lambda m: abs(math.log(m) - log))[:NEAR_COUNTS]
 
     def _dp(self, m: int, meshes: Sequence[Mesh]) -> None:
         """The best cuts with different meshes for m micro-batches become drafts."""
@@ -250,23 +258,21 @@ class Search(Drafter):
             solution = self.unequal.solve(names, table, m, cutoff_s, deadline)
             if solution is None:
                 continue
-            for own in self.space.schedules(len(solution.stages), m):
-                stages = None
-                if own.each == 1:
-                    stages = self.unequal.stage_drafts(solution, options, own)
-                self.drafts += [] if stages is None else [self.simulated(stages, own)]
+            for pipeline in self.space.schedules(len(solution.stages), m):
+                if pipeline.each == 1 and (
+                    stages := self.unequal.stage_drafts(solution, options, pipeline)
+                ):
+                    self.drafts.append(self.simulated(stages, pipeline))
 
     # --- the answer ---
 
     def _written(self) -> list[Candidate | PlanDraft]:
         """The best plan, written out, then the fastest others of different shapes. Written out, a
         plan may take a little longer than its draft, as whole blocks are recomputed or sent, or
-        less, as some come back: drafts are written until none left is better than the best of them,
+        less, as some come back: drafts are written until no other is better than the best of them,
         or a few more where the fastest plan is asked for."""
-        fitting, kept = [d for d in self.drafts if d.fits], dict[Any, PlanDraft]()
-        for draft in sorted(fitting, key=order):
-            kept.setdefault(shape(draft), draft)
-        written, refused = list[tuple[float, Candidate, PlanDraft]](), list[PlanDraft]()
+        fitting = [d for d in self.drafts if d.fits]
+        written, refused = list[tuple[float, Candidate, PlanDraft]](), set[int]()
         for number_s, draft in self.taste.judged(fitting):
             more_s = WRITTEN_LESS * (not self.taste.robust and len(written) < MOST_WRITTEN)
             if written and written[0][0] <= number_s * (1 - more_s):
@@ -275,58 +281,54 @@ class Search(Drafter):
             if candidate.fits:
                 longer = candidate.step_time_s / draft.step_time_s
                 written.append((longer * number_s, candidate, draft))
-                written.sort(key=lambda own: own[0])
+                written.sort(key=lambda entry: entry[0])
             else:
-                refused.append(draft)
+                refused.add(id(draft))
         if not written:
             return []
-        _, first, own = written[0]
-        others = [d for d in kept.values() if all(d is not x for x in refused)]
-        found: list[Candidate | PlanDraft] = [first]
-        return [*found, *(d for d in others if shape(d) != shape(own))][:MAX_KEPT]
+        _, best, chosen = written[0]
+        fastest = dict[Any, PlanDraft]()
+        for draft in sorted(fitting, key=order):
+            fastest.setdefault(shape(draft), draft)
+        fastest.pop(shape(chosen))
+        others = (d for d in fastest.values() if id(d) not in refused)
+        return [best, *islice(others, MAX_KEPT - 1)]
 
     def _certify(self, best: Candidate) -> dict[str, Certificate]:
         """An independent proof of the block programs on the chosen meshes: the whole integer
         program of each class, with whole tensors at both ends and nothing forced."""
-        found: dict[str, Certificate] = {}
-        limit = self.programs.time
+        proofs: dict[str, Certificate] = {}
+        limit, plan, graph = self.programs.time, best.plan, self.problem.graph
         if limit.over():
-            return found
-        graph = self.problem.graph
-        if check_plan(best.plan, graph, self.problem.factors) != best.assignments:
+            return proofs
+        if check_plan(plan, graph, self.problem.factors) != best.assignments:
             raise AssertionError("the plan as written does not give the solved shardings back")
-        for stage in best.plan.stages:
+        for stage in plan.stages:
             if stage.tp == 1 or limit.over():
                 continue
-            plan = best.plan
             batch = Batch(rows=plan.microbatch_rows / stage.dp, microbatches=plan.num_microbatches)
             mesh = replace(stage.mesh, spread=1)
             chain = self.programs.chain(self.programs.coster.setting(mesh, batch))
             classes: set[str] = set()
             for block, table in zip(graph.blocks, chain.tables, strict=True):
-                new = block.class_id not in classes and len(found) < MAX_PROOFS
+                new = block.class_id not in classes and len(proofs) < MAX_PROOFS
                 if block.name in stage.blocks and new and table is not None and table.proved:
                     classes.add(block.class_id)
-                    index = boundary_index(table, 0, 0)
-                    left_s = min(CORE_S, limit.left_s())
-                    proof = table.certify(index, left_s) if index in table.choices else None
+                    index, seconds = boundary_index(table, 0, 0), min(CORE_S, limit.left_s())
+                    proof = table.certify(index, seconds) if index in table.choices else None
                     if proof is not None:
-                        found.setdefault(block.name, proof)
-        return found
+                        proofs.setdefault(block.name, proof)
+        return proofs
 
 
 # --- failure --------------------------------------------------------------------------------------
 
-# Why a search found no plan: memory is short, or the overrides leave nothing to choose from. What
-# would help is looked for where somebody asks (`planner/alternatives/ways_out.py`).
-
-
-LATE_MESHES = 2  # of those that need least memory, looked at when the time is over
+# Reasons why a search has no plan: memory is short, or the overrides leave nothing to choose from.
+# Ways out are looked for where somebody asks (`planner/alternatives/ways_out.py`).
 
 
 def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | OverrideError:
-    """The error to raise where none of the `drafts` fits: by how much the closest plan does not; or
-    which override leaves no plan."""
+    """The error where no draft fits: the closest plan's shortfall, or the override at fault."""
     cluster = drafter.problem.cluster
     if drafter.programs.time.over():
         return _late(drafter)
@@ -355,15 +357,14 @@ def failure(drafter: Drafter, drafts: Sequence[PlanDraft]) -> InfeasibleError | 
 
 
 def _late(drafter: Drafter) -> InfeasibleError:
-    """What is known when the time was over before a plan was found."""
-    said = f"no plan was found in the time given on {drafter.problem.cluster.describe()}"
-    choices = least_memory_choices(drafter.space)[:LATE_MESHES]
-    need = least_memory(drafter.equal, choices)
+    """The error where the time was over before there was a plan."""
+    late = f"no plan was found in the time given on {drafter.problem.cluster.describe()}"
+    need = least_memory(drafter.equal, least_memory_choices(drafter.space)[:LATE_MESHES])
     if need is None or need.excess_bytes <= 0:
-        return InfeasibleError(f"{said}; give it more: time_limit_s", ())
+        return InfeasibleError(f"{late}; give it more: time_limit_s", ())
     groups, mesh, lacks = need.choice.groups, need.choice.mesh, need.excess_bytes
     return InfeasibleError(
-        f"{said}: {groups} equal stages on dp{mesh.dp}×tp{mesh.tp}, the leanest looked "
+        f"{late}: {groups} equal stages on dp{mesh.dp}×tp{mesh.tp}, the leanest looked "
         f"at, lack {sized(lacks)} a device; with more time (time_limit_s) the "
         f"way out is looked for",
         (lacks,),
@@ -378,9 +379,9 @@ def _obstacle(drafter: Drafter) -> str:
         return f"cp can't split the model's sequences: {drafter.problem.factors.tokens.why}"
     if over.uniform("zero") == 1:
         meshes = [mesh for m in space.microbatch_counts() for mesh in drafter.unequal.meshes(m)]
-        whole = {space.undivided(mesh) for mesh in meshes if mesh.dp * mesh.cp > 1}
-        if whole and None not in whole:
-            return f"zero=1 can't divide {min(filter(None, whole))} among the data axis"
+        undivided = {space.undivided(mesh) for mesh in meshes if mesh.dp * mesh.cp > 1}
+        if undivided and None not in undivided:
+            return f"zero=1 can't divide {min(filter(None, undivided))} among the data axis"
     if devices > 1 and space.own_draws:
         return space.own_draws
     if space.unshared_experts and any((ep or 1) > 1 for ep in over.ep):
@@ -411,10 +412,10 @@ def _obstacle(drafter: Drafter) -> str:
 def _closest(
     drafter: Drafter, drafts: Sequence[PlanDraft]
 ) -> tuple[float, Sequence[float], str] | None:
-    """Of the plan that comes closest to fitting, the bytes that its fullest stage and each of its
-    stages lack, and how it runs; None where there is no plan at all."""
+    """The closest plan to fitting: the bytes that its fullest stage and each of its stages lack,
+    and its description; None where there is no plan at all."""
     unequal = drafter.unequal
-    found: list[tuple[float, Sequence[float], str]] = []
+    plans: list[tuple[float, Sequence[float], str]] = []
     for m in drafter.space.microbatch_counts():
         setups = unequal.setups(m, unequal.meshes(m), math.inf)
         if not setups:
@@ -423,14 +424,14 @@ def _closest(
         short = unequal.shortfall(table, m)
         if short is not None:
             how = f"{len(short.stages)} stages, {m} micro-batches"
-            found.append((short.excess_bytes, short.stage_excess_bytes, how))
+            plans.append((short.excess_bytes, short.stage_excess_bytes, how))
     for draft in drafts:
         peaks = draft.evaluation.prediction.peak_memory_bytes
         lacking = [max(0.0, peak - drafter.space.memory_bytes) for peak in peaks]
-        found.append((max(lacking), lacking, describe(draft.evaluation.plan)))
+        plans.append((max(lacking), lacking, describe(draft.plan)))
     if any(draft.lacks_bytes > 0 for draft in drafts):  # what the table says fits was tried
-        found = [one for one in found if one[0] > 0]
-    closest = min(found, key=lambda item: item[0], default=None)
+        plans = [plan for plan in plans if plan[0] > 0]
+    closest = min(plans, key=lambda plan: plan[0], default=None)
     if closest is not None and closest[0] <= 0:  # but not under the schedules that are left
         need = least_memory(drafter.equal, least_memory_choices(drafter.space))
         if need is not None and need.excess_bytes > 0:
@@ -447,27 +448,27 @@ def _together(drafter: Drafter) -> str:
 
 
 def _host(drafter: Drafter, drafts: Sequence[PlanDraft]) -> str:
-    """Why host memory doesn't help."""
+    """The reason why host memory doesn't help."""
     cluster, tried = drafter.problem.cluster, drafter.space.most_away
     if cluster.host is None or not tried or tried == drafter.space.reliefs[0].host:
         return ""
     part, host = tried.states, cluster.host
-    said = f" With {'all' if part == 1 else f'{part:.0%}'} of the optimizer states "
-    said += f"{'and all weights ' if tried.weights else ''}in host memory"
-    said += f"{' and files on flash' if tried.files else ''} nothing fits, either"
-    lacks = [draft.evaluation.prediction for draft in drafts]
-    short = [p.host_shortfall(cluster) for p in lacks if p.host_shortfall(cluster)]
-    filed = [p.flash_shortfall(cluster) for p in lacks if p.flash_shortfall(cluster)]
+    text = f" With {'all' if part == 1 else f'{part:.0%}'} of the optimizer states "
+    text += f"{'and all weights ' if tried.weights else ''}in host memory"
+    text += f"{' and files on flash' if tried.files else ''} nothing fits, either"
+    steps = [draft.evaluation.prediction for draft in drafts]
+    short = min(filter(None, (step.host_shortfall(cluster) for step in steps)), default=None)
+    filed = min(filter(None, (step.flash_shortfall(cluster) for step in steps)), default=None)
     if part < 1:
         lacking = host.room_bytes * (1 / part - 1)
-        said += f": for all of them a host lacks {sized(lacking)}"
+        text += f": for all of them a host lacks {sized(lacking)}"
     elif short:
-        said += f": the closest plan lacks {sized(min(short))} of a host's memory"
+        text += f": the closest plan lacks {sized(short)} of a host's memory"
     elif filed:
-        said += f": the closest plan lacks {sized(min(filed))} of a node's flash"
-    said += f" ({sized(host.room_bytes)} a node"
-    said += f", {sized(host.flash_room_bytes)} of flash)" if host.has_flash else ")"
-    return f"{said}."
+        text += f": the closest plan lacks {sized(filed)} of a node's flash"
+    text += f" ({sized(host.room_bytes)} a node"
+    text += f", {sized(host.flash_room_bytes)} of flash)" if host.has_flash else ")"
+    return f"{text}."
 
 
 def _margin(drafter: Drafter) -> str:

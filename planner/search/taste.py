@@ -1,4 +1,4 @@
-"""Taste: one number by which plans are compared, and how simple each is.
+"""Taste: one number by which plans are compared, of their price and simplicity.
 
 A price has errors, the same for all plans on a cluster: of computing by the fraction e_c, of what
 stays in a node by e_x, of the data axis' collectives by e_x and half as much again for every
@@ -33,9 +33,8 @@ from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.drafts import Candidate, Combination, PlanDraft, Waiting
 from meshwright.planner.plan import Plan, StagePlan
 from meshwright.planner.pricing import StageCoster, price_stages
-from meshwright.profiles.cluster import Cluster
 
-QUANTILE = 0.84  # standard deviations: a normal variable is below with 80 %
+QUANTILE = 0.84  # standard deviations: the 80 % quantile of a normal variable
 TIE = 0.045  # part of a step that prices can't tell apart
 RISK = 0.1  # of a step, what running out of memory costs: another plan, another start
 SEEN = 8  # plans whose quantiles tell how certain those of a problem are
@@ -45,10 +44,10 @@ MOST_JUDGED = 24  # plans whose quantile is simulated at most, the fastest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looks:
-    """What is complicated about a plan: `axes` in use besides the data axis; different `meshes` and
-    `policies` of recompute; blocks by which stages are `uneven`, beyond one; whether its
-    schedule is `common`, its device `groups` and stages on `each`; how ZeRO divides, on ranks that
-    are `spread`; kinds of parts in host memory (`away`); whether steps are `validated` afterwards;
+    """Complications of a plan: `axes` in use besides the data axis; different `meshes` and
+    `policies` of recompute; blocks by which stages are `uneven`, beyond one; whether its schedule
+    is `common`, its device `groups` and stages on `each`; `sharing` of states, on ranks that are
+    `spread`; kinds of parts in host memory (`away`); whether steps are `validated` afterwards;
     blocks in segments; the part of a device that is `filled`. Before stages are cut, the least that
     may be."""
 
@@ -74,42 +73,42 @@ class Looks:
         return min(1.0, sum(self.parts()))
 
     def parts(self) -> list[float]:
-        """That of each of `COMPLICATIONS`."""
+        """The part of each of `COMPLICATIONS`."""
         return [part * count(self) for part, _, count in COMPLICATIONS]
 
 
-def _parted(own: Looks) -> int:
-    return own.sharing.extras + (own.spread > 1)
-
-
-# the part of a tie that each costs, what is said of the simpler plan, and how many a plan has;
+# the part of a tie that each costs, words about the simpler plan, and how many a plan has;
 # measured sweeps set axes, tensor-parallel ranks and micro-batches (docs/measurements.md, "Regret")
 COMPLICATIONS: tuple[tuple[float, str, Callable[[Looks], float]], ...] = (
     (
         0.7,
         "has as many micro-batches as pipeline stages",
-        lambda own: own.groups > 1 and own.num_microbatches < own.groups,
+        lambda it: it.groups > 1 and it.num_microbatches < it.groups,
     ),
-    (0.35, "has nothing in host memory", lambda own: own.away > 0),
-    (0.24, "uses fewer axes besides the data axis", lambda own: own.axes),
-    (0.45, "undoes no steps", lambda own: own.validated),
-    (0.2, "has fewer different meshes", lambda own: own.meshes - 1),
-    (0.15, "keeps to a common pipeline schedule", lambda own: own.groups > 1 and not own.common),
-    (0.15, "shares ZeRO's states among all data ranks and lays ranks side by side", _parted),
-    (0.07, "divides less by ZeRO", lambda own: (0, 2, 2.5, 3)[own.sharing.zero]),
-    (0.07, "has fewer kinds of parts in host memory", lambda own: max(0, own.away - 1)),
-    (0.07, "has fewer different recompute policies", lambda own: own.policies - 1),
-    (0.07, "runs its blocks again one by one", lambda own: own.segmented),
-    (0.03, "fills less of a device's memory", lambda own: own.filled),
-    (0.03, "has a smaller tensor-parallel degree", lambda own: math.log2(own.tp)),
-    (0.03, "has fewer virtual stages", lambda own: math.log2(own.each)),
-    (0.03, "cuts the blocks more evenly", lambda own: own.uneven),
-    (0.015, "takes fewer micro-batches", lambda own: math.log2(own.num_microbatches)),
+    (0.35, "has nothing in host memory", lambda it: it.away > 0),
+    (0.24, "uses fewer axes besides the data axis", lambda it: it.axes),
+    (0.45, "undoes no steps", lambda it: it.validated),
+    (0.2, "has fewer different meshes", lambda it: it.meshes - 1),
+    (0.15, "keeps to a common pipeline schedule", lambda it: it.groups > 1 and not it.common),
+    (
+        0.15,
+        "shares ZeRO's states among all data ranks and lays ranks side by side",
+        lambda it: it.sharing.extras + (it.spread > 1),
+    ),
+    (0.07, "divides less by ZeRO", lambda it: (0, 2, 2.5, 3)[it.sharing.zero]),
+    (0.07, "has fewer kinds of parts in host memory", lambda it: max(0, it.away - 1)),
+    (0.07, "has fewer different recompute policies", lambda it: it.policies - 1),
+    (0.07, "runs its blocks again one by one", lambda it: it.segmented),
+    (0.03, "fills less of a device's memory", lambda it: it.filled),
+    (0.03, "has a smaller tensor-parallel degree", lambda it: math.log2(it.tp)),
+    (0.03, "has fewer virtual stages", lambda it: math.log2(it.each)),
+    (0.03, "cuts the blocks more evenly", lambda it: it.uneven),
+    (0.015, "takes fewer micro-batches", lambda it: math.log2(it.num_microbatches)),
 )
 
 
 def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
-    """Those of a plan whose fullest device holds so many bytes."""
+    """Looks of a plan whose fullest device holds so many bytes."""
     stages, groups = plan.stages, len(plan.devices)
     blocks, first = [len(stage.blocks) for stage in stages], stages[0]
     return Looks(
@@ -132,30 +131,28 @@ def looks_of(plan: Plan, peak_bytes: float, memory_bytes: float) -> Looks:
 
 
 def looks_ahead(one: Combination | Waiting) -> Looks:
-    """The least that plans of a combination may look like."""
+    """The simplest looks that plans of a combination may have."""
     setup = one.setup
-    return min(
-        (
-            Looks(
-                axes=axes_of([setup.mesh], own.num_devices),
-                tp=setup.mesh.tp,
-                groups=own.num_devices,
-                each=own.each,
-                common=own.record.standard,
-                num_microbatches=own.num_microbatches,
-                sharing=setup.sharing,
-                spread=setup.mesh.spread,
-                away=len(setup.setting.host.kinds),
-                validated=setup.validated,
-            )
-            for own in one.offered
-        ),
-        key=lambda own: own.complexity,
+    looks = (
+        Looks(
+            axes=axes_of([setup.mesh], pipeline.num_devices),
+            tp=setup.mesh.tp,
+            groups=pipeline.num_devices,
+            each=pipeline.each,
+            common=pipeline.record.standard,
+            num_microbatches=pipeline.num_microbatches,
+            sharing=setup.sharing,
+            spread=setup.mesh.spread,
+            away=len(setup.setting.host.kinds),
+            validated=setup.validated,
+        )
+        for pipeline in one.offered
     )
+    return min(looks, key=lambda it: it.complexity)
 
 
 def why_simpler(ours: Looks, theirs: Looks) -> str:
-    """What makes a plan simpler than another one, most of all; empty where it is not simpler."""
+    """The main reason why a plan is simpler than another one; empty where it is not."""
     if ours.complexity >= theirs.complexity:
         return ""
     less = [b - a for a, b in zip(ours.parts(), theirs.parts(), strict=True)]
@@ -163,15 +160,14 @@ def why_simpler(ours: Looks, theirs: Looks) -> str:
 
 
 def mesh_of(stage: StagePlan) -> tuple[Any, ...]:
-    """The degrees of a stage and how ZeRO divides on it."""
-    degrees = stage.dp, stage.cp, stage.tp, stage.ep
-    return *degrees, *stage.order
+    """The degrees of a stage and its sharing."""
+    return stage.dp, stage.cp, stage.tp, stage.ep, *stage.order
 
 
 def axes_of(meshes: Sequence[Mesh] | Sequence[StagePlan], groups: int) -> int:
     """Axes in use besides the data axis, on so many device groups."""
-    own = (any(getattr(mesh, axis) > 1 for mesh in meshes) for axis in ("tp", "cp", "ep"))
-    return (groups > 1) + sum(own)
+    axes = (any(getattr(mesh, axis) > 1 for mesh in meshes) for axis in ("tp", "cp", "ep"))
+    return (groups > 1) + sum(axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,71 +180,67 @@ class Taste:
     _numbers: dict[int, tuple[PlanDraft, float]] = field(default_factory=dict)
 
     def ahead(self, one: Combination | Waiting) -> float:
-        """By what the seconds of a combination are multiplied at least."""
+        """Least weight of the seconds of a combination."""
         return 1 + TIE * looks_ahead(one).complexity if self.robust else 1.0
 
-    def weight(self, found: PlanDraft | Candidate) -> float:
-        """By what the seconds of a plan are multiplied."""
-        return 1 + TIE * self.looks(found).complexity if self.robust else 1.0
+    def weight(self, plan: PlanDraft | Candidate) -> float:
+        """Weight of the seconds of a plan."""
+        return 1 + TIE * self.looks(plan).complexity if self.robust else 1.0
 
-    def looks(self, found: PlanDraft | Candidate) -> Looks:
-        """Those of a draft or a plan."""
-        peak = found.evaluation.prediction.fullest_bytes
-        return looks_of(found.plan, peak, self.coster.cluster.device.memory_bytes)
+    def looks(self, plan: PlanDraft | Candidate) -> Looks:
+        """Looks of a draft or a plan."""
+        peak = plan.evaluation.prediction.fullest_bytes
+        return looks_of(plan.plan, peak, self.coster.cluster.device.memory_bytes)
 
     def number_s(self, draft: PlanDraft) -> float:
         """The number of a draft, in seconds."""
         if not self.robust:
             return draft.step_time_s
         if id(draft) not in self._numbers:
-            probable = draft.evaluation.prediction.memory_probability(self.coster.cluster)
-            risk = 1 + RISK * (1 - probable)
+            risk = 1 + RISK * (1 - self._probability(draft))
             self._numbers[id(draft)] = draft, quantile_s(draft, self.coster) * risk
         return self._numbers[id(draft)][1] * self.weight(draft)
 
-    def limit_s(self, draft: PlanDraft) -> float:
-        """Weighed seconds of which a plan that is better than a draft takes less: its number is
-        larger by no smaller part than if it only computed, or than those of the drafts seen."""
-        return self.number_s(draft) / self.least_ratio
+    def _probability(self, draft: PlanDraft) -> float:
+        """Probability that a draft fits."""
+        return draft.evaluation.prediction.memory_probability(self.coster.cluster)
 
-    @property
-    def least_ratio(self) -> float:
-        """The least of plans' numbers over their weighed seconds."""
+    def limit_s(self, draft: PlanDraft) -> float:
+        """Limit on the weighed seconds of plans that are better than a draft: numbers exceed them
+        by no smaller part than if plans only computed, or than those of the drafts seen."""
+        number_s = self.number_s(draft)
         if len(self._numbers) < SEEN:
-            return 1 + QUANTILE * compute_error(self.coster.cluster.device.name) * self.robust
-        return min(own / draft.step_time_s for draft, own in self._numbers.values())
+            error = QUANTILE * compute_error(self.coster.cluster.device.name) * self.robust
+            return number_s / (1 + error)
+        return number_s / min(n / seen.step_time_s for seen, n in self._numbers.values())
 
     def wants_room(self, draft: PlanDraft, limit_s: float) -> bool:
-        """Whether a draft that is better than those before, of which the limit comes, may gain by
-        leaving more of its devices' memory free."""
-        if not self.robust or self.weight(draft) * draft.step_time_s >= limit_s:
-            return False
-        return draft.evaluation.prediction.memory_probability(self.coster.cluster) < CERTAIN
+        """Whether a draft below the limit may gain by leaving more of its devices' memory free."""
+        better = self.robust and self.weight(draft) * draft.step_time_s < limit_s
+        return better and self._probability(draft) < CERTAIN
 
     def judged(self, drafts: Sequence[PlanDraft]) -> list[tuple[float, PlanDraft]]:
-        """The drafts in the order in which they should be chosen, each with its number: of those
-        that may be best exactly, and behind them the rest by what they take as it is weighed."""
-        weighed = sorted(((self.weight(d) * d.step_time_s, d) for d in drafts), key=_first)
-        found, limit_s = list[tuple[float, PlanDraft]](), math.inf
-        for own, draft in weighed:
-            if own > limit_s or len(found) == MOST_JUDGED:
+        """The drafts in the order in which they should be chosen, each with its number: exact for
+        those that may be best, behind them the rest by their weighed seconds."""
+        weighed = [(self.weight(draft) * draft.step_time_s, draft) for draft in drafts]
+        weighed.sort(key=lambda pair: (pair[0], order(pair[1])))
+        judged, limit_s = list[tuple[float, PlanDraft]](), math.inf
+        for weighed_s, draft in weighed:
+            if weighed_s > limit_s or len(judged) == MOST_JUDGED:
                 break
-            found.append((self.number_s(draft), draft))
+            judged.append((self.number_s(draft), draft))
             limit_s = min(limit_s, self.limit_s(draft))
-        rest = weighed[len(found) :]
-        found.sort(key=lambda own: (own[0], sum(self.looks(own[1]).parts()), order(own[1])))
-        last = max((number for number, _ in found), default=0.0)
-        return found + [(max(last, own), d) for own, d in rest]
-
-
-def _first(own: tuple[float, PlanDraft]) -> tuple[Any, ...]:
-    return own[0], order(own[1])
+        rest = weighed[len(judged) :]
+        judged.sort(key=lambda pair: (pair[0], sum(self.looks(pair[1]).parts()), order(pair[1])))
+        last = max((number for number, _ in judged), default=0.0)
+        return judged + [(max(last, weighed_s), draft) for weighed_s, draft in rest]
 
 
 def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
     """The quantile of a draft's step time over the errors of its price, in seconds."""
-    own, plan = draft.step_time_s, draft.evaluation.plan
-    nodes = max(_nodes(stage, coster.cluster) for stage in plan.stages)
+    expected_s, plan = draft.step_time_s, draft.evaluation.plan
+    node = coster.cluster.devices_per_node
+    nodes = max(len({rank // node for rank in stage.ranks}) for stage in plan.stages)
     across = COMMUNICATION_ERROR * (1 + math.log2(nodes) / 2)
 
     def step_s(
@@ -272,22 +264,17 @@ def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
         step_s(communication=COMMUNICATION_ERROR, data=across),
         *[step_s(host=HOST_ERROR)] * any(stage.host for stage in plan.stages),
     ]
-    return own + QUANTILE * math.hypot(*(seconds - own for seconds in more))
+    return expected_s + QUANTILE * math.hypot(*(seconds - expected_s for seconds in more))
 
 
-def _nodes(stage: StagePlan, cluster: Cluster) -> int:
-    """Nodes that a stage's ranks lie on."""
-    return len({rank // cluster.devices_per_node for rank in stage.ranks})
-
-
-def order(found: PlanDraft | Candidate) -> tuple[Any, ...]:
-    """Fastest first; of equal ones the same one first in every run."""
-    plan = found.evaluation.plan
+def order(draft: PlanDraft | Candidate) -> tuple[Any, ...]:
+    """Key by step time; of equal plans the same one comes first in every run."""
+    plan = draft.plan
     stages = [(*mesh_of(stage), len(stage.blocks)) for stage in plan.stages]
-    return found.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
+    return draft.step_time_s, len(stages), plan.schedule, plan.num_microbatches, stages
 
 
 def shape(draft: PlanDraft) -> tuple[Any, ...]:
-    """What makes a plan another one for a reader: more than micro-batches."""
-    plan = draft.evaluation.plan
+    """Key of plans that are the same for a reader: they differ in micro-batches at most."""
+    plan = draft.plan
     return plan.schedule, *((*mesh_of(stage), stage.policies[0]) for stage in plan.stages)

@@ -1,11 +1,11 @@
 """The chain of a model's blocks in one setting, composed into every possible stage.
 
 A block's table gives its seconds for every pair of boundary states. Those of a stage are the
-min-plus product of its blocks' tables, from replicated to replicated on the tensor axis (that is
-how tensors cross stages). Stages of n blocks are made from those of n-1, all at once, and carry
-their sums (seconds, parameters, saved bytes) along. Stages of the same blocks one after the other
-are the same run: 96 equal layers have 4,656 stages and 96 runs. Only the pairs of states that some
-run's best path takes are ever priced in detail.
+min-plus product of its blocks' tables, from replicated to replicated on the tensor axis, as tensors
+cross stages. Stages of n blocks are made from those of n-1, all at once, and carry their sums
+(seconds, parameters, saved bytes) along. Stages of the same blocks are one run: 96 equal layers
+have 4,656 stages and 96 runs. Only the pairs of states that some run's best path takes are ever
+priced in detail.
 
 Shapes: N runs, K blocks, C boundaries where stages may start and end, S boundary states at most.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -61,9 +61,9 @@ Steps: TypeAlias = tuple[Ints, Ints, Ints]
 
 @lru_cache(maxsize=8)
 def _steps(kinds: tuple[int, ...]) -> tuple[Sequence[Steps], NDArray[np.int32]]:
-    """How longer runs of pieces of these kinds are made from shorter ones: of the distinct runs of
-    each length the run that is one piece shorter, the kind of piece added and the first place of
-    such a run, each (runs,); and the `index` of `Runs`."""
+    """Steps from shorter to longer runs of pieces of these kinds: for the distinct runs of each
+    length the run that is one piece shorter, the kind of piece added and the first place of such a
+    run, each (runs,); and the `index` of `Runs`."""
     row, count, different = np.array(kinds), len(kinds), max(kinds) + 1
     index = np.zeros((count + 1, count + 1), dtype=np.int32)
     of_start = np.zeros(count, dtype=np.int64)  # the run of this length from each start
@@ -79,7 +79,7 @@ def _steps(kinds: tuple[int, ...]) -> tuple[Sequence[Steps], NDArray[np.int32]]:
     return by_length, index
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Chain:
     """The K blocks of a model in one setting and mode, solved.
 
@@ -87,10 +87,9 @@ class Chain:
     recompute policies that the user decided; blocks of one of the `kinds`, numbered from 0 in the
     order of their first, have both and the numbers of states at their ends in common. `cuts` are
     the states that each of the K+1 boundaries may have, `send_s` (K+1,) the seconds to send the
-    activations there, `typical_send_s` their median. Parameters that several blocks read are
-    `stored` in one state; `shared` has, of each, which blocks read it and the sums and seconds of
-    one copy. `price` gives the sums of a block between two boundary states. Stages start and end
-    `at` C of the boundaries; the blocks
+    activations there. Parameters that several blocks read are `stored` in one state; `shared` has,
+    of each, which blocks read it and the sums and seconds of one copy. `price` gives the sums of a
+    block between two boundary states. Stages start and end `at` C of the boundaries; the blocks
     between two of those are a piece.
     """
 
@@ -106,30 +105,32 @@ class Chain:
     send_s: Floats
     shared: Sequence[tuple[Sequence[bool], Sums, float]]
     price: Callable[[BlockTable, tuple[int, ...]], Sums]
-    costs: list[Floats] = field(init=False)
-    typical_send_s: float = field(init=False)
     # kind of block and its two boundary states: its sums
     _parts: dict[tuple[int, int, int], Sums] = field(default_factory=dict, init=False)
     # number of a block and its two boundary states
     _assignments: dict[tuple[int, int, int], Assignment] = field(default_factory=dict, init=False)
     _kinds: dict[int, Kind] = field(default_factory=dict, init=False)
     _typical: dict[int, Sums] = field(default_factory=dict, init=False)
-    _whole: Sums | None = field(default=None, init=False)
-    _runs: Runs | None = field(default=None, init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def costs(self) -> list[Floats]:
+        """(S, S): seconds of each block over its boundary states."""
         matrices: list[Floats] = []
         for j, (table, kind) in enumerate(zip(self.tables, self.kinds, strict=True)):
             if kind == len(matrices):
                 matrices.append(_matrix(table, len(self.cuts[j]), len(self.cuts[j + 1])))
-        self.costs = [matrices[kind] for kind in self.kinds]
-        self.typical_send_s = float(np.median(self.send_s))
+        return [matrices[kind] for kind in self.kinds]
+
+    @cached_property
+    def typical_send_s(self) -> float:
+        """The median of `send_s`."""
+        return float(np.median(self.send_s))
 
     # --- the whole model, roughly ---
 
     def typical(self, least: int = 1) -> Sums:
         """Sums over all blocks, each between the boundary states that are cheapest where blocks of
-        its kind follow each other; of the maxima those of kinds with so many blocks at `least`."""
+        its kind follow each other; maxima are those of kinds with so many blocks at `least`."""
         if least not in self._typical:
             total = Sums.zeros()
             for kind, count in Counter(self.kinds).items():
@@ -157,21 +158,19 @@ class Chain:
     def kinds_typical(self) -> list[Kind]:
         """The kinds of blocks, that of the last block last, each between the boundary states that
         are cheapest where blocks of its kind follow each other; none where nothing is legal."""
-        legal = (
-            k for k in Counter(self.kinds) if np.isfinite(self.costs[self.kinds.index(k)]).any()
-        )
+        costs = dict(zip(self.kinds, self.costs, strict=True))
+        legal = (kind for kind in costs if np.isfinite(costs[kind]).any())
         return [self._typical_of(k) for k in sorted(legal, key=lambda k: k == self.kinds[-1])]
 
     def typical_runs(self, ends: Sequence[int]) -> Runs:
-        """Roughly all stages that start and end at these boundaries, each a run of its own, from
+        """Approximate stages that start and end at these boundaries, each a run of its own, from
         the sums of typical blocks; `seconds` only tell which are legal: 0 or inf."""
         starts, stops = np.triu_indices(len(ends), 1)
         index = np.zeros((len(ends), len(ends)), dtype=np.int32)
         index[starts, stops] = np.arange(1, len(starts) + 1)
         # run 0 is no stage
-        first, last = (
-            np.concatenate([[at], np.array(ends)[own]]) for at, own in ((0, starts), (1, stops))
-        )
+        first = np.concatenate([[0], np.array(ends)[starts]])
+        last = np.concatenate([[1], np.array(ends)[stops]])
         blocks = Sums(np.stack([self._typical_of(kind).sums.array for kind in self.kinds]))
         copies, _ = self._copies(first, last)
         illegal = np.concatenate([[0], np.cumsum([not np.isfinite(c).any() for c in self.costs])])
@@ -185,20 +184,19 @@ class Chain:
 
     def whole(self) -> Sums:
         """Sums of all blocks as one stage."""
-        if self._whole is None:
-            states, count = self.path(0, len(self.tables)), Counter[tuple[int, int, int]]()
-            where: dict[tuple[int, int, int], int] = {}
-            for j, (s, t) in enumerate(pairwise(states)):
-                if not np.isfinite(self.costs[j][s, t]):  # nothing is legal
-                    return self.typical()
-                key = self.kinds[j], s, t
-                count[key] += 1
-                where.setdefault(key, j)
-            total = Sums.zeros()
-            for key, times in count.items():
-                total = total.then(self.parts(where[key], *key[1:]).times(times))
-            self._whole = total - self._counted_again()
-        return self._whole
+        return self._all_blocks
+
+    @cached_property
+    def _all_blocks(self) -> Sums:
+        where: dict[tuple[int, int, int], list[int]] = {}
+        for j, (s, t) in enumerate(pairwise(self.path(0, len(self.tables)))):
+            if not np.isfinite(self.costs[j][s, t]):  # nothing is legal
+                return self.typical()
+            where.setdefault((self.kinds[j], s, t), []).append(j)
+        total = Sums.zeros()
+        for (_, s, t), alike in where.items():
+            total = total.then(self.parts(alike[0], s, t).times(len(alike)))
+        return total - self._counted_again()
 
     def _counted_again(self) -> Sums:
         """Sums of shared parameters that one stage of all blocks counts more than once."""
@@ -220,12 +218,10 @@ class Chain:
             self._parts[key] = part.with_policy(policy) if policy else part
         return self._parts[key]
 
-    @property
+    @cached_property
     def runs(self) -> Runs:
         """All stages, replicated at both ends."""
-        if self._runs is None:
-            self._runs = self.runs_between(self.at)
-        return self._runs
+        return self.runs_between(self.at)
 
     @property
     def sums(self) -> Sums:
@@ -235,8 +231,7 @@ class Chain:
     @property
     def seconds(self) -> Floats:
         """(C, C): seconds per micro-batch, once-per-step work spread; inf where i >= j."""
-        seconds: Floats = self.runs.seconds[self.runs.index]
-        return seconds
+        return np.asarray(self.runs.seconds[self.runs.index])
 
     def runs_between(self, ends: Sequence[int]) -> Runs:
         """All stages that start and end at these boundaries, replicated at both ends."""
@@ -244,10 +239,10 @@ class Chain:
         pieces: list[_Piece] = []
         kinds: list[int] = []
         for start, stop in pairwise(ends):
-            own = numbers.setdefault(tuple(self.kinds[start:stop]), len(numbers))
-            if own == len(pieces):
+            number = numbers.setdefault(tuple(self.kinds[start:stop]), len(numbers))
+            if number == len(pieces):
                 pieces.append(_Piece(self, start, stop))
-            kinds.append(own)
+            kinds.append(number)
         by_length, index = _steps(tuple(kinds))
         most = max(max(piece.cost.shape) for piece in pieces)
         costs = np.full((len(pieces), most, most), np.inf)  # (kinds of pieces, S, S)
@@ -308,22 +303,22 @@ class Chain:
 
     def block_sums(self, start: int, stop: int) -> list[Sums]:
         """The sums of each block of a stage, on its best path."""
-        states = self.path(start, stop)
-        return [self.parts(j, states[j - start], states[j - start + 1]) for j in range(start, stop)]
+        states = pairwise(self.path(start, stop))
+        return [self.parts(j, s, t) for j, (s, t) in enumerate(states, start)]
 
     def assignments(self, start: int, stop: int) -> dict[str, Assignment]:
         """The assignments of a stage's blocks on its best path, by block name."""
         states = self.path(start, stop)
-        found: dict[str, Assignment] = {}
+        assignments: dict[str, Assignment] = {}
         for j, between in enumerate(pairwise(states), start):
             if (j, *between) not in self._assignments:
                 table = self.tables[j]
                 assert table is not None
-                own = table.program.assignment(table, boundary_index(table, *between))
-                made = translate(own, table.program.block, self.blocks[j])
-                self._assignments[j, *between] = made
-            found[self.blocks[j].name] = self._assignments[j, *between]
-        return found
+                choices = table.program.assignment(table, boundary_index(table, *between))
+                choices = translate(choices, table.program.block, self.blocks[j])
+                self._assignments[j, *between] = choices
+            assignments[self.blocks[j].name] = self._assignments[j, *between]
+        return assignments
 
 
 class _Piece:
@@ -337,11 +332,10 @@ class _Piece:
 
     def parts(self, s: int, t: int) -> Sums:
         """Sums of the piece between its boundary states s and t."""
-        states = self.chain.path(self.start, self.stop, s, t)
-        total = self.chain.parts(self.start, states[0], states[1])
-        for j in range(self.start + 1, self.stop):
-            k = j - self.start
-            total = total.then(self.chain.parts(j, states[k], states[k + 1]))
+        states = pairwise(self.chain.path(self.start, self.stop, s, t))
+        total = self.chain.parts(self.start, *next(states))
+        for j, between in enumerate(states, self.start + 1):
+            total = total.then(self.chain.parts(j, *between))
         return total
 
 

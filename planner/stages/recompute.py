@@ -1,9 +1,8 @@
-"""Which blocks of a stage to run again in the backward: the cheapest policies that fit in memory.
+"""Recompute policies of a stage's blocks: the cheapest that fit in memory.
 
-Of block b under policy p are known the device's and the host's seconds per micro-batch to run it
-again, s and h, and the bytes per micro-batch that it no longer keeps, r. With D and H the seconds
-of the stage's backward without recompute, k the bytes that the stage keeps of a micro-batch and
-`room` what there is for one:
+To run block b again under policy p takes s seconds of the device and h of the host per micro-batch,
+and frees r bytes per micro-batch. With D and H the seconds of the stage's backward without
+recompute, k the bytes that the stage keeps of a micro-batch and `room` those there are for one:
 
     minimise    max(D + Σ s[b, p(b)],  H + Σ h[b, p(b)])           (their sum where one follows
     subject to  k - Σ r[b, p(b)] <= room                            the other: on a CPU)
@@ -12,13 +11,13 @@ Equal blocks are interchangeable, so that the unknowns are counts per class.
 
 The knapsack is solved class by class over the splits of the class's blocks among policies: all of
 them where they are few, else those between two policies that are neighbours on the convex hull,
-within a block of the best. A part
-of a solution is dropped where even the relaxation of the rest (blocks may be divided) can't beat
-the best solution known; should more than `BEAM` be left, which takes several classes of many
-blocks, those of the least bound are kept, and the answer may be above the optimum by a part of one
-block. The relaxation replaces the maximum by λ (D + Σ s) + (1 - λ) (H + Σ h), which is no more than
-it for any 0 <= λ <= 1; then it is a fractional knapsack: steps between policies on the convex hull
-of each block's (bytes, seconds), the cheapest per byte first.
+within a block of the best. A part of a solution is dropped where even the relaxation of the rest
+(blocks may be divided) can't beat the best solution known; should more than `BEAM` be left, which
+takes several classes of many blocks, those of the least bound stay, and the answer may be above the
+optimum by a part of one block. The relaxation replaces the maximum by
+λ (D + Σ s) + (1 - λ) (H + Σ h), which is no more than it for any 0 <= λ <= 1; then it is a
+fractional knapsack: steps between policies on the convex hull of each block's (bytes, seconds), the
+cheapest per byte first.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ class _Class:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Steps:
-    """A fractional knapsack: the least cost without freeing anything more, what that frees, and
-    cumulated (bytes, cost) of steps from there, cheapest per byte first."""
+    """A fractional knapsack: the least cost without freeing anything more, the bytes that this
+    frees, and cumulated (bytes, cost) of steps from there, cheapest per byte first."""
 
     cost: float
     freed: float
@@ -72,8 +71,8 @@ class _Steps:
     def least(self, freed: Floats) -> Floats:
         """Least cost at which `freed` bytes are freed; inf where they can't be."""
         wanted = freed - self.freed
-        found = self.cost + np.interp(wanted, self.more_bytes, self.more_cost)
-        return np.where(wanted <= self.more_bytes[-1], found, np.inf)
+        cost = self.cost + np.interp(wanted, self.more_bytes, self.more_cost)
+        return np.where(wanted <= self.more_bytes[-1], cost, np.inf)
 
 
 def choose_policies(
@@ -92,66 +91,56 @@ def choose_policies(
     """
     if not blocks:
         return ()
-    table = np.array([_options(own, legal, device) for own in blocks])
+    table = np.array([_options(sums, legal, device) for sums in blocks])
     for b in last:
         table[b, :, 2] = [freed_bytes(blocks[b], policy, last=True) for policy in legal]
-    kept = sum(float(own.saved_bytes + own.input_bytes) for own in blocks)
-    base = np.array(
-        [
-            sum(float(own.backward_s) for own in blocks),
-            sum(float(own.backward_host_s) for own in blocks),
-        ]
-    )
-    base = base if device == "cuda" else np.array([base.sum(), -np.inf])
-    return _Knapsack(_classes(table, legal), base, kept - room_bytes).solve()
+    saved = sum(float(sums.saved_bytes + sums.input_bytes) for sums in blocks)
+    device_s = sum(float(sums.backward_s) for sums in blocks)
+    host_s = sum(float(sums.backward_host_s) for sums in blocks)
+    base = np.array([device_s, host_s] if device == "cuda" else [device_s + host_s, -np.inf])
+    return _Knapsack(_classes(table, legal), base, saved - room_bytes).solve()
 
 
 def freed_bytes(block: Sums, policy: str, *, last: bool) -> float:
-    """By how much less is held at the highest point of a backward with a block under a policy: if
-    it is the `last` of its stage, without what it makes again."""
-    own, none = block.recompute(policy), block.recompute("none")
-    more = np.maximum(own.excess[LATER] - none.excess[LATER], 0.0) * last
-    return max(0.0, float(own.freed_bytes - more))
+    """Bytes that a block under a policy frees at the highest point of a backward."""
+    repeated, none = block.recompute(policy), block.recompute("none")
+    more = np.maximum(repeated.excess[LATER] - none.excess[LATER], 0.0) * last
+    return max(0.0, float(repeated.freed_bytes - more))
 
 
 def _options(block: Sums, legal: Sequence[str], device: str) -> Floats:
     """(policies, 3): seconds, host seconds and bytes freed; on a CPU all seconds are the first."""
 
-    def values(own: Recompute) -> list[float]:
+    def option(policy: Recompute) -> list[float]:
         if device == "cuda":
-            return [float(own.seconds), float(own.host_s), float(own.freed_bytes)]
-        return [float(own.seconds + own.host_s), 0.0, float(own.freed_bytes)]
+            return [float(policy.seconds), float(policy.host_s), float(policy.freed_bytes)]
+        return [float(policy.seconds + policy.host_s), 0.0, float(policy.freed_bytes)]
 
-    return np.array([values(block.recompute(policy)) for policy in legal])
+    return np.array([option(block.recompute(policy)) for policy in legal])
 
 
 def _classes(table: Floats, legal: Sequence[str]) -> list[_Class]:
-    """Blocks by what their policies cost and free, most blocks first."""
+    """Classes of blocks whose policies cost and free the same, most blocks first."""
     alike: dict[bytes, list[int]] = {}
-    for b, own in enumerate(table):
-        alike.setdefault(own.tobytes(), []).append(b)
-    found = []
+    for b, options in enumerate(table):
+        alike.setdefault(options.tobytes(), []).append(b)
+    classes = []
     for members in alike.values():
         options = table[members[0]]
-        kept = _undominated(options)
-        found.append(
-            _Class(
-                members=tuple(members),
-                policies=tuple(legal[k] for k in kept),
-                options=options[kept],
-            )
-        )
-    return sorted(found, key=lambda each: -len(each.members))
+        best = _undominated(options)
+        policies = tuple(legal[k] for k in best)
+        classes.append(_Class(members=tuple(members), policies=policies, options=options[best]))
+    return sorted(classes, key=lambda blocks: -len(blocks.members))
 
 
 def _undominated(options: Floats) -> list[int]:
     """Options that no other is at least as good as in all; of equal ones the first."""
     as_costs = options * (1.0, 1.0, -1.0)
-    kept: list[int] = []
+    best: list[int] = []
     for k in sorted(range(len(options)), key=lambda k: (*as_costs[k], k)):
-        if not any((as_costs[j] <= as_costs[k]).all() for j in kept):
-            kept.append(k)
-    return kept
+        if not any((as_costs[j] <= as_costs[k]).all() for j in best):
+            best.append(k)
+    return best
 
 
 # --- the relaxation ------------------------------------------------------------------------------
@@ -161,8 +150,8 @@ def _relaxed(classes: Sequence[_Class], mix: Floats) -> _Steps:
     """The fractional knapsack of the blocks of these classes, their seconds weighed."""
     cost = freed = 0.0
     steps: list[tuple[float, float, float]] = [(0.0, 0.0, 0.0)]
-    for own in classes:
-        options, count = own.mixed(mix), len(own.members)
+    for blocks in classes:
+        options, count = blocks.mixed(mix), len(blocks.members)
         hull = options[lower_hull(options)].tolist()
         cost, freed = cost + count * hull[0][0], freed + count * hull[0][1]
         for (c0, f0), (c1, f1) in pairwise(hull):
@@ -185,7 +174,7 @@ class _Knapsack:
 
     def __init__(self, classes: Sequence[_Class], base: Floats, needed: float) -> None:
         self.classes, self.base, self.needed = classes, base, needed
-        most = sum(len(own.members) * own.options[:, :2].max(axis=0) for own in classes)
+        most = sum(len(c.members) * c.options[:, :2].max(axis=0) for c in classes)
         apart = base[0] - base[1]
         mixes = (1.0,) if apart >= most[1] else (0.0,) if apart <= -most[0] else MIXES
         self.mixes = [np.array([mix, 1.0 - mix]) for mix in mixes]
@@ -197,36 +186,35 @@ class _Knapsack:
         """The policy of each block, where there are any."""
         states = np.zeros((1, 3))
         trail: list[tuple[Ints, Ints]] = []
-        for k, own in enumerate(self.classes):
-            splits = self._splits(own)
-            merged = (states[:, None] + (splits @ own.options)[None]).reshape(-1, 3)
+        for k, blocks in enumerate(self.classes):
+            splits = self._splits(blocks)
+            merged = (states[:, None] + (splits @ blocks.options)[None]).reshape(-1, 3)
             bound = self._bound(merged, k + 1)
             known = self._rounded(merged[_least(bound, FEW)], k + 1)
-            kept = np.flatnonzero(np.isfinite(bound) & (bound <= known))
-            kept = kept[_front(merged[kept], bound[kept])]
-            kept = kept[_least(bound[kept], BEAM)]
-            states = merged[kept]
-            trail.append((kept // len(splits), splits[kept % len(splits)]))
+            beam = np.flatnonzero(np.isfinite(bound) & (bound <= known))
+            beam = beam[_front(merged[beam], bound[beam])]
+            beam = beam[_least(bound[beam], BEAM)]
+            states = merged[beam]
+            trail.append((beam // len(splits), splits[beam % len(splits)]))
         if not len(states):
             return None
         order = np.lexsort((-states[:, 2], states[:, 1], states[:, 0], self._seconds(states)))
         return self._policies(trail, int(order[0]))
 
-    def _splits(self, own: _Class) -> Ints:
+    def _splits(self, blocks: _Class) -> Ints:
         """(ways, policies): ways to share a class's blocks out to its policies."""
-        count, kinds = len(own.members), len(own.policies)
+        count, kinds = len(blocks.members), len(blocks.policies)
         if math.comb(count + kinds - 1, kinds - 1) <= WAYS:
             return _all_splits(count, kinds)
-        pairs = {pair for mix in self.mixes for pair in pairwise(lower_hull(own.mixed(mix)))}
+        pairs = {pair for mix in self.mixes for pair in pairwise(lower_hull(blocks.mixed(mix)))}
         few = _all_splits(count, 2)
-        found = np.zeros((len(pairs), len(few), kinds), dtype=int)
-        for own_pair, (a, b) in zip(found, sorted(pairs), strict=True):
-            own_pair[:, a], own_pair[:, b] = few[:, 0], few[:, 1]
-        return found.reshape(-1, kinds)
+        splits = np.zeros((len(pairs), len(few), kinds), dtype=int)
+        for split, pair in zip(splits, sorted(pairs), strict=True):
+            split[:, list(pair)] = few
+        return splits.reshape(-1, kinds)
 
     def _seconds(self, states: Floats) -> Floats:
-        seconds: Floats = (states[:, :2] + self.base).max(axis=1)
-        return seconds
+        return np.asarray((states[:, :2] + self.base).max(axis=1))
 
     def _bound(self, states: Floats, k: int) -> Floats:
         """Least seconds at which the classes from k on complete each state."""
@@ -234,40 +222,39 @@ class _Knapsack:
         if k == len(self.classes):
             return np.where(missing <= 0, self._seconds(states), np.inf)
         base = np.where(np.isfinite(self.base), self.base, 0.0)
-        found = np.full(len(states), -np.inf)
+        bound = np.full(len(states), -np.inf)
         for mix, rest in zip(self.mixes, self.rest[k], strict=True):
-            found = np.maximum(found, (states[:, :2] + base) @ mix + rest.least(missing))
-        return found * (1 - 1e-12)  # rounding drops nothing
+            bound = np.maximum(bound, (states[:, :2] + base) @ mix + rest.least(missing))
+        return bound * (1 - 1e-12)  # rounding drops nothing
 
     def _rounded(self, states: Floats, k: int) -> float:
-        """Seconds of a good solution: some state completed as the relaxation of the classes from k
-        on does, with the divided block taken whole."""
-        found = np.inf
+        """Seconds of a good solution: the relaxation from class k on, with divided blocks whole."""
+        best_s = np.inf
         for mix in self.mixes:
             done, steps = states, []
-            for own in self.classes[k:]:
-                costs = own.mixed(mix)
+            for blocks in self.classes[k:]:
+                costs, options, count = blocks.mixed(mix), blocks.options, len(blocks.members)
                 hull = lower_hull(costs)
-                done = done + len(own.members) * own.options[hull[0]]
+                done = done + count * options[hull[0]]
                 for a, b in pairwise(hull):
                     slope = (costs[b, 0] - costs[a, 0]) / (costs[b, 1] - costs[a, 1])
-                    steps.append((slope, len(own.members), own.options[b] - own.options[a]))
+                    steps.append((slope, count, options[b] - options[a]))
             for _, count, change in sorted(steps, key=lambda step: step[0]):
-                blocks = np.ceil((self.needed - done[:, 2]) / change[2])
-                done = done + np.clip(blocks, 0, count)[:, None] * change
+                more = np.ceil((self.needed - done[:, 2]) / change[2])
+                done = done + np.clip(more, 0, count)[:, None] * change
             enough = done[done[:, 2] >= self.needed]
-            found = min(found, float(self._seconds(enough).min(initial=np.inf)))
-        return found
+            best_s = min(best_s, float(self._seconds(enough).min(initial=np.inf)))
+        return best_s
 
     def _policies(self, trail: Sequence[tuple[Ints, Ints]], at: int) -> tuple[str, ...]:
         """Policies by block, traced back from state `at`; of equal blocks the first free most."""
-        found: dict[int, str] = {}
-        for own, (before, splits) in zip(reversed(self.classes), reversed(trail), strict=True):
-            most = sorted(range(len(own.policies)), key=lambda k: -own.options[k, 2])
-            names = [own.policies[k] for k in most for _ in range(int(splits[at][k]))]
-            found |= dict(zip(own.members, names, strict=True))
+        policies: dict[int, str] = {}
+        for blocks, (before, splits) in zip(reversed(self.classes), reversed(trail), strict=True):
+            most = sorted(range(len(blocks.policies)), key=lambda k: -blocks.options[k, 2])
+            names = [blocks.policies[k] for k in most for _ in range(int(splits[at][k]))]
+            policies |= zip(blocks.members, names, strict=True)
             at = int(before[at])
-        return tuple(found[b] for b in sorted(found))
+        return tuple(policies[b] for b in sorted(policies))
 
 
 @cache
@@ -287,9 +274,9 @@ def _least(values: Floats, count: int) -> Ints:
 def _front(states: Floats, bound: Floats) -> Ints:
     """Indices of the Pareto front of the states: distinct ones that none of the `FEW` of least
     bound is better than."""
-    _, kept = np.unique(states, axis=0, return_index=True)
-    costs = states[kept] * (1.0, 1.0, -1.0)
-    dominated = np.zeros(len(kept), dtype=bool)
-    for i in _least(bound[kept], FEW):
+    _, distinct = np.unique(states, axis=0, return_index=True)
+    costs = states[distinct] * (1.0, 1.0, -1.0)
+    dominated = np.zeros(len(distinct), dtype=bool)
+    for i in _least(bound[distinct], FEW):
         dominated |= (costs[i] <= costs).all(axis=1) & (costs[i] < costs).any(axis=1)
-    return kept[~dominated]
+    return distinct[~dominated]

@@ -11,8 +11,8 @@ fraction on the next level is a multiple of 1/n:
 where both bytes count what one recomputed block holds during its backward. Which blocks, and
 exactly how many, is decided for the chosen stages by `planner/stages/recompute.py`. On some levels
 blocks send what they save to host memory, as well. Behind the levels of single blocks come those of
-segments, in the order in which they are given, all of a
-stage's blocks on one or none: what they hold while they run again doesn't grow with h.
+segments, in the order in which they are given, all of a stage's blocks on one or none: the bytes
+that these hold while they run again don't grow with h.
 """
 
 from __future__ import annotations
@@ -51,10 +51,6 @@ class ChosenLevel:
     fraction: Floats
     fits: NDArray[np.bool_]
 
-    def lowest(self) -> ChosenLevel:
-        """Level 0 everywhere."""
-        return ChosenLevel(level=self.level * 0, fraction=self.fraction * 0.0, fits=self.fits)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeLevels:
@@ -83,8 +79,7 @@ class RecomputeLevels:
         level, fraction = np.zeros(done.shape, dtype=np.int64), np.zeros(done.shape)
         for k in range(1, len(self.costs)):
             low, high = self.costs[k - 1], self.costs[k]
-            above = used(high, high)
-            below = used(low, high)
+            above, below = used(high, high), used(low, high)
             here = ~done & np.asarray(fits(above, room_bytes))
             part = (below - room_bytes) / np.maximum(below - above, 1.0)
             blocks = self.blocks * per_device
@@ -107,13 +102,13 @@ class RecomputeLevels:
     def at(self, stage: Any, chosen: ChosenLevel) -> StageCosts[float]:
         """The costs of one stage on its chosen level; `stage` indexes the arrays."""
         k, part = int(chosen.level[stage]), float(chosen.fraction[stage])
-        found = of_one(self.costs[k], stage)
-        return found if not part else mixed(found, of_one(self.costs[k + 1], stage), part)
+        low = of_one(self.costs[k], stage)
+        return low if not part else mixed(low, of_one(self.costs[k + 1], stage), part)
 
     @cached_property
     def _rows(self) -> Floats:
         """(levels, costs, ...)."""
-        return np.stack([as_rows(own) for own in self.costs])
+        return np.stack([as_rows(costs) for costs in self.costs])
 
 
 def recompute_levels(
@@ -127,45 +122,44 @@ def recompute_levels(
     the blocks `sends` its activations on some of them."""
     if setting.mesh.tp == 1:  # nothing is gathered
         policies = [policy for policy in policies if policy not in REGATHERING] or policies
-    each = [policy for policy in policies if segment_policy(policy)[1] == 1]
-    kept, costs = list[tuple[str, float]](), list[StageCosts[Floats]]()
-    if each:
-        again = sums.recompute_by(each)
-        ways = [setting]
+    single = [policy for policy in policies if segment_policy(policy)[1] == 1]
+    levels, costs = list[tuple[str, float]](), list[StageCosts[Floats]]()
+    if single:
+        again, ways = sums.recompute_by(single), [setting]
         if sends:
-            host = replace(setting.host, activations=sends)
-            ways.append(replace(setting, host=host))
+            ways.append(replace(setting, host=replace(setting.host, activations=sends)))
         rows = np.concatenate([as_rows(stage_costs(sums, way, again)) for way in ways], axis=1)
-        found = of_rows(rows)
-        seconds = found.backward_s + found.forward_s * (sends > 0)
-        saved = found.activation_bytes + found.later_bytes * (sends > 0)
-        options = (values.reshape(len(rows[0]), -1).sum(axis=1) for values in (seconds, -saved))
-        hull = lower_hull(np.column_stack([*options]))
-        levels = [(policy, part) for part in (0.0, sends)[: len(ways)] for policy in each]
-        kept, costs = [levels[k] for k in hull], [of_rows(rows[:, k]) for k in hull]
-    grouped = [policy for policy in policies if policy not in each]
+        of_options = of_rows(rows)
+        seconds = of_options.backward_s + of_options.forward_s * (sends > 0)
+        saved = of_options.activation_bytes + of_options.later_bytes * (sends > 0)
+        totals = (stages.reshape(len(rows[0]), -1).sum(axis=1) for stages in (seconds, -saved))
+        hull = lower_hull(np.column_stack([*totals]))
+        options = [(policy, part) for part in (0.0, sends)[: len(ways)] for policy in single]
+        levels, costs = [options[k] for k in hull], [of_rows(rows[:, k]) for k in hull]
+    grouped = [policy for policy in policies if policy not in single]
     if grouped:
         rows = as_rows(stage_costs(sums, setting, sums.recompute_by(grouped)))
         costs += [of_rows(rows[:, k]) for k in range(len(grouped))]
+    levels += [(policy, 0.0) for policy in grouped]
     return RecomputeLevels(
-        policies=(*(policy for policy, _ in kept), *grouped),
-        sent=(*(part for _, part in kept), *[0.0] * len(grouped)),
+        policies=tuple(policy for policy, _ in levels),
+        sent=tuple(part for _, part in levels),
         costs=tuple(costs),
         blocks=np.maximum(blocks, 1),
     )
 
 
 def lower_hull(options: Floats) -> list[int]:
-    """Of (cost, bytes freed) options those on the lower convex hull, from the cheapest on."""
-    found: list[int] = []
+    """Options, (cost, bytes freed), on the lower convex hull, from the cheapest on."""
+    hull: list[int] = []
     for k in sorted(range(len(options)), key=lambda k: (options[k, 0], -options[k, 1], k)):
         cost, freed = options[k]
-        if found and freed <= options[found[-1], 1] + 1e-9 * abs(freed):
+        if hull and freed <= options[hull[-1], 1] + 1e-9 * abs(freed):
             continue
-        while len(found) > 1:
-            (c0, f0), (c1, f1) = options[found[-2]], options[found[-1]]
+        while len(hull) > 1:
+            (c0, f0), (c1, f1) = options[hull[-2]], options[hull[-1]]
             if (c1 - c0) * (freed - f1) < (cost - c1) * (f1 - f0):
                 break
-            found.pop()
-        found.append(k)
-    return found
+            hull.pop()
+        hull.append(k)
+    return hull

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -23,20 +23,20 @@ from meshwright.profiles.inputs import MeshwrightError
 class FakeBatch:
     """A batch as fake tensors of `rows` rows, made under `mode`.
 
-    `leaves` and `spec` are its pytree, numbers that are carried being 0-dim tensors; `inputs`
-    gives, for each tensor among the leaves, its path and whether dim 0 is the batch; `numbers` the
-    kind of each that is a number, by path; `fixed` the other entries by path. `asked` collects the
-    numbers whose value was needed. `scale` is `rows` over the rows of the user's sample.
+    `leaves` and `spec` are its pytree, numbers that are carried being 0-dim tensors; `inputs` has
+    the path of each tensor among the leaves and whether dim 0 is the batch, `numbers` the kind of
+    numbers by path, `fixed` the other entries by path. `asked` collects the numbers whose value was
+    needed. `scale` is `rows` over the rows of the user's sample.
     """
 
     mode: FakeTensorMode
-    leaves: tuple[Any, ...]
     spec: Any
-    inputs: tuple[tuple[str, bool], ...]
     rows: int
     scale: float
-    numbers: Mapping[str, type] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    leaves: list[Any] = field(default_factory=list)
+    inputs: list[tuple[str, bool]] = field(default_factory=list)
+    numbers: dict[str, type] = field(default_factory=dict)
+    fixed: dict[str, Any] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
 
     @staticmethod
@@ -45,21 +45,15 @@ class FakeBatch:
     ) -> FakeBatch:
         """The user's sample with `batch_size` rows (None: its own). Its floating tensors are in
         float32, which no compute `dtype` rounds, or in `dtype` where they are in half precision;
-        numbers are carried as inputs but for those at the paths `fix`.
-
-        Raises ValueError where it holds no tensor with a batch dim or a numpy array, or for less
-        than one row.
-        """
+        numbers are carried as inputs but for those at the paths `fix`. Raises ValueError for no
+        tensor with a batch dim, a numpy array, or less than one row."""
         sample_rows = batch_rows(example_inputs)
         rows = sample_rows if batch_size is None else batch_size
         if rows < 1:
             raise MeshwrightError.refused("batch_size", batch_size, legal="an integer from 1")
-        mode = FakeTensorMode()
         named, spec = input_leaves(example_inputs)
-        inputs: list[tuple[str, bool]] = []
-        leaves: list[Any] = []
-        numbers: dict[str, type] = {}
-        fixed: dict[str, Any] = {}
+        scale = rows / sample_rows
+        batch = FakeBatch(mode=FakeTensorMode(), spec=spec, rows=rows, scale=scale)
         for path, leaf in named:
             if isinstance(leaf, np.ndarray):
                 raise MeshwrightError(
@@ -68,31 +62,21 @@ class FakeBatch:
                     legal="tensors",
                     way_out="pass torch.from_numpy of it",
                 )
-            if is_number(leaf) and path not in fix:
-                numbers[path] = float if isinstance(leaf, float) else int
-                inputs.append((path, False))
-                with mode:
-                    leaves.append(torch.zeros((), dtype=DTYPES[numbers[path]]))
-                continue
-            if not isinstance(leaf, torch.Tensor):
-                fixed[path] = leaf
-                leaves.append(leaf)
-                continue
-            batched = leaf.dim() > 0 and leaf.shape[0] == sample_rows
-            shape = (rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
-            inputs.append((path, batched))
-            with mode:
-                leaves.append(torch.empty(shape, dtype=_traced_dtype(leaf.dtype, dtype)))
-        return FakeBatch(
-            mode=mode,
-            leaves=tuple(leaves),
-            spec=spec,
-            inputs=tuple(inputs),
-            rows=rows,
-            scale=rows / sample_rows,
-            numbers=numbers,
-            fixed=fixed,
-        )
+            with batch.mode:
+                if is_number(leaf) and path not in fix:
+                    kind = batch.numbers[path] = float if isinstance(leaf, float) else int
+                    batch.inputs.append((path, False))
+                    batch.leaves.append(torch.zeros((), dtype=DTYPES[kind]))
+                elif isinstance(leaf, torch.Tensor):
+                    batched = leaf.dim() > 0 and leaf.shape[0] == sample_rows
+                    shape = (rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
+                    traced_dtype = _traced_dtype(leaf.dtype, dtype)
+                    batch.inputs.append((path, batched))
+                    batch.leaves.append(torch.empty(shape, dtype=traced_dtype))
+                else:
+                    batch.fixed[path] = leaf
+                    batch.leaves.append(leaf)
+        return batch
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -101,19 +85,19 @@ class FakeBatch:
     def filled(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The batch in the user's structure, with these in the place of its tensors, and numbers
         that pass for Python's."""
-        given = (
+        inputs = (
             Number(x, self.numbers[path], path, self.asked) if path in self.numbers else x
             for x, (path, _) in zip(tensors, self.inputs, strict=True)
         )
-        leaves = [next(given) if isinstance(x, torch.Tensor) else x for x in self.leaves]
+        leaves = [next(inputs) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
 
 
-def _traced_dtype(given: torch.dtype, compute: torch.dtype) -> torch.dtype:
+def _traced_dtype(dtype: torch.dtype, compute: torch.dtype) -> torch.dtype:
     """The dtype in which a tensor of the batch is traced."""
-    if not given.is_floating_point:
-        return given
-    return torch.float32 if given.itemsize >= torch.float32.itemsize else compute
+    if not dtype.is_floating_point:
+        return dtype
+    return torch.float32 if dtype.itemsize >= torch.float32.itemsize else compute
 
 
 def check_call(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None) -> None:
@@ -123,9 +107,9 @@ def check_call(model: nn.Module, batch: Any, loss_fn: Callable[..., Any] | None)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        given = sorted(map(str, kwargs)) if kwargs else f"{len(args)} positional"
+        entries = sorted(map(str, kwargs)) if kwargs else f"{len(args)} positional"
         raise MeshwrightError(
-            f" do not fit {type(model).__name__}.forward: {error}. Given: {given}",
+            f" do not fit {type(model).__name__}.forward: {error}. Given: {entries}",
             place="example_inputs",
             legal=f"its parameters, {list(signature.parameters)}",
             way_out=(
@@ -152,11 +136,10 @@ class NumberNeeded(TraceError):
 class Number:
     """A number of `kind`, whose value is the 0-dim `tensor`; `path` is its place in the batch.
 
-    To `isinstance` it is a number. It takes part in arithmetic with tensors and numbers, by torch's
-    promotion rules (a 0-dim tensor changes no dtype of its own kind, as a Python number doesn't),
-    so that the graph reads it as an input. Whatever asks for its value (`range(n)`, `if beta > 0`,
-    an argument that takes no tensor) raises `NumberNeeded`, which is also noted in `asked`, should
-    the model's code catch it; the trace starts again with the number fixed.
+    To `isinstance` it is a number. In arithmetic with tensors and numbers, by torch's promotion
+    rules, the graph reads it as an input. Whatever asks for its value (`range(n)`, `if beta > 0`,
+    an argument that takes no tensor) raises `NumberNeeded`, also noted in `asked`, should the
+    model's code catch it; the trace starts again with the number fixed.
     """
 
     def __init__(self, tensor: torch.Tensor, kind: type, path: str, asked: set[str]) -> None:
@@ -183,7 +166,7 @@ class Number:
         return func(*args, **kwargs)
 
     def with_value(self, tensor: torch.Tensor) -> Number:
-        """What arithmetic with plain numbers alone gives."""
+        """The number that arithmetic with plain numbers alone gives."""
         kind = float if tensor.is_floating_point() else int
         return Number(tensor, kind, self.path, self.asked)
 
@@ -200,9 +183,9 @@ def _calculate(name: str, *, reflected: bool) -> Callable[[Number, Any], Any]:
         plain = type(other) is Number or isinstance(other, (bool, int, float))
         if not plain and not isinstance(other, torch.Tensor):
             return NotImplemented
-        left, right = self.tensor, tensor_of(other)
-        result = function(right, left) if reflected else function(left, right)
-        return self.with_value(result) if plain else result
+        operands = self.tensor, tensor_of(other)
+        tensor = function(*(reversed(operands) if reflected else operands))
+        return self.with_value(tensor) if plain else tensor
 
     return calculate
 

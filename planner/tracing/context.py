@@ -1,5 +1,4 @@
-"""Context managers of a trace: hidden operators and draws are opened or refused, torch is quiet,
-caches of functions are emptied; and the explanation of an export that failed."""
+"""Context managers of a trace, and the explanation of an export that failed."""
 
 from __future__ import annotations
 
@@ -69,15 +68,10 @@ def recorded_gradients() -> Iterator[None]:
     """Context in which constructs that hide operators from autograd are opened, kept as leaves or
     refused.
 
-    Reentrant checkpointing runs its function under no_grad: it is called directly (recompute is the
-    planner's own choice). A custom autograd.Function would be traced by its forward alone and get
-    wrong gradients, and the hooks of a tensor would be run on none. CTC's loss, whose workspace
-    depends on the values of lengths, is a leaf.
+    Reentrant checkpointing, which runs its function under no_grad, calls it directly (recompute is
+    the planner's own choice). A custom autograd.Function would get wrong gradients, and hooks of a
+    tensor would be lost. CTC's loss, whose workspace depends on the values of lengths, is a leaf.
     """
-
-    def run(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        return function(*args)
-
     apply = vars(torch.autograd.Function)["apply"].__func__
 
     def keep(cls: type, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +80,8 @@ def recorded_gradients() -> Iterator[None]:
             return apply(cls, *args, **kwargs)
         return trace.function(cls, args, kwargs)
 
-    direct = type("Direct", (), {"apply": staticmethod(run)})
+    run = staticmethod(lambda function, preserve, *args: function(*args))
+    direct = type("Direct", (), {"apply": run})
     with (
         mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", direct),
         mock.patch.object(torch.autograd.Function, "apply", classmethod(keep)),
@@ -115,8 +110,8 @@ def refused_draws() -> AbstractContextManager[None]:
     `numpy.random`, or makes a new one without a seed, raises TraceError: a trace has one outcome of
     them for ever."""
 
-    def refusal(module: ModuleType, name: str, *given: Any) -> TraceError | None:
-        if name == "default_rng" and any(x is not None for x in given):  # a seed
+    def refusal(module: ModuleType, name: str, *arguments: Any) -> TraceError | None:
+        if name == "default_rng" and any(x is not None for x in arguments):  # a seed
             return None
         return _drawn(f"{calling_place()} the forward calls {module.__name__}.{name}")
 
@@ -193,9 +188,8 @@ def quiet() -> Iterator[None]:
         "torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export",
         "torch._subclasses.fake_tensor",
     ]  # fmt: skip
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, names)}
+    for logger in levels:
         logger.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), redirect_stderr(io.StringIO()) as printed:
@@ -203,7 +197,7 @@ def quiet() -> Iterator[None]:
             yield
         log.debug("torch printed: %s", printed.getvalue())
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 
@@ -224,10 +218,7 @@ def explain(error: Exception) -> str:
     )
 
 
-# --- what functions keep -------------------------------------------------------------------------
-#
-# Results that the user's functions keep (`functools.lru_cache`): those of a trace are of no use to
-# a later call.
+# --- caches of functions (`functools.lru_cache`) -------------------------------------------------
 
 
 CACHE = functools._lru_cache_wrapper
@@ -239,14 +230,14 @@ _installed: WeakKeyDictionary[ModuleType, list[Any]] = WeakKeyDictionary()
 @contextmanager
 def emptied_caches(*roots: object) -> Iterator[None]:
     """Context after which no cache holds fake tensors: those that do are emptied, of the functions
-    and classes of all modules, and of what can be reached from `roots`. Nothing is looked for among
-    all objects, which are millions in a process that has done more than this."""
+    and classes of all modules, and of objects reached from `roots`. All objects of a process are
+    too many to look through."""
     try:
         yield
     finally:
-        for found in (*_in_modules(), *_reached(roots)):
-            if _holds_fake(gc.get_referents(found)):
-                found.cache_clear()
+        for cache in (*_in_modules(), *_reached(roots)):
+            if _holds_fake(gc.get_referents(cache)):
+                cache.cache_clear()
 
 
 def _in_modules() -> Iterator[Any]:
@@ -256,10 +247,10 @@ def _in_modules() -> Iterator[Any]:
             continue
         if "site-packages" not in (getattr(module, "__file__", None) or ""):
             yield from _of_module(name, module)
-            continue
-        if module not in _installed:  # whose functions stay
-            _installed[module] = [*_of_module(name, module)]
-        yield from _installed[module]
+        else:  # whose functions stay
+            if module not in _installed:
+                _installed[module] = [*_of_module(name, module)]
+            yield from _installed[module]
 
 
 def _modules() -> list[tuple[str, ModuleType]]:
@@ -287,16 +278,12 @@ def _of_function(value: object) -> Iterator[Any]:
 
 def _reached(roots: tuple[object, ...]) -> Iterator[Any]:
     """The caches that objects hold, by whatever way that doesn't lead through a class or module."""
+    border = type | ModuleType | torch.Tensor
     seen: dict[int, object] = {id(vars(module)): module for _, module in _modules()}
     reached: list[object] = [roots]
     while reached:
-        new = {
-            id(x): x
-            for x in gc.get_referents(*reached)
-            if gc.is_tracked(x)
-            and id(x) not in seen
-            and not isinstance(x, type | ModuleType | torch.Tensor)
-        }
+        referents = [x for x in gc.get_referents(*reached) if gc.is_tracked(x)]
+        new = {id(x): x for x in referents if id(x) not in seen and not isinstance(x, border)}
         seen |= new
         reached = list(new.values())
         yield from (x for x in reached if type(x) is CACHE)

@@ -1,14 +1,10 @@
 """ExportedProgram -> Graph: plain operators on named values.
 
 Placeholders become inputs, parameters (tied ones once), buffers and constants. In-place writes
-become values (functionalization: `values/functional.py`). Regions are inlined: under `no_grad`
-nothing asks for a gradient, under `autocast` the casts that torch makes silently become operators.
-Operators that the loss does not need are dropped, and those that follow from raw inputs alone
-(masks, positions) are set apart as derived.
-
-A call that returns its operand unchanged is dropped; an in-place one gives its slot a new value;
-under autocast the operands are cast first; any other is one operator with the shapes that the
-export recorded in the node's metadata.
+become values (`values/functional.py`). Regions are inlined: under `no_grad` nothing asks for a
+gradient, under `autocast` the casts that torch makes silently become operators. A call that returns
+its operand unchanged is dropped, as is what the loss does not need; what follows from raw inputs
+alone (masks, positions) is set apart as derived.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.export import ExportedProgram
 
 from meshwright.costmodel.graph import (
     Graph,
@@ -31,7 +28,7 @@ from meshwright.costmodel.graph import (
     short_name,
     verify_graph,
 )
-from meshwright.costmodel.rules import Leaf, tagged, traits_of_target
+from meshwright.costmodel.rules import tagged, traits_of_target
 from meshwright.planner.errors import KeptTensors, TraceError
 from meshwright.planner.tracing.leaves import LEAF_OPERATORS
 from meshwright.planner.tracing.loss import LossModule
@@ -59,49 +56,60 @@ from meshwright.planner.tracing.values import (
 
 
 def convert(
-    program: torch.export.ExportedProgram,
+    program: ExportedProgram,
     module: LossModule,
     *,
     loss_fn: Any,
     autocast: bool,
     notes: tuple[str, ...],
 ) -> Graph:
-    """The Graph of an exported loss: `program` is the export of `module`, `loss_fn` the user's own.
-
-    `autocast` says whether it was exported under it. Raises `TraceError` with the user's source
-    line for what no operator stands for, and `Irregular` where similar layers prove to differ.
-    """
-    graph = _Converter(program, module, loss_fn, autocast).graph(notes)
+    """The Graph of `program`, the export of `module`, under `autocast` or not; `loss_fn` is the
+    user's. Raises `TraceError` with the user's source line for what no operator stands for, and
+    `Irregular` where similar layers prove to differ."""
+    graph = _Converter(program, module, loss_fn).graph(_Environment(autocast=autocast), notes)
     verify_graph(graph)
     return graph
+
+
+IGNORED_KWARGS = ("pin_memory", "layout")
+CASTS = ("to", "_to_copy", "type_as")
+BITS = ("aten.any.default", "aten.all.default")
+PROMOTE = frozenset({"cat", "stack", "where"})  # beside pointwise operators
+# may change nothing at one row alone: a class token's expand, the transpose of one row of one
+ARRANGES = RESHAPES | {
+    "expand", "expand_as", "broadcast_to", "transpose", "permute", "movedim", "swapaxes", "t",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Environment:
+    """An fx graph while it is converted: its nodes' slots, lists of slots or plain values, whether
+    gradients are recorded, and whether autocast is on."""
+
+    names: dict[str, Any] = field(default_factory=dict)
+    grad: bool = True
+    autocast: bool = False
+
+    def value(self, item: Any) -> Any:
+        return self.names[item.name] if isinstance(item, fx.Node) else item
 
 
 class _Converter:
     """The conversion of one program, node by node in topological order."""
 
-    def __init__(
-        self,
-        program: torch.export.ExportedProgram,
-        module: LossModule,
-        loss_fn: Any,
-        autocast: bool,
-    ) -> None:
-        self.program = program
-        self.module = module
-        self.loss_fn = loss_fn
-        self.autocast = autocast
+    def __init__(self, program: ExportedProgram, module: LossModule, loss_fn: Any) -> None:
+        self.program, self.module, self.loss_fn = program, module, loss_fn
         model = module.leaf_recorder.model  # the user's own
         # spared layers have theirs in the user's model, tensors carried like buffers in the copy
         buffers = (n for m in (model, module.model) for n, _ in m.named_buffers("", True, False))
         self.state = TracedState(model, list(dict.fromkeys(buffers)))
         self.builder, self.slots = self.state.builder, self.state.slots
         self.copies = CopiedCalls(self.state, model, module.stand_ins.groups)
-        self.calls = _Calls(self.copies, module.leaf_recorder.leaves)
+        self.leaves = module.leaf_recorder.leaves
         self.inputs: dict[str, str] = {}
         self.batched: set[str] = set()
 
-    def graph(self, notes: tuple[str, ...]) -> Graph:
-        environment = _Environment(autocast=self.autocast)
+    def graph(self, environment: _Environment, notes: tuple[str, ...]) -> Graph:
         self._placeholders(environment)
         loss, returned = self._results(self._run(self.program.graph_module, environment))
         self.copies.check()
@@ -124,7 +132,7 @@ class _Converter:
             )
         used = {n for op in (*derived, *ops) for n in (*op.operands, *op.results)}
         used |= {loss, *self.inputs, *updates}
-        made = {r for op in ops for r in op.results} - set(updates.values())
+        results = {r for op in ops for r in op.results} - set(updates.values())
         return Graph(
             values=_only(values, used),
             ops=tuple(ops),
@@ -141,7 +149,7 @@ class _Converter:
             notes=notes,
             fixed=self.module.batch.fixed,
             reads=self._reads(),
-            outputs=self._outputs(loss, returned, made),
+            outputs=self._outputs(loss, returned, results),
         )
 
     def _check_constants(self) -> None:
@@ -151,55 +159,54 @@ class _Converter:
             if self.slots.read(value) == value:
                 continue
             key = self.module.attribute_of(tensor)
-            if key is None:
-                raise TraceError(
-                    f"the forward writes to the tensor {value} in place, which is neither made in "
-                    "it nor a buffer: a plan would start every step from its first value; make it "
-                    "a buffer (register_buffer)"
-                )
-            raise KeptTensors(frozenset({key}))
+            if key is not None:
+                raise KeptTensors(frozenset({key}))
+            raise TraceError(
+                f"the forward writes to the tensor {value} in place, which is neither made in it "
+                "nor a buffer: a plan would start every step from its first value; make it a "
+                "buffer (register_buffer)"
+            )
 
     def _reads(self) -> tuple[Key, ...]:
-        """The attributes whose values are part of the graph. What a layer read, those traced by it
-        read too."""
+        """The attributes whose values are part of the graph; of spared layers those that the traced
+        one read."""
         watch = self.module.watch
-        found = [k for k in watch.reads if k not in watch.left and k[1] not in MEMORY_ONLY]
+        reads = [k for k in watch.reads if k not in watch.changed and k[1] not in MEMORY_ONLY]
         for group in self.module.stand_ins.groups:
-            inside = f"model.{group.traced[1]}"
-            own = [k for k in found if f"{k[0]}.".startswith(f"{inside}.")]
+            layer = f"model.{group.traced[1]}"
+            of_layer = [k for k in reads if f"{k[0]}.".startswith(f"{layer}.")]
             for member in group.spared:
-                found += [(k[0].replace(inside, f"model.{member}", 1), k[1]) for k in own]
+                reads += [(k[0].replace(layer, f"model.{member}", 1), k[1]) for k in of_layer]
         model = self.module.leaf_recorder.model
-        own_buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
         for fqn in self.state.buffers.values():
-            if fqn not in own_buffers:  # a tensor that is carried like one
+            if fqn not in buffers:  # a tensor that is carried like one
                 path, _, name = f"model.{fqn}".rpartition(".")
-                found.append((path, name))
-        return tuple(found)
+                reads.append((path, name))
+        return tuple(reads)
 
-    def _outputs(self, loss: str, returned: Sequence[Any], made: Collection[str]) -> Outputs:
-        """What the model returns, of the values `made` in the graph."""
-        told = self.module.returned
-        slots = iter(returned)
+    def _outputs(self, loss: str, returned: Sequence[Any], results: Collection[str]) -> Outputs:
+        """The model's output, of the graph's `results`."""
+        output, slots = self.module.returned, iter(returned)
         values: list[str | None] = []
-        for kind in told.kinds:
+        for kind in output.kinds:
             slot = next(slots) if kind == "tensor" else None
             value = self.slots.read(slot) if isinstance(slot, str) else None
-            values.append(loss if kind == "loss" else value if value in made else None)
-        return Outputs(paths=told.paths, values=tuple(values), spec=told.spec)
+            values.append(loss if kind == "loss" else value if value in results else None)
+        return Outputs(paths=output.paths, values=tuple(values), spec=output.spec)
 
     def _results(self, outputs: Any) -> tuple[str, list[Any]]:
         """The loss among the program's outputs, and what the model returns besides; the others are
         new values of buffers."""
-        found: list[Any] = []
+        returned: list[Any] = []
         for spec, output in zip(self.program.graph_signature.output_specs, outputs, strict=True):
             if spec.kind.name == "USER_OUTPUT":
-                found.append(output)
+                returned.append(output)
             elif spec.kind.name == "BUFFER_MUTATION":
                 fqn = str(spec.target).removeprefix("model.")
                 buffer = next(b for b, name in self.state.buffers.items() if name == fqn)
                 self.slots.write(buffer, self.slots.read(output), Origin())
-        loss, *returned = found
+        loss = returned.pop(0)
         if isinstance(loss, Unknown):
             raise loss.error()
         assert isinstance(loss, str), "the wrapper returns the loss first"
@@ -208,16 +215,12 @@ class _Converter:
             value = self.builder.add("aten.reshape.default", (Ref(value), []), {}, Origin())[0]
         return value, returned
 
-    # --- placeholders ---
-
     def _placeholders(self, environment: _Environment) -> None:
         signature = self.program.graph_signature  # which looks through all of it at each question
         parameters, buffers = signature.inputs_to_parameters, signature.inputs_to_buffers
         constants = signature.inputs_to_lifted_tensor_constants
         user_inputs = iter(self.module.batch.inputs)
-        for node in self.program.graph.nodes:
-            if node.op != "placeholder":
-                continue
+        for node in self.program.graph.find_nodes(op="placeholder"):
             name = node.name
             if name in parameters:
                 slot = self._parameter(parameters[name])
@@ -247,8 +250,6 @@ class _Converter:
             return self.state.constant(node.name, tensor.detach().to(meta.dtype), meta)
         return self.state.buffer(path.removeprefix("model."), node.name, meta)
 
-    # --- nodes ---
-
     def _run(self, module: fx.GraphModule, environment: _Environment) -> Any:
         """Convert one fx graph whose placeholders `environment` binds; its output."""
         for node in module.graph.nodes:
@@ -266,12 +267,11 @@ class _Converter:
         raise AssertionError("a graph without output")
 
     def _call(self, node: fx.Node, environment: _Environment) -> Any:
-        """What a call's node stands for: a slot, slots, or a plain value."""
+        """The slot, slots or plain value of a call."""
         target = node.target
         if target in MARKS:
-            tensors, member, *rest = tuple[Any, ...](node.args)
-            slots = [environment.value(n) for n in tensors]
-            return self.copies.mark(target, slots, member, *rest[:1])
+            tensors, *rest = tuple[Any, ...](node.args)
+            return self.copies.mark(target, [environment.value(n) for n in tensors], *rest[:2])
         operands = [environment.value(n) for n in node.all_input_nodes]
         unknown = next((u for u in operands if isinstance(u, Unknown)), None)
         if unknown is not None:
@@ -280,7 +280,7 @@ class _Converter:
             return environment.value(node.args[0])[node.args[1]]
         if isinstance(target, torch._ops.HigherOrderOperator):
             return self._inline(node, environment)
-        return self.calls.convert(node, environment)
+        return self._convert(node, environment)
 
     def _inline(self, node: fx.Node, environment: _Environment) -> Any:
         """A region's body in place: `wrap_with_set_grad_enabled`, `wrap_with_autocast`."""
@@ -303,54 +303,16 @@ class _Converter:
                 "region with plain tensor operations"
             )
         module = environment.value(body)
-        placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+        placeholders = module.graph.find_nodes(op="placeholder")
         for placeholder, arg in zip(placeholders, args, strict=True):
             inner.names[placeholder.name] = environment.value(arg)
         return self._run(module, inner)
 
+    # --- calls ---
 
-def _only(names: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in names.items() if name in used}
-
-
-# --- calls ---------------------------------------------------------------------------------------
-
-
-IGNORED_KWARGS = ("pin_memory", "layout")
-CASTS = ("to", "_to_copy", "type_as")
-BITS = ("aten.any.default", "aten.all.default")
-PROMOTE = frozenset({"cat", "stack", "where"})  # beside pointwise operators
-# may change nothing at one row alone: a class token's expand, the transpose of one row of one
-ARRANGES = RESHAPES | {
-    "expand", "expand_as", "broadcast_to", "transpose", "permute", "movedim", "swapaxes", "t",
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Environment:
-    """An fx graph while it is converted: what its nodes stand for (slots, lists of slots, plain
-    values), whether gradients are recorded, and whether autocast is on."""
-
-    names: dict[str, Any] = field(default_factory=dict)
-    grad: bool = True
-    autocast: bool = False
-
-    def value(self, item: Any) -> Any:
-        return self.names[item.name] if isinstance(item, fx.Node) else item
-
-
-class _Calls:
-    """Appends the calls of a program to the graph that is being built."""
-
-    def __init__(self, copies: CopiedCalls, leaves: Sequence[Leaf]) -> None:
-        self.copies, self.leaves = copies, leaves
-        self.state, self.builder, self.slots = copies.state, copies.builder, copies.slots
-
-    def convert(self, node: fx.Node, environment: _Environment) -> Any:
-        """What the node stands for: a slot, a list of slots, `Unknown`, or None for an assertion.
-
-        Raises `TraceError` for a write, or a gradient, that the graph can't express.
-        """
+    def _convert(self, node: fx.Node, environment: _Environment) -> Any:
+        """The slot or list of slots of a node, `Unknown`, or None for an assertion. Raises
+        `TraceError` for a write, or a gradient, that the graph can't express."""
         if node.target in LEAF_OPERATORS:
             return self._leaf(node, environment)
         target = str(node.target)
@@ -372,18 +334,15 @@ class _Calls:
             sources: Any = node.args[0]
             if all(n.meta["val"].shape == shape for n in node.all_input_nodes):
                 return fx.map_arg(sources, environment.value)
-            return [self._expanded(n, shape, node, environment) for n in sources]
+            slots = []
+            for source in sources:
+                args = (Ref(self.slots.read(environment.value(source))), list(shape))
+                (value,) = self.builder.add(
+                    "aten.expand.default", args, {}, _origin(node), grad=environment.grad
+                )
+                slots.append(self.slots.new(value))
+            return slots
         return self._operator(node, environment, results)
-
-    def _expanded(
-        self, source: fx.Node, shape: tuple[int, ...], node: fx.Node, environment: _Environment
-    ) -> str:
-        """The slot of a value broadcast to a shape."""
-        args = (Ref(self.slots.read(environment.value(source))), list(shape))
-        (value,) = self.builder.add(
-            "aten.expand.default", args, {}, _origin(node), grad=environment.grad
-        )
-        return self.slots.new(value)
 
     def _is_identity(self, node: fx.Node, environment: _Environment) -> bool:
         """Whether a call returns its first operand's memory unchanged at any batch size (`to` its
@@ -399,11 +358,11 @@ class _Calls:
             return True
         if short in ARRANGES:
             return False
-        if short == "contiguous" and before.stride() != _dense_strides(before.shape):
+        strides = before.stride()
+        if short == "contiguous" and strides != torch.empty(before.shape, device="meta").stride():
             return False  # a dim of one row has any stride
-        same_type = (before.shape, before.dtype) == (val.shape, val.dtype)
-        same_strides = before.stride() == val.stride()
-        return same_type and same_strides and share_memory(before, val)
+        same = (before.shape, before.dtype, strides) == (val.shape, val.dtype, val.stride())
+        return same and share_memory(before, val)
 
     def _operands(
         self, node: fx.Node, environment: _Environment
@@ -427,8 +386,11 @@ class _Calls:
         metas = [meta_of(t) for t in results]
         if environment.autocast and short_name(target) not in CASTS:
             args, kwargs = self._autocast(target, args, kwargs, metas[0].dtype, origin)
-        if target in BITS and len(self.builder.values[args[0].name].shape) > 1:
-            args = self._by_row(target, args[0], origin)
+        if target in BITS and (rank := len(self.builder.values[args[0].name].shape)) > 1:
+            # first the bits of each row: data ranks gather those, and not all elements
+            by_row = target.replace("default", "dims")
+            (rows,) = self.builder.add(by_row, (args[0], [*range(1, rank)]), {}, origin)
+            args = (Ref(rows),)
         if short_name(target) in CASTS:  # the device in their arguments is the tracer's
             target, args, kwargs = "aten.to.dtype", (args[0], metas[0].dtype), {}
         several = isinstance(node.meta["val"], (tuple, list))
@@ -448,13 +410,6 @@ class _Calls:
             self.slots.new(v, slot if view else None) for v, view in zip(values, views, strict=True)
         ]
         return slots if several else slots[0]
-
-    def _by_row(self, target: str, whole: Ref, origin: Origin) -> tuple[Ref]:
-        """The bits of each row, of which one is made then: data ranks gather those, and not all
-        elements."""
-        dims = [*range(1, len(self.builder.values[whole.name].shape))]
-        (rows,) = self.builder.add(target.replace("default", "dims"), (whole, dims), {}, origin)
-        return (Ref(rows),)
 
     def _leaf(self, node: fx.Node, environment: _Environment) -> list[str]:
         """A leaf's call, with the `Leaf` itself as the argument in the place of its number."""
@@ -482,8 +437,13 @@ class _Calls:
         origin = _origin(node)
         slot: str = environment.value(written)
         before = self.slots.read(slot)
-        if not environment.grad and self.builder.values[before].requires_grad:
-            self._refuse_hidden_write(slot, str(node.target), origin)
+        hidden = not environment.grad and self.builder.values[before].requires_grad
+        if hidden and self.slots.root(slot) not in self.state.parameters:  # refused at the end
+            raise TraceError(
+                f"at {origin} {node.target} under no_grad changes a tensor that carries a "
+                "gradient, which would pass as if nothing had; write x = x + (f(x) - x).detach() "
+                "for that"
+            )
         args, kwargs = self._operands(node, environment)
         value = functional_call(
             self.builder,
@@ -497,13 +457,6 @@ class _Calls:
         self.copies.check_write(slot)
         self.slots.write(slot, value, origin)
         return slot
-
-    def _refuse_hidden_write(self, slot: str, target: str, origin: Origin) -> None:
-        if self.slots.root(slot) not in self.state.parameters:  # those have an error of their own
-            raise TraceError(
-                f"at {origin} {target} under no_grad changes a tensor that carries a gradient, "
-                "which would pass as if nothing had; write x = x + (f(x) - x).detach() for that"
-            )
 
     def _first(self, node: fx.Node, environment: _Environment) -> tuple[str, torch.Tensor | None]:
         """The slot and the fake tensor of a call's first argument; None where it is no tensor."""
@@ -521,13 +474,16 @@ class _Calls:
         """Operands cast as autocast did: to the recorded dtype, where the call alone would give
         another, or takes no operands of two."""
         values = self.builder.values
-        floating = {
-            values[n].dtype for n in refs((args, kwargs)) if values[n].dtype.is_floating_point
-        }
+        floating = {d for n in refs((args, kwargs)) if (d := values[n].dtype).is_floating_point}
         wanted = dtype.to_real() if dtype.is_complex else dtype
         if not wanted.is_floating_point or floating <= {wanted}:
             return args, kwargs
-        if len(floating) == 1 or _promotes(target):
+        if (
+            len(floating) == 1
+            or short_name(target) in PROMOTE
+            or tagged(target, torch.Tag.pointwise)
+            or traits_of_target(target).statistics is not None  # a norm's may be wider
+        ):
             try:
                 if infer_metas(values, target, args, kwargs)[0].dtype == dtype:
                     return args, kwargs
@@ -535,19 +491,15 @@ class _Calls:
                 pass  # the operator has no kernel for these dtypes
 
         def cast(name: str) -> Ref:
-            cast = values[name].dtype.is_floating_point
-            return Ref(self.builder.cast(name, wanted, origin) if cast else name)
+            floats = values[name].dtype.is_floating_point
+            return Ref(self.builder.cast(name, wanted, origin) if floats else name)
 
         args, kwargs = map_refs((args, kwargs), cast)
         return args, kwargs
 
 
-def _promotes(target: str) -> bool:
-    """Whether an operator takes floating operands of several dtypes: it promotes them, or is a norm
-    whose statistics may be wider."""
-    if short_name(target) in PROMOTE or traits_of_target(target).statistics is not None:
-        return True
-    return tagged(target, torch.Tag.pointwise)
+def _only(names: Mapping[str, Any], used: set[str]) -> dict[str, Any]:
+    return {name: value for name, value in names.items() if name in used}
 
 
 def _origin(node: fx.Node) -> Origin:
@@ -568,8 +520,3 @@ def _written_argument(node: fx.Node) -> fx.Node | None:
             )
         return first
     return None
-
-
-def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(tuple(shape), device="meta").stride()

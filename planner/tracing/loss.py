@@ -22,11 +22,9 @@ from meshwright.planner.tracing.values import share_memory
 
 
 class LossModule(nn.Module):
-    """The tensors of a batch, in order -> scalar loss, or the quotient of a sum and a count.
-
-    `model` is a copy of the user's in fake tensors, in which `stand_ins` and `leaf_recorder` have
-    replaced forwards; `loss_fn` None: the model's output has the loss.
-    """
+    """Tensors of a batch, in order -> scalar loss, or the quotient of a sum and a count. `model` is
+    a copy of the user's in fake tensors, in which `stand_ins` and `leaf_recorder` have replaced
+    forwards; `loss_fn` None: the model's output has the loss."""
 
     def __init__(
         self,
@@ -42,32 +40,31 @@ class LossModule(nn.Module):
         self.batch = batch
         self.stand_ins = stand_ins
         self.leaf_recorder = leaf_recorder
-        own_loss = {} if loss_fn is None else holders_of(loss_fn, "loss_fn")
-        self.watch = Watch({**holders_of(model, "model"), **own_loss})
-        self._found = _Found()
+        self.watch = Watch({**holders_of(model, "model"), **holders_of(loss_fn, "loss_fn")})
+        self._last = _Last()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The loss of one forward from the attributes that the model was given, then the tensors
-        among the leaves of the model's output, as `returned` says: what it changes of
-        them is noted by `watch`, and put back. Raises TraceError for no loss."""
-        held = Held(self.watch.holders)
+        """The loss of one forward, then the tensors among the leaves of the model's output, as
+        `returned` says. Attributes that it changes are noted by `watch`, and put back. Raises
+        TraceError for no loss."""
+        before = Held(self.watch.holders)
         loss, output = self.once(*tensors)
         after = Held(self.watch.holders)
-        if others := held.rebuilt(after):
+        if others := before.rebuilt(after):
             key = min(others)
             raise TraceError(
                 f"at {self.watch.place(key)} the forward replaces {'.'.join(key)!r}, a parameter "
                 "or a module; make it before planning, and change its values between steps"
             )
-        self.watch.left = held.changed(after)
-        held.restore()
-        self._found.returned, outputs = Returned.of(output, loss)
+        self.watch.changed = before.changed(after)
+        before.restore()
+        self._last.returned, outputs = Returned.of(output, loss)
         return loss, *outputs
 
     @property
     def returned(self) -> Returned:
-        """What the model returned in the forward."""
-        return self._found.returned
+        """The output of the last forward."""
+        return self._last.returned
 
     def attribute_of(self, tensor: torch.Tensor) -> Key | None:
         """The attribute of a module that holds a tensor, or one of its memory; None without."""
@@ -85,8 +82,8 @@ class LossModule(nn.Module):
         with self.leaf_recorder.recording(), self.watch.recording(), drawn:
             with _buffers_in_place(self.model), self.stand_ins.watched():
                 output = self.model(*args, **kwargs)
-            loss = self.loss_fn(output, *targets) if self.loss_fn else _loss_in(output)
             maker = "loss_fn" if self.loss_fn else "the model"
+            loss = self.loss_fn(output, *targets) if self.loss_fn else _loss_in(output)
             if self.loss_fn and _is_pair(loss):
                 _check_real(maker, *loss)
                 loss = loss[0] / loss[1]
@@ -104,8 +101,9 @@ class LossModule(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """What a model returned: the paths of its leaves, the structure, and of each leaf whether it is
-    a tensor ("tensor"), the loss itself ("loss"), or neither (None)."""
+    """Output of a model: the paths of its leaves, the structure `spec`, and of each leaf whether it
+    is a tensor ("tensor"), the loss itself ("loss"), or neither (None). Other than tuples, lists,
+    dicts and mappings of a library everything is a leaf."""
 
     paths: tuple[str, ...]
     kinds: tuple[str | None, ...]
@@ -114,41 +112,34 @@ class Returned:
     @staticmethod
     def of(output: Any, loss: torch.Tensor) -> tuple[Returned, list[torch.Tensor]]:
         """And the leaves that are tensors, but for the loss, in order."""
-        named, spec = _output_leaves(output)
+        leaves, spec = pytree.tree_flatten_with_path(
+            output, is_leaf=lambda x: not isinstance(x, (tuple, list, Mapping))
+        )
         kinds = tuple(
             "loss" if x is loss else "tensor" if isinstance(x, torch.Tensor) else None
-            for _, x in named
+            for _, x in leaves
         )
-        tensors = [x for (_, x), kind in zip(named, kinds, strict=True) if kind == "tensor"]
-        return Returned(tuple(path for path, _ in named), kinds, spec), tensors
+        tensors = [x for (_, x), kind in zip(leaves, kinds, strict=True) if kind == "tensor"]
+        return Returned(tuple(path_of(path) for path, _ in leaves), kinds, spec), tensors
 
 
-class _Found:
-    """What a forward leaves on its module: an export forgets attributes, but no object's."""
+class _Last:
+    """The last forward's output: an export resets a module's attributes, but not this object's."""
 
     returned: Returned
 
 
-def _output_leaves(output: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """(path, leaf) pairs of a model's output and its structure: what is no tuple, list, dict or
-    mapping of a library is a leaf."""
-    leaves, spec = pytree.tree_flatten_with_path(
-        output, is_leaf=lambda x: not isinstance(x, (tuple, list, Mapping))
-    )
-    return [(path_of(path), leaf) for path, leaf in leaves], spec
-
-
 @contextmanager
 def _buffers_in_place(model: nn.Module) -> Iterator[None]:
-    """At the end, buffers that the forward assigned anew (`self.ema = ...`) are the old tensors
-    again, with the new values written to them: export sees that, and not the assignment."""
-    owned = [
+    """Context at whose end buffers that the forward assigned anew (`self.ema = ...`) are the old
+    tensors again, with the new values written to them: export sees writes, and no assignment."""
+    buffers = [
         (m, path, name, b)
         for path, m in model.named_modules()
         for name, b in m.named_buffers(recurse=False)
     ]
     yield
-    for module, path, name, before in owned:
+    for module, path, name, before in buffers:
         after = getattr(module, name)
         if after is not before:
             _check_same_kind(f"{path}.{name}".lstrip("."), before, after)
@@ -208,10 +199,9 @@ def _is_pair(loss: Any) -> bool:
     if not isinstance(loss, (tuple, list)) or len(loss) != 2:
         return False
     first, second = loss
+    counts = isinstance(second, int | float)
     if isinstance(second, torch.Tensor):
         counts = second.numel() == 1 and not second.requires_grad
-    else:
-        counts = isinstance(second, int | float)
     return counts and isinstance(first, torch.Tensor) and first.numel() == 1
 
 

@@ -1,9 +1,5 @@
-"""The check of a leaf's rule: it fits the tensors, and the forward works on parts of them.
-
-For every letter that may be split, the forward runs on fake tensors of which that letter's dims are
-a part; it must make parts of its results. That their numbers are those of the whole is tried on
-small random tensors, forward and backward.
-"""
+"""Check of a leaf's rule: the forward runs on parts of fake tensors for each letter that may be
+split, then on small random tensors, forward and backward."""
 
 from __future__ import annotations
 
@@ -19,34 +15,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.costmodel import user_rules
 from meshwright.costmodel.graph import Op, TensorMeta
-from meshwright.costmodel.rules import LEAF, Leaf, Misfit, OpFactors, Work, factors_of_spec
+from meshwright.costmodel.rules import LEAF, Dims, Leaf, Misfit, OpFactors, Work, factors_of_spec
 from meshwright.planner.operators import Program, UnseenWrite
 from meshwright.planner.tracing.leaves.probe import LeafError, in_plain_thread, probe_on_fakes
 from meshwright.planner.tracing.values import TensorLike
 
+Likes = Sequence[TensorLike]
 
-def check_rule(
-    leaf: Leaf,
-    operands: Sequence[TensorLike],
-    results: Sequence[TensorLike],
-    *,
-    runs: bool,
-    random: bool,
-) -> str:
-    """Why the rule's numbers are taken on trust; empty where they were tried and hold.
+
+def check_rule(leaf: Leaf, operands: Likes, results: Likes, *, runs: bool, random: bool) -> str:
+    """The reason why the rule is taken on trust; empty where its numbers were tried and hold.
 
     Raises `LeafError` where the rule does not fit its tensors, where a forward that `runs` on fake
-    tensors does not work on parts, and where the parts do not make up the whole. A forward that
-    draws `random` numbers can't be compared.
+    tensors does not work on parts, and where the parts do not make up the whole.
     """
     op = Op(name=leaf.name, target=f"meshwright.{LEAF}.default", args=(), kwargs={}, results=())
     sides = [[TensorMeta(shape=x.shape, dtype=x.dtype) for x in xs] for xs in (operands, results)]
-    left, right = (side.split(",") for side in leaf.rule.split("->"))
+    terms = [len(side.split(",")) for side in leaf.rule.split("->")]
     takes = f"it takes {_shapes(operands)}, gives {_shapes(results)}"
-    for what, terms, tensors in (("takes", left, operands), ("gives", right, results)):
-        if len(terms) > len(tensors):
+    for verb, count, tensors in zip(("takes", "gives"), terms, (operands, results), strict=True):
+        if count > len(tensors):
             raise LeafError(
-                f"rule {leaf.rule!r} has {len(terms)} terms for what it {what}, which are "
+                f"rule {leaf.rule!r} has {count} terms for what it {verb}, which are "
                 f"{len(tensors)} tensors ({takes})",
                 place=f"leaf {leaf.name}",
                 legal=f"{len(tensors)} terms",
@@ -60,33 +50,24 @@ def check_rule(
             legal=takes,
             way_out="change the rule",
         ) from None
-    assert isinstance(leaf.program, Program)
-    if runs:
-        for letter, size in factors.sizes.items():
-            if factors.kinds[letter] != "whole":
-                _check_part(leaf, leaf.program, factors, letter, _divisor(size), operands, results)
+    for letter, kind in factors.kinds.items():
+        if runs and kind != "whole":
+            _check_part(leaf, factors, letter, operands, results)
     if random:
         return "it draws random numbers"
-    return try_rule(leaf, factors, operands, results, runs=runs)
+    return _try_rule(leaf, factors, operands, results, runs=runs)
 
 
 def _check_part(
-    leaf: Leaf,
-    program: Program,
-    factors: OpFactors,
-    letter: str,
-    parts: int,
-    operands: Sequence[TensorLike],
-    results: Sequence[TensorLike],
+    leaf: Leaf, factors: OpFactors, letter: str, operands: Likes, results: Likes
 ) -> None:
-    """Raise `LeafError` unless the forward makes part of its results of the first of `parts`."""
+    """Raise `LeafError` unless the forward makes a part of its results of a part of a letter."""
+    program = _program(leaf)
+    size = factors.sizes[letter]
+    parts = next(p for p in range(2, size + 1) if size % p == 0)
     sizes = {**factors.sizes, letter: factors.sizes[letter] // parts}
-    operand_parts = [
-        x.resized(dims, sizes) for x, dims in zip(operands, factors.operands, strict=True)
-    ]
-    result_parts = [
-        x.resized(dims, sizes) for x, dims in zip(results, factors.results, strict=True)
-    ]
+    operand_parts = _resized(operands, factors.operands, sizes)
+    result_parts = _resized(results, factors.results, sizes)
     expected = _shapes(result_parts[: len(results) - len(program.written)])
     try:
         shapes = _shapes(
@@ -110,22 +91,25 @@ def _check_part(
     )
 
 
-def _shapes(tensors: Sequence[TensorLike]) -> list[list[int]]:
+def _program(leaf: Leaf) -> Program:
+    assert isinstance(leaf.program, Program)
+    return leaf.program
+
+
+def _shapes(tensors: Likes) -> list[list[int]]:
     return [list(x.shape) for x in tensors]
 
 
-def _divisor(size: int) -> int:
-    """The least divisor of `size` from 2."""
-    return next(p for p in range(2, size + 1) if size % p == 0)
+def _resized(tensors: Likes, dims: Sequence[Dims], sizes: Mapping[str, int]) -> Likes:
+    return [x.resized(names, sizes) for x, names in zip(tensors, dims, strict=True)]
 
 
 # --- the trial on numbers ------------------------------------------------------------------------
 #
 # The forward and its backward run once on random numbers and once on each of two parts per letter,
-# and are compared (`user_rules/verify.py`). Letters that may be split are made small, as the
-# forward takes their sizes from its tensors; dims that stay whole are as traced where a run costs
-# little, else small where the forward works on that. Weights are random too, so that models on the
-# meta device are tried like others.
+# and are compared (`user_rules/verify.py`). Letters that may be split are made small; dims that
+# stay whole are as traced where a run costs little, else small where the forward works on that.
+# Weights are random too, so that models on the meta device are tried like others.
 
 
 SMALL = 4  # elements of a letter: two parts of two, which do not broadcast
@@ -135,15 +119,12 @@ MAX_FLOPS = 2**30
 MAX_BYTES = 2**28  # read and written by its kernels, at the traced dtypes
 DTYPES = (torch.float64, torch.float32, None)  # None: as traced
 
-Likes = Sequence[TensorLike]
 
-
-def try_rule(leaf: Leaf, factors: OpFactors, operands: Likes, results: Likes, *, runs: bool) -> str:
-    """The reason why the rule can't be tried on numbers; "" where it was and holds.
-
-    `factors` is the rule on the traced tensors; `runs`: the forward runs on fake tensors. Raises
-    `LeafError` where the rule does not hold.
-    """
+def _try_rule(
+    leaf: Leaf, factors: OpFactors, operands: Likes, results: Likes, *, runs: bool
+) -> str:
+    """The reason why the rule, on the traced tensors `factors`, can't be tried on numbers; "" where
+    it was and holds. Raises `LeafError` where it does not hold."""
     traced = {
         name: max(SMALL, factors.sizes[name] // 2 * 2)
         for name, kind in factors.kinds.items() if kind != "whole"
@@ -152,9 +133,8 @@ def try_rule(leaf: Leaf, factors: OpFactors, operands: Likes, results: Likes, *,
         return ""
 
     def faults_at(sizes: Mapping[str, int]) -> list[user_rules.Fault] | str:
-        like = [x.resized(dims, sizes) for x, dims in zip(operands, factors.operands, strict=True)]
-        wanted = [x.resized(dims, sizes) for x, dims in zip(results, factors.results, strict=True)]
-        return _first_trial(leaf, like, wanted, runs=runs)
+        wanted = _resized(results, factors.results, sizes)
+        return _first_trial(leaf, _resized(operands, factors.operands, sizes), wanted, runs=runs)
 
     def stands(fault: user_rules.Fault, sizes: Mapping[str, int]) -> bool:
         """Whether it is a fault also where its letter is as wide as traced: the letter may be made
@@ -163,17 +143,17 @@ def try_rule(leaf: Leaf, factors: OpFactors, operands: Likes, results: Likes, *,
         again = faults_at(wide) if wide != sizes else ""
         return isinstance(again, str) or fault.factor in {other.factor for other in again}
 
-    reasons = []
+    reason = ""
     loops = leaf.work.kernels > LONG_KERNELS
     for sizes in _trial_sizes(factors.sizes, traced, shrinks=runs, loops=loops):
         outcome = faults_at(sizes)
         if isinstance(outcome, str):
-            reasons.append(outcome)
+            reason = outcome
             continue
         if wrong := [fault for fault in outcome if stands(fault, sizes)]:
             raise LeafError(_wrong(leaf, wrong))
         return ""
-    return reasons[-1]
+    return reason
 
 
 def _trial_sizes(
@@ -197,11 +177,17 @@ def _first_trial(
     """The faults on tensors like `operands`, in the first dtype that works, or the reason why that
     can't be told."""
     try:
-        if above := _above(_work(leaf, operands, wanted, runs=runs)):
-            return above
+        work = _work(leaf, operands, wanted, runs=runs)
     except Exception as error:  # noqa: BLE001 - the forward's own, whatever it is
         return user_rules.first_line(error)
-    reasons = []
+    limits = (
+        ("kernels", work.kernels, MAX_KERNELS),
+        ("FLOPs", work.flops, MAX_FLOPS),
+        ("bytes", work.passed, MAX_BYTES),
+    )
+    if over := [f"{n:,} {unit} (at most {limit:,})" for unit, n, limit in limits if n > limit]:
+        return f"its forward takes {', '.join(over)}"
+    outcome: list[user_rules.Fault] | str = ""
     for dtype in DTYPES:
         run = functools.partial(_faults, leaf, operands, wanted, dtype)
         try:
@@ -211,46 +197,30 @@ def _first_trial(
         except Exception as error:  # noqa: BLE001 - the forward's own; other dtypes may do
             outcome = user_rules.first_line(error)
         if not isinstance(outcome, str):
-            return outcome
-        reasons.append(outcome)
-    return reasons[-1]
+            break
+    return outcome
 
 
 def _work(leaf: Leaf, operands: Likes, wanted: Likes, *, runs: bool) -> Work:
     """The work of a forward of these sizes: counted on fake tensors, or scaled from the traced.
     Raises ValueError where it makes other shapes than the rule says."""
-    assert isinstance(leaf.program, Program)
     if not runs:
         share = math.prod(wanted[0].shape) / leaf.work.numel if wanted else 1.0
         nbytes = max(int(leaf.work.passed * share), sum(x.nbytes for x in (*operands, *wanted)))
         return replace(leaf.work, flops=int(leaf.work.flops * share), nbytes=nbytes, taken=())
-    program = leaf.program
+    program = _program(leaf)
     probe = in_plain_thread(lambda: probe_on_fakes(program, operands), grad=torch.is_grad_enabled())
     if [x.shape for x in probe.outputs] != [x.shape for x in wanted[: len(probe.outputs)]]:
         raise ValueError("its results don't follow the sizes of its tensors")
     return probe.work
 
 
-def _above(work: Work) -> str:
-    """The limits of a trial that this work exceeds; "" if none."""
-    limits = {
-        "kernels": ("kernels", MAX_KERNELS), "flops": ("FLOPs", MAX_FLOPS),
-        "passed": ("bytes", MAX_BYTES),
-    }  # fmt: skip
-    over = [
-        f"{getattr(work, field):,} {name} (at most {limit:,})"
-        for field, (name, limit) in limits.items() if getattr(work, field) > limit
-    ]  # fmt: skip
-    return f"its forward takes {', '.join(over)}" if over else ""
-
-
 def _faults(
     leaf: Leaf, operands: Likes, wanted: Likes, dtype: torch.dtype | None
 ) -> list[user_rules.Fault] | str:
     """The faults on random numbers of a dtype, or the reason why that can't be told."""
-    assert isinstance(leaf.program, Program)
     if dtype is not None:
-        leaf = replace(leaf, program=replace(leaf.program, autocast=None))
+        leaf = replace(leaf, program=replace(_program(leaf), autocast=None))
     op = Op(
         name=leaf.name, target=f"meshwright.{LEAF}.default", args=(leaf,), kwargs={}, results=()
     )
@@ -270,13 +240,8 @@ def _faults(
         floating = [x for x in (*outputs, *trial.whole.gradients) if x is not None]
         if not all(x.isfinite().any() for x in floating if x.numel()):
             return "it makes nothing finite of random numbers"
-        local = factors_of_spec(
-            leaf.rule,
-            leaf.sums,
-            op,
-            list(map(user_rules.meta_of, trial.operands)),
-            list(map(user_rules.meta_of, outputs)),
-        )
+        sides = [list(map(user_rules.meta_of, xs)) for xs in (trial.operands, outputs)]
+        local = factors_of_spec(leaf.rule, leaf.sums, op, *sides)
         trial = replace(trial, tolerance=max(trial.tolerance, coarsest.tolerance))
         return user_rules.faults(trial, local)
 
@@ -300,8 +265,7 @@ class _CoarsestDtype(TorchDispatchMode):
 
 def _wrong(leaf: Leaf, wrong: Sequence[user_rules.Fault]) -> str:
     """The message of the `LeafError` about these faults."""
-    program = leaf.program
-    assert isinstance(program, Program)
+    program = _program(leaf)
     count = len(program.dense) - len(program.state)
     names = [f"{count + k} is {name}" for k, name in enumerate(program.state)]
     names += [

@@ -1,10 +1,4 @@
-"""Probes of leaves: shapes and cost of a call, from one run of it outside of the trace.
-
-On fake tensors first: shapes, which results carry gradients, which buffers are written to, kernels,
-FLOPs and bytes, and the saved tensors of autograd. A forward that asks for values can't run on
-those; it runs twice on random numbers of the traced shapes and the model's own weights, and is
-refused where the runs differ. Where neither is possible, the shapes come from the declaration's
-`result`, and the work is estimated from them.
+"""Probes of leaves: shapes and cost of a call, from a run of it outside of the trace.
 
 A probe runs in a thread of its own, because the modes by which torch traces are thread-local.
 """
@@ -27,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright.costmodel.rules import Work
 from meshwright.planner.errors import TraceError
-from meshwright.planner.operators import Program
+from meshwright.planner.operators import Operand, Program
 from meshwright.planner.tracing.user_module import PLAIN
 from meshwright.planner.tracing.values import TensorLike
 
@@ -46,19 +40,13 @@ class LeafError(TraceError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OperandResult:
-    """A result that is one of the operands: which one."""
-
-    operand: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
     """The output and the cost of one call.
 
-    `leaves` and `spec` are the output's pytree: `TensorLike` for a new tensor, `OperandResult`,
-    plain values. `written` are the names of buffers that were written to; `random`: whether random
-    numbers were drawn, None where that is not known; `runs`: the forward runs on fake tensors.
+    `leaves` and `spec` are the output's pytree: `TensorLike` for a new tensor, `Operand` for one
+    that was taken, plain values. `written` are the names of buffers that were written to; `random`:
+    whether random numbers were drawn, None where that is not known; `runs`: the forward runs on
+    fake tensors.
     """
 
     leaves: tuple[Any, ...]
@@ -75,7 +63,7 @@ class Probe:
 
 
 def in_plain_thread(work: Callable[[], T], *, grad: bool) -> T:
-    """Run `work` in a thread of its own, where no tracing mode is on; its result."""
+    """The result of `work` in a thread of its own, where no tracing mode is on."""
 
     def run() -> T:
         # a tracer may have put itself in the place of these
@@ -102,17 +90,28 @@ def _counted(program: Program, tensors: list[torch.Tensor], source: str) -> Prob
     count = len(tensors) - len(program.state)
     if torch.is_grad_enabled():  # activations are results of something
         tensors = [x.clone() if x.requires_grad else x for x in tensors[:count]] + tensors[count:]
-    counter, saved = _KernelCounter(tensors), _SavedTensors()
-    hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda x: x)
+    saved: list[torch.Tensor] = []  # by autograd, for the backward
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        saved.append(x)
+        return x
+
+    counter = _KernelCounter(tensors)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
     with hooks, FlopCounterMode(display=False) as flops, counter:
         leaves, outputs, spec, written = _outcome(program, tensors)
+    places = {_storage(x): -1 - k for k, x in enumerate(outputs)}
+    places |= {_storage(x): k for k, x in enumerate(tensors)}
+    saved_bytes = {_storage(x): x.untyped_storage().nbytes() for x in saved}
     work = Work(
         kernels=max(1, counter.kernels),
         flops=int(flops.get_total_flops()),
         nbytes=counter.nbytes,
         taken=tuple(counter.taken),
+        saves=tuple(sorted(places[s] for s in saved_bytes if s in places)),
+        saved_bytes=sum(size for s, size in saved_bytes.items() if s not in places),
+        numel=max(1, outputs[0].numel()) if outputs else 1,
         source=source,
-        **saved.described(tensors, outputs),
     )
     return Probe(leaves=leaves, spec=spec, written=written, work=work, random=counter.random)
 
@@ -120,11 +119,9 @@ def _counted(program: Program, tensors: list[torch.Tensor], source: str) -> Prob
 def probe_on_random(
     program: Program, operands: Sequence[TensorLike], state: Mapping[str, torch.Tensor]
 ) -> Probe:
-    """The probe by two runs on random numbers and `state`, the user's weights.
-
-    Raises `LeafError` for more than `REAL_BYTES` of tensors, weights on the meta device, or results
-    that depend on values.
-    """
+    """The probe by two runs on random numbers and `state`, the user's weights. Raises `LeafError`
+    for more than `REAL_BYTES` of tensors, weights on the meta device, or results that depend on
+    values."""
     total = sum(x.nbytes for x in operands)
     if total > REAL_BYTES:
         raise LeafError(
@@ -151,18 +148,15 @@ def probe_on_random(
             f"{program.name} makes tensors whose shapes, or numbers, depend on values; make them "
             "of fixed shape (masks, padding), or keep the module around it as one node"
         )
-    written = tuple(dict.fromkeys((*first.written, *second.written)))
-    return replace(first, written=written)
+    return replace(first, written=tuple(dict.fromkeys((*first.written, *second.written))))
 
 
 def probe_by_result(
     program: Program, operands: Sequence[TensorLike], result: Callable[..., Any]
 ) -> Probe:
-    """The probe by a declaration's `result`, without running the forward.
-
-    The work is estimated: 2 FLOPs for each parameter and row of the first result, operands and
-    results moved once and saved. Random numbers and writes to buffers are not seen.
-    """
+    """The probe by a declaration's `result`: random numbers and writes to buffers are not seen. The
+    work is estimated: 2 FLOPs for each parameter and row of the first result, operands and results
+    moved once and saved."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         tensors = [x.empty() for x in operands]
         count = len(tensors) - len(program.state)
@@ -197,20 +191,17 @@ Outcome = tuple[tuple[Any, ...], list[torch.Tensor], Any, tuple[str, ...]]
 
 def _outcome(program: Program, tensors: Sequence[torch.Tensor]) -> Outcome:
     """One run: (leaves of the output as in `Probe`, the new tensors, the spec, buffers written).
-
-    Raises `LeafError` for a write to an argument, results of other types, or none.
-    """
+    Raises `LeafError` for a write to an argument, results of other types, or none."""
     count = len(tensors) - len(program.state)
     state = dict(zip(program.state, tensors[count:], strict=True))
     versions = [x._version for x in tensors]
     output, after = program.run(tensors[:count], state)
     changed = [x._version != version for x, version in zip(tensors, versions, strict=True)]
-    for k in range(count):
-        if changed[k]:
-            raise LeafError(
-                f"{program.name} writes to its argument {k}; write to a copy of it, or return the "
-                "new value"
-            )
+    if True in changed[:count]:
+        raise LeafError(
+            f"{program.name} writes to its argument {changed.index(True)}; write to a copy of it, "
+            "or return the new value"
+        )
     written = tuple(
         name
         for name, touched in zip(program.state, changed[count:], strict=True)
@@ -222,7 +213,7 @@ def _outcome(program: Program, tensors: Sequence[torch.Tensor]) -> Outcome:
     outputs: list[torch.Tensor] = []
     for leaf in leaves:
         if id(leaf) in numbers:
-            described.append(OperandResult(operand=numbers[id(leaf)]))
+            described.append(Operand(numbers[id(leaf)]))
         elif isinstance(leaf, torch.Tensor):
             outputs.append(leaf)
             described.append(TensorLike.of(leaf))
@@ -278,30 +269,6 @@ def _launches(func: Any, result: Any) -> bool:
     info = returns[0].alias_info if returns else None
     outputs = any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result))
     return outputs and (info is None or info.is_write)
-
-
-class _SavedTensors:
-    """The tensors that autograd saves for the backward, for `saved_tensors_hooks`."""
-
-    def __init__(self) -> None:
-        self.saved: list[torch.Tensor] = []
-
-    def pack(self, x: torch.Tensor) -> torch.Tensor:
-        self.saved.append(x)
-        return x
-
-    def described(
-        self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
-    ) -> dict[str, Any]:
-        """The fields of `Work` about them: each storage counts once."""
-        places = {_storage(x): k for k, x in enumerate(tensors)}
-        places |= {_storage(x): -1 - k for k, x in enumerate(outputs) if _storage(x) not in places}
-        kept = {_storage(x): x.untyped_storage().nbytes() for x in self.saved}
-        return {
-            "saves": tuple(sorted(places[s] for s in kept if s in places)),
-            "saved_bytes": sum(size for s, size in kept.items() if s not in places),
-            "numel": max(1, outputs[0].numel()) if outputs else 1,
-        }
 
 
 def _storage(x: torch.Tensor) -> int:

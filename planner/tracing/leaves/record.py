@@ -1,16 +1,13 @@
-"""Recording of leaves while a model is traced: each call becomes one operator of the program.
-
-The operator's results have the shapes that a probe of the call found (`probe.py`).
-Calls that can't be told apart (equal modules but for their weights, equal arguments but for the
-values of tensors) share one `Leaf`, so that equal layers stay equal.
-"""
+"""Recording of leaves while a model is traced: each call becomes one operator of the program, of
+one `Leaf` for all calls that differ by values of tensors alone, so that equal layers stay equal."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.rules import LEAF, RANDOM_LEAF, Leaf, Work
 from meshwright.planner.errors import Untraceable, enclosing_modules
 from meshwright.planner.operators import Applied, Operand, Program, state_of, to_meta
@@ -25,7 +23,6 @@ from meshwright.planner.tracing import user_module
 from meshwright.planner.tracing.leaves.check import check_rule
 from meshwright.planner.tracing.leaves.probe import (
     LeafError,
-    OperandResult,
     Probe,
     in_plain_thread,
     probe_by_result,
@@ -63,24 +60,22 @@ def _empty_results(
     strides: list[int],
     dtypes: list[torch.dtype],
 ) -> list[torch.Tensor]:
-    results = []
-    at = 0
-    for rank, dtype in zip(ranks, dtypes, strict=True):
-        part = slice(at, at + rank)
-        results.append(
-            torch.empty_strided(sizes[part], strides[part], dtype=dtype, device=operands[0].device)
+    size, stride, device = iter(sizes), iter(strides), operands[0].device
+    return [
+        torch.empty_strided(
+            [*islice(size, rank)], [*islice(stride, rank)], dtype=dtype, device=device
         )
-        at += rank
-    return results
+        for rank, dtype in zip(ranks, dtypes, strict=True)
+    ]
 
 
 for _operator in LEAF_OPERATORS:
     torch.library.register_fake(_operator, _empty_results)
 
 
-# class or function -> hash of a call's key (which keeps nothing alive) -> why the rule is taken on
-# trust there, "" where it was tried: what was checked in this process
-_CHECKED: WeakKeyDictionary[Any, dict[int, str]] = WeakKeyDictionary()
+# class or function -> hash of a call's key (which keeps nothing alive) -> the reason why the rule
+# is taken on trust there, "" where it was tried in this process
+_CHECKED: WeakKeyDictionary[Any, Memo[int, str]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,15 +88,15 @@ class _Subject:
     """
 
     name: str
-    fqn: str
     function: Callable[..., Any]
-    module: nn.Module | None
     kind: Any
     identity: Any
-    state: Mapping[str, torch.Tensor]
-    weights: Mapping[str, torch.Tensor]
     declaration: user_module.Declaration
-    identified: bool
+    fqn: str = ""
+    module: nn.Module | None = None
+    state: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    identified: bool = False
 
     @staticmethod
     def of_module(
@@ -124,51 +119,32 @@ class _Subject:
             identified=bool(watched),
         )
 
-    @staticmethod
-    def of_function(target: Any) -> _Subject:
-        """A declared function, or an autograd.Function."""
-        return _Subject(
-            name=target.__qualname__,
-            fqn="",
-            function=Applied(target) if isinstance(target, type) else target,
-            module=None,
-            kind=target,
-            identity=("function", target),
-            state={},
-            weights={},
-            declaration=user_module.declared(target) or user_module.Declaration(),
-            identified=False,
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Recorded:
     """Calls that can't be told apart: their common `key` and `Leaf`, the `fqn` of the first call's
-    module ("" for a function), the tensors that they make and the new values of buffers (`made`),
-    and the reason why the rule is taken on trust, "" where it was tried."""
+    module ("" for a function), new tensors and then new values of buffers (`results`), and the
+    reason why the rule is taken on trust, "" where it was tried."""
 
     key: tuple[Any, ...]
     leaf: Leaf
     fqn: str
     probe: Probe
-    made: Sequence[TensorLike]
+    results: Sequence[TensorLike]
     trust: str
 
 
 class LeafRecorder:
-    """Records the leaves of one model while it is exported once.
-
-    `reasons` are the modules, by FQN, that are leaves because they can't be traced, each with the
-    reason; `scale` is the traced batch over the sample batch.
-    """
+    """Records the leaves of one model while it is exported once. `reasons` are those of modules, by
+    FQN, that are leaves because they can't be traced; `scale` is the traced batch over the sample
+    batch."""
 
     def __init__(self, model: nn.Module, reasons: Mapping[str, str], scale: float) -> None:
         self.model = model
         self.reasons = reasons
         self.scale = scale
         self.calls: list[_Recorded] = []
-        self.classes: dict[str, tuple[nn.Module, type]] = {}
-        self.hooks: dict[str, dict[str, Any]] = {}  # of the leaves' own modules
+        self.classes: list[tuple[nn.Module, type, dict[str, Any]]] = []  # and their hooks
         if user_module.declared(model) is not None:
             raise MeshwrightError(
                 f"{type(model).__name__} is the whole model, of which nothing would be left to "
@@ -205,15 +181,13 @@ class LeafRecorder:
                 "may hold on to the model's own weights; a leaf is run by its class's forward. Way "
                 "out: override forward in a subclass"
             )
-        self.classes[fqn] = module, cls
-        self.hooks[fqn] = user_module.taken_hooks(
-            module
-        )  # the leaf's call runs them, not the trace's
+        hooks = user_module.taken_hooks(module)  # the leaf's call runs them
+        self.classes.append((module, cls, hooks))
 
         def forward(proxy: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if user_module.TRACE.get() is not self:
                 return cls.forward(proxy, *args, **kwargs)
-            with user_module.hooked(module, self.hooks[fqn]):
+            with user_module.hooked(module, hooks):
                 subject = _Subject.of_module(fqn, module, original, declaration)
                 try:
                     return self._call(subject, args, kwargs)
@@ -237,26 +211,34 @@ class LeafRecorder:
     def restore(self) -> None:
         """After the export: give the copy's leaves, which the executor runs, their own forwards
         back, and their tensors to the meta device."""
-        for fqn, (module, cls) in self.classes.items():
+        for module, cls, hooks in self.classes:
             module.__class__ = cls
-            vars(module).update(self.hooks[fqn])
-        for module, _ in self.classes.values():
+            vars(module).update(hooks)
+        for module, _, _ in self.classes:
             to_meta(module)
 
     # --- calls ---
 
     def function(self, subject: Any, args: Any, kwargs: Any) -> Any:
         """Record a call of a declared function or of an autograd.Function; its results."""
-        return self._call(_Subject.of_function(subject), args, kwargs)
+        callee = _Subject(
+            name=subject.__qualname__,
+            function=Applied(subject) if isinstance(subject, type) else subject,
+            kind=subject,
+            identity=("function", subject),
+            declaration=user_module.declared(subject) or user_module.Declaration(),
+        )
+        return self._call(callee, args, kwargs)
 
     def _call(self, subject: _Subject, args: Any, kwargs: Any) -> Any:
         """Record one call; its results, of the shapes that a probe of its like found."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors: list[torch.Tensor] = []
         template: list[Any] = []
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                template.append(Operand(sum(isinstance(x, Operand) for x in template)))
+                template.append(Operand(len(tensors)))
+                tensors.append(leaf)
             elif isinstance(leaf, (*user_module.PLAIN, enum.Enum)):
                 template.append(leaf)
             else:
@@ -300,10 +282,10 @@ class LeafRecorder:
             LEAF_OPERATORS[call.probe.random is not False](  # seeded where nobody knows
                 operands,
                 self.calls.index(call),
-                [len(x.shape) for x in call.made],
-                [n for x in call.made for n in x.shape],
-                [n for x in call.made for n in x.stride],
-                [x.dtype for x in call.made],
+                [len(x.shape) for x in call.results],
+                [n for x in call.results for n in x.shape],
+                [n for x in call.results for n in x.stride],
+                [x.dtype for x in call.results],
             )
         )
         leaves: list[Any] = []
@@ -313,30 +295,21 @@ class LeafRecorder:
                 flows = leaf.requires_grad or not tensor.requires_grad
                 leaves.append(tensor if flows else tensor.detach())
             else:
-                leaves.append(operands[leaf.operand] if isinstance(leaf, OperandResult) else leaf)
+                leaves.append(operands[leaf.number] if isinstance(leaf, Operand) else leaf)
         with torch.no_grad():
             for name in call.probe.written:
                 subject.state[name].copy_(next(results))
         return pytree.tree_unflatten(leaves, call.probe.spec)
 
-    # --- once for calls that can't be told apart ---
-
     def _new(
-        self,
-        key: tuple[Any, ...],
-        program: Program,
-        likes: tuple[TensorLike, ...],
-        subject: _Subject,
+        self, key: tuple[Any, ...], program: Program, likes: Sequence[TensorLike], subject: _Subject
     ) -> _Recorded:
+        """Probe and check the first of the calls that can't be told apart."""
+        declaration = subject.declaration
         probe = self._probe(program, likes, subject)
         flows = tuple(x.requires_grad for x in probe.outputs)
-        program = replace(
-            program,
-            written=probe.written,
-            gradients=flows,
-            unseen=subject.declaration.result is not None,
-        )
-        declaration = subject.declaration
+        unseen = declaration.result is not None
+        program = replace(program, written=probe.written, gradients=flows, unseen=unseen)
         leaf = Leaf(
             name=subject.name,
             number=sum(leaf.name == subject.name for leaf in self.leaves),
@@ -347,22 +320,22 @@ class LeafRecorder:
             program=program,
         )
         state = dict(zip(subject.state, likes[len(likes) - len(subject.state) :], strict=True))
-        made = [*probe.outputs, *(state[name] for name in probe.written)]
+        results = [*probe.outputs, *(state[name] for name in probe.written)]
         trust = ""
-        if declaration.rule:  # checked once in a process
-            checked = _CHECKED.setdefault(subject.kind, {})
-            call = hash(tuple(repr(x) if isinstance(x, pytree.TreeSpec) else x for x in key))
-            if call not in checked:
-                checked[call] = check_rule(
-                    leaf, likes, made, runs=probe.runs, random=bool(probe.random)
-                )
-            trust = checked[call]
-        self.calls.append(
-            _Recorded(key=key, leaf=leaf, fqn=subject.fqn, probe=probe, made=made, trust=trust)
+        if declaration.rule:
+            trust = _CHECKED.setdefault(subject.kind, Memo()).of(
+                hash(tuple(repr(x) if isinstance(x, pytree.TreeSpec) else x for x in key)),
+                lambda: check_rule(
+                    leaf, likes, results, runs=probe.runs, random=bool(probe.random)
+                ),
+            )
+        call = _Recorded(
+            key=key, leaf=leaf, fqn=subject.fqn, probe=probe, results=results, trust=trust
         )
-        return self.calls[-1]
+        self.calls.append(call)
+        return call
 
-    def _probe(self, program: Program, likes: tuple[TensorLike, ...], subject: _Subject) -> Probe:
+    def _probe(self, program: Program, likes: Sequence[TensorLike], subject: _Subject) -> Probe:
         """The first probe that works: by the declared result, on fake tensors, on random numbers.
         Raises `LeafError` where none does, and `Irregular` for what a stand-in can't tell."""
         grad, result = torch.is_grad_enabled(), subject.declaration.result
@@ -376,9 +349,9 @@ class LeafRecorder:
             raise
         except Exception as error:  # noqa: BLE001 - whatever fakes can't do, real numbers may
             first = error
+        if subject.identified:
+            raise Irregular(f"{subject.fqn} is not run on fake tensors")
         try:
-            if subject.identified:
-                raise Irregular(f"{subject.fqn} is not run on fake tensors")
             return in_plain_thread(
                 lambda: probe_on_random(program, likes, subject.weights), grad=grad
             )
@@ -400,34 +373,28 @@ class LeafRecorder:
         self, work: Work, declaration: user_module.Declaration, likes: Sequence[TensorLike]
     ) -> Work:
         """The work of a probe, with the FLOPs and saved bytes that were declared."""
-
-        def amount(value: user_module.Amount) -> int:
-            shapes = (x.shape for x in likes)
-            return int(value(*shapes) if callable(value) else value * self.scale)
-
-        if declaration.flops is not None:
-            work = replace(work, flops=amount(declaration.flops), source="declared")
-        if declaration.saved_bytes is not None:
-            work = replace(work, saved_bytes=amount(declaration.saved_bytes), source="declared")
-        return work
-
-    # --- the report ---
+        shapes = [x.shape for x in likes]
+        amounts = {"flops": declaration.flops, "saved_bytes": declaration.saved_bytes}
+        declared: dict[str, Any] = {
+            name: int(amount(*shapes) if callable(amount) else amount * self.scale)
+            for name, amount in amounts.items()
+            if amount is not None
+        }
+        return replace(work, **declared, source="declared" if declared else work.source)
 
     def notes(self) -> tuple[str, ...]:
         """A line for each class of leaves: why they are leaves, how they run, what they cost."""
-        first: dict[tuple[str, str, str, str], _Recorded] = {}
+        lines = dict[tuple[str, ...], str]()
         for call in self.calls:
-            reason = self.reasons.get(call.fqn, "")
-            first.setdefault((call.leaf.name, call.leaf.rule, reason, call.trust), call)
-        lines = []
-        for (name, rule, reason, trust), call in first.items():
-            fqn, work = call.fqn, call.leaf.work
+            fqn, name, rule, work = call.fqn, call.leaf.name, call.leaf.rule, call.leaf.work
+            reason = self.reasons.get(fqn, "")
             where = f"{fqn} ({name}) and its like are" if fqn else f"calls of {name} are"
             because = f", because {reason}" if reason else ""
             how = f'split by "{rule}"' if rule else "run in full on every rank"
-            how += f", a rule taken on trust, because {trust}" if trust else ""
-            lines.append(
+            how += f", a rule taken on trust, because {call.trust}" if call.trust else ""
+            lines.setdefault(
+                (name, rule, reason, call.trust),
                 f"{where} kept as one node each{because}; {how}; {work.kernels} kernels, "
-                f"{work.flops:.3g} FLOPs, {work.saved_bytes:.3g} bytes saved inside: {work.source}"
+                f"{work.flops:.3g} FLOPs, {work.saved_bytes:.3g} bytes saved inside: {work.source}",
             )
-        return tuple(lines)
+        return tuple(lines.values())

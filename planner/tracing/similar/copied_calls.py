@@ -12,8 +12,8 @@ again, with
     anything else       -> itself
 
 At the end the three traced calls must prove to be one program under that renaming, and nothing may
-have passed between a call and the rest of the graph other than through inputs and outputs: no
-write, no alias, no value read from outside. Otherwise `Irregular` is raised.
+have passed a call's border other than inputs and outputs: no write, no alias, no value read from
+outside. Otherwise `Irregular` is raised.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ MARKS = (ENTER, LEAVE, REPEATED)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TracedCall:
-    """A traced call of a member: operators `start` to `stop` (exclusive) of the graph, the values
-    that it takes and makes, and the `outer` slots from before it. Until its `leave` mark is met it
-    makes nothing."""
+    """A traced call of a member: operators `start` to `stop` (exclusive) of the graph, its input
+    values, its outputs (none until its `leave` mark), and the `outer` slots from before it."""
 
     member: str
     start: int
@@ -50,8 +49,8 @@ class _TracedCall:
 
 @dataclass(slots=True, kw_only=True)
 class _CanonicalCall:
-    """A call with names that do not depend on the layer: a line for each operator, the layer's own
-    tensors (value -> path below the layer), and the values from outside in order of use."""
+    """A call in names that do not depend on the layer: a line for each operator, the layer's
+    tensors (value -> path below it), and the values from outside in order of use."""
 
     lines: list[str] = field(default_factory=list)
     parameters: dict[str, str] = field(default_factory=dict)
@@ -74,8 +73,6 @@ class CopiedCalls:
         self.programs = Memo[str, _CanonicalCall]()
         self.copied_results: set[str] = set()
 
-    # --- while the graph is made ---
-
     def mark(
         self, target: Any, operands: Sequence[Any], member: str, position: int = 0
     ) -> str | None:
@@ -91,24 +88,18 @@ class CopiedCalls:
         if target is ENTER:
             if self.open is not None:
                 raise Irregular(f"{member} is called inside of {self.open.member}")
-            self.open = _TracedCall(
-                member=member,
-                inputs=self._read(operands),
-                start=len(self.builder.ops),
-                outer=frozenset(self.slots.held),
-            )
+            inputs, start = self._read(operands), len(self.builder.ops)
+            outer = frozenset(self.slots.held)
+            self.open = _TracedCall(member=member, inputs=inputs, start=start, outer=outer)
         else:
-            self._close(member, operands)
+            call, self.open = self.open, None
+            if call is None or call.member != member:
+                raise Irregular(f"the call of {member} does not end where it began")
+            if any(self.slots.root(slot) in call.outer for slot in operands):
+                raise Irregular(f"{member} gives a view of its input")
+            outputs, stop = self._read(operands), len(self.builder.ops)
+            self.calls[member] = replace(call, outputs=outputs, stop=stop)
         return None
-
-    def _close(self, member: str, outputs: Sequence[str]) -> None:
-        call, self.open = self.open, None
-        if call is None or call.member != member:
-            raise Irregular(f"the call of {member} does not end where it began")
-        if any(self.slots.root(slot) in call.outer for slot in outputs):
-            raise Irregular(f"{member} gives a view of its input")
-        made = self._read(outputs)
-        self.calls[member] = replace(call, outputs=made, stop=len(self.builder.ops))
 
     def _read(self, slots: Sequence[str]) -> tuple[str, ...]:
         before = len(self.builder.ops)
@@ -133,45 +124,38 @@ class CopiedCalls:
         values = self.builder.values
         if any(values[a] != values[b] for a, b in zip(call.inputs, inputs, strict=True)):
             raise Irregular(f"{member} takes other tensors than {second}")
-        suffix = group.members.index(member)
-        names = self._constants(first, second, suffix)
+        suffix = f"_copy{group.members.index(member)}"
+        names: dict[str, str] = {}
+        constants = self.state.constants
+        for a, b in zip(self._program(first).outside, program.outside, strict=False):
+            if a != b and b in constants:  # the first and second layer do not share it
+                names[b] = self.state.constant(b + suffix, constants[b], values[b])
         names |= dict(zip(call.inputs, inputs, strict=True))
         for value, path in program.parameters.items():
-            names[value] = self._value(self.state.parameter(f"{member}.{path}", values[value]))
+            slot = self.state.parameter(f"{member}.{path}", values[value])
+            (names[value],) = self._read([slot])
         for value, path in program.buffers.items():
-            name = f"{value}_copy{suffix}"
-            names[value] = self._value(self.state.buffer(f"{member}.{path}", name, values[value]))
-        for op in self.builder.ops[call.start : call.stop]:
+            slot = self.state.buffer(f"{member}.{path}", value + suffix, values[value])
+            (names[value],) = self._read([slot])
+        for op in self._ops(second):
             module = _moved(op.module, second, member)
-            self.builder.repeat(op, names, f"{op.name}_copy{suffix}", module)
+            self.builder.repeat(op, names, op.name + suffix, module)
         return [self.slots.new(names[output]) for output in call.outputs]
 
-    def _value(self, slot: str) -> str:
-        (value,) = self._read([slot])
-        return value
-
-    def _constants(self, first: str, second: str, suffix: int) -> dict[str, str]:
-        """Value -> copy of the constants that the first and second layer do not share."""
-        pairs = zip(self._program(first).outside, self._program(second).outside, strict=False)
-        return {
-            b: self.state.constant(
-                f"{b}_copy{suffix}", self.state.constants[b], self.builder.values[b]
-            )
-            for a, b in pairs
-            if a != b and b in self.state.constants
-        }
-
-    # --- canonical calls ---
-
     def _program(self, member: str) -> _CanonicalCall:
-        return self.programs.of(member, lambda: self._described(member, self.calls[member]))
+        return self.programs.of(member, lambda: self._canonical(member, self.calls[member]))
 
-    def _described(self, member: str, call: _TracedCall) -> _CanonicalCall:
-        program = _CanonicalCall()
+    def _canonical(self, member: str, call: _TracedCall) -> _CanonicalCall:
+        program, values = _CanonicalCall(), self.builder.values
         tokens: dict[str, str] = {}
         for k, value in enumerate(call.inputs):
             tokens.setdefault(value, f"input {k}")
-        parameters = self._own_parameters(member)
+        parameters: dict[str, str] = {}
+        module = self.model.get_submodule(member)
+        for path, _ in module.named_parameters(remove_duplicate=False):
+            slot = self.state.known_parameter(f"{member}.{path}")
+            if slot is not None:
+                parameters.setdefault(self.slots.held[slot], path)
 
         def token(value: str) -> str:
             if value not in tokens:
@@ -180,47 +164,29 @@ class CopiedCalls:
                     program.parameters[value] = parameters[value]
                     tokens[value] = f"parameter {parameters[value]}"
                 elif fqn.startswith(f"{member}."):
-                    path = fqn.removeprefix(f"{member}.")
-                    program.buffers[value] = path
-                    tokens[value] = f"buffer {path}"
+                    program.buffers[value] = fqn.removeprefix(f"{member}.")
+                    tokens[value] = f"buffer {program.buffers[value]}"
                 else:
                     tokens[value] = f"outside {len(program.outside)}"
                     program.outside.append(value)
             return tokens[value]
 
-        for k, op in enumerate(self.builder.ops[call.start : call.stop]):
-            program.lines.append(self._line(op, member, token))
+        for k, op in enumerate(self._ops(member)):
+            args = map_refs((op.args, op.kwargs), lambda value: Ref(token(value)))
+            sizes = [(values[r].shape, values[r].dtype) for r in op.results]
+            several, module_path = op.results != (op.name,), _moved(op.module, member, "")
+            program.lines.append(repr((op.target, args, sizes, several, module_path, op.source)))
             tokens |= {result: f"result {k} {j}" for j, result in enumerate(op.results)}
         program.lines.append(str([token(value) for value in call.outputs]))
         return program
-
-    def _own_parameters(self, member: str) -> dict[str, str]:
-        """Value -> path below the layer, of its parameters."""
-        module = self.model.get_submodule(member)
-        paths: dict[str, str] = {}
-        for path, _ in module.named_parameters(remove_duplicate=False):
-            slot = self.state.known_parameter(f"{member}.{path}")
-            if slot is not None:
-                paths.setdefault(self.slots.held[slot], path)
-        return paths
-
-    def _line(self, op: Op, member: str, token: Any) -> str:
-        call = map_refs((op.args, op.kwargs), lambda value: Ref(token(value)))
-        metas = [self.builder.values[r] for r in op.results]
-        sizes = [(meta.shape, meta.dtype) for meta in metas]
-        several = op.results != (op.name,)
-        return repr((op.target, call, sizes, several, _moved(op.module, member, ""), op.source))
-
-    # --- at the end ---
 
     def check(self) -> None:
         """Raise `Irregular` unless the traced layers of each group are one program, closed but for
         inputs and outputs."""
         if self.open is not None:
             raise Irregular(f"the call of {self.open.member} does not end")
-        groups = {group.members: group for group in self.groups.values()}
         apart: list[str] = []
-        for group in groups.values():
+        for group in dict.fromkeys(self.groups.values()):
             if not all(name in self.calls for name in group.traced):
                 raise Irregular(f"{group.members[0]} and its like are not all traced")
             first, second, last = (self._program(name) for name in group.traced)
@@ -244,19 +210,16 @@ class CopiedCalls:
         return self.builder.ops[call.start : call.stop]
 
     def _shared(self, a: _CanonicalCall, b: _CanonicalCall) -> list[bool]:
-        """For each value from outside, whether two calls read the same one.
-
-        Raises `Irregular` where they are not one program up to equal constants.
-        """
+        """For each value from outside, whether two calls read the same one. Raises `Irregular`
+        where they are not one program up to equal constants."""
         if a.lines != b.lines or len(a.outside) != len(b.outside):
             raise Irregular("two layers that are built alike compute differently")
-        same = [x == y for x, y in zip(a.outside, b.outside, strict=True)]
         constants = self.state.constants
-        for x, y, equal in zip(a.outside, b.outside, same, strict=True):
+        for x, y in zip(a.outside, b.outside, strict=True):
             known = x in constants and y in constants
-            if not equal and not (known and _equal(constants[x], constants[y])):
+            if x != y and not (known and _equal(constants[x], constants[y])):
                 raise Irregular(f"two layers that are built alike read {x} and {y}")
-        return same
+        return [x == y for x, y in zip(a.outside, b.outside, strict=True)]
 
     def _check_closed(self) -> None:
         inside: dict[str, str] = {}
@@ -277,4 +240,4 @@ def _moved(module: str, old: str, new: str) -> str:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+    return a.dtype == b.dtype and torch.equal(a, b)

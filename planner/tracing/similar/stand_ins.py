@@ -1,7 +1,7 @@
 """Stand-ins for similar layers, while the model around them is exported.
 
-The user's own forward runs, its loops included; only inside of the spared members of a group
-(`similar_layers.py`) nothing is traced. A call of a member that is traced is put between the marks
+The user's own forward runs; only inside of the spared members of a group (`similar_layers.py`)
+nothing is traced. A call of a member that is traced is put between the marks
 
     enter(inputs, member)  ...  leave(outputs, member)
 
@@ -15,17 +15,19 @@ in full, unless every call has the arguments of the second member's (equal struc
 equal shape, stride, dtype and `requires_grad`, the very same tensor where the second and the last
 member share one, equal other arguments, equal autograd and autocast state), every member is called
 at most once, the traced ones give results of the same kind and change no attribute, nobody looks
-into a spared member, and no operation uses a member's own position or name. What no
-comparison sees is a layer that asks something outside of the model and of its arguments (a
-module-level counter, a clock) and that by this differs in the middle of a stack only.
+into a spared member, and no operation uses a member's own position or name. No comparison sees a
+layer that asks something outside of the model and of its arguments (a module-level counter, a
+clock) and that by this differs in the middle of a stack only.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import reduce
+from typing import Any, NoReturn
 
 import torch
 from torch import fx, nn
@@ -54,20 +56,12 @@ REPEATED = torch.ops.meshwright.repeated.default
 for _mark in (ENTER, LEAVE):
     fx.has_side_effect(_mark)
     torch.library.register_fake(_mark, lambda tensors, member: None)
-
-
-def _repeated(
-    inputs: list[torch.Tensor],
-    member: str,
-    position: int,
-    size: list[int],
-    stride: list[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device=inputs[0].device)
-
-
-torch.library.register_fake(REPEATED, _repeated)
+torch.library.register_fake(
+    REPEATED,
+    lambda inputs, member, position, size, stride, dtype: torch.empty_strided(
+        size, stride, dtype=dtype, device=inputs[0].device
+    ),
+)
 
 
 class Irregular(Exception):
@@ -105,8 +99,8 @@ class StandIns:
         self.originals = {name: model.get_submodule(name) for name in spared}
         self.blank = {name: nn.Module.__new__(nn.Module) for name in spared}
 
-    def refuse(self, why: str) -> None:
-        """Note that the export is of no use, should the model's code catch what is raised."""
+    def refuse(self, why: str) -> NoReturn:
+        """Raise `Irregular`, and note it, should the model's code catch that."""
         self.reason = self.reason or why
         raise Irregular(why)
 
@@ -128,7 +122,7 @@ class StandIns:
         memo: dict[int, Any] = {}
         for name, original in self.originals.items():
             for tensor in (*original.parameters(), *original.buffers()):
-                memo[id(tensor)] = _Missing()
+                memo[id(tensor)] = object()  # for something else that holds it
             memo[id(original)] = self.blank[name]
         return memo
 
@@ -143,19 +137,17 @@ class StandIns:
 
     def _instrument_traced(self, module: nn.Module, name: str, group: SimilarLayers) -> None:
         for path, *keys, last in group.identifiers:
-            held: Any = vars(module.get_submodule(path))
-            for key in keys:
-                held = held[key]
-            held[last] = _Identifier(held[last], self)
+            holder = reduce(operator.getitem, keys, vars(module.get_submodule(path)))
+            holder[last] = _Identifier(holder[last], self)
         modules = self.modules[name] = list(module.modules())
         forward = type(module).forward
 
         def traced(proxy: nn.Module, *args: Any, **kwargs: Any) -> Any:
             call = self._called(name, args, kwargs)
-            held = held_state(modules)
+            state = held_state(modules)
             ENTER(list(call.inputs), name)
             output = forward(proxy, *args, **kwargs)
-            if snapshot(modules) != self.before[name] or held_state(modules) != held:
+            if snapshot(modules) != self.before[name] or held_state(modules) != state:
                 self.refuse(f"{name} keeps state")
             if _flat(args, kwargs)[2] != call.arguments:
                 self.refuse(f"{name} changes its arguments")
@@ -169,9 +161,7 @@ class StandIns:
     def _instrument_spared(
         self, blank: nn.Module, source: nn.Module, name: str, group: SimilarLayers
     ) -> None:
-        held = vars(blank)
-        held.update(vars(source))
-        held.update({table: _Closed(self, name) for table in STATE})
+        vars(blank).update(vars(source), **{table: _Closed(self, name) for table in STATE})
         self.modules[name] = [blank]
         copied = group.traced[1]
 
@@ -180,7 +170,6 @@ class StandIns:
             pattern = self.calls.get(copied)
             if pattern is None or call.arguments != pattern.arguments:
                 self.refuse(f"{name} is not called as {copied}")
-            assert pattern is not None
             self.calls[name] = call
             return self._stand_in(name, call, pattern)
 
@@ -198,8 +187,8 @@ class StandIns:
                     self.refuse(f"{name} would give another requires_grad")
                 count += 1
             else:
-                kind, value = result
-                leaf = call.inputs[value] if kind == "input" else value
+                kind, argument = result
+                leaf = inputs[argument] if kind == "input" else argument
             leaves.append(leaf)
         if not count or not inputs:
             self.refuse(f"{name} takes or makes no tensor")
@@ -247,11 +236,7 @@ class StandIns:
             first, second, last = (self.calls.get(name) for name in group.traced)
             if first is None or second is None or last is None:
                 raise Irregular(f"{group.members[0]} and its like are not all called")
-            if (second.arguments, second.results, second.spec) != (
-                last.arguments,
-                last.results,
-                last.spec,
-            ):
+            if replace(second, inputs=()) != replace(last, inputs=()):
                 raise Irregular(f"{group.members[-1]} is not called as {group.members[1]}")
             pairs = zip(second.inputs, last.inputs, strict=True)
             shared = [k for k, (a, b) in enumerate(pairs) if a is b]
@@ -262,7 +247,7 @@ class StandIns:
 
 
 def _flat(args: Any, kwargs: Any) -> tuple[list[Any], tuple[torch.Tensor, ...], Any]:
-    """(leaves, tensors, a description that is equal for calls that can't be told apart)."""
+    """(leaves, tensors, a key that is equal for calls that can't be told apart)."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
     inputs = tuple(x for x in leaves if isinstance(x, torch.Tensor))
     first: dict[int, int] = {}
@@ -286,10 +271,6 @@ def overridden(base: type, forward: Callable[..., Any]) -> type:
     bypass the proxies through which export follows module paths."""
     body = {"forward": forward, "__module__": base.__module__, "__qualname__": base.__qualname__}
     return type(base.__name__, (base,), body)
-
-
-class _Missing:
-    """Stands for a tensor of a spared member that something else holds."""
 
 
 class _Closed(dict[str, Any]):
@@ -321,7 +302,7 @@ for _name in _DICT_METHODS:
 
 
 class _Identifier:
-    """A member's own position or name; raises where something depends on it."""
+    """A member's position or name; raises where something depends on it."""
 
     def __init__(self, value: int | str, stand_ins: StandIns) -> None:
         self.value, self.stand_ins = value, stand_ins
@@ -348,19 +329,18 @@ class _Identifier:
 def identifiers_of(module: nn.Module) -> set[Place]:
     """The places in a traced member, and in modules below, that hold an `_Identifier`."""
     return {
-        (path, *keys)
+        place
         for path, below in module.named_modules()
-        for keys, value in _below(vars(below))
-        if type(value) is _Identifier
+        for place in _identifiers_in(vars(below), (path,))
     }
 
 
-def _below(held: dict[Any, Any]) -> Iterator[tuple[Place, Any]]:
-    """(keys, value) of what a dict holds, and dicts in it."""
-    for key, value in held.items():
-        yield (key,), value
-        if isinstance(value, dict):
-            yield from (((key, *keys), inner) for keys, inner in _below(value))
+def _identifiers_in(table: dict[Any, Any], place: Place) -> Iterator[Place]:
+    for key, value in table.items():
+        if type(value) is _Identifier:
+            yield (*place, key)
+        elif isinstance(value, dict):
+            yield from _identifiers_in(value, (*place, key))
 
 
 def _method(name: str) -> Callable[..., Any]:

@@ -1,4 +1,3 @@
-"""What transformers needs while it is traced, undone afterwards."""
+"""Patches of transformers while it is traced, and batches that its trace does not fit."""
 
-from meshwright.planner.tracing.transformers.adapter import adapted
-from meshwright.planner.tracing.transformers.packed_positions import check_positions
+from meshwright.planner.tracing.transformers.adapter import adapted, check_positions

@@ -1,13 +1,12 @@
 """Patches of transformers while one of its models is traced.
 
-Five things only. `use_cache` is turned off in the (copied) config, because a key/value cache is no
-part of training. transformers, when it sees an exporter, always builds an explicit [batch, 1, s, s]
-mask, which rules out the flash kernels; while tracing, it is told that no exporter is at work and
-that sequences are not packed, so that it keeps `is_causal=True` as it does in ordinary training.
-Mixtures of experts are written with our operators (`lookup`), whichever of its own
-implementations the config names. Hand-written backwards that only repeat what autograd does are
-left out. And its warnings wait for the user's own forward: a trace prints none of them, and those
-that are printed once are not used up.
+`use_cache` is turned off in the (copied) config, because a key/value cache is no part of training.
+transformers, when it sees an exporter, always builds an explicit [batch, 1, s, s] mask, which rules
+out the flash kernels; while tracing, it is told that no exporter is at work and that sequences are
+not packed, so that it keeps `is_causal=True` as it does in ordinary training. Mixtures of experts
+are written with our operators (`lookup`), whichever of its implementations the config names.
+Hand-written backwards that only repeat what autograd does are left out. And a trace prints none of
+its warnings, so that those printed once wait for the user's own forward.
 """
 
 from __future__ import annotations
@@ -21,9 +20,12 @@ from unittest import mock
 
 from torch import Tensor, nn
 
+from meshwright.planner.batch import input_leaves
 from meshwright.planner.operators import combine, dispatch, grouped_linear
+from meshwright.profiles.inputs import MeshwrightError
 
 LOGGER = logging.getLogger("transformers")
+POSITIONS, MASK = "position_ids", "attention_mask"
 MASKING = "transformers.masking_utils"
 PATCHES: tuple[tuple[str, Callable[..., Any]], ...] = (
     ("is_torchdynamo_exporting", lambda: False),
@@ -50,8 +52,7 @@ def adapted(model: nn.Module) -> Iterator[None]:
                     stack.enter_context(mock.patch.object(masking, name, value))
             experts = getattr(sys.modules.get(PLACE), INTERFACE, None)
             if experts is not None:
-                found = lookup(experts)
-                stack.enter_context(mock.patch.object(experts, LOOKUP, found))
+                stack.enter_context(mock.patch.object(experts, LOOKUP, lookup(experts)))
             for place, name, plain in PLAIN_FORMS:
                 source = sys.modules.get(place)
                 if hasattr(source, name) and hasattr(source, plain):
@@ -59,6 +60,27 @@ def adapted(model: nn.Module) -> Iterator[None]:
                     stack.enter_context(mock.patch.object(source, name, direct))
             stack.enter_context(_without_warnings())
         yield
+
+
+def check_positions(model: nn.Module, batch: Any) -> None:
+    """Raise ValueError for a batch of a model of transformers whose positions begin anew within a
+    row, without a mask: transformers keeps the documents of such a row apart, the trace doesn't."""
+    if batch is None or not any(hasattr(m, "config") for m in model.modules()):
+        return
+    entries = {path.rpartition(".")[2]: x for path, x in input_leaves(batch)[0]}
+    positions = entries.get(POSITIONS)
+    if entries.get(MASK) is not None or not isinstance(positions, Tensor):
+        return
+    if positions.dim() != 2 or positions.is_meta or not bool((positions.diff(dim=1) != 1).any()):
+        return
+    row = int((positions.diff(dim=1) != 1).any(1).nonzero()[0])
+    raise MeshwrightError(
+        f" begin anew in row {row}, and there is no {MASK}: documents packed to a row, which "
+        "attention over the whole row would mix",
+        place=f"batch: {POSITIONS}",
+        legal=f"consecutive numbers in a row, or a batch with its {MASK}",
+        way_out="meshwright.packed(length) packs documents with the mask that keeps them apart",
+    )
 
 
 @contextmanager
@@ -78,7 +100,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 # --- experts --------------------------------------------------------------------------------------
-
+#
 # The experts of transformers, written with the operators of `planner/operators/moe.py`.
 #
 # A module whose class went through transformers' `use_experts_implementation` says by attributes

@@ -17,7 +17,7 @@ from meshwright.planner.tracing.user_module.hooks import (
     refused_hooks,
     taken_hooks,
 )
-from meshwright.planner.tracing.user_module.leaf import TRACE, Amount, Declaration, declared, leaf
+from meshwright.planner.tracing.user_module.leaf import TRACE, Declaration, declared, leaf
 from meshwright.planner.tracing.user_module.similar_layers import (
     PLAIN,
     STATE,

@@ -1,9 +1,8 @@
-"""What a forward reads from the attributes of its modules, and what it leaves in them.
+"""Attributes of modules that a forward reads and writes.
 
-A trace has the values that attributes had when it was made. `Watch` records which ones a forward
-reads, so that a later change can be refused, and which ones it writes; `Held` is a picture of all
-of them, to be compared and put back. Attributes are keyed by (path of the holder, name); holders
-are modules and the plain objects that they hold (configs).
+A trace has the values that attributes had when it was made, so a later change of those read is
+refused. Attributes are keyed by (path of the holder, name); holders are modules and the plain
+objects that they hold (configs).
 """
 
 from __future__ import annotations
@@ -35,19 +34,18 @@ CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 DEPTH = 3  # of objects in objects
 
 
-def holders_of(root: Any, path: str = "") -> dict[str, Any]:
+def holders_of(root: Any, path: str) -> dict[str, Any]:
     """The modules of a model, and the plain objects in their attributes, by path."""
     if not isinstance(root, nn.Module):
         return dict(_objects(root, path, set(), DEPTH))
-    found: dict[str, Any] = {}
+    holders: dict[str, Any] = {}
     seen: set[int] = set()
-    for name, module in root.named_modules():
-        at = ".".join(x for x in (path, name) if x)
-        found[at] = module
+    for name, module in root.named_modules(prefix=path):
+        holders[name] = module
         for attribute, value in list(vars(module).items()):
             if attribute not in OWN:
-                found |= dict(_objects(value, f"{at}.{attribute}".lstrip("."), seen, DEPTH))
-    return found
+                holders |= dict(_objects(value, f"{name}.{attribute}", seen, DEPTH))
+    return holders
 
 
 def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
@@ -65,9 +63,9 @@ def _is_object(value: Any) -> bool:
 
 
 class Watch:
-    """The first event at each attribute of `holders` while it records: `reads` and `writes`, each
-    with its place in the user's source; a value written first is no read. `left` is what a whole
-    forward changed."""
+    """The `reads` and `writes` of attributes of `holders` while it records, each with its place in
+    the user's source; a value written first is no read. `changed` by a whole forward are those of
+    another value after it."""
 
     def __init__(self, holders: Mapping[str, Any]) -> None:
         self.holders = holders
@@ -75,30 +73,23 @@ class Watch:
         self.reads: dict[Key, str] = {}
         self.writes: dict[Key, str] = {}
         self.written_first: set[Key] = set()
-        self.left: set[Key] = set()  # here, for export gives modules their attributes back
+        self.changed: set[Key] = set()  # here, for export gives modules their attributes back
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Context in which reads and writes are recorded."""
-        objects: set[type] = {
-            type(x) for x in self.holders.values() if not isinstance(x, nn.Module)
-        }
-        classes: tuple[type, ...] = (nn.Module, *objects)
+        objects = {type(x) for x in self.holders.values() if not isinstance(x, nn.Module)}
         with ExitStack() as stack:
-            for cls in classes:
+            for cls in (nn.Module, *objects):
                 for name, make in (("__getattribute__", self._get), ("__setattr__", self._set)):
                     patch = mock.patch.object(cls, name, make(getattr(cls, name)))
                     try:
                         stack.enter_context(patch)
                     except TypeError:  # a class written in C: all of its objects count as read
-                        self._read_all(cls)
+                        of_class = [(p, x) for p, x in self.holders.items() if type(x) is cls]
+                        self.reads |= {(p, name): UNKNOWN for p, x in of_class for name in vars(x)}
                         break
             yield
-
-    def _read_all(self, cls: type) -> None:
-        for path, holder in self.holders.items():
-            if type(holder) is cls:
-                self.reads |= dict.fromkeys(((path, name) for name in vars(holder)), UNKNOWN)
 
     def _get(self, plain: Any) -> Any:
         def get(holder: Any, name: str) -> Any:
@@ -142,31 +133,25 @@ class Held:
         self.contents: list[tuple[Any, Any]] = []
         self.values: dict[Key, Any] = {}  # described without identities
         self.tensors: dict[Key, list[torch.Tensor]] = {}
-        self.structure: dict[Key, Any] = {}  # parameters and modules: identities
-        self.classes = {cls for x in holders.values() for cls in type(x).__mro__ if _is_users(cls)}
+        self.structure: dict[Key, int] = {}  # parameters and modules: identities
         self.of_classes: list[tuple[type, str, Any]] = []
-        for cls in self.classes:
+        for cls in {cls for x in holders.values() for cls in type(x).__mro__ if _is_users(cls)}:
             for name, value in vars(cls).items():
                 if isinstance(value, (*PLAIN, *CONTAINERS)) and name[:2] != "__":
                     self.of_classes.append((cls, name, value))
                     self.values[cls.__name__, name] = self._described(value, [], 0)
         for path, holder in holders.items():
-            held = vars(holder)
-            self._copy(held)
+            tables, attributes = [vars(holder)], [*vars(holder).items()]
             if isinstance(holder, nn.Module):
-                for table in ("_parameters", "_modules", "_buffers"):
-                    self._copy(held[table])
-                for name, value in (*held["_parameters"].items(), *held["_modules"].items()):
+                tables += [holder._parameters, holder._modules, holder._buffers]
+                attributes += holder._buffers.items()
+                for name, value in (*holder._parameters.items(), *holder._modules.items()):
                     self.structure[path, name] = id(value)
-            buffers = held["_buffers"] if isinstance(holder, nn.Module) else {}
-            for name, value in (*held.items(), *buffers.items()):
+            self.tables += [(table, dict(table)) for table in tables]
+            for name, value in attributes:
                 if name not in OWN:
-                    self.tensors[path, name] = []
-                    key = path, name
-                    self.values[key] = self._described(value, self.tensors[key], 0)
-
-    def _copy(self, table: dict[str, Any]) -> None:
-        self.tables.append((table, dict(table)))
+                    tensors = self.tensors[path, name] = []
+                    self.values[path, name] = self._described(value, tensors, 0)
 
     def _described(self, value: Any, tensors: list[torch.Tensor], depth: int) -> Any:
         """A description equal for values that a forward can't tell apart; `tensors` gets those in
@@ -186,7 +171,7 @@ class Held:
                 return kind, sorted(repr(x) for x in value)
             items = value.items() if isinstance(value, dict) else value
             return kind, [self._described(x, tensors, depth + 1) for x in items]
-        return kind, _own_state(value)
+        return kind, _state(value)
 
     def restore(self) -> None:
         """Give all holders, their classes, lists, dicts and sets what they held."""
@@ -204,14 +189,14 @@ class Held:
         """The attributes that hold something else, or other tensors, in `after`."""
 
         def differ(key: Key) -> bool:
-            own, others = self.tensors.get(key, []), after.tensors.get(key, [])
-            same = len(own) == len(others) and all(map(operator.is_, own, others))
+            tensors, others = self.tensors.get(key, []), after.tensors.get(key, [])
+            same = len(tensors) == len(others) and all(map(operator.is_, tensors, others))
             return not same or self.values.get(key, key) != after.values.get(key, key)
 
         return {key for key in self.values.keys() | after.values.keys() if differ(key)}
 
     def rebuilt(self, after: Held) -> set[Key]:
-        """The parameters and submodules that are others in `after`."""
+        """The parameters and submodules that are other objects in `after`."""
         return {key for key, _ in self.structure.items() ^ after.structure.items()}
 
 
@@ -225,8 +210,8 @@ def _in_class(holder: Any, name: str, value: Any) -> bool:
     return any(vars(cls).get(name) is value for cls in type(holder).__mro__)
 
 
-def _own_state(value: Any) -> Any:
-    """What tells two moments of one object apart, where it is known to."""
+def _state(value: Any) -> Any:
+    """The state of a generator of random numbers or an iterator; None of any other object."""
     if isinstance(value, random.Random):
         return value.getstate()
     if isinstance(value, np.random.Generator):

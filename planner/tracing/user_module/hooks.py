@@ -1,9 +1,7 @@
 """Hooks of modules and tensors while a model is traced.
 
-Hooks on a module's forward run while it is traced, and their operators are a part of the graph.
-Those that autograd would call (a module's backward hooks, hooks on tensors and parameters) would be
-lost: they are refused. A leaf is called with all hooks on its modules, which the trace around it
-does not run.
+Hooks on a module's forward are traced with it. Those that autograd would call would be lost: they
+are refused. A leaf is called with all hooks on its modules, which the trace around it does not run.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ TENSOR_HOOKS = {
     "_backward_hooks": "register_hook",
     "_post_accumulate_grad_hooks": "register_post_accumulate_grad_hook",
 }
-CALL_HOOKS = (*MODULE_HOOKS, "_forward_hooks", "_forward_pre_hooks")  # what a module's call runs
+CALL_HOOKS = (*MODULE_HOOKS, "_forward_hooks", "_forward_pre_hooks")  # run by a module's call
 CALLS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
@@ -55,17 +53,17 @@ def hooks_in(module: nn.Module) -> tuple[Any, ...]:
 
 
 def taken_hooks(module: nn.Module) -> dict[str, Any]:
-    """Remove and return the hooks that a module's own call runs; `vars(module).update` restores."""
-    taken = {name: vars(module)[name] for name in CALL_HOOKS}
-    vars(module).update({name: type(table)() for name, table in taken.items()})
-    return taken
+    """The hooks that a module's own call runs, removed; `vars(module).update` restores them."""
+    hooks = {name: vars(module)[name] for name in CALL_HOOKS}
+    vars(module).update({name: type(table)() for name, table in hooks.items()})
+    return hooks
 
 
 @contextmanager
-def hooked(module: nn.Module, taken: Mapping[str, Any]) -> Iterator[None]:
+def hooked(module: nn.Module, hooks: Mapping[str, Any]) -> Iterator[None]:
     """Context in which a module has its hooks again."""
-    bare = {name: vars(module)[name] for name in taken}
-    vars(module).update(taken)
+    bare = {name: vars(module)[name] for name in hooks}
+    vars(module).update(hooks)
     try:
         yield
     finally:
@@ -76,28 +74,22 @@ def hooked(module: nn.Module, taken: Mapping[str, Any]) -> Iterator[None]:
 def refused(
     calls: Iterable[tuple[Any, str]], refusal: Callable[..., TraceError | None]
 ) -> Iterator[None]:
-    """Context in which traced code that calls one of these, (module or class, name), raises what
-    `refusal` makes of it, the name and the arguments: None for a call that may be. Leaves may call
-    them all."""
+    """Context in which traced code that calls one of these, (module or class, name), raises
+    `refusal(place, name, *arguments)`: None for a call that may be. Leaves may call them all."""
+
+    def refusing(place: Any, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if TRACE.get() and (error := refusal(place, name, *args, *kwargs.values())):
+                raise error
+            return plain(*args, **kwargs)
+
+        return call
+
     with ExitStack() as stack:
         for place, name in calls:
-            patch = mock.patch.object(place, name, _refusing(place, name, refusal))
-            stack.enter_context(patch)
+            call = refusing(place, name, getattr(place, name))
+            stack.enter_context(mock.patch.object(place, name, call))
         yield
-
-
-def _refusing(
-    place: Any, name: str, refusal: Callable[..., TraceError | None]
-) -> Callable[..., Any]:
-    plain = getattr(place, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        error = refusal(place, name, *args, *kwargs.values()) if TRACE.get() is not None else None
-        if error is not None:
-            raise error
-        return plain(*args, **kwargs)
-
-    return call
 
 
 def refused_hooks() -> AbstractContextManager[None]:

@@ -107,8 +107,8 @@ def leaf(
 
 
 def _declare(target: Any, declaration: Declaration) -> Any:
-    modules = isinstance(target, type) and issubclass(target, (nn.Module, torch.autograd.Function))
-    if isinstance(target, nn.Module) or modules:
+    classes = (nn.Module, torch.autograd.Function)
+    if isinstance(target, nn.Module) or (isinstance(target, type) and issubclass(target, classes)):
         setattr(target, ATTRIBUTE, declaration)
         return target
     if isinstance(getattr(target, "__self__", None), nn.Module):
@@ -119,11 +119,8 @@ def _declare(target: Any, declaration: Declaration) -> Any:
             way_out="declare the module, or a function that takes the parameters as arguments",
         )
     if isinstance(target, type) or not callable(target):
-        raise MeshwrightError(
-            f"{target!r}",
-            place="leaf",
-            legal="a module, a class of modules, an autograd.Function, a function",
-        )
+        legal = "a module, a class of modules, an autograd.Function, a function"
+        raise MeshwrightError.refused("leaf: target", target, legal=legal)
 
     @functools.wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:

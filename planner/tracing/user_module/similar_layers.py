@@ -33,29 +33,17 @@ UNSEEN = frozenset({  # attributes of every module that forward does not look at
     "_forward_pre_hooks_with_kwargs",
 })  # fmt: skip
 PLAIN = (
-    type(None),
-    bool,
-    int,
-    float,
-    complex,
-    str,
-    bytes,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    torch.layout,
-    torch.memory_format,
-)
+    type(None), bool, int, float, complex, str, bytes,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 Place = tuple[Any, ...]  # (path below the member, attribute, keys of dicts in it)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimilarLayers:
-    """A group of similar members of one container: their FQNs in order.
-
-    `identifiers` are the places of each member's own position and names.
-    """
+    """A group of similar members of one container: their FQNs in order, and the places of each
+    member's position and names."""
 
     members: tuple[str, ...]
     identifiers: tuple[Place, ...]
@@ -74,11 +62,11 @@ class SimilarLayers:
 def find_similar_layers(model: nn.Module, apart: Sequence[str] = ()) -> tuple[SimilarLayers, ...]:
     """The outermost groups of `MIN_SIMILAR` or more similar members, none of them in `apart`."""
     owners = Counter(
-        id(held)
+        id(owned)
         for module in model.modules()
-        for table in (module._parameters, module._buffers, module._modules)
-        for held in table.values()
-        if held is not None
+        for table in STATE
+        for owned in vars(module)[table].values()
+        if owned is not None
     )
     return tuple(_groups(model, "", owners, apart))
 
@@ -121,11 +109,9 @@ def _similar(
 
 class _Description:
     """A module's structure: hashable `parts`, and its integer attributes apart, in `integers`.
-
-    Tensors and modules with several owners are described by their identity, so that ties must be
-    the same ones. `names` are the places of strings that begin with the end of `fqn`, from the name
-    of a container on. `regular` is False for modules with state between calls, or hooks.
-    """
+    Tensors and modules with several owners are described by their identity: ties must be the same
+    ones. `names` are the places of strings that begin with the end of `fqn`, from the name of a
+    container on. `regular` is False for modules with state between calls, or hooks."""
 
     def __init__(self, member: nn.Module, owners: Counter[int], fqn: str = "") -> None:
         self.owners = owners
@@ -133,28 +119,25 @@ class _Description:
         self.integers: dict[Place, int] = {}
         self.names: list[Place] = []
         path = fqn.split(".")
-        self.own_names = [".".join(path[k:]) for k in range(len(path) - 1)]
+        self.suffixes = [".".join(path[k:]) for k in range(len(path) - 1)]
         self.regular = True
         self.paths = {id(m): path for path, m in member.named_modules()}
         for path, module in member.named_modules():
             self._add(path, module)
 
     def _add(self, path: str, module: nn.Module) -> None:
-        held = vars(module)
         # statistics are state kept between calls
         counts = module.training and getattr(module, "running_mean", None) is not None
-        if counts or any(held[name] for name in CALL_HOOKS):
+        if counts or any(vars(module)[name] for name in CALL_HOOKS):
             self.regular = False
         self.parts += [path, type(module)]
         for name, child in module._modules.items():
             self.parts += [name, None if child is None else self._shared(child)]
-        for name, p in module._parameters.items():
-            self.parts += [name, None if p is None else self._tensor(p)]
-        for name, b in module._buffers.items():
-            self.parts += [name, None if b is None else self._tensor(b)]
-            if b is not None and self._shared(b) is not None:
-                self.regular = False
-        for name, value in held.items():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            self.parts += [name, None if tensor is None else self._tensor(tensor)]
+        if any(b is not None and self._shared(b) for b in module._buffers.values()):
+            self.regular = False
+        for name, value in vars(module).items():
             if type(value) is int:
                 self.parts.append(name)
                 self.integers[path, name] = value
@@ -170,12 +153,12 @@ class _Description:
 
     def _frozen(self, value: Any, at: Place = ()) -> Hashable:
         """A key of an attribute's value, equal for values that a forward can't tell apart; where in
-        doubt, its identity. `at` is the place of what can be replaced."""
+        doubt, its identity. `at` is the place of a name, which can be replaced."""
         kind = type(value)
-        for k, own in enumerate(self.own_names if kind is str and at else ()):
-            if f"{value}.".startswith(f"{own}."):
+        for k, suffix in enumerate(self.suffixes if kind is str and at else ()):
+            if f"{value}.".startswith(f"{suffix}."):
                 self.names.append(at)
-                return "name", k, value.removeprefix(own)
+                return "name", k, value.removeprefix(suffix)
         if kind is float:
             return kind, repr(value)
         if kind in PLAIN or isinstance(value, enum.Enum):
@@ -195,8 +178,8 @@ class _Description:
         if isinstance(value, nn.Module) and id(value) in self.paths:
             return kind, self.paths[id(value)]
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            held = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
-            return kind, tuple(self._frozen(x) for x in held)
+            entries = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+            return kind, tuple(self._frozen(x) for x in entries)
         return "same", id(value)
 
 

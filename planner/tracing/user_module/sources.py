@@ -9,26 +9,22 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 UNKNOWN = "an unknown place"
 
-_SKIPPED = tuple(
-    f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[3])
-)
+_FOLDERS = (Path(torch.__file__).parent, Path(__file__).parents[3])
+_SKIPPED = (*(f"{folder}{os.sep}" for folder in _FOLDERS), "<")
 
 
 def calling_place() -> str:
     """file:line of the user's code that is running: the innermost frame outside of torch and this
     package."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         name = frame.f_code.co_filename
-        if not name.startswith((*_SKIPPED, "<")):
-            return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
+        if not name.startswith(_SKIPPED):
+            return f"{name}:{line}"
     return UNKNOWN
 
 
@@ -51,10 +47,8 @@ def condition(frames: Sequence[traceback.FrameSummary]) -> str:
     branches = (ast.If, ast.While, ast.Assert, ast.IfExp)
     tests = [node.test for node in ast.walk(tree) if isinstance(node, branches)]
     at_line = [t for t in tests if t.lineno <= frame.lineno <= (t.end_lineno or t.lineno)]
-    texts = [ast.get_source_segment(source, t) for t in at_line]
-    return " ".join(str(texts[-1]).split()) if texts else ""
+    return " ".join(str(ast.get_source_segment(source, at_line[-1])).split()) if at_line else ""
 
 
 def _innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    outside = [f for f in frames if not f.filename.startswith((*_SKIPPED, "<"))]
-    return outside[-1] if outside else None
+    return next((f for f in reversed(frames) if not f.filename.startswith(_SKIPPED)), None)

@@ -1,8 +1,7 @@
 """Functionalization: every result is a value of its own name, and no operator changes memory.
 
-A traced program may write into tensors (`relu_`, `x[:, 0] = 0`, `running.mul_(0.9)`). Here each
-tensor is a *slot* whose value is replaced: a write makes a new value for the slot, and a write into
-a view also one for the slot that it is a view of,
+A tensor that the traced program writes into (`relu_`, `x[:, 0] = 0`, `running.mul_(0.9)`) is a
+*slot* whose value is replaced; a write into a view also replaces that of the slot below,
 
     slot(view) := new,    slot(base) := scatter(slot(base), new)
 
@@ -12,10 +11,9 @@ next read.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -86,20 +84,14 @@ class GraphBuilder:
         grad: bool = True,
     ) -> tuple[str, ...]:
         """Append one call; the names of its results, `several` if it returns a list or tuple.
-
-        Without `metas` their shapes are inferred. `grad`: gradients are recorded.
-        """
-        short = target.split(".")[1]
+        Without `metas` their shapes are inferred. `grad`: gradients are recorded."""
         metas = metas or infer_metas(self.values, target, args, kwargs)
         flows = grad and short_name(target) not in CONSTANT_LIKE
         needs = flows and any(self.values[n].requires_grad for n in refs((args, kwargs)))
-        name = self.unique(name or short)
-        results = (
-            tuple(self.unique(f"{name}_{i}") for i in range(len(metas))) if several else (name,)
-        )
+        name, results = self._named(name or target.split(".")[1], len(metas), several)
         for result, meta in zip(results, metas, strict=True):
             differentiable = meta.dtype.is_floating_point or meta.dtype.is_complex
-            self.values[result] = dataclasses.replace(meta, requires_grad=needs and differentiable)
+            self.values[result] = replace(meta, requires_grad=needs and differentiable)
         self.ops.append(
             Op(
                 name=name,
@@ -114,41 +106,34 @@ class GraphBuilder:
         )
         return results
 
+    def _named(self, base: str, count: int, several: bool) -> tuple[str, tuple[str, ...]]:
+        """Names of a call and of its results."""
+        name = self.unique(base)
+        return name, tuple(self.unique(f"{name}_{i}") for i in range(count)) if several else (name,)
+
     def _key(self, module: str, target: str) -> str:
         base = f"{module}:{target.split('.')[1]}"
         count = self._keys[base]
         self._keys[base] += 1
         return f"{base}#{count}" if count else base
 
-    def detached(self, value: str, origin: Origin) -> Ref:
-        """The value, or its detached copy where it requires a gradient."""
-        if not self.values[value].requires_grad:
-            return Ref(value)
-        return Ref(self.add("aten.detach.default", (Ref(value),), {}, origin)[0])
-
     def repeat(self, op: Op, names: dict[str, str], name: str, module: str) -> None:
         """Append `op` again in another module. `names` maps operands to the values there, and is
         extended by the results."""
-        name = self.unique(name)
-        several = op.results != (op.name,)
-        for i, result in enumerate(op.results):
-            copied = self.unique(f"{name}_{i}") if several else name
-            self.values[copied] = self.values[result]
-            names[result] = copied
+        name, results = self._named(name, len(op.results), op.results != (op.name,))
+        names |= dict(zip(op.results, results, strict=True))
+        self.values |= {names[result]: self.values[result] for result in op.results}
 
-        def moved(value: str) -> Ref:
+        def renamed(value: str) -> Ref:
             return Ref(names.get(value, value))
 
-        copy = dataclasses.replace(
-            op,
-            name=name,
-            args=map_refs(op.args, moved),
-            kwargs=map_refs(op.kwargs, moved),
-            results=tuple(names[r] for r in op.results),
-            key=self._key(module, op.target),
-            module=module,
+        args, kwargs = map_refs((op.args, op.kwargs), renamed)
+        key = self._key(module, op.target)
+        self.ops.append(
+            replace(
+                op, name=name, args=args, kwargs=kwargs, results=results, key=key, module=module
+            )
         )
-        self.ops.append(copy)
 
     def cast(self, value: str, dtype: torch.dtype, origin: Origin, *, grad: bool = True) -> str:
         """The value in `dtype`: itself, or the result of an `aten.to`."""
@@ -216,38 +201,31 @@ class Slots:
         writes = self._writes[self.root(slot)]
         if self._seen[slot] < writes:
             view = self._views[slot]
-            args = (Ref(self.read(view.base)), *view.op.args[1:])
-            metas = [self.builder.values[r] for r in view.op.results]
+            op = view.op
             results = self.builder.add(
-                view.op.target,
-                args,
-                view.op.kwargs,
-                _origin(view.op),
-                name=view.op.name,
-                metas=metas,
-                several=view.op.results != (view.op.name,),
+                op.target,
+                (Ref(self.read(view.base)), *op.args[1:]),
+                op.kwargs,
+                Origin(module=op.module, source=op.source),
+                name=op.name,
+                metas=[self.builder.values[r] for r in op.results],
+                several=op.results != (op.name,),
             )
             self.held[slot] = results[view.index]
             self._seen[slot] = writes
         return self.held[slot]
 
     def write(self, slot: str, value: str, origin: Origin) -> None:
-        """Replace a slot's value and, where it is a view, that part of the slots below it.
-
-        Raises `TraceError` for a view without an inverse.
-        """
-        root = self.root(slot)
-        chain = [slot]
-        while chain[-1] in self._views:
-            chain.append(self._views[chain[-1]].base)
+        """Replace a slot's value and, where it is a view, that part of the slots below it. Raises
+        `TraceError` for a view without an inverse."""
         updates = {slot: value}
-        for inner in chain[:-1]:
-            view = self._views[inner]
-            updates[view.base] = self._scatter(view, self.read(view.base), updates[inner], origin)
+        root = slot
+        while view := self._views.get(root):
+            updates[view.base] = self._scatter(view, self.read(view.base), updates[root], origin)
+            root = view.base
         self._writes[root] += 1
-        for updated, new in updates.items():
-            self.held[updated] = new
-            self._seen[updated] = self._writes[root]
+        self.held |= updates
+        self._seen |= dict.fromkeys(updates, self._writes[root])
 
     def _scatter(self, view: _View, base: str, value: str, origin: Origin) -> str:
         """A new value of the base, with the view's part replaced by `value`."""
@@ -255,40 +233,34 @@ class Slots:
         shape = self.builder.values[base].shape
         if short in ALIGNED and self.builder.values[value].shape == shape:
             return value
-        call = _INVERSES.get(short)
-        if short in RESHAPES:
-            call = "aten.reshape.default", (list(shape),)
-        elif short == "permute":
-            order = [int(d) % len(shape) for d in args[0]]
-            call = "aten.permute.default", ([order.index(d) for d in range(len(shape))],)
-        elif short in ("select", "slice"):
+        if short in ("select", "slice"):
             target = f"aten.{short}_scatter.default"
             inputs = (Ref(base), Ref(value), *args)
             return self.builder.add(target, inputs, view.op.kwargs, origin)[0]
-        if short == "detach":
+        if short in RESHAPES:
+            target, args = "aten.reshape.default", (list(shape),)
+        elif short == "permute":
+            order = [int(d) % len(shape) for d in args[0]]
+            target, args = "aten.permute.default", ([order.index(d) for d in range(len(shape))],)
+        elif short in _INVERSES:
+            target = _INVERSES[short]
+        elif short == "detach":
             raise TraceError(
                 f"at {origin} a tensor with a gradient is changed in place through .data or "
                 "detach(); change parameters between steps, and write other tensors out of place"
             )
-        if call is None:
+        else:
             raise TraceError(
                 f"at {origin} a view made by {view.op.target} is "
                 "written to in place; write it out of place (torch.where, torch.cat, x = x + y)"
             )
-        target, more = call
-        return self.builder.add(target, (Ref(value), *(more or args)), {}, origin)[0]
+        return self.builder.add(target, (Ref(value), *args), {}, origin)[0]
 
 
 # views that are their own inverse, called with the same arguments
-_INVERSES: Mapping[str, tuple[str, tuple[Any, ...]]] = {
-    "transpose": ("aten.transpose.int", ()),
-    "swapaxes": ("aten.transpose.int", ()),
-    "t": ("aten.t.default", ()),
-}
-
-
-def _origin(op: Op) -> Origin:
-    return Origin(module=op.module, source=op.source)
+_INVERSES: Mapping[str, str] = {
+    "transpose": "aten.transpose.int", "swapaxes": "aten.transpose.int", "t": "aten.t.default"
+}  # fmt: skip
 
 
 # in-place operators whose functional form is not the name without its last character
@@ -311,34 +283,37 @@ def functional_call(
     """Append the functional form of an in-place call; the value that it leaves in its first
     operand, or in `out`. Raises `TraceError` where there is none."""
     namespace, base, which = target.split(".")
-    held: Ref = kwargs.get("out", args[0])
-    meta = builder.values[held.name]
-    add: Callable[..., tuple[str, ...]] = builder.add
-    if "out" in kwargs:
-        rest = {k: v for k, v in kwargs.items() if k != "out"}
-        value = add(_returning(target, origin), args, rest, origin, name=name, grad=grad)[0]
-        return builder.cast(value, meta.dtype, origin, grad=grad)
+    written: Ref = kwargs.get("out", args[0])
+    meta = builder.values[written.name]
+
+    def call(target: str, args: Sequence[Any], kwargs: Mapping[str, Any], name: str = name) -> str:
+        return builder.add(target, args, kwargs, origin, name=name, grad=grad)[0]
+
     if base == "copy_" or (base == "fill_" and isinstance(args[1], Ref)):
-        source = args[1] if grad else builder.detached(args[1].name, origin)
-        value = builder.cast(source.name, meta.dtype, origin, grad=grad)
+        source = args[1].name
+        if not grad and builder.values[source].requires_grad:
+            source = call("aten.detach.default", (args[1],), {}, "")
+        value = builder.cast(source, meta.dtype, origin, grad=grad)
         if builder.values[value].shape == meta.shape:
             return value
-        return add("aten.expand.default", (Ref(value), list(meta.shape)), {}, origin, grad=grad)[0]
+        return call("aten.expand.default", (Ref(value), list(meta.shape)), {}, "")
     if base in ("fill_", "zero_"):
-        fill = args[1] if base == "fill_" else 0
-        return add("aten.full_like.default", (held, fill), {}, origin, name=name)[0]
+        return call("aten.full_like.default", (written, args[1] if base == "fill_" else 0), {})
     if target in _NAMED_OTHERWISE:  # defaults, which export leaves out, are those of `target`
-        left = overload(target)._schema.arguments[len(args) :]
-        defaults = {a.name: a.default_value for a in left if a.default_value is not None}
-        kwargs = {**defaults, **kwargs}
-        return add(_NAMED_OTHERWISE[target], args, kwargs, origin, name=name, grad=grad)[0]
+        omitted = overload(target)._schema.arguments[len(args) :]
+        defaults = {a.name: a.default_value for a in omitted if a.default_value is not None}
+        return call(_NAMED_OTHERWISE[target], args, {**defaults, **kwargs})
     packet = getattr(getattr(torch.ops, namespace), base[:-1], None)
-    if packet is None or not base.endswith("_") or which not in packet.overloads():
+    if "out" in kwargs:
+        functional = _returning(target, origin)
+        kwargs = {k: v for k, v in kwargs.items() if k != "out"}
+    elif base.endswith("_") and packet is not None and which in packet.overloads():
+        functional = f"{namespace}.{base[:-1]}.{which}"
+    else:
         raise TraceError(
             f"in-place operator {target} at {origin} has no functional form; write it out of place"
         )
-    value = add(f"{namespace}.{base[:-1]}.{which}", args, kwargs, origin, name=name, grad=grad)[0]
-    return builder.cast(value, meta.dtype, origin, grad=grad)
+    return builder.cast(call(functional, args, kwargs), meta.dtype, origin, grad=grad)
 
 
 def _returning(target: str, origin: Origin) -> str:
@@ -358,16 +333,21 @@ def split_derived(
 ) -> tuple[list[Op], list[Op]]:
     """The operators that `wanted` values need, in order: (the derived ones, which follow from `raw`
     values alone, the others)."""
-    live, kept = set(wanted), []
+    live, needed = set(wanted), []
     for op in reversed(calls):
         if live & set(op.results):
             live |= set(op.operands)
-            kept.append(op)
+            needed.append(op)
     known = set(raw)
     derived: list[Op] = []
     ops: list[Op] = []
-    for op in reversed(kept):
-        if known.issuperset(op.operands) and not _effectful(op):
+    for op in reversed(needed):
+        if (
+            known.issuperset(op.operands)
+            # each stage can run a copy of one that writes no statistics and draws nothing
+            and traits_of(op).statistics is None
+            and not tagged(op.target, torch.Tag.nondeterministic_seeded)
+        ):
             known |= set(op.results)
             derived.append(op)
         else:
@@ -375,23 +355,13 @@ def split_derived(
     return derived, ops
 
 
-def _effectful(op: Op) -> bool:
-    """Whether an operator has side effects or draws random numbers, so that each stage can't run a
-    copy of it."""
-    random = tagged(op.target, torch.Tag.nondeterministic_seeded)
-    return traits_of(op).statistics is not None or random
-
-
 # --- state, which no operator makes ---------------------------------------------------------------
 
 
 class TracedState:
-    """Value -> FQN of the parameters and buffers met so far, and value -> tensor of constants, of
-    the graph that `builder` builds and its `slots`.
-
-    `aliases` maps every parameter FQN of the model to the first of those tied to it; `buffers` are
-    the FQNs of its buffers, in order.
-    """
+    """Parameters and buffers met so far, value -> FQN, and constants, value -> tensor. `aliases`
+    maps every parameter FQN of the model to the first of those tied to it; `buffers` are the FQNs
+    of its buffers, in order."""
 
     def __init__(self, model: nn.Module, buffers: Sequence[str]) -> None:
         self.builder = GraphBuilder()

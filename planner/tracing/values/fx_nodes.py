@@ -20,8 +20,8 @@ from meshwright.planner.errors import TraceError, Untraceable, enclosing_modules
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """A result that no value of the graph can stand for: its shape is `dynamic`, or the `call` that
-    makes it is no operator. It is an error only where the loss depends on it."""
+    """A result of `dynamic` shape, or of a `call` that is no operator: an error only where the loss
+    depends on it."""
 
     source: str
     call: str
@@ -60,24 +60,25 @@ def mixed_operands(program: torch.export.ExportedProgram, *, autocast: bool) -> 
     """The first matrix product or convolution outside of autocast whose operands differ in
     dtype, which no device computes: its source line and dtypes; None without one. `autocast` says
     whether the program was exported under it."""
-    modules = dict(program.graph_module.named_modules())
+    modules = program.graph_module.named_modules()
+    graphs = {name: m.graph for name, m in modules if isinstance(m, fx.GraphModule)}
     enabled = {
         str(n.args[4].target): bool(n.args[2])
-        for module in modules.values()
-        if isinstance(module, fx.GraphModule)
-        for n in module.graph.nodes
+        for graph in graphs.values()
+        for n in graph.nodes
         if "autocast" in str(n.target) and isinstance(n.args[4], fx.Node)
     }
-    for name, module in modules.items():
-        cast = enabled.get(name.rpartition(".")[2], autocast)
-        if not isinstance(module, fx.GraphModule) or cast:
+    for name, graph in graphs.items():
+        if enabled.get(name.rpartition(".")[2], autocast):
             continue
-        for node in module.graph.nodes:
+        for node in graph.nodes:
             vals = [n.meta.get("val") for n in node.all_input_nodes]
             dtypes = {v.dtype for v in vals if isinstance(v, torch.Tensor)} - {torch.bool}  # masks
             names = sorted(str(d).removeprefix("torch.") for d in dtypes)
-            if _short(node) in ONE_DTYPE and len(names) > 1:
-                return f"{where(node)} {_short(node)} meets {' and '.join(names)}"
+            packet = isinstance(node.target, torch._ops.OpOverload)
+            short = str(node.target).split(".")[1] if packet else ""
+            if short in ONE_DTYPE and len(names) > 1:
+                return f"{where(node)} {short} meets {' and '.join(names)}"
     return None
 
 
@@ -91,13 +92,8 @@ def check_dense(node: fx.Node) -> None:
         )
 
 
-def _short(node: fx.Node) -> str:
-    packet = isinstance(node.target, torch._ops.OpOverload)
-    return str(node.target).split(".")[1] if packet else ""
-
-
 def results_of(node: fx.Node) -> list[Any]:
-    """The fake tensors, or other values, that the export recorded for a node's results."""
+    """Results of a node as the export recorded them: fake tensors, or other values."""
     val = node.meta.get("val")
     return list(val) if isinstance(val, (tuple, list)) else [val]
 
@@ -183,16 +179,12 @@ def where(node: fx.Node) -> str:
 def source_of(node: fx.Node) -> str:
     """file:line of the innermost call outside of torch and this package; "" without one."""
     skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[3]))
-    lines = [
-        line.split('"')
-        for line in (node.meta.get("stack_trace") or "").splitlines()
-        if line.strip().startswith("File")
-    ]
-    outside = [parts for parts in lines if not parts[1].startswith(skipped)]
-    if not outside:
-        return ""
-    _, file, line, *_ = outside[-1]
-    return f"{file}:{line.split()[2].rstrip(',')}"
+    for line in reversed((node.meta.get("stack_trace") or "").splitlines()):
+        if line.strip().startswith("File"):
+            _, file, rest, *_ = line.split('"')
+            if not file.startswith(skipped):
+                return f"{file}:{rest.split()[2].rstrip(',')}"
+    return ""
 
 
 # torch's second names of one operator

@@ -495,7 +495,7 @@ class Anything:
         self.state = state
 
 
-STATES: dict[str, Any] = {
+OF_EVERY_KIND: dict[str, Any] = {
     "numbers": [1, -0.0, 1e-300, float("inf"), 2**200, True, None, 3 + 4j, math.pi],
     "texts": ["ä\ud800", b"\0\xff", bytearray(b"1")],
     "tuples": {"rng": (3, tuple(range(5)), None), "empty": ()},
@@ -510,12 +510,12 @@ def test_states_of_every_kind_come_back(tmp_path: Path) -> None:
     whole = torch.arange(12).view(3, 4)
     tensors = [whole.t(), whole[1], torch.tensor(1.5, dtype=torch.float64), torch.empty(0, 2),
                torch.tensor([1j], dtype=torch.complex128), nn.Parameter(torch.ones(2))]  # fmt: skip
-    run, saved, back = start("mlp", "alone"), Anything((STATES, tensors)), Anything()
+    run, saved, back = start("mlp", "alone"), Anything((OF_EVERY_KIND, tensors)), Anything()
     checkpoint.save(run.runtime, tmp_path / "at", extra={"x": saved}, asynchronous=True).wait()
     whole.zero_()
     checkpoint.load(run.runtime, tmp_path / "at", extra={"x": back})
     states, read = back.state
-    assert repr(states) == repr(STATES)
+    assert repr(states) == repr(OF_EVERY_KIND)
     whole.copy_(torch.arange(12).view(3, 4))
     assert all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(read, tensors, strict=True))
     nested: list[Any] = []

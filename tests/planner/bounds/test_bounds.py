@@ -33,7 +33,7 @@ def work(cost_s: list[list[float]], used: list[list[float]], room: float) -> pip
     active = np.array(used)
     return pipelines.Work(
         cost_s=np.array(cost_s), static_bytes=np.zeros_like(active), active_bytes=active,
-        each=np.ones_like(active), room=room,
+        block_part=np.ones_like(active), room=room,
     )  # fmt: skip
 
 

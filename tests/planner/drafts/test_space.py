@@ -19,7 +19,6 @@ from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.drafts.candidates import place_stages, spread_ranks
 from meshwright.planner.drafts.space import MAX_CUTS, MAX_MICROBATCH_CHOICES, MIN_CONTEXT, Space
-from meshwright.planner.drafts.transports import quantizations, secondaries, transports
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.overrides.restrictions import restrict
 from meshwright.planner.plan.words import describe
@@ -329,37 +328,37 @@ def test_a_pipeline_inside_the_nodes_uses_every_rank_once(nodes: int, node: int)
 
 def test_secondary_shards_lie_in_a_node_of_several() -> None:
     far = Mesh(dp=8, tp=1)
-    assert secondaries(space(2, 4), far, Sharing(zero=3)) == [None, 4]
-    assert secondaries(space(2, 4), Mesh(dp=4, tp=2), Sharing(zero=3)) == [None, 2]
+    assert space(2, 4).secondaries(far, Sharing(zero=3)) == [None, 4]
+    assert space(2, 4).secondaries(Mesh(dp=4, tp=2), Sharing(zero=3)) == [None, 2]
     within = Sharing(zero=3, dp_shard=4)  # ZeRO divides within the node
-    assert secondaries(space(2, 4), far, within) == [None]
-    assert secondaries(space(2, 4), far, Sharing(zero=2)) == [None]
-    assert secondaries(space(1, 8), far, Sharing(zero=3)) == [None]
-    assert secondaries(space(2, 4, forbid=["hpz"]), far, Sharing(zero=3)) == [None]
-    assert secondaries(space(2, 4, hpz=2), far, Sharing(zero=3)) == [2]
-    assert secondaries(space(2, 4, hpz=2), far, Sharing(zero=2)) == []  # asks for ZeRO-3
+    assert space(2, 4).secondaries(far, within) == [None]
+    assert space(2, 4).secondaries(far, Sharing(zero=2)) == [None]
+    assert space(1, 8).secondaries(far, Sharing(zero=3)) == [None]
+    assert space(2, 4, forbid=["hpz"]).secondaries(far, Sharing(zero=3)) == [None]
+    assert space(2, 4, hpz=2).secondaries(far, Sharing(zero=3)) == [2]
+    assert space(2, 4, hpz=2).secondaries(far, Sharing(zero=2)) == []  # asks for ZeRO-3
     all_of_them = space(2, 4, hpz=8)  # as many as it divides among
-    assert secondaries(all_of_them, far, Sharing(zero=3)) == [None]
-    assert secondaries(space(2, 4, hpz=3), far, Sharing(zero=3)) == []
+    assert all_of_them.secondaries(far, Sharing(zero=3)) == [None]
+    assert space(2, 4, hpz=3).secondaries(far, Sharing(zero=3)) == []
 
 
 def test_what_is_quantised_is_allowed_or_asked_for() -> None:
     far = Mesh(dp=8, tp=1)
-    assert quantizations(space(2, 4), far, Sharing(zero=3)) == ["none"]
+    assert space(2, 4).quantizations(far, Sharing(zero=3)) == ["none"]
     allowed = space(2, 4, allow=["quantized"])
-    assert quantizations(allowed, far, Sharing(zero=3)) == ["none", "weights", "gradients", "both"]
-    assert quantizations(allowed, far, Sharing(zero=2)) == ["none"]
+    assert allowed.quantizations(far, Sharing(zero=3)) == ["none", "weights", "gradients", "both"]
+    assert allowed.quantizations(far, Sharing(zero=2)) == ["none"]
     forbidden = space(2, 4, allow=["quantized"], forbid=["quantized"])
-    assert quantizations(forbidden, far, Sharing(zero=3)) == ["none"]
+    assert forbidden.quantizations(far, Sharing(zero=3)) == ["none"]
     asked = space(2, 4, allow=["quantized"], quantized="both")
-    assert quantizations(asked, far, Sharing(zero=3)) == ["both"]
-    assert quantizations(asked, far, Sharing(zero=1)) == []  # asks for ZeRO-3
-    assert quantizations(asked, Mesh(dp=1, tp=8), Sharing()) == ["none"]
+    assert asked.quantizations(far, Sharing(zero=3)) == ["both"]
+    assert asked.quantizations(far, Sharing(zero=1)) == []  # asks for ZeRO-3
+    assert asked.quantizations(Mesh(dp=1, tp=8), Sharing()) == ["none"]
 
 
 def test_one_chain_prices_gathers_near_and_far_but_not_hops() -> None:
     far = Mesh(dp=8, tp=1)
-    found = transports(space(2, 4, allow=["quantized"], zero=3, dp_shard=8), far)
+    found = space(2, 4, allow=["quantized"], zero=3, dp_shard=8).transports(far)
     assert {
         (own.hpz, own.quantized): [(one.zero, one.hpz) for one in ways]
         for own, ways in found.items()

@@ -52,7 +52,7 @@ def every_cut(search: Search, way: StageSetup, pipeline: Pipeline) -> Iterator[P
         drafted = [
             StageDraft(
                 start=i, stop=j, setup=way, levels=levels, in_flight=n,
-                chosen=levels.choose(n, equal.room / pipeline.each),
+                chosen=levels.choose(n, equal.space.room_bytes / pipeline.each),
             )
             for (i, j), n in zip(spans, held, strict=True)
         ]  # fmt: skip

@@ -569,7 +569,7 @@ def shared(
         "index": index,
         "weights": WEIGHTS,
         "stages": STAGES,
-        "whole": np.array([False, False]),
+        "undivided": np.array([False, False]),
         "room_bytes": room_bytes,
     }
     return SharedDevices(**own | given)
@@ -609,7 +609,7 @@ def _pairs(cuts: Sequence[int]) -> list[list[tuple[int, int]]]:
 
 
 def test_a_level_in_segments_is_for_all_blocks_or_none() -> None:
-    devices = shared([1.0] * 8, [1.0] * 8, 3.9, whole=np.array([False, True]))
+    devices = shared([1.0] * 8, [1.0] * 8, 3.9, undivided=np.array([False, True]))
     judged = devices.judged(np.array([[0, 2, 4, 6, 8]]))
     assert judged.part.tolist() == [[1.0, 1.0]] and judged.load_s.tolist() == [[8.0, 8.0]]
 

@@ -18,17 +18,17 @@ from tests.helpers.refusals import refusals, refused
 from tests.planner.overrides.test_restrictions import REFUSED
 
 
-def space(target: str, **given: Any) -> Space:
+def space(target: str, **knobs: Any) -> Space:
     problem = dataclasses.replace(problem_of(case("mlp"), cluster(8)), target=target_named(target))
-    found = restrict(Overrides(**given), problem.graph, target=problem.target)
-    return Space(problem=problem, global_batch_size=8, restrictions=found)
+    restrictions = restrict(Overrides(**knobs), problem.graph, target=problem.target)
+    return Space(problem=problem, global_batch_size=8, restrictions=restrictions)
 
 
 def plan(*, tp: int = 1, pp: int = 1, schedule: str = "1f1b", **stage: Any) -> Plan:
     """Two data ranks a stage."""
     ranks = [tuple(range(2 * tp * k, 2 * tp * (k + 1))) for k in range(pp)]
     stages = tuple(
-        StagePlan(blocks=(f"b{k}",), ranks=own, dp=2, tp=tp, **stage) for k, own in enumerate(ranks)
+        StagePlan(blocks=(f"b{k}",), ranks=r, dp=2, tp=tp, **stage) for k, r in enumerate(ranks)
     )
     return Plan(
         model="any", global_batch_size=8, num_microbatches=2, schedule=schedule, precision="bf16",
@@ -49,7 +49,7 @@ def test_zero_beside_the_tensor_axis_is_offered_where_it_runs() -> None:
 
 def test_zero_in_a_pipeline_is_offered_where_it_runs() -> None:
     of = space("megatron")
-    assert {own.schedule for own in of.schedules(2, 4, Sharing(zero=1))} <= {
+    assert {pipeline.schedule for pipeline in of.schedules(2, 4, Sharing(zero=1))} <= {
         "1f1b",
         "interleaved_1f1b",
     }
@@ -64,9 +64,9 @@ def test_axes_that_a_target_lacks_have_one_degree() -> None:
     assert not space("megatron").may_differ
 
 
-@pytest.mark.parametrize(("given", "says"), refusals(REFUSED, "for_target"))
-def test_an_override_that_asks_for_it_is_refused(given: tuple[str, Any], says: str) -> None:
-    target, overrides = given
+@pytest.mark.parametrize(("case", "says"), refusals(REFUSED, "for_target"))
+def test_an_override_that_asks_for_it_is_refused(case: tuple[str, Any], says: str) -> None:
+    target, overrides = case
     with refused(OverrideError, says):
         for_target(Overrides(**overrides), target_named(target))
 
@@ -79,9 +79,9 @@ def test_what_a_target_leaves_no_schedule_for_is_refused() -> None:
         for_target(Overrides(virtual_stages=2), target_named("deepspeed"))
 
 
-@pytest.mark.parametrize(("given", "says"), refusals(REFUSED, "check_plan_for"))
-def test_a_given_plan_that_can_not_run_is_refused(given: tuple[str, Any], says: str) -> None:
-    target, knobs = given
+@pytest.mark.parametrize(("case", "says"), refusals(REFUSED, "check_plan_for"))
+def test_a_given_plan_that_can_not_run_is_refused(case: tuple[str, Any], says: str) -> None:
+    target, knobs = case
     check_plan_for(plan(**knobs), EAGER)
     check_plan_for(plan(schedule="gpipe", zero=3), target_named("megatron"))  # of one device group
     with refused(PlanError, says):

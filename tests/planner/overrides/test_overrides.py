@@ -26,32 +26,31 @@ from meshwright.planner.plan import PlanError, check_plan
 from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.plan.ranges import compress_ranks
 from meshwright.planner.plan.shardings import resolve_shardings
-from meshwright.planner.search.result import SearchResult
-from meshwright.planner.search.search import Search
+from meshwright.planner.search.search import Search, SearchResult
 from tests.helpers.refusals import refusals, refused
 from tests.helpers.tiny import plan_for, slow_host, with_stage
 from tests.planner.plan.test_check import model
 
-Given = dict[str, Any]
+Knobs = dict[str, Any]
 ROWS = 16
 REFUSED = Path(__file__).with_name("refused.txt")
 
 
-def search(devices: int = 4, **given: Any) -> SearchResult:
+def search(devices: int = 4, **knobs: Any) -> SearchResult:
     graph, factors = model()
     problem = Problem(graph=graph, factors=factors, cluster=slow_host(devices), precision="fp32")
-    overrides = Overrides(**given)
+    overrides = Overrides(**knobs)
     return Search(problem, ROWS, overrides).run()
 
 
 # --- one override --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "says"), refusals(REFUSED, "Overrides"))
-def test_what_cannot_be_is_refused(given: Given, says: str) -> None:
+@pytest.mark.parametrize(("knobs", "says"), refusals(REFUSED, "Overrides"))
+def test_what_cannot_be_is_refused(knobs: Knobs, says: str) -> None:
     """Values by themselves, by block, and two that contradict each other."""
     with refused(OverrideError, says):
-        Overrides(**given)
+        Overrides(**knobs)
 
 
 def test_only_what_is_set_is_given() -> None:
@@ -65,7 +64,7 @@ def test_only_what_is_set_is_given() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "knobs",
     [
         {"tp": 1, "forbid": ["tp"]},
         {"zero": 0, "recompute": {"a": "none"}, "forbid": ["zero", "recompute"]},
@@ -81,13 +80,13 @@ def test_only_what_is_set_is_given() -> None:
     ],
     ids=str,
 )
-def test_what_can_hold_together_is_taken(given: Given) -> None:
-    assert Overrides(**given).given() == given
+def test_what_can_hold_together_is_taken(knobs: Knobs) -> None:
+    assert Overrides(**knobs).given() == knobs
 
 
 def test_forbidding_leaves_the_value_that_does_without() -> None:
-    found = Overrides(forbid=["tp", "zero", "recompute"], dp=2)
-    values = [found.everywhere(name) for name in ("tp", "dp", "pp", "zero", "recompute")]
+    overrides = Overrides(forbid=["tp", "zero", "recompute"], dp=2)
+    values = [overrides.everywhere(name) for name in ("tp", "dp", "pp", "zero", "recompute")]
     assert values == [1, 2, None, 0, "none"]
     assert Overrides(tp=1, forbid=["tp"]).everywhere("tp") == 1
     assert Overrides(tp={"head": 2}).everywhere("tp") is None
@@ -127,17 +126,17 @@ FITTING = {"num_devices": 8, "global_batch_size": ROWS, "num_blocks": 5}
 
 
 @pytest.mark.parametrize(
-    ("sequences", "given", "says"),
+    ("sequences", "knobs", "says"),
     [(True, *case.values) for case in refusals(REFUSED, "check_overrides")]
     + [(False, *case.values) for case in refusals(REFUSED, "check_overrides without sequences")],
 )
-def test_what_cannot_fit_says_why(sequences: bool, given: Given, says: str) -> None:
+def test_what_cannot_fit_says_why(sequences: bool, knobs: Knobs, says: str) -> None:
     with refused(OverrideError, says):
-        check_overrides(Overrides(**given), sequences=sequences, **FITTING)
+        check_overrides(Overrides(**knobs), sequences=sequences, **FITTING)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "knobs",
     [
         {"tp": 2, "dp": 2, "pp": 1},  # cp=2 is left to choose
         {"tp": 2, "cp": 2, "dp": 2},
@@ -147,8 +146,8 @@ def test_what_cannot_fit_says_why(sequences: bool, given: Given, says: str) -> N
     ],
     ids=str,
 )
-def test_context_and_virtual_stages_count_where_they_may_be_had(given: Given) -> None:
-    check_overrides(Overrides(**given), **FITTING)
+def test_context_and_virtual_stages_count_where_they_may_be_had(knobs: Knobs) -> None:
+    check_overrides(Overrides(**knobs), **FITTING)
 
 
 # --- in the search -------------------------------------------------------------------------------
@@ -161,7 +160,7 @@ def test_the_search_takes_the_stages() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "knobs",
     [
         {"tp": 2, "zero": 0, "recompute": "full"},
         {"pp": 2, "schedule": "gpipe", "microbatch_size": 2},
@@ -170,9 +169,9 @@ def test_the_search_takes_the_stages() -> None:
     ],
     ids=str,
 )
-def test_every_candidate_keeps_the_overrides(given: Given) -> None:
-    wanted = Overrides(**given)
-    for candidate in search(**given).candidates:
+def test_every_candidate_keeps_the_overrides(knobs: Knobs) -> None:
+    wanted = Overrides(**knobs)
+    for candidate in search(**knobs).candidates:
         plan = candidate.plan
         assert wanted.everywhere("pp") in (None, len(plan.devices))
         assert wanted.num_microbatches in (None, plan.num_microbatches)
@@ -186,8 +185,8 @@ def test_every_candidate_keeps_the_overrides(given: Given) -> None:
 
 def test_shardings_reach_every_repeat() -> None:
     graph, _ = model()
-    found = search(2, tp=2, pp=1, shardings={"layers.*.up": "rowwise", "layers.1.up": "replicate"})
-    (assignments,) = found.best.assignments
+    plans = search(2, tp=2, pp=1, shardings={"layers.*.up": "rowwise", "layers.1.up": "replicate"})
+    (assignments,) = plans.best.assignments
     chosen = [
         assignments[block.name].strategies[op.name].name
         for block in graph.blocks
@@ -204,15 +203,15 @@ def test_shardings_reach_every_repeat() -> None:
         ({"head": "colwize"}, OverrideError, r".*'colwize'.*mean 'colwise'"),
     ],
 )
-def test_a_sharding_that_can_not_hold_is_refused(shardings: Given, error: Any, says: str) -> None:
+def test_a_sharding_that_can_not_hold_is_refused(shardings: Knobs, error: Any, says: str) -> None:
     with pytest.raises(error, match=f"override shardings: {says}"):
         search(shardings=shardings)
 
 
 def test_a_degree_that_a_sharding_excludes_is_left_out() -> None:
     # a vocabulary of 24 divides by 2, 4 and 8, not by 16
-    found = search(16, pp=1, shardings={"head": "colwise"})
-    assert {stage.tp for c in found.candidates for stage in c.plan.stages} <= {1, 2, 4, 8}
+    searched = search(16, pp=1, shardings={"head": "colwise"})
+    assert {stage.tp for c in searched.candidates for stage in c.plan.stages} <= {1, 2, 4, 8}
 
 
 # --- overrides without an effect -----------------------------------------------------------------
@@ -222,17 +221,17 @@ SPLIT = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
 ALONE = "there is one data-parallel rank, so that nothing can be divided"
 
 
-def said(given: Given, **stage: Any) -> list[str]:
+def said(knobs: Knobs, **stage: Any) -> list[str]:
     graph, factors = model()
     plan = plan_for(graph, dp=stage.pop("dp", 2), tp=stage.pop("tp", 2))
     plan = with_stage(plan, **stage)
     assignments = check_plan(plan, graph, factors)
-    restrictions = restrict(Overrides(**given), graph, allow=["quantized"])
+    restrictions = restrict(Overrides(**knobs), graph, allow=["quantized"])
     return without_effect(restrictions, plan, assignments)
 
 
 @pytest.mark.parametrize(
-    ("given", "stage", "line"),
+    ("knobs", "stage", "line"),
     [
         (
             {"tp": 2}, {},
@@ -262,15 +261,15 @@ def said(given: Given, **stage: Any) -> list[str]:
         ({"hpz": 4}, {"zero": 3, "dp": 4, "tp": 1}, None),  # as many as ZeRO divides among
     ],
 )  # fmt: skip
-def test_values_that_the_plan_lacks_are_said(given: Given, stage: Given, line: str | None) -> None:
-    assert said(given, **stage) == ([line] if line else [])
+def test_values_that_the_plan_lacks_are_said(knobs: Knobs, stage: Knobs, line: str | None) -> None:
+    assert said(knobs, **stage) == ([line] if line else [])
 
 
 def test_overrides_are_dropped_one_by_one() -> None:
-    given = Overrides(tp=2, recompute={"head": "full"}, forbid=["pp", "zero"])
-    found = [(d.said, d.what, d.left.given()) for d in each_dropped(given)]
+    overrides = Overrides(tp=2, recompute={"head": "full"}, forbid=["pp", "zero"])
+    dropped = [(d.said, d.what, d.left.given()) for d in each_dropped(overrides)]
     recompute = {"recompute": {"head": "full"}}
-    assert found == [
+    assert dropped == [
         ("tp=2", "leave tp free", {**recompute, "forbid": ["pp", "zero"]}),
         ("recompute={'head': 'full'}", "leave recompute free", {"tp": 2, "forbid": ["pp", "zero"]}),
         ("forbid='pp'", "allow pp", {"tp": 2, **recompute, "forbid": ("zero",)}),
@@ -295,10 +294,10 @@ def placed(placement: str, sizes: list[int], inner: int, group: int) -> tuple[in
     return tuple(rank for rank, owner in enumerate(turns) if owner == group)
 
 
-def groups_of(schedule: str, groups: int, each: int) -> dict[int, int]:
+def groups_of(schedule: str, groups: int, per_device: int) -> dict[int, int]:
     """The device group of each stage."""
-    placed = stages_of_devices(schedule, num_stages=groups * each, num_devices=groups)
-    return {stage: group for group, own in enumerate(placed) for stage in own}
+    placed = stages_of_devices(schedule, num_stages=groups * per_device, num_devices=groups)
+    return {stage: group for group, stages in enumerate(placed) for stage in stages}
 
 
 @st.composite
@@ -307,17 +306,17 @@ def plans(draw: st.DrawFn) -> Plan:
     graph, _ = model()
     names = [block.name for block in graph.blocks]
     schedule = draw(st.sampled_from([n for n, s in SCHEDULES.items() if s.copies == 1]))
-    each = SCHEDULES[schedule].stages_per_device or draw(st.integers(1, 2))
-    groups = draw(st.integers(1, 5 // each))
-    ends = sorted(draw(st.permutations(range(1, 5)))[: groups * each - 1])
+    per_device = SCHEDULES[schedule].stages_per_device or draw(st.integers(1, 2))
+    groups = draw(st.integers(1, 5 // per_device))
+    ends = sorted(draw(st.permutations(range(1, 5)))[: groups * per_device - 1])
     placement = draw(st.sampled_from(PLACEMENTS))
     tokens, kind = draw(st.sampled_from((1, 3))), draw(st.sampled_from(CONTEXT_KINDS))
     mesh = st.tuples(*[st.sampled_from((1, 2))] * 2, st.just(tokens))
     equal = draw(st.booleans()) or placement != PLACEMENTS[0]
     meshes = [draw(mesh)] * groups if equal else [draw(mesh) for _ in range(groups)]
-    owner = groups_of(schedule, groups, each)
+    owner = groups_of(schedule, groups, per_device)
     plan = plan_for(
-        graph, stages=groups * each, schedule=schedule,
+        graph, stages=groups * per_device, schedule=schedule,
         num_microbatches=draw(st.sampled_from((1, 2, 4, 8))),
     )  # fmt: skip
     for k, (start, stop) in enumerate(zip([0, *ends], [*ends, 5], strict=True)):
@@ -335,31 +334,31 @@ def plans(draw: st.DrawFn) -> Plan:
     return plan
 
 
-def rebuilt(found: Restrictions) -> Plan:
+def rebuilt(limits: Restrictions) -> Plan:
     """The one plan that restrictions leave: fails where they leave a choice."""
-    assert found.cuts is not None and found.pp is not None and found.virtual_stages is not None
-    assert found.num_microbatches is not None and None not in found.recompute
-    (schedule,), (placement,) = found.schedules, found.placements
-    owner = groups_of(schedule, found.pp, found.virtual_stages)
+    assert limits.cuts is not None and limits.pp is not None and limits.virtual_stages is not None
+    assert limits.num_microbatches is not None and None not in limits.recompute
+    (schedule,), (placement,) = limits.schedules, limits.placements
+    owner = groups_of(schedule, limits.pp, limits.virtual_stages)
     meshes: dict[int, tuple[int, ...]] = {}
     stages: list[dict[str, Any]] = []
-    for k, (start, stop) in enumerate(zip([0, *found.cuts], found.cuts, strict=False)):
+    for k, (start, stop) in enumerate(zip([0, *limits.cuts], limits.cuts, strict=False)):
         one = {}
         for name in ("tp", "dp", "cp", "ep", "zero", "dp_shard", "hpz"):
-            (one[name],) = set(getattr(found, name)[start:stop])
-        whole = one["dp_shard"] or one["dp"] * one["cp"]  # as many: no secondary shard
-        one["hpz"] = None if one["hpz"] == whole else one["hpz"]
-        blocks = found.blocks[start:stop]
-        policies = [policy for policy in found.recompute[start:stop] if policy]
+            (one[name],) = set(getattr(limits, name)[start:stop])
+        among = one["dp_shard"] or one["dp"] * one["cp"]  # as many: no secondary shard
+        one["hpz"] = None if one["hpz"] == among else one["hpz"]
+        blocks = limits.blocks[start:stop]
+        policies = [policy for policy in limits.recompute[start:stop] if policy]
         stages.append({**one, "blocks": blocks, "recompute": recompute_of(blocks, policies)})
         meshes.setdefault(owner[k], (one["tp"], one["dp"], one["cp"]))
-    sizes = [meshes[g][0] * meshes[g][1] * meshes[g][2] for g in range(found.pp)]
+    sizes = [meshes[g][0] * meshes[g][1] * meshes[g][2] for g in range(limits.pp)]
     plan = plan_for(
-        model()[0], stages=len(stages), schedule=schedule, num_microbatches=found.num_microbatches
+        model()[0], stages=len(stages), schedule=schedule, num_microbatches=limits.num_microbatches
     )
     for k, s in enumerate(stages):
         ranks = placed(placement, sizes, s["tp"] * s["cp"], owner[k])
-        plan = with_stage(plan, k, **s, cp_kind=found.cp_kind or ALL_GATHER, ranks=ranks)
+        plan = with_stage(plan, k, **s, cp_kind=limits.cp_kind or ALL_GATHER, ranks=ranks)
     return plan
 
 
@@ -370,11 +369,11 @@ def test_a_pinned_plan_is_all_that_is_left(plan: Plan) -> None:
     check_plan(plan, graph, table, known)
     pinned = plan_overrides(plan, graph)
     check_overrides(pinned, num_devices=plan.num_ranks, global_batch_size=16, num_blocks=5)
-    found = restrict(pinned, graph)
+    limits = restrict(pinned, graph)
     stages = tuple(dataclasses.replace(stage, shardings={}) for stage in plan.stages)
-    assert rebuilt(found) == dataclasses.replace(plan, stages=stages)
+    assert rebuilt(limits) == dataclasses.replace(plan, stages=stages)
     for k, stage in enumerate(plan.stages):
-        assert found.stage_mask("tp", stage.tp)[([0, *found.cuts][k], found.cuts[k])]  # type: ignore[misc]
+        assert limits.stage_mask("tp", stage.tp)[([0, *limits.cuts][k], limits.cuts[k])]  # type: ignore[misc]
 
 
 def halves(graph: Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -382,11 +381,11 @@ def halves(graph: Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return names[:3], names[3:]
 
 
-def about(found: dict[str, Entry], graph: Graph, stage: StagePlan) -> dict[str, Entry]:
+def about(entries: dict[str, Entry], graph: Graph, stage: StagePlan) -> dict[str, Entry]:
     """What entries say about the blocks of a stage."""
-    own = [block for block in graph.blocks if block.name in stage.blocks]
-    names = {name for b in own for name in (*(op.name for op in b.ops), *b.parameters)}
-    return {n: entry for n, entry in found.items() if n in names and entry != Entry()}
+    blocks = [block for block in graph.blocks if block.name in stage.blocks]
+    names = {name for b in blocks for name in (*(op.name for op in b.ops), *b.parameters)}
+    return {n: entry for n, entry in entries.items() if n in names and entry != Entry()}
 
 
 @pytest.mark.parametrize(
@@ -401,13 +400,13 @@ def about(found: dict[str, Entry], graph: Graph, stage: StagePlan) -> dict[str, 
 def test_globs_of_a_stage_stay_with_its_blocks(first: Said, second: Said) -> None:
     graph, table = model()
     plan = plan_for(graph, stages=2)
-    for k, (own, shardings) in enumerate(zip(halves(graph), (first, second), strict=True)):
-        plan = with_stage(plan, k, blocks=own, shardings=shardings)
+    for k, (blocks, shardings) in enumerate(zip(halves(graph), (first, second), strict=True)):
+        plan = with_stage(plan, k, blocks=blocks, shardings=shardings)
     check_plan(plan, graph, table)
     pinned = resolve_shardings(graph, graph.blocks, plan_overrides(plan, graph).shardings)
     for stage in plan.stages:
-        own = [block for block in graph.blocks if block.name in stage.blocks]
-        stated = resolve_shardings(graph, own, stage.shardings)
+        blocks = [block for block in graph.blocks if block.name in stage.blocks]
+        stated = resolve_shardings(graph, blocks, stage.shardings)
         assert about(pinned, graph, stage) == about(stated, graph, stage)
 
 
@@ -415,8 +414,8 @@ def test_the_state_of_what_leaves_a_stage_is_not_pinned() -> None:
     """It is whole there: the glob of its repeats says otherwise, and may."""
     graph, table = model()
     plan = plan_for(graph, stages=2)
-    for k, own in enumerate(halves(graph)):
-        plan = with_stage(plan, k, blocks=own, shardings={"layers.*:add": "-> S(2)"})
+    for k, blocks in enumerate(halves(graph)):
+        plan = with_stage(plan, k, blocks=blocks, shardings={"layers.*:add": "-> S(2)"})
     check_plan(plan, graph, table)
     wanted = {"layers.*:add": "-> S(2)", "layers.1:add": "follow"}
     assert plan_overrides(plan, graph).shardings == wanted
@@ -434,8 +433,8 @@ def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:
         "num_microbatches": 2, "schedule": "gpipe", "placement": "tp,dp,pp",
         "stages": [["embed", "layers.0-2"], ["head"]],
     }  # fmt: skip
-    whole = plan_overrides(with_stage(plan, 1, zero=1), graph)  # divided among all data ranks
-    assert whole.dp_shard == {"embed": 1, "layers.0-2": 1, "head": 2}
+    overrides = plan_overrides(with_stage(plan, 1, zero=1), graph)  # divided among all data ranks
+    assert overrides.dp_shard == {"embed": 1, "layers.0-2": 1, "head": 2}
 
 
 @pytest.mark.parametrize(
@@ -489,7 +488,7 @@ def test_most_of_what_stages_offload_is_pinned() -> None:
     ],
     ids=str,
 )
-def test_searching_under_a_pinned_plan_gives_it_back(wanted: Given) -> None:
+def test_searching_under_a_pinned_plan_gives_it_back(wanted: Knobs) -> None:
     plan = search(**wanted).best.plan
-    pinned: Given = plan_overrides(plan, model()[0]).given()
+    pinned: Knobs = plan_overrides(plan, model()[0]).given()
     assert search(**pinned).best.plan == plan

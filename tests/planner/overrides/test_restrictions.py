@@ -36,8 +36,8 @@ def model() -> Graph:
 def blocks(*names: str) -> Graph:
     """A model of which only the names of its blocks are known."""
     nothing = dict.fromkeys(("ops", "inputs", "outputs", "derived", "parameters", "buffers"), ())
-    made = tuple(Block(name=name, class_id="", **nothing) for name in names)
-    return dataclasses.replace(model(), blocks=made, ops=())
+    cut = tuple(Block(name=name, class_id="", **nothing) for name in names)
+    return dataclasses.replace(model(), blocks=cut, ops=())
 
 
 LAYERS = ("embed", *(f"enc.layers.{i}" for i in range(3)), *(f"dec.layers.{i}" for i in range(3)))
@@ -63,24 +63,24 @@ def test_a_glob_restricts_its_blocks(pattern: str, positions: list[int]) -> None
 
 
 def test_one_value_is_for_all_and_globs_may_share_the_blocks() -> None:
-    found = restrict(Overrides(tp=2, recompute={"enc.**": "full", "dec.**": "none"}), layers())
-    assert found.tp == (2,) * 8
-    assert found.recompute == (None, *["full"] * 3, *["none"] * 3, None)
+    limits = restrict(Overrides(tp=2, recompute={"enc.**": "full", "dec.**": "none"}), layers())
+    assert limits.tp == (2,) * 8
+    assert limits.recompute == (None, *["full"] * 3, *["none"] * 3, None)
     assert restrict(Overrides(dp={"**": 2, "head": 2}), layers()).dp == (2,) * 8
 
 
 @pytest.mark.parametrize("name", ["h.0-3", "a*", "a?b", "x[0]"])
 def test_a_block_named_like_a_pattern_answers_to_its_name(name: str) -> None:
-    found = restrict(Overrides(zero={name: 2}), blocks("ab", name, "acb"))
-    assert found.zero == (None, 2, None)
+    limits = restrict(Overrides(zero={name: 2}), blocks("ab", name, "acb"))
+    assert limits.zero == (None, 2, None)
 
 
-def in_fp16(given: dict[str, Any]) -> None:
-    restrict(Overrides(**given), layers(), allow=["quantized"], precision="fp16")
+def in_fp16(overrides: dict[str, Any]) -> None:
+    restrict(Overrides(**overrides), layers(), allow=["quantized"], precision="fp16")
 
 
 CHECKS: dict[str, Callable[[Any], Any]] = {
-    "restrict": lambda given: restrict(Overrides(**given), layers()),
+    "restrict": lambda overrides: restrict(Overrides(**overrides), layers()),
     "restrict in fp16": in_fp16,
     "stage_cuts": lambda stages: stage_cuts(Overrides(stages=stages), model()),
 }
@@ -88,7 +88,7 @@ NO_NAMES = "legal: a list of quantized, post_validation, e.g. allow=['quantized'
 
 
 @pytest.mark.parametrize(
-    ("check", "given", "says"),
+    ("check", "overrides", "says"),
     [
         *(
             (check, *case.values)
@@ -101,13 +101,13 @@ NO_NAMES = "legal: a list of quantized, post_validation, e.g. allow=['quantized'
         ),
     ],
 )
-def test_what_cannot_be_is_refused(check: Callable[[Any], Any], given: Any, says: str) -> None:
+def test_what_cannot_be_is_refused(check: Callable[[Any], Any], overrides: Any, says: str) -> None:
     with refused(OverrideError, says):
-        check(given)
+        check(overrides)
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("overrides", "says"),
     [
         (
             {"virtual_stages": 3, "forbid": ["interleaved_1f1b"]},
@@ -117,46 +117,46 @@ def test_what_cannot_be_is_refused(check: Callable[[Any], Any], given: Any, says
         ({"forbid": SCHEDULES}, f"leaves no schedule; legal: {', '.join(SCHEDULES)}"),
     ],
 )
-def test_a_forbidden_schedule_may_be_the_only_one(given: dict[str, Any], says: str) -> None:
+def test_a_forbidden_schedule_may_be_the_only_one(overrides: dict[str, Any], says: str) -> None:
     with pytest.raises(OverrideError, match=re.escape(says)):
-        restrict(Overrides(**given), layers())
+        restrict(Overrides(**overrides), layers())
 
 
 def test_nothing_given_leaves_everything() -> None:
-    found = restrict(Overrides(), layers())
-    assert all(getattr(found, name) == (None,) * 8 for name in BY_BLOCK)
-    assert (found.zeros, found.policies) == ({0, 1, 2, 3}, RECOMPUTE)
-    assert found.schedules == tuple(SCHEDULES)
-    assert found.placements == ("tp,dp,pp", "tp,pp,dp")
-    assert (found.pp, found.virtual_stages, found.cuts) == (None, None, None)
-    assert found.unequal_meshes and found.partial_shards
+    limits = restrict(Overrides(), layers())
+    assert all(getattr(limits, name) == (None,) * 8 for name in BY_BLOCK)
+    assert (limits.zeros, limits.policies) == ({0, 1, 2, 3}, RECOMPUTE)
+    assert limits.schedules == tuple(SCHEDULES)
+    assert limits.placements == ("tp,dp,pp", "tp,pp,dp")
+    assert (limits.pp, limits.virtual_stages, limits.cuts) == (None, None, None)
+    assert limits.unequal_meshes and limits.partial_shards
 
 
 def test_forbidding_leaves_the_rest() -> None:
     forbid = ["tp", "cp", "ep", "zero-3", "full", "zb_h2", "placement", "dp_shard"]
-    found = restrict(Overrides(forbid=[*forbid, "unequal_meshes"], recompute=None), layers())
-    assert found.tp == found.cp == found.ep == (1,) * 8
-    assert found.dp == found.zero == found.recompute == (None,) * 8
-    assert (found.zeros, found.policies) == ({0, 1, 2}, RECOMPUTE[:-1])
-    assert found.schedules == tuple(s for s in SCHEDULES if s != "zb_h2")
-    assert found.placements == ("tp,dp,pp",)
-    assert not found.unequal_meshes and not found.partial_shards
+    limits = restrict(Overrides(forbid=[*forbid, "unequal_meshes"], recompute=None), layers())
+    assert limits.tp == limits.cp == limits.ep == (1,) * 8
+    assert limits.dp == limits.zero == limits.recompute == (None,) * 8
+    assert (limits.zeros, limits.policies) == ({0, 1, 2}, RECOMPUTE[:-1])
+    assert limits.schedules == tuple(s for s in SCHEDULES if s != "zb_h2")
+    assert limits.placements == ("tp,dp,pp",)
+    assert not limits.unequal_meshes and not limits.partial_shards
 
 
 def test_what_forbidding_leaves_one_value_of_is_restricted_to_it() -> None:
-    found = restrict(Overrides(forbid=["zero-1", "zero-2", "zero-3", "recompute", "pp"]), layers())
-    assert found.zero == (0,) * 8 and found.recompute == ("none",) * 8
-    assert (found.pp, found.virtual_stages) == (1, 1)
+    limits = restrict(Overrides(forbid=["zero-1", "zero-2", "zero-3", "recompute", "pp"]), layers())
+    assert limits.zero == (0,) * 8 and limits.recompute == ("none",) * 8
+    assert (limits.pp, limits.virtual_stages) == (1, 1)
 
 
 def test_with_equal_meshes_one_block_speaks_for_all() -> None:
     rules = Overrides(tp={"head": 4}, zero={"head": 1}, forbid=["unequal_meshes"])
-    found = restrict(rules, layers())
-    assert found.tp == (4,) * 8 and found.zero == (None,) * 7 + (1,)
+    limits = restrict(rules, layers())
+    assert limits.tp == (4,) * 8 and limits.zero == (None,) * 7 + (1,)
 
 
 @pytest.mark.parametrize(
-    ("given", "each", "schedules"),
+    ("overrides", "per_device", "schedules"),
     [
         ({"virtual_stages": 1}, 1, "gpipe 1f1b eager_1f1b zb_h1 zb_h2"),
         ({"virtual_stages": 2}, 2, "interleaved_1f1b zb_v dualpipe_v chimera dualpipe"),
@@ -168,14 +168,16 @@ def test_with_equal_meshes_one_block_speaks_for_all() -> None:
         ({"forbid": ["virtual_stages", "1f1b", "zb_h1", "zb_h2"]}, 1, "gpipe eager_1f1b"),
     ],
 )
-def test_virtual_stages_fit_schedules(given: Any, each: int | None, schedules: str) -> None:
-    found = restrict(Overrides(**given), layers())
-    assert (found.pp, found.virtual_stages) == (given.get("pp"), each)
-    assert set(found.schedules) == set(schedules.split())
+def test_virtual_stages_fit_schedules(
+    overrides: Any, per_device: int | None, schedules: str
+) -> None:
+    limits = restrict(Overrides(**overrides), layers())
+    assert (limits.pp, limits.virtual_stages) == (overrides.get("pp"), per_device)
+    assert set(limits.schedules) == set(schedules.split())
 
 
 @pytest.mark.parametrize(
-    ("given", "pp", "each"),
+    ("overrides", "pp", "per_device"),
     [
         ({}, None, None),
         ({"pp": 4}, 4, 1),
@@ -187,16 +189,18 @@ def test_virtual_stages_fit_schedules(given: Any, each: int | None, schedules: s
     ],
     ids=str,
 )
-def test_stages_are_groups_times_each(given: Any, pp: int | None, each: int | None) -> None:
+def test_stages_are_groups_times_each(
+    overrides: Any, pp: int | None, per_device: int | None
+) -> None:
     stages = [LAYERS[:2], LAYERS[2:4], LAYERS[4:6], (*LAYERS[6:], "head")]
-    found = restrict(Overrides(stages=stages, **given), layers())
-    assert (found.pp, found.virtual_stages, found.cuts) == (pp, each, (2, 4, 6, 8))
+    limits = restrict(Overrides(stages=stages, **overrides), layers())
+    assert (limits.pp, limits.virtual_stages, limits.cuts) == (pp, per_device, (2, 4, 6, 8))
 
 
 def test_values_have_stages_of_their_own_where_groups_times_each_are_enough() -> None:
     tp = {LAYERS[0]: 2, LAYERS[1]: 4, "head": 2}
-    found = restrict(Overrides(tp=tp, pp=2, virtual_stages=2), layers())
-    assert (found.pp, found.virtual_stages) == (2, 2)
+    limits = restrict(Overrides(tp=tp, pp=2, virtual_stages=2), layers())
+    assert (limits.pp, limits.virtual_stages) == (2, 2)
     with pytest.raises(OverrideError, match="need at least 3 stages; legal: pp from 2"):
         restrict(Overrides(tp=tp, pp=1, virtual_stages=2), layers())
 
@@ -214,28 +218,28 @@ Case = tuple[Restrictions, str, list[Any]]
 def restricted(draw: st.DrawFn) -> Case:
     """Restrictions of one name over a few blocks, and each block's own value."""
     name = draw(st.sampled_from([n for n in BY_BLOCK if n != "ep"]))
-    own = draw(st.lists(st.none() | st.sampled_from(VALUES[name]), min_size=1, max_size=9))
-    by_block = {f"layers.{b}": value for b, value in enumerate(own) if value is not None}
+    asked = draw(st.lists(st.none() | st.sampled_from(VALUES[name]), min_size=1, max_size=9))
+    by_block = {f"layers.{b}": value for b, value in enumerate(asked) if value is not None}
     forbid = draw(st.sets(st.sampled_from(["zero-1", "zero-2", *RECOMPUTE[1:]])))
-    allowed = [f for f in forbid if f not in {f"zero-{v}" for v in own} | {str(v) for v in own}]
-    graph = blocks(*(f"layers.{b}" for b in range(len(own))))
-    given: dict[str, Any] = {name: by_block or None, "forbid": allowed}
-    made = restrict(Overrides(**given), graph, allow=ALLOWABLE)
-    return made, name, own
+    allowed = [f for f in forbid if f not in {f"zero-{v}" for v in asked} | {str(v) for v in asked}]
+    graph = blocks(*(f"layers.{b}" for b in range(len(asked))))
+    overrides: dict[str, Any] = {name: by_block or None, "forbid": allowed}
+    limits = restrict(Overrides(**overrides), graph, allow=ALLOWABLE)
+    return limits, name, asked
 
 
 @few
 @given(restricted())
 def test_a_stage_may_have_a_value_that_all_its_blocks_may(case: Case) -> None:
-    found, name, own = case
-    left = {"zero": found.zeros, "recompute": found.policies}.get(name, VALUES[name])
+    limits, name, asked = case
+    others = {"zero": limits.zeros, "recompute": limits.policies}.get(name, VALUES[name])
     for value in VALUES[name]:
-        mask = found.stage_mask(name, value)
+        mask = limits.stage_mask(name, value)
         assert mask.dtype == bool
         expected = [
-            [i < j and all(v == value or (v is None and value in left) for v in own[i:j])
-             for j in range(len(own) + 1)]
-            for i in range(len(own) + 1)
+            [i < j and all(v == value or (v is None and value in others) for v in asked[i:j])
+             for j in range(len(asked) + 1)]
+            for i in range(len(asked) + 1)
         ]  # fmt: skip
         assert np.array_equal(mask, expected)
 
@@ -243,12 +247,12 @@ def test_a_stage_may_have_a_value_that_all_its_blocks_may(case: Case) -> None:
 @few
 @given(restricted())
 def test_uniform_is_what_every_block_is_restricted_to(case: Case) -> None:
-    found, name, own = case
-    left = {"zero": found.zeros, "recompute": found.policies}.get(name, ())
-    rest = next(iter(left)) if len(left) == 1 else None  # what `forbid` leaves the free blocks
-    filled = tuple(rest if value is None else value for value in own)
-    assert getattr(found, name) == filled
-    assert found.uniform(name) == (filled[0] if len(set(filled)) == 1 else None)
+    limits, name, asked = case
+    others = {"zero": limits.zeros, "recompute": limits.policies}.get(name, ())
+    rest = next(iter(others)) if len(others) == 1 else None  # what `forbid` leaves the free blocks
+    filled = tuple(rest if value is None else value for value in asked)
+    assert getattr(limits, name) == filled
+    assert limits.uniform(name) == (filled[0] if len(set(filled)) == 1 else None)
 
 
 @few
@@ -256,22 +260,22 @@ def test_uniform_is_what_every_block_is_restricted_to(case: Case) -> None:
     st.lists(st.tuples(*[st.sampled_from((None, 1, 2))] * 2), min_size=1, max_size=6),
     st.integers(1, 4),
 )
-def test_too_few_stages_are_refused(own: list[tuple[Any, Any]], pp: int) -> None:
+def test_too_few_stages_are_refused(asked: list[tuple[Any, Any]], pp: int) -> None:
     def fits(cuts: tuple[int, ...]) -> bool:
         """Whether each run of blocks has one tp and one ZeRO stage."""
-        ends = zip((0, *cuts), (*cuts, len(own)), strict=True)
+        ends = zip((0, *cuts), (*cuts, len(asked)), strict=True)
         return all(
-            len({pair[k] for pair in own[i:j]} - {None}) <= 1 for i, j in ends for k in (0, 1)
+            len({pair[k] for pair in asked[i:j]} - {None}) <= 1 for i, j in ends for k in (0, 1)
         )
 
-    inner = range(1, len(own))
+    inner = range(1, len(asked))
     exists = any(fits(cuts) for n in range(pp) for cuts in combinations(inner, n))
     values = [
-        {f"h.{b}": pair[k] for b, pair in enumerate(own) if pair[k] is not None} for k in (0, 1)
+        {f"h.{b}": pair[k] for b, pair in enumerate(asked) if pair[k] is not None} for k in (0, 1)
     ]
     overrides = Overrides(tp=values[0] or None, zero=values[1] or None, pp=pp, virtual_stages=1)  # type: ignore[arg-type]
     try:
-        restrict(overrides, blocks(*(f"h.{b}" for b in range(len(own)))))
+        restrict(overrides, blocks(*(f"h.{b}" for b in range(len(asked)))))
     except OverrideError as error:
         assert not exists and "contradicts" in str(error) and f"pp={pp}" in str(error)
     else:
@@ -289,9 +293,9 @@ def test_stages_are_cuts_and_may_be_ranges() -> None:
     assert stage_cuts(Overrides(), graph) is None
 
 
-@pytest.mark.parametrize("given", [{}, {"allow": ["quantized"], "precision": "fp16"}], ids=str)
-def test_what_is_not_allowed_is_left_out(given: dict[str, Any]) -> None:
-    assert restrict(Overrides(), layers(), **given).quantizations == ("none",)
-    assert restrict(Overrides(quantized="none"), layers(), **given).quantized == ("none",) * 8
+@pytest.mark.parametrize("options", [{}, {"allow": ["quantized"], "precision": "fp16"}], ids=str)
+def test_what_is_not_allowed_is_left_out(options: dict[str, Any]) -> None:
+    assert restrict(Overrides(), layers(), **options).quantizations == ("none",)
+    assert restrict(Overrides(quantized="none"), layers(), **options).quantized == ("none",) * 8
     assert restrict(Overrides(), layers(), allow=ALLOWABLE).quantizations == QUANTIZED
     assert check_allow(["quantized", "quantized"]) == ("quantized",)

@@ -12,8 +12,7 @@ from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator
-from meshwright.planner.search.result import SearchResult
-from meshwright.planner.search.search import Search
+from meshwright.planner.search.search import Search, SearchResult
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import POLICIES, SERIAL, Enumeration, instance, limited
 from tests.helpers.planning import cluster, gpt2, problem_of

@@ -18,8 +18,7 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.planner.drafts.candidates import Candidate, PlanDraft
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError
-from meshwright.planner.search.result import SearchResult
-from meshwright.planner.search.search import Search
+from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.enumeration import instance, limited

@@ -13,8 +13,7 @@ from meshwright.costmodel.mesh import HostParts
 from meshwright.costmodel.sharing import Sharing
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search import taste
-from meshwright.planner.search.result import SearchResult
-from meshwright.planner.search.search import Search
+from meshwright.planner.search.search import Search, SearchResult
 from meshwright.planner.search.taste import TIE, Looks, looks_of, quantile_s, why_simpler
 from tests.helpers.planning import cluster, large_gpt2, problem_of
 from tests.helpers.tiny import cut, net, plan_for, with_stage

@@ -83,9 +83,9 @@ def _policy(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _drawn(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Arguments equal to a default, which export leaves out, and others."""
-    kept = [torch.empty_like(x).bernoulli_(p) for p in (0.5, 0.25)]
+    draws = [torch.empty_like(x).bernoulli_(p) for p in (0.5, 0.25)]
     noise = [torch.empty_like(x).normal_(0.0, 1.0), torch.empty_like(x).normal_(std=2.0)]
-    return (self.l(x) * sum(kept) + sum(noise)).square().sum()
+    return (self.l(x) * sum(draws) + sum(noise)).square().sum()
 
 
 def test_draws_in_place_keep_their_arguments() -> None:
@@ -135,8 +135,8 @@ def test_no_grad_regions_are_opened() -> None:
             target = self.l(x)
             target.relu_()
             with torch.enable_grad():
-                kept = self.l(x)
-        return (self.l(x) - target).square().sum() + kept.sum()
+                y = self.l(x)
+        return (self.l(x) - target).square().sum() + y.sum()
 
     graph = agree(with_forward(forward), (rows(WIDTH),))
     flows = [graph.values[op.results[0]].requires_grad for op in graph.ops[:3]]
@@ -176,8 +176,8 @@ def test_dead_operators_are_dropped_and_masks_are_derived() -> None:
     assert shorts(sample()) == ["linear", "matmul", "linear", "split", "sum", "add", "sum"]
     assert sorted(op.short for op in sample().derived) == ["add", "ones", "tril"]
     read = {name for op in (*sample().derived, *sample().ops) for name in op.operands}
-    made = {name for op in sample().derived for name in op.results}
-    assert made <= read | set(sample().updates.values())
+    results = {name for op in sample().derived for name in op.results}
+    assert results <= read | set(sample().updates.values())
 
 
 def _swapped(graph: Graph) -> Graph:
@@ -239,7 +239,7 @@ def test_tensors_have_the_rows_that_are_traced_and_are_not_rounded() -> None:
         ((6, 7), torch.long),
         ((2,), torch.bfloat16),
     ]
-    assert batch.inputs == (("x", True), ("ids", True), ("scale", False))
+    assert batch.inputs == [("x", True), ("ids", True), ("scale", False)]
     assert (batch.rows, batch.scale) == (6, 2.0)
 
 
@@ -264,13 +264,13 @@ def number(value: float) -> Number:
 def test_arithmetic_is_pythons(value: float, other: float) -> None:
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
         function = getattr(operator, name)
-        for found, wanted in (
+        for actual, wanted in (
             (function(number(value), other), function(value, other)),
             (function(other, number(value)), function(other, value)),
             (function(number(value), number(other)), function(value, other)),
         ):
-            assert isinstance(found, type(wanted)), name
-            assert float(tensor_of(found)) == pytest.approx(wanted), name
+            assert isinstance(actual, type(wanted)), name
+            assert float(tensor_of(actual)) == pytest.approx(wanted), name
     for function in (operator.neg, operator.pos, abs):
         assert float(function(number(-value)).tensor) == function(-value)
     product = number(value) * torch.ones(2)
@@ -280,10 +280,10 @@ def test_arithmetic_is_pythons(value: float, other: float) -> None:
 
 @pytest.mark.parametrize("ask", [int, float, bool, hash, round, range, lambda n: n > 1])
 def test_whatever_asks_for_the_value_is_told(ask: Callable[[Any], Any]) -> None:
-    found = number(2)
+    n = number(2)
     with pytest.raises(NumberNeeded, match="the forward needs the value of the number 'n'"):
-        ask(found)
-    assert found.asked == {"n"} and f"{found}" == "<number n>"
+        ask(n)
+    assert n.asked == {"n"} and f"{n}" == "<number n>"
 
 
 @pytest.mark.parametrize(
@@ -342,6 +342,6 @@ def test_positions_that_begin_anew_are_refused() -> None:
 
 def test_consecutive_positions_and_masks_train_as_the_model_does() -> None:
     mask = torch.ones(ROWS, SEQUENCE, dtype=torch.long)
-    for given in (batch(WHOLE + 3), batch(PACKED, attention_mask=mask)):
-        expected = float(model()(**given).loss.detach())
-        assert float(planned(given).eval_step(given)) == pytest.approx(expected, rel=1e-5)
+    for entries in (batch(WHOLE + 3), batch(PACKED, attention_mask=mask)):
+        expected = float(model()(**entries).loss.detach())
+        assert float(planned(entries).eval_step(entries)) == pytest.approx(expected, rel=1e-5)

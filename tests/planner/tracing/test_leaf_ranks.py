@@ -60,10 +60,10 @@ def train(
     kinds: tuple[str, ...], plan: Plan, of: Traced, compile: bool | str
 ) -> dict[str, Any] | None:
     """Differences from one device, on rank 0."""
-    found = runtime_loop(case(kinds), plan, of, compile=compile)
+    sharded = runtime_loop(case(kinds), plan, of, compile=compile)
     if dist.get_rank():
         return None
-    return compare(found, plain_loop(case(kinds), ROWS, parts=plan.num_microbatches))
+    return compare(sharded, plain_loop(case(kinds), ROWS, parts=plan.num_microbatches))
 
 
 @pytest.mark.parametrize(
@@ -80,18 +80,18 @@ def test_planned_leaves_train_as_on_one_device(name: str) -> None:
     compile = knobs.pop("compile", False)
     shardings = SPLIT if kinds == ALL else {}
     plan, of = planned(kinds, shardings=shardings, **knobs)
-    found = on_ranks(4, train, kinds, plan, of, compile)
+    difference = on_ranks(4, train, kinds, plan, of, compile)
     limit = TOLERANCE[plan.precision]
-    assert found["loss"] < limit
-    assert found["gradient"][0] < limit, found["gradient"]
-    assert found["state"][0] < limit, found["state"]
-    assert not found["names"]
+    assert difference["loss"] < limit
+    assert difference["gradient"][0] < limit, difference["gradient"]
+    assert difference["state"][0] < limit, difference["state"]
+    assert not difference["names"]
 
 
 def drawn(kinds: tuple[str, ...], plan: Plan, of: Traced) -> list[Any]:
     """Losses and a gradient on every rank."""
-    found = runtime_loop(case(kinds), plan, of)
-    mine = (found.losses, found.gradients[-1]["embed.weight"].double().norm().item())
+    sharded = runtime_loop(case(kinds), plan, of)
+    mine = (sharded.losses, sharded.gradients[-1]["embed.weight"].double().norm().item())
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     return ranks
@@ -113,8 +113,8 @@ def test_the_example_trains_on_ranks_as_on_one_device() -> None:
     done = launch(EXAMPLE, ranks=4, timeout_s=300)
     assert done.ok, done.tail()
     said = done.ranks[0].stdout
-    found = re.search(r"loss (\S+) -> (\S+) in .* difference from one device (\S+)", said)
-    assert found, said
-    assert float(found[2]) < 0.1 * float(found[1])
-    assert float(found[3]) < 1e-4
+    match = re.search(r"loss (\S+) -> (\S+) in .* difference from one device (\S+)", said)
+    assert match, said
+    assert float(match[2]) < 0.1 * float(match[1])
+    assert float(match[3]) < 1e-4
     assert "selective_scan" in said

@@ -69,24 +69,24 @@ def test_a_leaf_is_one_operator_with_its_parameters() -> None:
 def test_a_rule_says_what_splits() -> None:
     graph = declared()
     table, leaves = analyse(graph), leaves_in(graph)[:4]
-    found = [{s.name: s for s in strategies(graph, table, op, 2)} for op in leaves]
-    names = [sorted(own.keys() - {"replicate"}) for own in found]
+    splits = [{s.name: s for s in strategies(graph, table, op, 2)} for op in leaves]
+    names = [sorted(of_leaf.keys() - {"replicate"}) for of_leaf in splits]
     assert names == [["d"], ["i", "o", "s"], ["d0", "d1"], []]
-    assert found[1]["i"].results == (P,)
+    assert splits[1]["i"].results == (P,)
     batched = [len(strategies(graph, table, op, ROWS, only=table.batch)) > 1 for op in leaves]
     assert batched == [True, True, True, False]
 
 
 def test_letters_that_no_result_has_stay_whole_unless_summed() -> None:
-    def made(**said: Any) -> Graph:
+    def built(**said: Any) -> Graph:
         product = leaf(lambda x, w: x @ w.T, rule="b i, o i -> b o", **said)
         return traced(lambda self, x: product(self.l(x), self.l.weight).sum())
 
-    for graph, names in ((made(), ["o"]), (made(sums="i"), ["i", "o"])):
+    for graph, names in ((built(), ["o"]), (built(sums="i"), ["i", "o"])):
         table = analyse(graph)
-        found = strategies(graph, table, leaves_in(graph)[0], 2)
-        assert sorted(s.name for s in found if s.name != "replicate") == names
-        assert found[0].results == (R,)
+        splits = strategies(graph, table, leaves_in(graph)[0], 2)
+        assert sorted(s.name for s in splits if s.name != "replicate") == names
+        assert splits[0].results == (R,)
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,17 @@ def test_a_rule_without_an_arrow_or_for_a_method_is_refused() -> None:
 
 def test_hooks_on_a_leaf_run_once_and_inside() -> None:
     parts = [leaf(nn.Linear(WIDTH, WIDTH)) for _ in range(3)]
-    parts[0].register_forward_hook(lambda module, args, made: 2 * made)
+    parts[0].register_forward_hook(lambda module, args, y: 2 * y)
     parts[1].register_forward_pre_hook(lambda module, args: (3 * args[0],))
-    parts[2].register_full_backward_hook(lambda module, taken, given: (5 * taken[0],))
+    parts[2].register_full_backward_hook(lambda module, taken, gradients: (5 * taken[0],))
     graph = traced(lambda self, x: self.p2(self.p1(self.p0(self.l(x)))).sum(), *parts)
     assert [op.short for op in graph.ops] == ["linear", "leaf", "leaf", "leaf", "sum"]
     for op, part in zip(leaves_in(graph), parts, strict=True):
         x = rows(WIDTH).requires_grad_()
-        (made,), wanted = leaf_of(op).program([x, part.weight, part.bias]), part(x)
-        torch.testing.assert_close(made, wanted)
-        found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (made, wanted))
-        torch.testing.assert_close(found, expected)
+        (actual,), wanted = leaf_of(op).program([x, part.weight, part.bias]), part(x)
+        torch.testing.assert_close(actual, wanted)
+        gradient, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (actual, wanted))
+        torch.testing.assert_close(gradient, expected)
 
 
 def test_a_forward_put_on_a_module_itself_is_no_leaf() -> None:
@@ -166,9 +166,9 @@ def test_results_and_arguments_of_all_kinds() -> None:
 
     def forward(self: Any, x: Tensor) -> Tensor:
         y = self.l(x)
-        made = odd((y, x), scale=2.0, skip=None)
-        assert made["rest"][1:3] == [None, 3] and made["rest"][3] is y
-        return (made["sum"] + made["rest"][0] + made["rest"][3]).sum()
+        outputs = odd((y, x), scale=2.0, skip=None)
+        assert outputs["rest"][1:3] == [None, 3] and outputs["rest"][3] is y
+        return (outputs["sum"] + outputs["rest"][0] + outputs["rest"][3]).sum()
 
     graph = traced(forward)
     (op,) = leaves_in(graph)
@@ -194,7 +194,7 @@ def test_leaves_share_parameters_with_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("made", "says"),
+    ("function", "says"),
     [
         (lambda x: x.mul_(2), "writes to its argument 0"),
         (lambda x: {x}, "gives a set"),
@@ -202,17 +202,17 @@ def test_leaves_share_parameters_with_the_rest() -> None:
         (lambda x: x[x > 0], "depend on values"),
     ],
 )
-def test_what_no_leaf_can_do_is_refused(made: Callable[..., Any], says: str) -> None:
+def test_what_no_leaf_can_do_is_refused(function: Callable[..., Any], says: str) -> None:
     with pytest.raises(LeafError, match=says):
-        traced(lambda self, x: leaf(made)(self.l(x)).sum())
+        traced(lambda self, x: leaf(function)(self.l(x)).sum())
 
 
 def test_graphs_with_leaves_can_be_kept_in_files() -> None:
     again = pickle.loads(pickle.dumps(declared()))
     assert [op.args for op in again.ops] == [op.args for op in declared().ops]
     x, scan = torch.rand(2, 3, 32), leaf_models.Scan()
-    (made,) = leaf_of(leaves_in(again)[0]).program([x, scan.decay, scan.mix])
-    torch.testing.assert_close(made, scan(x)["y"])
+    (actual,) = leaf_of(leaves_in(again)[0]).program([x, scan.decay, scan.mix])
+    torch.testing.assert_close(actual, scan(x)["y"])
 
 
 # --- without a declaration ------------------------------------------------------------------------
@@ -289,8 +289,8 @@ def test_modules_of_torch_run_on_other_weights() -> None:
     graph = traced(forward, recurrent, leaf(normed), inputs=(x,))
     for op, module in zip(leaves_in(graph), (recurrent, normed), strict=True):
         weights = [module.get_parameter(graph.parameters[v][3:]) for v in op.operands[1:]]
-        made, wanted = leaf_of(op).program([x, *weights]), module(x)
-        torch.testing.assert_close(made[0], wanted[0] if isinstance(wanted, tuple) else wanted)
+        actual, wanted = leaf_of(op).program([x, *weights]), module(x)
+        torch.testing.assert_close(actual[0], wanted[0] if isinstance(wanted, tuple) else wanted)
 
 
 def test_regions_of_autocast_and_without_gradients() -> None:
@@ -309,8 +309,8 @@ def test_regions_of_autocast_and_without_gradients() -> None:
     assert [m.dtype for m in metas] == [torch.bfloat16, torch.float32]
     assert [m.requires_grad for m in metas] == [True, False]
     x, w = torch.rand(2, WIDTH), torch.rand(WIDTH, WIDTH)
-    (made,) = leaf_of(half).program([x, w])
-    torch.testing.assert_close(made, x.bfloat16() @ w.bfloat16())
+    (actual,) = leaf_of(half).program([x, w])
+    torch.testing.assert_close(actual, x.bfloat16() @ w.bfloat16())
 
 
 class Cumulative(nn.Module):
@@ -347,18 +347,18 @@ def _applied(function: type[torch.autograd.Function]) -> Callable[[Tensor], Any]
     return lambda x: function.apply(x)
 
 
-def _of_rows(made: Any) -> Graph:
+def _of_rows(target: Any) -> Graph:
     """A leaf on [rows, time, width]."""
-    module = isinstance(made, nn.Module)
+    module = isinstance(target, nn.Module)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        return (self.p0(self.l(x)) if module else made(self.l(x))).float().sum()
+        return (self.p0(self.l(x)) if module else target(self.l(x))).float().sum()
 
-    return traced(forward, *[made] * module, inputs=(rows(6, WIDTH),))
+    return traced(forward, *[target] * module, inputs=(rows(6, WIDTH),))
 
 
-def _of_weights(made: Any) -> Graph:
-    return traced(lambda self, x: made(self.l(x), self.l.weight, self.l.bias).sum())
+def _of_weights(target: Any) -> Graph:
+    return traced(lambda self, x: target(self.l(x), self.l.weight, self.l.bias).sum())
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_a_rule_that_holds_is_not_taken_on_trust() -> None:
 def test_meta_models_and_long_loops_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaf_trial, "MAX_KERNELS", 50)  # of fewer steps than the sample has
 
-    def made(rule: str) -> Graph:
+    def built(rule: str) -> Graph:
         with torch.device("meta"):
             part = leaf(leaf_models.Scan(), rule=rule)
 
@@ -412,11 +412,11 @@ def test_meta_models_and_long_loops_are_tried(monkeypatch: pytest.MonkeyPatch) -
 
         return traced(forward, part, inputs=(rows(12, leaf_models.INNER),))
 
-    graph = made("b _ d, d, d _ -> b _ d")
+    graph = built("b _ d, d, d _ -> b _ d")
     assert leaf_of(leaves_in(graph)[0]).work.kernels > 50
     assert "trust" not in graph.notes[0]
     with pytest.raises(LeafError, match="'s': result 0 is off"):
-        made("b s d, d, d _ -> b s d")
+        built("b s d, d, d _ -> b s d")
 
 
 def test_heads_of_a_fixed_size_are_not_cut_in_a_trial() -> None:
@@ -430,7 +430,7 @@ CALLS = itertools.count(1)
 
 
 @pytest.mark.parametrize(
-    ("made", "why"),
+    ("function", "why"),
     [
         (lambda x: F.dropout(x, 0.5), "draws random numbers"),
         (lambda x: x * next(CALLS), "two equal calls differ"),
@@ -438,8 +438,8 @@ CALLS = itertools.count(1)
         (lambda x: (x - math.inf) * 0, "nothing finite"),
     ],
 )
-def test_what_can_not_be_tried_is_noted(made: Callable[..., Any], why: str) -> None:
-    (note,) = _of_rows(leaf(made, rule="b s _ -> b s _")).notes
+def test_what_can_not_be_tried_is_noted(function: Callable[..., Any], why: str) -> None:
+    (note,) = _of_rows(leaf(function, rule="b s _ -> b s _")).notes
     assert "taken on trust" in note and why in note
 
 
@@ -493,16 +493,16 @@ class Averaged(nn.Module):
 
 
 def test_indices_and_buffers_are_tried() -> None:
-    def made(rule: str) -> Graph:
+    def built(rule: str) -> Graph:
         def forward(self: Any, x: Tensor, chosen: Tensor) -> Tensor:
             return self.p0(self.l(x), chosen % 5).sum()
 
         inputs = rows(6, WIDTH), torch.zeros(ROWS, 6, dtype=torch.long)
         return traced(forward, leaf(Averaged(), rule=rule), inputs=inputs)
 
-    assert "trust" not in made("_ _ d, _ _, _ d, d -> _ _ d, d").notes[0]
+    assert "trust" not in built("_ _ d, _ _, _ d, d -> _ _ d, d").notes[0]
     with pytest.raises(LeafError, match=r"'s': result 1 is off.*result 1 the new value of mean"):
-        made("_ s d, _ s, _ d, d -> _ s d, d")
+        built("_ s d, _ s, _ d, d -> _ s d, d")
 
 
 def test_kernels_that_fake_tensors_can_not_run_are_tried() -> None:

@@ -124,12 +124,12 @@ def through(layers: Iterable[nn.Module], x: torch.Tensor) -> torch.Tensor:
 
 
 def collected(self: Stack, x: torch.Tensor) -> torch.Tensor:
-    kept = []
+    outputs = []
     for k, layer in enumerate(self.layers):
         x = layer(x)
         if k in (0, 3, 5):
-            kept.append(self.head(x))
-    return torch.stack(kept).sum(0)
+            outputs.append(self.head(x))
+    return torch.stack(outputs).sum(0)
 
 
 @each

@@ -57,7 +57,7 @@ class Mixed(nn.Module):
 
 
 @cache
-def whole(name: str) -> Graph:
+def graph_of(name: str) -> Graph:
     return trace(*hugging_face(name))
 
 
@@ -74,12 +74,12 @@ def test_transformers_models_run_as_traced(name: str) -> None:
     graph = agree(model.eval(), batch)
     assert set(graph.inputs.values()) == set(batch)
     assert graph.batched == set(graph.inputs)
-    made = [op.results[0] for op in graph.derived]
-    assert made and not any(graph.values[name].requires_grad for name in made)
+    results = [op.results[0] for op in graph.derived]
+    assert results and not any(graph.values[name].requires_grad for name in results)
 
 
 def test_attention_stays_causal_without_a_mask() -> None:
-    graph = whole("llama")
+    graph = graph_of("llama")
     attention = [op for op in graph.ops if op.short == "scaled_dot_product_attention"]
     assert len(attention) == 2
     assert all(len(op.operands) == 3 for op in attention)
@@ -87,7 +87,7 @@ def test_attention_stays_causal_without_a_mask() -> None:
 
 
 def test_tied_weights_are_one_parameter() -> None:
-    graph, (model, _) = whole("gpt2"), hugging_face("gpt2")
+    graph, (model, _) = graph_of("gpt2"), hugging_face("gpt2")
     assert list(graph.parameters.values()).count("transformer.wte.weight") == 1
     assert "lm_head.weight" not in graph.parameters.values()
     assert dict(graph.aliases) == {"lm_head.weight": "transformer.wte.weight"}
@@ -108,7 +108,7 @@ def test_activation_checkpointing_is_traced_through(reentrant: bool) -> None:
 def test_gradient_checkpointing_of_transformers_changes_nothing() -> None:
     model, batch = hugging_face("gpt2")
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    assert shorts(trace(model, batch)) == shorts(whole("gpt2"))
+    assert shorts(trace(model, batch)) == shorts(graph_of("gpt2"))
 
 
 def test_nested_inputs_buffers_and_constants() -> None:
@@ -185,7 +185,7 @@ def test_split_batch(loss_fn: Any, batch: Any, args: tuple[int], targets: tuple[
 
 
 def test_other_batch_size_changes_rows_alone() -> None:
-    small, large = whole("bert"), trace(*hugging_face("bert"), batch_size=5)
+    small, large = graph_of("bert"), trace(*hugging_face("bert"), batch_size=5)
     assert [op.target for op in small.ops] == [op.target for op in large.ops]
     assert (small.batch_size, large.batch_size) == (ROWS, 5)
     for name in large.inputs:
@@ -285,7 +285,7 @@ def test_the_model_is_left_alone() -> None:
 def test_a_meta_model_gives_the_same_graph() -> None:
     model, batch = hugging_face("llama")
     meta = trace(model.to("meta"), {k: v.to("meta") for k, v in batch.items()})
-    real = whole("llama")
+    real = graph_of("llama")
     assert (real.ops, real.derived, real.values) == (meta.ops, meta.derived, meta.values)
 
 
@@ -374,7 +374,7 @@ def test_batches_that_do_not_fit(batch: Any, options: Mapping[str, Any], message
 def test_hooks_on_a_forward_are_followed() -> None:
     model = with_forward(lambda self, x: self.l(x).square().sum())
     model.l.register_forward_pre_hook(lambda module, args: (2 * args[0],))
-    model.l.register_forward_hook(lambda module, args, made: made + 1)
+    model.l.register_forward_hook(lambda module, args, y: y + 1)
     agree(model, (rows(WIDTH),))
 
 
@@ -389,7 +389,7 @@ def test_hooks_on_a_forward_are_followed() -> None:
 )
 def test_hooks_of_autograd_are_refused(register: Callable[[Any], Any], says: str) -> None:
     model = with_forward(lambda self, x: self.l(x).sum())
-    hook = register(model)(lambda *given: None)
+    hook = register(model)(lambda *arguments: None)
     with pytest.raises(TraceError, match=says):
         trace(model, (rows(WIDTH),))
     hook.remove()
@@ -429,8 +429,8 @@ class Masked(nn.Module):
         self.mask, self.lin = mask, nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        found = self.mask(x.shape[1])
-        mask = found if isinstance(found, torch.Tensor) else found[1]["mask"]
+        cached = self.mask(x.shape[1])
+        mask = cached if isinstance(cached, torch.Tensor) else cached[1]["mask"]
         return {"loss": (mask @ self.lin(x)).square().mean()}
 
 
@@ -443,7 +443,7 @@ class Masks:
     """Caches of a class, and of an instance."""
 
     def __init__(self) -> None:
-        self.own = {"causal": functools.lru_cache(2)(causal)}
+        self.caches = {"causal": functools.lru_cache(2)(causal)}
 
     @staticmethod
     @functools.cache
@@ -451,7 +451,7 @@ class Masks:
         return causal(length)
 
     def of_instance(self, length: int) -> torch.Tensor:
-        return self.own["causal"](length)
+        return self.caches["causal"](length)
 
 
 def closed_over() -> Callable[[int], torch.Tensor]:

@@ -1,6 +1,9 @@
-"""Whether products can be in 8 bits: on a cluster's devices, and in a model."""
+"""Products in 8 bits, on a cluster's devices and in a model; fp32 products in TF32."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 from meshwright.costmodel.fp8 import FP8, SIDE
 from meshwright.costmodel.operators import Problem
@@ -8,6 +11,7 @@ from meshwright.costmodel.rules import is_fp8
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.steps import NO_CORRECTIONS
 
 
 def check_units(precision: str, cluster: Cluster) -> None:
@@ -15,17 +19,13 @@ def check_units(precision: str, cluster: Cluster) -> None:
     device = cluster.device
     if precision not in FP8 or device.kind == "cpu" or "fp8" in device.peak_flops:
         return
+    devices = (n for n in catalog_names() if "peak_flops.fp8" in read_entry(n).quantities)
     raise MeshwrightError(
         f"={precision!r}: {device.name} has no units for 8-bit floats",
         place="precision",
-        legal=f"bf16, fp16 or fp32; {precision} on {', '.join(_devices())}",
+        legal=f"bf16, fp16 or fp32; {precision} on {', '.join(devices)}",
         way_out="choose another precision, or such a device",
     )
-
-
-def _devices() -> list[str]:
-    """Those of the catalog that have them."""
-    return [name for name in catalog_names() if "peak_flops.fp8" in read_entry(name).quantities]
 
 
 def check_products(problem: Problem) -> Problem:
@@ -42,3 +42,17 @@ def check_products(problem: Problem) -> Problem:
         ),
         way_out="choose precision='bf16'",
     )
+
+
+def in_tf32(problem: Problem) -> Problem:
+    """The problem with fp32 products in TF32; itself where its devices have none. Measurements of
+    operators, which are of fp32, and corrections, which hold beside those alone, are left out."""
+    device = problem.cluster.device.in_tf32()
+    if device is problem.cluster.device or problem.precision != "fp32":
+        return problem
+    profile: Any = problem.profile  # loaded from the cache, if anything
+    if profile:
+        measurements = replace(profile.measurements, operators={})
+        profile = replace(profile, measurements=measurements, corrections=NO_CORRECTIONS)
+    cluster = replace(problem.cluster, device=device)
+    return replace(problem, cluster=cluster, tf32=True, profile=profile or None)
