@@ -27,12 +27,14 @@ if TYPE_CHECKING:
     from meshwright.planner.tracing.user_module import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
     from meshwright.profiles.inputs import MeshwrightError as MeshwrightError
+    from meshwright.running.ema import Ema as Ema
     from meshwright.shell.progress import progress_shown as progress_shown
     from meshwright.training import fit as fit
 
 # name -> the module that defines it
 _HOMES = {
     "Cluster": "profiles.cluster",
+    "Ema": "running.ema",
     "InfeasibleError": "planner.plan.infeasible",
     "MeshwrightError": "profiles.inputs.errors",
     "OverrideError": "planner.overrides.overrides",

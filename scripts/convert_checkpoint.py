@@ -305,16 +305,21 @@ def converted(old: Path, new: Path) -> Manifest:
 def _training(old: Path) -> tuple[dict[str, Any], dict[str, LocalChunks]]:
     """The notes of an old checkpoint, and their tensors by name; of other programs' nothing."""
     notes = first_notes()
-    tensors: list[torch.Tensor] = []
+    tensors: dict[str, torch.Tensor] = {}
+
+    def keep(x: torch.Tensor, path: str) -> dict[str, Any]:
+        tensors[path] = x
+        return {}
+
     if (old / NOTES).is_file():
         try:
             of_old = torch.load(old / NOTES, map_location="cpu", weights_only=True)
-            notes |= {name: values.encoded(of_old[name], tensors) for name in SERIALIZED}
+            notes |= {n: values.encoded(of_old[n], keep, f"old/{n}") for n in SERIALIZED}
         except Exception as error:  # a damaged archive raises any of them
             raise DamagedError(f"is damaged ({error!s:.200})", place=repr(NOTES)) from error
     if (old / "plan.json").is_file():
         notes["plan"] = json.loads((old / "plan.json").read_text())
-    return notes, {f"training.{k}": LocalChunks.of(x) for k, x in enumerate(tensors)}
+    return notes, {path: LocalChunks.of(x) for path, x in tensors.items()}
 
 
 def main() -> None:

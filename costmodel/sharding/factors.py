@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Graph, Op, map_refs
@@ -172,11 +173,21 @@ def analyse(graph: Graph) -> FactorTable:
         letters=table,
         sizes={a: atoms.size[a] for a in used},
         batch=batch,
-        tokens=sequence_factor(graph, flat, ops, table, batch),
+        tokens=_sequence_factor(graph, flat, ops, table, batch),
         experts=experts,
         copies=rules.copies_of(graph.ops),
         alone=frozenset(used) - _bound(graph, flat, ops, table) - experts - {batch},
     )
+
+
+def _sequence_factor(graph: Graph, *tables: Any) -> SequenceFactor:
+    """The sequence of a graph; None, with the error, where an operator is not as the analysis takes
+    it to be: it only adds context parallelism to a search."""
+    try:
+        return sequence_factor(graph, *tables)
+    except Exception as error:  # noqa: BLE001 - of any kind
+        what = f"{type(error).__name__}: {error!s:.200}"
+        return SequenceFactor(atom=None, why=f"the analysis of sequences ends with {what}")
 
 
 def has_rule(op: Op, factors: rules.OpFactors) -> bool:

@@ -114,13 +114,16 @@ def _sliced(op: Op, before: Shape, after: Shape) -> Shift | None:
 
 
 def _padded(op: Op, before: Shape, after: Shape) -> Shift | None:
+    constant = op.short == "constant_pad_nd"  # its value is the third argument, pad's the fourth
+    if not constant and argument(op, 2, "mode", "constant") != "constant":
+        return None
     amounts = [(k, n) for k, n in enumerate(op.args[1]) if n]
     places = {len(before) - 1 - k // 2 for k, _ in amounts}
     if len(places) == 1 and all(abs(n) == 1 for _, n in amounts):
         first, last = op.args[1][amounts[0][0] // 2 * 2 : amounts[0][0] // 2 * 2 + 2]
         by = first if first == -last else 0
-        fill = argument(op, 2, "value", None) or argument(op, 3, "value", None) or 0.0
-        return Shift(places.pop(), by, fill=float(fill))
+        fill = argument(op, 2 if constant else 3, "value", None)
+        return Shift(places.pop(), by, fill=float(fill or 0.0))
     return None
 
 

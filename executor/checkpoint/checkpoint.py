@@ -37,6 +37,7 @@ import torch.distributed as dist
 
 from meshwright.executor.checkpoint import optimizer_state
 from meshwright.executor.checkpoint.collected import Collected, collect, model_tensors
+from meshwright.executor.checkpoint.extra import EXTRA, Merged, RankLoad, RankStates
 from meshwright.executor.checkpoint.name_matching import differences
 from meshwright.executor.checkpoint.notes import ANY_MODEL, make_notes, model_shapes, read_notes
 from meshwright.executor.checkpoint.weights import initialise_buffers, wanted_tensors
@@ -44,6 +45,7 @@ from meshwright.executor.devices import synchronize
 from meshwright.executor.errors import NotThereError, SavedError, UnwrittenError
 from meshwright.executor.files import (
     MANIFEST,
+    ChunkRead,
     LocalChunks,
     Manifest,
     StoredTensor,
@@ -88,12 +90,14 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Targets:
-    """The tensors that a rank loads into, the model's and the optimizer's new states, by FQN; and
-    those that are `stored`."""
+    """The tensors that a rank loads into, the model's and the optimizer's new states, by FQN; those
+    that are `stored`; the states of `extra`, which `reads` fill."""
 
     model: dict[str, torch.Tensor]
     optimizer: optimizer_state.States
     stored: Mapping[str, StoredTensor]
+    extra: dict[str, Any]
+    reads: list[ChunkRead]
 
 
 def group_of(state: RankState, name: str = OBJECTS) -> dist.ProcessGroup | None:
@@ -137,8 +141,8 @@ def save(
 ) -> Saving:
     """Write a checkpoint, or replace the one at `path`. Collective.
 
-    `extra` are objects with `state_dict()`, the same on all ranks, which may be collective; rank
-    0's is saved.
+    `extra` are objects with `state_dict()`, which may be collective; of states that differ between
+    ranks, each rank's is saved (`extra.py`).
     `asynchronous` returns when this rank's chunks are copied to the host, and writes them in the
     background. Each phase of a save must end within the launch's timeout, as a step's must. Raises
     ValueError for a state that can't be saved, RuntimeError where writing fails.
@@ -153,12 +157,15 @@ def save(
             collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
             tensors, all_notes = dict(collected.tensors), gather_object(group, collected.notes)
             # on every rank, since a state may be gathered from all
-            states = run_on_all(group, lambda: _states(extra or {}))
+            states = run_on_all(group, lambda: RankStates.of(_states(extra or {})))
+            all_trees = gather_object(group, states.trees)
+            merged = run_on_first(group, lambda: Merged.of(all_trees))
+            tensors |= states.chunks(merged.writes.get(runtime.place.rank, {}))
             training: dict[str, Any] = {}
 
             def note() -> None:  # on rank 0
-                training_notes, of_notes = make_notes(runtime, all_notes, states)
-                training.update(training_notes)
+                notes, of_notes = make_notes(runtime, all_notes, merged.trees)
+                training.update(notes)
                 tensors.update((name, LocalChunks.of(x)) for name, x in of_notes.items())
 
             run_on_first(group, note)
@@ -253,7 +260,7 @@ def load(
             group, lambda: _opened(path, runtime, optimizer, extra or {}, place)
         )
         targets, options = run_on_all(
-            group, lambda: _prepared(runtime, optimizer, folder, notes, place)
+            group, lambda: _prepared(runtime, optimizer, extra or {}, folder, notes, place)
         )
         merged = _merged_options(all_gather_object(group, options), place)
         _read(targets, group, place)
@@ -272,7 +279,7 @@ def load(
                 merged,
             )
         for name, x in (extra or {}).items():
-            x.load_state_dict(notes["extra"][name])
+            x.load_state_dict(targets.extra[name])
 
 
 def _opened(
@@ -305,6 +312,7 @@ def _opened(
 def _prepared(
     runtime: Runtime,
     optimizer: torch.optim.Optimizer | None,
+    extra: Mapping[str, Any],
     folder: Path,
     notes: dict[str, Any],
     place: str,
@@ -340,8 +348,21 @@ def _prepared(
                 way_out="load it with the model that it was saved from",
             )
     initialise_buffers(runtime, given=[name.removeprefix("model.") for name in stored])
+    load = RankLoad(
+        rank=runtime.place.rank,
+        world=runtime.plan.num_ranks,
+        stored=stored,
+        fqns=wanted_tensors(runtime).keys(),
+        place=place,
+    )
+    targets = _Targets(model=model, optimizer={}, stored=stored, extra={}, reads=[])
+    for name, x in extra.items():
+        tree = notes[EXTRA][name]
+        current = x.state_dict() if load.needs_layout(tree) else None
+        targets.extra[name], reads = load.state(name, tree, current)
+        targets.reads.extend(reads)
     if optimizer is None:
-        return _Targets(model=model, optimizer={}, stored=stored), []
+        return targets, []
     stored_states = {
         name.removeprefix("optimizer."): x
         for name, x in stored.items()
@@ -349,8 +370,8 @@ def _prepared(
     }
     parameters, saved = dict(runtime.named_parameters()), notes["optimizer"]
     states = optimizer_state.allocate(optimizer, parameters, saved, stored_states, place)
-    options = optimizer_state.options_of(optimizer, parameters, saved, place)
-    return _Targets(model=model, optimizer=states, stored=stored), options
+    targets.optimizer.update(states)
+    return targets, optimizer_state.options_of(optimizer, parameters, saved, place)
 
 
 def _merged_options(
@@ -374,5 +395,6 @@ def _read(targets: _Targets, group: dist.ProcessGroup | None, place: str) -> Non
     for fqn, state in targets.optimizer.items():
         named |= {f"optimizer.{fqn}.{name}": x for name, x in state.items()}
     reads = [read for name, x in named.items() for read in LocalChunks.of(x).reads(name)]
+    reads += targets.reads
     with raising_runtime_error(f"{place}: damaged, and read in part; load an earlier one"):
         run_on_all(group, lambda: read_tensors(reads, targets.stored))

@@ -1,8 +1,8 @@
 """Training state of a checkpoint that is no tensor of the model or the optimizer, written and read.
 
-It is the manifest's `training`: JSON values, whose tensors are stored beside the model's as
-`training.<n>`. Every value that is used has its type, or the checkpoint is refused before anything
-of it is loaded.
+It is the manifest's `training`: JSON values, whose tensors are stored beside the model's by their
+paths in it. Every value that is used has its type, or the checkpoint is refused before anything of
+it is loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from meshwright.executor.checkpoint import optimizer_state, values
+from meshwright.executor.checkpoint.extra import EXTRA
 from meshwright.executor.checkpoint.name_matching import differences
 from meshwright.executor.checkpoint.weights import wanted_tensors
 from meshwright.executor.errors import SavedError
@@ -22,28 +23,24 @@ from meshwright.executor.ranks import raising_runtime_error
 from meshwright.executor.runtime import Runtime
 
 MODEL = "model."  # before the names of parameters and buffers in a checkpoint
-TRAINING = "training."  # before the numbers of the notes' tensors
+TRAINING = "training"  # before the paths of the notes' tensors
 ANY_MODEL = ""  # the fingerprint where none is known
 
 
 def make_notes(
-    runtime: Runtime, notes: Sequence[optimizer_state.Notes | None], states: Mapping[str, Any]
+    runtime: Runtime, notes: Sequence[optimizer_state.Notes | None], extra: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The notes and the plan, with the `states` of objects beside the model, as JSON; and their
+    """The notes and the plan as JSON, with the trees of states beside the model, `extra`; and their
     tensors by name. Raises `SavedError` for a state that JSON and tensors can't hold."""
-    given = [note for note in notes if note is not None]
-    tensors: list[torch.Tensor] = []
+    known = [note for note in notes if note is not None]
+    tensors: dict[str, torch.Tensor] = {}
 
     def encoded(name: str, state: Any) -> Any:
-        try:
-            return values.encoded(state, tensors)
-        except TypeError as error:
-            raise SavedError(
-                f"the state of {name!r} holds {error}",
-                place="checkpoint",
-                legal=values.LEGAL,
-                way_out="have its state_dict() return such",
-            ) from None
+        def keep(x: torch.Tensor, path: str) -> Any:
+            tensors[path] = x.detach()
+            return {}
+
+        return values.encode_state(name, state, keep, f"{TRAINING}/{name}")
 
     scale = runtime.loss_scale
     described = {
@@ -51,11 +48,11 @@ def make_notes(
         "steps": runtime.steps,
         "seed": runtime.seed,
         "loss_scale": encoded("loss_scale", scale.state_dict() if scale else None),
-        "optimizer": encoded("optimizer", optimizer_state.merge(given) if given else None),
-        "extra": {name: encoded(name, state) for name, state in states.items()},
+        "optimizer": encoded("optimizer", optimizer_state.merge(known) if known else None),
+        EXTRA: dict(extra),
         "plan": json.loads(runtime.plan.to_json()),
     }
-    return described, {f"{TRAINING}{k}": x for k, x in enumerate(tensors)}
+    return described, tensors
 
 
 def first_notes() -> dict[str, Any]:
@@ -66,18 +63,19 @@ def first_notes() -> dict[str, Any]:
 
 
 def read_notes(manifest: Manifest, runtime: Runtime, place: str) -> dict[str, Any]:
-    """The notes of a checkpoint. Raises RuntimeError where they are damaged, ValueError where they
-    are of another model."""
+    """The notes of a checkpoint, with the trees of states beside the model. Raises RuntimeError
+    where they are damaged, ValueError where they are of another model."""
 
-    def tensor(number: Any) -> torch.Tensor:
-        name = f"{TRAINING}{number}"
-        stored = manifest.tensors[name]
+    def tensor(node: Mapping[str, Any]) -> torch.Tensor:
+        stored = manifest.tensors[node["of"]]
         x = torch.empty(stored.shape, dtype=stored.dtype)
-        read_tensors(LocalChunks.of(x).reads(name), manifest.tensors)
+        read_tensors(LocalChunks.of(x).reads(node["of"]), manifest.tensors)
         return x
 
     with raising_runtime_error(f"{place}: its notes are damaged; load an earlier checkpoint"):
-        notes = values.decoded(dict(manifest.training or {}), tensor)
+        training = dict(manifest.training or {})
+        extra = training.pop(EXTRA, None)
+        notes = {**values.decoded(training, tensor), EXTRA: extra}
         _check(notes)
     if notes["model"] not in (runtime.plan.model, ANY_MODEL):
         raise SavedError(
@@ -88,7 +86,7 @@ def read_notes(manifest: Manifest, runtime: Runtime, place: str) -> dict[str, An
             way_out="load it with the model that it was saved from, or read its safetensors and "
             "give load_state_dict those that fit",
         )
-    return dict(notes)
+    return notes
 
 
 def _differing(manifest: Manifest, runtime: Runtime) -> str:

@@ -19,6 +19,7 @@ from meshwright.executor.checkpoint.name_matching import SHOWN, Wanted, match_na
 from meshwright.executor.errors import StateError
 from meshwright.executor.files import LocalChunks, open_source
 from meshwright.executor.parameters import refresh_frozen
+from meshwright.executor.ranks import gloo_group, run_on_all
 from meshwright.executor.runtime import RankState
 
 log = logging.getLogger(__name__)
@@ -52,12 +53,17 @@ def load_weights(state: RankState, path: str | Path) -> None:
     Names are the model's FQNs, a tied parameter's any of its own; where names are not found, one
     prefix more or less is tried ("model.", a base model's), the one that explains most. Values are
     converted to the model's dtypes; buffers that the file doesn't hold keep theirs, or are
-    initialised where the model is on meta. Every rank calls this, nothing is communicated. Raises
-    ValueError, on all ranks alike and before a weight is changed, for missing or misshapen names
-    and ambiguous prefixes; rank 0 logs stored names that match nothing.
+    initialised where the model is on meta. Collective: of a folder that `save_pretrained` wrote,
+    each rank verifies some of the files. Raises ValueError, on all ranks alike and before a weight
+    is changed, for missing or misshapen names and ambiguous prefixes, RuntimeError for damage; rank
+    0 logs stored names that match nothing.
     """
     source = open_source(path)
     matched = match_names(wanted_tensors(state), source.shapes, str(path))
+    place, ranks = state.place, state.plan.num_ranks
+    run_on_all(
+        None if place.mesh is None else gloo_group(), lambda: source.check(place.rank, ranks)
+    )
     initialise_buffers(state, given=matched.stored)
     chunks = _local_chunks(state)
     unread = {

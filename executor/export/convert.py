@@ -94,7 +94,7 @@ def to_pretrained_files(
         for name, of in source_of.items()
     }
     layout = weight_folder.laid_out(kinds, max_shard_size)
-    folder, saving = weight_folder.prepare_folder(path)
+    folder, saving = weight_folder.prepare_folder(_another(path, checkpoint))
     with _written(folder, saving):
         write_config(
             part, {kind[0] for kind in kinds.values() if kind[0].is_floating_point}, saving
@@ -129,7 +129,7 @@ def from_pretrained_files(path: str | Path, checkpoint: str | Path, model: nn.Mo
     if Path(path).is_dir() and (saved := read_manifest(Path(path))) is not None:
         saved.check(Path(path))
     matched = match_names(_wanted(model), source.shapes, str(path))
-    folder = atomic_folder.followed(checkpoint)
+    folder = _another(checkpoint, path)
     saving = atomic_folder.prepare(folder)
     with _written(folder, saving), source.opened() as read:
         tensors = {
@@ -159,6 +159,20 @@ def _wanted(model: nn.Module) -> dict[str, Wanted]:
         )
         for fqns in names.values()
     }
+
+
+def _another(target: str | Path, source: str | Path) -> Path:
+    """The folder to write. Raises `SavedError` where it is the one that is read."""
+    folder = atomic_folder.followed(target)
+    place = atomic_folder.followed(source)
+    if folder == (place.parent if place.is_file() else place):
+        raise SavedError(
+            "is the folder that is read, whose configs would be lost",
+            place=f"convert: {str(target)!r}",
+            legal="another folder",
+            way_out="write to a new one",
+        )
+    return folder
 
 
 @contextmanager

@@ -112,9 +112,10 @@ class Manifest:
         head = {"format": FORMATS[-1], "xxh3_64": xxhash.xxh3_64_hexdigest(body)}
         return json.dumps(head).encode()[:-1] + b",\n" + body
 
-    def check(self, folder: Path) -> None:
-        """Raise `DamagedError` for a file that is not as it was saved."""
-        for name, file in sorted(self.files.items()):
+    def check(self, folder: Path, names: Iterable[str] | None = None) -> None:
+        """Raise `DamagedError` for a file, by default of all, that is not as it was saved."""
+        for name in sorted(self.files if names is None else names):
+            file = self.files[name]
             path = folder / name
             size = path.stat().st_size if path.is_file() else None
             if size is None:

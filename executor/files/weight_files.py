@@ -6,8 +6,8 @@
 - of safetensors, one file or several with an index: the bytes of the box;
 - of a checkpoint folder: the saved chunks that overlap the box, verified by their checksums.
 
-No file runs code, and an index names files of its own folder only. The first two have no checksums
-that are read.
+No file runs code, and an index names files of its own folder only. Of a folder that
+`save_pretrained` wrote, `check` verifies whole files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ import torch
 from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files.atomic_folder import followed, published
 from meshwright.executor.files.chunks import ChunkRead
-from meshwright.executor.files.manifest import OLD_METADATA, holds_checkpoint, read_checkpoint
+from meshwright.executor.files.manifest import (
+    OLD_METADATA,
+    Manifest,
+    holds_checkpoint,
+    read_checkpoint,
+    read_manifest,
+)
 from meshwright.executor.files.moved_bytes import MovedBytes
 from meshwright.executor.files.paths import inside
 from meshwright.executor.files.tensors import read_tensors
@@ -44,6 +50,10 @@ class WeightSource(Protocol):
 
     def fill(self, reads: Sequence[ChunkRead]) -> None: ...
 
+    def check(self, part: int, parts: int) -> None:
+        """Raise `DamagedError` for one of that part of the files that is not as it was saved, as
+        far as checksums of files say."""
+
 
 def open_source(path: str | Path) -> WeightSource:
     """The weights at `path`, in any of `FORMATS`. Raises ValueError where there are none, or a name
@@ -54,7 +64,7 @@ def open_source(path: str | Path) -> WeightSource:
     if path.is_dir():
         if holds_checkpoint(path) or (path / OLD_METADATA).is_file():
             return CheckpointFolder(path)
-        return WeightFiles(_files_of(path))
+        return WeightFiles(_files_of(path), read_manifest(path))
     if path.is_file():
         return WeightFiles(_indexed(path) if path.name.endswith(".index.json") else [path])
     fault = "is no regular file" if path.exists() else "does not exist"
@@ -113,10 +123,11 @@ def _indexed(index: Path) -> list[Path]:
 
 
 class WeightFiles:
-    """One or several files of whole tensors, safetensors or `torch.save`."""
+    """One or several files of whole tensors, safetensors or `torch.save`; the `manifest` of a
+    folder that `save_pretrained` wrote."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self.paths = paths
+    def __init__(self, paths: Sequence[Path], manifest: Manifest | None = None) -> None:
+        self.paths, self.manifest = paths, manifest
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.path_of: dict[str, Path] = {}
         for path in paths:
@@ -139,6 +150,11 @@ class WeightFiles:
                     return x
 
             yield read
+
+    def check(self, part: int, parts: int) -> None:
+        if self.manifest is not None:
+            names = sorted(self.manifest.files.keys() & {path.name for path in self.paths})
+            self.manifest.check(self.paths[0].parent, names[part::parts])
 
     def fill(self, reads: Sequence[ChunkRead]) -> None:
         by_file: dict[Path, list[ChunkRead]] = {}
@@ -222,3 +238,6 @@ class CheckpointFolder:
 
     def fill(self, reads: Sequence[ChunkRead]) -> None:
         read_tensors(reads, self.stored)
+
+    def check(self, part: int, parts: int) -> None:
+        """Parts are verified as they are read."""

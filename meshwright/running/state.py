@@ -87,9 +87,10 @@ class State(PlannedModel):
 
     def load_weights(self, path: str | Path) -> None:
         """Read weights from a `torch.save` file, safetensors (a file, or a folder with an index) or
-        a DCP folder, each rank only its part. ValueError for missing or misshapen names and for
-        names of files outside the folder, RuntimeError for a file that is damaged or would run
-        code.
+        a checkpoint, each rank only its part. Collective. Checkpoints and folders of
+        `save_pretrained` are verified by their checksums. ValueError for missing or misshapen names
+        and for names of files outside the folder, RuntimeError for a file that is damaged or would
+        run code.
         """
         weights.load_weights(self.runtime, path)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.sharding import factors
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.planner.tracing.trace import trace
 from tests.costmodel.traces import analysed
@@ -117,3 +118,44 @@ def test_two_sequences_are_named_and_images_have_none() -> None:
     batch = (torch.rand(2, 3, 8, 8), torch.rand(2, 4, 8, 8))
     table = analyse(trace(nn.Conv2d(3, 4, 3, padding=1), batch, loss_fn=F.mse_loss))
     assert table.sequence is None and "no input has a sequence dim" in table.tokens.why
+
+
+PADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "reflect": lambda x: F.pad(x, (1, 1), mode="reflect"),
+    "replicate": lambda x: F.pad(x, (1, 1), mode="replicate"),
+    "circular": lambda x: F.pad(x, (1, 1), mode="circular"),
+    "constant, without a value": lambda x: F.pad(x, (1, 1)),
+    "constant, with its default": lambda x: F.pad(x, (1, 1), "constant", 0.0),
+    "as a module": nn.ZeroPad2d((1, 1, 0, 0)),
+}
+
+
+@pytest.mark.parametrize("kind", PADS)
+@pytest.mark.parametrize("along", ["features", "tokens"])
+def test_pads_of_any_mode_are_analysed(kind: str, along: str) -> None:
+    """Of features they leave the sequence, of tokens it is whole."""
+
+    def head(net: nn.Module, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = net.embed(tokens)
+        x = PADS[kind](x) if along == "features" else PADS[kind](x.mT).mT[:, 1:-1]
+        return loss(net.words(x[..., :WIDTH]), labels)
+
+    with torch.device("meta"):
+        ids = torch.zeros(2, LENGTH, dtype=torch.long)
+        parts = {"embed": nn.Embedding(WORDS, WIDTH), "words": nn.Linear(WIDTH, WORDS)}
+        table = analyse(trace(with_forward(head, **parts), (ids, ids)))
+    assert (table.sequence is None) == (along == "tokens"), table.tokens.why
+
+
+def test_an_analysis_of_sequences_that_breaks_ends_no_planning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    graph, _ = decoder(padded)
+
+    def broken(*_: object) -> None:
+        raise IndexError("of an operator")
+
+    monkeypatch.setattr(factors, "sequence_factor", broken)
+    table = analyse(graph)
+    assert table.sequence is None
+    assert table.tokens.why == "the analysis of sequences ends with IndexError: of an operator"

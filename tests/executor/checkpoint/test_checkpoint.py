@@ -15,7 +15,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -381,7 +380,7 @@ def test_options_go_by_name_and_must_agree_within_a_group(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"in group 0 .*saved with different options"):
         checkpoint.load(run.runtime, tmp_path / "at0", one)
     text = (tmp_path / "at0" / "manifest.json").read_text()
-    saved = values.decoded(json.loads(text)["training"]["optimizer"]["groups"], tensor=int)
+    saved = values.decoded(json.loads(text)["training"]["optimizer"]["groups"], tensor=dict)
     how = {"foreach": True, "fused": None, "capturable": True, "differentiable": False}
     assert not any(set(how) & set(options) for options, _ in saved)
     part = torch.optim.AdamW([next(iter(run.runtime.parameters()))], lr=1.0, **how)
@@ -545,13 +544,14 @@ def told(noted: tuple[Path, Run], change: Callable[[Any], Any]) -> Exception:
     """The error of a load whose notes are changed as they are read."""
     path, run = noted
 
-    def changed(tree: Any, tensor: Any) -> Any:
-        read = values.decoded(tree, tensor)
+    check = notes._check
+
+    def changed(read: Any) -> None:
         change(read)
-        return read
+        check(read)
 
     with (
-        mock.patch.object(notes, "values", SimpleNamespace(decoded=changed)),
+        mock.patch.object(notes, "_check", changed),
         pytest.raises((SavedError, DamagedError)) as error,
     ):
         run.load(path)

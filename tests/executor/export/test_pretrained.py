@@ -507,6 +507,10 @@ def test_what_does_not_fit_or_is_damaged_is_refused(made: Path, tmp_path: Path) 
     second.write_bytes(second.read_bytes()[:-3] + b"!!!")
     with pytest.raises(SavedError, match=rf"'{second.name}' is damaged"):
         convert(tmp_path / "damaged", tmp_path / "out", "checkpoint", "--config", made / "export")
+    with pytest.raises(SavedError, match=rf"'{second.name}' is damaged"):
+        load_weights(running(GPT2), tmp_path / "damaged")
+    with pytest.raises(SavedError, match=r"is the folder that is read, whose configs would"):
+        convert(made / "export", made / "export", "checkpoint", "--config", made / "export")
     assert not (tmp_path / "out").exists()
 
 
