@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from meshwright.data import packed as packed
     from meshwright.executor.parameters import Reduced as Reduced
     from meshwright.executor.ranks import distributed as distributed
+    from meshwright.executor.runtime import Ema as Ema
     from meshwright.model import ParallelModel as ParallelModel
     from meshwright.planner.errors import TraceError as TraceError
     from meshwright.planner.overrides import OverrideError as OverrideError
@@ -27,14 +28,13 @@ if TYPE_CHECKING:
     from meshwright.planner.tracing.user_module import leaf as leaf
     from meshwright.profiles.cluster import Cluster as Cluster
     from meshwright.profiles.inputs import MeshwrightError as MeshwrightError
-    from meshwright.running.ema import Ema as Ema
     from meshwright.shell.progress import progress_shown as progress_shown
     from meshwright.training import fit as fit
 
 # name -> the module that defines it
 _HOMES = {
     "Cluster": "profiles.cluster",
-    "Ema": "running.ema",
+    "Ema": "executor.runtime.ema",
     "InfeasibleError": "planner.plan.infeasible",
     "MeshwrightError": "profiles.inputs.errors",
     "OverrideError": "planner.overrides.overrides",

@@ -348,19 +348,8 @@ def _prepared(
                 way_out="load it with the model that it was saved from",
             )
     initialise_buffers(runtime, given=[name.removeprefix("model.") for name in stored])
-    load = RankLoad(
-        rank=runtime.place.rank,
-        world=runtime.plan.num_ranks,
-        stored=stored,
-        fqns=wanted_tensors(runtime).keys(),
-        place=place,
-    )
     targets = _Targets(model=model, optimizer={}, stored=stored, extra={}, reads=[])
-    for name, x in extra.items():
-        tree = notes[EXTRA][name]
-        current = x.state_dict() if load.needs_layout(tree) else None
-        targets.extra[name], reads = load.state(name, tree, current)
-        targets.reads.extend(reads)
+    _prepare_extra(runtime, targets, extra, notes[EXTRA], place)
     if optimizer is None:
         return targets, []
     stored_states = {
@@ -372,6 +361,23 @@ def _prepared(
     states = optimizer_state.allocate(optimizer, parameters, saved, stored_states, place)
     targets.optimizer.update(states)
     return targets, optimizer_state.options_of(optimizer, parameters, saved, place)
+
+
+def _prepare_extra(
+    runtime: Runtime, targets: _Targets, extra: Mapping[str, Any], trees: Any, place: str
+) -> None:
+    """Add the states of `extra`, and the reads that fill them."""
+    load = RankLoad(
+        rank=runtime.place.rank,
+        world=runtime.plan.num_ranks,
+        stored=targets.stored,
+        fqns=wanted_tensors(runtime).keys(),
+        place=place,
+    )
+    for name, x in extra.items():
+        current = x.state_dict() if load.needs_layout(trees[name]) else None
+        targets.extra[name], reads = load.state(name, trees[name], current)
+        targets.reads.extend(reads)
 
 
 def _merged_options(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -13,8 +13,11 @@ from meshwright.executor.errors import StateError
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import is_number
 
-if TYPE_CHECKING:
-    from meshwright.model import ParallelModel
+
+class HasParameters(Protocol):
+    """A parallel model, or the runtime of one."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
 
 
 class Ema:
@@ -27,7 +30,7 @@ class Ema:
     model's own tensors are saved, and any plan's Ema loads them. Buffers are not averaged.
     """
 
-    def __init__(self, model: ParallelModel, decay: float = 0.999) -> None:
+    def __init__(self, model: HasParameters, decay: float = 0.999) -> None:
         """Averages begin as the weights are. Raises ValueError for a decay out of [0, 1)."""
         if not is_number(decay) or not 0 <= decay < 1:
             raise MeshwrightError.refused("Ema: decay", decay, legal="a number from 0 to below 1")
