@@ -44,7 +44,6 @@ def wire_bytes(numel: float, bits: int) -> float:
 def buffer_bytes(elements: A, *, weights: bool, gradients: bool) -> A:
     """Bytes beside those of exact collectives while a quantised unit of so many elements travels:
     what was sent or received, and an eighth of it in fp32."""
-    most = max(
-        weights * wire_bytes(1.0, WEIGHT_BITS), gradients * 2 * wire_bytes(1.0, GRADIENT_BITS)
-    )
+    gathered = weights * wire_bytes(1.0, WEIGHT_BITS)
+    most = max(gathered, gradients * 2 * wire_bytes(1.0, GRADIENT_BITS))
     return elements * (most + 0.5 if most else 0.0)

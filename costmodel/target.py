@@ -171,6 +171,5 @@ class Target:
 
     def combines(self, zero: int, *, tp: int, pp: int) -> bool:
         """Whether it runs a ZeRO stage beside so many tensor-parallel ranks and device groups."""
-        return (tp == 1 or zero in self.zeros_with_tensor) and (
-            pp == 1 or zero in self.zeros_with_pipeline
-        )
+        with_tensor = tp == 1 or zero in self.zeros_with_tensor
+        return with_tensor and (pp == 1 or zero in self.zeros_with_pipeline)

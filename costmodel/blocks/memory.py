@@ -280,9 +280,9 @@ class _Walk:
             self.made.append(storage)
             if storage not in read:
                 self.makers.setdefault(storage, op.name)
-        for result, state, held in zip(results, tokens, saved.results, strict=True):
-            moved = context is not None and state != context.states[result[0]]
-            self.held[result] = self._tokens_moved(result, held) if moved else held
+        for where, state, held in zip(results, tokens, saved.results, strict=True):
+            moved = context is not None and state != context.states[where[0]]
+            self.held[where] = self._tokens_moved(where, held) if moved else held
 
     def _operands(self, op: Op, strategy: Strategy) -> Iterator[memory.Held]:
         """Operands as the context axis moves them to an operator."""

@@ -77,8 +77,7 @@ class Held(Local):
 
 def fresh(like: Local, strides: Sizes | None = None, origin: Origin = "made") -> Held:
     """A new allocation of exactly one tensor."""
-    if strides is None:
-        strides = row_major(like.shape)
+    strides = row_major(like.shape) if strides is None else strides
     storage = Storage(like.nbytes, origin)
     return Held(
         shape=like.shape, dtype=like.dtype, grad=like.grad, storage=storage, strides=strides

@@ -240,9 +240,7 @@ class _Compiler:
 
 def _stages_of(streams: Streams) -> tuple[tuple[int, ...], ...]:
     """Stages of each stream, which must be 0, 1, .. in all, each of one stream."""
-    stages_of = tuple(
-        tuple(sorted({instruction.stage for instruction in stream})) for stream in streams
-    )
+    stages_of = tuple(tuple(sorted({i.stage for i in stream})) for stream in streams)
     owned = sorted(stage for stages in stages_of for stage in stages)
     if owned != list(range(len(owned))):
         raise ScheduleError(

@@ -64,9 +64,7 @@ class DeviceOrder:
         self.awaiting_weight: deque[tuple[int, int]] = deque()  # (stage, micro-batch), I done
 
     def forward(self, stage: int, *, overlapped: bool = False) -> None:
-        self.computes.append(
-            Compute(Action.FORWARD, stage, self.forwards[stage], overlapped=overlapped)
-        )
+        self.computes.append(Compute(Action.FORWARD, stage, self.forwards[stage], overlapped))
         self.forwards[stage] += 1
 
     def backward(self, stage: int, *, split: bool = False) -> None:

@@ -141,12 +141,10 @@ def _stream(
                 yield from _messages(Action.RECV_ACTIVATION, compute, sources)
             elif compute.action is not Action.BACKWARD_WEIGHT:
                 yield from _messages(Action.RECV_GRADIENT, compute, destinations)
-        for action, stage, microbatch, overlapped in together:
-            yield Instruction(
-                action=action, stage=stage, microbatch=microbatch, overlapped=overlapped
-            )
+        for action, stage, m, overlapped in together:
+            yield Instruction(action=action, stage=stage, microbatch=m, overlapped=overlapped)
             last.pop(stage, None)
-            last[stage] = microbatch
+            last[stage] = m
         for compute in together:
             if compute.action is Action.FORWARD:
                 yield from _messages(Action.SEND_ACTIVATION, compute, destinations)
@@ -160,10 +158,9 @@ def _stream(
 def _messages(
     action: Action, compute: Compute, peers: Sequence[Sequence[int]]
 ) -> Iterator[Instruction]:
-    for peer in peers[compute.stage]:
-        yield Instruction(
-            action=action, stage=compute.stage, microbatch=compute.microbatch, peer=peer
-        )
+    stage, m = compute.stage, compute.microbatch
+    for peer in peers[stage]:
+        yield Instruction(action=action, stage=stage, microbatch=m, peer=peer)
 
 
 def backward_follows_forward(pipeline: Pipeline, stage: int) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memo import Memo
@@ -65,9 +65,8 @@ class Entry:
         strategy, _, state = text.partition("->")
         if text.strip() == FOLLOW:
             return Entry()
-        return Entry(
-            strategy=strategy.strip() or None, state=Placement.parse(state) if state else None
-        )
+        placement = Placement.parse(state) if state else None
+        return Entry(strategy=strategy.strip() or None, state=placement)
 
 
 @dataclass(slots=True)
@@ -87,9 +86,8 @@ class BlockLayouts:
                 self.readers.setdefault(name, []).append((op, i))
 
     def options(self, op: Op) -> list[Strategy]:
-        return self._options.of(
-            op.name, lambda: strategies(self.graph, self.table, op, self.degree)
-        )
+        new = partial(strategies, self.graph, self.table, op, self.degree)
+        return self._options.of(op.name, new)
 
     def targets(self, value: str, chosen: Mapping[str, Strategy]) -> list[Placement]:
         """Distinct states in which the block's operators read a value."""
@@ -182,9 +180,8 @@ class BlockLayouts:
             if assignment.states[first] != defaults[first]:
                 state = at[first] = assignment.states[first]
             if state or not follows:
-                entries[op.name] = Entry(
-                    strategy=None if follows else chosen[op.name].name, state=state
-                )
+                name = None if follows else chosen[op.name].name
+                entries[op.name] = Entry(strategy=name, state=state)
         for value in self.block.parameters:
             if assignment.states[value] != defaults[value]:
                 entries[value] = Entry(state=assignment.states[value])

@@ -405,7 +405,8 @@ def with_numbers_of(graph: Graph, full: Graph) -> Graph:
     numbered = {}
     for a, b in zip(old, new, strict=True):
         pairs = zip(a.args, b.args, strict=True)
-        numbered[a.name] = replace(a, args=tuple(y if is_number(y) else x for x, y in pairs))
+        args = (theirs if is_number(theirs) else ours for ours, theirs in pairs)
+        numbered[a.name] = replace(a, args=tuple(args))
 
     def renumbered(ops: Iterable[Op]) -> tuple[Op, ...]:
         return tuple(numbered.get(op.name, op) for op in ops)

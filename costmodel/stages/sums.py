@@ -200,9 +200,8 @@ class Sums:
     def then(self, following: Sums) -> Sums:
         """Sums of runs that are each followed by another."""
         together = Sums(self.array + following.array)
-        together.array[..., _LARGEST] = np.maximum(
-            self.array[..., _LARGEST], following.array[..., _LARGEST]
-        )
+        largest = np.maximum(self.array[..., _LARGEST], following.array[..., _LARGEST])
+        together.array[..., _LARGEST] = largest
         first = np.where(self.blocks > 0, self.first_parameters, following.first_parameters)
         together.first_parameters = first
         before = self._followed(following.first_parameters) - following._let_go()

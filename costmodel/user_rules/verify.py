@@ -72,9 +72,7 @@ def cut_dim(x: torch.Tensor, dim: int, split: int, parts: int, rank: int) -> tor
 
 def join_dim(pieces: Tensors, dim: int, split: int) -> torch.Tensor:
     """The inverse of `cut_dim`."""
-    rows = [
-        x.reshape(*x.shape[:dim], split, x.shape[dim] // split, *x.shape[dim + 1 :]) for x in pieces
-    ]
+    rows = [x.unflatten(dim, (split, x.shape[dim] // split)) for x in pieces]
     return torch.stack(rows, dim + 1).flatten(dim, dim + 2)
 
 
