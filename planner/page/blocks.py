@@ -41,7 +41,7 @@ def diagrams(data: Row) -> list[Diagram]:
 
 
 def _diagram(row: Row) -> Diagram:
-    first, *_, last = [*row["stages"], row["stages"][-1]]
+    first, last = row["stages"][0], row["stages"][-1]
     stages = f"stage {first}" if first == last else f"stages {first} to {last}"
     degrees = " × ".join(f"{a} {row[a]}" for a in ("dp", "cp", "ep", "tp") if row[a] > 1)
     names, more = row["blocks"], len(row["blocks"]) - MOST_NAMES

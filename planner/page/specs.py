@@ -531,7 +531,7 @@ def tips_of(**titles: str) -> list[Any]:
     tips = []
     for field, text in titles.items():
         title, _, style = text.partition("|")
-        kind = {"type": "quantitative", "format": style} if style else {"type": "nominal"}
+        kind: Any = {"type": "quantitative", "format": style} if style else {"type": "nominal"}
         tips.append(alt.Tooltip(field=field, title=title, **kind))
     return tips
 

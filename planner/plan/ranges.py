@@ -51,8 +51,8 @@ def expand_names(names: Iterable[str], place: str = "blocks") -> tuple[str, ...]
                 place=place,
                 legal=f"up to {MAX_NAMES} names of up to {MAX_TEXT} characters",
             )
-        expands = match and first < last
-        out += [f"{match[1]}{i}" for i in range(first, last + 1)] if expands else [name]
+        prefix = match[1] if match and first < last else ""
+        out += [f"{prefix}{i}" for i in range(first, last + 1)] if prefix else [name]
     return tuple(out)
 
 

@@ -14,7 +14,6 @@ from meshwright.costmodel.sharding import data_layout, row_use
 from meshwright.costmodel.target import Target
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan import (
-    Plan,
     StagePlan,
     compress_names,
     compress_ranks,
@@ -79,6 +78,9 @@ def explain(
     degrees = {stage.tp for stage in plan.stages}
     refused = excluded(graph, factors, sorted(degrees.union(divisors(cluster.devices_per_node))))
     details = Details(evaluation=evaluation, problem=problem)
+    layout: Row = {}
+    if len(plan.devices) > 1:
+        layout = {"layout": stage_layout(plan), "megatron_layout": megatron_layout(plan)}
     summary = {
         "parameters": graph.num_parameters(),
         "cluster": cluster.describe(),
@@ -88,7 +90,7 @@ def explain(
         **details.rates,
         "mfu": prediction.mfu,
         "bubble_fraction": prediction.bubble_fraction,
-        **_layout(plan),
+        **layout,
         **memory_summary(prediction, cluster),
         "rests_on": evaluation.rests_on(),
         **(searched.bound if searched else {}),
@@ -119,13 +121,6 @@ def explain(
     )
 
 
-def _layout(plan: Plan) -> Row:
-    """Stages of a pipeline's device groups: their blocks, and in Megatron's notation."""
-    if len(plan.devices) == 1:
-        return {}
-    return {"layout": stage_layout(plan), "megatron_layout": megatron_layout(plan)}
-
-
 def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
     """Memory in the summary: bytes, whether the plan fits, and by what."""
     summary = {
@@ -136,16 +131,10 @@ def memory_summary(prediction: Prediction, cluster: Cluster) -> Row:
         "memory_probability": prediction.memory_probability(cluster),
         "memory_verdict_by": "price",
     }
-    if prediction.host_memory_bytes and cluster.host is not None:
-        summary |= {
-            "host_memory_bytes": list(prediction.host_memory_bytes),
-            "host_room_bytes": cluster.host.room_bytes,
-        }
-    if prediction.flash_bytes and cluster.host is not None:
-        summary |= {
-            "flash_bytes": list(prediction.flash_bytes),
-            "flash_room_bytes": cluster.host.flash_room_bytes,
-        }
+    if (nbytes := prediction.host_memory_bytes) and (host := cluster.host) is not None:
+        summary |= {"host_memory_bytes": list(nbytes), "host_room_bytes": host.room_bytes}
+    if (nbytes := prediction.flash_bytes) and (host := cluster.host) is not None:
+        summary |= {"flash_bytes": list(nbytes), "flash_room_bytes": host.flash_room_bytes}
     if (rehearsed := prediction.rehearsed) is None:
         return summary
     fullest = max(range(len(rehearsed.peak_bytes)), key=rehearsed.peak_bytes.__getitem__)

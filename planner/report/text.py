@@ -70,12 +70,13 @@ def full_text(report: Report) -> Document:
 
 
 def _head(report: Report, proof: Row) -> list[str]:
-    s = report.summary
+    s, rows_per_s = report.summary, report.summary["rows_per_s"]
+    rows = counted(rows_per_s) if rows_per_s >= 1000 else f"{rows_per_s:.4g}"
     tokens = f"{counted(s['tokens_per_s'])} tokens/s, " if s.get("tokens_per_s") else ""
     return [
         f"{counted(s['parameters'])} parameters on {s['cluster']}",
         f"Chosen: {s['chosen']}",
-        f"  step {seconds(s['step_time_s'])}, {_rate(s['rows_per_s'])} rows/s, {tokens}"
+        f"  step {seconds(s['step_time_s'])}, {rows} rows/s, {tokens}"
         f"MFU {s['mfu']:.1%}, bubble {s['bubble_fraction']:.1%}, "
         f"peak memory {_peak(s)} of {sized(s['memory_bytes'])}",
         *_layout(report),
@@ -92,10 +93,6 @@ def _layout(report: Report) -> list[str]:
     lines = textwrap.wrap(blocks, WIDTH, initial_indent="  ", subsequent_indent="    ")
     notation = report.summary["megatron_layout"]
     return lines + [f'  Megatron: --pipeline-model-parallel-layout "{notation}"'] * bool(notation)
-
-
-def _rate(value: float) -> str:
-    return counted(value) if value >= 1000 else f"{value:.4g}"
 
 
 def _peak(summary: Row) -> str:
@@ -154,17 +151,21 @@ def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
     host = any(stage["host_bytes"] for stage in report.stages)
     files = any(stage["flash_bytes"] for stage in report.stages)
     columns = dict.fromkeys(name for stage in report.stages for name in stage["decided"])
-    rows: list[dict[str, str]] = []
-    for k in shown:
-        s = report.stages[k]
-        row = {"stage": str(k), "blocks": ", ".join(s["blocks"]), "ranks": s["ranks"]}
-        row |= {name: s["decided"].get(name, "") for name in columns}
-        row |= {"forward": seconds(s["forward_s"]), "backward": seconds(s["backward_s"])}
-        row |= {"comm": seconds(s["communication_s"]), "memory": sized(s["memory_bytes"])}
-        row |= {"host memory": sized(s["host_bytes"])} if host else {}
-        row |= {"files": sized(s["flash_bytes"])} if files else {}
-        rows.append(row)
-    stages = Table(heads=tuple(rows[0]), rows=[tuple(row.values()) for row in rows])
+    heads = ("stage", "blocks", "ranks", *columns, "forward", "backward", "comm", "memory")
+    rows = [
+        (
+            str(k),
+            ", ".join(s["blocks"]),
+            s["ranks"],
+            *(s["decided"].get(name, "") for name in columns),
+            *(seconds(s[key]) for key in ("forward_s", "backward_s", "communication_s")),
+            sized(s["memory_bytes"]),
+            *[sized(s["host_bytes"])] * host,
+            *[sized(s["flash_bytes"])] * files,
+        )
+        for k, s in ((k, report.stages[k]) for k in shown)
+    ]
+    stages = Table(heads=(*heads, *["host memory"] * host, *["files"] * files), rows=rows)
     per = "  (per micro-batch; comm is the exposed part of forward and backward)"
     lines: list[Part] = [stages, per]
     if len(shown) < len(report.stages):
@@ -277,9 +278,8 @@ def _refusals(row: Row) -> list[str]:
 
 
 def _overrides(report: Report) -> list[str]:
-    if not report.overrides:
-        return []
-    return ["Overrides", *(f"  {o['override']}: {o['effect']}" for o in report.overrides)]
+    lines = [f"  {row['override']}: {row['effect']}" for row in report.overrides]
+    return ["Overrides", *lines] if lines else []
 
 
 def sensitivity_parts(rows: Sequence[Row]) -> list[Part]:
@@ -332,8 +332,6 @@ def _shardings(report: Report) -> list[str]:
 
 
 def _solver(report: Report) -> list[str]:
-    if not report.solver:
-        return []
     lines = []
     for s in report.solver:
         how = "relaxation integral" if s["integral_relaxation"] else "by branch and bound"
@@ -341,7 +339,7 @@ def _solver(report: Report) -> list[str]:
             f"  {s['block']}: objective {seconds(s['objective_s'])}, "
             f"gap {max(s['gap'], 0.0):.1e}, {s['solver']} in {s['time_s']:.2f} s, {how}"
         )
-    return ["Intra-op program, proved by the solver", *lines]
+    return ["Intra-op program, proved by the solver", *lines] if lines else []
 
 
 def _planned_in(report: Report) -> str:
