@@ -211,7 +211,7 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
 def _ticks(
     events: Sequence[Mapping[str, str]], kinds: Sequence[str], start_s: float, unit_s: float
 ) -> Iterator[tuple[int | str, ...]]:
-    """`EVENT` of each, from `start_s` in units of `unit_s`: a third of the room of seconds."""
+    """Events as `EVENT`, from `start_s` in units of `unit_s`: a third of the room of seconds."""
     number = {kind: place for place, kind in enumerate(kinds)}
     for event in events:
         start, end = ((float(event[key]) - start_s) / unit_s for key in ("start_s", "end_s"))
