@@ -42,11 +42,6 @@ def _weights(op: Op) -> tuple[str, ...]:
     return (op.operands[1], *op.operands[3:]) if _is_product(op) else ()
 
 
-def runs_experts(*, dp: int, tp: int, ep: int) -> bool:
-    """Whether the executor may run a mesh, as far as the mesh tells."""
-    return dp % ep == 0 or ep % tp == 0
-
-
 def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, sharding.Assignment]) -> bool:
     """Whether the expert axis covers the tensor axis too: all tensor ranks have tokens of their
     own, read and hold whole matrices. `assignments`, by block name, are those of all stages on the
