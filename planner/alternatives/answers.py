@@ -294,7 +294,7 @@ def _rival(other: PlanDraft | Candidate) -> Rival:
 # Nothing is searched again: the chosen plan and its rivals are priced on the scaled cluster. With
 # t(f) the modelled step at factor f and T what was predicted, a plan is taken to need T·t(f)/t(1),
 # so that what was measured keeps its weight. The factor nearest to 1 at which some rival takes
-# less than the chosen plan is found by halving the interval of log f: the ends first, since only a
+# less than the chosen plan comes from halving the interval of log f: the ends first, since only a
 # rival that wins there is asked again. Where prices can't tell plans apart (`tie`, a part of a
 # step), a rival has to take less by more than that, or, if it does so already, by as much again.
 #
@@ -304,7 +304,7 @@ def _rival(other: PlanDraft | Candidate) -> Rival:
 
 
 ENDS = (1 / 4, 4.0)
-HALVINGS = 5  # of log 4: a factor is found to 4 %
+HALVINGS = 5  # of log 4: factors are known to 4 %
 MEMORY = "memory"
 Scale = Callable[[Cluster, float], Cluster]
 

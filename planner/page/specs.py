@@ -211,7 +211,7 @@ def _window(window: Row, names: Sequence[str]) -> Spec:
 def _ticks(
     events: Sequence[Mapping[str, str]], kinds: Sequence[str], start_s: float, unit_s: float
 ) -> Iterator[tuple[int | str, ...]]:
-    """`EVENT` of each, from `start_s` in units of `unit_s`: a third of the room of seconds."""
+    """Events as `EVENT`, from `start_s` in units of `unit_s`: a third of the room of seconds."""
     number = {kind: place for place, kind in enumerate(kinds)}
     for event in events:
         start, end = ((float(event[key]) - start_s) / unit_s for key in ("start_s", "end_s"))
@@ -531,8 +531,8 @@ def tips_of(**titles: str) -> list[Any]:
     tips = []
     for field, text in titles.items():
         title, _, style = text.partition("|")
-        kind: dict[str, Any] = {"type": "quantitative", "format": style} if style else {}
-        tips.append(alt.Tooltip(field=field, title=title, **{"type": "nominal", **kind}))
+        kind: Any = {"type": "quantitative", "format": style} if style else {"type": "nominal"}
+        tips.append(alt.Tooltip(field=field, title=title, **kind))
     return tips
 
 

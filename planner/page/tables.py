@@ -61,11 +61,17 @@ def facts(data: Row) -> list[tuple[str, Cell, str]]:
     flops = scaled(through["model_flops_per_s_per_device"], "FLOP/s")
     used = f"{_within(share, through, 'mfu')}HFU {through['hfu']:.1%}; {flops.text} a device"
     hours = f"{_within(number, through, 'device_hours')}of a step"
+    rehearsed = peaks_of(summary).get(REHEARSED)
+    by = f"{REHEARSED} {gib(rehearsed).text} " if rehearsed else ""
+    peak = (
+        f"{between(gib, summary['memory_interval_bytes'])}; {by}of "
+        f"{gib(summary['memory_bytes']).text}: {summary['memory_verdict']}"
+    )
     headline += [
         ("rows a second", count(through["rows_per_s"]), rows),
         ("MFU", share(through["mfu"]), used),
         ("bubble", share(summary["bubble_fraction"]), "of the pipeline's time devices wait"),
-        _memory_fact(summary),
+        ("peak memory", gib(max(summary["peak_memory_bytes"])), peak),
         ("device-hours", number(through["device_hours_per_step"]), hours),
     ]
     return headline + _cost(data.get("cost", {}))
@@ -75,14 +81,6 @@ def _within(cell: Callable[[float], Cell], through: Row, name: str) -> str:
     """The interval of a number, before the text about it; reports of before have none."""
     interval = through.get(f"{name}_interval")
     return f"{between(cell, interval)}; " if interval else ""
-
-
-def _memory_fact(summary: Row) -> tuple[str, Cell, str]:
-    peak, capacity = max(summary["peak_memory_bytes"]), gib(summary["memory_bytes"]).text
-    about = between(gib, summary["memory_interval_bytes"])
-    rehearsed = peaks_of(summary).get(REHEARSED)
-    by = f"{REHEARSED} {gib(rehearsed).text} " if rehearsed else ""
-    return "peak memory", gib(peak), f"{about}; {by}of {capacity}: {summary['memory_verdict']}"
 
 
 def _cost(cost: Row) -> list[tuple[str, Cell, str]]:

@@ -17,7 +17,7 @@ from meshwright.costmodel.written_buffers import inseparable
 from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, SHARING, divisors
 from meshwright.planner.plan.assignments import Known, stage_assignments
 from meshwright.planner.plan.context_parallel import check_context
-from meshwright.planner.plan.expert_parallel import check_experts, runs_experts
+from meshwright.planner.plan.expert_parallel import check_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
 from meshwright.planner.plan.plan import PRECISIONS, Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
@@ -80,7 +80,7 @@ def check_runs(plan: Plan) -> None:
                     legal=other,
                     way_out="give them one",
                 )
-        if not runs_experts(dp=stage.holders, tp=stage.tp, ep=stage.ep):
+        if stage.holders % stage.ep and stage.ep % stage.tp:
             raise PlanError(
                 f"={stage.ep} can be priced, but not run yet",
                 place=f"plan: stage {k}: ep",

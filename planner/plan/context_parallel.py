@@ -1,4 +1,4 @@
-"""Checks of context parallelism: what cp can split, and which kinds of attention it allows."""
+"""Checks of context parallelism: its legal degrees and kinds of attention."""
 
 from __future__ import annotations
 

@@ -42,11 +42,6 @@ def _weights(op: Op) -> tuple[str, ...]:
     return (op.operands[1], *op.operands[3:]) if _is_product(op) else ()
 
 
-def runs_experts(*, dp: int, tp: int, ep: int) -> bool:
-    """Whether the executor may run a mesh, as far as the mesh tells."""
-    return dp % ep == 0 or ep % tp == 0
-
-
 def folds(stage: StagePlan, graph: Graph, assignments: Mapping[str, sharding.Assignment]) -> bool:
     """Whether the expert axis covers the tensor axis too: all tensor ranks have tokens of their
     own, read and hold whole matrices. `assignments`, by block name, are those of all stages on the
@@ -128,40 +123,30 @@ def check_experts(
     strategies = {name: s for a in assignments.values() for name, s in a.strategies.items()}
     states = {value: state for a in assignments.values() for value, state in a.states.items()}
     _check_moves(ops, factors, strategies, states, f"{place}: ep={stage.ep}")
+
+    def check(number: int, what: str, legal: str) -> None:
+        if number % stage.ep:
+            what = f"={stage.ep} does not divide {what}"
+            raise PlanError(what, place=f"{place}: ep", legal=legal)
+
+    data, ranks = f"dp={stage.dp} × cp={stage.cp}", stage.holders * stage.tp
     for op in ops:
+        strategy = strategies[op.name]
         if _is_product(op):
             count = factors.ops[op.name].sizes[rules.EXPERT_FACTOR]
-            if count % stage.ep:
-                raise PlanError(
-                    f"={stage.ep} does not divide the {count} experts of {op.module}",
-                    place=f"{place}: ep",
-                    legal=f"a divisor of {count}",
-                )
-            split = strategies[op.name].operands[1].sharded
-            if split and stage.holders % stage.ep:
-                raise PlanError(
-                    f"={stage.ep} does not divide dp={stage.dp} × cp={stage.cp}, and the "
-                    f"tp={stage.tp} ranks split the matrices of {op.module}",
-                    place=f"{place}: ep",
-                    legal="a divisor of it, or whole matrices",
-                )
+            check(count, f"the {count} experts of {op.module}", f"a divisor of {count}")
+            if strategy.operands[1].sharded:
+                split = f"the tp={stage.tp} ranks split the matrices of {op.module}"
+                legal = "a divisor of it, or whole matrices"
+                check(stage.holders, f"{data}, and {split}", legal)
         if rules.traits_of(op).experts == "dispatch":
-            token_ranks = stage.tp if strategies[op.name].split_factor in rules.TOKEN_FACTORS else 1
+            token_ranks = stage.tp if strategy.split_factor in rules.TOKEN_FACTORS else 1
             ranks = stage.holders * token_ranks
-            if ranks % stage.ep:
-                raise PlanError(
-                    f"={stage.ep} does not divide the {ranks} ranks that have tokens of their "
-                    f"own at {op.key} (dp={stage.dp} × cp={stage.cp} × {token_ranks} of "
-                    f"tp={stage.tp})",
-                    place=f"{place}: ep",
-                    legal="a divisor of it, or split the sequence over tp",
-                )
-    if stage.holders * stage.tp % stage.ep:
-        raise PlanError(
-            f"={stage.ep} does not divide its dp={stage.dp} × cp={stage.cp} × tp={stage.tp} ranks",
-            place=f"{place}: ep",
-            legal=f"a divisor of {ranks}",
-        )
+            axes = f"{data} × {token_ranks} of tp={stage.tp}"
+            have = f"the {ranks} ranks that have tokens of their own at {op.key} ({axes})"
+            check(ranks, have, "a divisor of it, or split the sequence over tp")
+    every = f"its {data} × tp={stage.tp} ranks"
+    check(stage.holders * stage.tp, every, f"a divisor of {ranks}")
 
 
 def _check_moves(

@@ -170,7 +170,7 @@ def recompute_of(blocks: Sequence[str], policies: Sequence[str]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A plan to train one model: `num_microbatches` equal parts of a batch go through `stages`.
+    """The training of one model: `num_microbatches` equal parts of a batch go through `stages`.
 
     `model` is the fingerprint of the model it was made for. With `post_validation`, steps that
     `train_step` makes together with the optimizer's (`optimizer=`) are validated afterwards, so

@@ -1,5 +1,5 @@
-"""Segments of a stage: neighbours of which only what enters is kept; their forward runs again in
-the backward, which then goes through them as each block's own recompute policy says.
+"""Segments of a stage: neighbours that keep only their inputs; their forward runs again in the
+backward, which then goes through them as each block's own recompute policy says.
 
 With n blocks in segments of k a stage keeps the inputs of n/k blocks of each micro-batch in flight,
 and of one segment at a time what its k blocks keep: least for k near √n, where those keep their

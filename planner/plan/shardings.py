@@ -184,9 +184,9 @@ def express_shardings(
         }
         for name, key in keyed.items():
             entry = entries.get(name)
-            texts[key] = None if entry is None else str(entry)
-            if entry is not None and name in graph.parameters:
-                texts[key] = f"{entry.state}@tp"
+            texts[key] = None
+            if entry is not None:
+                texts[key] = f"{entry.state}@tp" if name in graph.parameters else str(entry)
             if stem and key.startswith(block.name):
                 groups.setdefault(f"{stem[1]}*{key.removeprefix(block.name)}", []).append(key)
     out: dict[str, str] = {}

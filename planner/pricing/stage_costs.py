@@ -383,16 +383,13 @@ class StageCoster:
                 if part
             )
 
-        sent = self._sent_bytes(self.pricer(setting))
+        pricer, cuts = self.pricer(setting), self.activations_at_cuts
+        sent = self._known.sent_bytes.of(
+            (pricer.setting.mesh, pricer.setting.batch),
+            lambda: [sum(map(pricer.nbytes, values)) for values in cuts],
+        )
         known = {nbytes: seconds(nbytes) for nbytes in set(sent)}
         return np.array([known[nbytes] for nbytes in sent])
-
-    def _sent_bytes(self, pricer: operators.Pricer) -> list[float]:
-        """Bytes of the activations at each boundary."""
-        cuts, key = self.activations_at_cuts, (pricer.setting.mesh, pricer.setting.batch)
-        return self._known.sent_bytes.of(
-            key, lambda: [sum(map(pricer.nbytes, values)) for values in cuts]
-        )
 
 
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> operators.Setting:

@@ -48,7 +48,8 @@ class Rehearsed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything to know about a plan: as text to decide from, as the whole of it, and as data.
+    """Everything to know about a plan: `str()` is the text to decide from, `text(full=True)` all of
+    it, `to_dict()` the same as data.
 
     `excluded` are the products that tensor-parallel degrees of a node can't split, and why.
     `alternatives`, `runners_up`, `overrides`, `advice` and `sensitivity()` are `deferred`: searched

@@ -151,21 +151,17 @@ def _stage_table(report: Report, shown: Sequence[int]) -> list[Part]:
     host = any(stage["host_bytes"] for stage in report.stages)
     files = any(stage["flash_bytes"] for stage in report.stages)
     columns = dict.fromkeys(name for stage in report.stages for name in stage["decided"])
-    heads = ("stage", "blocks", "ranks", *columns, "forward", "backward", "comm", "memory")
-    rows = [
-        (
-            str(k),
-            ", ".join(s["blocks"]),
-            s["ranks"],
-            *(s["decided"].get(name, "") for name in columns),
-            *(seconds(s[key]) for key in ("forward_s", "backward_s", "communication_s")),
-            sized(s["memory_bytes"]),
-            *[sized(s["host_bytes"])] * host,
-            *[sized(s["flash_bytes"])] * files,
-        )
-        for k, s in ((k, report.stages[k]) for k in shown)
-    ]
-    stages = Table(heads=(*heads, *["host memory"] * host, *["files"] * files), rows=rows)
+    rows: list[dict[str, str]] = []
+    for k in shown:
+        s = report.stages[k]
+        row = {"stage": str(k), "blocks": ", ".join(s["blocks"]), "ranks": s["ranks"]}
+        row |= {name: s["decided"].get(name, "") for name in columns}
+        row |= {"forward": seconds(s["forward_s"]), "backward": seconds(s["backward_s"])}
+        row |= {"comm": seconds(s["communication_s"]), "memory": sized(s["memory_bytes"])}
+        row |= {"host memory": sized(s["host_bytes"])} if host else {}  # instead of the decision
+        row |= {"files": sized(s["flash_bytes"])} if files else {}
+        rows.append(row)
+    stages = Table(heads=tuple(rows[0]), rows=[tuple(row.values()) for row in rows])
     per = "  (per micro-batch; comm is the exposed part of forward and backward)"
     lines: list[Part] = [stages, per]
     if len(shown) < len(report.stages):
