@@ -66,8 +66,7 @@ def perform(argv: Sequence[str] | None = None) -> int:
     if answer is None:
         return 0
     answer.show(as_json=args.json)
-    code: int = answer.code
-    return code
+    return int(answer.code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _infeasible(error: MeshwrightError) -> dict[str, Any] | None:
-    """The data of the error that no plan fits; None of another one."""
+    """Data of the error that no plan fits; None of another one."""
     from meshwright.planner.plan import InfeasibleError
 
     if not isinstance(error, InfeasibleError):
@@ -97,7 +96,7 @@ def _infeasible(error: MeshwrightError) -> dict[str, Any] | None:
     return {
         "infeasible": str(error),
         "shortfall_bytes": list(error.shortfall_bytes),
-        "relaxations": [asdict(found) for found in error.relaxations],
+        "relaxations": [asdict(relaxation) for relaxation in error.relaxations],
     }
 
 
@@ -111,14 +110,14 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         "--version", action="version", version=f"meshwright {metadata.version('meshwright')}"
     )
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
-    for name, does in COMMANDS.items():
-        own = commands.add_parser(name, help=does, description=does)
+    for name, text in COMMANDS.items():
+        flags = commands.add_parser(name, help=text, description=text)
         if name == command:
-            own.add_argument("--json", action="store_true", help="print JSON instead of text")
-            own.add_argument("--verbose", action="store_true", help="log progress to stderr")
+            flags.add_argument("--json", action="store_true", help="print JSON instead of text")
+            flags.add_argument("--verbose", action="store_true", help="log progress to stderr")
             module = import_module(f"meshwright.shell.commands.{name}")
-            module.add_arguments(own)
-            own.set_defaults(command=module)
+            module.add_arguments(flags)
+            flags.set_defaults(command=module)
     return parser
 
 

@@ -1,3 +1,3 @@
-"""What commands take from the command line, and what they say meanwhile."""
+"""Commands, their flags, and what they show meanwhile."""
 
 from meshwright.shell.progress import Progress, progress_shown
