@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 COPIES = ("to_device", "to_host")  # between host and device, of one rank
 HOST_STEP = "optimizer_step"  # the optimizer's on all cores of a node: bytes read plus written
@@ -14,7 +15,7 @@ PROFILE_S = 120.0  # that `meshwright profile` measures, all in all
 
 
 def at_once(kind: str, per_node: int) -> int:
-    """How many ranks of a node a timing of a kind of `OF_HOST` is of."""
+    """Ranks of a node that a timing of a kind of `OF_HOST` is of."""
     return per_node if kind in FLASH else 1
 
 
@@ -46,6 +47,11 @@ class CollectiveTiming:
     spread: float
     source: str = ""
 
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Backend, kind and groups, by which a curve is known, and bytes, its point."""
+        return self.backend, self.kind, self.ranks, self.size, self.per_node, self.nbytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -60,9 +66,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuRates:
-    """What one thread of a CPU achieved on a `date`: FLOP/s of a matmul, bytes/s read plus written
-    of a copy and of the other operators of a Transformer's block, seconds to issue an operator;
-    whether the machine was `busy` with something else."""
+    """Rates of one thread of a CPU on a `date`: FLOP/s of a matmul, bytes/s read plus written of a
+    copy and of the other operators of a Transformer's block, seconds to issue an operator; whether
+    the machine was `busy` with something else."""
 
     fp32_flops: float
     bf16_flops: float

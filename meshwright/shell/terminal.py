@@ -1,5 +1,5 @@
-"""What commands write to stdout: the result alone, with colour and drawn tables where it is a
-terminal and rich is installed (extra `meshwright[terminal]`)."""
+"""Results of commands on stdout, with colour and drawn tables where it is a terminal and rich is
+installed (extra `meshwright[terminal]`)."""
 
 from __future__ import annotations
 
@@ -80,18 +80,17 @@ def stdout_is_the_result() -> Iterator[None]:
     """Send to stderr what libraries write to the process' stdout by themselves (a solver's banner),
     so that a result can be read by the next program. Where stdout was replaced in Python nothing
     has to be done."""
-    own, replaced = sys.stdout, sys.stdout is not sys.__stdout__
-    if replaced:
+    if (stdout := sys.stdout) is not sys.__stdout__:
         yield
         return
-    own.flush()
+    stdout.flush()
     result = os.dup(1)
     os.dup2(2, 1)
     try:
-        with os.fdopen(result, "w", encoding=own.encoding or "utf-8", closefd=False) as stream:
+        with os.fdopen(result, "w", encoding=stdout.encoding or "utf-8", closefd=False) as stream:
             sys.stdout = stream
             yield
     finally:
-        sys.stdout = own
+        sys.stdout = stdout
         os.dup2(result, 1)
         os.close(result)

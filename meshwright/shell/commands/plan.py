@@ -51,17 +51,17 @@ def run(args: argparse.Namespace) -> Answer:
     if not args.rehearse:
         return _answer(args, result)
     try:
-        result, found = _rehearsed(args, result, overrides, cluster)
+        result, rehearsal = _rehearsed(args, result, overrides, cluster)
     except ValueError:
         _answer(args, result).show(as_json=args.json)
         raise
-    return _answer(args, result, found.line, exit_code(found, result.report))
+    return _answer(args, result, rehearsal.line, exit_code(rehearsal, result.report))
 
 
 def _answer(
     args: argparse.Namespace, result: ParallelModel, last: str = "", code: int = 0
 ) -> Answer:
-    """The report, and what was asked beside it; the plan's files are written."""
+    """The report, with costs and sensitivity; files of the plan are written."""
     if args.output:
         result.plan.save(args.output)
         say(f"plan written to {args.output}")
@@ -111,10 +111,10 @@ def _rehearsed(
     from meshwright.planner.plan import describe, slower
 
     margin = margin_of(args.memory_margin)
-    first, of_first = result, result.rehearse()
-    found = of_first
+    first, first_rehearsal = result, result.rehearse()
+    rehearsal = first_rehearsal
     for _ in range(MORE_SEARCHES):
-        if rehearsing.exit_code(found, result.report) != 2:
+        if rehearsing.exit_code(rehearsal, result.report) != 2:
             break
         margin = rehearsing.margin_needed(result.prediction, margin, cluster)
         say(
@@ -128,16 +128,16 @@ def _rehearsed(
                 )
         except ValueError:  # none fits any more
             break
-        found = result.rehearse()
-    if rehearsing.exit_code(found, result.report) == 2:
-        return first, of_first
+        rehearsal = result.rehearse()
+    if rehearsing.exit_code(rehearsal, result.report) == 2:
+        return first, first_rehearsal
     if result is not first:
         more = result.prediction.step_time_s / first.prediction.step_time_s - 1
         say(
             f"the plan chosen first, {describe(first.plan)}, does not fit by its rehearsal; "
             f"this one does: {slower(more)} a step"
         )
-    return result, found
+    return result, rehearsal
 
 
 def _counted(x: float) -> str:
@@ -146,7 +146,7 @@ def _counted(x: float) -> str:
 
 
 def cost_text(cost: Mapping[str, Any]) -> str:
-    """What a run costs, as `Report.cost` has it."""
+    """Costs of a run, as `Report.cost` has them."""
     from meshwright.planner.plan import counted
 
     lines = [f"  {cost['device_hours_per_step']:.4g} device-hours a step"]
