@@ -66,8 +66,7 @@ def perform(argv: Sequence[str] | None = None) -> int:
     if answer is None:
         return 0
     answer.show(as_json=args.json)
-    code: int = answer.code
-    return code
+    return int(answer.code)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _infeasible(error: MeshwrightError) -> dict[str, Any] | None:
-    """The data of the error that no plan fits; None of another one."""
+    """Data of the error that no plan fits; None of another one."""
     from meshwright.planner.plan import InfeasibleError
 
     if not isinstance(error, InfeasibleError):
@@ -111,14 +110,14 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
         "--version", action="version", version=f"meshwright {metadata.version('meshwright')}"
     )
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
-    for name, does in COMMANDS.items():
-        parser_of = commands.add_parser(name, help=does, description=does)
+    for name, text in COMMANDS.items():
+        flags = commands.add_parser(name, help=text, description=text)
         if name == command:
-            parser_of.add_argument("--json", action="store_true", help="print JSON instead of text")
-            parser_of.add_argument("--verbose", action="store_true", help="log progress to stderr")
+            flags.add_argument("--json", action="store_true", help="print JSON instead of text")
+            flags.add_argument("--verbose", action="store_true", help="log progress to stderr")
             module = import_module(f"meshwright.shell.commands.{name}")
-            module.add_arguments(parser_of)
-            parser_of.set_defaults(command=module)
+            module.add_arguments(flags)
+            flags.set_defaults(command=module)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Lookup of measured operator and collective times, with a label for the origin of each answer.
+"""Measured operator and collective times, with a label for the origin of each answer.
 
     measured        this call was timed
     interpolated    the same call was timed with one of its sizes smaller, and with it larger:
@@ -78,18 +78,16 @@ class Profile:
     def basis(self) -> str:
         """Basis of prices: steps say nothing of prices that rest on another."""
         shared = f", {self.slowdown:g} ranks a core" if self.slowdown > 1 else ""
-        operators, curves = (
-            "measured" if known else "modelled"
-            for known in (self.measurements.operators, self._curves)
-        )
-        return f"operators {operators}, collectives {curves}{shared}"
+        operators = "measured" if self.measurements.operators else "modelled"
+        collectives = "measured" if self._curves else "modelled"
+        return f"operators {operators}, collectives {collectives}{shared}"
 
     def correction(self, component: str) -> float:
         """Factor of the seconds of a component of a step."""
         return self.corrections.factor(component)
 
     def corrected_by(self) -> list[str]:
-        """The corrections in words, as the report says them."""
+        """The corrections in words."""
         return self.corrections.lines()
 
     def corrected(self, steps: Iterable[StepTiming], run: RunKind) -> Profile:
@@ -161,26 +159,22 @@ def load_profile(
 def _loaded(cluster: Cluster, store: Store, run: RunKind | None) -> Profile | None:
     import torch
 
-    accepted = [d for d in store.devices() if is_device_of(cluster, d.name)]
-    stored = {d: store.read(d) for d in accepted}
-    timed = [d for d, measured in stored.items() if measured.operators or measured.collectives]
+    devices = [d for d in store.devices() if is_device_of(cluster, d.name)]
+    stored = {device: store.read(device) for device in devices}
+    timed = [d for d, known in stored.items() if known.operators or known.collectives]
     here = device_here(cluster)
     chosen = here if here in timed else None
     if chosen is None and cluster.device.kind == "cuda" and timed:
         chosen = max(timed, key=lambda d: (d.torch, d.driver))
-    published = store.read(published_id(cluster))
-    measured = published if chosen is None else _completed(stored[chosen], published.collectives)
-    profile = profile_of(cluster, measured)
+    measurements = published = store.read(published_id(cluster))
+    if chosen is not None:
+        measurements = _completed(stored[chosen], published.collectives)
+    profile = profile_of(cluster, measurements)
     if run is not None:
         version = _minor(torch.__version__)
-        steps = [
-            s
-            for d, measured in stored.items()
-            if _minor(d.torch) == version
-            for s in measured.steps
-        ]
-        profile = profile.corrected(steps, run)
-    known = measured.operators or measured.collectives or profile.corrections
+        alike = [known for device, known in stored.items() if _minor(device.torch) == version]
+        profile = profile.corrected((step for known in alike for step in known.steps), run)
+    known = measurements.operators or measurements.collectives or profile.corrections
     return profile if known else None
 
 
@@ -191,13 +185,9 @@ def _minor(version: str) -> list[str]:
 
 def _completed(measurements: Measurements, published: Iterable[CollectiveTiming]) -> Measurements:
     """Measurements, with published curves for the groups that were not measured here."""
-    measured = {_curve_of(c) for c in measurements.collectives}
-    added = tuple(c for c in published if _curve_of(c) not in measured)
+    measured = {c.key[:-1] for c in measurements.collectives}
+    added = tuple(c for c in published if c.key[:-1] not in measured)
     return replace(measurements, collectives=measurements.collectives + added)
-
-
-def _curve_of(c: CollectiveTiming) -> tuple[str, str, int, int, int]:
-    return c.backend, c.kind, c.ranks, c.size, c.per_node
 
 
 def no_profile(cluster: Cluster) -> Profile:
@@ -220,9 +210,8 @@ def profile_of(cluster: Cluster, measurements: Measurements) -> Profile:
 
 def is_device_of(cluster: Cluster, name: str) -> bool:
     """Whether `name`, as a driver gives it, is the cluster's device."""
-    if cluster.device.kind == "cuda":
-        return device_of_driver(name) == cluster.device.name
-    return name == DeviceId.here("cpu", cores_busy(cluster)).name
+    driven = device_of_driver(name) if cluster.device.kind == "cuda" else name
+    return driven == device_name(cluster)
 
 
 def published_id(cluster: Cluster) -> DeviceId:
@@ -291,7 +280,8 @@ def _interpolated(
     that differ from `wanted` in one size; None where one of them is missing."""
     by_dims: dict[tuple[int, ...], list[tuple[Fraction, Timing]]] = defaultdict(list)
     for sizes, timing in known:
-        scaled = tuple(d for d, pair in enumerate(zip(wanted, sizes, strict=True)) if _differ(pair))
+        pairs = zip(wanted, sizes, strict=True)
+        scaled = tuple(dim for dim, (size, other) in enumerate(pairs) if size != other)
         ratios = {Fraction(sizes[d], wanted[d]) for d in scaled if wanted[d]}
         if len(ratios) == 1:
             by_dims[scaled].append((ratios.pop(), timing))
@@ -309,7 +299,3 @@ def _interpolated(
         before.forward_s + fraction * (after.forward_s - before.forward_s),
         before.backward_s + fraction * (after.backward_s - before.backward_s),
     )
-
-
-def _differ(pair: tuple[int, int]) -> bool:
-    return pair[0] != pair[1]

@@ -1,8 +1,7 @@
 """The cache of measured times: a folder with a JSON file for each device, exchanged as such.
 
-A measurement belongs to a device (its name, its driver, the torch that drove it) and is found by
-its signature, or by its collective, backend, group and bytes. A file is read within the limits of
-all files of users, and replaced whole under a lock beside it, with what it had. One that is
+A measurement belongs to a device (its name, its driver, the torch that drove it). A file is read
+within the limits of all files of users, and replaced whole under a lock beside it. One that is
 malformed, or that holds a number no clock can have read, is moved aside with a warning and a new
 one begun: what was measured can be measured again, what is wrong must not be used.
 """
@@ -83,7 +82,7 @@ class Measurements:
     def updated(self, newer: Measurements) -> Measurements:
         """With newer ones of the device, which replace those of the same signature, message or
         step."""
-        collectives = {_place_of(c): c for c in (*self.collectives, *newer.collectives)}
+        collectives = {c.key: c for c in (*self.collectives, *newer.collectives)}
         steps = {step.key: step for step in (*self.steps, *newer.steps)}
         return Measurements(
             device=self.device,
@@ -94,15 +93,10 @@ class Measurements:
         )
 
 
-def _place_of(c: CollectiveTiming) -> tuple[Any, ...]:
-    return c.backend, c.kind, c.ranks, c.size, c.per_node, c.nbytes
-
-
 def default_path() -> Path:
     """$MESHWRIGHT_CACHE, or `meshwright` in this platform's cache folder of the user."""
-    cache = os.environ.get("MESHWRIGHT_CACHE")
-    if cache:
-        return Path(cache)
+    if folder := os.environ.get("MESHWRIGHT_CACHE"):
+        return Path(folder)
     if sys.platform == "darwin":
         base = Path.home() / "Library" / "Caches"
     elif sys.platform == "win32":
@@ -123,7 +117,7 @@ class Store:
         self.lock_timeout_s = lock_timeout_s
 
     def file_of(self, device: DeviceId) -> Path:
-        """Path of a device's measurements: its name for people, a hash for whose."""
+        """The file of a device: its name for people, and a hash of name, driver and torch."""
         name = re.sub("[^a-z0-9]+", "-", device.name.lower()).strip("-")[:40]
         parts = json.dumps([device.name, device.driver, device.torch])
         return self.path / f"profile-{name}-{hashlib.sha256(parts.encode()).hexdigest()[:10]}.json"
@@ -131,14 +125,14 @@ class Store:
     def read(self, device: DeviceId) -> Measurements:
         """The measurements of a device; empty where there are none."""
         with self._errors():
-            stored = self._found(self.file_of(device))
+            stored = self._stored(self.file_of(device))
         return stored if stored and stored.device == device else Measurements(device=device)
 
     def devices(self) -> list[DeviceId]:
         """The devices that have measurements, sorted."""
         with self._errors():
-            stored = [self._found(path) for path in sorted(self.path.glob("profile-*.json"))]
-        return sorted(device_file.device for device_file in stored if device_file is not None)
+            files = map(self._stored, sorted(self.path.glob("profile-*.json")))
+            return sorted(stored.device for stored in files if stored is not None)
 
     def add(self, measurements: Measurements) -> None:
         """Store measurements, replacing those of the same signature or message. Raises ValueError
@@ -147,11 +141,10 @@ class Store:
         self._change(measurements.device, lambda known: known.updated(measurements))
 
     def forget_steps(self, of: Callable[[str], bool]) -> int:
-        """Delete the measured steps of all devices of such names; how many plans those were of."""
+        """Delete the measured steps of all devices of such names. Returns of how many plans."""
         plans = 0
         for device in self.devices():
-            steps = self.read(device).steps if of(device.name) else ()
-            if steps:
+            if of(device.name) and (steps := self.read(device).steps):
                 plans += len({step.key[:-1] for step in steps})
                 self._change(device, lambda known: replace(known, steps=()))
         return plans
@@ -162,14 +155,13 @@ class Store:
         if len(text) > MAX_MEASURED_BYTES:
             raise _wrong(f"profile of {device.name:.40}", f"it has {len(text):,} bytes")
         with self._errors(), self._alone(path):
-            known = self._found(path, alone=True)
-            changed = change(known or Measurements(device=device))
-            begun = path.with_suffix(".new")
-            begun.write_text(_text(changed), encoding="utf-8")
-            os.replace(begun, os.path.realpath(path))  # a link to it stays
+            stored = self._stored(path, alone=True) or Measurements(device=device)
+            new = path.with_suffix(".new")
+            new.write_text(_text(change(stored)), encoding="utf-8")
+            os.replace(new, os.path.realpath(path))  # a link to it stays
 
-    def _found(self, path: Path, *, alone: bool = False) -> Measurements | None:
-        """Measurements of a file; None where there is none, or none that can be used, which is
+    def _stored(self, path: Path, *, alone: bool = False) -> Measurements | None:
+        """The measurements in a file; None where there is none, or none that can be used, which is
         moved aside."""
         if not path.exists():
             return None
@@ -184,7 +176,7 @@ class Store:
                 self._move_aside(path, error)
                 return None
         with self._alone(path):  # another process may have put a new one in its place
-            return self._found(path, alone=True)
+            return self._stored(path, alone=True)
 
     def _move_aside(self, path: Path, error: Exception) -> None:
         """Rename a file that can't be used. To be called alone."""
@@ -209,7 +201,7 @@ class Store:
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
-        """Whatever keeps a file from being had as an OSError that names the cache."""
+        """An OSError inside the block as one that names the cache."""
         try:
             yield
         except OSError as error:
@@ -268,8 +260,8 @@ def _check_steps(steps: Iterable[StepTiming], place: str) -> None:
             raise _wrong(where, f"parts must be of {', '.join(COMPONENTS)}")
         for name, seconds in step.parts.items():
             # what passes behind something else may cost less than nothing
-            size = abs(seconds) if isinstance(seconds, int | float) else seconds
-            check_number(f"{where}: {name}", size, zero=True)
+            magnitude = abs(seconds) if isinstance(seconds, int | float) else seconds
+            check_number(f"{where}: {name}", magnitude, zero=True)
 
 
 # --- JSON -----------------------------------------------------------------------------------------
@@ -286,19 +278,19 @@ def _text(measurements: Measurements) -> str:
         {"signature": json.loads(text), **asdict(timing)}
         for text, timing in sorted(measurements.operators.items())
     ]
-    collectives = [asdict(c) for c in sorted(measurements.collectives, key=_place_of)]
+    collectives = [asdict(c) for c in sorted(measurements.collectives, key=lambda c: c.key)]
     steps = [asdict(step) for step in sorted(measurements.steps, key=lambda step: step.key)]
-    lines = [
-        f'  "format": {FORMAT},',
-        f'  "kind": {json.dumps(KIND)},',
-        f'  "device": {json.dumps(asdict(measurements.device))},',
-        '  "operators": ' + _listed(operators) + ",",
-        '  "collectives": ' + _listed(collectives) + ",",
-        '  "steps": ' + _listed(steps) + "," * bool(measurements.rates),
-    ]
+    entries = {
+        "format": json.dumps(FORMAT),
+        "kind": json.dumps(KIND),
+        "device": json.dumps(asdict(measurements.device)),
+        "operators": _listed(operators),
+        "collectives": _listed(collectives),
+        "steps": _listed(steps),
+    }
     if measurements.rates:
-        lines.append(f'  "rates": {json.dumps(asdict(measurements.rates))}')
-    return "{\n" + "\n".join(lines) + "\n}\n"
+        entries["rates"] = json.dumps(asdict(measurements.rates))
+    return "{\n" + ",\n".join(f'  "{name}": {text}' for name, text in entries.items()) + "\n}\n"
 
 
 def _listed(items: Iterable[Mapping[str, Any]]) -> str:
@@ -326,7 +318,7 @@ def import_json(path: str | Path, *, accepts: Callable[[str], bool], expected: s
 
 
 def _measurements(data: Any, place: str) -> Measurements:
-    """Measurements in the data of a file. Raises `MeshwrightError` for what `_text` can't have
+    """The measurements in a file's data. Raises `MeshwrightError` for data that `_text` can't have
     written."""
     if not isinstance(data, dict) or data.get("kind") != KIND or data.get("format") != FORMAT:
         raise MeshwrightError(
@@ -355,27 +347,23 @@ def _measurements(data: Any, place: str) -> Measurements:
 
 def _from_row(kind: type[T], row: Mapping[str, Any]) -> T:
     """A record from an object of the JSON, with other keys ignored."""
-    present = {f.name: row[f.name] for f in fields(kind) if f.default is MISSING or f.name in row}
-    return kind(**present)
+    return kind(
+        **{f.name: row[f.name] for f in fields(kind) if f.default is MISSING or f.name in row}
+    )
 
 
 @contextlib.contextmanager
 def _naming(place: str) -> Iterator[None]:
     try:
         yield
-    except KeyError as error:
-        raise _malformed(f"no key {error.args[0]!r}", place) from None
-    except (TypeError, AttributeError) as error:
-        raise _malformed(f"malformed ({error})", place) from None
-    except ValueError as error:
-        if isinstance(error, MeshwrightError):
-            raise MeshwrightError.of(error, place) from None
-        raise _malformed(str(error), place) from None
-
-
-def _malformed(what: str, place: str) -> MeshwrightError:
-    legal = "what `meshwright profile --export` writes"
-    return MeshwrightError(what, place=place, legal=legal, way_out="export it again")
+    except MeshwrightError as error:
+        raise MeshwrightError.of(error, place) from None
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        what = str(error) if isinstance(error, ValueError) else f"malformed ({error})"
+        if isinstance(error, KeyError):
+            what = f"no key {error.args[0]!r}"
+        legal = "what `meshwright profile --export` writes"
+        raise MeshwrightError(what, place=place, legal=legal, way_out="export it again") from None
 
 
 # --- this machine ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 COPIES = ("to_device", "to_host")  # between host and device, of one rank
 HOST_STEP = "optimizer_step"  # the optimizer's on all cores of a node: bytes read plus written
@@ -14,7 +15,7 @@ PROFILE_S = 120.0  # that `meshwright profile` measures, all in all
 
 
 def at_once(kind: str, per_node: int) -> int:
-    """Number of ranks of a node in a timing of a kind of `OF_HOST`."""
+    """Ranks of a node that a timing of a kind of `OF_HOST` is of."""
     return per_node if kind in FLASH else 1
 
 
@@ -45,6 +46,11 @@ class CollectiveTiming:
     repetitions: int
     spread: float
     source: str = ""
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Backend, kind and groups, by which a curve is known, and bytes, its point."""
+        return self.backend, self.kind, self.ranks, self.size, self.per_node, self.nbytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -264,7 +264,7 @@ class Quantiles:
 
 def _corrected(problem: Problem, factors: Mapping[str, float]) -> Evaluator:
     found = {name: Correction(factor=f, plans=0, samples=0) for name, f in factors.items()}
-    profile = replace(no_profile(problem.cluster), corrections=Corrections(found=found))
+    profile = replace(no_profile(problem.cluster), corrections=Corrections(by_component=found))
     return Evaluator(replace(problem, profile=profile))
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, default_collate
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_COUNT, MAX_ROWS, is_number
 
-# of torch's DataLoader; the others are this loader's own
+# arguments of torch's DataLoader; the others are this loader's
 LOADING = (
     *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
     *("generator", "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order"),
@@ -40,18 +40,19 @@ def check_options(
     loading: Mapping[str, Any],
 ) -> None:
     """Raise ValueError for an option that can't be."""
-    _check_flag("shuffle", shuffle)
-    _check_flag("drop_last", drop_last)
+    for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
+        if not isinstance(flag, bool):
+            raise _refused(name, flag, "True, False")
     if type(seed) is not int or not 0 <= seed < MAX_SEED:
-        raise _of("seed", seed, f"integers from 0 to {MAX_SEED - 1}")
+        raise _refused("seed", seed, f"integers from 0 to {MAX_SEED - 1}")
     if collate_fn is not None and not callable(collate_fn):
-        raise _of("collate_fn", collate_fn, "a function of a list of samples, or None")
-    if tokens_per_batch is not None and not _is_count(tokens_per_batch):
-        raise _of("tokens_per_batch", tokens_per_batch, "an integer from 1, or None")
+        raise _refused("collate_fn", collate_fn, "a function of a list of samples, or None")
+    if tokens_per_batch is not None and not is_count(tokens_per_batch, least=1):
+        raise _refused("tokens_per_batch", tokens_per_batch, "an integer from 1, or None")
     if padding is not None and not (
         isinstance(padding, Mapping) and all(map(is_number, padding.values()))
     ):
-        raise _of("padding", padding, "numbers by the name of an entry, or None")
+        raise _refused("padding", padding, "numbers by the name of an entry, or None")
     unknown = sorted(set(map(str, loading)) - set(LOADING))
     if unknown:
         raise DataError(
@@ -61,7 +62,7 @@ def check_options(
         )
     workers = loading.get("num_workers", 0)
     if type(workers) is not int or not 0 <= workers <= MAX_WORKERS:
-        raise _of("num_workers", workers, f"integers from 0 to {MAX_WORKERS}")
+        raise _refused("num_workers", workers, f"integers from 0 to {MAX_WORKERS}")
     try:
         TorchLoader(_Nothing(), **loading)
     except (TypeError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
@@ -80,24 +81,18 @@ class _Nothing(Dataset[None]):
         return 0
 
 
-def _check_flag(name: str, flag: Any) -> None:
-    if not isinstance(flag, bool):
-        raise _of(name, flag, "True, False")
+def is_count(x: Any, least: int = 0) -> bool:
+    """Whether this is a whole number, `least` or more."""
+    return type(x) is int and least <= x <= MAX_COUNT
 
 
-def _is_count(number: Any) -> bool:
-    return type(number) is int and 1 <= number <= MAX_COUNT
-
-
-def _of(name: str, given: Any, legal: str) -> DataError:
-    return DataError.refused(
-        f"data_loader: {name}", given, legal=legal, way_out="leave it out for the default"
-    )
+def _refused(name: str, value: Any, legal: str) -> DataError:
+    place, way_out = f"data_loader: {name}", "leave it out for the default"
+    return DataError.refused(place, value, legal=legal, way_out=way_out)
 
 
 def checked_buckets(lengths: Any) -> tuple[int, ...]:
     """The lengths that batches are padded to. Raises ValueError for what are none."""
-    place = "data_loader: buckets"
     if (
         not isinstance(lengths, Sequence)
         or not lengths
@@ -105,7 +100,7 @@ def checked_buckets(lengths: Any) -> tuple[int, ...]:
         or list(lengths) != sorted(set(lengths))
     ):
         raise DataError.refused(
-            place,
+            "data_loader: buckets",
             lengths,
             legal=f"increasing lengths from 1 to {MAX_ROWS}",
             way_out="name the lengths that batches are padded to, e.g. (128, 256, 512)",
@@ -113,26 +108,22 @@ def checked_buckets(lengths: Any) -> tuple[int, ...]:
     return tuple(lengths)
 
 
-def checked_lengths(given: Any, size: int) -> Sequence[int]:
+def checked_lengths(lengths: Any, size: int) -> Sequence[int]:
     """The length of each of `size` samples, of a list, an array or a tensor. Raises ValueError for
     other numbers of them."""
-    if callable(listed := getattr(given, "tolist", None)):
-        given = listed()
-    counted = isinstance(given, Sequence) and not isinstance(given, str)
-    if not counted or len(given) != size or not all(_is_length(x) for x in given):
-        what = f" of {len(given)} entries" if counted else f" is a {type(given).__name__}"
+    if callable(tolist := getattr(lengths, "tolist", None)):
+        lengths = tolist()
+    listed = isinstance(lengths, Sequence) and not isinstance(lengths, str)
+    if not listed or len(lengths) != size or not all(map(is_count, lengths)):
+        what = f" of {len(lengths)} entries" if listed else f" is a {type(lengths).__name__}"
         raise DataError(
-            f"{what}, {shown(given)}",
+            f"{what}, {shown(lengths)}",
             place="data_loader: lengths",
             legal=f"the lengths of {size} samples, integers from 0, or a function of one",
             way_out="give one for each sample",
         )
-    listed_lengths: Sequence[int] = given
-    return listed_lengths
-
-
-def _is_length(x: Any) -> bool:
-    return type(x) is int and 0 <= x <= MAX_COUNT
+    checked: Sequence[int] = lengths
+    return checked
 
 
 def collated(samples: list[Any]) -> Any:
@@ -147,33 +138,25 @@ def collated(samples: list[Any]) -> Any:
 
 def checked_state(state: Any, kinds: Mapping[str, Callable[[Any], bool]]) -> Mapping[str, Any]:
     """A state with these entries. Raises ValueError for another."""
-    wrong = (
-        [name for name, right in kinds.items() if name not in state or not right(state[name])]
-        if isinstance(state, Mapping)
-        else list(kinds)
-    )
+    entries: Mapping[str, Any] = state if isinstance(state, Mapping) else {}
+    wrong = [
+        name for name, right in kinds.items() if name not in entries or not right(entries[name])
+    ]
     if wrong:
-        given = {k: state[k] for k in wrong if k in state} if isinstance(state, Mapping) else state
+        there = {name: entries[name] for name in wrong if name in entries}
         raise DataError(
-            f" has no {', '.join(wrong)} that can be: {shown(given)}",
+            f" has no {', '.join(wrong)} that can be: "
+            f"{shown(there if isinstance(state, Mapping) else state)}",
             place="data_loader: state",
             legal="what state_dict() of such a loader returned",
             way_out="leave the loader out of extra= to begin anew",
         )
-    counts: Mapping[str, Any] = state
-    return counts
-
-
-def is_count_or_0(x: Any) -> bool:
-    return type(x) is int and 0 <= x <= MAX_COUNT
+    return entries
 
 
 STATE: Mapping[str, Callable[[Any], bool]] = {
-    "epoch": is_count_or_0,
-    "position": is_count_or_0,
-    "samples": is_count_or_0,
-    "rows": _is_count,
-    "size": is_count_or_0,
+    **dict.fromkeys(("epoch", "position", "samples", "size"), is_count),
+    "rows": lambda x: is_count(x, least=1),
     "seed": lambda x: type(x) is int and 0 <= x < MAX_SEED,
     "shuffle": lambda x: isinstance(x, bool),
     "buckets": lambda x: x is None or isinstance(x, list),

@@ -17,7 +17,7 @@ import time
 import zlib
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -81,8 +81,8 @@ class DataLoader:
         if self.finished:
             self.epoch, self.position = self.epoch + 1, 0
         due = self.order.batches(self.epoch)[self.position :]
-        all_full = all(len(batch.samples) == batch.rows for batch in due)
-        if not self.share.reads and self.order.buckets is None and (all_full or self.share.filling):
+        full = all(len(batch.samples) == batch.rows for batch in due)
+        if not self.share.reads and self.order.buckets is None and (full or self.share.filling):
             for _ in due:
                 self.position += 1
                 yield None
@@ -104,12 +104,11 @@ class DataLoader:
     def _workers(self) -> dict[str, Any]:
         """Workers in process groups of their own: a signal to this rank's group, by which torchrun
         ends it, must not end them while it saves."""
-        init = self.loading.get("worker_init_fn")
         if not self.loading.get("num_workers"):
             return {}
-        return {"worker_init_fn": partial(_apart, init)}
+        return {"worker_init_fn": partial(_apart, self.loading.get("worker_init_fn"))}
 
-    def own(self, batch: GlobalBatch) -> list[int]:
+    def samples_here(self, batch: GlobalBatch) -> list[int]:
         """The numbers of this rank's samples: those in its rows of the global batch, under any
         plan. Of a smaller batch, which is filled up at its end, a rank may have none."""
         samples = batch.samples
@@ -120,12 +119,12 @@ class DataLoader:
         """A rank's part of a smaller batch, with rows that count nothing where there may be any."""
         if len(batch.samples) == batch.rows or self.share.filling is None:
             return rows
-        return self.share.filled(rows, len(self.own(batch)), batch.rows // self.share.size)
+        count = len(self.samples_here(batch))
+        return self.share.filled(rows, count, batch.rows // self.share.size)
 
     def _check_last(self) -> None:
         """Raise ValueError for batches that can't be shared out."""
-        batches = self.order.batches(self.epoch)
-        size = self.share.size
+        batches, size = self.order.batches(self.epoch), self.share.size
         uneven = {len(b.samples) for b in batches if len(b.samples) % size or b.rows % size}
         if uneven and (self.share.filling is None or any(b.rows % size for b in batches)):
             raise MeshwrightError(
@@ -150,7 +149,7 @@ class DataLoader:
             "size": order.size,
             "seed": order.seed,
             "shuffle": order.shuffle,
-            "buckets": order.buckets.described() if order.buckets is not None else None,
+            "buckets": order.buckets and order.buckets.described(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -159,8 +158,7 @@ class DataLoader:
         dataset, and for buckets that were made otherwise."""
         order, state = self.order, arguments.checked_state(state, arguments.STATE)
         self._check_same("samples in the dataset", state["size"], order.size)
-        buckets = order.buckets.described() if order.buckets is not None else None
-        self._check_same("buckets", state["buckets"], buckets)
+        self._check_same("buckets", state["buckets"], order.buckets and order.buckets.described())
         self.epoch, self.position = state["epoch"], state["position"]
         samples, begun = state["samples"], state.get("begun", 0)
         if state["rows"] != order.rows:
@@ -234,16 +232,15 @@ def data_loader(
     )
     background.finish_all()  # a save in the background uses the same group
     size = _size(dataset)
-    buckets_made = None
+    filled = None
     if buckets is not None:
         to = arguments.checked_buckets(buckets)
         if lengths is None:
             lengths = _length_of
         if callable(lengths):
             lengths = [lengths(dataset[k]) for k in range(size)]
-        buckets_made = Buckets(
-            lengths=arguments.checked_lengths(lengths, size), to=to, tokens=tokens_per_batch
-        )
+        checked = arguments.checked_lengths(lengths, size)
+        filled = Buckets(lengths=checked, to=to, tokens=tokens_per_batch)
     elif tokens_per_batch is not None or lengths is not None:
         raise MeshwrightError(
             " is given without buckets",
@@ -257,7 +254,7 @@ def data_loader(
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
-        buckets=buckets_made,
+        buckets=filled,
     )
     return DataLoader(
         dataset,
@@ -273,14 +270,14 @@ def data_loader(
 def _size(dataset: Any) -> int:
     """The number of samples, the same on all ranks. Raises ValueError on all alike."""
     try:
-        length = len(dataset) if hasattr(dataset, "__getitem__") else -1
+        size = len(dataset) if hasattr(dataset, "__getitem__") else -1
     except (TypeError, OverflowError):
-        length = -1
+        size = -1
     except ValueError as error:  # on all ranks alike: the length is a negative one
         raise arguments.DataError(
             f" has no length: {error}", place="data_loader: dataset"
         ) from error
-    sizes = all_gather_object(gloo_group(), length) if launch.world_size() > 1 else [length]
+    sizes = all_gather_object(gloo_group(), size) if launch.world_size() > 1 else [size]
     if min(sizes) < 0 or isinstance(dataset, type | Mapping | str):
         raise MeshwrightError(
             f" is of type {type(dataset).__name__}, without len() or samples by number",
@@ -303,7 +300,7 @@ def _size(dataset: Any) -> int:
             legal="the same dataset on every rank, whole: each loads its own rows of it",
             way_out="don't shard it before",
         )
-    return length
+    return size
 
 
 def _length_of(sample: Any) -> int:
@@ -341,8 +338,8 @@ class _Numbers:
 
     def __iter__(self) -> Iterator[list[tuple[int, int | None]]]:
         for batch in self.due:
-            rows = self.loader.own(batch) or batch.samples[:1].tolist()
-            yield [(number, batch.length) for number in rows]
+            numbers = self.loader.samples_here(batch) or batch.samples[:1].tolist()
+            yield [(number, batch.length) for number in numbers]
 
 
 class _Padded(Dataset[Any]):
@@ -351,30 +348,30 @@ class _Padded(Dataset[Any]):
     def __init__(self, dataset: Any, padding: Mapping[str, float]) -> None:
         self.dataset, self.padding = dataset, padding
 
-    def __getitem__(self, item: tuple[int, int | None]) -> Any:
-        number, length = item
+    def __getitem__(self, at: tuple[int, int | None]) -> Any:
+        number, length = at
         sample = self.dataset[number]
         return sample if length is None else padded(sample, length, self.padding)
 
 
 def padded(sample: Any, length: int, padding: Mapping[str, float]) -> Any:
     """A sample whose entries as long as the first are padded to a length, by their names."""
-    row_length = _length_of(sample)
+    tokens = _length_of(sample)
 
     def pad(path: tuple[Any, ...], entry: Any) -> Any:
         name = str(getattr(path[-1], "key", "")) if path else ""
         if not isinstance(entry, torch.Tensor):
             entry = _tensor_of(entry, name)
-        if not entry.dim() or len(entry) != row_length:
+        if not entry.dim() or len(entry) != tokens:
             return entry
-        if length < row_length:
+        if length < tokens:
             raise arguments.DataError(
-                f" has {row_length} tokens, and the bucket's length is {length}",
+                f" has {tokens} tokens, and the bucket's length is {length}",
                 place="data_loader: a sample",
                 legal="samples as long as lengths= says",
                 way_out="correct lengths",
             )
-        missing = entry.new_full((length - row_length, *entry.shape[1:]), padding.get(name, 0))
+        missing = entry.new_full((length - tokens, *entry.shape[1:]), padding.get(name, 0))
         return torch.cat([entry, missing])
 
     plain = dict(sample) if isinstance(sample, Mapping) else sample
@@ -395,8 +392,8 @@ def _tensor_of(entry: Any, name: str) -> torch.Tensor:
 
 # --- order of rows --------------------------------------------------------------------------------
 
-# Which samples of a dataset make which global batch: a function of the seed, the epoch and the
-# number of the batch alone, the same on every rank and for every number of ranks.
+# A function of the seed, the epoch and the number of the batch alone, the same on every rank and
+# for every number of ranks.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -420,14 +417,13 @@ class Buckets:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        place = "data_loader: buckets"
         arguments.checked_buckets(self.to)
         longer = sum(n > self.to[-1] for n in self.lengths)
         if longer:
             raise MeshwrightError(
                 f": {longer} of {len(self.lengths)} samples are longer than {self.to[-1]}, the "
                 f"longest {max(self.lengths)}",
-                place=place,
+                place="data_loader: buckets",
                 legal=f"a last bucket of {max(self.lengths)} or more",
                 way_out="add one, or cut or leave out the longer samples",
             )
@@ -439,7 +435,7 @@ class Buckets:
             )
 
     def described(self) -> list[Any]:
-        """Numbers that batches are made by: the same numbers make the same batches."""
+        """Numbers that make the batches: the same ones make the same."""
         lengths = zlib.crc32(",".join(map(str, self.lengths)).encode())
         return [*self.to, self.tokens, lengths]
 
@@ -464,7 +460,7 @@ class Order:
     buckets: Buckets | None = None
     begun: tuple[int, int] = (0, 0)
     _epoch: int | None = None
-    _batches: Any = field(default=())
+    _batches: Sequence[GlobalBatch] = ()
 
     def behind(self, epoch: int) -> int:
         """Samples of an epoch that were in batches of other rows."""
@@ -474,26 +470,22 @@ class Order:
         """The global batches of an epoch, in order; of one that was begun in batches of other rows
         those that are left."""
         if self._epoch != epoch:
-            self._batches = self._made(epoch)
-            self._epoch = epoch
-        cut: Sequence[GlobalBatch] = self._batches
-        return cut
+            self._epoch, self._batches = epoch, self._drawn(epoch)
+        return self._batches
 
-    def _made(self, epoch: int) -> Sequence[GlobalBatch]:
+    def _drawn(self, epoch: int) -> Sequence[GlobalBatch]:
         generator = torch.Generator().manual_seed(hash_of(self.seed, epoch))
-        samples = (
-            torch.randperm(self.size, generator=generator)
-            if self.shuffle
-            else torch.arange(self.size)
-        )
+        samples = torch.arange(self.size)
+        if self.shuffle:
+            samples = torch.randperm(self.size, generator=generator)
         if self.buckets is None:
             return self._cut(samples[self.behind(epoch) :], self.rows, None)
         to = self.buckets.to
         number = torch.tensor([bisect_left(to, n) for n in self.buckets.lengths])
         batches: list[GlobalBatch] = []
         for k, length in enumerate(to):
-            members = samples[number[samples] == k]
-            batches += self._cut(members, self.buckets.rows(length, self.rows), length)
+            in_bucket = samples[number[samples] == k]
+            batches += self._cut(in_bucket, self.buckets.rows(length, self.rows), length)
         if self.shuffle:
             mixed = torch.randperm(len(batches), generator=generator).tolist()
             batches = [batches[k] for k in mixed]
@@ -509,5 +501,5 @@ class Order:
 
 
 def hash_of(seed: int, epoch: int) -> int:
-    """A seed of an epoch: other epochs and seeds give others."""
+    """The seed of an epoch: other epochs and seeds give others."""
     return (seed * 1_000_003 + epoch * 7_919) % 2**63

@@ -20,51 +20,22 @@ from meshwright.profiles.inputs.limits import MAX_COUNT, is_number
 log = logging.getLogger(__name__)
 
 TAKEN = frozenset(
-    [
-        "output_dir",
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_train_epochs",
-        "max_steps",
-        "learning_rate",
-        "lr_scheduler_type",
-        "lr_scheduler_kwargs",
-        "warmup_steps",
-        "optim",
-        "weight_decay",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_epsilon",
-        "max_grad_norm",
-        "bf16",
-        "fp16",
-        "tf32",
-        "torch_compile",
-        "torch_compile_backend",
-        "logging_strategy",
-        "logging_steps",
-        "report_to",
-        "eval_strategy",
-        "eval_steps",
-        "save_strategy",
-        "save_steps",
-        "save_total_limit",
-        "seed",
-        "data_seed",
-        "use_cpu",
-        "dataloader_drop_last",
-        "dataloader_num_workers",
-        "dataloader_pin_memory",
-        "dataloader_persistent_workers",
-        "dataloader_prefetch_factor",
-        "remove_unused_columns",
-        "label_names",
-        "train_sampling_strategy",
-        "resume_from_checkpoint",
-    ]
+    (
+        *("output_dir", "resume_from_checkpoint", "seed", "data_seed", "use_cpu"),
+        *("per_device_train_batch_size", "gradient_accumulation_steps"),
+        *("num_train_epochs", "max_steps", "train_sampling_strategy"),
+        *("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+        *("optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+        *("bf16", "fp16", "tf32", "torch_compile", "torch_compile_backend"),
+        *("logging_strategy", "logging_steps", "report_to", "eval_strategy", "eval_steps"),
+        *("save_strategy", "save_steps", "save_total_limit"),
+        *("dataloader_drop_last", "dataloader_num_workers", "dataloader_pin_memory"),
+        *("dataloader_persistent_workers", "dataloader_prefetch_factor"),
+        *("remove_unused_columns", "label_names"),
+    )
 )
 
-# without effect, which a warning says: what the plan decides, and what is done one way alone
+# without effect, which a warning says
 SAID = {
     "average_tokens_across_devices": "losses are means over the global batch",
     "activation_checkpointing": "the plan decides what is recomputed",
@@ -74,50 +45,32 @@ SAID = {
     "torch_empty_cache_steps": "nothing empties the allocator's cache",
 }
 
-# what says nothing of a run here: how other code logs, shows and launches
+# how other code logs, shows and launches: without effect on a run here
 WITHOUT_EFFECT = frozenset(
-    [
+    (
         *SAID,
-        "gradient_checkpointing_kwargs",
-        "activation_checkpointing_kwargs",
-        "log_on_each_node",
-        "logging_nan_inf_filter",
-        "log_level",
-        "log_level_replica",
-        "disable_tqdm",
-        "run_name",
-        "project",
-        "logging_dir",
-        "prediction_loss_only",
-        "eval_do_concat_batches",
-        "ddp_find_unused_parameters",
-        "ddp_bucket_cap_mb",
-        "ddp_broadcast_buffers",
-        "ddp_static_graph",
-        "ddp_backend",
-        "ddp_timeout",
-        "debug",
-        "skip_memory_metrics",
-        "do_train",
-        "do_eval",
-        "do_predict",
-        "local_rank",
-        "use_cache",
-    ]
+        *("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs", "use_cache"),
+        *("log_on_each_node", "logging_nan_inf_filter", "log_level", "log_level_replica"),
+        *("disable_tqdm", "run_name", "project", "logging_dir"),
+        *("prediction_loss_only", "eval_do_concat_batches", "do_train", "do_eval", "do_predict"),
+        *("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+        *("ddp_static_graph", "ddp_backend", "ddp_timeout", "local_rank"),
+        *("debug", "skip_memory_metrics"),
+    )
 )
 
+_ZERO = "the plan decides on ZeRO; force it by overrides=Overrides(zero=3)"
+_BUCKETS = "fit(..., buckets=...) makes batches of similar lengths"
 INSTEAD = {
-    "deepspeed": "the plan decides on ZeRO; force it by overrides=Overrides(zero=3)",
-    "fsdp": "the plan decides on ZeRO; force it by overrides=Overrides(zero=3)",
-    "fsdp_config": "the plan decides on ZeRO; force it by overrides=Overrides(zero=3)",
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), _ZERO),
     "parallelism_config": "the plan decides; force it by overrides=Overrides(tp=..., pp=...)",
     "auto_find_batch_size": "`meshwright fit` says what batch fits",
     "push_to_hub": "push the folder that save_model writes",
     "load_best_model_at_end": "load_checkpoint the step that the metrics say was best",
     "label_smoothing_factor": "a model, or a loss_fn, that smooths",
     "neftune_noise_alpha": "a model that adds the noise",
-    "train_sampling_strategy": "fit(..., buckets=...) makes batches of similar lengths",
-    "group_by_length": "fit(..., buckets=...) makes batches of similar lengths",
+    "train_sampling_strategy": _BUCKETS,
+    "group_by_length": _BUCKETS,
     "dataloader_in_order": "batches are given in their order, so that a run can be resumed",
 }
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw_fused", "sgd": "sgd"}  # planned
@@ -149,7 +102,7 @@ VALUES: Mapping[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
     ("output_dir",): ("a path", lambda x: bool(checked_path(x, "TrainingArguments: output_dir"))),
 }  # fmt: skip
 
-# arguments of transformers' Trainer, with what to give here
+# arguments of transformers' Trainer, with those to give here
 OF_THEIRS = {
     "callbacks": "loggers=[...], functions of a mapping of numbers",
     "compute_metrics": "evaluate(), and metrics of your own of result.forward(batch, gather=True)",
@@ -176,15 +129,15 @@ def check_arguments(args: Any) -> None:
     _check_values(args)
     _check_choices(args)
     best = args.load_best_model_at_end  # sets the next two by itself
-    said: dict[str, list[str]] = {}
-    theirs = ("metric_for_best_model", "greater_is_better") if best else ()
+    derived = ("metric_for_best_model", "greater_is_better") if best else ()
+    warnings: dict[str, list[str]] = {}
     for f in dataclasses.fields(args):
         name, default, value = f.name, _default(f), getattr(args, f.name)
-        if name in TAKEN or name in theirs or _is_unset(value, default):
+        if name in TAKEN or name in derived or _is_unset(value, default):
             continue
         if name in SAID:
-            said.setdefault(SAID[name], []).append(name)
-        if name in WITHOUT_EFFECT or _derived(name, value):
+            warnings.setdefault(SAID[name], []).append(name)
+        if name in WITHOUT_EFFECT or dataclasses.is_dataclass(value) or name.startswith("_"):
             continue
         raise MeshwrightError(
             f"={value!r:.80} is not done by this Trainer",
@@ -192,7 +145,7 @@ def check_arguments(args: Any) -> None:
             legal=f"{default!r:.40}, its default",
             way_out=INSTEAD.get(name, "leave it out"),
         )
-    for why, names in said.items() if launch.rank() == 0 else ():
+    for why, names in warnings.items() if launch.rank() == 0 else ():
         log.warning("TrainingArguments: without effect: %s: %s", ", ".join(names), why)
 
 
@@ -200,34 +153,25 @@ def _check_values(args: Any) -> None:
     """Raise ValueError for values that can't be."""
     for names, (legal, right) in VALUES.items():
         for name in names:
-            setting = getattr(args, name, None)
-            if setting is not None and not right(setting):
-                raise MeshwrightError.refused(
-                    f"TrainingArguments: {name}",
-                    setting,
-                    legal=legal,
-                    way_out="leave it out for the default",
-                )
+            value = getattr(args, name, None)
+            if value is not None and not right(value):
+                place, way_out = f"TrainingArguments: {name}", "leave it out for the default"
+                raise MeshwrightError.refused(place, value, legal=legal, way_out=way_out)
 
 
 def _check_choices(args: Any) -> None:
     """Raise ValueError for choices of which this Trainer has some."""
+    steps = (STRATEGIES, 'give "steps" and how many')
     choices = {
         "optim": (OPTIMIZERS, "or give optimizer=, a function of the parallel model"),
-        "logging_strategy": (STRATEGIES, 'give "steps" and how many'),
-        "eval_strategy": (STRATEGIES, 'give "steps" and how many'),
-        "save_strategy": (STRATEGIES, 'give "steps" and how many'),
-        "train_sampling_strategy": (SAMPLING, INSTEAD["train_sampling_strategy"]),
+        **dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), steps),
+        "train_sampling_strategy": (SAMPLING, _BUCKETS),
     }
     for name, (legal, way_out) in choices.items():
-        choice = chosen(args, name)
-        if choice is not None and choice not in legal:
-            raise MeshwrightError(
-                f"={choice!r:.80}",
-                place=f"TrainingArguments: {name}",
-                legal=", ".join(legal),
-                way_out=way_out,
-            )
+        value = chosen(args, name)
+        if value is not None and value not in legal:
+            place = f"TrainingArguments: {name}"
+            raise MeshwrightError.refused(place, value, legal=legal, way_out=way_out)
     if chosen(args, "lr_scheduler_type") == PLATEAU:
         raise MeshwrightError(
             f"={PLATEAU!r}, which is stepped by evaluations",
@@ -267,11 +211,6 @@ def _default(field: Any) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else None
-
-
-def _derived(name: str, value: Any) -> bool:
-    """Whether TrainingArguments itself makes the value of its default."""
-    return dataclasses.is_dataclass(value) or name.startswith("_")
 
 
 def precision_of(args: Any) -> str:

@@ -1,3 +1,3 @@
-"""Input of commands from the command line, and their progress."""
+"""Commands, their flags, and what they show meanwhile."""
 
 from meshwright.shell.progress import Progress, progress_shown

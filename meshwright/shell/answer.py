@@ -14,8 +14,8 @@ from meshwright.shell.terminal import show
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The data of an answer, or its JSON, and the text or tables that say the same, each made when
-    it is asked for; `code` is the exit status."""
+    """Data of an answer, or its JSON, and the same as text or tables, each made when it is asked
+    for; `code` is the exit status."""
 
     data: Callable[[], Any]
     text: Callable[[], str | Document]
@@ -31,5 +31,5 @@ class Answer:
 
 
 def say(text: str) -> None:
-    """Write a line to stderr: what a command does beside its answer."""
+    """Write a line to stderr, beside the answer."""
     sys.stderr.write(text + "\n")

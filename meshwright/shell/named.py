@@ -20,45 +20,37 @@ if TYPE_CHECKING:
     from meshwright.profiles.cluster import Cluster
 
 MISSING = "the following arguments are required: "  # argparse's words
-MADE = "a tuple (model, example_inputs) or (model, example_inputs, loss_fn)"
+RETURNED = "a tuple (model, example_inputs) or (model, example_inputs, loss_fn)"
 
 
 class UserCodeError(MeshwrightError):
-    """An error of the user's own code, which is the cause of this one."""
+    """An error in the user's code, which is the cause of this one."""
+
+    WAY_OUT = "correct it where its traceback says"
 
 
 class Parser(argparse.ArgumentParser):
     """Raises `MeshwrightError` for a wrong command line."""
 
     def error(self, message: str) -> NoReturn:
+        usages = {_name_of(action): _usage(action) for action in self._actions}
         if message.startswith(MISSING):
-            self._missing(message.removeprefix(MISSING).split(", "))
-        name = message.removeprefix("argument ").partition(": ")[0]
-        described = [_told(action) for action in self._actions if _name_of(action) == name]
-        said, _, legal = message.partition("; legal: ")
+            names = message.removeprefix(MISSING).split(", ")
+            commands = any(action.nargs == argparse.PARSER for action in self._actions)
+            verb = "is" if commands or len(names) == 1 else "are"
+            what = f"{'a command' if commands else ' and '.join(names)} {verb} missing"
+            legal = ", ".join(usages[name] for name in names if name in usages)
+        else:
+            name = message.removeprefix("argument ").partition(": ")[0]
+            what, _, legal = message.partition("; legal: ")
+            legal = legal or usages.get(name, f"what `{self.prog} --help` lists")
         raise MeshwrightError(
-            said,
-            place=self.prog,
-            legal=legal or (described or [f"what `{self.prog} --help` lists"])[0],
-            way_out=f"see `{self.prog} --help`",
-        )
-
-    def _missing(self, names: list[str]) -> NoReturn:
-        """Required arguments were not given: which, and what each is."""
-        actions = {_name_of(action): action for action in self._actions}
-        told = [_told(actions[name]) for name in names if name in actions]
-        commands = any(action.nargs == argparse.PARSER for action in actions.values())
-        what = "a command" if commands else " and ".join(names)
-        raise MeshwrightError(
-            f"{what} {'is' if commands or len(names) == 1 else 'are'} missing",
-            place=self.prog,
-            legal=", ".join(told),
-            way_out=f"see `{self.prog} --help`",
+            what, place=self.prog, legal=legal, way_out=f"see `{self.prog} --help`"
         )
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Unknown flags are an error of the command that they were given to."""
-        namespace_read, unknown = super().parse_known_args(args, namespace)
+        parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flag = unknown[0].partition("=")[0]
             near = difflib.get_close_matches(flag, self._option_string_actions, n=3)
@@ -68,7 +60,7 @@ class Parser(argparse.ArgumentParser):
                 legal=f"those of `{self.prog} --help`",
                 way_out=f"nearest: {', '.join(near) or 'none'}",
             )
-        return namespace_read, unknown
+        return parsed, unknown
 
 
 def _name_of(action: argparse.Action) -> str:
@@ -76,16 +68,16 @@ def _name_of(action: argparse.Action) -> str:
     return "/".join(action.option_strings) or str(action.metavar or action.dest)
 
 
-def _told(action: argparse.Action) -> str:
-    """An argument as one gives it, and what it is."""
-    shown_name = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
-    told = " ".join([*action.option_strings[-1:], str(shown_name)])
-    return f"{told} ({action.help})" if action.help else told
+def _usage(action: argparse.Action) -> str:
+    """An argument as one gives it, with its help."""
+    name = action.metavar or (action.dest.upper() if action.option_strings else action.dest)
+    usage = " ".join([*action.option_strings[-1:], str(name)])
+    return f"{usage} ({action.help})" if action.help else usage
 
 
 def saved_json(path: str | Path) -> Any:
-    """Data of the JSON file of a plan or a report; None where it can't be read, of which
-    `Plan.load` says why."""
+    """The JSON of a plan or a report; None where it can't be read, of which `Plan.load` says
+    why."""
     try:
         return read_json(path, most=MAX_MEASURED_BYTES)
     except MeshwrightError:
@@ -94,8 +86,8 @@ def saved_json(path: str | Path) -> Any:
 
 @contextmanager
 def no_report(*paths: str | Path) -> Iterator[None]:
-    """Around what reads the data of reports: what is not there, or of another kind than
-    `plan --json` prints, is an error of the file."""
+    """Around reads of reports: an entry that is not there, or of another kind than `plan --json`
+    prints, is an error of the file."""
     try:
         yield
     except MeshwrightError:
@@ -125,9 +117,9 @@ def cluster_named(text: str) -> Cluster:
             legal="nodes, e.g. h100-sxm:8, or processes, e.g. local:4",
         )
     number = int(count or 1)
-    return (
-        Cluster.local(number) if name == "local" else Cluster.from_catalog(name, num_nodes=number)
-    )
+    if name == "local":
+        return Cluster.local(number)
+    return Cluster.from_catalog(name, num_nodes=number)
 
 
 def model_named(text: str) -> tuple[Any, ...]:
@@ -140,20 +132,22 @@ def model_named(text: str) -> tuple[Any, ...]:
         raise MeshwrightError("names no function", place=place, legal=legal)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    importable = "a module that can be imported"
     try:
-        target = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
             raise MeshwrightError(
                 error,
                 place=place,
-                legal="a module that can be imported",
+                legal=importable,
                 way_out=f"it is looked for in {os.getcwd()} and on PYTHONPATH",
             ) from None
-        raise _of_user(error, place, "a module that can be imported") from error
-    make = getattr(target, function, None)
+        raise _of_user(error, place, importable) from error
+    make = getattr(imported, function, None)
     if not callable(make):
-        near = difflib.get_close_matches(function, [n for n in vars(target) if n[:1] != "_"], n=3)
+        public = [name for name in vars(imported) if name[:1] != "_"]
+        near = difflib.get_close_matches(function, public, n=3)
         raise MeshwrightError(
             f"module {module!r} has no function {function!r}",
             place=place,
@@ -161,34 +155,30 @@ def model_named(text: str) -> tuple[Any, ...]:
             way_out=f"nearest: {', '.join(near) or 'none'}",
         )
     try:
-        built = make()
+        returned = make()
     except Exception as error:
-        raise _of_user(error, place, f"a function that returns {MADE}") from error
-    if not isinstance(built, tuple) or len(built) not in (2, 3):
-        what = f"returned a {type(built).__name__}"
-        raise MeshwrightError(what, place=place, legal=MADE)
-    return built
+        raise _of_user(error, place, f"a function that returns {RETURNED}") from error
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        what = f"returned a {type(returned).__name__}"
+        raise MeshwrightError(what, place=place, legal=RETURNED)
+    return returned
 
 
 def _of_user(error: Exception, place: str, legal: str) -> UserCodeError:
-    return UserCodeError(
-        f"raised {type(error).__name__}: {error}",
-        place=place,
-        legal=legal,
-        way_out="correct it where its traceback says",
-    )
+    what, way_out = f"raised {type(error).__name__}: {error}", UserCodeError.WAY_OUT
+    return UserCodeError(what, place=place, legal=legal, way_out=way_out)
 
 
 def check_writable(flag: str, path: str | None) -> None:
     """Raise `MeshwrightError` for a file that could not be written at the end."""
     if path is None:
         return
-    place = Path(path)
+    file = Path(path)
     try:
-        right = bool(path) and place.absolute().parent.is_dir() and not place.is_dir()
+        writable = bool(path) and file.absolute().parent.is_dir() and not file.is_dir()
     except (OSError, ValueError):  # a name that no file can have
-        right = False
-    if not right:
+        writable = False
+    if not writable:
         raise MeshwrightError(
             f" {shown(path)}",
             place=flag,

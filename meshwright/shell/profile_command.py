@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -181,20 +181,21 @@ def profile_model(
 
 
 def export_profile(cluster: Cluster, path: str | Path, store: Store | None = None) -> int:
-    """Write what the cache knows of the cluster's device; how many measurements those are."""
+    """Write the measurements of the cluster's device. Returns their number."""
     store = store or Store()
-    known = [store.read(d) for d in store.devices() if is_device_of(cluster, d.name)]
-    known = [stored for stored in known if stored.count]
-    if not known:
+    stored = [store.read(d) for d in store.devices() if is_device_of(cluster, d.name)]
+    if not any(known.count for known in stored):
         raise MeshwrightError(
             f"nothing to export of {device_name(cluster)!r}",
             place=f"cache {store.path}",
             legal="a device that was measured",
             way_out="run `meshwright profile` there first",
         )
-    newest = max(known, key=lambda stored: (stored.device.torch, stored.device.driver))
-    export_json(newest, path)
-    return newest.count
+    latest = max(
+        (known for known in stored if known.count), key=lambda k: (k.device.torch, k.device.driver)
+    )
+    export_json(latest, path)
+    return latest.count
 
 
 def import_profile(
@@ -222,11 +223,11 @@ def import_profile(
             way_out="leave them out",
         )
     if place.suffix not in (*LOGS, *TABLES):
-        imported = import_json(
+        measurements = import_json(
             place, accepts=lambda name: is_device_of(cluster, name), expected=device_name(cluster)
         )
-        store.add(imported)
-        return Imported(path=str(place), taken=imported.count, skipped={}, sources=())
+        store.add(measurements)
+        return Imported(path=str(place), taken=measurements.count, skipped={}, sources=())
     if cluster.backend != "nccl":
         raise MeshwrightError(
             f" is of collectives of nccl, but cluster {cluster.name!r} runs {cluster.backend}",
@@ -242,8 +243,8 @@ def import_profile(
     if not timings:
         reasons = "; ".join(f"{count} {why}" for why, count in skipped.items())
         raise MeshwrightError(
-            f"none of {len(rows)} rows holds for cluster "
-            f"{cluster.name!r}{(f' ({reasons})' if reasons else '')}",
+            f"none of {len(rows)} rows holds for cluster {cluster.name!r}"
+            + f" ({reasons})" * bool(reasons),
             place=place,
             legal="rows of its device and of groups that it has",
             way_out="name the cluster that was measured",
@@ -296,7 +297,7 @@ def _device_here(cluster: Cluster) -> tuple[torch.device, DeviceId]:
 def _of_host(
     device: torch.device, cluster: Cluster, known: Measurements, effort: Effort, deadline_s: float
 ) -> list[CollectiveTiming]:
-    """Missing measurements of the host of such a node."""
+    """Timings of such a node's host that are not known."""
     return measure_host(
         device,
         backend=cluster.backend,
@@ -322,26 +323,25 @@ def _curves(cluster: Cluster, known: Measurements, effort: Effort) -> list[Colle
 def _has_curves(cluster: Cluster, known: Measurements) -> bool:
     """Whether all curves of the cluster's groups are there, to their ends."""
     world = (cluster.num_devices, cluster.backend)
-    timed = [c for c in known.collectives if c.kind not in OF_HOST]
-    mine = [c for c in timed if (c.ranks, c.backend) == world]
+    timed = sum(c.kind not in OF_HOST and (c.ranks, c.backend) == world for c in known.collectives)
     groups = shapes(cluster.num_devices, cluster.devices_per_node)
-    return len(mine) >= len(groups) * len(COLLECTIVES) * len(SIZES_BYTES)
+    return timed >= len(groups) * len(COLLECTIVES) * len(SIZES_BYTES)
 
 
-# --- what to measure ------------------------------------------------------------------------------
+# --- calls to measure -----------------------------------------------------------------------------
 
 
 def calls(graph: Graph, table: FactorTable, cluster: Cluster, batch: int) -> list[OpSignature]:
     """Every distinct call that a plan of the cluster may make, the most FLOPs first."""
     work: dict[OpSignature, tuple[float, int]] = {}
     for tp in divisors(cluster.num_devices):
-        chosen = [(op, one) for op in graph.ops for one in strategies(graph, table, op, tp)]
+        choices = [(op, way) for op in graph.ops for way in strategies(graph, table, op, tp)]
         for rows in microbatch_rows(batch):
-            for op, one in chosen:
-                signed = signature(graph, table, op, one, rows=rows, tp=tp)
-                if signed is not None and signed not in work:
-                    work[signed] = (_flops(graph, table, op, one, rows, tp), signed.nbytes)
-    return sorted(work, key=lambda one: (*(-x for x in work[one]), one.text))
+            for op, way in choices:
+                call = signature(graph, table, op, way, rows=rows, tp=tp)
+                if call is not None and call not in work:
+                    work[call] = (_flops(graph, table, op, way, rows, tp), call.nbytes)
+    return sorted(work, key=lambda call: (*(-amount for amount in work[call]), call.text))
 
 
 def microbatch_rows(batch: int) -> list[int]:
@@ -373,16 +373,17 @@ def progress(items: Iterable[T], total: int) -> Iterator[T]:
 
 def _curve_ends(curves: Sequence[CollectiveTiming]) -> list[str]:
     """Per collective and group the shortest time, and the bytes per second of the largest."""
-    keys = dict.fromkeys((c.kind, c.size, c.per_node) for c in curves)
+    by_group: dict[tuple[str, int, int], list[CollectiveTiming]] = defaultdict(list)
+    for timing in curves:
+        by_group[timing.kind, timing.size, timing.per_node].append(timing)
     lines = []
-    for kind, size, per_node in keys:
-        mine = [c for c in curves if (c.kind, c.size, c.per_node) == (kind, size, per_node)]
-        least, most = min(c.seconds for c in mine), max(mine, key=lambda c: c.nbytes)
-        of = f"{kind} of {size} ranks ({per_node} on a node)"
+    for (kind, size, per_node), curve in by_group.items():
+        name = f"{kind} of {size} ranks ({per_node} on a node)"
         if kind in OF_HOST:
-            of = f"host, {kind.replace('_', ' ')}"
+            name = f"host, {kind.replace('_', ' ')}"
+        least, most = min(c.seconds for c in curve), max(curve, key=lambda c: c.nbytes)
         lines.append(
-            f"  {of}: from {least * 1e6:.0f} µs; "
+            f"  {name}: from {least * 1e6:.0f} µs; "
             f"{most.nbytes / most.seconds / 1e9:.2f} GB/s at {most.nbytes / 2**20:.3g} MiB"
         )
     return lines

@@ -1,5 +1,5 @@
-"""Output of commands on stdout: the result alone, with colour and drawn tables where it is a
-terminal and rich is installed (extra `meshwright[terminal]`)."""
+"""Results of commands on stdout, with colour and drawn tables where it is a terminal and rich is
+installed (extra `meshwright[terminal]`)."""
 
 from __future__ import annotations
 

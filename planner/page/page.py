@@ -288,7 +288,7 @@ def _components(data: Row) -> str:
         if value >= LEAST * total
     )
     step = between(time, data["summary"]["step_interval_s"])
-    return f"Of the busiest devices' step: {listed}. With 80 % the whole takes {step}."
+    return f"Of the busiest devices' step: {listed}. The 80 % interval of the whole is {step}."
 
 
 def _timeline(data: Row) -> str:

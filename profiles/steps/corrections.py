@@ -51,22 +51,22 @@ class Correction:
 class Corrections:
     """Corrections by component; a component without one is priced as it is."""
 
-    found: Mapping[str, Correction] = field(default_factory=dict)
+    by_component: Mapping[str, Correction] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.found)
+        return bool(self.by_component)
 
     def factor(self, component: str) -> float:
         """Factor of a component's seconds."""
-        correction = self.found.get(component)
+        correction = self.by_component.get(component)
         return correction.factor if correction is not None else 1.0
 
     def lines(self) -> list[str]:
-        """Each in words, as the report says it."""
+        """The corrections in words, as the report says them."""
         return [
-            f"{name} × {correction.factor:.3g}, measured on {correction.plans} "
-            f"plan{'s' * (correction.plans > 1)}, {correction.samples} steps"
-            for name, correction in self.found.items()
+            f"{name} × {c.factor:.3g}, measured on {c.plans} plan{'s' * (c.plans > 1)}, "
+            f"{c.samples} steps"
+            for name, c in self.by_component.items()
         ]
 
 
@@ -81,45 +81,38 @@ def fitted(rows: Iterable[StepTiming]) -> Corrections:
     steps = {row.plan: row for row in usable if row.term == STEP}
     scales = {p: math.sqrt(row.measured_s * row.predicted_s) for p, row in steps.items()}
     scale = np.array([scales[row.plan] for row in usable])
-    design = np.array([[row.parts.get(name, 0.0) for name in COMPONENTS] for row in usable])
-    asked = np.array([row.measured_s - row.predicted_s for row in usable]) / scale
+    parts = np.array([[row.parts.get(name, 0.0) for name in COMPONENTS] for row in usable])
+    parts /= scale[:, None]
+    errors = np.array([row.measured_s - row.predicted_s for row in usable]) / scale
     weights = np.array([row.samples / (row.samples + HALF_WEIGHT) for row in usable])
-    design /= scale[:, None]
-    told = np.flatnonzero(_told(design, weights))
+    sizes = weights @ np.square(parts)
+    told = np.flatnonzero(sizes >= TOLD * (sizes + RIDGE))  # by the rows, were each one alone
     _, plan = np.unique([row.plan for row in usable], return_inverse=True)
-    changes = _changes(design[:, told], asked, weights, plan)
+    changes = _changes(parts[:, told], errors, weights, plan)
     corrections = {}
-    for k, change in zip(told, changes, strict=True):
-        plans = {row.plan for row in usable if row.parts.get(COMPONENTS[k])}
+    for component, change in zip((COMPONENTS[k] for k in told), changes, strict=True):
+        plans = {row.plan for row in usable if row.parts.get(component)}
         samples = sum(steps[plan].samples for plan in plans)
-        corrections[COMPONENTS[k]] = Correction(
-            factor=float(1 + change), plans=len(plans), samples=samples
-        )
-    return Corrections(found=corrections)
+        factor = float(1 + change)
+        corrections[component] = Correction(factor=factor, plans=len(plans), samples=samples)
+    return Corrections(by_component=corrections)
 
 
 def _with_steps(rows: Sequence[StepTiming]) -> list[StepTiming]:
-    """The rows of plans whose whole step is known, measured and priced."""
-    with_steps = {r.plan for r in rows if r.term == STEP and min(r.measured_s, r.predicted_s) > 0}
-    return [row for row in rows if row.plan in with_steps]
+    """The rows of plans whose step is measured and priced."""
+    plans = {r.plan for r in rows if r.term == STEP and min(r.measured_s, r.predicted_s) > 0}
+    return [row for row in rows if row.plan in plans]
 
 
-def _told(design: Floats, weights: Floats) -> NDArray[np.bool_]:
-    """Components whose factors the rows tell, if they were alone."""
-    energy = weights @ np.square(design)
-    told: NDArray[np.bool_] = energy >= TOLD * (energy + RIDGE)
-    return told
-
-
-def _changes(design: Floats, asked: Floats, weights: Floats, plan: NDArray[np.int64]) -> Floats:
+def _changes(parts: Floats, errors: Floats, weights: Floats, plan: NDArray[np.int64]) -> Floats:
     """f - 1 of the components, by least squares in which plans that are far off lose weight;
     `plan` numbers the plan of each row."""
-    changes, now = np.zeros(design.shape[1]), weights
+    changes, now = np.zeros(parts.shape[1]), weights
     for _ in range(ROUNDS):
         before = changes
-        normal = design.T @ (now[:, None] * design)
-        changes = _bounded(normal, design.T @ (now * asked), _ridge(before), before)
-        off = np.sqrt(np.bincount(plan, weights=np.square(asked - design @ changes)))
+        normal = parts.T @ (now[:, None] * parts)
+        changes = _bounded(normal, parts.T @ (now * errors), _ridge(before), before)
+        off = np.sqrt(np.bincount(plan, weights=np.square(errors - parts @ changes)))
         limit = TUNING * max(1.4826 * float(np.median(off)), LEAST_DEVIATION)
         if len(off) > 2:  # of two nobody knows which went wrong
             now = weights * np.minimum(1.0, limit / np.maximum(off, 1e-12))[plan]
@@ -129,21 +122,21 @@ def _changes(design: Floats, asked: Floats, weights: Floats, plan: NDArray[np.in
 
 
 def _ridge(changes: Floats) -> Floats:
-    """Part of a square of f - 1 that is as much as RIDGE of one of ln f, at these factors."""
+    """Weight of a square of f - 1 that is as much as RIDGE of one of ln f, at these factors."""
     near = np.abs(changes) < 1e-6
     slopes = np.log1p(changes) / np.where(near, 1.0, changes)
     ridge: Floats = RIDGE * np.square(np.where(near, 1.0, slopes))
     return ridge
 
 
-def _bounded(normal: Floats, asked: Floats, ridge: Floats, start: Floats) -> Floats:
+def _bounded(normal: Floats, target: Floats, ridge: Floats, start: Floats) -> Floats:
     """The ridge solution within the bounds, one coordinate after the other until none moves: the
     program is convex."""
     changes, low, high = start.copy(), 1 / FARTHEST - 1, FARTHEST - 1
     for _ in range(20 * ROUNDS):
         moved = 0.0
         for k in range(len(changes)):
-            rest = asked[k] - normal[k] @ changes + normal[k, k] * changes[k]
+            rest = target[k] - normal[k] @ changes + normal[k, k] * changes[k]
             new = float(np.clip(rest / (normal[k, k] + ridge[k]), low, high))
             moved, changes[k] = max(moved, abs(new - changes[k])), new
         if moved < 1e-9:

@@ -18,19 +18,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    data, text = entry(args.name) if args.name else every()
+    data, text = entry(args.name) if args.name else entries()
     return Answer(data=lambda: data, text=lambda: text)
 
 
-def every() -> Listing:
+def entries() -> Listing:
     """All entries, a row each."""
-    entries = [catalog_reader.read_entry(name) for name in catalog_reader.catalog_names()]
-    rows = [_row(entry) for entry in entries]
+    rows = [_row(catalog_reader.read_entry(name)) for name in catalog_reader.catalog_names()]
     parts: list[Part] = []
     for kind in ("device", "node"):
-        of_kind = [row for row in rows if row["entry"] == kind]
-        heads = [key for key in of_kind[0] if key not in ("entry", "numbers")]
-        cells = [[*(str(row[key]) for key in heads), _counted(row["numbers"])] for row in of_kind]
+        shown = [row for row in rows if row["entry"] == kind]
+        heads = [key for key in shown[0] if key not in ("entry", "numbers")]
+        cells = [[*(str(row[key]) for key in heads), _counted(row["numbers"])] for row in shown]
         parts += [f"{kind.capitalize()}s", Table(heads=[*heads, "numbers"], rows=cells), ""]
     last = "`meshwright catalog NAME` lists the numbers and sources."
     return rows, Document((*parts, last))
@@ -43,8 +42,7 @@ _PEAKS = tuple(f"peak_flops.{precision}" for precision in ("bf16", "fp16", "fp32
 def _row(entry: catalog_reader.Entry) -> dict[str, Any]:
     kinds = Counter(quantity.kind for quantity in entry.quantities.values())
     numbers = {kind: kinds[kind] for kind in catalog_reader.SOURCE_KINDS if kinds[kind]}
-    row: dict[str, Any] = {"entry": entry.texts["entry"], "name": entry.name}
-    row["title"] = entry.texts["title"]
+    row: dict[str, Any] = {key: entry.texts[key] for key in ("entry", "name", "title")}
     if entry.is_node:
         row |= {
             "device": entry.texts["device"],
@@ -68,16 +66,13 @@ def _counted(numbers: dict[str, int]) -> str:
 
 def entry(name: str) -> Listing:
     """One entry: each number, as written, with its source. Raises ValueError for unknown names."""
-    record = catalog_reader.read_entry(name)
-    rows = [
-        {"key": key, "value": q.text, "kind": q.kind, "date": q.date, "source": q.source}
-        for key, q in record.quantities.items()
-    ]
-    plain = []
-    for row in rows:
-        plain.append(f"  {row['key']} = {row['value']}")
-        plain.append(f"    {row['kind']}, {row['date']}: {row['source']}")
+    texts, quantities = (read := catalog_reader.read_entry(name)).texts, read.quantities
     heads = ("key", "value", "kind", "date", "source")
-    numbers = Table(heads=heads, rows=[[*row.values()] for row in rows], plain=plain)
-    text = Document((f"{record.name}: {record.texts['title']}", numbers))
-    return {"name": name, "texts": dict(record.texts), "quantities": rows}, text
+    cells = [[key, q.text, q.kind, q.date, q.source] for key, q in quantities.items()]
+    plain: list[str] = []
+    for key, text, kind, date, source in cells:
+        plain += [f"  {key} = {text}", f"    {kind}, {date}: {source}"]
+    numbers = Table(heads=heads, rows=cells, plain=plain)
+    rows = [dict(zip(heads, row, strict=True)) for row in cells]
+    data = {"name": name, "texts": dict(texts), "quantities": rows}
+    return data, Document((f"{name}: {texts['title']}", numbers))

@@ -34,14 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> Answer:
     clusters = {text: cluster_named(text) for text in args.cluster}
     overrides = override_flags.overrides_of(args)
-    rows = compared(
+    comparison = compared(
         {text: partial(_report, args, cluster, overrides) for text, cluster in clusters.items()},
         prices=args.prices or [],
         tokens=args.tokens,
         watts=args.watts,
         by=args.by,
     )
-    return Answer(data=rows.as_dict, text=rows.document, code=0 if rows.chosen else 2)
+    code = 0 if comparison.chosen else 2
+    return Answer(data=comparison.as_dict, text=comparison.document, code=code)
 
 
 def _report(args: argparse.Namespace, cluster: Cluster, overrides: Overrides) -> Report:
@@ -119,22 +120,20 @@ def compared(
             legal="with --price MONEY, per device-hour",
             way_out="give one, or choose --by time",
         )
-    price_of: list[float | None] = (
-        [*prices] if len(prices) > 1 else [*prices, None][:1] * len(planned)
-    )
+    hourly = [*prices] if len(prices) > 1 else [*prices, None][:1] * len(planned)
     rows = [
         _row(name, plan, {"price_per_hour": price, "tokens": tokens, "power_watts": watts})
-        for (name, plan), price in zip(planned.items(), price_of, strict=True)
+        for (name, plan), price in zip(planned.items(), hourly, strict=True)
     ]
     by = by or ("cost" if prices else "time")
-    able = [row for row in rows if row["plan"] is not None]
-    key = (lambda row: row["step_time_s"]) if by == "time" else (lambda row: row["price_per_step"])
-    chosen = str(min(able, key=key)["cluster"]) if able else None
+    fitting = [row for row in rows if row["plan"] is not None]
+    key = "step_time_s" if by == "time" else "price_per_step"
+    chosen = str(min(fitting, key=lambda row: row[key])["cluster"]) if fitting else None
     return Compared(rows=tuple(rows), by=by, chosen=chosen)
 
 
 def _row(
-    name: str, plan: Callable[[], Report], asked: Mapping[str, float | None]
+    name: str, plan: Callable[[], Report], costs: Mapping[str, float | None]
 ) -> dict[str, Any]:
     try:
         report = plan()
@@ -142,19 +141,11 @@ def _row(
         most = max(error.shortfall_bytes, default=0.0)
         why = f"does not fit: the fullest stage lacks {sized(most)}"
         return {"cluster": name, "plan": None, "why": why, "error": str(error)}
-    s = report.summary
-    columns = (
-        "step_time_s",
-        "step_interval_s",
-        "rows_per_s",
-        "tokens_per_s",
-        "mfu",
-        "memory_verdict",
-    )
+    keys = ("step_time_s", "step_interval_s", "rows_per_s", "tokens_per_s", "mfu", "memory_verdict")
     return {
         "cluster": name,
         "devices": report.plan.num_ranks,
-        **{key: s[key] for key in columns},
-        **(report.cost(**asked) or {}),
-        "plan": s["chosen"],
+        **{key: report.summary[key] for key in keys},
+        **(report.cost(**costs) or {}),
+        "plan": report.summary["chosen"],
     }

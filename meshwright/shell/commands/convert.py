@@ -15,8 +15,6 @@ from meshwright.shell.named import model_named
 if TYPE_CHECKING:
     from torch import nn
 
-    from meshwright.executor.export import Converted
-
 DTYPES = ("float32", "bfloat16", "float16")
 CONFIG = "config.json"
 
@@ -59,13 +57,10 @@ def run(args: argparse.Namespace) -> Answer:
         )
     else:
         converted = from_pretrained_files(args.source, args.folder, model)
-    return Answer(data=lambda: asdict(converted), text=lambda: _text(converted, args.folder))
-
-
-def _text(converted: Converted, folder: str) -> str:
     files = f"{len(converted.files)} file{'s' * (len(converted.files) != 1)}"
-    size = f"{converted.bytes / 1e6:,.1f} MB"
-    return f"{converted.tensors} tensors, {size} in {files}, written to {folder}"
+    megabytes = f"{converted.bytes / 1e6:,.1f} MB"
+    text = f"{converted.tensors} tensors, {megabytes} in {files}, written to {args.folder}"
+    return Answer(data=lambda: asdict(converted), text=lambda: text)
 
 
 def _model_of(config: Path) -> nn.Module:
@@ -74,14 +69,14 @@ def _model_of(config: Path) -> nn.Module:
     import torch
 
     file = config / CONFIG if config.is_dir() else config
-    said, place = read_json(file), f"--config {shown(str(config))}"
+    entries, place = read_json(file), f"--config {shown(str(config))}"
     try:
         transformers = import_module("transformers")
     except ImportError as error:
         raise MeshwrightError(
             error, place=place, legal="with transformers installed", way_out="give --model"
         ) from error
-    names = said.get("architectures") if isinstance(said, dict) else None
+    names = entries.get("architectures") if isinstance(entries, dict) else None
     name = names[0] if isinstance(names, list) and names else None
     kind: Any = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
@@ -91,7 +86,7 @@ def _model_of(config: Path) -> nn.Module:
             legal="the name of a class of transformers",
             way_out="give the model by --model module:function",
         )
+    architecture: Any = kind
     with torch.device("meta"):
-        built: Any = kind
-        model: nn.Module = built(built.config_class.from_json_file(str(file)))
+        model: nn.Module = architecture(architecture.config_class.from_json_file(str(file)))
     return model

@@ -49,26 +49,28 @@ LEGEND = """How to read it
   d, S(d/k) within each of k parts, P partial sums, on the tensor axis."""
 
 
-def text(found: Sequence[Explained], plan: Plan) -> str:
+def text(operators: Sequence[Explained], plan: Plan) -> str:
     """A paragraph an operator, and how to read them."""
-    if not found:
+    if not operators:
         return (
             f"{describe(plan)}: no tensor axis (tp 1), so that no operator is split on it; "
             "`meshwright plan` says why, by the alternative tp=2"
         )
-    return "\n\n".join([*("\n".join(_lines(each)) for each in found), LEGEND])
+    return "\n\n".join([*("\n".join(_lines(op)) for op in operators), LEGEND])
 
 
-def _lines(each: Explained) -> Iterator[str]:
-    alike = f" and {each.blocks - 1} blocks alike" if each.blocks > 1 else ""
-    chosen = each.chosen
-    yield f"{each.operator} of {each.block}{alike}, stage {each.stage}, tp {each.tp}"
+def _lines(op: Explained) -> Iterator[str]:
+    alike = f" and {op.blocks - 1} blocks alike" if op.blocks > 1 else ""
+    chosen = op.chosen
+    block = "not priced" if chosen.seconds is None else f"{seconds(chosen.seconds)} a step"
+    sent = (f"{n} {kind} of {sized(b / n)}" for kind, (n, b) in chosen.collectives.items())
+    yield f"{op.operator} of {op.block}{alike}, stage {op.stage}, tp {op.tp}"
     yield (
-        f"  chosen {chosen.strategy}: block {_said(chosen.seconds)}; {chosen.states}; "
-        f"{_told(chosen.collectives)}"
+        f"  chosen {chosen.strategy}: block {block}; {chosen.states}; "
+        f"{', '.join(sent) or 'no collectives'}"
     )
-    yield from _gain(each)
-    for way in each.others:
+    yield from _gain(op)
+    for way in op.others:
         if way.seconds is None or chosen.seconds is None:
             yield f"  {way.strategy}: not possible between the states at the block's ends"
             continue
@@ -80,9 +82,9 @@ def _lines(each: Explained) -> Iterator[str]:
         )
 
 
-def _gain(each: Explained) -> Iterator[str]:
-    """Saving of the chosen way against the next best one."""
-    chosen, other = each.chosen.seconds, next(iter(each.others), None)
+def _gain(op: Explained) -> Iterator[str]:
+    """Seconds that the chosen way saves against the next best one."""
+    chosen, other = op.chosen.seconds, next(iter(op.others), None)
     if chosen is None or other is None or other.seconds is None:
         return
     saved = other.seconds - chosen
@@ -92,29 +94,18 @@ def _gain(each: Explained) -> Iterator[str]:
             "search counts memory, and states that blocks share, too"
         )
         return
-    every = f", {seconds(saved * each.blocks)} in all {each.blocks} blocks" * (each.blocks > 1)
-    yield f"  saves {seconds(saved)} a step against the next best, {other.strategy}{every}"
-
-
-def _said(value: float | None) -> str:
-    return "not priced" if value is None else f"{seconds(value)} a step"
-
-
-def _told(collectives: Collectives) -> str:
-    parts = [
-        f"{calls} {kind} of {sized(nbytes / calls)}"
-        for kind, (calls, nbytes) in collectives.items()
-    ]
-    return ", ".join(parts) or "no collectives"
+    in_all = f", {seconds(saved * op.blocks)} in all {op.blocks} blocks" * (op.blocks > 1)
+    yield f"  saves {seconds(saved)} a step against the next best, {other.strategy}{in_all}"
 
 
 def _saved(chosen: Collectives, other: Collectives) -> str:
-    """Bytes that another way would send, beside those that are sent."""
+    """Collectives of another way, less those of the chosen one."""
     parts = []
     for kind in sorted({*chosen, *other}):
-        (ours, own), (theirs, nbytes) = chosen.get(kind, (0, 0)), other.get(kind, (0, 0))
-        if (ours, own) != (theirs, nbytes):
-            sign = "+" if nbytes >= own else "-"
-            calls = f"{theirs - ours:+d} {kind}," if theirs != ours else kind
-            parts.append(f"{calls} {sign}{sized(abs(nbytes - own))}")
+        (calls, nbytes), (others, other_bytes) = chosen.get(kind, (0, 0)), other.get(kind, (0, 0))
+        more, more_bytes = others - calls, other_bytes - nbytes
+        if more or more_bytes:
+            count = f"{more:+d} {kind}," if more else kind
+            sign = "-" if more_bytes < 0 else "+"
+            parts.append(f"{count} {sign}{sized(abs(more_bytes))}")
     return "; ".join(parts) or "the same collectives"

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> Answer:
 def _answer(
     args: argparse.Namespace, result: ParallelModel, last: str = "", code: int = 0
 ) -> Answer:
-    """The report, and what was asked beside it; the plan's files are written."""
+    """The report, with costs and sensitivity; files of the plan are written."""
     if args.output:
         result.plan.save(args.output)
         say(f"plan written to {args.output}")
@@ -111,8 +111,8 @@ def _rehearsed(
     from meshwright.planner.plan import describe, slower
 
     margin = margin_of(args.memory_margin)
-    first, of_first = result, result.rehearse()
-    rehearsal = of_first
+    first, first_rehearsal = result, result.rehearse()
+    rehearsal = first_rehearsal
     for _ in range(MORE_SEARCHES):
         if rehearsing.exit_code(rehearsal, result.report) != 2:
             break
@@ -130,7 +130,7 @@ def _rehearsed(
             break
         rehearsal = result.rehearse()
     if rehearsing.exit_code(rehearsal, result.report) == 2:
-        return first, of_first
+        return first, first_rehearsal
     if result is not first:
         more = result.prediction.step_time_s / first.prediction.step_time_s - 1
         say(
@@ -146,7 +146,7 @@ def _counted(x: float) -> str:
 
 
 def cost_text(cost: Mapping[str, Any]) -> str:
-    """Cost of a run, as `Report.cost` has it."""
+    """Costs of a run, as `Report.cost` has them."""
     from meshwright.planner.plan import counted
 
     lines = [f"  {cost['device_hours_per_step']:.4g} device-hours a step"]

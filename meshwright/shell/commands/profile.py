@@ -1,4 +1,4 @@
-"""`meshwright profile`: measures, imports or exports a file, forgets steps."""
+"""`meshwright profile`: measure, take in or write a file, or forget steps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forgotten:
-    """Number of plans whose measured steps were forgotten, and the device."""
+    """Number of plans whose measured steps were forgotten, and their device."""
 
     device: str
     plans: int
@@ -34,10 +34,8 @@ class Forgotten:
         return asdict(self)
 
     def __str__(self) -> str:
-        several = "s" * (self.plans != 1)
-        return (
-            f"forgotten: steps of {self.plans} plan{several} on {self.device}; cache {self.cache}"
-        )
+        plans = f"{self.plans} plan{'s' * (self.plans != 1)}"
+        return f"forgotten: steps of {plans} on {self.device}; cache {self.cache}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,12 +82,12 @@ def forget_steps(cluster: Cluster, store: Store | None = None) -> Forgotten:
 
 
 def run(args: argparse.Namespace) -> Answer:
-    done = _done(args, cluster_named(args.cluster))
-    return Answer(data=done.to_dict, text=lambda: str(done))
+    summary = _performed(args, cluster_named(args.cluster))
+    return Answer(data=summary.to_dict, text=lambda: str(summary))
 
 
-def _done(args: argparse.Namespace, cluster: Cluster) -> Summary | Imported | Forgotten:
-    """Do what the command's flags ask."""
+def _performed(args: argparse.Namespace, cluster: Cluster) -> Summary | Imported | Forgotten:
+    """Perform the command by its flags."""
     from meshwright.profiles.measure import FILE_BYTES, check_folder
     from meshwright.shell.profile_command import Effort, import_profile, profile_model
 

@@ -49,7 +49,7 @@ def agree(cell: Cell, on: Cluster, target: Target = EAGER) -> None:
 
 def profile_of(on: Cluster, factors: Mapping[str, float]) -> Profile:
     found = {n: steps.Correction(factor=f, plans=0, samples=0) for n, f in factors.items()}
-    return replace(no_profile(on), corrections=steps.Corrections(found=found))
+    return replace(no_profile(on), corrections=steps.Corrections(by_component=found))
 
 
 def corrected(evaluator: Evaluator, plan: Plan, factors: Mapping[str, float]) -> dict[str, float]:

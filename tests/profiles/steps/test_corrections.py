@@ -70,7 +70,7 @@ def errors(rows: Sequence[StepTiming], factors: Mapping[str, float]) -> list[flo
 
 
 def test_true_factors_are_found_and_believed_by_their_samples() -> None:
-    found = fitted(runs(1, 8)).found
+    found = fitted(runs(1, 8)).by_component
     assert {name: own.factor for name, own in found.items()} == pytest.approx(TRUE, rel=0.2)
     assert {(own.plans, own.samples) for own in found.values()} == {(8, 8 * 15)}
     wrong = run(Random(5), "wrong", times=6.0)
@@ -100,7 +100,7 @@ def test_components_that_nothing_tells_apart() -> None:
     parts = {FORWARD: 1.0, TENSOR: 1e-3}
     rows = (row("only", term, parts, 2 * total(parts, {})) for term in ("forward", STEP))
     found = fitted(rows)
-    assert list(found.found) == [FORWARD]
+    assert list(found.by_component) == [FORWARD]
     assert found.factor(TENSOR) == 1.0 and found.factor(BACKWARD) == 1.0
     parts = {FORWARD: 1.0, TENSOR: 1.0}
     rows = [row("only", term, parts, 4.0) for term in ("forward", STEP)]
@@ -120,8 +120,8 @@ def test_nothing_and_exact_prices_correct_nothing() -> None:
     without_step = [each for each in runs(6, 3) if each.term != STEP]
     assert fitted(without_step) == NO_CORRECTIONS
     exact = [replace(each, measured_s=each.predicted_s) for each in runs(7, 4)]
-    assert fitted(exact).found
-    assert all(own.factor == pytest.approx(1.0) for own in fitted(exact).found.values())
+    assert fitted(exact).by_component
+    assert all(own.factor == pytest.approx(1.0) for own in fitted(exact).by_component.values())
     for times in (1e-6, 1e6):  # no factor is beyond all reason
         wild = [replace(each, measured_s=times * each.measured_s) for each in runs(8, 3)]
-        assert all(1 / 16 <= own.factor <= 16.0 for own in fitted(wild).found.values())
+        assert all(1 / 16 <= own.factor <= 16.0 for own in fitted(wild).by_component.values())
