@@ -114,15 +114,21 @@ def _sliced(op: Op, before: Shape, after: Shape) -> Shift | None:
 
 
 def _padded(op: Op, before: Shape, after: Shape) -> Shift | None:
-    constant = op.short == "constant_pad_nd"  # its value is the third argument, pad's the fourth
-    if not constant and argument(op, 2, "mode", "constant") != "constant":
+    if argument(op, 2, "mode", "constant") != "constant":
         return None
+    return _padded_with(argument(op, 3, "value", None), op, before)
+
+
+def _padded_constant(op: Op, before: Shape, after: Shape) -> Shift | None:
+    return _padded_with(argument(op, 2, "value", None), op, before)
+
+
+def _padded_with(fill: float | None, op: Op, before: Shape) -> Shift | None:
     amounts = [(k, n) for k, n in enumerate(op.args[1]) if n]
     places = {len(before) - 1 - k // 2 for k, _ in amounts}
     if len(places) == 1 and all(abs(n) == 1 for _, n in amounts):
         first, last = op.args[1][amounts[0][0] // 2 * 2 : amounts[0][0] // 2 * 2 + 2]
         by = first if first == -last else 0
-        fill = argument(op, 2 if constant else 3, "value", None)
         return Shift(places.pop(), by, fill=float(fill or 0.0))
     return None
 
@@ -137,7 +143,7 @@ def _rolled(op: Op, before: Shape, after: Shape) -> Shift | None:
 _SHIFTS: Mapping[str, Callable[[Op, Shape, Shape], Shift | None]] = {
     "slice": _sliced,
     "pad": _padded,
-    "constant_pad_nd": _padded,
+    "constant_pad_nd": _padded_constant,
     "roll": _rolled,
 }
 
