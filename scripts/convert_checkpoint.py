@@ -26,7 +26,6 @@ import xxhash
 from meshwright.executor.checkpoint import MODEL, first_notes, values
 from meshwright.executor.errors import DamagedError, SavedError
 from meshwright.executor.files import (
-    MANIFEST,
     Chunk,
     LocalChunks,
     Manifest,
@@ -36,30 +35,17 @@ from meshwright.executor.files import (
 )
 from meshwright.executor.files.manifest import OLD_METADATA as METADATA
 from meshwright.executor.files.manifest import OLD_NOTES as NOTES
-from meshwright.executor.files.manifest import Box
+from meshwright.executor.files.manifest import StoredChunk, StoredTensor, natural
 from meshwright.executor.files.paths import inside
 
 SERIALIZED = ("model", "steps", "seed", "loss_scale", "optimizer", "extra")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OldChunk:
-    """A box of a tensor, stored as `length` bytes of a file; their checksum, if it is known."""
+class OldChunk(StoredChunk):
+    """A box of a tensor, an archive of `length` bytes; `xxh3_64` is empty where none is known."""
 
-    box: Box
-    file: Path
-    start: int
     length: int
-    xxh3_64: str | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OldTensor:
-    """Shape, dtype and parts of a tensor in an old folder."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[OldChunk, ...]
 
 
 class _Record:
@@ -130,7 +116,7 @@ class _Unpickler(pickle.Unpickler):
         return _STANDS_FOR[module, name]
 
 
-def read_metadata(folder: Path) -> dict[str, OldTensor]:
+def read_metadata(folder: Path) -> dict[str, StoredTensor]:
     """The tensors in a DCP folder, by name; objects are left out.
 
     Raises RuntimeError where the file is damaged, or names anything that could run code, and
@@ -157,7 +143,7 @@ class _Misnamed(ValueError):
     """A name of a file that leads out of its folder."""
 
 
-def _tensors(metadata: Any, folder: Path) -> dict[str, OldTensor]:
+def _tensors(metadata: Any, folder: Path) -> dict[str, StoredTensor]:
     fields = _fields(metadata, _Metadata)
     places: dict[tuple[str, tuple[int, ...]], OldChunk] = {}
     paths: dict[str, Path] = {}
@@ -187,16 +173,16 @@ def _tensors(metadata: Any, folder: Path) -> dict[str, OldTensor]:
         places[at] = OldChunk(
             box=(at[1], sizes[at]),
             file=paths[file],
-            start=_natural(start),
-            length=_natural(length),
-            xxh3_64=None if summed is None else _of(summed, str),
+            start=natural(start),
+            length=natural(length),
+            xxh3_64="" if summed is None else _of(summed, str),
         )
     return {name: _tensor(name, kind, places) for name, kind in chunks_of.items()}
 
 
 def _tensor(
     name: str, kind: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], OldChunk]
-) -> OldTensor:
+) -> StoredTensor:
     """One tensor, whose boxes lie inside it, hold as much as it has, and no more than their
     bytes."""
     state = _fields(kind["properties"], _Properties)
@@ -205,15 +191,15 @@ def _tensor(
     chunks = tuple(
         places[name, _sizes(_fields(chunk, _Chunk)["offsets"])] for chunk in kind["chunks"]
     )
+    tensor = StoredTensor(shape=shape, dtype=dtype, chunks=chunks)
+    try:
+        tensor.check()
+    except ValueError as error:
+        raise DamagedError(f"{name!r} {error}") from error
     for chunk in chunks:
-        fits = all(
-            a + n <= size for a, n, size in zip(chunk.box[0], chunk.box[1], shape, strict=True)
-        )
-        if not fits or torch.Size(chunk.box[1]).numel() * dtype.itemsize > chunk.length:
-            raise DamagedError(f"{name!r} has a part that is not inside it, or not stored whole")
-    if sum(torch.Size(chunk.box[1]).numel() for chunk in chunks) != torch.Size(shape).numel():
-        raise DamagedError(f"the parts of {name!r} do not make up its shape {shape}")
-    return OldTensor(shape=shape, dtype=dtype, chunks=chunks)
+        if tensor.length(chunk) > chunk.length:
+            raise DamagedError(f"{name!r} has a part that is not stored whole")
+    return tensor
 
 
 def _fields(x: Any, kind: type[_Record]) -> Any:
@@ -227,14 +213,8 @@ def _of(x: Any, kind: type) -> Any:
     return x
 
 
-def _natural(x: Any) -> int:
-    if type(x) is not int or x < 0:
-        raise DamagedError(f"{x!r} is where a size or an offset must be")
-    return x
-
-
 def _sizes(x: Any) -> tuple[int, ...]:
-    return tuple(_natural(size) for size in _of(x, tuple))
+    return tuple(natural(size) for size in _of(x, tuple))
 
 
 # --- conversion -----------------------------------------------------------------------------------
@@ -244,10 +224,10 @@ def _sizes(x: Any) -> tuple[int, ...]:
 class _OldChunks(LocalChunks):
     """The parts of an old tensor, read when they are written elsewhere: `local` has no values."""
 
-    tensor: OldTensor
+    tensor: StoredTensor
 
     @staticmethod
-    def of_old(tensor: OldTensor) -> _OldChunks:
+    def of_old(tensor: StoredTensor) -> _OldChunks:
         local = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         chunks = tuple(
             Chunk(offset=chunk.box[0], local_offset=chunk.box[0], sizes=chunk.box[1])
@@ -256,7 +236,9 @@ class _OldChunks(LocalChunks):
         return _OldChunks(shape=local.shape, local=local, chunks=chunks, tensor=tensor)
 
     def values(self, k: int) -> torch.Tensor:
-        return read_chunk(self.tensor.chunks[k], self.dtype)
+        chunk = self.tensor.chunks[k]
+        assert isinstance(chunk, OldChunk)
+        return read_chunk(chunk, self.dtype)
 
 
 def read_chunk(chunk: OldChunk, dtype: torch.dtype) -> torch.Tensor:
@@ -265,7 +247,7 @@ def read_chunk(chunk: OldChunk, dtype: torch.dtype) -> torch.Tensor:
     with chunk.file.open("rb") as file:
         file.seek(chunk.start)
         data = file.read(chunk.length)
-    if chunk.xxh3_64 not in (None, xxhash.xxh3_64_hexdigest(data)):
+    if chunk.xxh3_64 not in ("", xxhash.xxh3_64_hexdigest(data)):
         raise DamagedError("is damaged: its checksum is not that of what was saved", place=place)
     try:
         x = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
@@ -297,8 +279,7 @@ def converted(old: Path, new: Path) -> Manifest:
     with atomic_folder.discarded_on_error(saving, first=True):
         parts, files = write_tensors({**chunks, **tensors}, saving, None)
         manifest = Manifest(files=files, tensors=parts, training=training)
-        atomic_folder.write_synced(saving / MANIFEST, manifest.to_json())
-        atomic_folder.publish(saving, folder)
+        atomic_folder.complete(saving, folder, manifest)
     return manifest
 
 

@@ -44,7 +44,6 @@ from meshwright.executor.checkpoint.weights import initialise_buffers, wanted_te
 from meshwright.executor.devices import synchronize
 from meshwright.executor.errors import NotThereError, SavedError, UnwrittenError
 from meshwright.executor.files import (
-    MANIFEST,
     ChunkRead,
     LocalChunks,
     Manifest,
@@ -56,19 +55,17 @@ from meshwright.executor.files import (
 )
 from meshwright.executor.ranks import (
     BESIDE,
-    OBJECTS,
     Background,
     all_gather_object,
     background,
     gather_object,
-    gloo_group,
     phase,
     progress,
     raising_runtime_error,
     run_on_all,
     run_on_first,
 )
-from meshwright.executor.runtime import RankState, Runtime
+from meshwright.executor.runtime import RankState, Runtime, group_of
 from meshwright.executor.stages import follow
 from meshwright.profiles.inputs import MeshwrightError, shown
 
@@ -98,11 +95,6 @@ class _Targets:
     stored: Mapping[str, StoredTensor]
     extra: dict[str, Any]
     reads: list[ChunkRead]
-
-
-def group_of(state: RankState, name: str = OBJECTS) -> dist.ProcessGroup | None:
-    """The gloo group of all ranks, that of the main thread or `BESIDE` it; None on one device."""
-    return None if state.place.mesh is None else gloo_group(name)
 
 
 # --- save -----------------------------------------------------------------------------------------
@@ -157,7 +149,8 @@ def save(
             collected = run_on_all(group, lambda: _checked(runtime, optimizer, saving))
             tensors, all_notes = dict(collected.tensors), gather_object(group, collected.notes)
             # on every rank, since a state may be gathered from all
-            states = run_on_all(group, lambda: RankStates.of(_states(extra or {})))
+            compared = group is not None
+            states = run_on_all(group, lambda: RankStates.of(_states(extra or {}), compared))
             all_trees = gather_object(group, states.trees)
             merged = run_on_first(group, lambda: Merged.of(all_trees))
             tensors |= states.chunks(merged.writes.get(runtime.place.rank, {}))
@@ -227,12 +220,7 @@ def _write(
     ):
         stored, files = write_tensors(tensors, saving, group)
         manifest = Manifest(files=files, tensors=stored, training=training)
-        run_on_first(group, lambda: _publish(manifest, saving, folder))
-
-
-def _publish(manifest: Manifest, saving: Path, folder: Path) -> None:
-    atomic_folder.write_synced(saving / MANIFEST, manifest.to_json())
-    atomic_folder.publish(saving, folder)
+        run_on_first(group, lambda: atomic_folder.complete(saving, folder, manifest))
 
 
 # --- load -----------------------------------------------------------------------------------------

@@ -18,12 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 
 from meshwright.executor import files
 from meshwright.executor.checkpoint import values
 from meshwright.executor.errors import SavedError
+from meshwright.executor.files.checksums import checksum_of
 from meshwright.executor.files.safetensors_file import bytes_view
 from meshwright.executor.parameters import empty_like
 
@@ -42,16 +42,20 @@ class RankStates:
     tensors: Mapping[str, torch.Tensor]
 
     @staticmethod
-    def of(states: Mapping[str, Any]) -> RankStates:
-        """Raises `SavedError` for a state that JSON and tensors can't hold."""
+    def of(states: Mapping[str, Any], compared: bool) -> RankStates:
+        """Raises `SavedError` for a state that JSON and tensors can't hold. Tensors have checksums
+        where ranks are `compared`."""
         tensors: dict[str, torch.Tensor] = {}
 
         def keep(x: torch.Tensor, path: str) -> Any:
             tensors[path] = x.detach()
             if isinstance(x, DTensor):
                 return {"sharded": [str(x.dtype), *x.shape]}
-            checksum = xxhash.xxh3_64_hexdigest(bytes_view(x) if x.numel() else b"")
-            return {"plain": [str(x.dtype), *x.shape], "xxh3_64": checksum}
+            plain = {"plain": [str(x.dtype), *x.shape]}
+            if not compared:
+                return plain
+            blocks = [memoryview(bytes_view(x))] if x.numel() else []
+            return plain | {"xxh3_64": checksum_of(blocks)}
 
         trees = {
             name: values.encode_state(name, state, keep, f"{EXTRA}/{values.step(name)}")
@@ -171,8 +175,9 @@ class RankLoad:
         return key in self.fqns or key.partition(".")[2] in self.fqns
 
     def state(self, name: str, tree: Any, current: Any) -> tuple[Any, list[files.ChunkRead]]:
-        """The state to give the object `name`, whose state is `current` now, and the reads that
-        fill its tensors. Raises `SavedError` for a state of other ranks."""
+        """The state to give the object `name`, and the reads that fill its tensors. `current` is
+        its state now, where `needs_layout` asks for it. Raises `SavedError` for a state of other
+        ranks."""
         layouts: dict[str, torch.Tensor] = {}
 
         def keep(x: torch.Tensor, path: str) -> Any:
@@ -180,7 +185,7 @@ class RankLoad:
             return {}
 
         root = f"{EXTRA}/{values.step(name)}"
-        like = values.encode_state(name, current, keep, root) if self.needs_layout(tree) else None
+        like = None if current is None else values.encode_state(name, current, keep, root)
         reads: list[files.ChunkRead] = []
 
         def tensor(node: Mapping[str, Any]) -> torch.Tensor:

@@ -18,7 +18,7 @@ from meshwright.executor.checkpoint.extra import EXTRA
 from meshwright.executor.checkpoint.name_matching import differences
 from meshwright.executor.checkpoint.weights import wanted_tensors
 from meshwright.executor.errors import SavedError
-from meshwright.executor.files import LocalChunks, Manifest, StoredTensor, read_tensors
+from meshwright.executor.files import Manifest, StoredTensor, read_whole
 from meshwright.executor.ranks import raising_runtime_error
 from meshwright.executor.runtime import Runtime
 
@@ -67,10 +67,7 @@ def read_notes(manifest: Manifest, runtime: Runtime, place: str) -> dict[str, An
     where they are damaged, ValueError where they are of another model."""
 
     def tensor(node: Mapping[str, Any]) -> torch.Tensor:
-        stored = manifest.tensors[node["of"]]
-        x = torch.empty(stored.shape, dtype=stored.dtype)
-        read_tensors(LocalChunks.of(x).reads(node["of"]), manifest.tensors)
-        return x
+        return read_whole(node["of"], manifest.tensors)
 
     with raising_runtime_error(f"{place}: its notes are damaged; load an earlier checkpoint"):
         training = dict(manifest.training or {})

@@ -19,8 +19,8 @@ from meshwright.executor.checkpoint.name_matching import SHOWN, Wanted, match_na
 from meshwright.executor.errors import StateError
 from meshwright.executor.files import LocalChunks, open_source
 from meshwright.executor.parameters import refresh_frozen
-from meshwright.executor.ranks import gloo_group, run_on_all
-from meshwright.executor.runtime import RankState
+from meshwright.executor.ranks import run_on_all
+from meshwright.executor.runtime import RankState, group_of
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +61,7 @@ def load_weights(state: RankState, path: str | Path) -> None:
     source = open_source(path)
     matched = match_names(wanted_tensors(state), source.shapes, str(path))
     place, ranks = state.place, state.plan.num_ranks
-    run_on_all(
-        None if place.mesh is None else gloo_group(), lambda: source.check(place.rank, ranks)
-    )
+    run_on_all(group_of(state), lambda: source.check(place.rank, ranks))
     initialise_buffers(state, given=matched.stored)
     chunks = _local_chunks(state)
     unread = {

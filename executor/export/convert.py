@@ -19,8 +19,6 @@ from meshwright.executor.errors import SavedError, UnwrittenError
 from meshwright.executor.export import weight_folder
 from meshwright.executor.export.naming import saved_names, saved_part, write_config
 from meshwright.executor.files import (
-    MANIFEST,
-    ChunkRead,
     LocalChunks,
     Manifest,
     SavedFile,
@@ -29,7 +27,7 @@ from meshwright.executor.files import (
     open_source,
     read_checkpoint,
     read_manifest,
-    read_tensors,
+    read_whole,
     write_tensors,
 )
 from meshwright.executor.ranks import raising_runtime_error
@@ -101,11 +99,7 @@ def to_pretrained_files(
         )
         writer = weight_folder.FileWriter(saving, layout)
         for file, name in weight_folder.in_turn(layout.files.items()):
-            of = source_of[name]
-            tensor = torch.empty(stored[of].shape, dtype=stored[of].dtype)
-            ranges = tuple((0, size) for size in tensor.shape)
-            read_tensors([ChunkRead(name=of, ranges=ranges, into=tensor)], stored)
-            writer.write(file, name, tensor)
+            writer.write(file, name, read_whole(source_of[name], stored))
         files = writer.finish()
         weight_folder.publish(saving, folder, layout, [files])
     return _converted(len(names), files)
@@ -138,8 +132,7 @@ def from_pretrained_files(path: str | Path, checkpoint: str | Path, model: nn.Mo
         }
         stored, files = write_tensors(tensors, saving, None)
         manifest = Manifest(files=files, tensors=stored, training=first_notes())
-        atomic_folder.write_synced(saving / MANIFEST, manifest.to_json())
-        atomic_folder.publish(saving, folder)
+        atomic_folder.complete(saving, folder, manifest)
     return _converted(len(tensors), files)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from meshwright.executor.checkpoint import check_loaded, group_of
+from meshwright.executor.checkpoint import check_loaded
 from meshwright.executor.errors import UnwrittenError
 from meshwright.executor.export import naming, weight_folder
 from meshwright.executor.export.streams import HeldTensor, held_tensors, owner_of, streamed
@@ -25,7 +25,7 @@ from meshwright.executor.ranks import (
     run_on_all,
     run_on_first,
 )
-from meshwright.executor.runtime import RankState
+from meshwright.executor.runtime import RankState, group_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

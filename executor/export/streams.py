@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from meshwright.executor.checkpoint import check_loaded, group_of, model_tensors
+from meshwright.executor.checkpoint import check_loaded, model_tensors
 from meshwright.executor.errors import StateError
 from meshwright.executor.files import Chunk, LocalChunks, local_chunks, narrowed, placements_on
 from meshwright.executor.host_values import with_values
 from meshwright.executor.ranks import background, progress, run_on_all
-from meshwright.executor.runtime import RankState
+from meshwright.executor.runtime import RankState, group_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

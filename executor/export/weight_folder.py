@@ -27,7 +27,6 @@ import torch
 
 from meshwright.executor.errors import SavedError
 from meshwright.executor.files import (
-    MANIFEST,
     NAMES_OF_DTYPES,
     Kind,
     Manifest,
@@ -197,5 +196,4 @@ def publish(
         finally:
             os.close(handle)
     manifest = Manifest(files={**written, **files_beside(saving, beside)})
-    atomic_folder.write_synced(saving / MANIFEST, manifest.to_json())
-    atomic_folder.publish(saving, folder)
+    atomic_folder.complete(saving, folder, manifest)

@@ -31,5 +31,5 @@ from meshwright.executor.files.safetensors_file import (
     bytes_of,
     in_file_order,
 )
-from meshwright.executor.files.tensors import read_tensors, write_tensors
+from meshwright.executor.files.tensors import read_tensors, read_whole, write_tensors
 from meshwright.executor.files.weight_files import WeightFiles, open_source

@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from meshwright.executor.errors import SavedError
-from meshwright.executor.files.manifest import MAX_SHOWN, foreign_files
+from meshwright.executor.files.manifest import MANIFEST, MAX_SHOWN, Manifest, foreign_files
 from meshwright.profiles.inputs import MeshwrightError, checked_path
 
 
@@ -87,6 +87,12 @@ def publish(saving: Path, folder: Path) -> None:
     _rename(saving, folder)
     with suppress(OSError, ValueError):  # the new one is there; the next `prepare` clears up
         _remove(old)
+
+
+def complete(saving: Path, folder: Path, manifest: Manifest) -> None:
+    """Write the manifest of a prepared folder, whose files are on the disk, and `publish` it."""
+    write_synced(saving / MANIFEST, manifest.to_json())
+    publish(saving, folder)
 
 
 @contextmanager

@@ -138,16 +138,16 @@ def files_beside(folder: Path, names: Iterable[str]) -> dict[str, SavedFile]:
     }
 
 
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder; None where there is none. Raises `DamagedError` for a damaged one,
-    `SavedError` where it names files outside of the folder."""
+def read_manifest(folder: Path, *, with_tensors: bool = True) -> Manifest | None:
+    """The manifest of a folder, whose tensors may be left out; None where there is none. Raises
+    `DamagedError` for a damaged one, `SavedError` where it names files outside of the folder."""
     path = folder / MANIFEST
     if not path.exists():
         return None
     try:
         if not path.is_file():  # a pipe would be waited for
             raise ValueError("it is no regular file")
-        return _parsed(path.read_bytes(), folder)
+        return _parsed(path.read_bytes(), folder, with_tensors)
     except SavedError:
         raise
     except Exception as error:  # of whatever a forged file holds, recursion and types among them
@@ -158,7 +158,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         ) from error
 
 
-def _parsed(text: bytes, folder: Path) -> Manifest:
+def _parsed(text: bytes, folder: Path, with_tensors: bool) -> Manifest:
     tree = json.loads(text)
     if tree["format"] not in FORMATS:
         raise ValueError(f"format {tree['format']!r}; this version reads {FORMATS}")
@@ -168,12 +168,12 @@ def _parsed(text: bytes, folder: Path) -> Manifest:
     files = {}
     for name, fields in tree["files"].items():
         files[name] = SavedFile(**fields)
-        _natural(files[name].bytes)
+        natural(files[name].bytes)
         if not isinstance(files[name].xxh3_64, str | None):
             raise TypeError(f"{files[name].xxh3_64!r} is no checksum")
     paths = {name: inside(folder, name, repr(str(folder / MANIFEST))) for name in files}
     tensors = {}
-    for name, fields in tree.get("tensors", {}).items():
+    for name, fields in tree.get("tensors", {}).items() if with_tensors else ():
         dtype = getattr(torch, fields["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"{fields['dtype']!r} is no dtype")
@@ -194,10 +194,11 @@ def _chunk(fields: Any, paths: Mapping[str, Path]) -> StoredChunk:
     if not isinstance(checksum, str):
         raise TypeError(f"{checksum!r} is no checksum")
     box = _sizes(offset), _sizes(sizes)
-    return StoredChunk(box=box, file=paths[file], start=_natural(start), xxh3_64=checksum)
+    return StoredChunk(box=box, file=paths[file], start=natural(start), xxh3_64=checksum)
 
 
-def _natural(number: Any) -> int:
+def natural(number: Any) -> int:
+    """A size or an offset. Raises ValueError for anything else."""
     if type(number) is not int or number < 0:
         raise ValueError(f"{number!r} is where a size or an offset must be")
     return number
@@ -206,7 +207,7 @@ def _natural(number: Any) -> int:
 def _sizes(sizes: Any) -> tuple[int, ...]:
     if not isinstance(sizes, list):
         raise TypeError(f"{sizes!r} is where sizes must be")
-    return tuple(map(_natural, sizes))
+    return tuple(map(natural, sizes))
 
 
 def read_checkpoint(folder: Path, place: str, *, check_files: bool = True) -> Manifest:
@@ -240,8 +241,10 @@ def holds_checkpoint(folder: Path) -> bool:
 
 
 def _sound_manifest(folder: Path) -> Manifest | None:
+    """The manifest without its tensors, of which there may be a million parts; None for none, or a
+    damaged one."""
     try:
-        return read_manifest(folder)
+        return read_manifest(folder, with_tensors=False)
     except SavedError:
         return None
 

@@ -64,27 +64,29 @@ class SafetensorsFile:
             header[name] = entry | {"data_offsets": [start, end]}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % ALIGNMENT)
-        self.position = 8 + len(text)
-        self.bytes = self.position + end
+        head = len(text).to_bytes(8, "little") + text
+        self.bytes = len(head) + end
+        self._position = 0
         self._moved = moved
-        self._checksum = xxhash.xxh3_64()
+        self._checksum = xxhash.xxh3_64(head)
         self._file = path.open("wb", buffering=0)
-        self._write(memoryview(len(text).to_bytes(8, "little") + text))
+        self._write(memoryview(head))
 
     def write(self, x: torch.Tensor) -> None:
-        """The next tensor, on the host."""
+        """The next tensor, on the host, which the file's checksum is of."""
         if x.numel():
-            self._write(memoryview(bytes_view(x)))
+            view = memoryview(bytes_view(x))
+            self._checksum.update(view)
+            self._write(view)
 
     def write_summed(self, x: torch.Tensor) -> tuple[int, str]:
         """The next tensor; the byte of the file where it starts, and its own checksum."""
-        start, view = self.position, memoryview(bytes_view(x))
+        start, view = self._position, memoryview(bytes_view(x))
         self._write(view)
-        self.position += len(view)
         return start, checksum_of([view])
 
     def _write(self, view: memoryview) -> None:
-        self._checksum.update(view)
+        self._position += len(view)
         while view:
             count = self._file.write(view)
             view = view[count:]
@@ -92,7 +94,8 @@ class SafetensorsFile:
                 self._moved(count)
 
     def finish(self) -> str:
-        """Close the file, which is on the disk then; returns its checksum."""
+        """Close the file, which is on the disk then; returns the checksum of its header and of what
+        `write` took."""
         os.fsync(self._file.fileno())
         self.close()
         return self._checksum.hexdigest()

@@ -56,14 +56,16 @@ def write_tensors(
     written = run_on_all(group, write)
     stored: dict[str, StoredTensor] = {}
     files: dict[str, SavedFile] = {}
+    chunks: dict[str, dict[Box, StoredChunk]] = {}
     for of_rank, size in gather_object(group, written):
         for name, x in of_rank.items():
-            there = stored.get(name, replace(x, chunks=()))
-            boxes = {chunk.box for chunk in there.chunks}  # several stages may write a buffer
-            new = tuple(chunk for chunk in x.chunks if chunk.box not in boxes)
-            stored[name] = replace(there, chunks=there.chunks + new)
-            files |= {chunk.file.name: SavedFile(bytes=size) for chunk in x.chunks}
-    for name, x in stored.items():
+            stored.setdefault(name, x)
+            by_box = chunks.setdefault(name, {})
+            for chunk in x.chunks:
+                by_box.setdefault(chunk.box, chunk)  # several stages may write a buffer
+                files[chunk.file.name] = SavedFile(bytes=size)
+    for name, by_box in chunks.items():
+        x = stored[name] = replace(stored[name], chunks=tuple(by_box.values()))
         try:
             x.check()
         except ValueError as error:
@@ -160,6 +162,13 @@ def read_tensors(reads: Iterable[ChunkRead], stored: Mapping[str, StoredTensor])
     with phase("reading a checkpoint"):
         for path, in_file in by_place.items():
             _read_file(path, in_file, buffers, moved)
+
+
+def read_whole(name: str, stored: Mapping[str, StoredTensor]) -> torch.Tensor:
+    """A stored tensor, on the host. Raises as `read_tensors` does."""
+    x = torch.empty(stored[name].shape, dtype=stored[name].dtype)
+    read_tensors(LocalChunks.of(x).reads(name), stored)
+    return x
 
 
 def _check_length(path: Path, parts: Sequence[_Part]) -> None:

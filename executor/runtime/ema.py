@@ -10,6 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.executor.errors import StateError
+from meshwright.executor.parameters import local_of
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import is_number
 
@@ -54,7 +55,7 @@ class Ema:
                 legal="the model and the plan that it was made with",
                 way_out="make an Ema of the new model, and load_checkpoint into it",
             )
-        return [(_part(self._averages[fqn]), _part(p)) for fqn, p in trained.items()]
+        return [(local_of(self._averages[fqn]), local_of(p.detach())) for fqn, p in trained.items()]
 
     @torch.no_grad()
     def update(self) -> None:
@@ -101,10 +102,6 @@ class Ema:
             )
         for fqn, average in self._averages.items():
             average.copy_(state[fqn])
-
-
-def _part(x: torch.Tensor) -> torch.Tensor:
-    return x.to_local() if isinstance(x, DTensor) else x.detach()
 
 
 def _layout(x: torch.Tensor) -> tuple[Any, ...]:

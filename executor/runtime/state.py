@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.costmodel.graph import Graph
 from meshwright.executor.errors import SavedError
 from meshwright.executor.parameters import StageParameter, load, refresh_frozen, whole_of
-from meshwright.executor.ranks import Place, broadcast_object, gloo_group
+from meshwright.executor.ranks import OBJECTS, Place, broadcast_object, gloo_group
 from meshwright.executor.stages import BuiltStage, HeldBuffer, UserModel
 from meshwright.planner.plan import Plan
 from meshwright.profiles.inputs import shown
@@ -220,3 +221,8 @@ def _same_layout(x: DTensor, y: torch.Tensor) -> bool:
     return (
         isinstance(y, DTensor) and x.device_mesh == y.device_mesh and x.placements == y.placements
     )
+
+
+def group_of(state: RankState, name: str = OBJECTS) -> dist.ProcessGroup | None:
+    """The gloo group of all ranks, that of the main thread or `BESIDE` it; None on one device."""
+    return None if state.place.mesh is None else gloo_group(name)

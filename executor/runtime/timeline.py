@@ -35,8 +35,9 @@ import torch.distributed as dist
 
 from meshwright.costmodel.schedules import Action, Event, Instruction, chrome_trace, event_of
 from meshwright.executor.devices import Clock
-from meshwright.executor.ranks import gloo_group, run_on_first
+from meshwright.executor.ranks import run_on_first
 from meshwright.executor.runtime.runtime import Runtime
+from meshwright.executor.runtime.state import group_of
 from meshwright.executor.stages import Phase
 from meshwright.profiles.inputs import check_writable, write_text
 
@@ -169,7 +170,7 @@ def timed_step(
     `simulated` is the trace of the simulated step. Raises OSError, on all ranks and before the
     step, where rank 0 can't write to `path`.
     """
-    group = None if runtime.place.mesh is None else gloo_group()
+    group = group_of(runtime)
     run_on_first(group, lambda: check_writable(path, PLACE))
     if group is not None:
         dist.barrier(group)

@@ -12,14 +12,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.errors import BatchError, StateError
-from meshwright.executor.ranks import (
-    all_gather_object,
-    background,
-    gloo_group,
-    run_on_all,
-    together,
-)
-from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward
+from meshwright.executor.ranks import all_gather_object, background, run_on_all, together
+from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward, group_of
 from meshwright.planner.batch import batch_rows, unusual_kind
 from meshwright.profiles.inputs import shown
 from meshwright.profiles.inputs.limits import MAX_COUNT, is_number
@@ -133,7 +127,7 @@ class Evaluation(PlannedModel):
         how = counting(runtime.graph, self._traced.use) if weigh is None else Counting()
         total = weight = 0.0
         rows = number = 0
-        group = None if runtime.place.mesh is None else gloo_group()
+        group = group_of(runtime)
         for batch in together("evaluate", batches, group):
             self._traced.check_batch(batch)
             row_count = self._global_rows(batch) if local else batch_rows(batch)
@@ -255,7 +249,7 @@ class Generator:
     ) -> torch.Tensor:
         """The prompts with what follows them. Collective."""
         background.finish_all()  # a save in the background uses the same group
-        group = None if self.runtime.place.mesh is None else gloo_group()
+        group = group_of(self.runtime)
         names = {"eos": eos_token_id, "pad": pad_token_id}
         asked = max_new_tokens, eos_token_id, pad_token_id
         run_on_all(group, lambda: _check(prompts, max_new_tokens, names))

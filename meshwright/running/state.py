@@ -12,7 +12,8 @@ from torch import nn
 from meshwright.executor import export
 from meshwright.executor.checkpoint import Saving, checkpoint, weights
 from meshwright.executor.parameters import WholeTensors
-from meshwright.executor.ranks import background, gloo_group, progress, run_on_all
+from meshwright.executor.ranks import background, progress, run_on_all
+from meshwright.executor.runtime import group_of
 from meshwright.executor.stages import check_trains
 from meshwright.running.planned import PlannedModel
 
@@ -28,7 +29,7 @@ class State(PlannedModel):
             return  # nothing runs; where ranks do, all of them have a runtime
         runtime = self.runtime
         background.finish_all()  # a save may use the group
-        group = None if runtime.place.mesh is None else gloo_group()
+        group = group_of(runtime)
         with progress.during("checking the optimizer"):
             run_on_all(group, lambda: check_trains(optimizer, runtime.model))
 

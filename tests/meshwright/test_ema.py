@@ -141,7 +141,7 @@ def test_trees_of_ranks_are_merged() -> None:
         {"a": torch.ones(2), "n": 1, "list": [1, (2,)]},
         {"b": torch.zeros(1), "n": 1, "list": [1, (3,)]},
     ]
-    ranks = [RankStates.of({"x": state}) for state in states]
+    ranks = [RankStates.of({"x": state}, compared=True) for state in states]
     merged = Merged.of([of_rank.trees for of_rank in ranks])
     assert merged.writes == {0: {"extra/x/a": "extra/x/a"}, 1: {"extra/x/b": "extra/x/b"}}
     union = merged.trees["x"]
