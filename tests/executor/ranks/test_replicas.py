@@ -230,18 +230,30 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     return seen
 
 
+def test_who_waits_for_others_is_in_a_phase_of_its_own(
+    phases: list[tuple[str, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 1)
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list"):
+        monkeypatch.setattr(dist, name, lambda *_, **__: None)
+    group: Any = object()
+    with progress.during("saving"):
+        talk.all_gather_object(group, 0)
+        talk.gather_object(group, 0)
+        talk.broadcast_object(group, 0, 0)
+    assert phases == [("saving", False), *[(talk.WAITING, True), ("saving", False)] * 3]
+
+
 def test_a_save_and_a_load_are_phases_for_the_watchdog(
     tmp_path: Path, phases: list[tuple[str, bool]]
 ) -> None:
-    """Who writes or reads is at work, and begins anew; all else there is waiting for others. What
-    is saved in the background is no phase."""
+    """Who writes or reads is at work, and begins anew. What is saved in the background is no
+    phase."""
     run = start("mlp", "alone")
     run.save(tmp_path / "at")
-    waiting, saving = (talk.WAITING, True), ("saving a checkpoint", False)
-    assert phases == [
-        saving, waiting, ("writing a checkpoint", False), waiting,
-        ("finishing a checkpoint", False), waiting, saving,
-    ]  # fmt: skip
+    saving = ("saving a checkpoint", False)
+    assert phases == [saving, ("writing a checkpoint", False), saving]
     phases.clear()
     run.load(tmp_path / "at")
     loading = ("loading a checkpoint", False)
@@ -249,10 +261,7 @@ def test_a_save_and_a_load_are_phases_for_the_watchdog(
     assert progress.activity.phase is None
     phases.clear()
     run.save(tmp_path / "at", asynchronous=True).wait()
-    assert phases == [
-        ("saving a checkpoint", False), ("copying a checkpoint to the host", False),
-        ("saving a checkpoint", False),
-    ]  # fmt: skip
+    assert phases == [saving, ("copying a checkpoint to the host", False), saving]
     phases.clear()
 
     def work() -> None:
