@@ -83,7 +83,7 @@ class Target:
     # shared out
     overlap_passes: bool = False
     # collectives of the tensor axis that run part by part behind the products they belong to
-    # (`costmodel/operators/resharding.py`)
+    # (`costmodel/operators/pricing.py`)
     overlap_tensor: tuple[str, ...] = ()
     # fraction of the exchange of tokens between experts behind other micro-batches, 0 to 1
     overlap_experts: float = 0.0

@@ -41,7 +41,7 @@ _USUAL = ("eager_1f1b", *_TWO_COPIES, "unequal_meshes", *_ZERO_PP)
 
 # What `train_step` does: buckets of fp32 gradients are reduced while the backward makes the rest
 # (executor/parameters/reducer.py), updated weights are gathered a block ahead of the first forward
-# (weight_gather.py); ZeRO-3 is FSDP2 by block with its prefetch (zero3.py), which reduces among
+# (block_weights.py); ZeRO-3 is FSDP2 by block with its prefetch (zero3.py), which reduces among
 # replicas on a stream of its own; sends and receives are posted ahead (stages/pipeline.py).
 # Collectives of the tensor axis, and of a pair of passes, wait.
 EAGER = Target(

@@ -41,7 +41,7 @@ INSIDE = {
     ("executor/files/tensors.py", "ValueError"): CAUGHT,
     ("executor/checkpoint/values.py", "ValueError"): CAUGHT,
     ("executor/checkpoint/values.py", "TypeError"): CAUGHT,
-    ("executor/stand_in/parts.py", "IndexError"): PROTOCOL,
+    ("executor/stand_in/layouts.py", "IndexError"): PROTOCOL,
     ("planner/tracing/similar/stand_ins.py", "AttributeError"): PROTOCOL,
     ("meshwright/__init__.py", "AttributeError"): PROTOCOL,
 }
@@ -52,7 +52,7 @@ WHOLE = {
     "executor/checkpoint/notes.py": "the reader of the checkpoint names it around them",
     "executor/ranks/joining.py": "rank 0's own text, told by the others",
     "executor/ranks/replicas.py": "made of what all ranks say",
-    "executor/runtime/evaluation.py": "a text that the report has too",
+    "executor/stages/checked.py": "a text that the report has too",
 }
 
 

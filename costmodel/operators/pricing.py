@@ -8,26 +8,165 @@ are reduced over it as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from meshwright.costmodel.fp8 import cast_calls
-from meshwright.costmodel.graph import Op
+from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.kernels import Group, stream_seconds
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.operators import communication, context
-from meshwright.costmodel.operators.cost import FORWARD_S, PASS_COLUMNS, Cost, Entry, Priced, priced
+from meshwright.costmodel.operators import communication, context, cost
+from meshwright.costmodel.operators.cost import (
+    BACKWARD_S,
+    FORWARD_S,
+    PASS_COLUMNS,
+    Cost,
+    Entry,
+    Priced,
+    priced,
+)
 from meshwright.costmodel.operators.fusion import Fusion, is_free
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
-from meshwright.costmodel.operators.products import attention, product
-from meshwright.costmodel.operators.resharding import ReshardPricer
+from meshwright.costmodel.operators.products import attention, product, split_product_seconds
 from meshwright.costmodel.operators.setting import Setting
-from meshwright.costmodel.operators.streams import leaf, stream
-from meshwright.costmodel.rules import IMPLEMENTATIONS, leaf_of, takes_batch_statistics, traits_of
-from meshwright.costmodel.sharding import Move, Placement, Run, Strategy
+from meshwright.costmodel.operators.sizes import LocalSizes
+from meshwright.costmodel.rules import (
+    IMPLEMENTATIONS,
+    Work,
+    leaf_of,
+    takes_batch_statistics,
+    traits_of,
+)
+from meshwright.costmodel.sharding import (
+    FactorTable,
+    Move,
+    Placement,
+    R,
+    Run,
+    Strategy,
+    stays_with_experts,
+    transition,
+)
+from meshwright.profiles.cluster import Device
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.steps import BACKWARD, FORWARD, HOST
+
+# --- resharding -----------------------------------------------------------------------------------
+
+# Prices of re-shards on the tensor axis, forward and backward, less what their products hide.
+#
+# A product's operand is gathered, or its result summed and scattered, part by part round a ring of
+# n ranks while other parts are multiplied (Wang et al., ASPLOS 2023; Transformer Engine's user
+# buffers, torch's async tensor parallelism). A rank begins, or ends, with its own part, so that
+# the n products of p seconds each run beside n - 1 sends of c seconds; while both run, a product
+# loses the part s of the shorter to the send (`Device.overlap_slowdown`):
+#
+#     time = p + (n - 1) max(p + s min(p, c), c)
+#
+# The parts are issued to several streams, so that together they fill a device as the whole product
+# does. What is left of the collective is that time less the whole product's n p. In a backward the
+# same is taken of the gradient of what was scattered, which is gathered, and of what was gathered.
+# Collectives without a product beside them (an embedding's) wait.
+
+
+@dataclass(slots=True, kw_only=True)
+class ReshardPricer(LocalSizes):
+    """Prices of re-shards in one setting, by their collectives (`strategies.TRANSITIONS`)."""
+
+    tensor_group: Group = field(init=False)
+    _comm: Memo[tuple[str, str, float, float], cost.Entry] = field(default_factory=Memo)
+    _moves: Memo[tuple[str, str, str], cost.Priced] = field(default_factory=Memo)
+    _alike: dict[tuple[str, str, float], cost.Priced] = field(default_factory=dict)
+    _beside: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        LocalSizes.__post_init__(self)
+        if self.setting.mesh.tp > 1 and self.setting.target.overlap_tensor:
+            self._beside = products_beside(self.graph, self.table)
+        self.tensor_group = self.setting.group(size=self.setting.mesh.tp, stride=1)
+
+    def comm(self, column: str, kind: str, nbytes: float, host_s: float = 0.0) -> cost.Entry:
+        """A collective over the tensor axis of `nbytes` in full, issued in `host_s`."""
+        collective, group = self.setting.collective, self.tensor_group
+        return self._comm.of(
+            (column, kind, nbytes, host_s),
+            lambda: collective(column, kind, nbytes, group, "tensor")._replace(host_s=host_s),
+        )
+
+    def reshard(
+        self, value: str, source: Placement, target: Placement, *, once: bool = False
+    ) -> cost.Cost | None:
+        """Price of moving a value between two states, per micro-batch; None where it is illegal.
+        Partial gradients of parameters (`once`) are reduced once per step."""
+        moved = self.moved(value, source, target, once=once)
+        return moved and moved[1]
+
+    def moved(
+        self, value: str, source: Placement, target: Placement, *, once: bool = False
+    ) -> cost.Priced | None:
+        """Entries of moving a value, and their sums."""
+        if once and source == R and target.kind == "Rp":
+            if self.table.has_experts(value):
+                return (), cost.NOTHING  # reduced with all ranks that hold it, `parameter_cost`
+            return cost.priced([self.comm("reduce_s", "all_reduce", self.numel(value) * 4)])
+        kinds = transition(source, target)
+        if kinds is None:
+            return None
+        if self.setting.mesh.ep > 1 and stays_with_experts(self.table, value, source, target):
+            return None
+        key = (value, *kinds)
+        return self._moves.of(key, lambda: self._priced(value, *kinds))
+
+    def _priced(self, value: str, forward: str, backward: str) -> cost.Priced:
+        if not self.graph.values[value].requires_grad:
+            backward = ""
+        nbytes, products = self.nbytes(value), self._beside.get(value)
+        key = forward, backward, nbytes
+        if not products and key in self._alike:
+            return self._alike[key]
+        host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
+        host *= self.setting.correction(HOST)
+        ways = ((cost.FORWARD_S, forward), (cost.BACKWARD_S, backward))
+        entries = [self.comm(column, kind, nbytes, host) for column, kind in ways if kind]
+        if products:
+            return cost.priced(self.exposed(value, entry) for entry in entries)
+        return self._alike.setdefault(key, cost.priced(entries))
+
+    def exposed(self, value: str, entry: cost.Entry) -> cost.Entry:
+        """A collective of a value with the seconds that no product beside it hides."""
+        if not entry.seconds or entry.collective not in self.setting.target.overlap_tensor:
+            return entry
+        ranks, slowdown = self.setting.mesh.tp, self.setting.cluster.device.overlap_slowdown
+        product_s = sum(split_product_seconds(self, op) for op in self._beside[value])
+        part_s = product_s / ranks
+        send_s = entry.seconds / (ranks - 1)
+        together_s = part_s + (ranks - 1) * max(part_s + slowdown * min(part_s, send_s), send_s)
+        exposed = min(entry.seconds, together_s - product_s)
+        return entry._replace(seconds=exposed, hidden_s=entry.seconds - exposed)
+
+
+def products_beside(graph: Graph, table: FactorTable) -> Mapping[str, tuple[Op, ...]]:
+    """Value -> the products that make it or, where none does, that take it, but for views."""
+    makers: dict[str, tuple[Op, ...]] = {}
+    takers: dict[str, tuple[Op, ...]] = {}
+    source: dict[str, str] = {}
+    for op in graph.ops:
+        if is_free(table, op) and op.operands:
+            first = source.get(op.operands[0], op.operands[0])
+            source |= dict.fromkeys(op.results, first)
+            makers |= {value: makers[first] for value in op.results if first in makers}
+        elif table.ops[op.name].matmul and traits_of(op).kernel != "attention":
+            makers |= {value: (op,) for value in op.results}
+            for value in {source.get(v, v) for v in op.operands if v not in graph.parameters}:
+                takers[value] = (*takers.get(value, ()), op)
+    takers |= {view: takers[first] for view, first in source.items() if first in takers}
+    return {**takers, **makers}
+
+
+# --- pricing --------------------------------------------------------------------------------------
+
 
 VIEW_HOST_SHARE = 0.5  # a view allocates nothing and launches nothing
 
@@ -218,3 +357,99 @@ def _timed(entry: Entry, seconds: float, source: str) -> Entry:
     """An entry as it was timed."""
     weight_s = entry.weight_s * seconds / entry.seconds if entry.seconds else 0.0
     return entry._replace(seconds=seconds, weight_s=weight_s, source=source)
+
+
+# --- streams of memory ----------------------------------------------------------------------------
+
+# Operators that move memory, and leaves: seconds, FLOPs, bytes moved.
+#
+#     stream    forward reads operands and writes results; backward reads the results' gradients and
+#               what was saved, writes the operands' gradients
+#     leaf      its kernels one after the other, none fused with another operator:
+#               forward     n launches + FLOPs / (peak · efficiency(FLOPs / n)) + bytes / bandwidth
+#               backward    twice that
+#
+# A leaf's FLOPs and bytes are in proportion to this rank's part of the first result, but for the
+# bytes of tensors it takes: those are in proportion to this rank's part of each.
+
+
+BACKWARD_WORK = 2.0  # gradients of what a leaf takes and of its weights
+
+
+class _Pass(NamedTuple):
+    """Bytes of each kernel of a pass, one after the other, and the number of launches."""
+
+    moved: Sequence[float]
+    launches: int
+
+
+def stream(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> list[Entry]:
+    """The forward and the backward of an operator that moves memory."""
+    device = sizes.setting.cluster.device
+    launch = 0.0 if op.name in fusion.joined else device.launch_overhead_s
+    passes = zip(PASS_COLUMNS, _passes(sizes, fusion, op, strategy), strict=True)
+    return [
+        Entry(
+            column,
+            "stream",
+            sum(stream_seconds(device, nbytes) for nbytes in kernels.moved)
+            + kernels.launches * launch,
+            moved_bytes=sum(kernels.moved),
+        )
+        for column, kernels in passes
+    ]
+
+
+def _passes(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> tuple[_Pass, _Pass]:
+    traits = traits_of(op)
+    placed = list(zip(op.operands, strategy.operands, strict=True))
+    read = [operand for i, operand in enumerate(placed) if (op.name, i) not in fusion.free_reads]
+    written = [
+        (value, placement)
+        for value, placement in zip(op.results, strategy.results, strict=True)
+        if value not in fusion.internal
+    ]
+    out = sum(sizes.nbytes(v, p) for v, p in written)
+    wanted = sum(sizes.nbytes(v, p) for v, p in read if sizes.graph.values[v].requires_grad)
+    if traits.kernel == "lookup":  # the gradient of the rows' table is dense
+        forward = _Pass([2 * out], 1)
+        return forward, _Pass([2 * out + wanted], 1)
+    taken = sum(sizes.nbytes(v, p) for v, p in read) + out
+    if traits.experts:  # copies are sorted by expert on arrival, or back
+        sorting = 2 * max(out, *(sizes.nbytes(v, p) for v, p in read))
+        both = _Pass([taken, sorting], 2)
+        return both, both
+    forward, saves = _Pass([taken], 1), sizes.table.ops[op.name].saves
+    if not saves and traits.kernel == "sum":
+        # gradients pass through; where a value has several readers they are summed
+        return forward, _Pass([wanted], 0)
+    saved = sum(
+        sizes.nbytes(*(placed[i] if i >= 0 else (op.results[-1 - i], strategy.results[-1 - i])))
+        for i in saves
+        if i < 0 or (op.name, i) not in fusion.free_reads
+    )
+    return forward, _Pass([out + saved + wanted], 1)
+
+
+def leaf(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
+    """A leaf's forward, and its backward, in which none of it can wait."""
+    work = leaf_of(op).work
+    share = sizes.numel(op.results[0], strategy.results[0]) / work.numel
+    taken = [
+        sizes.numel(value, placement) / max(1, sizes.graph.values[value].numel)
+        for value, placement in zip(op.operands, strategy.operands, strict=True)
+    ]
+    passed = share * work.nbytes
+    passed += sum(part * nbytes for part, nbytes in zip(taken, work.taken, strict=True))
+    device = sizes.setting.cluster.device
+    seconds = leaf_seconds(device, sizes.dtype(op), work, share, passed)
+    forward = Entry(FORWARD_S, "leaf", seconds, flops=share * work.flops, moved_bytes=passed)
+    return [forward, forward.times(BACKWARD_WORK)._replace(column=BACKWARD_S)]
+
+
+def leaf_seconds(device: Device, dtype: str, work: Work, share: float, passed: float) -> float:
+    """Device seconds of the forward of a `share` of a leaf, that moves the bytes `passed`."""
+    flops, nbytes = share * work.flops / work.kernels, passed / work.kernels
+    busy_s = flops / (device.flops(dtype) * device.matmul_efficiency(flops)) if flops else 0.0
+    each_s = busy_s + stream_seconds(device, nbytes) + device.launch_overhead_s
+    return work.kernels * each_s

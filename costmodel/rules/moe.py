@@ -11,7 +11,7 @@ would come from anywhere: that is the expert axis, which takes ranks of all othe
 the copies (`operators/communication.py`).
 
 Routers count their choices and mark them with operators that all models may use (`histc` in
-`registry.py`, `scatter` in `index.py`). Counts of a split batch are summed: a load-balancing
+`registry.py`, `scatter` in `auto.py`). Counts of a split batch are summed: a load-balancing
 loss is a product of two of them, and finds both whole.
 """
 

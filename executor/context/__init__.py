@@ -1,4 +1,3 @@
 """Tokens that are split over the context axis: attention over them, shifts of them."""
 
 from meshwright.executor.context.attention import ContextAttention
-from meshwright.executor.context.halo import Halo

@@ -1,6 +1,6 @@
 """Parameters as DTensors, their gradients, ZeRO, norms and the loss scale."""
 
-from meshwright.executor.parameters.block_weights import BlockWeights
+from meshwright.executor.parameters.block_weights import BlockWeights, WeightGather
 from meshwright.executor.parameters.loss_scale import LossScale, StepGuard
 from meshwright.executor.parameters.norms import clip_, norm_share
 from meshwright.executor.parameters.parameters import (
@@ -22,7 +22,6 @@ from meshwright.executor.parameters.parameters import (
 from meshwright.executor.parameters.partial_dtensors import Reduced, reduce_in_optimizers
 from meshwright.executor.parameters.reducer import Reducer
 from meshwright.executor.parameters.tied import TiedLayout, sum_tied_gradients
-from meshwright.executor.parameters.weight_gather import WeightGather
 from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.parameters.zero3 import check_sharding, collect_gradients, shard_stage
 from meshwright.executor.states_in_files import empty_like, keep_states_in_files

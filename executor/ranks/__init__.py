@@ -27,6 +27,7 @@ from meshwright.executor.ranks.object_collectives import (
     raising_runtime_error,
     run_on_all,
     run_on_first,
+    together,
 )
 from meshwright.executor.ranks.replicas import (
     BatchCheck,
@@ -35,5 +36,4 @@ from meshwright.executor.ranks.replicas import (
     same_random_state,
 )
 from meshwright.executor.ranks.stop_requests import StopRequests
-from meshwright.executor.ranks.together import together
 from meshwright.executor.ranks.watchdog import progress

@@ -5,12 +5,14 @@ Plain data, so that logs are compared, altered and replayed anywhere.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from meshwright.costmodel.kernels import bytes_sent
 from meshwright.executor.checkpoint import SavedTensor
+from meshwright.executor.prices import collective_of
 
 
 class Kind(StrEnum):
@@ -98,3 +100,22 @@ class RankLog:
             if event.kind in (Kind.SEND, Kind.COLLECTIVE):
                 by_link[event.group[0]] += event.nbytes
         return dict(by_link)
+
+
+# --- bytes on links -------------------------------------------------------------------------------
+
+# Bytes that a rank's log gives to links in a step.
+
+
+def link_bytes(log: RankLog) -> dict[str, float]:
+    """Bytes that the rank gives to links in a step, by description of the group: its messages, and
+    its part of collectives round a ring, or to each member."""
+    by_link: defaultdict[str, float] = defaultdict(float)
+    for event in log.events[slice(*log.step)]:
+        name, ranks = event.group
+        if event.kind is Kind.SEND:
+            by_link[name] += event.nbytes
+        elif event.kind is Kind.COLLECTIVE:
+            said = collective_of(event.operation, event.nbytes, len(ranks))
+            by_link[name] += bytes_sent(*said, len(ranks))
+    return dict(by_link)

@@ -36,8 +36,7 @@ from meshwright.executor.rehearsal.record import Recorder
 from meshwright.executor.rehearsal.result import Rehearsal
 from meshwright.executor.rehearsal.steps import rank_log
 from meshwright.executor.resharding import part_of
-from meshwright.executor.runtime import why_not_evaluable
-from meshwright.executor.stages import CheckedPlan
+from meshwright.executor.stages import CheckedPlan, why_not_evaluable
 from meshwright.executor.stand_in import Known, device_for
 
 log = logging.getLogger(__name__)

@@ -52,10 +52,8 @@ from meshwright.executor.ranks import (
     stage_meshes,
     world_size,
 )
-from meshwright.executor.runtime.evaluation import check_evaluable
-from meshwright.executor.runtime.losses import PendingScalar, with_backward_done
 from meshwright.executor.runtime.state import RankState
-from meshwright.executor.runtime.step import Step, unobserved
+from meshwright.executor.runtime.step import PendingScalar, Step, unobserved, with_backward_done
 from meshwright.executor.stages import (
     BatchShape,
     Builder,
@@ -71,6 +69,7 @@ from meshwright.executor.stages import (
     RunStage,
     UserModel,
     add_totals,
+    check_evaluable,
     look_ups_named,
     replicated,
 )

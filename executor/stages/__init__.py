@@ -3,7 +3,7 @@
 from meshwright.executor.stages.batches import Batches, BatchShape, Given, Rows, look_ups_named
 from meshwright.executor.stages.buffers import HeldBuffer
 from meshwright.executor.stages.build import Builder, BuiltStage
-from meshwright.executor.stages.checked import CheckedPlan
+from meshwright.executor.stages.checked import CheckedPlan, check_evaluable, why_not_evaluable
 from meshwright.executor.stages.lowered import LoweredStage
 from meshwright.executor.stages.parameters import replicated
 from meshwright.executor.stages.pipeline import (

@@ -9,8 +9,7 @@ from meshwright.executor.stand_in.device import (
     standing_in,
 )
 from meshwright.executor.stand_in.known import NOT_KNOWN, Key, KnownFakes
-from meshwright.executor.stand_in.layouts import Known
-from meshwright.executor.stand_in.parts import Parts, parts_on_demand
+from meshwright.executor.stand_in.layouts import Known, Parts, parts_on_demand
 from meshwright.executor.stand_in.streams import (
     ALLOCATE,
     ORDER,

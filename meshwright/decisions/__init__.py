@@ -3,5 +3,4 @@
 from meshwright.decisions.decision import Decision, Request
 from meshwright.decisions.given_plan import take_plan
 from meshwright.decisions.precision import check_products, check_units, in_tf32
-from meshwright.decisions.shapes import OtherShapes
 from meshwright.decisions.world import check_world, one_at_a_time, why_not_here

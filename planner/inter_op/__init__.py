@@ -7,5 +7,4 @@ from meshwright.planner.inter_op.partition import (
     minimal_shortfall,
     solve_inter_op,
 )
-from meshwright.planner.inter_op.shared_devices import Judged, SharedDevices, evenly
 from meshwright.planner.inter_op.table import Constraints, StageTable

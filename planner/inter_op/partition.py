@@ -30,14 +30,16 @@ from numpy.lib.stride_tricks import as_strided
 from meshwright.costmodel.stages import fits, stage_bytes
 from meshwright.planner.inter_op import table
 from meshwright.planner.inter_op.bounded_sum import ROUNDING, Attempt, Staircase
-from meshwright.planner.inter_op.stage_options import Options, memory_lines, stage_options
 from meshwright.planner.inter_op.table import (
     Cell,
     Constraints,
+    Options,
     PartitionProblem,
     StageTable,
     any_partition,
+    memory_lines,
     smallest_limit,
+    stage_options,
 )
 
 

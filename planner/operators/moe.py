@@ -11,7 +11,7 @@ exchanging) are three operators here, so that they can be planned and priced:
 copy for "expert" E meets none and comes out as zeros (routers that drop tokens).
 
 The copies keep their token's place; the ranks that hold them are priced in `costmodel/rules/moe.py`
-and lowered in `executor/lowering/experts.py`.
+and lowered in `executor/lowering/emitter.py`.
 
 A grouped product sorts the copies by expert, x_e being those of expert e, and multiplies
 

@@ -1,11 +1,11 @@
 """Overrides: what the user fixed, as restrictions of the search."""
 
-from meshwright.planner.overrides.fitting import check_overrides
 from meshwright.planner.overrides.of_target import check_plan_for
 from meshwright.planner.overrides.overrides import (
     OverrideError,
     Overrides,
     check_allow,
+    check_overrides,
     each_dropped,
     without,
 )

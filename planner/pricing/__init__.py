@@ -10,7 +10,13 @@ from meshwright.planner.pricing.evaluate import (
     price_blocks,
     price_stages,
 )
-from meshwright.planner.pricing.ledger import KINDS_OF_BYTES, Ledger, Traffic, Work
+from meshwright.planner.pricing.ledger import (
+    KINDS_OF_BYTES,
+    Ledger,
+    Traffic,
+    Work,
+    priced_terms,
+    terms_of,
+)
 from meshwright.planner.pricing.priced_stage import PricedStage
 from meshwright.planner.pricing.stage_costs import Entered, StageBlocks, StageCoster, stage_blocks
-from meshwright.planner.pricing.terms import priced_terms, terms_of

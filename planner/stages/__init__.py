@@ -2,9 +2,10 @@
 
 from meshwright.planner.stages.chain import Chain, Kind, Runs, boundary_index
 from meshwright.planner.stages.programs import MODES, BlockPrograms
-from meshwright.planner.stages.recompute import choose_policies, freed_bytes
-from meshwright.planner.stages.recompute_levels import (
+from meshwright.planner.stages.recompute import (
     ChosenLevel,
     RecomputeLevels,
+    choose_policies,
+    freed_bytes,
     recompute_levels,
 )

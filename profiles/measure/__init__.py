@@ -2,8 +2,7 @@
 host does, imports."""
 
 from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, launch_local, shapes
-from meshwright.profiles.measure.flash import FILE_BYTES, check_folder
-from meshwright.profiles.measure.host import measure_host
+from meshwright.profiles.measure.host import FILE_BYTES, check_folder, measure_host
 from meshwright.profiles.measure.imports import (
     CollectiveRow,
     is_gpu,
@@ -12,5 +11,4 @@ from meshwright.profiles.measure.imports import (
     timings_for,
     world_of_log,
 )
-from meshwright.profiles.measure.neighbours import neighbours
-from meshwright.profiles.measure.operators import Skipped, measure_all
+from meshwright.profiles.measure.operators import Skipped, measure_all, neighbours

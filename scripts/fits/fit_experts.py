@@ -12,7 +12,7 @@ own tests: of T tokens with k copies, spread evenly over n ranks on N nodes, a r
 the (token, place) pairs with its own place counted (tests/test_internode.py, test_hybrid_ep.py and
 utils.py of deepseek-ai/DeepEP). Tables have 4,096 tokens of 7,168 numbers, 8 copies of each; fp8
 has a scale of 4 bytes for 128 numbers. DeepEP's tests limit a token to 4 nodes, which the formula
-of `costmodel/kernels/moe_costs.py` doesn't know: their 8 nodes are left out.
+of `costmodel/kernels/collectives.py` doesn't know: their 8 nodes are left out.
 
 Of tables with several counts of compute units the fastest is taken. "kernel" is the kernel alone,
 "call" what a training step calls, with its copies; these are priced with the operators' streams.
@@ -165,7 +165,7 @@ def errors(found: Sequence[Exchange], link: str = "", fraction: float = 1.0) -> 
 
 
 def copies_s(found: Exchange) -> float:
-    """Seconds that the streams of a dispatch or a combine are priced at (operators/streams.py)."""
+    """Seconds that the streams of a dispatch or a combine are priced at (operators/pricing.py)."""
     moved = found.nbytes / COPIES + 3 * found.nbytes
     return stream_seconds(found.cluster.device, moved)
 

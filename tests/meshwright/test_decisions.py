@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from meshwright import Cluster, ParallelModel, Plan, auto_parallelize
-from meshwright.decisions.shapes import plan_of_rows
 from meshwright.planner.plan.check import check_plan
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
+from meshwright.running.planned import plan_of_rows
 from tests.helpers.tiny import cut, net, plan_for, planned
 
 

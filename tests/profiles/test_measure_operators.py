@@ -11,8 +11,14 @@ import pytest
 import torch
 
 from meshwright.profiles.measure import operators as measure_ops
-from meshwright.profiles.measure.neighbours import neighbours
-from meshwright.profiles.measure.operators import Skipped, TooLarge, measure, measure_all, operator
+from meshwright.profiles.measure.operators import (
+    Skipped,
+    TooLarge,
+    measure,
+    measure_all,
+    neighbours,
+    operator,
+)
 from meshwright.profiles.op_signature import Operand, OperandIndex, OpSignature
 from meshwright.profiles.timings import Timing
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.planner.overrides.fitting import check_overrides
+from meshwright.planner.overrides.overrides import check_overrides
 from scripts import bench_executor as bench
 from scripts.ranks.measure import WARM_UP, Step, resident_bytes, status_bytes
 

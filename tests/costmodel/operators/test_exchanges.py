@@ -16,8 +16,12 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.backward import backward_course
 from meshwright.costmodel.blocks.memory import block_memory
-from meshwright.costmodel.kernels.collectives import Group, collective_time
-from meshwright.costmodel.kernels.moe_costs import exchange_seconds, reached_part
+from meshwright.costmodel.kernels.collectives import (
+    Group,
+    collective_time,
+    exchange_seconds,
+    reached_part,
+)
 from meshwright.costmodel.operators.cost import Cost
 from meshwright.costmodel.operators.flops import model_flops
 from meshwright.costmodel.operators.pricing import Pricer

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from meshwright import leaf
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.operators.streams import leaf_seconds
+from meshwright.costmodel.operators.pricing import Pricer, leaf_seconds
 from meshwright.costmodel.rules.leaf import LEAVES, Work, leaf_of
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import strategies

@@ -19,7 +19,7 @@ from meshwright.costmodel.rules.language import ein
 from meshwright.costmodel.rules.traits import Draw, RowLoss, Statistics, Traits
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import strategies
-from meshwright.executor.runtime.evaluation import check_evaluable
+from meshwright.executor.stages import check_evaluable
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import setting_on
@@ -34,7 +34,7 @@ NAMED = {
     "executor/lowering/emitter.py": 1,  # the operator that it would add
     # which rows an indexing reads, constants made in the graph, the arithmetic of masks and counts
     "costmodel/sharding/rows.py": 16,
-    "executor/runtime/counting.py": 1,  # a loss that is divided by its count
+    "executor/runtime/evaluation.py": 1,  # a loss that is divided by its count
 }
 
 

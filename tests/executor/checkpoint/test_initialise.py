@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.executor.checkpoint.initialise import initialise
+from meshwright.executor.checkpoint.weights import initialise
 from tests.helpers.single_device import initialised, named_tensors
 from tests.models.models import CASES
 

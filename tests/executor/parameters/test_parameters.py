@@ -17,9 +17,9 @@ from meshwright.costmodel.sharding.strategies import R
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import SENT_AT_ONCE
 from meshwright.costmodel.targets import EAGER
+from meshwright.executor.parameters import block_weights
 from meshwright.executor.parameters import reducer as reducer_module
-from meshwright.executor.parameters import weight_gather as gather_module
-from meshwright.executor.parameters.block_weights import BlockWeights
+from meshwright.executor.parameters.block_weights import BlockWeights, WeightGather
 from meshwright.executor.parameters.parameters import (
     ParameterSpec,
     StageParameter,
@@ -31,7 +31,6 @@ from meshwright.executor.parameters.parameters import (
     shard_placement,
 )
 from meshwright.executor.parameters.reducer import GradientsToHost, Reducer
-from meshwright.executor.parameters.weight_gather import WeightGather
 from meshwright.executor.parameters.whole_tensors import _owners
 from meshwright.executor.ranks.meshes import StageMesh, single_process
 from meshwright.executor.resharding.reshard import Axis
@@ -214,8 +213,8 @@ def test_weights_are_gathered_a_block_ahead(monkeypatch: pytest.MonkeyPatch) -> 
         log.append(("start", starts := sum(what == "start" for what, _ in log)))
         return x.repeat(2, 1), Work(log, starts)
 
-    monkeypatch.setattr(gather_module, "all_gather_flat", all_gather)
-    monkeypatch.setattr(gather_module, "BUCKET_BYTES", 1)  # each parameter is a bucket
+    monkeypatch.setattr(block_weights, "all_gather_flat", all_gather)
+    monkeypatch.setattr(block_weights, "BUCKET_BYTES", 1)  # each parameter is a bucket
     reader = {f"b{b}.w{k}": f"b{b}" for b in range(blocks) for k in range(each)}
     members = [
         parameter(name, torch.ones(4, 2, dtype=torch.bfloat16), shards=2, zero=1) for name in reader
@@ -238,7 +237,7 @@ def test_buckets_are_filled_in_order_and_the_large_are_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of gradients in fp32, and of weights in the dtype that is gathered."""
-    for module in (reducer_module, gather_module):
+    for module in (reducer_module, block_weights):
         monkeypatch.setattr(module, "BUCKET_BYTES", 48)
         monkeypatch.setattr(module, "ALONE_BYTES", 64)
     members = [parameter(f"w{k}", torch.ones(n)) for k, n in enumerate((4, 8, 1, 16, 4))]
@@ -247,11 +246,11 @@ def test_buckets_are_filled_in_order_and_the_large_are_alone(
         parameter(f"w{k}", torch.ones(n, dtype=torch.bfloat16), shards=2, zero=1)
         for k, n in enumerate((8, 16, 2, 32, 4))
     ]
-    assert sizes(gather_module._by_size(halves)) == [[8, 16], [2], [32], [4]]
+    assert sizes(block_weights._by_size(halves)) == [[8, 16], [2], [32], [4]]
     wide = [parameter(f"w{k}", torch.ones(n), shards=2, zero=1) for k, n in enumerate((2, 16, 4))]
-    assert sizes(gather_module._by_size(wide)) == [[2], [16], [4]]  # in place: alone
+    assert sizes(block_weights._by_size(wide)) == [[2], [16], [4]]  # in place: alone
     halves[1].home = "host"
-    assert sizes(gather_module._by_size(halves[:2])) == [[8], [16]]
+    assert sizes(block_weights._by_size(halves[:2])) == [[8], [16]]
 
 
 def test_so_many_gradients_are_on_their_way_to_the_host_and_add_up() -> None:

@@ -22,8 +22,8 @@ from meshwright.executor.rehearsal import (
     rehearse,
     run_steps,
 )
-from meshwright.executor.runtime import RunOptions, Runtime, why_not_evaluable
-from meshwright.executor.stages import CheckedPlan
+from meshwright.executor.runtime import RunOptions, Runtime
+from meshwright.executor.stages import CheckedPlan, why_not_evaluable
 from meshwright.planner.plan import Plan, check_plan
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.plan_building import Knobs, build_plan

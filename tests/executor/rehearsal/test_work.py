@@ -11,10 +11,9 @@ from meshwright import Overrides
 from meshwright.executor.prices import Prices
 from meshwright.executor.rehearsal import Estimate, Priced, Rehearsal
 from meshwright.executor.rehearsal.estimate import estimate
-from meshwright.executor.rehearsal.events import Event, Kind, RankLog
+from meshwright.executor.rehearsal.events import Event, Kind, RankLog, link_bytes
 from meshwright.executor.rehearsal.memory import BUFFERS, SAVED, TRANSIENT, Memory
 from meshwright.executor.rehearsal.result import STATES, WEIGHTS
-from meshwright.executor.rehearsal.work import link_bytes
 from meshwright.planner.pricing import KINDS_OF_BYTES, Ledger, Work, bytes_beside_tensors, evaluate
 from meshwright.profiles.cluster import Cluster
 from tests.executor.rehearsal.rehearsal_runs import Checked, checked, checked_experts

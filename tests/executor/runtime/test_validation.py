@@ -20,8 +20,8 @@ from meshwright.executor.parameters.loss_scale import LossScale
 from meshwright.executor.parameters.norms import clip_
 from meshwright.executor.parameters.whole_tensors import WholeTensors
 from meshwright.executor.ranks import launch
-from meshwright.executor.runtime.losses import PendingScalar
 from meshwright.executor.runtime.runtime import Runtime, UndoableStep
+from meshwright.executor.runtime.step import PendingScalar
 from tests.executor.trained_cells import cells
 from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks

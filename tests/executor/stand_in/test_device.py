@@ -29,7 +29,7 @@ from meshwright.executor.checkpoint import checkpoint, handover
 from meshwright.executor.files.chunks import LocalChunks
 from meshwright.executor.host_memory import Aside, fill
 from meshwright.executor.host_values import with_values
-from meshwright.executor.parameters import parameters, weight_gather, whole_of
+from meshwright.executor.parameters import block_weights, parameters, whole_of
 from meshwright.executor.ranks import launch
 from meshwright.executor.rehearsal import Event, Kind, Recorder, Rehearsal, rehearse
 from meshwright.executor.resharding import reshard
@@ -206,7 +206,7 @@ HOST_FAULTS = {
     ),
     "what is received": (PIPELINE, Channel, "post", _posted_on_host, "recv_ of"),
     "what is gathered": (
-        "mlp dp2 1f1b m2 zero2", weight_gather, "all_gather_flat",
+        "mlp dp2 1f1b m2 zero2", block_weights, "all_gather_flat",
         lambda part, *rest: reshard.all_gather_flat(part.cpu(), *rest), "_allgather_base_ of",
     ),
 }  # fmt: skip
@@ -239,7 +239,7 @@ def _put_together(self: Channel, posted: Any, finish: Any = Channel.finish) -> A
 
 WAIT_FAULTS = {
     "gathered weights": (
-        "mlp dp2 1f1b m2 zero2", weight_gather, "all_gather_flat",
+        "mlp dp2 1f1b m2 zero2", block_weights, "all_gather_flat",
         partial(_started_only, reshard.all_gather_flat),
     ),
     "received activations": (PIPELINE, Channel, "finish", _put_together),

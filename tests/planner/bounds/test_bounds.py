@@ -19,7 +19,7 @@ from meshwright.costmodel.schedules import (
     simulate,
 )
 from meshwright.costmodel.targets import target_named
-from meshwright.planner.bounds import pipelines
+from meshwright.planner.bounds import bounds as pipelines
 from meshwright.planner.bounds.bounds import Bounds
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search

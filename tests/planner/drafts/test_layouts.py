@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.targets import target_named
 from meshwright.planner.drafts import Combination, PlanDraft
-from meshwright.planner.inter_op import SharedDevices
+from meshwright.planner.drafts.layouts import SharedDevices
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.plan import megatron_layout
 from meshwright.planner.search.search import Search

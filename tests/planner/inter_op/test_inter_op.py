@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.planner.inter_op import (
-    InterOpSolution,
-    MemoryShortfall,
-    SharedDevices,
-    evenly,
-    minimal_shortfall,
-)
+from meshwright.planner.drafts.layouts import SharedDevices, evenly
+from meshwright.planner.inter_op import InterOpSolution, MemoryShortfall, minimal_shortfall
 from meshwright.planner.inter_op import bounded_sum as staircase
 from meshwright.planner.inter_op.equal_meshes import cut_evenly
 from meshwright.planner.inter_op.partition import StageChoice, solve_inter_op
-from meshwright.planner.inter_op.stage_options import memory_lines, stage_options
-from meshwright.planner.inter_op.table import Constraints, PartitionProblem, StageTable
+from meshwright.planner.inter_op.table import (
+    Constraints,
+    PartitionProblem,
+    StageTable,
+    memory_lines,
+    stage_options,
+)
 
 LIMITS = [each.name for each in fields(Constraints)]
 Partition: TypeAlias = tuple[StageChoice, ...]

@@ -18,8 +18,12 @@ from meshwright.costmodel.schedules import SCHEDULES, stages_of_devices
 from meshwright.costmodel.sharding.layouts import Entry
 from meshwright.planner.decisions import FORBIDDABLE, PLACEMENTS
 from meshwright.planner.overrides import without_effect
-from meshwright.planner.overrides.fitting import check_overrides
-from meshwright.planner.overrides.overrides import OverrideError, Overrides, each_dropped
+from meshwright.planner.overrides.overrides import (
+    OverrideError,
+    Overrides,
+    check_overrides,
+    each_dropped,
+)
 from meshwright.planner.overrides.pinned import plan_overrides
 from meshwright.planner.overrides.restrictions import Restrictions, restrict
 from meshwright.planner.plan import PlanError, check_plan

@@ -21,7 +21,7 @@ from meshwright.planner.page.blocks import line, operator_words, strategy_words
 from meshwright.planner.page.page import _library
 from meshwright.planner.page.specs import axes_in_use, charts, rank_rows
 from meshwright.planner.page.tables import compared, without_plan
-from meshwright.planner.report import diagram
+from meshwright.planner.report import details
 from tests.helpers.reports import rehearsed_report, report_of_axes
 
 MOST_BYTES = 1_300_000  # of a page of up to 64 devices
@@ -293,8 +293,8 @@ def test_report_writes_it(tmp_path: Path) -> None:
 def test_all_events_of_a_long_step_are_beside_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diagram, "MAX_EVENTS", 20)
-    monkeypatch.setattr(diagram, "MAX_OF_WINDOW", 6)
+    monkeypatch.setattr(details, "MAX_EVENTS", 20)
+    monkeypatch.setattr(details, "MAX_OF_WINDOW", 6)
     report = report_of_axes()
     assert report.details
     anew = replace(report, details=replace(report.details))

@@ -19,7 +19,7 @@ from meshwright.planner.drafts.candidates import make_candidate, make_draft
 from meshwright.planner.plan.check import check_plan
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.stages.programs import BlockPrograms
-from meshwright.planner.stages.recompute_levels import ChosenLevel, recompute_levels
+from meshwright.planner.stages.recompute import ChosenLevel, recompute_levels
 from tests.helpers.planning import case, cluster, odd_cluster, problem_of, programs_of
 from tests.helpers.tiers import tiered
 from tests.planner.stages.test_chain import MICROBATCHES, MODELS, ROWS, chain_of

@@ -10,7 +10,7 @@ import pytest
 from meshwright.costmodel.schedules import Pipeline, StageTimes, Timeline, build_schedule, simulate
 from meshwright.planner.plan import expand_names
 from meshwright.planner.report import Report
-from meshwright.planner.report.diagram import MAX_EVENTS, MAX_OF_WINDOW, timeline_data
+from meshwright.planner.report.details import MAX_EVENTS, MAX_OF_WINDOW, timeline_data
 from tests.helpers.reports import LENGTH, ROWS, report_of_axes
 
 MOMENTS = ("forward", "backward", "backward_input", "backward_weight", "optimizer")

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.cli import main
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.kernels.collectives import group_for
-from meshwright.costmodel.kernels.moe_costs import exchange_seconds
+from meshwright.costmodel.kernels.collectives import exchange_seconds, group_for
 from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.operators.cost import Cost
