@@ -52,7 +52,7 @@ _HOMES = {
     "leaf": "planner.tracing.user_module.leaf",
     "packed": "data.packing",
     "progress_shown": "shell.progress",
-    "rule": "costmodel.user_rules.add",
+    "rule": "costmodel.user_rules",
 }
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -10,6 +10,7 @@ import ast
 import io
 import re
 import tokenize
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -30,6 +31,7 @@ from tests.helpers.source_files import (
 # what the executor may know of the planner: the plan, not how it was found
 CONTRACT = ("planner.plan", "planner.operators", "planner.batch")
 
+MAX_FILE_LINES, ONE_IDEA = 800, "One idea: "
 MAX_FUNCTION_LINES = 60
 MAX_PARAMETERS = 8
 ONE_IMPORTER = 0.1  # part of the modules that one other uses, at most
@@ -39,12 +41,18 @@ SOLVERS = ("pulp", "highspy")
 SOLVING = "planner/intra_op/solvers.py"
 COMMUNICATING = ("executor/", "profiles/measure/collectives.py")
 PRINTING = ("meshwright/cli.py",)
+COMMANDS = "meshwright/shell/commands"
 BESIDE = ("scripts", "examples", "tests")
 
 Rule = Callable[[SourceFile], list[str]]
 
 
 # --- imports --------------------------------------------------------------------------------------
+
+
+def room(file: SourceFile) -> str:
+    """The module where it has a place of its own in the order of imports, else its package."""
+    return file.module if file.module in POSITION else file.package
 
 
 def imports_forward(file: SourceFile) -> list[str]:
@@ -58,7 +66,7 @@ def imports_forward(file: SourceFile) -> list[str]:
         source = defined_in(name, modules)
         if source is None or (file.is_package and is_within(source, file.package)):
             continue
-        own, other = file.package, modules[source].package
+        own, other = room(file), room(modules[source])
         if own != other and POSITION[other] >= POSITION[own]:
             found.append(f"{file.path}:{line} imports {name}: {other} is not before {own}")
     return found
@@ -141,6 +149,17 @@ def blanket_ignores(file: SourceFile) -> list[str]:
 
 
 # --- sizes ----------------------------------------------------------------------------------------
+
+
+def large_files(file: SourceFile) -> list[str]:
+    """Long files whose docstring does not say in its first line which one idea they are."""
+    lines = len(file.text.splitlines())
+    idea = (ast.get_docstring(file.tree) or "").split("\n")[0]
+    if lines <= MAX_FILE_LINES or ONE_IDEA in idea:
+        return []
+    return [
+        f"{file.path} has {lines} lines; over {MAX_FILE_LINES} its first line says {ONE_IDEA!r}"
+    ]
 
 
 def large_functions(file: SourceFile) -> list[str]:
@@ -249,6 +268,7 @@ OF_PRODUCT: tuple[Rule, ...] = (
     solver_imports,
     process_group_uses,
     prints,
+    large_files,
     *OF_ALL,
 )
 OF_SCRIPTS: tuple[Rule, ...] = (solver_imports, import_path_edits, *OF_ALL)
@@ -266,13 +286,25 @@ def test_files_keep_the_rules(rules: tuple[Rule, ...], folders: tuple[str, ...])
 
 
 def test_every_package_has_its_place() -> None:
-    packages = {file.package for file in files_in(*PRODUCT)}
+    packages = {room(file) for file in files_in(*PRODUCT)}
     assert packages - set(POSITION) == set()
 
 
-def test_no_import_cycle() -> None:
-    cycle = import_cycle(files_in(*PRODUCT))
+@pytest.mark.parametrize("typing", [False, True])
+def test_no_import_cycle(typing: bool) -> None:
+    cycle = import_cycle(files_in(*PRODUCT), typing=typing)
     assert not cycle, " -> ".join(cycle)
+
+
+def test_a_file_name_is_used_once_in_a_room() -> None:
+    """A command's file has the command's name."""
+    by_name = defaultdict(list)
+    for file in files_in(*PRODUCT):
+        folder, _, name = file.path.rpartition("/")
+        if not file.is_package and folder != COMMANDS:
+            by_name[file.path.split("/")[0], name].append(file.path)
+    repeated = [paths for paths in by_name.values() if len(paths) > 1]
+    assert not repeated, "\n".join(map(", ".join, repeated))
 
 
 def test_few_modules_serve_one_other_alone() -> None:
@@ -294,6 +326,7 @@ def test_users_are_found_through_packages_and_attributes() -> None:
 
 # --- the rules ------------------------------------------------------------------------------------
 
+MANY = "x = 1\n" * MAX_FILE_LINES
 LONG = "    x = 1\n" * MAX_FUNCTION_LINES
 WIDE = ", ".join(f"p{k}=0" for k in range(MAX_PARAMETERS + 1))
 
@@ -325,6 +358,7 @@ WIDE = ", ".join(f"p{k}=0" for k in range(MAX_PARAMETERS + 1))
         (import_path_edits, "tests/a.py", "def f():\n    sys.path += ['']"),
         (blanket_ignores, "planner/a.py", "x = f()  # type: " + "ignore"),
         (blanket_ignores, "planner/a.py", "x = f()  # noqa" + " - it's fine"),
+        (large_files, "planner/a.py", f'"""Bounds."""\n{MANY}'),
         (large_functions, "scripts/a.py", f"def f():\n{LONG}"),
         (large_functions, "tests/a.py", f"class C:\n    def f(self, {WIDE}): ..."),
     ],
@@ -349,6 +383,7 @@ def test_rule_catches(rule: Rule, path: str, text: str) -> None:
         (prints, "planner/a.py", "report.print()"),
         (import_path_edits, "scripts/a.py", "found = list(sys.path)"),
         (blanket_ignores, "planner/a.py", "x = '# noqa'  # noqa: E501\ny = z  # type: ignore[x]"),
+        (large_files, "planner/a.py", f'"""One idea: bounds."""\n{MANY}'),
         (large_functions, "scripts/a.py", f"def f():\n{LONG[:-10]}"),
         (large_functions, "meshwright/api.py", f"def auto_parallelize({WIDE}): ..."),
     ],
@@ -381,3 +416,4 @@ def test_cycles_are_found(a: str, b: str, cyclic: bool) -> None:
     }
     files = [SourceFile(f"planner/{name}.py", text) for name, text in absolute.items()]
     assert bool(import_cycle(files)) == cyclic
+    assert bool(import_cycle(files, typing=True)) == (cyclic or "if TYPE" in b)

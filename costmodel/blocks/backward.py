@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from meshwright.costmodel.blocks.memory import BlockMemory
+from meshwright.costmodel.blocks.block_memory import BlockMemory
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.memory import Storage
 from meshwright.costmodel.operators import Pricer, backward_temporaries

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
+from meshwright.costmodel.blocks.block_memory import BlockMemory, block_memory
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.mesh import Batch, Mesh

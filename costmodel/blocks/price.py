@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.blocks.backward import Moment, backward_course, gathering
+from meshwright.costmodel.blocks.block_memory import BlockMemory
 from meshwright.costmodel.blocks.excess import Excess, excesses
 from meshwright.costmodel.blocks.known_steps import KnownSteps
-from meshwright.costmodel.blocks.memory import BlockMemory
 from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memory import Storage

@@ -33,7 +33,7 @@ from typing import TypeAlias
 
 import networkx as nx
 
-from meshwright.costmodel.blocks.memory import BlockMemory
+from meshwright.costmodel.blocks.block_memory import BlockMemory
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.memory import Call, Held, Local, Storage, fresh, keep

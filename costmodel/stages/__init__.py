@@ -1,7 +1,6 @@
 """The price of a stage: the sums of its blocks, its memory, whether it fits."""
 
 from meshwright.costmodel.stages.course import BlockBytes, StageBytes, Walked, walked
-from meshwright.costmodel.stages.memory import communicator_bytes
 from meshwright.costmodel.stages.offload import (
     Sent,
     blocks_here,
@@ -32,6 +31,7 @@ from meshwright.costmodel.stages.stage import (
     stage_costs,
     stage_passes,
 )
+from meshwright.costmodel.stages.stage_memory import communicator_bytes
 from meshwright.costmodel.stages.sums import (
     LATER,
     NO_RECOMPUTE,

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.schedules import Action, Message, Moment, Pipeline, fewest_alike, moments
-from meshwright.costmodel.stages.memory import A
 from meshwright.costmodel.stages.stage import StageCosts
+from meshwright.costmodel.stages.stage_memory import A
 from meshwright.costmodel.stages.sums import Floats
 from meshwright.profiles.cluster import Cluster
 

@@ -26,7 +26,12 @@ from meshwright.costmodel.intervals import slowest_of
 from meshwright.costmodel.memory import optimizer_step_bytes, undo_bytes
 from meshwright.costmodel.operators import DTYPE_BYTES, Setting
 from meshwright.costmodel.stages import offload
-from meshwright.costmodel.stages.memory import A, StageMemory, communicator_bytes, stage_memory
+from meshwright.costmodel.stages.stage_memory import (
+    A,
+    StageMemory,
+    communicator_bytes,
+    stage_memory,
+)
 from meshwright.costmodel.stages.sums import Floats, Recompute, Sums
 from meshwright.costmodel.target import Target
 

@@ -301,7 +301,7 @@ class Sums:
         )
 
     def _in_segments(self, policy: str) -> Recompute:
-        """Recompute in segments, as if all blocks were alike (`planner/pricing/segments.py`)."""
+        """Recompute in segments, as if all blocks were alike (`segment_costs.py`)."""
         base, size = segment_policy(policy)
         within, blocks = self.recompute(base), np.maximum(self.blocks - self.alone_blocks, 1.0)
         size_of = np.minimum(size, blocks)

@@ -1,7 +1,7 @@
 """`save_pretrained`: a running model's weights as transformers and peft load them.
 
 Every rank writes files of its own at the same time, from tensors that are gathered to it one after
-the other (`streams.py`). The folder is published when it is complete (`files/atomic_folder.py`).
+the other (`held_tensors.py`). The folder is published when complete (`files/atomic_folder.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from meshwright.executor.checkpoint import check_loaded
 from meshwright.executor.errors import UnwrittenError
 from meshwright.executor.export import naming, weight_folder
-from meshwright.executor.export.streams import HeldTensor, held_tensors, owner_of, streamed
+from meshwright.executor.export.held_tensors import HeldTensor, held_tensors, owner_of, streamed
 from meshwright.executor.files import SavedFile, atomic_folder
 from meshwright.executor.ranks import (
     all_gather_object,

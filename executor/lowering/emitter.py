@@ -26,8 +26,7 @@ from meshwright.costmodel.rules import divided, draws, runs_as_reshape, traits_o
 from meshwright.executor.host_values import read
 from meshwright.executor.lowering.context import Context, State, seen_locally
 from meshwright.executor.lowering.implementations import Scaled
-from meshwright.executor.lowering.losses import is_counted
-from meshwright.executor.lowering.replacements import Call, callable_of, replacement
+from meshwright.executor.lowering.replacements import Call, callable_of, is_counted, replacement
 from meshwright.executor.resharding import Axis, Reshard
 from meshwright.planner.operators import expert_order, grouped_rows, grouped_weights, inverse_of
 from meshwright.planner.plan import PlanError, legs, refused

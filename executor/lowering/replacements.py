@@ -14,10 +14,11 @@ from torch import fx, nn
 
 from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Graph, Op, Ref, argument
-from meshwright.costmodel.rules import Draw, traits_of
+from meshwright.costmodel.rules import Draw, row_reduction, traits_of
 from meshwright.costmodel.sharding import (
     BY_BLOCKS,
     BY_HALO,
+    REPLICATE,
     RP,
     Placement,
     Shift,
@@ -30,8 +31,7 @@ from meshwright.executor.context import ContextAttention
 from meshwright.executor.devices import seeded
 from meshwright.executor.host_values import has_values, note_unrun, read
 from meshwright.executor.lowering.context import Context, State, seen_locally
-from meshwright.executor.lowering.implementations import MODULES, RunningNorm
-from meshwright.executor.lowering.losses import global_loss, is_global
+from meshwright.executor.lowering.implementations import MODULES, GlobalLoss, RunningNorm
 from meshwright.executor.resharding import Axis, Reshard, into_zigzag, local_part, zigzag_chunks
 from meshwright.planner.operators import Program, UnseenWrite
 from meshwright.planner.plan import PlanError
@@ -635,3 +635,41 @@ class Halo(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.shift} on {self.axis.name}"
+
+
+# --- losses over split rows -----------------------------------------------------------------------
+
+# Losses over rows that are split: divided by the count of rows on all ranks and micro-batches.
+
+
+MEAN = 1  # of `row_reduction`
+
+
+def is_global(op: Op, context: Context, strategies: Sequence[Strategy]) -> bool:
+    """Whether an operator is a loss of class numbers, reduced, of which a rank or a micro-batch has
+    some rows or classes only. `strategies` are its own, by axis."""
+    if not row_reduction(op) or context.graph.values[op.operands[1]].dtype.is_floating_point:
+        return False
+    return context.microbatches > 1 or any(s.name != REPLICATE for s in strategies)
+
+
+def is_counted(op: Op, context: Context, strategies: Sequence[Strategy]) -> bool:
+    """Whether such a loss is a mean, whose rows are counted over all micro-batches beforehand if
+    its target is known by then."""
+    return row_reduction(op) == MEAN and is_global(op, context, strategies)
+
+
+def global_loss(op: Op, context: Context, strategies: Sequence[Strategy]) -> GlobalLoss:
+    """The module in the place of such a loss."""
+    on_axes = list(zip(strategies, context.axes, strict=True))
+    # the data axis splits classes too where they are rows, as in a contrastive loss
+    vocabulary = next((axis for x, axis in on_axes if x.implementation), None)
+    sizes, loss = context.table.ops[op.name].sizes, traits_of(op).loss
+    assert loss is not None
+    return GlobalLoss(
+        loss.kind,
+        row_reduction(op),
+        vocabulary,
+        tuple(axis for x, axis in on_axes if x.split_factor and not x.implementation),
+        first_class=vocabulary.part(sizes["vocab"])[0] if vocabulary else 0,
+    )

@@ -8,10 +8,11 @@ from meshwright.executor.resharding.reshard import (
     all_gather,
     all_gather_flat,
     all_reduce,
+    into_zigzag,
     join_parts,
     local_part,
     part_of,
     reduce_scatter_flat,
     split_parts,
+    zigzag_chunks,
 )
-from meshwright.executor.resharding.zigzag import into_zigzag, zigzag_chunks

@@ -5,7 +5,6 @@ from meshwright.executor.stages.buffers import HeldBuffer
 from meshwright.executor.stages.build import Builder, BuiltStage
 from meshwright.executor.stages.checked import CheckedPlan, check_evaluable, why_not_evaluable
 from meshwright.executor.stages.lowered import LoweredStage
-from meshwright.executor.stages.parameters import replicated
 from meshwright.executor.stages.pipeline import (
     EarlyForwards,
     Keep,
@@ -14,6 +13,7 @@ from meshwright.executor.stages.pipeline import (
     PipelineRun,
     RunStage,
 )
+from meshwright.executor.stages.rank_parameters import replicated
 from meshwright.executor.stages.stage import Pass
 from meshwright.executor.stages.totals import add_totals
 from meshwright.executor.stages.user_model import (

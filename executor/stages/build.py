@@ -17,7 +17,7 @@ from meshwright.executor.ranks import Place
 from meshwright.executor.stages.buffers import HeldBuffer, hold_buffers
 from meshwright.executor.stages.checked import CheckedPlan
 from meshwright.executor.stages.lowered import LoweredStage, StageLowering
-from meshwright.executor.stages.parameters import RankParameters
+from meshwright.executor.stages.rank_parameters import RankParameters
 from meshwright.executor.stages.stage import BlockModule, StageGraphs, StageProgram
 from meshwright.executor.stages.user_model import UserModel
 

@@ -14,7 +14,7 @@ from meshwright.executor.lowering import Context, Lowered, Lowering, State
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.buffers import buffer_placements
 from meshwright.executor.stages.checked import CheckedPlan
-from meshwright.executor.stages.parameters import parameter_states
+from meshwright.executor.stages.rank_parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
 from meshwright.executor.stages.totals import Total
 from meshwright.executor.transfers import Channels, stage_channels

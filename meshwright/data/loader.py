@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset
 
-from meshwright.data import arguments
+from meshwright.data import loader_arguments
 from meshwright.executor.ranks import all_gather_object, background, gloo_group, launch
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.running import DataParallel, Steps
@@ -156,7 +156,7 @@ class DataLoader:
         """Go on at a position that was saved, of the same dataset, in the order it was in; in
         batches of other rows from the sample on that is next. Raises ValueError for another
         dataset, and for buckets that were made otherwise."""
-        order, state = self.order, arguments.checked_state(state, arguments.STATE)
+        order, state = self.order, loader_arguments.checked_state(state, loader_arguments.STATE)
         self._check_same("samples in the dataset", state["size"], order.size)
         self._check_same("buckets", state["buckets"], order.buckets and order.buckets.described())
         self.epoch, self.position = state["epoch"], state["position"]
@@ -221,7 +221,7 @@ def data_loader(
     Raises ValueError for a dataset without a batch, of other sizes on ranks, or whose last batch
     can't be shared out.
     """
-    arguments.check_options(
+    loader_arguments.check_options(
         shuffle=shuffle,
         seed=seed,
         drop_last=drop_last,
@@ -234,12 +234,12 @@ def data_loader(
     size = _size(dataset)
     filled = None
     if buckets is not None:
-        to = arguments.checked_buckets(buckets)
+        to = loader_arguments.checked_buckets(buckets)
         if lengths is None:
             lengths = _length_of
         if callable(lengths):
             lengths = [lengths(dataset[k]) for k in range(size)]
-        checked = arguments.checked_lengths(lengths, size)
+        checked = loader_arguments.checked_lengths(lengths, size)
         filled = Buckets(lengths=checked, to=to, tokens=tokens_per_batch)
     elif tokens_per_batch is not None or lengths is not None:
         raise MeshwrightError(
@@ -260,7 +260,7 @@ def data_loader(
         dataset,
         result.data_parallel,
         order,
-        collate_fn=collate_fn or arguments.collated,
+        collate_fn=collate_fn or loader_arguments.collated,
         padding={**PADDING, **(padding or {})},
         loading=loading,
         waited=result.monitor.waited_for_input,
@@ -274,7 +274,7 @@ def _size(dataset: Any) -> int:
     except (TypeError, OverflowError):
         size = -1
     except ValueError as error:  # on all ranks alike: the length is a negative one
-        raise arguments.DataError(
+        raise loader_arguments.DataError(
             f" has no length: {error}", place="data_loader: dataset"
         ) from error
     sizes = all_gather_object(gloo_group(), size) if launch.world_size() > 1 else [size]
@@ -286,11 +286,11 @@ def _size(dataset: Any) -> int:
             way_out="iterate over one without yourself, and feed train_step the global batch, the "
             "same on all ranks, or this rank's rows (local=True, result.data_parallel)",
         )
-    if max(sizes) > arguments.MAX_SAMPLES:
-        raise arguments.DataError(
+    if max(sizes) > loader_arguments.MAX_SAMPLES:
+        raise loader_arguments.DataError(
             f" has {max(sizes)} samples",
             place="data_loader: dataset",
-            legal=f"up to {arguments.MAX_SAMPLES} samples",
+            legal=f"up to {loader_arguments.MAX_SAMPLES} samples",
             way_out="iterate over the data yourself, and feed train_step",
         )
     if len({*sizes}) > 1:
@@ -309,7 +309,7 @@ def _length_of(sample: Any) -> int:
         entries = sample.values() if isinstance(sample, Mapping) else sample
         return len(next(iter(entries)))
     except (TypeError, StopIteration) as error:
-        raise arguments.DataError(
+        raise loader_arguments.DataError(
             f" has no length: a {type(sample).__name__}, {shown(sample)}",
             place="data_loader: a sample",
             legal="a dict, tuple or list whose first entry is a tensor or a list of tokens",
@@ -365,7 +365,7 @@ def padded(sample: Any, length: int, padding: Mapping[str, float]) -> Any:
         if not entry.dim() or len(entry) != tokens:
             return entry
         if length < tokens:
-            raise arguments.DataError(
+            raise loader_arguments.DataError(
                 f" has {tokens} tokens, and the bucket's length is {length}",
                 place="data_loader: a sample",
                 legal="samples as long as lengths= says",
@@ -382,7 +382,7 @@ def _tensor_of(entry: Any, name: str) -> torch.Tensor:
     try:
         return torch.as_tensor(entry)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise arguments.DataError(
+        raise loader_arguments.DataError(
             f": the entry {name!r} is a {type(entry).__name__}, {shown(entry)}",
             place="data_loader: a sample",
             legal="tensors, numbers and lists of numbers",
@@ -417,7 +417,7 @@ class Buckets:
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        arguments.checked_buckets(self.to)
+        loader_arguments.checked_buckets(self.to)
         longer = sum(n > self.to[-1] for n in self.lengths)
         if longer:
             raise MeshwrightError(

@@ -5,7 +5,7 @@
 
 `per_device_train_batch_size · gradient_accumulation_steps · devices` rows make a step, as where
 every device has rows of its own; how devices share a step is the plan's. What this class doesn't do
-is refused by name (`arguments.py`).
+is refused by name (`training_arguments.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch.utils.data import Subset
 
 from meshwright.api import auto_parallelize
 from meshwright.data import data_loader
-from meshwright.data.arguments import DataError, collated
-from meshwright.hf import arguments
+from meshwright.data.loader_arguments import DataError, collated
+from meshwright.hf import training_arguments
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, TensorBoardLogger
 from meshwright.profiles.cluster import Cluster
@@ -64,8 +64,8 @@ class Trainer:
         **planning: Any,
     ) -> None:
         """Raises ValueError for arguments that are refused, and as `auto_parallelize` does."""
-        arguments.check_arguments(args)
-        arguments.check_options(planning)
+        training_arguments.check_arguments(args)
+        training_arguments.check_options(planning)
         train = _samples(train_dataset, "train_dataset")
         _check_evaluation(args, eval_dataset)
         torch.manual_seed(args.seed)  # what dropout draws from
@@ -84,14 +84,16 @@ class Trainer:
         cluster = cluster or (_cpus() if args.use_cpu else Cluster.detect())
         rows = min(2, len(train))
         options = {
-            "global_batch_size": arguments.global_batch_size(args, cluster.num_devices),
+            "global_batch_size": training_arguments.global_batch_size(args, cluster.num_devices),
             "example_inputs": self._collate([train[k] for k in range(rows)]),
-            "precision": arguments.precision_of(args),
+            "precision": training_arguments.precision_of(args),
             "compile": args.torch_compile_backend or args.torch_compile,
             "tf32": bool(args.tf32),
         }
         if self.optimizer is None:
-            options["optimizer"] = arguments.OPTIMIZERS[str(arguments.chosen(args, "optim"))]
+            options["optimizer"] = training_arguments.OPTIMIZERS[
+                str(training_arguments.chosen(args, "optim"))
+            ]
         self.result = auto_parallelize(model, cluster, **{**options, **planning})
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainOutput:
@@ -103,7 +105,7 @@ class Trainer:
                       else resume_from_checkpoint)  # fmt: skip
         epoch = self._epoch_steps
         total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * epoch)
-        evaluate_every = arguments.every(
+        evaluate_every = training_arguments.every(
             args.eval_strategy, args.eval_steps or args.logging_steps, epoch, total
         )
         done = fit(
@@ -116,11 +118,13 @@ class Trainer:
             evaluation=self.eval_dataset if evaluate_every else None,
             evaluate_every=evaluate_every or 1,
             folder=None if args.save_strategy.value == "no" else Path(args.output_dir),
-            save_every=arguments.every(args.save_strategy, args.save_steps, epoch, total),
+            save_every=training_arguments.every(args.save_strategy, args.save_steps, epoch, total),
             keep=args.save_total_limit or 1_000_000,
             resume=resume,
             log_to=_all_of([*self.loggers, *self._reporting()]),
-            log_every=arguments.every(args.logging_strategy, args.logging_steps, epoch, total)
+            log_every=training_arguments.every(
+                args.logging_strategy, args.logging_steps, epoch, total
+            )
             or total,
             **self._loading,
         )
@@ -157,7 +161,7 @@ class Trainer:
             "collate_fn": self._collate,
             "seed": args.seed if args.data_seed is None else args.data_seed,
             "drop_last": args.dataloader_drop_last,
-            "shuffle": arguments.chosen(args, "train_sampling_strategy") != "sequential",
+            "shuffle": training_arguments.chosen(args, "train_sampling_strategy") != "sequential",
             "num_workers": args.dataloader_num_workers,
             "pin_memory": args.dataloader_pin_memory and torch.cuda.is_available(),
         }
@@ -169,7 +173,7 @@ class Trainer:
     def _optimizer(self, result: ParallelModel) -> torch.optim.Optimizer:
         named = [(name, p) for name, p in result.named_parameters() if p.requires_grad]
         decayed = [p for name, p in named if name in self._decayed]
-        return arguments.optimizer_of(
+        return training_arguments.optimizer_of(
             self.args, decayed, [p for n, p in named if n not in self._decayed]
         )
 
@@ -266,7 +270,7 @@ def _samples(dataset: Any, what: str) -> Any:
 
 def _check_evaluation(args: Any, eval_dataset: Any) -> None:
     """Raise ValueError where evaluations are asked for, of nothing."""
-    asked = arguments.chosen(args, "eval_strategy")
+    asked = training_arguments.chosen(args, "eval_strategy")
     if asked != "no" and eval_dataset is None:
         raise MeshwrightError(
             f"={asked!r}, without an eval_dataset",

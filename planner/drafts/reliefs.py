@@ -14,7 +14,7 @@ from meshwright.costmodel.memory import FP32, optimizer_bytes
 from meshwright.costmodel.mesh import NOT_AWAY, HostParts
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.stages import held_bytes
-from meshwright.planner.drafts.segments import undecided
+from meshwright.planner.drafts.segment_choices import undecided
 from meshwright.planner.overrides import Restrictions
 
 

@@ -1,6 +1,6 @@
 """The planner's own operators, shared with the executor: experts and leaves."""
 
-from meshwright.planner.operators.leaf import (
+from meshwright.planner.operators.leaf_program import (
     Applied,
     Operand,
     Program,

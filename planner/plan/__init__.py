@@ -22,7 +22,14 @@ from meshwright.planner.plan.flow import (
 )
 from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
 from meshwright.planner.plan.offload import away_blocks, moved_parts, moved_sizes, off_device
-from meshwright.planner.plan.plan import PRECISIONS, Plan, StagePlan, recompute_of, stage_on
+from meshwright.planner.plan.plan import (
+    PRECISIONS,
+    Plan,
+    StagePlan,
+    recompute_of,
+    segments_of,
+    stage_on,
+)
 from meshwright.planner.plan.ranges import (
     PlanError,
     compress_names,
@@ -31,7 +38,6 @@ from meshwright.planner.plan.ranges import (
     expand_ranks,
 )
 from meshwright.planner.plan.ranks import placement_of
-from meshwright.planner.plan.segments import segments_of
 from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
 from meshwright.planner.plan.words import (
     GIB,

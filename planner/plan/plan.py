@@ -8,13 +8,16 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from meshwright.costmodel.graph import Block
 from meshwright.costmodel.mesh import ALL_GATHER, Batch, ContextKind, HostParts, Mesh, Parts
 from meshwright.costmodel.recompute import RECOMPUTE
+from meshwright.costmodel.rules import recomputable
 from meshwright.costmodel.schedules import SCHEDULES, Pipeline, Schedule
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.planner.decisions import DECISIONS, OFFLOADS
@@ -41,7 +44,7 @@ class StagePlan(Sharing):
 
     `recompute` is one policy for all blocks, or policy -> blocks (the others keep everything).
     `segments` neighbours keep their inputs alone and run again together, the policies being for the
-    time after that (`segments.py`); 1 is none.
+    time after that (`segments_of`); 1 is none.
 
     `shardings` maps globs over modules (`transformer.h.*.mlp.c_fc`), operator keys
     (`transformer.h.*.mlp.c_fc:addmm`) or parameter FQNs to decisions (`colwise`, `S(0)@tp`), of
@@ -415,3 +418,22 @@ def _same_keys(data: Mapping[str, Any], legal: set[str], place: str, optional: s
         raise PlanError(
             f"{', '.join(parts):.300}", place=place, legal=f"the keys {', '.join(sorted(legal))}"
         )
+
+
+# --- segments -------------------------------------------------------------------------------------
+
+# Segments of a stage: neighbours that keep only their inputs; their forward runs again in the
+# backward, which then goes through them as each block's own recompute policy says.
+#
+# With n blocks in segments of k a stage keeps the inputs of n/k blocks of each micro-batch in
+# flight, and of one segment at a time what its k blocks keep: least for k near √n, where those
+# keep their inputs, too (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016).
+
+
+def segments_of(blocks: Sequence[Block], size: int, loss: str | None) -> list[range]:
+    """Positions of the blocks in each segment of a stage: as many as `size` neighbours, two at
+    least, none of which has the loss, whose backward follows at once, or can't run twice."""
+    once = [k for k, b in enumerate(blocks) if loss in b.outputs or not recomputable(b)]
+    runs = [range(a + 1, b) for a, b in pairwise([-1, *once, len(blocks)])]
+    spans = [run[k : k + size] for run in runs for k in range(0, len(run), size)]
+    return [span for span in spans if len(span) > 1]

@@ -10,7 +10,7 @@ import numpy as np
 
 from meshwright.costmodel.stages import BlockBytes, Sent, sent_by_block
 from meshwright.planner.plan import away_blocks
-from meshwright.planner.pricing.segments import in_segments
+from meshwright.planner.pricing.segment_costs import in_segments
 from meshwright.planner.pricing.stage_costs import StageBlocks
 
 

@@ -24,7 +24,7 @@ from meshwright.costmodel.stages import (
 )
 from meshwright.planner.plan import Plan, crossings, off_device
 from meshwright.planner.pricing.away import entering_bytes, sending
-from meshwright.planner.pricing.segments import in_segments
+from meshwright.planner.pricing.segment_costs import in_segments
 from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster
 
 Edges = Mapping[tuple[int, int], Sequence[str]]  # (source stage, target stage) -> values sent

@@ -39,7 +39,7 @@ from meshwright.planner.pricing.away import sent_of
 from meshwright.planner.pricing.copies import with_exchanges
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator, simulated
 from meshwright.planner.pricing.priced_stage import PricedStage
-from meshwright.planner.pricing.segments import stage_recompute
+from meshwright.planner.pricing.segment_costs import stage_recompute
 from meshwright.planner.pricing.stage_costs import Entered
 from meshwright.profiles.profile import Profile
 from meshwright.profiles.steps import COMPONENTS, HOST, NO_CORRECTIONS, STEP

@@ -11,7 +11,7 @@ from meshwright.costmodel import stages
 from meshwright.costmodel.sharding import Assignment, Placement
 from meshwright.planner.plan import Plan
 from meshwright.planner.pricing.away import sent_of
-from meshwright.planner.pricing.segments import stage_recompute
+from meshwright.planner.pricing.segment_costs import stage_recompute
 from meshwright.planner.pricing.stage_costs import StageBlocks, StageCoster, stage_blocks
 
 

@@ -13,8 +13,8 @@ from torch.utils import _pytree as pytree
 
 from meshwright.planner.batch import path_of, split_batch
 from meshwright.planner.errors import TraceError
-from meshwright.planner.tracing.batch import FakeBatch, tensor_of
 from meshwright.planner.tracing.context import generators_untouched
+from meshwright.planner.tracing.fake_batch import FakeBatch, tensor_of
 from meshwright.planner.tracing.leaves import LeafRecorder
 from meshwright.planner.tracing.similar import StandIns
 from meshwright.planner.tracing.user_module import Held, Key, Watch, holders_of

@@ -36,8 +36,8 @@ from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
 from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing import context, user_module
-from meshwright.planner.tracing.batch import FakeBatch, check_call
 from meshwright.planner.tracing.convert import convert
+from meshwright.planner.tracing.fake_batch import FakeBatch, check_call
 from meshwright.planner.tracing.leaves import LeafRecorder
 from meshwright.planner.tracing.loss import LossModule
 from meshwright.planner.tracing.similar import Irregular, StandIns

@@ -82,3 +82,16 @@ _SHOWN.maxdict = _SHOWN.maxlist = _SHOWN.maxtuple = 8
 def shown(value: Any) -> str:
     """A value as a message shows it: `repr`, shortened where it is long."""
     return _SHOWN.repr(value)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+# The error of a measurement.
+
+
+class MeasuringError(MeshwrightError, RuntimeError):
+    """A measurement that this machine did not finish."""
+
+    PLACE = "profile: collectives"
+    LEGAL = "a machine that can start the ranks and processes of a measurement"
+    WAY_OUT = "measure again when the machine is less busy"

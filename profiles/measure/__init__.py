@@ -2,7 +2,7 @@
 host does, imports."""
 
 from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES, launch_local, shapes
-from meshwright.profiles.measure.host import FILE_BYTES, check_folder, measure_host
+from meshwright.profiles.measure.host_work import FILE_BYTES, check_folder, measure_host
 from meshwright.profiles.measure.imports import (
     CollectiveRow,
     is_gpu,

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.profiles.measure.errors import MeasuringError
+from meshwright.profiles.inputs.errors import MeasuringError
 from meshwright.profiles.timings import CollectiveTiming
 
 SIZES_BYTES = tuple(4**k * 2**10 for k in range(9))  # 1 KiB to 64 MiB

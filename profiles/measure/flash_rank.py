@@ -1,4 +1,4 @@
-"""One of the processes of a measurement of flash (`host.py`), which reads and writes its own file.
+"""One process of a measurement of flash (`host_work.py`), which reads and writes its own file.
 
 Run as a script with a folder and a number of bytes; of the standard library alone, so that it
 starts at once. Per line of its input, "write" or "read", it says the seconds that took.

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.profiles.measure.errors import MeasuringError
+from meshwright.profiles.inputs.errors import MeasuringError
 from meshwright.profiles.op_signature import OpSignature, is_floating
 from meshwright.profiles.timings import Timing, spread_of
 

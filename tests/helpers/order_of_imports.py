@@ -1,8 +1,9 @@
-"""The packages in the order of imports, which `tests/test_architecture.py` holds them to."""
+"""The rooms, packages or large modules, in the order of imports that
+`tests/test_architecture.py` holds them to."""
 
 from tests.helpers.source_files import PACKAGE
 
-# A package imports packages before it alone, and none of its own line.
+# A room imports rooms before it alone, and none of its own line.
 ORDER = """
 profiles.inputs
 profiles.hardware

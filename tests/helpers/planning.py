@@ -31,7 +31,7 @@ from meshwright.costmodel.sharding.strategies import Placement, transition
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages.sums import Sums
 from meshwright.costmodel.targets import EAGER
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.pricing.stage_costs import StageCoster
 from meshwright.planner.stages.programs import BlockPrograms
 from meshwright.planner.tracing.trace import trace

@@ -36,7 +36,7 @@ from meshwright.costmodel.sharding.strategies import (
     replicated,
     strategies,
 )
-from meshwright.costmodel.user_rules.verify import called
+from meshwright.costmodel.user_rules import called
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.emitter import Emitter
 from meshwright.executor.lowering.implementations import row_weight

@@ -137,13 +137,13 @@ def importers(files: Iterable[SourceFile]) -> dict[str, set[str]]:
 # --- cycles ---------------------------------------------------------------------------------------
 
 
-def import_cycle(files: Iterable[SourceFile]) -> list[str]:
-    """The modules of one cycle of imports run at import, the first repeated at the end; empty where
-    there is none."""
+def import_cycle(files: Iterable[SourceFile], *, typing: bool = False) -> list[str]:
+    """The modules of one cycle of imports run at import, or for types, the first repeated at the
+    end; empty where there is none."""
     modules = {file.module for file in files}
     graph: dict[str, set[str]] = {module: set() for module in modules}
     for file in files:
-        for statement in statements_run_at_import(file.tree.body):
+        for statement in statements_run_at_import(file.tree.body, typing=typing):
             for name in file.imported(statement):
                 # `a.b.c` is module a.b.c, or a name in a.b: the longest prefix that is a module.
                 while name and name not in modules:
@@ -157,19 +157,20 @@ def import_cycle(files: Iterable[SourceFile]) -> list[str]:
     return []
 
 
-def statements_run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements of a module, into classes and branches but not functions or `if TYPE_CHECKING`."""
+def statements_run_at_import(body: list[ast.stmt], *, typing: bool) -> Iterator[ast.stmt]:
+    """Statements of a module, into classes and branches but not functions; `if TYPE_CHECKING` with
+    `typing` alone."""
     for statement in body:
         yield statement
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
-        if isinstance(statement, ast.If) and is_type_checking(statement.test):
-            yield from statements_run_at_import(statement.orelse)
+        if isinstance(statement, ast.If) and is_type_checking(statement.test) and not typing:
+            yield from statements_run_at_import(statement.orelse, typing=typing)
             continue
         for field in ("body", "orelse", "finalbody"):
-            yield from statements_run_at_import(getattr(statement, field, []))
+            yield from statements_run_at_import(getattr(statement, field, []), typing=typing)
         for handler in [*getattr(statement, "handlers", []), *getattr(statement, "cases", [])]:
-            yield from statements_run_at_import(handler.body)
+            yield from statements_run_at_import(handler.body, typing=typing)
 
 
 def is_type_checking(test: ast.expr) -> bool:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from meshwright import ParallelModel, auto_parallelize
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.tracing.trace import trace

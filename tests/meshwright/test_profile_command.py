@@ -11,7 +11,7 @@ import pytest
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.measure import host as measure_host
+from meshwright.profiles.measure import host_work
 from meshwright.profiles.measure import operators as measure_ops
 from meshwright.profiles.measure.collectives import COLLECTIVES, SIZES_BYTES
 from meshwright.profiles.profile import MEASURED, cores_busy, load_profile
@@ -44,8 +44,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 @pytest.fixture(autouse=True)
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """As few repetitions as there can be, of little."""
-    monkeypatch.setattr(measure_host, "STEP_ELEMENTS", 2**16)
-    monkeypatch.setattr(measure_host, "FILE_BYTES", 2**16)
+    monkeypatch.setattr(host_work, "STEP_ELEMENTS", 2**16)
+    monkeypatch.setattr(host_work, "FILE_BYTES", 2**16)
     real = measure_ops.measure
     monkeypatch.setattr(
         measure_ops, "measure", lambda one, device, *, budget_s: real(one, device, budget_s=0.0)

@@ -18,7 +18,7 @@ from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.executor.runtime.runtime import RunOptions, Runtime
 from meshwright.executor.stages import CheckedPlan
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
 from tests.models.architectures import (

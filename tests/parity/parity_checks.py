@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
-from meshwright.executor.transfers.channels import Channel
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.executor.transfers import Channel
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.plan_building import Knobs, build_plan

@@ -11,7 +11,7 @@ from torch import nn
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import analyse
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.traced import WIDTH, agree, shorts

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.runtime.runtime import Runtime
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.traced import WIDTH

@@ -10,7 +10,7 @@ from meshwright.costmodel.graph import TensorMeta, map_refs
 from meshwright.costmodel.rules.language import Kind, OpFactors
 from meshwright.costmodel.rules.registry import factors_of
 from meshwright.costmodel.rules.traits import draws
-from meshwright.costmodel.user_rules.verify import meta_of
+from meshwright.costmodel.user_rules import meta_of
 from scripts.discover_rule import main
 from scripts.discovery.discover import SMALLEST, Proposal, discover
 from tests.costmodel.rules.rule_cases import (

@@ -13,7 +13,7 @@ from meshwright import Cluster, Overrides
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.sharding.factors import analyse
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.plan.check import check_plan, fingerprint
 from meshwright.planner.plan.plan import Plan, PlanError, StagePlan
 from meshwright.planner.pricing.evaluate import Evaluation, Evaluator

@@ -18,7 +18,7 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.planner.batch import split_batch
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.hardware.device import Link

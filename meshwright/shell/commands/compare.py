@@ -16,7 +16,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.shell.answer import Answer
 from meshwright.shell.commands import flags, override_flags
-from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.named import cluster_named
 
 

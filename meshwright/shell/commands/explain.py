@@ -10,7 +10,7 @@ from meshwright.planner.plan import Plan, describe, seconds, sized, slower
 from meshwright.planner.report import Report
 from meshwright.shell.answer import Answer
 from meshwright.shell.commands import flags
-from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.commands.parallelized import parallelized
 
 Collectives = Mapping[str, tuple[int, float]]
 

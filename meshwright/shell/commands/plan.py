@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.planner.document import Document, Part
 from meshwright.shell.answer import Answer, say
 from meshwright.shell.commands import flags, override_flags
-from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.commands.rehearse import exit_code
 from meshwright.shell.named import cluster_named
 from meshwright.shell.progress import progress_shown

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from meshwright.shell.answer import Answer, say
 from meshwright.shell.commands import flags
-from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.commands.parallelized import parallelized
 
 if TYPE_CHECKING:
     from meshwright.executor.rehearsal import Rehearsal

@@ -11,7 +11,7 @@ from meshwright.planner.report import SCHEMA
 from meshwright.profiles.inputs import MeshwrightError, shown, write_text
 from meshwright.shell.answer import say
 from meshwright.shell.commands import flags
-from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.named import no_report, saved_json
 
 WAY_OUT = "`meshwright plan --json` writes a report, `meshwright plan -o FILE` a plan"

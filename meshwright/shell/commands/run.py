@@ -6,7 +6,7 @@ import argparse
 
 from meshwright.shell.answer import Answer, say
 from meshwright.shell.commands import flags
-from meshwright.shell.commands.planned import parallelized
+from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.named import cluster_named
 from meshwright.shell.progress import progress_shown
 

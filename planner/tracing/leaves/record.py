@@ -506,7 +506,7 @@ def _resized(tensors: Likes, dims: Sequence[Dims], sizes: Mapping[str, int]) -> 
 # --- the trial on numbers ------------------------------------------------------------------------
 #
 # The forward and its backward run once on random numbers and once on each of two parts per letter,
-# and are compared (`user_rules/verify.py`). Letters that may be split are made small; dims that
+# and are compared (`user_rules.py`). Letters that may be split are made small; dims that
 # stay whole are as traced where a run costs little, else small where the forward works on that.
 # Weights are random too, so that models on the meta device are tried like others.
 

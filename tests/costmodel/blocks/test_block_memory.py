@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.blocks import known_steps
+from meshwright.costmodel.blocks.block_memory import BlockMemory, block_memory
 from meshwright.costmodel.blocks.known_steps import KnownSteps
-from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
 from meshwright.costmodel.blocks.price import PassPrice, price_pass
 from meshwright.costmodel.blocks.repeated import least_kept, repeated_ops
 from meshwright.costmodel.graph import Block, Op

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from meshwright.costmodel.blocks.memory import BlockMemory, block_memory
+from meshwright.costmodel.blocks.block_memory import BlockMemory, block_memory
 from meshwright.costmodel.blocks.repeated import repeated_ops
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.memory.storage import Held, Storage
@@ -30,7 +30,7 @@ from meshwright.executor.backward.repeated import _Pass
 from meshwright.executor.lowering.context import Context, State
 from meshwright.executor.lowering.lower import Lowering
 from meshwright.executor.resharding.reshard import Axis, local_part
-from meshwright.executor.stages.parameters import parameter_states
+from meshwright.executor.stages.rank_parameters import parameter_states
 from meshwright.executor.stages.stage import BlockModule, StageGraphs, StageProgram
 from meshwright.planner.batch import input_leaves
 from meshwright.planner.plan.check import check_plan

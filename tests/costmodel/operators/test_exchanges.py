@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from meshwright.costmodel.blocks.backward import backward_course
-from meshwright.costmodel.blocks.memory import block_memory
+from meshwright.costmodel.blocks.block_memory import block_memory
 from meshwright.costmodel.kernels.collectives import (
     Group,
     collective_time,

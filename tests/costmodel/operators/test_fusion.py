@@ -16,7 +16,7 @@ from meshwright.costmodel.operators.fusion import Fusion, fuse, is_free
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.sharding.factors import FactorTable, analyse
 from meshwright.costmodel.sharding.layouts import BlockLayouts
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing.trace import trace
 from meshwright.profiles.cluster import Cluster
 from tests.helpers.planning import setting_on

@@ -25,7 +25,7 @@ from meshwright.costmodel.sharding.strategies import (
     largest_part,
     splitting_degrees,
 )
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing.trace import trace
 from tests.costmodel.traces import analysed
 from tests.helpers.traced import with_forward

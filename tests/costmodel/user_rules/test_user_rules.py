@@ -12,8 +12,15 @@ from meshwright.costmodel.rules.language import divided, ein
 from meshwright.costmodel.rules.registry import GIVEN, RuleError
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import strategies
-from meshwright.costmodel.user_rules.add import rule, verified, verify_call
-from meshwright.costmodel.user_rules.verify import Trial, faults, meta_of, random_operands
+from meshwright.costmodel.user_rules import (
+    Trial,
+    faults,
+    meta_of,
+    random_operands,
+    rule,
+    verified,
+    verify_call,
+)
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.traced import with_forward
 
@@ -285,7 +292,7 @@ def test_trials_leave_the_callers_random_numbers_alone(monkeypatch: pytest.Monke
     given = GIVEN["meshwright_test.pairs"]
     seen: list[torch.Tensor] = []  # what the operator is called on
     monkeypatch.setattr(
-        "meshwright.costmodel.user_rules.add.random_operands",
+        "meshwright.costmodel.user_rules.random_operands",
         lambda *given: seen.extend(found := random_operands(*given)) or found,
     )
     for seed in (1, 2):

@@ -10,10 +10,16 @@ from torch.testing import assert_close
 from meshwright.costmodel.mesh import RING
 from meshwright.costmodel.sharding.sequence import Shift
 from meshwright.costmodel.sharding.strategies import Placement, R
-from meshwright.executor.context.attention import Blocks
+from meshwright.executor.context import Blocks
 from meshwright.executor.lowering.replacements import Halo
-from meshwright.executor.resharding.reshard import Axis, Reshard, local_part
-from meshwright.executor.resharding.zigzag import into_zigzag, out_of_zigzag, zigzag_chunks
+from meshwright.executor.resharding.reshard import (
+    Axis,
+    Reshard,
+    into_zigzag,
+    local_part,
+    out_of_zigzag,
+    zigzag_chunks,
+)
 from tests.helpers.threaded_ranks import Ranks, talking_ranks
 
 TOKENS = Placement("S", 1)

@@ -22,7 +22,7 @@ from meshwright.costmodel.sharding.factors import analyse
 from meshwright.executor.ranks import launch
 from meshwright.planner.plan import Plan
 from meshwright.planner.tracing.trace import trace
-from meshwright.planner.tracing.transformers.adapter import adapted
+from meshwright.planner.tracing.transformers import adapted
 from scripts.zoo.models import SMALL, ZOO
 from scripts.zoo.registry import VOCAB
 from tests.helpers import tiny

@@ -32,8 +32,8 @@ from meshwright.executor.checkpoint import checkpoint, model_tensors
 from meshwright.executor.checkpoint.weights import load_weights
 from meshwright.executor.errors import SavedError
 from meshwright.executor.export import full_state_dict, save_pretrained
+from meshwright.executor.export.held_tensors import HeldTensor, held_tensors, owner_of
 from meshwright.executor.export.naming import Part, saved_names
-from meshwright.executor.export.streams import HeldTensor, held_tensors, owner_of
 from meshwright.executor.export.weight_folder import INDEX, SafetensorsFile, in_file_order, in_turn
 from meshwright.executor.files import MANIFEST, LocalChunks
 from meshwright.executor.ranks import launch

@@ -7,7 +7,7 @@ from meshwright.costmodel.sharding.layouts import BlockLayouts
 from meshwright.executor.lowering.context import Context
 from meshwright.executor.lowering.lower import Lowering
 from meshwright.executor.resharding.reshard import Axis
-from meshwright.executor.stages.parameters import parameter_states
+from meshwright.executor.stages.rank_parameters import parameter_states
 from meshwright.planner.plan.check import check_plan
 from tests.helpers.plan_building import Knobs, build_plan
 from tests.helpers.planning import linears

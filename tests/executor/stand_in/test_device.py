@@ -39,7 +39,7 @@ from meshwright.executor.stages import Phase
 from meshwright.executor.stages import batches as batches_module
 from meshwright.executor.stages import stage as stage_module
 from meshwright.executor.stand_in import NOT_KNOWN, ORDER, Key, KnownFakes, Parts, parts_on_demand
-from meshwright.executor.transfers.channels import Channel
+from meshwright.executor.transfers import Channel
 from tests.executor.rehearsal.rehearsal_runs import checked
 from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.tiny import planned

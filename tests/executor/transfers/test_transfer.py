@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from meshwright.costmodel.sharding.strategies import Placement, R
 from meshwright.executor.ranks.meshes import StageMesh
-from meshwright.executor.transfers import handed, release
-from meshwright.executor.transfers.channels import Channel, held, slices, within
+from meshwright.executor.transfers import Channel, handed, held, release, slices, within
 
 SHAPE = (12, 24)  # divisible by every degree tried
 S0, S1 = Placement("S", 0), Placement("S", 1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from meshwright import ParallelModel, data_loader
-from meshwright.data.arguments import DataError, checked_lengths
 from meshwright.data.loader import Order
+from meshwright.data.loader_arguments import DataError, checked_lengths
 from meshwright.executor.ranks import all_gather_object, gloo_group, launch
 from meshwright.profiles.inputs import MeshwrightError
 from tests.helpers.ranks import on_ranks

@@ -18,7 +18,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from meshwright import MeshwrightError
 from meshwright.hf import Trainer
-from meshwright.hf.arguments import (
+from meshwright.hf.training_arguments import (
     TAKEN,
     WITHOUT_EFFECT,
     check_arguments,

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.planner.alternatives import advice as module
+from meshwright.planner.alternatives import answers as module
 from meshwright.planner.alternatives import what_if
-from meshwright.planner.alternatives.advice import advice, next_batches
+from meshwright.planner.alternatives.answers import advice, next_batches
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from meshwright.profiles.cluster import Cluster

@@ -11,7 +11,7 @@ from meshwright.costmodel.targets import EAGER, target_named
 from meshwright.planner.alternatives import answers as module
 from meshwright.planner.alternatives.alternatives import Alternative, families
 from meshwright.planner.alternatives.answers import CUT_SHORT, Answers
-from meshwright.planner.alternatives.explain import alternative_row
+from meshwright.planner.alternatives.explained import alternative_row
 from meshwright.planner.document import Document
 from meshwright.planner.overrides.overrides import OverrideError, Overrides
 from meshwright.planner.plan.infeasible import InfeasibleError

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from meshwright.planner.alternatives.explain import Explained, instead
+from meshwright.planner.alternatives.explained import Explained, instead
 from meshwright.planner.pricing.evaluate import Evaluator
 from tests.helpers.planning import cluster, problem_of
 from tests.helpers.tiny import cut, net, plan_for

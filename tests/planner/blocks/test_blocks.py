@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from meshwright.costmodel.graph import Block, Graph, class_hash, verify_graph
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.moe import combine, dispatch, grouped_linear
-from meshwright.planner.blocks.cut import (
+from meshwright.planner.blocks import (
     activations_at_cuts,
     bytes_at_cuts,
     cut_blocks,

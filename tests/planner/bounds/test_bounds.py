@@ -19,8 +19,8 @@ from meshwright.costmodel.schedules import (
     simulate,
 )
 from meshwright.costmodel.targets import target_named
-from meshwright.planner.bounds import bounds as pipelines
-from meshwright.planner.bounds.bounds import Bounds
+from meshwright.planner import bounds
+from meshwright.planner.bounds import Bounds
 from meshwright.planner.overrides.overrides import Overrides
 from meshwright.planner.search.search import Search
 from tests.helpers.planning import linears, odd_cluster, problem_of
@@ -28,10 +28,10 @@ from tests.helpers.planning import linears, odd_cluster, problem_of
 AMPLE = 1e12
 
 
-def work(cost_s: list[list[float]], used: list[list[float]], room: float) -> pipelines.Work:
+def work(cost_s: list[list[float]], used: list[list[float]], room: float) -> bounds.Work:
     """Blocks, one of each kind, that hold bytes per micro-batch alone."""
     active = np.array(used)
-    return pipelines.Work(
+    return bounds.Work(
         cost_s=np.array(cost_s), static_bytes=np.zeros_like(active), active_bytes=active,
         block_part=np.ones_like(active), room=room,
     )  # fmt: skip
@@ -59,25 +59,25 @@ def test_no_simulated_step_is_below_the_bounds(name: str) -> None:
         passes = [[x + y] for x, y in zip(f, b, strict=True)]
         early = [[x + y - z] for x, y, z in zip(f, b, w, strict=True)]
         free = [[0.0] for _ in passes]
-        whole = pipelines.devices_of(work(passes, free, AMPLE), np.ones(p), 0.0)
-        first = pipelines.devices_of(work(early, free, AMPLE), np.ones(p), 0.0)
+        whole = bounds.devices_of(work(passes, free, AMPLE), np.ones(p), 0.0)
+        first = bounds.devices_of(work(early, free, AMPLE), np.ones(p), 0.0)
         before = np.concatenate([[0.0], np.cumsum(sorted(f)[: p - 1])])
-        assert pipelines.balanced_s(whole, m, before, 0.0) <= step
+        assert bounds.balanced_s(whole, m, before, 0.0) <= step
         if each == 1:
-            assert pipelines.filled_s(first, m, pipelines.theta(m, p, 1.0), 0.0, 0.0) <= step
+            assert bounds.filled_s(first, m, bounds.theta(m, p, 1.0), 0.0, 0.0) <= step
             part = min(x / y[0] for x, y in zip(f, passes, strict=True))
-            assert pipelines.filled_s(whole, m, pipelines.theta(m, p, part), 0.0, 0.0) <= step
+            assert bounds.filled_s(whole, m, bounds.theta(m, p, part), 0.0, 0.0) <= step
         held, places = in_flight(pipeline, 0), pipeline.device_of
         crossing = sum(s for (i, j), s in edges.items() if places[i] != places[j])
-        assert pipelines.filled_s(first, m, held / m, 2 * crossing, 0.0) <= step
+        assert bounds.filled_s(first, m, held / m, 2 * crossing, 0.0) <= step
         assert sum(x[0] for x in early) + (m - 1) * max(f) <= step
 
 
 def test_the_bounds_of_equal_stages_are_near_their_step() -> None:
     """1F1B with as many stages as blocks: of the p - 1 turns of fill nearly half is proven."""
     m, p = 32, 4
-    devices = pipelines.devices_of(work([[3.0]] * p, [[0.0]] * p, AMPLE), np.ones(p), 0.0)
-    found = pipelines.filled_s(devices, m, pipelines.theta(m, p, 1.0), 0.0, 0.0)
+    devices = bounds.devices_of(work([[3.0]] * p, [[0.0]] * p, AMPLE), np.ones(p), 0.0)
+    found = bounds.filled_s(devices, m, bounds.theta(m, p, 1.0), 0.0, 0.0)
     assert 3.0 * (m + (p - 1) / 2.5) <= found <= 3.0 * (m + p - 1)
 
 
@@ -93,13 +93,11 @@ def test_no_choice_of_recompute_that_fits_is_below_the_bound() -> None:
         held = np.array([float(min(m, p - d)) for d in range(p)])
         room = rng.uniform(0.4, 1.2) * float(held.mean()) * sum(kept) / p
         own = work(cost, used, room)
-        least, price = pipelines.shared_s(own, float(held.min()), p)
+        least, price = bounds.shared_s(own, float(held.min()), p)
         bound = m * least
         if np.isfinite(least):
             for nu in (0.0, price):
-                bound = pipelines.balanced_s(
-                    pipelines.devices_of(own, held, nu), m, np.zeros(p), bound
-                )
+                bound = bounds.balanced_s(bounds.devices_of(own, held, nu), m, np.zeros(p), bound)
         best = np.inf
         for where in itertools.product(range(p), repeat=blocks):
             for policy in itertools.product((0, 1), repeat=blocks):
@@ -132,14 +130,14 @@ def test_a_device_holds_no_less_than_the_least_in_flight(name: str) -> None:
 def test_no_cut_of_a_combination_is_faster_than_its_bound(seed: int, target: str) -> None:
     of, on = linears(256, 4, 16, 64), odd_cluster(seed, 4)
     search = Search(problem_of(of, on, target=target_named(target)), 16, Overrides())
-    bounds, raised = Bounds(space=search.space, equal=search.equal), 0
+    least, raised = Bounds(space=search.space, equal=search.equal), 0
     for m in (1, 4, 16):
         for choice in search.equal.mesh_choices(m):
             for one in search.equal.combinations(choice):
                 found = search.equal.solve(one, math.inf)
                 draft = search.simulated(found[1], one.pipeline) if found else None
                 if draft is not None and draft.fits:
-                    bound_s = bounds.of_combination(one)
+                    bound_s = least.of_combination(one)
                     assert bound_s <= draft.step_time_s * (1 + 1e-9), (choice, one.pipeline)
                     raised += bound_s > one.bound_s * 1.001
     assert raised > 5

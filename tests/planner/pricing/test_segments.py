@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from meshwright.costmodel.stages.sums import LATER, Sums
-from meshwright.planner.plan.segments import segments_of
-from meshwright.planner.pricing.segments import SegmentBlock, segment_recompute
+from meshwright.planner.plan.plan import segments_of
+from meshwright.planner.pricing.segment_costs import SegmentBlock, segment_recompute
 from tests.helpers.planning import sums_of
 from tests.helpers.tiny import cut, net
 

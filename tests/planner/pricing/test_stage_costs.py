@@ -11,8 +11,8 @@ from meshwright.costmodel.mesh import Batch, Mesh
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages import InFlight
-from meshwright.costmodel.stages.memory import StageMemory
 from meshwright.costmodel.stages.stage import StageCosts, stage_costs
+from meshwright.costmodel.stages.stage_memory import StageMemory
 from meshwright.costmodel.target import Target
 from meshwright.planner.drafts import Candidate, StageDraft, StageSetup
 from meshwright.planner.drafts.candidates import make_candidate, make_draft

@@ -8,7 +8,7 @@ from meshwright.planner import document
 from meshwright.planner.alternatives import answers as module
 from meshwright.planner.alternatives.answers import Answers
 from meshwright.planner.plan.words import sized
-from meshwright.planner.report import text
+from meshwright.planner.report import report as text
 from meshwright.planner.search import TIE
 from tests.planner.report.test_report import overridden, searched
 

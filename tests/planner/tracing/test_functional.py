@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from meshwright import Cluster, MeshwrightError, ParallelModel, auto_parallelize
 from meshwright.costmodel.graph import Block, Graph, argument, verify_graph
 from meshwright.costmodel.rules import overload
-from meshwright.planner.tracing.batch import FakeBatch, Number, NumberNeeded, tensor_of
+from meshwright.planner.tracing.fake_batch import FakeBatch, Number, NumberNeeded, tensor_of
 from meshwright.planner.tracing.trace import TraceError, trace
 from tests.helpers.traced import (
     ROWS,

@@ -21,7 +21,7 @@ from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules.leaf import LEAF, LEAVES, RANDOM_LEAF, leaf_of
 from meshwright.costmodel.sharding.factors import analyse
 from meshwright.costmodel.sharding.strategies import P, R, strategies
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.tracing.leaves import record as leaf_trial
 from meshwright.planner.tracing.leaves.probe import LeafError
 from meshwright.planner.tracing.trace import TraceError, trace

@@ -13,9 +13,8 @@ import torch
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
 from meshwright.profiles.hardware.host import Host
-from meshwright.profiles.measure import host as host_module
-from meshwright.profiles.measure import measure_host
-from meshwright.profiles.measure.host import measure_flash
+from meshwright.profiles.measure import host_work, measure_host
+from meshwright.profiles.measure.host_work import measure_flash
 from meshwright.profiles.profile import profile_of
 from meshwright.profiles.store import DeviceId, Measurements
 from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, OF_HOST
@@ -65,8 +64,8 @@ def test_a_file_changes_the_host_of_its_base(tmp_path: Path) -> None:
 
 
 def test_hosts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "STEP_ELEMENTS", 2**20)
-    monkeypatch.setattr(host_module, "FILE_BYTES", 2**22)
+    monkeypatch.setattr(host_work, "STEP_ELEMENTS", 2**20)
+    monkeypatch.setattr(host_work, "FILE_BYTES", 2**22)
     cpu = torch.device("cpu")
     measure = partial(measure_host, cpu, backend="gloo", ranks=2, cores=1, flash=str(tmp_path))
     found = measure()
@@ -89,7 +88,7 @@ def test_hosts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert {c.kind for c in measure(known=set(OF_HOST))} == {*FLASH}  # another folder, maybe
     assert measure(known={HOST_STEP, *COPIES}, flash=None) == []
     assert measure(deadline_s=time.monotonic()) == []
-    monkeypatch.setattr(host_module, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(host_work, "TIMEOUT_S", 0.0)
     assert {c.kind for c in measure()} == {HOST_STEP, *COPIES}  # what was timed stays
 
 
@@ -106,14 +105,14 @@ def test_files_are_timed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert nbytes == 2 * (2**22 + 1)
     assert [*taken] == ["from_flash", "to_flash"]
     assert all(
-        len(times) == host_module.FLASH_REPETITIONS and min(times) > 0 for times in taken.values()
+        len(times) == host_work.FLASH_REPETITIONS and min(times) > 0 for times in taken.values()
     )
     assert not list(tmp_path.iterdir())
     _, taken = measure_flash(tmp_path, nbytes=4096, deadline_s=time.monotonic())
     assert [len(times) for times in taken.values()] == [1, 1]
     with pytest.raises(ValueError, match=r"--flash.*nowhere.*No such file.*legal: a folder"):
         measure_flash(tmp_path / "nowhere")
-    monkeypatch.setattr(host_module, "TIMEOUT_S", 0.0)
+    monkeypatch.setattr(host_work, "TIMEOUT_S", 0.0)
     with pytest.raises(RuntimeError, match=r"profile: flash.*not read and written in 0 s"):
         measure_flash(tmp_path)
     assert not list(tmp_path.iterdir())

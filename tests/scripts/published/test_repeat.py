@@ -7,7 +7,7 @@ import pytest
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding.factors import analyse
-from meshwright.planner.blocks.cut import cut_blocks
+from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.plan.check import fingerprint
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.pricing.evaluate import Evaluator

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.profiles.measure.errors import MeasuringError
+from meshwright.profiles.inputs.errors import MeasuringError
 from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, CollectiveTiming, spread_of
 
 log = logging.getLogger(__name__)

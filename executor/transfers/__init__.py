@@ -1,3 +1,0 @@
-"""Transfers between stages of different ranks."""
-
-from meshwright.executor.transfers.channels import Channels, handed, release, stage_channels

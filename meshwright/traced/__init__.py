@@ -1,3 +1,0 @@
-"""The traced model, and checks that it is unchanged."""
-
-from meshwright.traced.traced_model import TracedModel
