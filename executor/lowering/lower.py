@@ -30,7 +30,7 @@ from meshwright.costmodel.sharding import (
     replicated_steps,
 )
 from meshwright.executor.backward import repeated
-from meshwright.executor.context import ContextAttention
+from meshwright.executor.context_attention import ContextAttention
 from meshwright.executor.devices import kind_of
 from meshwright.executor.lowering.compile import CompiledBlock
 from meshwright.executor.lowering.context import Context, State

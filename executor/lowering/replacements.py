@@ -27,7 +27,7 @@ from meshwright.costmodel.sharding import (
     token_dim,
 )
 from meshwright.executor.backward import DeferredProduct, EightBitProduct
-from meshwright.executor.context import ContextAttention
+from meshwright.executor.context_attention import ContextAttention
 from meshwright.executor.devices import seeded
 from meshwright.executor.host_values import has_values, note_unrun, read
 from meshwright.executor.lowering.context import Context, State, seen_locally

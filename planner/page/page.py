@@ -15,7 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 
-from meshwright.planner.page.blocks import diagrams
+from meshwright.planner.page.block_diagrams import diagrams
 from meshwright.planner.page.cells import Row, between, gib, many, sent, share, stage_words, time
 from meshwright.planner.page.tables import busiest_stage, compared, facts, tables, without_plan
 from meshwright.planner.plan import counted, peak_words, seconds, slower

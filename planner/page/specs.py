@@ -14,7 +14,7 @@ from typing import Any
 
 import altair as alt
 
-from meshwright.planner.page.blocks import operator_words
+from meshwright.planner.page.block_diagrams import operator_words
 from meshwright.planner.page.cells import REHEARSED, Row, many, peaks_of, stage_words
 from meshwright.planner.page.tables import busiest_stage
 from meshwright.planner.plan import GIB, expand_ranks

@@ -43,7 +43,7 @@ planner.alternatives
 executor
 executor.backward
 executor.resharding
-executor.context
+executor.context_attention
 executor.lowering
 executor.ranks
 executor.parameters

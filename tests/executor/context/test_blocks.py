@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from meshwright.executor.context import Part, attend, attend_backward
+from meshwright.executor.context_attention import Part, attend, attend_backward
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 1e-12, torch.bfloat16: 2e-2}
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from meshwright.costmodel.mesh import RING
 from meshwright.costmodel.sharding.sequence import Shift
 from meshwright.costmodel.sharding.strategies import Placement, R
-from meshwright.executor.context import Blocks
+from meshwright.executor.context_attention import Blocks
 from meshwright.executor.lowering.replacements import Halo
 from meshwright.executor.resharding.reshard import (
     Axis,

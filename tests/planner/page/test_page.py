@@ -17,7 +17,7 @@ import pytest
 import vl_convert
 
 from meshwright.planner.page import cells, render_page
-from meshwright.planner.page.blocks import line, operator_words, strategy_words
+from meshwright.planner.page.block_diagrams import line, operator_words, strategy_words
 from meshwright.planner.page.page import _library
 from meshwright.planner.page.specs import axes_in_use, charts, rank_rows
 from meshwright.planner.page.tables import compared, without_plan
