@@ -17,12 +17,13 @@ The codec is a dozen eager operators: per element so many bytes of memory traffi
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-A = TypeVar("A", float, NDArray[np.float64])
+A = TypeVar("A", float, "NDArray[np.float64]")
 
 QUANTIZED = ("none", "weights", "gradients", "both")
 BLOCK = 256

@@ -6,8 +6,9 @@ tracer's or the search's modules unless it traces or searches.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from meshwright.profiles.inputs.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from meshwright.api import auto_parallelize as auto_parallelize
@@ -31,36 +32,7 @@ if TYPE_CHECKING:
     from meshwright.shell.progress import progress_shown as progress_shown
     from meshwright.training import fit as fit
 
-# name -> the module that defines it
-_HOMES = {
-    "Cluster": "profiles.cluster",
-    "Ema": "executor.runtime.ema",
-    "InfeasibleError": "planner.plan.infeasible",
-    "MeshwrightError": "profiles.inputs.errors",
-    "OverrideError": "planner.overrides.overrides",
-    "Overrides": "planner.overrides.overrides",
-    "ParallelModel": "model",
-    "Plan": "planner.plan.plan",
-    "PlanError": "planner.plan.plan",
-    "Reduced": "executor.parameters.partial_dtensors",
-    "RuleError": "costmodel.rules.registry",
-    "TraceError": "planner.errors",
-    "auto_parallelize": "api",
-    "data_loader": "data.loader",
-    "distributed": "executor.ranks.launch",
-    "fit": "training.fit",
-    "leaf": "planner.tracing.user_module.leaf",
-    "packed": "data.packing",
-    "progress_shown": "shell.progress",
-    "rule": "costmodel.user_rules",
-}
-__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__, __all__ = lazy_exports(__name__, __file__)
 
 
 def __dir__() -> list[str]:

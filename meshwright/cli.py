@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from difflib import get_close_matches
-from importlib import import_module, metadata
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
@@ -100,15 +100,23 @@ def _infeasible(error: MeshwrightError) -> dict[str, Any] | None:
     }
 
 
+class _Version(argparse.Action):
+    """Prints the version, read only then: reading it takes a fifth of a short command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"meshwright {version('meshwright')}")
+        parser.exit()
+
+
 def _parser(command: str | None) -> argparse.ArgumentParser:
     """The parser, with the arguments of one command."""
     parser = Parser(
         prog="meshwright",
         description="Decides how to train a PyTorch model on a cluster, says why, and runs it.",
     )
-    parser.add_argument(
-        "--version", action="version", version=f"meshwright {metadata.version('meshwright')}"
-    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar=" | ".join(COMMANDS))
     for name, text in COMMANDS.items():
         flags = commands.add_parser(name, help=text, description=text)

@@ -43,7 +43,7 @@ INSIDE = {
     ("executor/checkpoint/values.py", "TypeError"): CAUGHT,
     ("executor/stand_in/layouts.py", "IndexError"): PROTOCOL,
     ("planner/tracing/similar/stand_ins.py", "AttributeError"): PROTOCOL,
-    ("meshwright/__init__.py", "AttributeError"): PROTOCOL,
+    ("profiles/inputs/lazy_exports.py", "AttributeError"): PROTOCOL,
 }
 
 

@@ -1,58 +1,65 @@
 """Plans: the contract with the executor; checked, laid out on ranks, put into words."""
 
-from meshwright.planner.decisions import OFFLOADS, PLACEMENTS, divisors
-from meshwright.planner.plan.assignments import Known
-from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
-from meshwright.planner.plan.context_parallel import ulysses_degrees
-from meshwright.planner.plan.expert_legs import legs, refused
-from meshwright.planner.plan.expert_parallel import (
-    check_blocks,
-    check_experts_run,
-    expert_weights,
-    fewest_experts,
-    folds,
-    has_experts,
-)
-from meshwright.planner.plan.flow import (
-    crossings,
-    pipelines,
-    shared_apart,
-    stage_of,
-    stages_of_parameters,
-)
-from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
-from meshwright.planner.plan.offload import away_blocks, moved_parts, moved_sizes, off_device
-from meshwright.planner.plan.plan import (
-    PRECISIONS,
-    Plan,
-    StagePlan,
-    recompute_of,
-    segments_of,
-    stage_on,
-)
-from meshwright.planner.plan.ranges import (
-    PlanError,
-    compress_names,
-    compress_ranks,
-    expand_names,
-    expand_ranks,
-)
-from meshwright.planner.plan.ranks import placement_of
-from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
-from meshwright.planner.plan.words import (
-    GIB,
-    counted,
-    decision_words,
-    describe,
-    kept_together,
-    layout_words,
-    margin_beside,
-    meeting_words,
-    megatron_layout,
-    mesh_words,
-    peak_words,
-    seconds,
-    sized,
-    slower,
-    stage_layout,
-)
+from typing import TYPE_CHECKING
+
+from meshwright.profiles.inputs.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from meshwright.planner.decisions import OFFLOADS, PLACEMENTS, divisors
+    from meshwright.planner.plan.assignments import Known
+    from meshwright.planner.plan.check import check_plan, check_runs, fingerprint
+    from meshwright.planner.plan.context_parallel import ulysses_degrees
+    from meshwright.planner.plan.expert_legs import legs, refused
+    from meshwright.planner.plan.expert_parallel import (
+        check_blocks,
+        check_experts_run,
+        expert_weights,
+        fewest_experts,
+        folds,
+        has_experts,
+    )
+    from meshwright.planner.plan.flow import (
+        crossings,
+        pipelines,
+        shared_apart,
+        stage_of,
+        stages_of_parameters,
+    )
+    from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
+    from meshwright.planner.plan.offload import away_blocks, moved_parts, moved_sizes, off_device
+    from meshwright.planner.plan.plan import (
+        PRECISIONS,
+        Plan,
+        StagePlan,
+        recompute_of,
+        segments_of,
+        stage_on,
+    )
+    from meshwright.planner.plan.ranges import (
+        PlanError,
+        compress_names,
+        compress_ranks,
+        expand_names,
+        expand_ranks,
+    )
+    from meshwright.planner.plan.ranks import placement_of
+    from meshwright.planner.plan.shardings import express_shardings, glob, resolve_shardings
+    from meshwright.planner.plan.words import (
+        GIB,
+        counted,
+        decision_words,
+        describe,
+        kept_together,
+        layout_words,
+        margin_beside,
+        meeting_words,
+        megatron_layout,
+        mesh_words,
+        peak_words,
+        seconds,
+        sized,
+        slower,
+        stage_layout,
+    )
+
+__getattr__, __all__ = lazy_exports(__name__, __file__)

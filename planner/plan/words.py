@@ -6,10 +6,13 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from meshwright.costmodel.sharding import Meeting
 from meshwright.planner.decisions import DECISIONS, SHARING
 from meshwright.planner.plan.plan import Plan, StagePlan
+
+if TYPE_CHECKING:
+    from meshwright.costmodel.sharding import Meeting
 
 GIB = 2**30
 MARGIN_STEPS = 1000  # parts to which a memory margin is said
