@@ -23,6 +23,7 @@ from meshwright.profiles.inputs import NotInstalledError, write_text
 from meshwright.profiles.store import default_path
 
 FOLDER = Path(__file__).parent
+SCHEMA = 3  # of `Report.to_dict()`: another number where a key changes its meaning or goes
 BUNDLER = "vl-convert-python"
 NEEDED = ("altair", "vl_convert", "jinja2")
 POLICY = (

@@ -13,13 +13,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from meshwright.planner.document import Document, Part, Table
-from meshwright.planner.page import framed_page, render_page
+from meshwright.planner.page import SCHEMA, framed_page, render_page
 from meshwright.planner.plan import Plan, counted, layout_words, peak_words, seconds, sized, slower
 from meshwright.planner.report.components import Components, busiest
 from meshwright.planner.report.details import Details, Row, cost_of
 from meshwright.profiles.inputs import checked_path, write_text
-
-SCHEMA = 3  # of `Report.to_dict()`: another number where a key changes its meaning or goes
 
 
 class DeferredAnswers(Protocol):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from meshwright.planner.page import render_page
+from meshwright.planner.page import SCHEMA, render_page
 from meshwright.planner.plan import Plan
-from meshwright.planner.report import SCHEMA
 from meshwright.profiles.inputs import MeshwrightError, shown, write_text
 from meshwright.shell.answer import say
 from meshwright.shell.commands import flags
