@@ -5,7 +5,8 @@
 
 `per_device_train_batch_size · gradient_accumulation_steps · devices` rows make a step, as where
 every device has rows of its own; how devices share a step is the plan's. What this class doesn't do
-is refused by name (`training_arguments.py`).
+is refused by name: arguments (`training_arguments.py`), methods of a subclass (`subclass.py`) and
+callbacks (`callbacks.py`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,18 @@ from torch.utils.data import Subset
 from meshwright.api import auto_parallelize
 from meshwright.data import data_loader
 from meshwright.data.loader_arguments import DataError, collated
+from meshwright.executor.ranks import launch
 from meshwright.hf import training_arguments
+from meshwright.hf.callbacks import Callbacks, checked_callbacks
+from meshwright.hf.global_batches import GlobalBatches, numpy_of, predictions
+from meshwright.hf.subclass import check_overridden, computing_loss, loss_of, overridden
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, TensorBoardLogger
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.training import Fitted, fit
+
+NEVER = 2**30  # steps between evaluations that callbacks alone ask for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,10 @@ class Trainer:
     `optimizer` and `schedule` are as `fit` takes them, in place of what the arguments say;
     `planning` are further arguments of `auto_parallelize` (overrides=, plan=, loss_fn=, ...).
     `result` is the parallel model. Collective: every rank makes one.
+
+    A subclass may override `compute_loss`, which is traced as the loss, `create_optimizer`,
+    `create_scheduler`, `get_decay_parameter_names`, the loaders of training and evaluation,
+    `evaluate`, `log` and `save_model`; `callbacks` and `compute_metrics` are transformers'.
     """
 
     def __init__(
@@ -60,22 +71,34 @@ class Trainer:
         eval_dataset: Any = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         processing_class: Any = None,
+        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        callbacks: Sequence[Any] | None = None,
         cluster: Cluster | None = None,
         **planning: Any,
     ) -> None:
         """Raises ValueError for arguments that are refused, and as `auto_parallelize` does."""
         training_arguments.check_arguments(args)
         training_arguments.check_options(planning)
+        check_overridden(type(self), Trainer)
+        self._overridden = overridden(type(self), Trainer)
         train = _samples(train_dataset, "train_dataset")
         _check_evaluation(args, eval_dataset)
         torch.manual_seed(args.seed)  # what dropout draws from
         self.args = args
         self.processing_class = processing_class
-        self.optimizer: Callable[[ParallelModel], torch.optim.Optimizer] | None
-        self.optimizer = planning.pop("optimizer", None)
+        self._given_optimizer = planning.pop("optimizer", None)
+        self.optimizer: torch.optim.Optimizer | None = None
+        self._logging: list[MetricsLogger] = []
         self.schedule = planning.pop("schedule", None)
-        self.loggers: list[MetricsLogger] = list(planning.pop("loggers", ()))
-        self._decayed = _decayed(model)
+        self.loggers = _loggers(planning.pop("loggers", ()))
+        self.lr_scheduler: Any = None
+        self.model = model
+        self.callbacks = checked_callbacks(callbacks)
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self._label_names = _label_names(model, args)
+        self._decayed = frozenset(self.get_decay_parameter_names(model))
         self._adapted = any(hasattr(module, "peft_config") for module in model.modules())
         columns = _columns(model, args) if args.remove_unused_columns else None
         self._collate = _Collate(data_collator or _collator(processing_class), columns)
@@ -90,10 +113,12 @@ class Trainer:
             "compile": args.torch_compile_backend or args.torch_compile,
             "tf32": bool(args.tf32),
         }
-        if self.optimizer is None:
+        if self._given_optimizer is None and "create_optimizer" not in self._overridden:
             options["optimizer"] = training_arguments.OPTIMIZERS[
                 str(training_arguments.chosen(args, "optim"))
             ]
+        if "compute_loss" in self._overridden:
+            computing_loss(model, self.compute_loss)
         self.result = auto_parallelize(model, cluster, **{**options, **planning})
 
     def train(self, resume_from_checkpoint: bool | None = None) -> TrainOutput:
@@ -108,38 +133,110 @@ class Trainer:
         evaluate_every = training_arguments.every(
             args.eval_strategy, args.eval_steps or args.logging_steps, epoch, total
         )
+        watch = self._watch(total) if self.callbacks else None
+        self._logging = [*self.loggers, *self._reporting(), *([watch.log] if watch else [])]
         done = fit(
             self.result,
-            self.train_dataset,
-            optimizer=self.optimizer or self._optimizer,
-            schedule=self.schedule or self._scheduler(total),
+            self._training_data,
+            optimizer=self._given_optimizer or self._made_optimizer,
+            schedule=self.schedule or (lambda optimizer: self._made_scheduler(total, optimizer)),
             steps=total,
             max_grad_norm=args.max_grad_norm or None,
-            evaluation=self.eval_dataset if evaluate_every else None,
-            evaluate_every=evaluate_every or 1,
+            evaluation=None if self.eval_dataset is None else self.evaluate,
+            evaluate_every=evaluate_every or NEVER,
             folder=None if args.save_strategy.value == "no" else Path(args.output_dir),
             save_every=training_arguments.every(args.save_strategy, args.save_steps, epoch, total),
             keep=args.save_total_limit or 1_000_000,
             resume=resume,
-            log_to=_all_of([*self.loggers, *self._reporting()]),
+            log_to=self.log if self._logging or "log" in self._overridden else None,
             log_every=training_arguments.every(
                 args.logging_strategy, args.logging_steps, epoch, total
             )
             or total,
-            **self._loading,
+            watch=watch,
+            **({} if "get_train_dataloader" in self._overridden else self._loading),
         )
         return self._output(done)
 
     def evaluate(self, eval_dataset: Any = None) -> dict[str, float]:
-        """`eval_loss` and, of a cross-entropy, `eval_perplexity` of a dataset. Collective."""
-        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
-        dataset = _samples(chosen, "eval_dataset")
-        loading = {**self._loading, "shuffle": False, "drop_last": False}
-        batches = data_loader(dataset, self.result, **loading)
+        """`eval_loss` and, of a cross-entropy, `eval_perplexity` of a dataset, and what
+        `compute_metrics` says of its predictions. Collective."""
+        batches = self.get_eval_dataloader(eval_dataset)
+        if "get_eval_dataloader" in self._overridden:
+            batches = GlobalBatches(loader=batches, rows=self.result.plan.global_batch_size)
         evaluation = self.result.evaluate(batches)
         perplexity = evaluation.perplexity
         extra = {} if perplexity is None else {"eval_perplexity": perplexity}
-        return {"eval_loss": evaluation.loss, **extra}
+        return {"eval_loss": evaluation.loss, **extra, **self._metrics_of(eval_dataset)}
+
+    # --- what a subclass may override ---
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, **_: Any
+    ) -> Any:
+        """The loss of a batch, and with `return_outputs` the model's outputs. Traced."""
+        outputs = model(**inputs)
+        loss = loss_of(outputs)
+        return (loss, outputs) if return_outputs else loss
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer that the arguments name, of the parallel model's parameters."""
+        named = [(name, p) for name, p in self.result.named_parameters() if p.requires_grad]
+        decayed = [p for name, p in named if name in self._decayed]
+        self.optimizer = training_arguments.optimizer_of(
+            self.args, decayed, [p for n, p in named if n not in self._decayed]
+        )
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The learning-rate schedule that the arguments name."""
+        from transformers import get_scheduler
+
+        args = self.args
+        of: Any = self.optimizer if optimizer is None else optimizer
+        try:
+            self.lr_scheduler = get_scheduler(
+                args.lr_scheduler_type,
+                of,
+                num_warmup_steps=args.get_warmup_steps(num_training_steps),
+                num_training_steps=num_training_steps,
+                scheduler_specific_kwargs=args.lr_scheduler_kwargs,
+            )
+        except (TypeError, ValueError) as error:
+            raise MeshwrightError(
+                f": {error}",
+                place="TrainingArguments: lr_scheduler_type, lr_scheduler_kwargs",
+                legal="what transformers.get_scheduler takes",
+                way_out="mend them, or give schedule=, a function of the optimizer",
+            ) from error
+        return self.lr_scheduler
+
+    def get_decay_parameter_names(self, model: nn.Module) -> Sequence[str]:
+        """Names of the parameters with weight decay: as transformers, all but biases and norms."""
+        from transformers import Trainer as Theirs
+
+        names: Sequence[str] = Theirs.get_decay_parameter_names(None, model)  # type: ignore[arg-type]
+        return names
+
+    def get_train_dataloader(self) -> Any:
+        """Batches of the training set. An override gives those of all devices, on every rank: as
+        many in a row as make a step's rows are one batch."""
+        return data_loader(self.train_dataset, self.result, **self._loading)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """Batches of a dataset, by default of `eval_dataset`, in its order."""
+        return data_loader(self._evaluated(eval_dataset), self.result, **self._in_order)
+
+    def log(self, logs: Mapping[str, float], start_time: float | None = None) -> None:
+        """Numbers of a step or an evaluation, on rank 0, to the loggers and callbacks."""
+        for logger in self._logging:
+            logger(logs)
+
+    def add_callback(self, callback: Any) -> None:
+        self.callbacks += checked_callbacks([callback])
+
+    def is_world_process_zero(self) -> bool:
+        return launch.rank() == 0
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the weights for `from_pretrained`, of a model with peft's adapters those alone,
@@ -170,35 +267,65 @@ class Trainer:
             options["prefetch_factor"] = args.dataloader_prefetch_factor
         return options
 
-    def _optimizer(self, result: ParallelModel) -> torch.optim.Optimizer:
-        named = [(name, p) for name, p in result.named_parameters() if p.requires_grad]
-        decayed = [p for name, p in named if name in self._decayed]
-        return training_arguments.optimizer_of(
-            self.args, decayed, [p for n, p in named if n not in self._decayed]
+    @property
+    def _in_order(self) -> dict[str, Any]:
+        return {**self._loading, "shuffle": False, "drop_last": False}
+
+    @property
+    def _training_data(self) -> Any:
+        if "get_train_dataloader" not in self._overridden:
+            return self.train_dataset
+        rows = self.result.plan.global_batch_size
+        return GlobalBatches(loader=self.get_train_dataloader(), rows=rows)
+
+    def _evaluated(self, eval_dataset: Any) -> Any:
+        chosen = self.eval_dataset if eval_dataset is None else eval_dataset
+        return _samples(chosen, "eval_dataset")
+
+    def _made_optimizer(self, _: ParallelModel) -> Any:
+        made = self.create_optimizer()
+        self.optimizer = self.optimizer if made is None else made  # theirs may set it alone
+        return self.optimizer
+
+    def _made_scheduler(self, total: int, optimizer: torch.optim.Optimizer) -> Any:
+        made = self.create_scheduler(total, optimizer)
+        self.lr_scheduler = self.lr_scheduler if made is None else made
+        return self.lr_scheduler
+
+    def _watch(self, total: int) -> Callbacks:
+        return Callbacks(
+            self.callbacks,
+            self.args,
+            self.model,
+            self.processing_class,
+            total=total,
+            epoch_steps=self._epoch_steps,
         )
 
-    def _scheduler(self, total: int) -> Callable[[torch.optim.Optimizer], Any]:
-        from transformers import get_scheduler
+    def _metrics_of(self, eval_dataset: Any) -> dict[str, float]:
+        """Numbers of `compute_metrics`, of the predictions for a whole dataset. Collective."""
+        if self.compute_metrics is None:
+            return {}
+        from transformers import EvalPrediction
 
-        def schedule(optimizer: torch.optim.Optimizer) -> Any:
-            args = self.args
-            try:
-                return get_scheduler(
-                    args.lr_scheduler_type,
-                    optimizer,
-                    num_warmup_steps=args.get_warmup_steps(total),
-                    num_training_steps=total,
-                    scheduler_specific_kwargs=args.lr_scheduler_kwargs,
-                )
-            except (TypeError, ValueError) as error:
-                raise MeshwrightError(
-                    f": {error}",
-                    place="TrainingArguments: lr_scheduler_type, lr_scheduler_kwargs",
-                    legal="what transformers.get_scheduler takes",
-                    way_out="mend them, or give schedule=, a function of the optimizer",
-                ) from error
-
-        return schedule
+        chosen = _samples(
+            self.eval_dataset if eval_dataset is None else eval_dataset, "eval_dataset"
+        )
+        rows, size = self.result.plan.global_batch_size, len(chosen)
+        logits, labels = list[Any](), list[Any]()
+        for start in range(0, size, rows):
+            samples = [chosen[k] for k in range(start, min(start + rows, size))]
+            batch = self._collate(samples)
+            named = [batch[name] for name in self._label_names if name in batch]
+            labels.append(named[0] if len(named) == 1 else tuple(named))
+            of_batch = predictions(self.result.forward(batch, gather=True), self.model)
+            if self.preprocess_logits_for_metrics is not None:
+                of_batch = self.preprocess_logits_for_metrics(of_batch, labels[-1])
+            logits.append(of_batch)
+        found = self.compute_metrics(
+            EvalPrediction(predictions=numpy_of(logits), label_ids=numpy_of(labels))
+        )
+        return {k if k.startswith("eval_") else f"eval_{k}": float(v) for k, v in found.items()}
 
     def _reporting(self) -> list[MetricsLogger]:
         """Loggers of `report_to`. Raises ValueError for one that isn't there."""
@@ -323,16 +450,20 @@ def _columns(model: nn.Module, args: Any) -> frozenset[str]:
     return frozenset([*taken, "label", "label_ids", *(args.label_names or ())])
 
 
-def _decayed(model: nn.Module) -> frozenset[str]:
-    """Names of the parameters with weight decay: as Trainer, all but biases and norms."""
-    from transformers import Trainer as Theirs
+def _label_names(model: nn.Module, args: Any) -> list[str]:
+    from transformers.utils import find_labels
 
-    return frozenset(Theirs.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+    find: Callable[..., list[str]] = find_labels
+    return list(args.label_names or find(type(model)))
 
 
-def _all_of(loggers: list[MetricsLogger]) -> MetricsLogger | None:
-    def log(metrics: Mapping[str, float]) -> None:
-        for logger in loggers:
-            logger(metrics)
-
-    return log if loggers else None
+def _loggers(loggers: Any) -> list[MetricsLogger]:
+    """Raise ValueError for what is no list of functions."""
+    if isinstance(loggers, list | tuple) and all(map(callable, loggers)):
+        return list(loggers)
+    raise MeshwrightError.refused(
+        "Trainer: loggers",
+        loggers,
+        legal="a list of functions of a mapping of numbers",
+        way_out="loggers=[print]",
+    )

@@ -104,9 +104,6 @@ VALUES: Mapping[tuple[str, ...], tuple[str, Callable[[Any], bool]]] = {
 
 # arguments of transformers' Trainer, with those to give here
 OF_THEIRS = {
-    "callbacks": "loggers=[...], functions of a mapping of numbers",
-    "compute_metrics": "evaluate(), and metrics of your own of result.forward(batch, gather=True)",
-    "preprocess_logits_for_metrics": "metrics of your own of result.forward(batch, gather=True)",
     "optimizers": "optimizer=, a function of the parallel model, and schedule=, one of the "
     "optimizer",
     "optimizer_cls_and_kwargs": "optimizer=, a function of the parallel model",

@@ -1,3 +1,4 @@
 """A whole training run over a parallel model: its loop, its checkpoints."""
 
 from meshwright.training.fit import Fitted, fit
+from meshwright.training.loop import RunEvent

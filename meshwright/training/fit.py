@@ -26,7 +26,7 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, checked_path, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
 from meshwright.training.kept import KeptCheckpoints
-from meshwright.training.loop import Evaluations, Loop, Saves
+from meshwright.training.loop import Evaluations, Loop, Saves, Watch
 
 SAMPLES = 2  # of the data, that a plain module is traced on
 
@@ -35,8 +35,8 @@ SAMPLES = 2  # of the data, that a plain module is traced on
 class Fitted:
     """A run that has ended: the trained model and its optimizer; the `steps` that were made in all,
     earlier runs that it resumed included; the `loss` of the last one (None where this run made
-    none) and of the last evaluation; and why it `ended`: "steps", "data", "signal" (SIGTERM) or
-    "patience"."""
+    none) and of the last evaluation; and why it `ended`: "steps", "data", "signal" (SIGTERM),
+    "patience" or "watch"."""
 
     result: ParallelModel
     optimizer: torch.optim.Optimizer
@@ -65,6 +65,7 @@ def fit(
     hosts: Iterable[int] = (),
     log_to: MetricsLogger | str | Path | None = None,
     log_every: int = 10,
+    watch: Watch | None = None,
     **loading: Any,
 ) -> Fitted:
     """Train a model, from the newest checkpoint in `folder` on, to the end. Collective: all ranks
@@ -88,6 +89,8 @@ def fit(
 
     `evaluation`, a dataset or an iterable of batches as above, is evaluated every `evaluate_every`
     steps; with `patience`, the run ends after so many evaluations in a row without a lower loss.
+    It may also be a collective function without arguments that gives numbers by name, `eval_loss`
+    among them.
 
     `folder`, which all ranks see, gets a checkpoint `step-<n>` every `save_every` steps, at the end
     of the run and where a process gets SIGTERM, upon which the run ends, or SIGUSR1; the newest
@@ -103,6 +106,9 @@ def fit(
     `log_to` gets the metrics of every `log_every`th step and the evaluations: a logger of
     `meshwright.monitor`, any function of a mapping, or the path of a file for JSON lines.
 
+    `watch` is a function of each `RunEvent`, on every rank; what it returns of "evaluate", "save"
+    and "stop" is done after the step, on all ranks where one asks.
+
     Raises ValueError for arguments that can't be, and what `train_step`, `evaluate` and checkpoints
     raise.
     """
@@ -115,10 +121,15 @@ def fit(
         log_every=log_every,
     )
     check_functions(
-        optimizer=optimizer, schedule=schedule, max_grad_norm=max_grad_norm, resume=resume
+        optimizer=optimizer,
+        schedule=schedule,
+        max_grad_norm=max_grad_norm,
+        resume=resume,
+        watch=watch,
     )
-    _check_data("data", data, {} if _is_dataset(evaluation) else loading)
-    if evaluation is not None:
+    computed = is_function(evaluation)
+    _check_data("data", data, {} if computed or _is_dataset(evaluation) else loading)
+    if evaluation is not None and not computed:
         _check_data("evaluation", evaluation, {})
     path = None if folder is None else checked_path(folder, "fit: folder")
     loggers = () if log_to is None else (logger_for(log_to),)
@@ -130,12 +141,18 @@ def fit(
         check_made("schedule", scheduled)
     loader = _loader(result, data, loading)
     evaluations = None
-    if evaluation is not None:
+    if computed:
+        evaluations = Evaluations(run=evaluation, every=evaluate_every, patience=patience)
+    elif evaluation is not None:
         options = {**loading, "shuffle": False, "drop_last": False}
         if not callable(options.get("lengths")):
             options.pop("lengths", None)  # of the training samples
         batches = _loader(result, evaluation, options)
-        evaluations = Evaluations(batches=batches, every=evaluate_every, patience=patience)
+        evaluations = Evaluations(
+            run=lambda: {"eval_loss": result.evaluate(batches).loss},
+            every=evaluate_every,
+            patience=patience,
+        )
     loop = Loop(
         result=result,
         optimizer=built,
@@ -147,6 +164,7 @@ def fit(
         evaluations=evaluations,
         loggers=loggers,
         log_every=log_every,
+        watch=watch,
     )
     ended = loop.run()
     return Fitted(
@@ -376,7 +394,9 @@ def check_hosts(hosts: tuple[int, ...], folder: Path | None, *, decided: bool) -
         )
 
 
-def check_functions(*, optimizer: Any, schedule: Any, max_grad_norm: Any, resume: Any) -> None:
+def check_functions(
+    *, optimizer: Any, schedule: Any, max_grad_norm: Any, resume: Any, watch: Any = None
+) -> None:
     """Raise ValueError for what makes nothing."""
     if not _takes_one(optimizer) or _is_optimizer_class(optimizer):
         raise refused(
@@ -393,6 +413,15 @@ def check_functions(*, optimizer: Any, schedule: Any, max_grad_norm: Any, resume
         raise refused("max_grad_norm", norm, "a number from 0, or None", "None doesn't clip")
     if not isinstance(resume, bool):
         raise refused("resume", resume, "True, False", "True goes on from the newest checkpoint")
+    if watch is not None and not _takes_one(watch):
+        raise refused(
+            "watch", watch, "a function of a RunEvent, or None", "lambda event: print(event)"
+        )
+
+
+def is_function(data: Any) -> bool:
+    """Whether this is a function without arguments, and neither a dataset nor batches."""
+    return callable(data) and not hasattr(data, "__iter__") and not hasattr(data, "__getitem__")
 
 
 def _takes_one(function: Any) -> bool:

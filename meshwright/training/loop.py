@@ -11,20 +11,41 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from meshwright.executor.ranks import StopRequests, launch, together
+from meshwright.executor.ranks import StopRequests, all_gather_object, launch, run_on_all, together
+from meshwright.executor.runtime import group_of
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger
+from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.training.kept import KeptCheckpoints
 
 log = logging.getLogger(__name__)
 
-STEPS, DATA, SIGNAL, PATIENCE = "steps", "data", "signal", "patience"  # why a run ends
+# why a run ends
+STEPS, DATA, SIGNAL, PATIENCE, WATCH = "steps", "data", "signal", "patience", "watch"
+ASKS = frozenset(("stop", "save", "evaluate"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEvent:
+    """An event of a run: "begin", "step" and "stepped" before and after each step, "evaluated",
+    with its `metrics`, "saved", "end"; after how many steps, with what is trained."""
+
+    name: str
+    step: int
+    result: ParallelModel
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    metrics: Mapping[str, float]
+
+
+Watch = Callable[[RunEvent], Collection[str] | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,10 +59,11 @@ class Saves:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluations:
-    """The batches of an evaluation, after how many steps it is made, and after how many of them
-    without a better loss the run ends (None: it goes on)."""
+    """An evaluation: a collective function that gives numbers, of which `eval_loss`; after how many
+    steps it is made, and after how many of them without a better loss the run ends (None: it goes
+    on)."""
 
-    batches: Any
+    run: Callable[[], Mapping[str, float]]
     every: int
     patience: int | None
 
@@ -78,6 +100,8 @@ class Loop:
     evaluations: Evaluations | None
     loggers: tuple[MetricsLogger, ...] = ()
     log_every: int = 1
+    watch: Watch | None = None
+    asked: set[str] = field(default_factory=set)
     progress: Progress = field(default_factory=Progress)
     loss: torch.Tensor | None = None
     saved_step: int | None = None
@@ -97,10 +121,12 @@ class Loop:
             self.result.log_to(logger, every=self.log_every)
         requests = StopRequests()
         with requests.listening():
+            self._tell("begin")
             ended = self._run(requests)
             self.result.settle()
             self.result.monitor.close()
             self._save()
+            self._tell("end")
             if ended == SIGNAL:
                 requests.await_signal()
         return ended
@@ -112,19 +138,55 @@ class Loop:
                 batch = next(batches)
             except StopIteration:
                 return DATA
+            self._tell("step")
             self._step(batch)
+            asked = self._agreed("stepped")
             ends, saves = requests.agreed()
             if ends:
                 return SIGNAL  # and saves
             if saves:
                 self._save()
-            if self.evaluations and not progress.step % self.evaluations.every:
-                self._evaluate(self.evaluations)
+            due = self.evaluations and not progress.step % self.evaluations.every
+            if self.evaluations and (due or "evaluate" in asked):
+                asked |= self._evaluate(self.evaluations)
+            if "save" in asked:
+                self._save()
             if self.saves and self.saves.every and not progress.step % self.saves.every:
                 self._save()
             if self.evaluations and progress.worse >= (self.evaluations.patience or math.inf):
                 return PATIENCE
+            if "stop" in asked:
+                return WATCH
         return STEPS
+
+    def _tell(self, event: str, metrics: Mapping[str, float] | None = None) -> None:
+        """Tell the watch. Collective: an error of one rank is raised on all."""
+        watch = self.watch
+        if watch is None:
+            return
+        told = RunEvent(
+            name=event,
+            step=self.progress.step,
+            result=self.result,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            metrics=metrics or {},
+        )
+        self.asked |= run_on_all(self._group, lambda: checked_asks(watch(told)))
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return group_of(self.result.runtime)
+
+    def _agreed(
+        self, event: str = "stepped", metrics: Mapping[str, float] | None = None
+    ) -> set[str]:
+        """Tell the watch of an event, and take what any rank's has asked for until then."""
+        if self.watch is None:
+            return set()
+        self._tell(event, metrics)
+        asked, self.asked = set().union(*all_gather_object(self._group, self.asked)), set()
+        return asked
 
     def _batches(self, requests: StopRequests) -> Iterator[Any]:
         """Batch after batch, epoch after epoch where the number of steps is what ends the run."""
@@ -154,13 +216,15 @@ class Loop:
             self.schedule.step()
         self.progress.step += 1
 
-    def _evaluate(self, evaluations: Evaluations) -> None:
-        loss, progress = self.result.evaluate(evaluations.batches).loss, self.progress
+    def _evaluate(self, evaluations: Evaluations) -> set[str]:
+        metrics, progress = dict(evaluations.run()), self.progress
+        loss = metrics["eval_loss"]
         progress.worse = 0 if loss < progress.best_loss else progress.worse + 1
         progress.eval_loss, progress.best_loss = loss, min(progress.best_loss, loss)
         if launch.rank() == 0:
             for logger in self.loggers:
-                logger({"step": self.result.runtime.steps, "eval_loss": loss})
+                logger({"step": self.result.runtime.steps, **metrics})
+        return self._agreed("evaluated", metrics)
 
     # --- checkpoints ---
 
@@ -177,9 +241,22 @@ class Loop:
         self.result.save_checkpoint(checkpoints.path(step), self.optimizer, extra=self._extra)
         self.saved_step = step
         checkpoints.drop_old(step)
+        self._tell("saved")
 
     def _load(self, path: Any) -> None:
         self.result.load_checkpoint(path, self.optimizer, extra=self._extra)
+
+
+def checked_asks(asks: Any) -> set[str]:
+    """Raise ValueError for what a watch can't ask for."""
+    if asks is None or (not isinstance(asks, str | bytes) and ASKS.issuperset(asks)):
+        return set(asks or ())
+    raise MeshwrightError(
+        f" asked for {shown(asks)}",
+        place="fit: watch",
+        legal=f"None, or some of {', '.join(sorted(ASKS))}",
+        way_out='return ["stop"]',
+    )
 
 
 def is_local(loader: Any) -> bool:
