@@ -49,6 +49,10 @@ class NotThereError(SavedError, FileNotFoundError):
     """A path with nothing at it, which a run that begins anew may take as it is."""
 
 
+class NoCheckpointError(SavedError):
+    """A folder that is there, and that no save wrote."""
+
+
 class DamagedError(SavedError, RuntimeError):
     """A file that is not as it was saved, or that no save wrote."""
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import xxhash
 
-from meshwright.executor.errors import DamagedError, SavedError
+from meshwright.executor.errors import DamagedError, NoCheckpointError, SavedError
 from meshwright.executor.files.checksums import checksum_of_file
 from meshwright.executor.files.chunks import Box
 from meshwright.executor.files.paths import inside
@@ -212,7 +212,7 @@ def _sizes(sizes: Any) -> tuple[int, ...]:
 
 def read_checkpoint(folder: Path, place: str, *, check_files: bool = True) -> Manifest:
     """The manifest of a checkpoint, whose files are there in full. Raises `DamagedError` where they
-    are not, `SavedError` where the folder is none or one of an older version."""
+    are not, `NoCheckpointError` where the folder is none, `SavedError` for an older version's."""
     try:
         manifest = read_manifest(folder)
         if manifest is not None and manifest.training is not None:
@@ -227,7 +227,7 @@ def read_checkpoint(folder: Path, place: str, *, check_files: bool = True) -> Ma
             place=place,
             way_out=f"python -m scripts.convert_checkpoint {folder} <new folder>",
         )
-    raise SavedError(
+    raise NoCheckpointError(
         f"has no {MANIFEST!r} of a checkpoint, so it is no checkpoint of a ParallelModel",
         place=place,
         way_out="weights saved otherwise go through load_weights or load_state_dict",

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from types import FrameType
 
 import torch
@@ -32,14 +33,18 @@ AGENTS_S = 10.0  # after which an agent that has not sent SIGTERM is taken not t
 
 
 class StopRequests:
-    """Signals that a run has received. Built collectively; `group` is that of the hosts, None of
-    one rank."""
+    """Signals that a run has received, from its start on, before the ranks have come together."""
 
     def __init__(self) -> None:
-        self.group = dist.new_group(backend="gloo") if launch.world_size() > 1 else None
         self._here = torch.zeros(len(SIGNALS), dtype=torch.int32)
         self._said: tuple[torch.Tensor, dist.Work | None] | None = None
         self._told = False  # of SIGTERM, itself
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group of the hosts, None of one rank; made collectively when it is first asked
+        for."""
+        return dist.new_group(backend="gloo") if launch.world_size() > 1 else None
 
     @contextmanager
     def listening(self) -> Iterator[None]:

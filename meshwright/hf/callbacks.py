@@ -100,15 +100,12 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
     none, and for one that acts inside of a step."""
     from transformers import TrainerCallback
 
+    if callbacks is not None and not isinstance(callbacks, list | tuple):
+        raise _refused(f" is {shown(callbacks)}")
     made = [x() if isinstance(x, type) else x for x in callbacks or ()]
     for callback in made:
         if not isinstance(callback, TrainerCallback):
-            raise MeshwrightError(
-                f" has {shown(callback)}",
-                place="Trainer: callbacks",
-                legal="a list of transformers.TrainerCallback",
-                way_out="give functions of a mapping of numbers as loggers=",
-            )
+            raise _refused(f" has {shown(callback)}")
         for name in INSIDE:
             if getattr(type(callback), name) is not getattr(TrainerCallback, name):
                 raise MeshwrightError(
@@ -119,3 +116,12 @@ def checked_callbacks(callbacks: Any) -> list[Any]:
                     "made in create_optimizer",
                 )
     return made
+
+
+def _refused(what: str) -> MeshwrightError:
+    return MeshwrightError(
+        what,
+        place="Trainer: callbacks",
+        legal="a list of transformers.TrainerCallback",
+        way_out="give functions of a mapping of numbers as loggers=",
+    )

@@ -95,6 +95,10 @@ class Trainer:
         self.lr_scheduler: Any = None
         self.model = model
         self.callbacks = checked_callbacks(callbacks)
+        _check_functions(
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
         self.compute_metrics = compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         self._label_names = _label_names(model, args)
@@ -448,6 +452,14 @@ def _columns(model: nn.Module, args: Any) -> frozenset[str]:
     inner = getattr(model, "get_base_model", None)
     taken = inspect.signature((inner() if inner else model).forward).parameters
     return frozenset([*taken, "label", "label_ids", *(args.label_names or ())])
+
+
+def _check_functions(**functions: Any) -> None:
+    for name, function in functions.items():
+        if function is not None and not callable(function):
+            raise MeshwrightError.refused(
+                f"Trainer: {name}", function, legal="a function, or None", way_out="leave it out"
+            )
 
 
 def _label_names(model: nn.Module, args: Any) -> list[str]:

@@ -7,17 +7,18 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from meshwright.api import auto_parallelize
 from meshwright.data import collated, data_loader
-from meshwright.executor.ranks import launch
+from meshwright.executor.ranks import StopRequests, launch
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, logger_for
 from meshwright.planner.overrides import OverrideError, Overrides
@@ -25,6 +26,7 @@ from meshwright.planner.plan import InfeasibleError, Plan, PlanError
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, checked_path, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
+from meshwright.training.folder_lock import locked
 from meshwright.training.kept import KeptCheckpoints
 from meshwright.training.loop import Evaluations, Loop, Saves, Watch
 
@@ -61,7 +63,7 @@ def fit(
     folder: str | Path | None = None,
     save_every: int | None = None,
     keep: int = 3,
-    resume: bool = True,
+    resume: bool | Literal["given"] = True,
     hosts: Iterable[int] = (),
     log_to: MetricsLogger | str | Path | None = None,
     log_every: int = 10,
@@ -96,7 +98,10 @@ def fit(
     of the run and where a process gets SIGTERM, upon which the run ends, or SIGUSR1; the newest
     `keep` stay. The run resumes from the newest that is sound, under any plan: weights, optimizer,
     schedule, and the position in the data where they have a state (`data_loader` has), to the
-    sample. `resume=False` refuses a folder with checkpoints.
+    sample. Where the script gives another learning rate, schedule, seed or other option than the
+    run that it resumes was given, a warning says both values, and that which was saved goes on;
+    `resume="given"` takes what is given now. `resume=False` refuses a folder with checkpoints.
+    Another run that writes into the folder is refused.
 
     The plan of a plain module is kept in the folder, too, and taken again where the run goes on
     with as many hosts of the same devices, and is planned by the same arguments. `hosts` are
@@ -133,40 +138,30 @@ def fit(
         _check_data("evaluation", evaluation, {})
     path = None if folder is None else checked_path(folder, "fit: folder")
     loggers = () if log_to is None else (logger_for(log_to),)
-    result = _planned(model, data, planning, loading, path, counted_hosts(hosts))
-    built = optimizer(result)
-    check_made("optimizer", built)
-    scheduled = None if schedule is None else schedule(built)
-    if schedule is not None:
-        check_made("schedule", scheduled)
-    loader = _loader(result, data, loading)
-    evaluations = None
-    if computed:
-        evaluations = Evaluations(run=evaluation, every=evaluate_every, patience=patience)
-    elif evaluation is not None:
-        options = {**loading, "shuffle": False, "drop_last": False}
-        if not callable(options.get("lengths")):
-            options.pop("lengths", None)  # of the training samples
-        batches = _loader(result, evaluation, options)
-        evaluations = Evaluations(
-            run=lambda: {"eval_loss": result.evaluate(batches).loss},
-            every=evaluate_every,
-            patience=patience,
+    requests = StopRequests()
+    with requests.listening():
+        result = _planned(model, data, planning, loading, path, counted_hosts(hosts))
+        built = optimizer(result)
+        check_made("optimizer", built)
+        scheduled = None if schedule is None else schedule(built)
+        if schedule is not None:
+            check_made("schedule", scheduled)
+        loop = Loop(
+            result=result,
+            optimizer=built,
+            schedule=scheduled,
+            loader=_loader(result, data, loading),
+            steps=steps,
+            max_grad_norm=max_grad_norm,
+            saves=_saves(path, keep, save_every, bool(resume)),
+            evaluations=_evaluations(result, evaluation, loading, evaluate_every, patience),
+            loggers=loggers,
+            log_every=log_every,
+            watch=watch,
+            takes_given=resume == "given",
         )
-    loop = Loop(
-        result=result,
-        optimizer=built,
-        schedule=scheduled,
-        loader=loader,
-        steps=steps,
-        max_grad_norm=max_grad_norm,
-        saves=_saves(path, keep, save_every, resume),
-        evaluations=evaluations,
-        loggers=loggers,
-        log_every=log_every,
-        watch=watch,
-    )
-    ended = loop.run()
+        with nullcontext() if path is None else locked(path):
+            ended = loop.run(requests)
     return Fitted(
         result=result,
         optimizer=built,
@@ -262,6 +257,26 @@ def _check_data(name: str, data: Any, loading: Mapping[str, Any]) -> None:
 def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
     """Batches of a dataset; batches that are given, as they are."""
     return data_loader(data, result, **loading) if _is_dataset(data) else data
+
+
+def _evaluations(
+    result: ParallelModel,
+    evaluation: Any,
+    loading: Mapping[str, Any],
+    every: int,
+    patience: int | None,
+) -> Evaluations | None:
+    if evaluation is None:
+        return None
+    if is_function(evaluation):
+        return Evaluations(run=evaluation, every=every, patience=patience)
+    options = {**loading, "shuffle": False, "drop_last": False}
+    if not callable(options.get("lengths")):
+        options.pop("lengths", None)  # of the training samples
+    batches = _loader(result, evaluation, options)
+    return Evaluations(
+        run=lambda: {"eval_loss": result.evaluate(batches).loss}, every=every, patience=patience
+    )
 
 
 def _saves(folder: Path | None, keep: int, every: int | None, resume: bool) -> Saves | None:
@@ -411,8 +426,10 @@ def check_functions(
     norm = max_grad_norm
     if norm is not None and not (norm == float("inf") or (is_number(norm) and norm >= 0)):
         raise refused("max_grad_norm", norm, "a number from 0, or None", "None doesn't clip")
-    if not isinstance(resume, bool):
-        raise refused("resume", resume, "True, False", "True goes on from the newest checkpoint")
+    if not isinstance(resume, bool) and resume != "given":
+        raise refused(
+            "resume", resume, "True, False, 'given'", "True goes on from the newest checkpoint"
+        )
     if watch is not None and not _takes_one(watch):
         raise refused(
             "watch", watch, "a function of a RunEvent, or None", "lambda event: print(event)"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.executor.errors import DamagedError, SavedError
+from meshwright.executor.errors import DamagedError, NoCheckpointError, SavedError
 from meshwright.executor.files import atomic_folder
 from meshwright.executor.ranks import launch
 
@@ -43,16 +43,18 @@ class KeptCheckpoints:
         """Load the newest checkpoint that is sound; returns its step, None where there is none.
         What killed saves left is removed.
 
-        One that is damaged is left where it is, and the one before it is loaded, with a warning.
-        Other errors, of another model or optimizer, are raised, and so is the last where none is
-        sound. Collective.
+        One that is damaged is left where it is, and the one before it is loaded, with a warning;
+        what has the name and is no checkpoint is passed over. Other errors, of another model or
+        optimizer, are raised, and so is the last where none is sound. Collective.
         """
         launch.agree_on(lambda: atomic_folder.clear_unfinished(self.folder, "step-*"))
         damaged: DamagedError | None = None
         for step in reversed(self.steps()):
             try:
                 load(self.path(step))
-            except DamagedError as error:  # the same on all ranks
+            except NoCheckpointError as error:  # the same on all ranks
+                log.warning("%s; it is passed over", error)
+            except DamagedError as error:
                 log.warning("%s; the checkpoint before it is tried", error)
                 damaged = error
             else:

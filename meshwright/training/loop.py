@@ -23,6 +23,7 @@ from meshwright.executor.runtime import group_of
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger
 from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.training import kept_arguments
 from meshwright.training.kept import KeptCheckpoints
 
 log = logging.getLogger(__name__)
@@ -71,19 +72,20 @@ class Evaluations:
 @dataclass(slots=True)
 class Progress:
     """Progress of a run; saved with it. `best_loss` is that of an evaluation, `worse` how many
-    evaluations since were no better."""
+    evaluations since were no better; `given` what the script gave (`kept_arguments.py`)."""
 
     step: int = 0
     eval_loss: float | None = None
     best_loss: float = math.inf
     worse: int = 0
+    given: dict[str, Any] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name in self.__slots__:
-            setattr(self, name, state[name])
+            setattr(self, name, state.get(name, getattr(self, name)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -105,9 +107,11 @@ class Loop:
     progress: Progress = field(default_factory=Progress)
     loss: torch.Tensor | None = None
     saved_step: int | None = None
+    takes_given: bool = False  # of what a checkpoint was given otherwise
 
-    def run(self) -> str:
+    def run(self, requests: StopRequests) -> str:
         """Train; returns why it ended, a constant of this module. Collective."""
+        self.progress.given = kept_arguments.given(self.optimizer, self.schedule, self.loader)
         if self.saves is not None:
             self.saved_step = self.saves.checkpoints.resume(self._load)
             if self.saved_step is not None:
@@ -119,16 +123,14 @@ class Loop:
                     )
         for logger in self.loggers:
             self.result.log_to(logger, every=self.log_every)
-        requests = StopRequests()
-        with requests.listening():
-            self._tell("begin")
-            ended = self._run(requests)
-            self.result.settle()
-            self.result.monitor.close()
-            self._save()
-            self._tell("end")
-            if ended == SIGNAL:
-                requests.await_signal()
+        self._tell("begin")
+        ended = self._run(requests)
+        self.result.settle()
+        self.result.monitor.close()
+        self._save()
+        self._tell("end")
+        if ended == SIGNAL:
+            requests.await_signal()
         return ended
 
     def _run(self, requests: StopRequests) -> str:
@@ -244,7 +246,26 @@ class Loop:
         self._tell("saved")
 
     def _load(self, path: Any) -> None:
-        self.result.load_checkpoint(path, self.optimizer, extra=self._extra)
+        now, self.progress.given = self.progress.given, {}
+        groups = [{**group} for group in self.optimizer.param_groups]
+        extra = self._extra
+        if self.takes_given:
+            extra.pop("schedule", None)
+            if "data" in extra:
+                extra["data"] = kept_arguments.GivenOrder(self.loader)
+        try:
+            self.result.load_checkpoint(path, self.optimizer, extra=extra)
+        finally:
+            before, self.progress.given = self.progress.given, now
+        if before:  # not of a run before 2026-11-27
+            kept_arguments.say_differences(before, now, takes_given=self.takes_given)
+        if not self.takes_given:
+            self.progress.given = before or now
+            return
+        for group, own in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update((name, x) for name, x in own.items() if name != "params")
+        for _ in range(self.progress.step if self.schedule is not None else 0):
+            self.schedule.step()
 
 
 def checked_asks(asks: Any) -> set[str]:

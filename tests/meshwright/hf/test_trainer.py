@@ -102,7 +102,7 @@ def test_it_goes_on_from_its_checkpoints(tmp_path: Path) -> None:
     saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
     whole = ours(arguments(tmp_path / "whole")).train()
     ours(arguments(tmp_path / "parts", max_steps=2, **saves), schedule=constant).train()
-    names = sorted(path.name for path in (tmp_path / "parts").iterdir())
+    names = sorted(path.name for path in (tmp_path / "parts").glob("step-*"))
     assert names == ["step-00000001", "step-00000002"]
     with pytest.raises(MeshwrightError, match="holds checkpoints"):
         ours(arguments(tmp_path / "parts", **saves)).train()
@@ -140,7 +140,7 @@ def test_epochs_are_steps(tmp_path: Path, drop_last: bool, steps: int) -> None:
 
 
 def test_weights_alone_decay(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    decayed, others = trainer._optimizer(trainer.result).param_groups
+    decayed, others = trainer.create_optimizer().param_groups
     names = {p: name for name, p in trainer.result.named_parameters()}
     assert {names[p].rpartition(".")[2] for p in decayed["params"]} == {"weight"}
     assert not [names[p] for p in decayed["params"] if "ln_" in names[p]]
@@ -149,7 +149,7 @@ def test_weights_alone_decay(trainer: Trainer, monkeypatch: pytest.MonkeyPatch) 
         found = [group[name] for name in ("weight_decay", "lr", "betas", "eps")]
         assert found == [decay, 1e-2, (0.8, 0.9), 1e-7] and group["fused"]
     monkeypatch.setattr(trainer.args, "optim", "sgd")
-    assert type(trainer._optimizer(trainer.result)) is torch.optim.SGD
+    assert type(trainer.create_optimizer()) is torch.optim.SGD
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,9 @@ NO_DATASET = type("NoDataset", (), {"__len__": lambda self: -1, "__getitem__": l
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"callbacks": []}, "Trainer: callbacks"),
-        ({"compute_metrics": len}, "Trainer: compute_metrics"),
+        ({"callbacks": 3}, "Trainer: callbacks"),
+        ({"compute_metrics": 3}, "Trainer: compute_metrics"),
+        ({"preprocess_logits_for_metrics": "x"}, "Trainer: preprocess_logits_for_metrics"),
         ({"optimizers": (None, None)}, "optimizer=, a function of the parallel model"),
         ({"train_dataset": iter(())}, "train_dataset is a"),
         ({"train_dataset": []}, "train_dataset is empty"),
