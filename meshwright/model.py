@@ -14,6 +14,7 @@ from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan
 from meshwright.profiles.cluster import Cluster
+from meshwright.profiles.inputs.booleans import checked_booleans
 from meshwright.rehearsing import rehearse_plan, with_rehearsal
 from meshwright.running import (
     Evaluation,
@@ -117,6 +118,7 @@ class ParallelModel(Steps, Evaluation, State):
         )
         return recalibration
 
+    @checked_booleans
     @one_at_a_time()
     def rehearse(self, *, every: bool = False, optimizer: MakeOptimizer | None = None) -> Rehearsal:
         """Run the plan's own steps for one rank of each kind, or for `every` rank, on this process

@@ -37,8 +37,10 @@ from meshwright.costmodel.sharding.rows import (
     RowUse,
     TotalKind,
     row_use,
+    running_statistics,
     same_numbers,
     with_numbers_of,
+    written_once,
 )
 from meshwright.costmodel.sharding.sequence import Shift, shift_of
 from meshwright.costmodel.sharding.strategies import (

@@ -606,3 +606,31 @@ def _writes_infinity(tree: Any) -> bool:
     if isinstance(tree, (tuple, list)):
         return any(map(_writes_infinity, tree))
     return isinstance(tree, float) and not math.isfinite(tree)
+
+
+# --- buffers --------------------------------------------------------------------------------------
+
+
+def written_once(graph: Graph) -> frozenset[str]:
+    """The buffers that the forward writes, whose new values come from no rows and no random draw: a
+    counter, vectors of a power iteration. Every micro-batch of a step makes the same one of what
+    the step began with, and the step writes it once, as one batch would."""
+    calls = (*graph.derived, *graph.ops)
+    by_rows = {buffer for op in calls for buffer in running_statistics(op)}
+    while True:
+        reached = {*graph.batched, *by_rows}
+        for op in calls:
+            if rules.draws(op) or not reached.isdisjoint(op.operands):
+                reached.update(op.results)
+        more = {buffer for buffer, value in graph.updates.items() if value in reached}
+        if more <= by_rows:
+            return frozenset(graph.updates.keys() - by_rows)
+        by_rows |= more
+
+
+def running_statistics(op: Op) -> list[str]:
+    """The buffers that an operator updates in place by the rows that it saw."""
+    statistics = rules.traits_of(op).statistics
+    if statistics is None or not rules.updates_statistics(op):
+        return []
+    return [x.name for k in statistics.running if isinstance(x := op.args[k], Ref)]

@@ -105,6 +105,7 @@ class RankState:
         """Read what was written to the model's buffers since the last step."""
         with torch.no_grad():
             for stage in self.stages.values():
+                stage.program.written.clear()  # of a step that failed
                 for b in stage.buffers:
                     b.follow(self.user, stage.program.tensors)
 
@@ -112,7 +113,7 @@ class RankState:
         """Give the model's buffers what the forward made of them."""
         for stage in self.stages.values():
             for b in stage.buffers:
-                b.settle(stage.program.tensors)
+                b.settle(stage.program.tensors, stage.program.written)
 
     def everything(self) -> dict[str, torch.Tensor]:
         """`full_state_dict` with the buffers that are not persistent, each tensor under its first

@@ -7,9 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.costmodel.graph import Block, Graph, Op, Ref
-from meshwright.costmodel.rules import traits_of, updates_statistics
-from meshwright.costmodel.sharding import Assignment, BlockLayouts, Placement, R, buffer_state
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.sharding import (
+    Assignment,
+    BlockLayouts,
+    Placement,
+    R,
+    buffer_state,
+    running_statistics,
+)
 from meshwright.executor.errors import StateError
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.lowering import Lowered
@@ -85,12 +91,12 @@ class HeldBuffer:
         if self.updated or self.version != self.whole._version:
             tensors[self.value] = self.read()
 
-    def settle(self, tensors: dict[str, torch.Tensor]) -> None:
-        """After a step: the module's own tensor takes what the forward made of it. Collective over
-        the tensor axis where that holds parts."""
+    def settle(self, tensors: dict[str, torch.Tensor], written: dict[str, torch.Tensor]) -> None:
+        """After a step: the module's own tensor takes what the forward made of it, in `written` or
+        in `tensors`. Collective over the tensor axis where that holds parts."""
         if not self.updated:
             return
-        now = tensors[self.value]
+        now = written.pop(self.value, tensors[self.value])
         if self.placement.sharded:
             size = self.whole.shape[self.placement.dim]
             now = all_gather(now, self.placement, self.place.tensor, size)
@@ -107,7 +113,7 @@ def hold_buffers(
     place: Place,
 ) -> list[HeldBuffer]:
     """The stage's buffers, the model's own moved to the device; zeros for those on meta."""
-    written = {*updates, *(b for op in graph.ops for b in _statistics(op))}
+    written = {*updates, *(b for op in graph.ops for b in running_statistics(op))}
     held = []
     for value, (fqn, placement) in buffers.items():
         local = user.tensor(fqn)
@@ -128,11 +134,3 @@ def hold_buffers(
             )
         )
     return held
-
-
-def _statistics(op: Op) -> list[str]:
-    """The buffers that an operator updates in place by what it saw."""
-    statistics = traits_of(op).statistics
-    if statistics is None or not updates_statistics(op):
-        return []
-    return [x.name for k in statistics.running if isinstance(x := op.args[k], Ref)]

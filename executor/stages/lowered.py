@@ -115,6 +115,7 @@ class StageLowering:
             ),
             loss=graph.loss if any(graph.loss in b.outputs for b in blocks) else None,
             updates=updates,
+            once=sharding.written_once(graph),
             differentiable=frozenset(n for n, v in graph.values.items() if v.requires_grad),
             outputs=tuple(handed),
             segments=tuple(segments_of(blocks, self.plan.stages[k].segments, graph.loss)),

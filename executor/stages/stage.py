@@ -67,9 +67,10 @@ class StageGraphs:
 
     `prologue` makes what the `blocks` read of raw inputs; `constants` are by value name. `sends`
     are read by other stages; `loss` is set on the last stage; `updates` maps buffers to the values
-    that replace them after each micro-batch; `differentiable` have a gradient. `outputs` are kept
-    for the caller of an evaluation. `segments` are positions of blocks that run again together.
-    What the first `away` blocks save goes to host memory until their backward.
+    that replace them after each micro-batch, those of `once` after the step; `differentiable` have
+    a gradient. `outputs` are kept for the caller of an evaluation. `segments` are positions of
+    blocks that run again together. What the first `away` blocks save goes to host memory until
+    their backward.
     """
 
     prologue: Lowered
@@ -79,6 +80,7 @@ class StageGraphs:
     loss: str | None
     updates: Mapping[str, str]
     differentiable: frozenset[str]
+    once: frozenset[str] = frozenset()
     outputs: tuple[str, ...] = ()
     segments: tuple[range, ...] = ()
     away: int = 0
@@ -119,6 +121,7 @@ class StageProgram(nn.Module):
         self.blocks = tuple(blocks)
         self.submodules = nn.ModuleList(blocks)  # for what looks for modules
         self.tensors = {**tensors, **graphs.constants}
+        self.written = dict[str, torch.Tensor]()  # what the step makes of buffers of `once`
         self.shared = {name: _attribute(name) for name in shared}
         for name, leaf in shared.items():
             self.register_parameter(_attribute(name), leaf)
@@ -177,15 +180,17 @@ class StageProgram(nn.Module):
         if saved is not None:
             saved.settle()
         if self.training:
-            with torch.no_grad():
-                for (
-                    buffer,
-                    update,
-                ) in self.graphs.updates.items():  # anew: a backward may need the old
-                    new = torch.empty_like(self.tensors[buffer])
-                    assert values[update].shape == new.shape, f"a part of the update of {buffer}"
-                    self.tensors[buffer] = new.copy_(values[update])
+            self._update(values)
         return {n: values[n] for n in self.graphs.kept}
+
+    @torch.no_grad()
+    def _update(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take the new values of buffers, in tensors of their own: a backward may need the old."""
+        for buffer, update in self.graphs.updates.items():
+            new = torch.empty_like(self.tensors[buffer])
+            assert values[update].shape == new.shape, f"a part of the update of {buffer}"
+            of = self.written if buffer in self.graphs.once else self.tensors
+            of[buffer] = new.copy_(values[update])
 
     @property
     def _sends(self) -> bool:

@@ -29,6 +29,7 @@ from torch.utils.data import Dataset
 from meshwright.data import loader_arguments
 from meshwright.executor.ranks import all_gather_object, background, gloo_group, launch
 from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.booleans import checked_booleans
 from meshwright.running import DataParallel, Steps
 
 log = logging.getLogger(__name__)
@@ -187,6 +188,7 @@ class DataLoader:
             )
 
 
+@checked_booleans
 def data_loader(
     dataset: Any,
     result: Steps,
@@ -221,6 +223,13 @@ def data_loader(
     Raises ValueError for a dataset without a batch, of other sizes on ranks, or whose last batch
     can't be shared out.
     """
+    if not isinstance(result, Steps):
+        raise MeshwrightError.refused(
+            "data_loader: result",
+            result,
+            legal="the model that auto_parallelize returned",
+            way_out="data_loader(dataset, result)",
+        )
     loader_arguments.check_options(
         shuffle=shuffle,
         seed=seed,

@@ -187,6 +187,7 @@ class PackedStream:
                 "= None", place="rows", legal="the rows of a batch", way_out="packed(..., rows=8)"
             )
         once = isinstance(documents, Iterator | Mapping | str | bytes | type)
+        once = once or getattr(documents, "ndim", 1) == 0  # a number
         if once or not (isinstance(documents, Iterable) or _is_indexed(documents)):
             raise MeshwrightError(
                 f" are a {type(documents).__name__}",

@@ -64,10 +64,10 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
-        args: Any,
+        model: nn.Module | None = None,
+        args: Any = None,
         *,
-        train_dataset: Any,
+        train_dataset: Any = None,
         eval_dataset: Any = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         processing_class: Any = None,
@@ -78,8 +78,12 @@ class Trainer:
         **planning: Any,
     ) -> None:
         """Raises ValueError for arguments that are refused, and as `auto_parallelize` does."""
-        training_arguments.check_arguments(args)
         training_arguments.check_options(planning)
+        training_arguments.check_arguments(args)
+        if not isinstance(model, nn.Module):
+            raise MeshwrightError.refused(
+                "Trainer: model", model, legal="a module", way_out="Trainer(model, args, ...)"
+            )
         check_overridden(type(self), Trainer)
         self._overridden = overridden(type(self), Trainer)
         train = _samples(train_dataset, "train_dataset")

@@ -17,6 +17,7 @@ from meshwright.executor.ranks import all_gather_object, background, run_on_all,
 from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward, group_of
 from meshwright.planner.batch import batch_rows, input_leaves, unusual_kind
 from meshwright.profiles.inputs import shown
+from meshwright.profiles.inputs.booleans import checked_booleans
 from meshwright.profiles.inputs.limits import MAX_COUNT, is_number
 from meshwright.running.planned import PlannedModel
 from meshwright.running.steps import with_targets
@@ -57,6 +58,7 @@ class Evaluation(PlannedModel):
             )
         return runtime
 
+    @checked_booleans
     def eval_step(self, batch: Any, targets: Any = None, *, local: bool = False) -> torch.Tensor:
         """The mean loss of a global batch (fp32 scalar), on every rank: forward only, without
         dropout, batch norm by its running statistics; `local` as in `train_step`. Weights, buffers
@@ -65,6 +67,7 @@ class Evaluation(PlannedModel):
         self._traced.check_batch(batch)
         return self._evaluable().eval_step(with_targets(batch, targets), local=local)
 
+    @checked_booleans
     def forward(self, batch: Any, targets: Any = None, *, gather: bool = False) -> Any:
         """The model's output for a global batch in evaluation mode, without gradients, as the plan
         splits it: no rank gathers the weights. Collective.
@@ -97,6 +100,7 @@ class Evaluation(PlannedModel):
         leaves[loss] = None if filled.invented else result_rows.loss
         return pytree.tree_unflatten([leaves.get(v) for v in outputs.values], outputs.spec)
 
+    @checked_booleans
     def evaluate(
         self,
         batches: Iterable[Any],

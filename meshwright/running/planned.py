@@ -39,6 +39,18 @@ class PlannedModel:
         self._why_not = why_not_here(decision.plan, problem.cluster)
         self._runtime: Runtime | None = None
 
+    def is_sample(self, item: Any) -> bool:
+        """Whether this has the tensors of a batch, each without the dim of its rows."""
+        graph = self._traced.graph
+        planned = {path: len(graph.values[value].shape) for value, path in graph.inputs.items()}
+        try:
+            leaves = dict(input_leaves(item)[0])
+        except MeshwrightError:
+            return False
+        dims = {path: x.ndim for path, x in leaves.items() if isinstance(x, torch.Tensor)}
+        batched = [path for path in self._traced.batched if path in planned]
+        return bool(batched) and all(dims.get(p) == planned[p] - 1 for p in batched)
+
     @one_at_a_time()
     def _checked(self) -> CheckedPlan:
         """The plan, checked on the graph of its micro-batch."""

@@ -15,6 +15,7 @@ from meshwright.executor.parameters import WholeTensors
 from meshwright.executor.ranks import background, progress, run_on_all
 from meshwright.executor.runtime import group_of
 from meshwright.executor.stages import check_trains
+from meshwright.profiles.inputs.booleans import checked_booleans
 from meshwright.running.planned import PlannedModel
 
 
@@ -95,6 +96,7 @@ class State(PlannedModel):
         """
         weights.load_weights(self.runtime, path)
 
+    @checked_booleans
     def save_pretrained(
         self,
         path: str | Path,
@@ -124,6 +126,7 @@ class State(PlannedModel):
             submodule=submodule,
         )
 
+    @checked_booleans
     def save_checkpoint(
         self,
         path: str | Path,

@@ -24,6 +24,7 @@ from meshwright.planner.batch import batch_rows
 from meshwright.planner.plan import Plan, sized
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.inputs import MeshwrightError, shown
+from meshwright.profiles.inputs.booleans import checked_booleans
 from meshwright.profiles.inputs.limits import is_number
 from meshwright.running.planned import PlannedModel
 
@@ -36,6 +37,7 @@ class Steps(PlannedModel):
     _monitor: Monitor | None = None
     _stepped: bool = False  # by an optimizer that was given
 
+    @checked_booleans
     def train_step(
         self,
         batch: Any,
@@ -140,6 +142,7 @@ class Steps(PlannedModel):
         numbers = {} if guard.scale is None else {"loss_scale": guard.scale.value}
         return {"skipped_steps": guard.skipped_steps, **numbers}
 
+    @checked_booleans
     def metrics(self, *, grad_norm: bool = False) -> dict[str, float]:
         """Numbers of the last step, by name: `step` of the training, `loss`; this rank's seconds,
         `train_step_s`, `between_s` before it since the step before (the optimizer, the input; of

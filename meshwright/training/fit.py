@@ -255,8 +255,18 @@ def _check_data(name: str, data: Any, loading: Mapping[str, Any]) -> None:
 
 
 def _loader(result: ParallelModel, data: Any, loading: dict[str, Any]) -> Any:
-    """Batches of a dataset; batches that are given, as they are."""
-    return data_loader(data, result, **loading) if _is_dataset(data) else data
+    """Batches of a dataset; batches that are given, as they are. Raises ValueError for a list of
+    what are no batches."""
+    if _is_dataset(data):
+        return data_loader(data, result, **loading)
+    if isinstance(data, list | tuple) and data and result.is_sample(data[0]):
+        raise MeshwrightError(
+            f" is a {type(data).__name__} of samples, which have no dim of rows",
+            place="fit: data",
+            legal="a list of batches, or a dataset of samples",
+            way_out="torch.utils.data.Subset(samples, range(len(samples))) is a dataset",
+        )
+    return data
 
 
 def _evaluations(

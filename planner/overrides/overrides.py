@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import Any
+from typing import Any, Self
 
 from meshwright.costmodel.mesh import ContextKind
 from meshwright.costmodel.schedules import SCHEDULES
@@ -92,6 +92,21 @@ class Overrides:
     offload: Mapping[str, float] | None = None
     post_validation: bool | None = None
     forbid: Collection[str] = ()
+
+    def __new__(cls, *_: Any, **given: Any) -> Self:
+        """Raises `OverrideError` for a name that is no decision."""
+        names = [f.name for f in fields(cls)] if given else []
+        for name in given.keys() - set(names):
+            near = difflib.get_close_matches(name, names, n=1) or difflib.get_close_matches(
+                name[:2], names, n=1
+            )
+            raise OverrideError(
+                f" is given ({shown(given[name])}), and is no decision",
+                place=f"override {name!r}",
+                legal=", ".join(sorted(names)),
+                way_out=f"did you mean {near[0]!r}?" if near else "leave it out",
+            )
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         for name, decision in decisions.DECISIONS.items():

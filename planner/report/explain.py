@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.costmodel.fp8 import FP8, wide
+from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.memory import fused, optimizer_named
 from meshwright.costmodel.operators import Problem, op_flops
 from meshwright.costmodel.rules import is_fp8
-from meshwright.costmodel.sharding import data_layout, row_use
+from meshwright.costmodel.sharding import data_layout, row_use, written_once
 from meshwright.costmodel.target import Target
 from meshwright.planner.decisions import DECISIONS
 from meshwright.planner.plan import (
@@ -211,6 +212,7 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "batch norm statistics are per micro-batch, over all data-parallel ranks; its blocks "
             "are not recomputed"
         )
+    lines += _written_buffers(problem.graph)
     if "dispatch" in ops:
         lines.append(
             "the busiest of the ranks that share experts out gets "
@@ -221,6 +223,18 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "dropout masks come from a counter over global indices: the same under every plan"
         )
     return lines
+
+
+def _written_buffers(graph: Graph) -> list[str]:
+    """When the forward's writes to buffers are made."""
+    once = written_once(graph)
+    by_rows = [graph.buffers[buffer] for buffer in graph.updates if buffer not in once]
+    said = {
+        "are written once a step": [graph.buffers[buffer] for buffer in sorted(once)],
+        "are written in each micro-batch, by its rows": by_rows,
+    }
+    named = {when: ", ".join(compress_names(names)) for when, names in said.items() if names}
+    return [f"buffers {names} {when}" for when, names in named.items()]
 
 
 def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:

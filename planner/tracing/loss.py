@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ class LossModule(nn.Module):
         self.leaf_recorder = leaf_recorder
         self.watch = Watch({**holders_of(model, "model"), **holders_of(loss_fn, "loss_fn")})
         self._last = _Last()
+        self._of = _with_lines(loss_fn)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The loss of one forward, then the tensors among the leaves of the model's output, as
@@ -83,7 +86,7 @@ class LossModule(nn.Module):
             with _buffers_in_place(self.model), self.stand_ins.watched():
                 output = self.model(*args, **kwargs)
             maker = "loss_fn" if self.loss_fn else "the model"
-            loss = self.loss_fn(output, *targets) if self.loss_fn else _loss_in(output)
+            loss = self._of(output, *targets) if self.loss_fn else _loss_in(output)
             if self.loss_fn and _is_pair(loss):
                 _check_real(maker, *loss)
                 loss = loss[0] / loss[1]
@@ -121,6 +124,21 @@ class Returned:
         )
         tensors = [x for (_, x), kind in zip(leaves, kinds, strict=True) if kind == "tensor"]
         return Returned(tuple(path_of(path) for path, _ in leaves), kinds, spec), tensors
+
+
+def _with_lines(function: Any) -> Any:
+    """A plain function under the name of which export records the frames, so that operators of a
+    loss know their line."""
+    if isinstance(function, partial):
+        return partial(_with_lines(function.func), *function.args, **function.keywords)
+    if not isinstance(function, FunctionType):
+        return function
+    code = function.__code__.replace(co_name="forward")
+    renamed = FunctionType(
+        code, function.__globals__, None, function.__defaults__, function.__closure__
+    )
+    renamed.__kwdefaults__ = function.__kwdefaults__
+    return renamed
 
 
 class _Last:

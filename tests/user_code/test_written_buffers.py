@@ -1,0 +1,163 @@
+"""Buffers that the forward writes without reading rows are written once a step, under every plan:
+losses and buffers of three steps are one device's."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright import Cluster, Overrides, auto_parallelize
+from tests.helpers.ranks import on_ranks
+
+ROWS, WIDTH, STEPS, RATE = 8, 8, 3, 0.1
+
+
+class Counting(nn.Module):
+    """Warms up by a counter of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        self.register_buffer("n", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return self.last(F.relu(self.first(x))) * torch.clamp(self.n / 10, max=1.0)
+
+
+class Annealed(Counting):
+    """Multiplies a temperature after it was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.last(F.relu(self.first(x))) / self.temperature.clone()
+        self.temperature.mul_(0.9)
+        return out
+
+
+class Averaging(Counting):
+    """Keeps an average of its own weights, and computes with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("average", self.first.weight.detach().clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.average.lerp_(self.first.weight, 0.5)
+        return self.last(F.relu(F.linear(x, self.first.weight - 0.5 * self.average)))
+
+
+def spectral() -> nn.Module:
+    """Vectors of a power iteration on the weights."""
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(normed, nn.ReLU(), nn.Linear(WIDTH, 4))
+
+
+class Mixed(Counting):
+    """A counter beside statistics of rows, which stay each micro-batch's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        hidden = F.relu(self.first(x))
+        with torch.no_grad():
+            self.mean.lerp_(hidden.mean(0), 0.1)
+        return self.last(hidden) * torch.clamp(self.n / 10, max=1.0)
+
+
+MODELS = {
+    "counter": Counting, "annealed": Annealed, "average": Averaging, "spectral norm": spectral,
+    "beside statistics": Mixed,
+}  # fmt: skip
+PLANS: dict[str, dict[str, Any]] = {
+    "dp2": {"dp": 2, "num_microbatches": 2},
+    "zero2": {"dp": 2, "zero": 2, "num_microbatches": 2},
+    "zero3": {"dp": 2, "zero": 3, "num_microbatches": 2},
+    "tp2": {"tp": 2, "num_microbatches": 2},
+    "pp2": {"pp": 2, "schedule": "1f1b", "num_microbatches": 4},
+    "pp2 zb": {"pp": 2, "schedule": "zb_h1", "num_microbatches": 4},
+}
+NOT_ONCE = {"mean"}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(ROWS, WIDTH, generator=draw)
+    return x, torch.randint(0, 4, (ROWS,), generator=draw)
+
+
+def of_one_device(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, (x, y), losses = made(name), batch(), list[float]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, dict(model.named_buffers())
+
+
+def planned(name: str, ranks: int, plan: dict[str, Any]) -> Any:
+    return auto_parallelize(
+        made(name),
+        Cluster.local(ranks, "cpu", measure=False),
+        example_inputs=batch(),
+        global_batch_size=ROWS,
+        loss_fn=F.cross_entropy,
+        precision="fp32",
+        overrides=Overrides(**plan),
+    )
+
+
+def trained(name: str, ranks: int, plan: dict[str, Any]) -> tuple[list[float], dict[str, Any]]:
+    result = planned(name, ranks, plan)
+    optimizer = torch.optim.SGD(result.parameters(), lr=RATE)
+    losses = [
+        float(result.train_step(batch(), optimizer=optimizer, max_grad_norm=None).detach())
+        for _ in range(STEPS)
+    ]
+    return losses, copy.deepcopy(result.full_state_dict())
+
+
+def check(name: str, losses: list[float], state: dict[str, Any]) -> None:
+    expected, buffers = of_one_device(name)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for fqn, x in buffers.items():
+        if fqn not in NOT_ONCE:
+            torch.testing.assert_close(state[fqn], x, rtol=1e-4, atol=1e-5, msg=fqn)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_on_one_device_in_micro_batches(name: str) -> None:
+    check(name, *trained(name, 1, {"num_microbatches": 4}))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_on_two_ranks(name: str, plan: str) -> None:
+    check(name, *on_ranks(2, trained, name, 2, PLANS[plan]))
+
+
+def test_the_report_names_them() -> None:
+    lines = planned("beside statistics", 1, {"num_microbatches": 4}).report.assumptions
+    assert "buffers n are written once a step" in lines
+    assert "buffers mean are written in each micro-batch, by its rows" in lines
