@@ -270,8 +270,9 @@ class Loop:
 
 def checked_asks(asks: Any) -> set[str]:
     """Raise ValueError for what a watch can't ask for."""
-    if asks is None or (not isinstance(asks, str | bytes) and ASKS.issuperset(asks)):
-        return set(asks or ())
+    listed = () if asks is None else asks
+    if isinstance(listed, Collection) and not isinstance(listed, str) and ASKS.issuperset(listed):
+        return set(listed)
     raise MeshwrightError(
         f" asked for {shown(asks)}",
         place="fit: watch",

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.costmodel.sharding import written_once
+from meshwright.planner.tracing.trace import trace
 from tests.helpers.ranks import on_ranks
 
 ROWS, WIDTH, STEPS, RATE = 8, 8, 3, 0.1
@@ -155,6 +157,29 @@ def test_on_one_device_in_micro_batches(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_on_two_ranks(name: str, plan: str) -> None:
     check(name, *on_ranks(2, trained, name, 2, PLANS[plan]))
+
+
+class Following(Counting):
+    """Buffers that follow one of rows, a draw, and nothing of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("mean", "before", "drawn"):
+            self.register_buffer(name, torch.zeros(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = F.relu(self.first(x))
+        with torch.no_grad():
+            self.before.copy_(self.mean)
+            self.mean.lerp_(hidden.mean(0), 0.1)
+            self.drawn.copy_(F.dropout(torch.ones(WIDTH), 0.5))
+            self.n += 1
+        return self.last(hidden + self.before) + self.drawn.mean()
+
+
+def test_what_follows_rows_or_draws_is_written_in_each_micro_batch() -> None:
+    graph = trace(Following(), batch(), loss_fn=F.cross_entropy, batch_size=ROWS)
+    assert {graph.buffers[value] for value in written_once(graph)} == {"n"}
 
 
 def test_the_report_names_them() -> None:

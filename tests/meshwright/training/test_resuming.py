@@ -15,8 +15,10 @@ import torch
 from filelock import FileLock
 
 from meshwright import fit
+from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.training import Fitted, folder_lock
+from meshwright.training import Fitted, RunEvent, folder_lock
+from tests.helpers.ranks import on_ranks
 from tests.meshwright.data import feeding
 from tests.meshwright.data.feeding import Tokens
 
@@ -101,6 +103,33 @@ def test_what_is_given_is_taken_where_that_is_asked_for(
     with caplog.at_level(logging.WARNING):
         run(tmp_path / "parts", 6, **changed)
     assert "fit: resumed" not in caplog.text
+
+
+def asked_by_one_rank(folder: Path) -> tuple[str, int, list[str]]:
+    """One of two ranks asks for a save after step 1, and for a stop after step 2."""
+
+    def watch(event: RunEvent) -> list[str]:
+        if event.name != "stepped" or launch.rank() != 1:
+            return []
+        return {1: ["save"], 2: ["stop"]}.get(event.step, [])
+
+    done = fit(
+        feeding.planned(ranks=2), Tokens(), optimizer=adamw, folder=folder, steps=9,
+        watch=watch,
+    )  # fmt: skip
+    return done.ended, done.steps, sorted(path.name for path in folder.glob("step-*"))
+
+
+def test_what_one_rank_asks_for_is_done_on_all(tmp_path: Path) -> None:
+    ended, steps, saved = on_ranks(2, asked_by_one_rank, tmp_path)
+    assert (ended, steps) == ("watch", 2)
+    assert saved == ["step-00000001", "step-00000002"]
+
+
+@pytest.mark.parametrize("asks", ["stop", ["halt"], 3])
+def test_what_a_watch_can_not_ask_for_is_refused(asks: Any, tmp_path: Path) -> None:
+    with pytest.raises(MeshwrightError, match=r"fit: watch asked for .*legal: None, or some of"):
+        run(tmp_path, 2, watch=lambda _: asks)
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
