@@ -267,6 +267,16 @@ _INVERSES: Mapping[str, str] = {
 _NAMED_OTHERWISE: Mapping[str, str] = {
     "aten.bernoulli_.float": "aten.bernoulli.p",
     "aten.normal_.default": "aten.normal_functional.default",
+    **{
+        f"aten.__i{python}__.{which}": f"aten.bitwise_{name}.{which}"
+        for python, name in (("or", "or"), ("and", "and"), ("xor", "xor"))
+        for which in ("Tensor", "Scalar")
+    },
+    **{
+        f"aten.__i{side[0]}shift__.{which}": f"aten.bitwise_{side}_shift.{functional}"
+        for side in ("left", "right")
+        for which, functional in (("Tensor", "Tensor"), ("Scalar", "Tensor_Scalar"))
+    },
 }
 
 

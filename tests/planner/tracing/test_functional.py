@@ -65,6 +65,19 @@ def _masked(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y.masked_fill_(x > 0.5, 0.0).square().sum()
 
 
+def _bits(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Python's operators on masks and bits."""
+    mask, bits = x > 0.1, (x > 0).long()
+    mask |= x < -1.0
+    mask &= x < 1.0
+    mask ^= x > 0.5
+    mask |= True
+    bits <<= 2
+    bits >>= torch.ones_like(bits)
+    bits |= 1
+    return (self.l(x) * mask * bits).square().sum()
+
+
 def _copied(self: Any, x: torch.Tensor) -> torch.Tensor:
     out = x.new_zeros(x.shape[0], 2 * WIDTH)
     out[:, :WIDTH] = self.l(x)
@@ -99,7 +112,7 @@ def test_draws_in_place_keep_their_arguments() -> None:
 
 
 @pytest.mark.parametrize(
-    "forward", [_residual, _rows_and_columns, _through_views, _masked, _copied, _policy]
+    "forward", [_residual, _rows_and_columns, _through_views, _masked, _bits, _copied, _policy]
 )
 def test_writes_become_values(forward: Callable[..., torch.Tensor]) -> None:
     graph = agree(with_forward(forward), (rows(WIDTH),))
