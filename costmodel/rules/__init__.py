@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         TRAITS,
         Draw,
         Product,
+        backward_joins,
         draws,
         draws_anew,
         is_causal,

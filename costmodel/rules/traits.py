@@ -99,6 +99,9 @@ class Traits:
     backward_temporaries
                   tensors like its first operand that its backward makes one after the other, before
                   its gradient
+    backward_joins
+                  calls whose backward gives a row a gradient by other rows, too, though the forward
+                  does not: of torch's derivatives those that divide by how often an id is there
     """
 
     kernel: Literal["", "attention", "lookup", "sum"] = ""
@@ -112,6 +115,7 @@ class Traits:
     leaf: bool = False
     experts: Literal["", "dispatch", "product", "combine"] = ""
     backward_temporaries: int = 0
+    backward_joins: Callable[[Op], bool] | None = None
     draw: Draw | None = None
     statistics: Statistics | None = None
     loss: RowLoss | None = None
@@ -145,6 +149,10 @@ def _drops_between_layers(op: Op) -> bool:
     return bool(train) and p != 0.0 and layers > 1
 
 
+def _by_frequency(op: Op) -> bool:
+    return bool(argument(op, 3, "scale_grad_by_freq", False))
+
+
 _RECURRENT = Traits(draw=Draw(when=_drops_between_layers))
 _UNIFORM, _NORMAL = Traits(draw=Draw(kind="uniform")), Traits(draw=Draw(kind="normal"))
 _INTEGERS = Traits(draw=Draw(kind="integers"))
@@ -165,7 +173,8 @@ TRAITS: Mapping[str, Traits] = MappingProxyType({
             training=True,
         ),
     ),
-    "embedding": Traits(kernel="lookup", main=True),
+    "embedding": Traits(kernel="lookup", main=True, backward_joins=_by_frequency),
+    **dict.fromkeys(("embedding_bag", "_embedding_bag"), Traits(backward_joins=_by_frequency)),
     **dict.fromkeys(("add", "sub"), Traits(kernel="sum")),
     "pow": Traits(backward_temporaries=2),  # n, xⁿ⁻¹
     **dict.fromkeys(("softmax", "_softmax"), Traits(fused_at="pointwise")),
@@ -259,6 +268,12 @@ def draws_anew(op: Op) -> bool:
     """Whether a call draws other random numbers each time it is run in a step."""
     draw = traits_of(op).draw
     return draws(op) and (draw is None or draw.kind == "unplanned")
+
+
+def backward_joins(op: Op) -> bool:
+    """Whether rows meet in its backward, though not in its forward."""
+    joins = traits_of(op).backward_joins
+    return joins is not None and joins(op)
 
 
 def updates_statistics(op: Op) -> bool:

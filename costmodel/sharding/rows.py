@@ -192,6 +192,8 @@ class _Reader:
             return self._declared(op, CONSTANT)
         if MET in states:
             return self._all(op, MET)
+        if rules.backward_joins(op):
+            return self._met(op)
         if UNKNOWN in states:
             return self._declared(op, UNKNOWN)
         shares = {i for i, state in enumerate(states) if state is SHARE}
