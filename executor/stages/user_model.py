@@ -25,6 +25,7 @@ from meshwright.executor.errors import OptimizerError, StateError
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.parameters import StageParameter, load
 from meshwright.executor.ranks import Place
+from meshwright.executor.stages.optimizer_habits import APART, check_habits
 from meshwright.profiles.inputs import shown
 
 REPLACED_BY = "_meshwright_replaced_by"  # attribute of a parameter that left the model
@@ -117,6 +118,7 @@ class UserModel:
         elsewhere = {*updated, *self.on_meta.intersection(graph.buffers.values())} - set(buffers)
         for fqn, p in held.items():
             self.replace(fqn, p.api)
+            setattr(p.api, APART, bool(away))
         for fqn in (*sorted(away), *sorted(elsewhere)):
             self.replace(fqn, _on_meta(self.tensor(fqn)))
         self.whole = whole
@@ -226,7 +228,7 @@ def current(parameter: torch.Tensor) -> torch.Tensor:
 
 def follow(optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer the parameters that replaced its own. Raises ValueError where it has states
-    of them."""
+    of them, and where it can't step what this rank holds of them."""
     for group in optimizer.param_groups:
         params = group["params"]
         for k, p in enumerate(params):
@@ -242,6 +244,7 @@ def follow(optimizer: torch.optim.Optimizer) -> None:
                     "model.parameters()",
                 )
             params[k] = new
+    check_habits(optimizer)
 
 
 def check_trains(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:

@@ -5,8 +5,8 @@
 
 `per_device_train_batch_size · gradient_accumulation_steps · devices` rows make a step, as where
 every device has rows of its own; how devices share a step is the plan's. What this class doesn't do
-is refused by name: arguments (`training_arguments.py`), methods of a subclass (`subclass.py`) and
-callbacks (`callbacks.py`).
+is refused by name: arguments (`training_arguments.py`), methods of a subclass and callbacks
+(`theirs.py`).
 """
 
 from __future__ import annotations
@@ -28,9 +28,17 @@ from meshwright.data import data_loader
 from meshwright.data.loader_arguments import DataError, collated
 from meshwright.executor.ranks import launch
 from meshwright.hf import training_arguments
-from meshwright.hf.callbacks import Callbacks, checked_callbacks
-from meshwright.hf.global_batches import GlobalBatches, numpy_of, predictions
-from meshwright.hf.subclass import check_overridden, computing_loss, loss_of, overridden
+from meshwright.hf.theirs import (
+    Callbacks,
+    GlobalBatches,
+    check_overridden,
+    checked_callbacks,
+    computing_loss,
+    loss_of,
+    numpy_of,
+    overridden,
+    predictions,
+)
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger, TensorBoardLogger
 from meshwright.profiles.cluster import Cluster
@@ -54,12 +62,13 @@ class Trainer:
     """Trains a model of transformers on the cluster that torchrun started, or `cluster`.
 
     `optimizer` and `schedule` are as `fit` takes them, in place of what the arguments say;
+    `callbacks`, `compute_metrics` and `preprocess_logits_for_metrics` as transformers' Trainer;
     `planning` are further arguments of `auto_parallelize` (overrides=, plan=, loss_fn=, ...).
     `result` is the parallel model. Collective: every rank makes one.
 
     A subclass may override `compute_loss`, which is traced as the loss, `create_optimizer`,
     `create_scheduler`, `get_decay_parameter_names`, the loaders of training and evaluation,
-    `evaluate`, `log` and `save_model`; `callbacks` and `compute_metrics` are transformers'.
+    `evaluate`, `log` and `save_model`.
     """
 
     def __init__(
@@ -71,9 +80,6 @@ class Trainer:
         eval_dataset: Any = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         processing_class: Any = None,
-        compute_metrics: Callable[[Any], Mapping[str, float]] | None = None,
-        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
-        callbacks: Sequence[Any] | None = None,
         cluster: Cluster | None = None,
         **planning: Any,
     ) -> None:
@@ -98,13 +104,9 @@ class Trainer:
         self.loggers = _loggers(planning.pop("loggers", ()))
         self.lr_scheduler: Any = None
         self.model = model
-        self.callbacks = checked_callbacks(callbacks)
-        _check_functions(
-            compute_metrics=compute_metrics,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
-        self.compute_metrics = compute_metrics
-        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.callbacks = checked_callbacks(planning.pop("callbacks", None))
+        self.compute_metrics = _function(planning, "compute_metrics")
+        self.preprocess_logits_for_metrics = _function(planning, "preprocess_logits_for_metrics")
         self._label_names = _label_names(model, args)
         self._decayed = frozenset(self.get_decay_parameter_names(model))
         self._adapted = any(hasattr(module, "peft_config") for module in model.modules())
@@ -458,12 +460,14 @@ def _columns(model: nn.Module, args: Any) -> frozenset[str]:
     return frozenset([*taken, "label", "label_ids", *(args.label_names or ())])
 
 
-def _check_functions(**functions: Any) -> None:
-    for name, function in functions.items():
-        if function is not None and not callable(function):
-            raise MeshwrightError.refused(
-                f"Trainer: {name}", function, legal="a function, or None", way_out="leave it out"
-            )
+def _function(options: dict[str, Any], name: str) -> Callable[..., Any] | None:
+    """Take a function out of the options. Raises ValueError for what is none."""
+    function = options.pop(name, None)
+    if function is not None and not callable(function):
+        raise MeshwrightError.refused(
+            f"Trainer: {name}", function, legal="a function, or None", way_out="leave it out"
+        )
+    return function  # type: ignore[no-any-return]
 
 
 def _label_names(model: nn.Module, args: Any) -> list[str]:

@@ -26,8 +26,7 @@ from meshwright.planner.plan import InfeasibleError, Plan, PlanError
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, checked_path, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
-from meshwright.training.folder_lock import locked
-from meshwright.training.kept import KeptCheckpoints
+from meshwright.training.kept import KeptCheckpoints, locked
 from meshwright.training.loop import Evaluations, Loop, Saves, Watch
 
 SAMPLES = 2  # of the data, that a plain module is traced on

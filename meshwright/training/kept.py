@@ -1,16 +1,27 @@
-"""The checkpoints of a run: `step-<n>` in one folder, of which the newest are kept."""
+"""Files of a run's folder: its newest checkpoints `step-<n>`, with the arguments of the run, and a
+lock."""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
 
 from meshwright.executor.errors import DamagedError, NoCheckpointError, SavedError
 from meshwright.executor.files import atomic_folder
 from meshwright.executor.ranks import launch
+from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
 
@@ -74,3 +85,160 @@ class KeptCheckpoints:
                 atomic_folder.remove(atomic_folder.published(self.path(step)))
             except (OSError, SavedError) as error:
                 log.warning("an old checkpoint stays: %s", error)
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+# Arguments of a run, kept with it: those that a resumed run is given otherwise are said.
+#
+# A checkpoint has the optimizer's options, the schedule's state and the order of the data, and
+# these go on by default, whatever the script says now. `resume="given"` takes what is given now.
+
+
+# of a schedule's state: its progress, which no argument gave
+PROGRESS = frozenset(
+    (
+        *("last_epoch", "last_step", "_step_count", "_last_lr", "_get_lr_called_within_step"),
+        *("_is_initial", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "_milestones"),
+    )
+)
+PLAIN = (bool, int, float, str, type(None))
+
+
+def given(optimizer: torch.optim.Optimizer, schedule: Any, loader: Any) -> dict[str, Any]:
+    """Arguments that a script gave, by name, as plain values, before any step or load."""
+    named: dict[str, Any] = {"schedule": None if schedule is None else type(schedule).__name__}
+    for k, group in enumerate(optimizer.param_groups):
+        own = {name: x for name, x in group.items() if name not in ("params", "param_names")}
+        if "initial_lr" in own:  # which the schedule has changed already
+            own["lr"] = own.pop("initial_lr")
+        named |= {f"optimizer, group {k}: {name}": x for name, x in own.items()}
+    if hasattr(schedule, "state_dict"):
+        state = schedule.state_dict()
+        named |= {f"schedule: {k}": x for k, x in state.items() if k not in PROGRESS}
+    order = loader.state_dict() if hasattr(loader, "state_dict") else {}
+    named |= {f"data: {name}": order[name] for name in ("seed", "shuffle") if name in order}
+    return {name: x for name, x in map(_plain, named.items()) if x is not _NOT_PLAIN}
+
+
+_NOT_PLAIN = object()
+
+
+def _plain(item: tuple[str, Any]) -> tuple[str, Any]:
+    """A value as it is saved and compared."""
+    name, x = item
+    if isinstance(x, torch.Tensor) and x.numel() == 1:
+        x = x.item()
+    if isinstance(x, tuple | list) and all(isinstance(y, PLAIN) for y in x):
+        return name, list(x)
+    return name, x if isinstance(x, PLAIN) else _NOT_PLAIN
+
+
+def say_differences(kept: Mapping[str, Any], now: Mapping[str, Any], *, takes_given: bool) -> None:
+    """Warn of what the checkpoint's run was given and this one is not, with both values."""
+    names = sorted(name for name in kept.keys() | now.keys() if kept.get(name) != now.get(name))
+    if not names or launch.rank() != 0:
+        return
+    listed = "; ".join(f"{n} was {kept.get(n)!r}, is given as {now.get(n)!r}" for n in names)
+    if takes_given:
+        log.warning("fit: resumed with what is given now: %s", listed)
+    else:
+        log.warning(
+            'fit: resumed with what the checkpoint has; resume="given" takes the other: %s', listed
+        )
+
+
+class GivenOrder:
+    """The state of a loader of which a load keeps the order that is given now: the position is that
+    which was saved."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        state = loader.state_dict()
+        self.kept = {name: state[name] for name in ("seed", "shuffle") if name in state}
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.loader.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.loader.load_state_dict({**state, **self.kept})
+
+
+# --- lock of the folder ---------------------------------------------------------------------------
+
+# Lock of a run's folder, so that no two jobs write into one.
+#
+# The lock is the kernel's, on `.run.lock` (`filelock`): it ends with its process, however that
+# ends. `.run.owner` says for readers who holds it. A job that was started anew on another host, by
+# the name that torchrun or Slurm gives it, does not wait until a file server notices that the
+# first is lost.
+
+
+LOCK, OWNER = ".run.lock", ".run.owner"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Context of a run that writes into `folder`; rank 0 holds the lock. Raises ValueError on all
+    ranks where another run does. Collective."""
+    lock = FileLock(folder / LOCK, timeout=0)
+    launch.agree_on(lambda: _take(folder, lock))
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            with suppress(OSError):
+                (folder / OWNER).unlink()
+            lock.release()
+
+
+def _take(folder: Path, lock: FileLock) -> None:
+    here = _here()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        other = _owner(folder)
+        anew = here["job"] and here["job"] == other.get("job") and here["host"] != other.get("host")
+        if not anew:
+            raise MeshwrightError(
+                f" is written to by {_words(other)}",
+                place=f"fit: folder {str(folder)!r}",
+                legal="a folder of its own for each run",
+                way_out="give another folder, or wait until that run has ended",
+            ) from None
+        log.warning("fit: %s goes on in %s, without its lock", _words(other), folder)
+    except (OSError, NotImplementedError) as error:
+        log.warning(
+            "fit: %s can't be locked, so that another job may write to it: %s", folder, error
+        )
+        return
+    with suppress(OSError):
+        (folder / OWNER).write_text(json.dumps(here), encoding="utf-8")
+
+
+def _here() -> dict[str, Any]:
+    """This process; `job` where torchrun or Slurm names it."""
+    job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "begun": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "job": None if job == "none" else job,
+    }
+
+
+def _owner(folder: Path) -> dict[str, Any]:
+    try:
+        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return owner if isinstance(owner, dict) else {}
+
+
+def _words(owner: dict[str, Any]) -> str:
+    if not owner:
+        return "another run"
+    job = f"job {owner['job']}, " if owner.get("job") else ""
+    return f"{job}process {owner.get('pid')} on {owner.get('host')}, begun at {owner.get('begun')}"

@@ -16,15 +16,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from meshwright.executor.ranks import StopRequests, all_gather_object, launch, run_on_all, together
 from meshwright.executor.runtime import group_of
 from meshwright.model import ParallelModel
 from meshwright.monitor import MetricsLogger
 from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.training import kept_arguments
-from meshwright.training.kept import KeptCheckpoints
+from meshwright.training.kept import GivenOrder, KeptCheckpoints, given, say_differences
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +70,7 @@ class Evaluations:
 @dataclass(slots=True)
 class Progress:
     """Progress of a run; saved with it. `best_loss` is that of an evaluation, `worse` how many
-    evaluations since were no better; `given` what the script gave (`kept_arguments.py`)."""
+    evaluations since were no better; `given` what the script gave (`kept.py`)."""
 
     step: int = 0
     eval_loss: float | None = None
@@ -111,7 +109,7 @@ class Loop:
 
     def run(self, requests: StopRequests) -> str:
         """Train; returns why it ended, a constant of this module. Collective."""
-        self.progress.given = kept_arguments.given(self.optimizer, self.schedule, self.loader)
+        self.progress.given = given(self.optimizer, self.schedule, self.loader)
         if self.saves is not None:
             self.saved_step = self.saves.checkpoints.resume(self._load)
             if self.saved_step is not None:
@@ -177,7 +175,7 @@ class Loop:
         self.asked |= run_on_all(self._group, lambda: checked_asks(watch(told)))
 
     @property
-    def _group(self) -> dist.ProcessGroup | None:
+    def _group(self) -> Any:
         return group_of(self.result.runtime)
 
     def _agreed(
@@ -252,13 +250,13 @@ class Loop:
         if self.takes_given:
             extra.pop("schedule", None)
             if "data" in extra:
-                extra["data"] = kept_arguments.GivenOrder(self.loader)
+                extra["data"] = GivenOrder(self.loader)
         try:
             self.result.load_checkpoint(path, self.optimizer, extra=extra)
         finally:
             before, self.progress.given = self.progress.given, now
         if before:  # not of a run before 2026-11-27
-            kept_arguments.say_differences(before, now, takes_given=self.takes_given)
+            say_differences(before, now, takes_given=self.takes_given)
         if not self.takes_given:
             self.progress.given = before or now
             return

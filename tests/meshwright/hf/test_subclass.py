@@ -16,7 +16,7 @@ from transformers import Trainer as Theirs
 
 from meshwright import MeshwrightError
 from meshwright.hf import Trainer
-from meshwright.hf.subclass import HONOURED, INSTEAD
+from meshwright.hf.theirs import HONOURED, INSTEAD
 from tests.helpers.tiny import host
 from tests.meshwright.hf.test_trainer import ROWS, arguments, classifier, dataset, model, ours
 

@@ -17,7 +17,7 @@ from filelock import FileLock
 from meshwright import fit
 from meshwright.executor.ranks import launch
 from meshwright.profiles.inputs import MeshwrightError
-from meshwright.training import Fitted, RunEvent, folder_lock
+from meshwright.training import Fitted, RunEvent, kept
 from tests.helpers.ranks import on_ranks
 from tests.meshwright.data import feeding
 from tests.meshwright.data.feeding import Tokens
@@ -134,15 +134,15 @@ def test_what_a_watch_can_not_ask_for_is_refused(asks: Any, tmp_path: Path) -> N
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
     """The second one, which learns whose it is; not once the first has ended."""
-    lock = FileLock(tmp_path / folder_lock.LOCK)
+    lock = FileLock(tmp_path / kept.LOCK)
     with lock:
-        (tmp_path / folder_lock.OWNER).write_text('{"host": "one", "pid": 7, "begun": "then"}')
+        (tmp_path / kept.OWNER).write_text('{"host": "one", "pid": 7, "begun": "then"}')
         told = r"is written to by process 7 on one, begun at then.*legal: a folder of its own"
         with pytest.raises(MeshwrightError, match=told):
             run(tmp_path, 2)
         assert not [path for path in tmp_path.iterdir() if path.name.startswith("step-")]
     assert run(tmp_path, 2)[0].steps == 2
-    assert not (tmp_path / folder_lock.OWNER).exists()
+    assert not (tmp_path / kept.OWNER).exists()
 
 
 def test_a_job_that_is_started_anew_elsewhere_goes_on(
@@ -150,8 +150,8 @@ def test_a_job_that_is_started_anew_elsewhere_goes_on(
 ) -> None:
     """While the file server still holds the lock of the host that was lost."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "mine")
-    with FileLock(tmp_path / folder_lock.LOCK):
-        (tmp_path / folder_lock.OWNER).write_text('{"host": "lost", "pid": 7, "job": "mine"}')
+    with FileLock(tmp_path / kept.LOCK):
+        (tmp_path / kept.OWNER).write_text('{"host": "lost", "pid": 7, "job": "mine"}')
         with caplog.at_level(logging.WARNING):
             assert run(tmp_path, 2)[0].steps == 2
     assert "job mine, process 7 on lost" in caplog.text and "without its lock" in caplog.text

@@ -1,0 +1,106 @@
+"""Habits of optimizers that step more than one element at a time, seen on small parameters.
+
+looks_across    a parameter's step depends on another's gradient (line searches, dot products
+                over all parameters): wrong where other ranks hold the others
+indexes         it selects elements by a mask, which tensors cut into shards can't do
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from meshwright.executor.errors import OptimizerError
+
+STEPS, SHAPE = 3, (4, 4)
+APART = "_meshwright_apart"  # attribute of a parameter: other ranks hold others of its model
+MASKED = frozenset(
+    ("index_put_", "index_put", "index", "masked_select", "nonzero", "masked_scatter_")
+)
+
+_checked: WeakSet[torch.optim.Optimizer] = WeakSet()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    looks_across: bool = False
+    indexes: bool = False
+
+
+def check_habits(optimizer: torch.optim.Optimizer) -> None:
+    """Raise ValueError for an optimizer that can't step what this rank holds of its parameters."""
+    if optimizer in _checked:
+        return
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    apart = any(p.is_meta or getattr(p, APART, False) for p in params)
+    cut = any(isinstance(p, DTensor) and p.to_local().shape != p.shape for p in params)
+    if apart or cut:
+        found = habits(type(optimizer), optimizer.defaults)
+        name = type(optimizer).__name__
+        if apart and found.looks_across:
+            raise OptimizerError(
+                f": {name} steps a parameter by the gradients of others, too, which other stages "
+                "of the pipeline hold",
+                place="optimizer",
+                legal="under a pipeline, optimizers that step each parameter by itself",
+                way_out="plan without a pipeline: overrides=Overrides(pp=1)",
+            )
+        if cut and found.indexes:
+            raise OptimizerError(
+                f": {name} selects elements by masks, which parameters cut into shards don't have",
+                place="optimizer",
+                legal="optimizers of whole-tensor arithmetic",
+                way_out=f"result.whole_tensor_optimizer({name}, ...), or plan without ZeRO and tp",
+            )
+    _checked.add(optimizer)
+
+
+def habits(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> Habits:
+    """Habits of a kind of optimizer with these options; none of one that can't be tried."""
+    taken = inspect.signature(kind).parameters
+    options = {name: x for name, x in options.items() if name in taken}
+    try:
+        with torch.random.fork_rng(devices=[]), _Masks() as masks:
+            alone, beside = (_stepped(kind, options, scale) for scale in (1.0, 3.0))
+    except Exception:  # noqa: BLE001 - whatever it needs, it is told by its own step
+        return Habits()
+    return Habits(looks_across=not torch.equal(alone, beside), indexes=masks.seen)
+
+
+def _stepped(
+    kind: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], scale: float
+) -> torch.Tensor:
+    """A parameter after some steps, beside one whose gradient is so many times as large."""
+    torch.manual_seed(0)
+    first, second = (nn.Parameter(torch.randn(SHAPE)) for _ in range(2))
+    slopes = torch.randn(STEPS, 2, *SHAPE)
+    optimizer = kind([first, second], **options)
+    for of_first, of_second in slopes:
+
+        def closure() -> torch.Tensor:
+            first.grad, second.grad = of_first.clone(), scale * of_second  # noqa: B023
+            return torch.ones(())
+
+        closure()
+        optimizer.step(closure)  # type: ignore[arg-type]  # a scalar tensor, as losses are
+    return first.detach()
+
+
+class _Masks(TorchDispatchMode):
+    """Notes operators that select elements by masks."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= func.overloadpacket.__name__ in MASKED
+        return func(*args, **(kwargs or {}))
