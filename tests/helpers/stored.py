@@ -26,7 +26,7 @@ FOLDER = ROOT / ".pytest_cache" / "stored"
 MOST_BYTES = 2**30  # older entries leave
 # rooms that trace, cut into blocks and analyse, and those whose values they make
 MAKING: tuple[str, ...] = (
-    "planner/tracing", "planner/blocks", "planner/operators", "planner/batch.py",
+    "planner/tracing", "planner/blocks.py", "planner/operators", "planner/batch.py",
     "costmodel", "profiles/inputs",
 )  # fmt: skip
 

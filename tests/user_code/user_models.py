@@ -28,13 +28,15 @@ LossFn = Callable[..., torch.Tensor]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserModel:
     """How to build a model and its batches. With `own_masks` its results depend on the runtime's
-    dropout masks; `tolerance` is of relative differences, wider where it computes in halves."""
+    dropout masks; `tolerance` is of relative differences, wider where it computes in halves. The
+    buffers `once` are written by no rows, and so once a step."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     loss_fn: LossFn | None = None
     own_masks: bool = False
     tolerance: float = 1e-5
+    once: tuple[str, ...] = ()
 
 
 # --- batches and losses ---------------------------------------------------------------------------
@@ -434,15 +436,17 @@ def classifying(
     return UserModel(build=build, batch=batch, loss_fn=F.cross_entropy, **given)
 
 
+SPECTRAL = tuple(f"down.parametrizations.weight.0.{vector}" for vector in ("_u", "_v"))
 USERS: Mapping[str, UserModel] = {
     "keywords only": UserModel(build=KeywordsOnly, batch=keywords),
     "dataclass output": UserModel(build=DataclassOutput, batch=vectors),
     "shared table": UserModel(build=SharedTable, batch=table_batch, loss_fn=three_losses),
-    "own statistics": classifying(OwnStatistics), "lora": classifying(lora),
+    "own statistics": classifying(OwnStatistics, once=("steps",)), "lora": classifying(lora),
     "hidden statistics": classifying(HiddenStatistics),
     "tied translator": UserModel(build=TiedTranslator, batch=translations),
     "frozen backbone": classifying(frozen_backbone),
-    "collections": classifying(Collections), "distilled": UserModel(build=Distilled, batch=vectors),
+    "collections": classifying(Collections, once=SPECTRAL),
+    "distilled": UserModel(build=Distilled, batch=vectors),
     "checkpointed": classifying(functools.partial(Checkpointed, dropout=0.2), own_masks=True),
     "autocast": classifying(Autocast, tolerance=2e-2),
     "einsum attention": classifying(EinsumAttention, sequences),

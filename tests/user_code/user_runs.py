@@ -118,7 +118,14 @@ def plain_steps(user: UserModel, parts: int) -> Reference:
     model = built(user)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
 
+    before: dict[str, torch.Tensor] = {}
+
     def loss(step: int, k: int) -> torch.Tensor:
+        for name in user.once:
+            buffer = model.get_buffer(name)
+            if k == 0:
+                before[name] = buffer.clone()
+            buffer.copy_(before[name])
         return _loss(user, model, _rows(batch_of(user, step), k, ROWS // parts))
 
     return trained(model, optimizer, loss, steps=STEPS, parts=parts)

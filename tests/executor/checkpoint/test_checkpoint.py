@@ -140,7 +140,7 @@ def test_a_mistake_is_told_alike_on_all_ranks(saved: Any, tmp_path: Path) -> Non
     start("mlp", "alone").save(tmp_path / "mlp")
     says = {
         "missing": r"NotThereError: checkpoint '.*nowhere': there is none",
-        "no checkpoint": r"\w+edError: .*has no 'manifest.json' of a checkpoint",
+        "no checkpoint": r"\w+Error: .*has no 'manifest.json' of a checkpoint",
         "not replaced": r"\w+edError: .*no save wrote, \['file'\], so it is not replaced",
         "other model": r"\w+edError: .*is of another model \(fingerprint \w+, this one \w+\)",
         "other optimizer": r"\w+edError: .*are those of AdamW, which SGD can't take",
