@@ -44,7 +44,6 @@ class LossModule(nn.Module):
         self.leaf_recorder = leaf_recorder
         self.watch = Watch({**holders_of(model, "model"), **holders_of(loss_fn, "loss_fn")})
         self._last = _Last()
-        self._of = _with_lines(loss_fn)
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The loss of one forward, then the tensors among the leaves of the model's output, as
@@ -86,7 +85,8 @@ class LossModule(nn.Module):
             with _buffers_in_place(self.model), self.stand_ins.watched():
                 output = self.model(*args, **kwargs)
             maker = "loss_fn" if self.loss_fn else "the model"
-            loss = self._of(output, *targets) if self.loss_fn else _loss_in(output)
+            made_by = _with_lines(self.loss_fn)
+            loss = made_by(output, *targets) if self.loss_fn else _loss_in(output)
             if self.loss_fn and _is_pair(loss):
                 _check_real(maker, *loss)
                 loss = loss[0] / loss[1]
