@@ -616,9 +616,12 @@ def _writes_infinity(tree: Any) -> bool:
 def written_once(graph: Graph) -> frozenset[str]:
     """The buffers that the forward writes, whose new values come from no rows and no random draw: a
     counter, vectors of a power iteration. Every micro-batch of a step makes the same one of what
-    the step began with, and the step writes it once, as one batch would."""
+    the step began with, and the step writes it once, as one batch would. A norm's counter goes with
+    the running statistics of its module, which each micro-batch adds to."""
     calls = (*graph.derived, *graph.ops)
     by_rows = {buffer for op in calls for buffer in running_statistics(op)}
+    norms = {graph.buffers[buffer].rpartition(".")[0] for buffer in by_rows}
+    by_rows |= {b for b in graph.updates if graph.buffers[b].rpartition(".")[0] in norms}
     while True:
         reached = {*graph.batched, *by_rows}
         for op in calls:
