@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -149,6 +149,14 @@ class Graph:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[tuple[str, str], ...] = ()
     outputs: Outputs | None = None
+
+    def behind(self, values: Iterable[str]) -> set[str]:
+        """These values, and all that they are made of."""
+        reached = set(values)
+        for op in reversed((*self.derived, *self.ops)):
+            if not reached.isdisjoint(op.results):
+                reached.update(op.operands)
+        return reached
 
     @cached_property
     def read_once(self) -> frozenset[str]:

@@ -16,10 +16,11 @@ from meshwright.costmodel.fp8 import cast_calls
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import Group, stream_seconds
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.operators import communication, context, cost
+from meshwright.costmodel.operators import communication, context
 from meshwright.costmodel.operators.cost import (
     BACKWARD_S,
     FORWARD_S,
+    NOTHING,
     PASS_COLUMNS,
     Cost,
     Entry,
@@ -76,9 +77,9 @@ class ReshardPricer(LocalSizes):
     """Prices of re-shards in one setting, by their collectives (`strategies.TRANSITIONS`)."""
 
     tensor_group: Group = field(init=False)
-    _comm: Memo[tuple[str, str, float, float], cost.Entry] = field(default_factory=Memo)
-    _moves: Memo[tuple[str, str, str], cost.Priced] = field(default_factory=Memo)
-    _alike: dict[tuple[str, str, float], cost.Priced] = field(default_factory=dict)
+    _comm: Memo[tuple[str, str, float, float], Entry] = field(default_factory=Memo)
+    _moves: Memo[tuple[str, str, str], Priced] = field(default_factory=Memo)
+    _alike: dict[tuple[str, str, float], Priced] = field(default_factory=dict)
     _beside: Mapping[str, tuple[Op, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -87,7 +88,7 @@ class ReshardPricer(LocalSizes):
             self._beside = products_beside(self.graph, self.table)
         self.tensor_group = self.setting.group(size=self.setting.mesh.tp, stride=1)
 
-    def comm(self, column: str, kind: str, nbytes: float, host_s: float = 0.0) -> cost.Entry:
+    def comm(self, column: str, kind: str, nbytes: float, host_s: float = 0.0) -> Entry:
         """A collective over the tensor axis of `nbytes` in full, issued in `host_s`."""
         collective, group = self.setting.collective, self.tensor_group
         return self._comm.of(
@@ -97,7 +98,7 @@ class ReshardPricer(LocalSizes):
 
     def reshard(
         self, value: str, source: Placement, target: Placement, *, once: bool = False
-    ) -> cost.Cost | None:
+    ) -> Cost | None:
         """Price of moving a value between two states, per micro-batch; None where it is illegal.
         Partial gradients of parameters (`once`) are reduced once per step."""
         moved = self.moved(value, source, target, once=once)
@@ -105,12 +106,12 @@ class ReshardPricer(LocalSizes):
 
     def moved(
         self, value: str, source: Placement, target: Placement, *, once: bool = False
-    ) -> cost.Priced | None:
+    ) -> Priced | None:
         """Entries of moving a value, and their sums."""
         if once and source == R and target.kind == "Rp":
             if self.table.has_experts(value):
-                return (), cost.NOTHING  # reduced with all ranks that hold it, `parameter_cost`
-            return cost.priced([self.comm("reduce_s", "all_reduce", self.numel(value) * 4)])
+                return (), NOTHING  # reduced with all ranks that hold it, `parameter_cost`
+            return priced([self.comm("reduce_s", "all_reduce", self.numel(value) * 4)])
         kinds = transition(source, target)
         if kinds is None:
             return None
@@ -119,7 +120,7 @@ class ReshardPricer(LocalSizes):
         key = (value, *kinds)
         return self._moves.of(key, lambda: self._priced(value, *kinds))
 
-    def _priced(self, value: str, forward: str, backward: str) -> cost.Priced:
+    def _priced(self, value: str, forward: str, backward: str) -> Priced:
         if not self.graph.values[value].requires_grad:
             backward = ""
         nbytes, products = self.nbytes(value), self._beside.get(value)
@@ -128,13 +129,13 @@ class ReshardPricer(LocalSizes):
             return self._alike[key]
         host = self.setting.cluster.device.host_overhead_s * self.setting.target.host_scale
         host *= self.setting.correction(HOST)
-        ways = ((cost.FORWARD_S, forward), (cost.BACKWARD_S, backward))
+        ways = ((FORWARD_S, forward), (BACKWARD_S, backward))
         entries = [self.comm(column, kind, nbytes, host) for column, kind in ways if kind]
         if products:
-            return cost.priced(self.exposed(value, entry) for entry in entries)
-        return self._alike.setdefault(key, cost.priced(entries))
+            return priced(self.exposed(value, entry) for entry in entries)
+        return self._alike.setdefault(key, priced(entries))
 
-    def exposed(self, value: str, entry: cost.Entry) -> cost.Entry:
+    def exposed(self, value: str, entry: Entry) -> Entry:
         """A collective of a value with the seconds that no product beside it hides."""
         if not entry.seconds or entry.collective not in self.setting.target.overlap_tensor:
             return entry

@@ -106,7 +106,7 @@ def row_use(graph: Graph, table: FactorTable) -> RowUse:
         return RowUse()
     reader = _Reader(graph, table)
     reader.read()
-    live = _before(graph, {graph.loss})
+    live = graph.behind({graph.loss})
 
     def living(ops: Iterable[Op]) -> list[Op]:
         return [op for op in ops if live & set(op.results)]
@@ -130,15 +130,6 @@ def row_use(graph: Graph, table: FactorTable) -> RowUse:
         numbers=bool(sums or totals or reader.scaled),
         filling=filling,
     )
-
-
-def _before(graph: Graph, values: set[str]) -> set[str]:
-    """These values, and all that they are made of."""
-    sources = set(values)
-    for op in reversed((*graph.derived, *graph.ops)):
-        if sources & set(op.results):
-            sources.update(op.operands)
-    return sources
 
 
 class _Reader:
@@ -246,7 +237,7 @@ class _Reader:
         if floating or self.raw.issuperset(op.operands[1:]):
             return self._all(op, SHARE)
         ignored = argument(op, 4, "ignore_index", -100)
-        behind = _before(self.graph, {target}) & self.maker.keys() - self.raw
+        behind = self.graph.behind({target}) & self.maker.keys() - self.raw
         writes = any(ignored in _numbers(self.maker[v]) for v in behind)
         return self._met(op) if writes or weights else self._all(op, SHARE)
 
@@ -618,6 +609,8 @@ def written_once(graph: Graph) -> frozenset[str]:
     counter, vectors of a power iteration. Every micro-batch of a step makes the same one of what
     the step began with, and the step writes it once, as one batch would. A norm's counter goes with
     the running statistics of its module, which each micro-batch adds to."""
+    if not graph.updates:
+        return frozenset()
     calls = (*graph.derived, *graph.ops)
     by_rows = {buffer for op in calls for buffer in running_statistics(op)}
     norms = {graph.buffers[buffer].rpartition(".")[0] for buffer in by_rows}

@@ -74,12 +74,19 @@ INSTEAD = {
 }
 
 
-def check_overridden(kind: type, base: type) -> None:
-    """Raise ValueError for a method of `kind` that overrides one of transformers' Trainer which
-    changes what is trained and is never called here; warn of the others that are not called."""
+def checked_overrides(kind: type, base: type) -> set[str]:
+    """Names of the functions that classes between `kind` and `base` define. Raises ValueError for
+    one of transformers' Trainer which changes what is trained and is never called here; warns of
+    the others that are not called."""
     from transformers import Trainer as Theirs
 
-    names = overridden(kind, base)
+    inside = kind.__mro__[: kind.__mro__.index(base)]
+    names = {
+        name
+        for c in inside
+        for name, x in vars(c).items()
+        if callable(x) or isinstance(x, staticmethod | classmethod | property)
+    } - {"__init__"}
     for name in sorted(names & INSTEAD.keys()):
         raise MeshwrightError(
             " is overridden, and is never called: a step here is one call, as planned",
@@ -90,24 +97,15 @@ def check_overridden(kind: type, base: type) -> None:
     others = sorted(name for name in names - HONOURED if hasattr(Theirs, name))
     if others and launch.rank() == 0:
         log.warning("%s: never called here: %s", kind.__name__, ", ".join(others))
-
-
-def overridden(kind: type, base: type) -> set[str]:
-    """Names of the functions that classes between `kind` and `base` define."""
-    inside = kind.__mro__[: kind.__mro__.index(base)]
-    return {
-        name
-        for c in inside
-        for name, x in vars(c).items()
-        if callable(x) or isinstance(x, staticmethod | classmethod | property)
-    } - {"__init__"}
+    return names
 
 
 def computing_loss(model: nn.Module, compute_loss: Callable[..., Any]) -> nn.Module:
     """The model itself, whose forward gives `compute_loss(model, inputs)` from now on: the loss,
     and where it returns them the outputs. A call of the model inside of it is the model's own."""
     kind = type(model)
-    options = {"return_outputs": True} if _takes(compute_loss, "return_outputs") else {}
+    taken = inspect.signature(compute_loss).parameters
+    options = {"return_outputs": True} if "return_outputs" in taken else {}
     inside = threading.local()
 
     def forward(self: nn.Module, *args: Any, **inputs: Any) -> Any:
@@ -126,10 +124,6 @@ def computing_loss(model: nn.Module, compute_loss: Callable[..., Any]) -> nn.Mod
     named = {"forward": forward, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     model.__class__ = type(kind.__name__, (kind,), named)
     return model
-
-
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    return name in inspect.signature(function).parameters
 
 
 def loss_of(outputs: Any) -> Any:

@@ -31,12 +31,11 @@ from meshwright.hf import training_arguments
 from meshwright.hf.theirs import (
     Callbacks,
     GlobalBatches,
-    check_overridden,
     checked_callbacks,
+    checked_overrides,
     computing_loss,
     loss_of,
     numpy_of,
-    overridden,
     predictions,
 )
 from meshwright.model import ParallelModel
@@ -90,8 +89,7 @@ class Trainer:
             raise MeshwrightError.refused(
                 "Trainer: model", model, legal="a module", way_out="Trainer(model, args, ...)"
             )
-        check_overridden(type(self), Trainer)
-        self._overridden = overridden(type(self), Trainer)
+        self._overridden = checked_overrides(type(self), Trainer)
         train = _samples(train_dataset, "train_dataset")
         _check_evaluation(args, eval_dataset)
         torch.manual_seed(args.seed)  # what dropout draws from
@@ -318,9 +316,7 @@ class Trainer:
             return {}
         from transformers import EvalPrediction
 
-        chosen = _samples(
-            self.eval_dataset if eval_dataset is None else eval_dataset, "eval_dataset"
-        )
+        chosen = self._evaluated(eval_dataset)
         rows, size = self.result.plan.global_batch_size, len(chosen)
         logits, labels = list[Any](), list[Any]()
         for start in range(0, size, rows):

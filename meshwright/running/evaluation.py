@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from meshwright.costmodel.graph import Graph
 from meshwright.executor.errors import BatchError, StateError
 from meshwright.executor.ranks import all_gather_object, background, run_on_all, together
 from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward, group_of
@@ -350,7 +349,7 @@ def _logits_and_ids(traced: TracedModel) -> tuple[str, str]:
     logits = candidates.get("logits") or (
         next(iter(candidates.values())) if len(candidates) == 1 else None
     )
-    read = behind(graph, [logits] if logits else [])
+    read = graph.behind([logits] if logits else [])
     needed = {name: graph.inputs[name] for name in graph.inputs if name in read}
     ids = [name for name, path in needed.items() if path != MASK]
     if logits and len(ids) == 1:
@@ -447,7 +446,7 @@ def completed(batch: Any, traced: TracedModel, values: Collection[str], *, rows:
     leaves = {path: x for path, x in input_leaves(batch)[0] if x is not None}
     sized = (leaves[p] for p in traced.batched if isinstance(leaves.get(p), torch.Tensor))
     row_count = next((len(x) for x in sized if x.dim()), rows)
-    needed = {graph.inputs[name] for name in behind(graph, values) if name in graph.inputs}
+    needed = {graph.inputs[name] for name in graph.behind(values) if name in graph.inputs}
     missing = [n for n, path in graph.inputs.items() if path not in leaves and path not in needed]
     if not missing or any("." in graph.inputs[name] for name in missing):
         return Completed(batch=batch, rows=row_count, invented=False)
@@ -460,15 +459,6 @@ def completed(batch: Any, traced: TracedModel, values: Collection[str], *, rows:
     if row_count < rows and not traced.use.meetings:
         batch = _repeated(batch, traced.batched, rows)
     return Completed(batch=batch, rows=row_count, invented=True)
-
-
-def behind(graph: Graph, values: Collection[str]) -> set[str]:
-    """The values that some values of a graph are made of, with those themselves."""
-    reached = set(values)
-    for op in reversed((*graph.derived, *graph.ops)):
-        if not reached.isdisjoint(op.results):
-            reached.update(op.operands)
-    return reached
 
 
 def _shape(traced: TracedModel, name: str, leaves: Mapping[str, Any]) -> list[int]:

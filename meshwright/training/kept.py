@@ -102,6 +102,7 @@ PROGRESS = frozenset(
         *("_is_initial", "best", "num_bad_epochs", "cooldown_counter", "T_cur", "_milestones"),
     )
 )
+ORDER = ("seed", "shuffle")  # of a loader's state: the rest is its position and its data
 PLAIN = (bool, int, float, str, type(None))
 
 
@@ -117,21 +118,20 @@ def given(optimizer: torch.optim.Optimizer, schedule: Any, loader: Any) -> dict[
         state = schedule.state_dict()
         named |= {f"schedule: {k}": x for k, x in state.items() if k not in PROGRESS}
     order = loader.state_dict() if hasattr(loader, "state_dict") else {}
-    named |= {f"data: {name}": order[name] for name in ("seed", "shuffle") if name in order}
-    return {name: x for name, x in map(_plain, named.items()) if x is not _NOT_PLAIN}
+    named |= {f"data: {name}": order[name] for name in ORDER if name in order}
+    plain = {name: _plain(x) for name, x in named.items()}
+    return {name: x for name, x in plain.items() if _is_plain(x)}
 
 
-_NOT_PLAIN = object()
-
-
-def _plain(item: tuple[str, Any]) -> tuple[str, Any]:
+def _plain(x: Any) -> Any:
     """A value as it is saved and compared."""
-    name, x = item
     if isinstance(x, torch.Tensor) and x.numel() == 1:
-        x = x.item()
-    if isinstance(x, tuple | list) and all(isinstance(y, PLAIN) for y in x):
-        return name, list(x)
-    return name, x if isinstance(x, PLAIN) else _NOT_PLAIN
+        return x.item()
+    return list(x) if isinstance(x, tuple) else x
+
+
+def _is_plain(x: Any) -> bool:
+    return all(isinstance(y, PLAIN) for y in (x if isinstance(x, list) else (x,)))
 
 
 def say_differences(kept: Mapping[str, Any], now: Mapping[str, Any], *, takes_given: bool) -> None:
@@ -155,7 +155,7 @@ class GivenOrder:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
         state = loader.state_dict()
-        self.kept = {name: state[name] for name in ("seed", "shuffle") if name in state}
+        self.kept = {name: state[name] for name in ORDER if name in state}
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self.loader.state_dict()

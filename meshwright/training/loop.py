@@ -178,9 +178,7 @@ class Loop:
     def _group(self) -> Any:
         return group_of(self.result.runtime)
 
-    def _agreed(
-        self, event: str = "stepped", metrics: Mapping[str, float] | None = None
-    ) -> set[str]:
+    def _agreed(self, event: str, metrics: Mapping[str, float] | None = None) -> set[str]:
         """Tell the watch of an event, and take what any rank's has asked for until then."""
         if self.watch is None:
             return set()

@@ -17,7 +17,6 @@ from typing import Any, Self
 from meshwright.costmodel.mesh import ContextKind
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.planner import decisions
-from meshwright.planner.decisions import DECISIONS, divisors
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_TEXT
 
@@ -452,7 +451,7 @@ def check_overrides(
     mesh = {name: overrides.everywhere(name) for name in ("tp", *(["cp"] * (not no_cp)), "dp")}
     forbidden = [name for name in overrides.forbid if name in mesh or name == "pp"]
     devices = f"the cluster's {num_devices} devices"
-    for name, decision in DECISIONS.items():
+    for name, decision in decisions.DECISIONS.items():
         for pattern, value in overrides.items(name) if decision.of_devices else ():
             if (pattern is not None or decision.shared) and value > num_devices:
                 raise OverrideError(
@@ -499,7 +498,7 @@ def _check_product(
         f"{('the product ' if len(degrees) > 1 else '')}{product} "
         f"{('does not divide' if free else 'is not')} {what}",
         place=f"override {_shown(degrees, forbidden)}",
-        legal=divisors(total) if free else total,
+        legal=decisions.divisors(total) if free else total,
         way_out=_WAY_OUT,
     )
 
