@@ -9,7 +9,7 @@ context axis, then what the tensor axis splits; heads that both split, by the te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -17,7 +17,7 @@ from meshwright.costmodel import sharding
 from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import is_fp8
-from meshwright.executor.backward import WeightGradientQueue
+from meshwright.executor.backward import GradientFlow, WeightGradientQueue
 from meshwright.executor.resharding import Axis
 
 # by axis: (data, tensor), or (data, context, tensor) where the sequence is split
@@ -30,7 +30,8 @@ class Context:
 
     `microbatches` is m, for losses that are means, `sums` are the keys of operators that add rows
     up and count m times, `totals` values that are handed in for the whole batch. `weight_gradients`
-    takes the weight gradients of `deferrable` parameters where the schedule splits the backward.
+    takes the weight gradients of `deferrable` parameters where the schedule splits the backward,
+    `flow` notes which operands of leaves have a gradient.
     `exchange` are the ranks that share the experts out. `context` and its axis are None where the
     sequence is whole. `precision` is the plan's.
     """
@@ -47,6 +48,7 @@ class Context:
     exchange: Axis | None = None
     weight_gradients: WeightGradientQueue | None = None
     deferrable: frozenset[str] = frozenset()
+    flow: GradientFlow = field(default_factory=GradientFlow)
     context: sharding.ContextLayout | None = None
     context_axis: Axis | None = None
     precision: str = ""

@@ -169,7 +169,8 @@ class Lowering:
             tuple(name in self.context.deferrable for name in block.parameters),
         )
         exact_hash = class_hash(self.context.graph, block, exact=True)
-        return exact_hash, choices, results, local_key, tuple(states.values())
+        leaves = tuple(op.name for op in block.ops if traits_of(op).leaf)  # each notes by its name
+        return exact_hash, choices, results, local_key, leaves, tuple(states.values())
 
 
 def block_salt(name: str) -> int:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ def replacement(call: Call, context: Context) -> Replacement | None:
             (context.local_shape(value, state), values[value].dtype)
             for value, state in zip(op.results, call.results, strict=True)
         ]
-        leaf = LeafCall(op, context.device, call.position, part_number(on_axes), candidates)
+        leaf = LeafCall(op, context, call.position, part_number(on_axes), candidates)
         return leaf, (*args[1], *([call.rng] if rules.draws(op) else ()))
     if rules.draws(op):
         return _drawn(call, context)
@@ -235,9 +236,10 @@ class LeafCall(nn.Module):
     row)."""
 
     def __init__(
-        self, op: Op, device: torch.device, salt: int, part: int, results: Sequence[ShapeAndDtype]
+        self, op: Op, context: Context, salt: int, part: int, results: Sequence[ShapeAndDtype]
     ) -> None:
         super().__init__()
+        self.name, self.flow, device = op.name, context.flow, context.device
         self.leaf, self.results = rules.leaf_of(op), tuple(results)
         program = self.leaf.program
         assert isinstance(program, Program)
@@ -253,10 +255,10 @@ class LeafCall(nn.Module):
         program, modes = self.held
         for module, training in modes:
             module.training = training and self.training
-        if not self.random:
-            return self._run(program, operands)
-        with self._stream(operands[-1]):
-            return self._run(program, operands[:-1])
+        stream = self._stream(operands[-1]) if self.random else nullcontext()
+        inputs, run = operands[: len(operands) - self.random], partial(self._run, program)
+        with stream:
+            return self.flow.through(self.name, run, inputs, self.leaf.gradients)
 
     def _run(self, program: Program, operands: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         try:

@@ -122,15 +122,21 @@ class StepGuard:
         """The gradient of the loss: the loss scale, or 1."""
         return 1.0 if self.scale is None else self.scale.value
 
-    def admit(self, parameters: Iterable[StageParameter]) -> bool:
+    def admit(
+        self, parameters: Iterable[StageParameter], beside: list[float] | None = None
+    ) -> bool:
         """Whether all gradients on all ranks are finite: unscaled then, else dropped. Collective;
-        the same on every rank."""
+        the same on every rank. The same exchange sums numbers `beside` over ranks, in place."""
+        beside = [] if beside is None else beside
         held = [p for p in parameters if p.gradient is not None]
         with torch.no_grad():
-            found_inf = self.not_finite(held)
+            numbers = self.not_finite(held).view(1)
+            if beside:
+                numbers = torch.cat((numbers, numbers.new_tensor(beside)))
             if self.place.mesh is not None:
-                dist.all_reduce(found_inf)
-            finite = not read(found_inf, lambda: 0.0)
+                dist.all_reduce(numbers)
+            found_inf, *beside[:] = read(numbers, lambda: [0.0, *beside])
+            finite = not found_inf
             if finite:
                 self.unscale(held)
         if not finite:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action, Early
+from meshwright.executor import ranks
 from meshwright.executor.backward import WeightGradientQueue
 from meshwright.executor.devices import random_states
 from meshwright.executor.errors import BatchError, StateError
@@ -38,19 +39,6 @@ from meshwright.executor.parameters import (
     refresh_frozen,
     shard_gradients,
     sum_tied_gradients,
-)
-from meshwright.executor.ranks import (
-    BatchCheck,
-    Place,
-    check_equal,
-    device_here,
-    join_groups,
-    launch,
-    make_equal,
-    progress,
-    single_process,
-    stage_meshes,
-    world_size,
 )
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.runtime.step import PendingScalar, Step, unobserved, with_backward_done
@@ -109,15 +97,15 @@ class Runtime(RankState):
         `at_shape` gives the plan for batches of another shape; without it they are refused."""
         options = options or RunOptions()
         plan, graph = checked.plan, checked.graph
-        device = options.device or device_here()
+        device = options.device or ranks.device_here()
         backend = backend_of(options.compile, device.type)
-        progress.stages = stages_of_ranks(plan)
+        ranks.progress.stages = stages_of_ranks(plan)
         place = join_plan(checked, device)
         user = UserModel(model)
         if place.mesh is not None and options.check_replicas:
-            check_equal(user.originals)
+            ranks.check_equal(user.originals)
         elif place.mesh is not None:
-            make_equal(user.originals, place.device)
+            ranks.make_equal(user.originals, place.device)
         self.builder = builder = Builder(checked, user, place, backend=backend)
         stages: dict[int, BuiltStage] = {k: builder.stage(k) for k in place.stages}
         shared = tuple(builder.shared.values())
@@ -125,6 +113,7 @@ class Runtime(RankState):
         is_replicated = replicated(plan)
         user.hold(graph, self.stage_parameters, self.held_buffers, place, whole=is_replicated)
         self.weight_gradients = builder.weight_gradients or WeightGradientQueue()
+        self.flow = builder.flow
         self.tied_layouts = builder.tied
         self.reducers = {k: Reducer(stage.parameters, place) for k, stage in stages.items()}
         self.shared_reducer = Reducer(shared, place)
@@ -144,7 +133,7 @@ class Runtime(RankState):
         self.validation = Validation(self)
         self.steps = 0
         self.seed = shared_seed(place)
-        self.batch_check = BatchCheck()
+        self.batch_check = ranks.BatchCheck()
         self.retired = False  # by a plan that took the model over
         if place.mesh is not None:
             reduce_in_optimizers()
@@ -154,7 +143,7 @@ class Runtime(RankState):
         """The loss scale of fp16; None in other precisions."""
         return self.guard.scale
 
-    @progress.during("preparing the step", waits=True, is_step=True)
+    @ranks.progress.during("preparing the step", waits=True, is_step=True)
     def train_step(
         self, batch: Any, observe: Observer | None = None, *, local: bool = False
     ) -> torch.Tensor:
@@ -167,7 +156,7 @@ class Runtime(RankState):
         self.validation.settle()
         step, losses = self.passes(batch, observe, local=local)
         with torch.no_grad():
-            (observe or unobserved)(Phase.DELIVER, self._accumulate_grads)
+            (observe or unobserved)(Phase.DELIVER, partial(self._accumulate_grads, step))
             self.settle_buffers()
             self.steps += 1
             loss = step.mean_loss(losses)
@@ -190,6 +179,7 @@ class Runtime(RankState):
         self.follow_buffers()
         for reducer in (*self.reducers.values(), self.shared_reducer):
             reducer.begin()
+        self.flow.begin()
         observed = observe or unobserved
         observed(Phase.REFRESH, self._gather_weights)
         seed = self._step_seed()
@@ -204,7 +194,7 @@ class Runtime(RankState):
         )
         with look_ups_named():
             losses = run.run()
-        progress.enter("reducing gradients", waits=True)
+        ranks.progress.enter("reducing gradients", waits=True)
         with torch.no_grad():
             observed(Phase.REDUCE, self._finish_gradients)
         return step, losses
@@ -223,7 +213,7 @@ class Runtime(RankState):
         `observe` runs each instruction in the runtime's stead."""
         return self.evaluate(batch, observe=observe, local=local)[0]
 
-    @progress.during("evaluating a batch", waits=True)
+    @ranks.progress.during("evaluating a batch", waits=True)
     def evaluate(
         self,
         batch: Any,
@@ -321,7 +311,7 @@ class Runtime(RankState):
         if shape not in self.other_steps:
             if self.at_shape is None:
                 raise StateError("plan for this batch", place="batch", way_out="plan for it")
-            progress.enter("lowering the plan for another shape of batches", waits=True)
+            ranks.progress.enter("lowering the plan for another shape of batches", waits=True)
             with self.user.as_passed():
                 checked = self.at_shape(shape, batch)
             lowering = self.builder.at(checked)
@@ -411,9 +401,13 @@ class Runtime(RankState):
         sum_tied_gradients(self.stage_parameters, self.place, self.tied_layouts)
         shard_gradients(self.stage_parameters, self.place)
 
-    def _accumulate_grads(self) -> None:
-        """Add the gradients to `.grad`, if all of them are finite."""
-        if self.guard.admit(self.stage_parameters):
+    def _accumulate_grads(self, step: Step) -> None:
+        """Add the gradients that there are to `.grad`, if all of them are finite."""
+        arrived = step.arrived(self.flow)
+        if self.guard.admit(self.stage_parameters, arrived):
+            absent = step.absent(arrived)
+            for p in [p for p in self.stage_parameters if p.value in absent]:
+                p.gradient = None
             accumulate_grads(self.stage_parameters, self.place.device)
 
     def _step_seed(self) -> int:
@@ -425,24 +419,25 @@ class Runtime(RankState):
 # What the ranks of a plan agree on before it runs: process groups, stages, the seed.
 
 
-def join_plan(checked: CheckedPlan, device: torch.device) -> Place:
+def join_plan(checked: CheckedPlan, device: torch.device) -> ranks.Place:
     """Make this process' groups for a plan, together with all other ranks. Raises PlanError, on all
     alike and before any group is made, for a plan of another number of ranks."""
     plan, graph = checked.plan, checked.graph
-    meshes = stage_meshes(plan, graph, checked.factors, checked.assignments)
+    meshes = ranks.stage_meshes(plan, graph, checked.factors, checked.assignments)
     check_sharding(plan, meshes)
-    if plan.num_ranks == 1 and world_size() == 1:
-        return single_process(device, meshes)
-    if world_size() != plan.num_ranks:
+    running = ranks.world_size()
+    if plan.num_ranks == 1 and running == 1:
+        return ranks.single_process(device, meshes)
+    if running != plan.num_ranks:
         raise PlanError(
-            f"made for {plan.num_ranks} ranks, but {world_size()} are running",
+            f"made for {plan.num_ranks} ranks, but {running} are running",
             place="plan",
-            way_out=f"launch {plan.num_ranks} with torchrun, take a plan file for {world_size()} "
-            f"ranks, or plan again for a cluster of {world_size()} devices",
+            way_out=f"launch {plan.num_ranks} with torchrun, take a plan file for {running} "
+            f"ranks, or plan again for a cluster of {running} devices",
         )
     edges = [e for e in crossings(plan, graph) if meshes[e[0]].ranks != meshes[e[1]].ranks]
     tied = sorted({o for o in stages_of_parameters(plan, graph).values() if len(o) > 1})
-    return join_groups(meshes, device, edges, tied)
+    return ranks.join_groups(meshes, device, edges, tied)
 
 
 def stages_of_ranks(plan: Plan) -> dict[int, list[int]]:
@@ -454,7 +449,7 @@ def stages_of_ranks(plan: Plan) -> dict[int, list[int]]:
     return stages
 
 
-def shared_seed(place: Place) -> int:
+def shared_seed(place: ranks.Place) -> int:
     """Rank 0's torch seed, on every rank: the root of all dropout masks."""
     seed = torch.tensor(torch.initial_seed() & 0x7FFFFFFF, device=place.device)
     if place.mesh is not None:
@@ -474,11 +469,12 @@ def shared_seed(place: Place) -> int:
 #
 #     (loss, ranks with a gradient that is not finite, Σ |g|² / copies),
 #
-# the *verdict*. It is waited for before the first backward of the next step
-# (`costmodel/schedules/early.py`), or before anything else that reads or writes the state
-# (`settle`). Where it does not hold, all ranks put weights and states back, step again with
-# clipped gradients (or without any), and make the forwards again that read the wrong weights.
-# Weights, states and losses are those of clipping first, whatever the verdicts.
+# the *verdict*, with the notes of leaves on gradients that they did not give beside. It is waited
+# for before the first backward of the next step (`costmodel/schedules/early.py`), or before
+# anything else that reads or writes the state (`settle`). Where it does not hold, all ranks put
+# weights and states back, step again with the gradients that there are, clipped, or without any,
+# and make the forwards again that read the wrong weights. Weights, states and losses are those of
+# clipping first, whatever the verdicts.
 #
 # After a verdict that did not hold the next one probably doesn't, either: that step waits for its
 # own at once, as does the first, until one holds. So do steps with another optimizer than the last
@@ -490,8 +486,10 @@ ROOM = 1e-6  # that clipping adds to a norm, as torch's does
 
 @dataclass(slots=True, kw_only=True)
 class Verdict:
-    """Three numbers of one step, summed over all ranks: on their way while there is `work`."""
+    """Numbers of one step, summed over all ranks: on their way while there is `work`. After the
+    first three, those that `step.absent` reads."""
 
+    step: Step
     numbers: torch.Tensor
     work: dist.Work | None
     max_norm: float | None
@@ -516,9 +514,14 @@ class Verdict:
         return (self.max_norm / (self.norm() + ROOM)).clamp(max=1.0)
 
     @property
+    def absent(self) -> set[str]:
+        """Parameters without a gradient, by value."""
+        return self.step.absent(self.wait()[3:].tolist())
+
+    @property
     def holds(self) -> bool:
         """Whether the gradients were right as they are."""
-        return self.finite and float(self.coefficient) == 1.0
+        return self.finite and float(self.coefficient) == 1.0 and not self.absent
 
     def loss(self) -> torch.Tensor:
         return self.wait()[0].float()
@@ -542,7 +545,7 @@ class Validation:
         self.ahead_steps = 0  # that were made before their verdict was known
         self.undone_steps = 0  # of them
 
-    @progress.during("preparing the step", waits=True, is_step=True)
+    @ranks.progress.during("preparing the step", waits=True, is_step=True)
     def step(
         self,
         batch: Any,
@@ -564,7 +567,7 @@ class Validation:
         step, losses = self.runtime.passes(batch, observe, local=local)
         optimizer.zero_grad()
         with torch.no_grad():
-            verdict = self._delivered(max_norm, step.own_loss(losses))
+            verdict = self._delivered(step, max_norm, step.own_loss(losses))
         undoable = UndoableStep.of(optimizer)
         ahead = self.sure and optimizer is self.optimizer
         self.optimizer = optimizer
@@ -576,7 +579,7 @@ class Validation:
             self._conclude(verdict, undoable, stepped=False)
         return PendingScalar.of(verdict.loss), PendingScalar.of(verdict.norm)
 
-    def _delivered(self, max_norm: float | None, loss: torch.Tensor) -> Verdict:
+    def _delivered(self, step: Step, max_norm: float | None, loss: torch.Tensor) -> Verdict:
         """Give the gradients to `.grad`, and start the sum of what all ranks have of them."""
         runtime, parameters = self.runtime, self.runtime.stage_parameters
         bad = runtime.guard.not_finite(parameters)
@@ -587,20 +590,21 @@ class Validation:
             held = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]
             share = norm_share(held, runtime.place)
         numbers = torch.stack([x.detach().double().cpu().reshape(()) for x in (loss, bad, share)])
+        numbers = torch.cat((numbers, numbers.new_tensor(step.arrived(runtime.flow))))
         runtime.settle_buffers()
         runtime.steps += 1
         work = None
         if runtime.place.mesh is not None:
             if self.group is None:
-                timeout = timedelta(seconds=launch.timeout_s())
+                timeout = timedelta(seconds=ranks.launch.timeout_s())
                 self.group = dist.new_group(backend="gloo", timeout=timeout)
             work = dist.all_reduce(numbers, group=self.group, async_op=True)
-        return Verdict(numbers=numbers, work=work, max_norm=max_norm)
+        return Verdict(step=step, numbers=numbers, work=work, max_norm=max_norm)
 
     def settle(self) -> None:
         """Wait for the verdict that is outstanding, if any, and do what it asks for."""
         if self.outstanding is not None:
-            with progress.during("waiting for the last step's verdict", waits=True):
+            with ranks.progress.during("waiting for the last step's verdict", waits=True):
                 self._settle()
 
     def _settle(self) -> None:
@@ -627,14 +631,17 @@ class Validation:
 
     def _mend(self, verdict: Verdict) -> None:
         """Drop or clip the gradients, if a verdict asks for it."""
-        if not verdict.finite:
-            for p in self.runtime.stage_parameters:
-                p.api.grad = None
-        elif not verdict.holds:
+        parameters = self.runtime.stage_parameters
+        absent = verdict.absent if verdict.finite else {p.value for p in parameters}
+        for p in [p for p in parameters if p.value in absent]:
+            p.api.grad = None
+        if verdict.finite:
             self._clip(verdict.coefficient)
 
     @torch.no_grad()
     def _clip(self, coefficient: torch.Tensor) -> None:
+        if coefficient == 1:
+            return
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for p in self.runtime.stage_parameters:
             if p.api.grad is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action, Early, Instruction, build_schedule, early_parts
 from meshwright.costmodel.sharding import loss_is_summed
+from meshwright.executor.backward import Edge, GradientFlow, edges_of, reached
 from meshwright.executor.errors import StateError
 from meshwright.executor.lowering import row_weight
 from meshwright.executor.ranks import Place
@@ -25,7 +26,8 @@ from meshwright.planner.plan import Plan, crossings, pipelines
 class Step:
     """The stages of a rank, lowered for one shape of batches, and the instructions of a step in
     order; `last` gives the micro-batch of each stage's last backward, `early` what may run before
-    the last step's verdict is known, where the plan validates it afterwards."""
+    the last step's verdict is known, where the plan validates it afterwards, `edges` the operands
+    of leaves that may go without a gradient."""
 
     plan: Plan
     graph: Graph
@@ -37,6 +39,7 @@ class Step:
     batches: Batches
     reads: Mapping[int, frozenset[str]]
     early: Early | None
+    edges: tuple[Edge, ...]
 
     @staticmethod
     def of(checked: CheckedPlan, place: Place, stages: Mapping[int, LoweredStage]) -> Step:
@@ -54,7 +57,18 @@ class Step:
             batches=Batches(plan, graph, place, checked.use.filling),
             reads={k: stage.reads for k, stage in stages.items()},
             early=early,
+            edges=edges_of(graph),
         )
+
+    def arrived(self, flow: GradientFlow) -> list[float]:
+        """Whether this rank's backward gave each of `edges` a gradient, as numbers to be summed."""
+        return [float(edge in flow.arrived) for edge in self.edges]
+
+    def absent(self, arrived: Sequence[float]) -> set[str]:
+        """Parameters that no rank's backward gave a gradient, by value; `arrived` is summed over
+        ranks."""
+        cut = {edge for edge, count in zip(self.edges, arrived, strict=True) if not count}
+        return reached(self.graph) - reached(self.graph, cut) if cut else set()
 
     @property
     def reads_data(self) -> bool:

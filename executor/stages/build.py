@@ -11,7 +11,7 @@ import torch
 from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.schedules import backward_follows_forward
-from meshwright.executor.backward import WeightGradientQueue
+from meshwright.executor.backward import GradientFlow, WeightGradientQueue
 from meshwright.executor.parameters import StageParameter, shard_stage
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.buffers import HeldBuffer, hold_buffers
@@ -54,6 +54,7 @@ class Builder:
         self.backend = backend
         splits = self.plan.record.splits_backward and backend is None
         self.weight_gradients = WeightGradientQueue() if splits else None
+        self.flow = GradientFlow()
         self.lowering = self.at(checked)
         self.dtype = COMPUTE[wide(self.plan.precision)]
         self.parameters = RankParameters(checked, user.module, place, self.dtype)
@@ -68,6 +69,7 @@ class Builder:
             self.place,
             backend=self.backend,
             weight_gradients=self.weight_gradients,
+            flow=self.flow,
             keep=keep,
         )
 

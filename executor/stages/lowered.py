@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.written_buffers import updates_of
-from meshwright.executor.backward import WeightGradientQueue
+from meshwright.executor.backward import GradientFlow, WeightGradientQueue
 from meshwright.executor.lowering import Context, Lowered, Lowering, State
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.buffers import buffer_placements
@@ -54,7 +54,7 @@ class LoweredStage:
 
 class StageLowering:
     """Lowers the stages of one rank. `backend` compiles the blocks; put-off weight gradients go to
-    `weight_gradients`."""
+    `weight_gradients`, notes of leaves to `flow`."""
 
     def __init__(
         self,
@@ -63,6 +63,7 @@ class StageLowering:
         *,
         backend: str | None,
         weight_gradients: WeightGradientQueue | None,
+        flow: GradientFlow,
         keep: Collection[str] = (),
     ) -> None:
         """`keep` are values that each stage hands on to the caller where it has them."""
@@ -74,6 +75,7 @@ class StageLowering:
         self.place = place
         self.backend = backend
         self.weight_gradients = weight_gradients
+        self.flow = flow
         self.keep = keep
         self.edges = crossings(plan, graph)
         self._layouts: dict[tuple[int, int, str], tuple[sharding.DataLayout, ...]] = {}
@@ -176,6 +178,7 @@ class StageLowering:
             sums=self.use.sums,
             totals=frozenset(r for op in self.graph.derived for r in self._kinds(op)),
             weight_gradients=self.weight_gradients,
+            flow=self.flow,
             deferrable=self._deferrable(blocks),
             precision=self.plan.precision,
         )

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from meshwright.costmodel.graph import Block, Graph, Op, refs
-from meshwright.costmodel.rules import LEAVES, leaf_of
+from meshwright.costmodel.graph import Block, Graph
 from meshwright.costmodel.sharding import RP, Assignment, DataLayout, Placement, R
 from meshwright.executor import parameters
+from meshwright.executor.backward import reached
 from meshwright.executor.host_memory import use_cores
 from meshwright.executor.lowering import State
 from meshwright.executor.ranks import Place
@@ -54,7 +54,7 @@ class RankParameters:
             parameters.keep_states_in_files()
         self.tied = _tied(plan, graph, checked.assignments)
         self._states: dict[str, State] = {}  # of the shared ones
-        self._reached = _reached(graph)
+        self._reached = reached(graph)
 
     def of_stage(
         self, k: int, blocks: Sequence[Block], stored: Mapping[str, State]
@@ -179,25 +179,6 @@ def _summed(read: Sequence[set[Placement]], sizes: Sequence[int]) -> tuple[Place
     used = [states for states, size in zip(tokens, sizes[1:], strict=True) if size > 1]
     partial = rows == {RP} or (sizes[0] == 1 and any(states != {R} for states in used))
     return (RP if partial else R,) * len(read)
-
-
-def _reached(graph: Graph) -> set[str]:
-    """Values that the loss depends on, through values with a gradient."""
-    reached = {graph.loss}
-    for op in reversed(graph.ops):
-        if reached.intersection(op.results):
-            unread = _unread(op) & graph.parameters.keys()
-            reached |= {v for v in op.operands if graph.values[v].requires_grad} - unread
-    return reached
-
-
-def _unread(op: Op) -> set[str]:
-    """Operands of a leaf of which no kernel of its forward took anything."""
-    if op.short not in LEAVES:
-        return set()
-    operands = list(refs(op.args))
-    took = {v for v, size in zip(operands, leaf_of(op).work.taken, strict=True) if size}
-    return set(operands) - took
 
 
 def _tied(
