@@ -26,6 +26,7 @@ from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.executor.devices import synchronize, to_host
 from meshwright.executor.host_values import share_memory
 from meshwright.executor.parameters import partial_dtensors
+from meshwright.executor.parameters.whole_operands import act_as_whole
 from meshwright.executor.ranks import Holders, Place
 from meshwright.executor.resharding import local_part
 from meshwright.executor.states_in_files import in_file
@@ -195,6 +196,7 @@ def expose(parameter: StageParameter, place: Place, own: nn.Parameter | None = N
     if own is None or own.is_meta:
         partial_dtensors.read_whole_items()
         partial_dtensors.read_strided_parts()
+        act_as_whole()
         local = parameter.stored if own is not None else wrap(parameter, parameter.stored, place)
         parameter.api = nn.Parameter(local, requires_grad=parameter.trainable)
         return
@@ -260,16 +262,6 @@ def wrap_like(parameter: StageParameter, local: torch.Tensor) -> torch.Tensor:
 def local_of(x: torch.Tensor) -> torch.Tensor:
     """The local tensor of a DTensor; a plain tensor itself."""
     return x.to_local() if isinstance(x, DTensor) else x
-
-
-def whole_of(x: torch.Tensor) -> torch.Tensor:
-    """The whole tensor of a DTensor, collective among its ranks; a plain tensor itself."""
-    if not isinstance(x, DTensor):
-        return x
-    kind = x.device_mesh.device_type
-    there: Any = x if x.device.type == kind else x.to(kind)  # NCCL gathers nothing of the host's
-    full: torch.Tensor = there.full_tensor()
-    return full
 
 
 def part_of(parameter: StageParameter, full: torch.Tensor, place: Place) -> torch.Tensor:

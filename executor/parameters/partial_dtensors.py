@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from meshwright.executor.errors import StateError
+from meshwright.executor.parameters.whole_operands import PROPERTY, attribute
 
 NORMS = (
     torch._foreach_norm,
@@ -63,10 +64,11 @@ class Reduced(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if isinstance(func, PROPERTY):  # most calls are: an optimizer makes some 20 a parameter
+            return attribute(func, args)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, DTensor):
             return _all_reduced(result)
-        # most calls read an attribute: an optimizer makes some 20 a parameter
         if isinstance(result, list | tuple | dict):
             return tree_map_only(DTensor, _all_reduced, result)
         return result
@@ -132,8 +134,8 @@ class StageGradient(DTensor):
                 "nothing); an optimizer that takes the norm of each parameter steps inside "
                 "`with meshwright.Reduced():`",
             )
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        parent: Any = super()
+        return parent.__torch_function__(func, types, args, kwargs)
 
 
 def read_whole_items() -> None:

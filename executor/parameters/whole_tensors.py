@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from meshwright.executor.errors import OptimizerError
-from meshwright.executor.parameters.parameters import StageParameter, load, whole_of
+from meshwright.executor.parameters.parameters import StageParameter, load
+from meshwright.executor.parameters.whole_operands import whole_of
 from meshwright.executor.ranks import Place, all_gather_object, gloo_group
 
 Groups = list[dict[str, Any]]

@@ -120,7 +120,7 @@ class UserModel:
             self.replace(fqn, p.api)
             setattr(p.api, APART, bool(away))
         for fqn in (*sorted(away), *sorted(elsewhere)):
-            self.replace(fqn, _on_meta(self.tensor(fqn)))
+            self.replace(fqn, _elsewhere(_on_meta(self.tensor(fqn))))
         self.whole = whole
         self._move_rest(place.device)
         if self._replaced:
@@ -288,6 +288,50 @@ def _on_meta(x: torch.Tensor) -> torch.Tensor:
     if isinstance(x, nn.Parameter):
         return nn.Parameter(meta, requires_grad=x.requires_grad)
     return meta
+
+
+class _Elsewhere(nn.Parameter):
+    """A parameter that other pipeline stages hold: shape and dtype, without values here."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            try:
+                result = func(*args, **(kwargs or {}))
+                if type(result) is torch.Tensor and result.is_meta:  # detached, say
+                    return result.as_subclass(cls)
+                return result
+            except (NotImplementedError, RuntimeError) as error:  # whose values were asked for
+                if "meta" not in str(error):
+                    raise
+                asked = error
+        raise StateError(
+            f"one of shape {tuple(_first(args).shape)} is on other pipeline stages' ranks, and has "
+            f"no values here ({func.__name__})",
+            place="a parameter of the model",
+            legal="result.named_parameters(), which are this rank's",
+            way_out="for an average of the weights take meshwright.Ema(result); for whole weights "
+            "result.full_state_dict(), on all ranks",
+        ) from asked
+
+
+def _first(args: Iterable[Any]) -> torch.Tensor:
+    """The first parameter of other stages among arguments, and in lists there."""
+    for x in args:
+        if isinstance(x, _Elsewhere):
+            return x
+        if isinstance(x, list | tuple) and any(isinstance(t, _Elsewhere) for t in x):
+            return _first(x)
+    raise AssertionError("no such argument")
+
+
+def _elsewhere(x: torch.Tensor) -> torch.Tensor:
+    """A tensor on meta, which says where its values are when they are asked for."""
+    if isinstance(x, nn.Parameter):
+        x.__class__ = _Elsewhere
+    return x
 
 
 def _empty(original: torch.Tensor) -> None:
