@@ -27,7 +27,7 @@ from meshwright.executor.stages import REFUSES_CALLS
 from meshwright.planner.batch import batch_rows, unusual_kind
 from meshwright.planner.blocks import cut_blocks
 from meshwright.planner.garbage import seldom_collected
-from meshwright.planner.tracing import CALL_HOOKS, TENSOR_HOOKS, trace
+from meshwright.planner.tracing import CALL_HOOKS, OUTSIDE, TENSOR_HOOKS, Outside, held, trace
 from meshwright.planner.tracing.transformers import check_positions
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -294,6 +294,7 @@ def _without_mode(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 _MISSING = object()
+_DEPTH = 3  # of objects and containers in each other
 
 
 class Attributes:
@@ -304,6 +305,8 @@ class Attributes:
         self._roots = {"model": model, "loss_fn": loss_fn}
         self._seen: set[tuple[str, str]] = set()
         self._known: list[tuple[str, Callable[[], Any], list[tuple[str, Any]]]] = []
+        self._outside = Outside(model, loss_fn, graph)
+        self._outside_then: dict[str, Any] = {}
         self.add(graph)
 
     def add(self, graph: Graph) -> None:
@@ -313,6 +316,8 @@ class Attributes:
             if (path, name) not in self._seen:
                 names[path].append(name)
         self._seen.update(graph.reads)
+        named, now = set(names.pop(OUTSIDE, ())), self._outside.values()
+        self._outside_then |= {name: x for name, x in now.items() if name in named}
         for path, of_holder in names.items():
             find = _finder(self._roots, path)
             holder = find()
@@ -330,6 +335,8 @@ class Attributes:
                 same = now is before or _compared(now) == before
                 if not same and (name != "training" or training):
                     raise StateError(_message(path, name, before, now))
+        for name in sorted(self._outside.changed(self._outside_then)):
+            raise StateError(f"{name} was changed since the model was planned: {_WAYS_OUT}")
 
 
 def _finder(roots: Mapping[str, Any], path: str) -> Callable[[], Any]:
@@ -343,18 +350,28 @@ def _finder(roots: Mapping[str, Any], path: str) -> Callable[[], Any]:
     return lambda: reduce(lambda holder, name: getattr(holder, name, None), names, root_of())
 
 
-def _compared(value: Any) -> Any:
+def _compared(value: Any, depth: int = 0) -> Any:
     """The key by which a value is compared: plain ones by themselves, nan as nan."""
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), 0 if value.is_inference() else value._version
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, _CONTAINERS) and depth <= _DEPTH:
         items = value.items() if isinstance(value, dict) else value
-        return type(value), [_compared(x) for x in items]
+        return type(value), [_compared(x, depth + 1) for x in items]
     if isinstance(value, float) and value != value:
         return "nan"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return value
+    whole = depth or not hasattr(value, "__dict__")  # attributes of others are read one by one
+    if whole and depth <= _DEPTH and not isinstance(value, nn.Module) and not callable(value):
+        return type(value), id(value), [(n, _compared(x, depth + 1)) for n, x in held(value)]
     return type(value), id(value)
+
+
+_WAYS_OUT = (
+    "the plan has what its forward read then. Ways out: set it back; plan again; to change it "
+    "between steps, make it an entry of the batch (a number in example_inputs is an input), or a "
+    "buffer (register_buffer)"
+)
 
 
 def _message(path: str, name: str, before: Any, now: Any) -> str:
@@ -370,11 +387,7 @@ def _message(path: str, name: str, before: Any, now: Any) -> str:
     else:
         shown = "deleted" if now is _MISSING else repr(now)
         changed = f"was {before!r} when the model was planned, and is {shown} now"
-    return (
-        f"{attribute} {changed}: the plan has what its forward read then. Ways out: set it back; "
-        "plan again; to change it between steps, make it an entry of the batch (a number in "
-        "example_inputs is an input), or a buffer (register_buffer)"
-    )
+    return f"{attribute} {changed}: {_WAYS_OUT}"
 
 
 # --- modules, forwards, hooks ---------------------------------------------------------------------

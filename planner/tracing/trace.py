@@ -86,6 +86,7 @@ def trace(
     FakeBatch.of(example_inputs, dtype, batch_size)
     check_call(model, example_inputs, loss_fn)
     user_module.check_hooks(model)
+    before = user_module.Outside(model, loss_fn).values()
     fix: frozenset[str] = frozenset()  # numbers that can't be carried
     carried: frozenset[user_module.Key] = frozenset()
     while True:
@@ -101,8 +102,23 @@ def trace(
             fix |= batch.asked or batch.numbers.keys()
         else:
             if not batch.asked:
-                return _as_stored(graph, model)
+                outside = user_module.Outside(model, loss_fn, graph)
+                return _as_stored(_with_outside(graph, outside, before), model)
             fix |= batch.asked  # the model's code caught what was raised
+
+
+def _with_outside(graph: Graph, outside: user_module.Outside, before: Mapping[str, Any]) -> Graph:
+    """The graph with what its forward reads outside of the model, but for what it changes there.
+    Raises TraceError where that is a number."""
+    written, now = sorted(outside.changed(before)), outside.values()
+    for name in written:
+        if user_module.is_counter(before[name], now[name]):
+            raise TraceError(
+                f"the forward changes {name}, which is outside of the model: a plan has its value "
+                "when it was traced. Make it a buffer (register_buffer), or an entry of the batch"
+            )
+    reads = [(user_module.OUTSIDE, name) for name in outside.finds if name not in written]
+    return replace(graph, notes=(*graph.notes, *outside.notes), reads=(*graph.reads, *reads))
 
 
 def _as_stored(graph: Graph, model: nn.Module) -> Graph:

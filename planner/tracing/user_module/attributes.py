@@ -99,7 +99,9 @@ class Watch:
                 path = self.paths.get(id(held))
                 if path is not None and (name in held or _in_class(holder, name, value)):
                     known = (path, name) in self.reads or (path, name) in self.written_first
-                    if not known and not isinstance(value, NO_OBJECTS[2:-1]):
+                    replaceable = isinstance(value, FunctionType) and name in held
+                    called = isinstance(value, NO_OBJECTS[2:-1]) and not replaceable
+                    if not known and not called and name != "forward":
                         self.reads[path, name] = calling_place()
             return value
 

@@ -1,0 +1,225 @@
+"""State that a forward or a loss reads outside of plain attributes: compared at every step, refused
+where the forward changes it, named in the report where nothing can be compared."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshwright import Cluster, ParallelModel, auto_parallelize
+from meshwright.planner.tracing.trace import TraceError
+
+WIDTH, ROWS = 16, 8
+
+
+class Slotted:
+    __slots__ = ("beta", "unread")
+
+    def __init__(self) -> None:
+        self.beta, self.unread = 1.0, 1
+
+
+class OfClass:
+    beta = 1.0
+    unread = 1
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.beta, self.unread = 1.0, 1
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.beta
+
+
+BETA = 1.0
+BAG = SimpleNamespace(beta=1.0, unread=1)
+SLOTTED = Slotted()
+TABLE = {"beta": 1.0}
+NESTED = SimpleNamespace(of=Slotted())
+OBJECT = Plain()
+COUNT = 0
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return 3 * x
+
+
+def helper(x: torch.Tensor) -> torch.Tensor:
+    return x * BETA
+
+
+Forward = Callable[[Any, torch.Tensor], torch.Tensor]
+# what is read, what it is kept in (by the model), and what changes it
+KINDS: dict[str, tuple[Forward, dict[str, Any], Callable[[nn.Module], object]]] = {
+    "a global number": (lambda m, x: m.l(x) * BETA, {}, lambda m: globals().update(BETA=0.5)),
+    "a helper's global": (lambda m, x: helper(m.l(x)), {}, lambda m: globals().update(BETA=0.5)),
+    "a global namespace": (lambda m, x: m.l(x) * BAG.beta, {}, lambda m: setattr(BAG, "beta", 0.5)),
+    "a global with slots": (
+        lambda m, x: m.l(x) * SLOTTED.beta, {}, lambda m: setattr(SLOTTED, "beta", 0.5)
+    ),
+    "a global dict": (
+        lambda m, x: m.l(x) * TABLE["beta"], {}, lambda m: TABLE.update(beta=0.5)
+    ),
+    "an object of a global": (
+        lambda m, x: m.l(x) * NESTED.of.beta, {}, lambda m: setattr(NESTED.of, "beta", 0.5)
+    ),
+    "a class": (lambda m, x: m.l(x) * OfClass.beta, {}, lambda m: setattr(OfClass, "beta", 0.5)),
+    "slots": (
+        lambda m, x: m.l(x) * m.kept.beta, {"kept": Slotted()},
+        lambda m: setattr(m.kept, "beta", 0.5),
+    ),
+    "in a tuple": (
+        lambda m, x: m.l(x) * m.kept[0].beta, {"kept": (Plain(),)},
+        lambda m: setattr(m.kept[0], "beta", 0.5),
+    ),
+    "in a list": (
+        lambda m, x: m.l(x) * m.kept[0].beta, {"kept": [Slotted()]},
+        lambda m: setattr(m.kept[0], "beta", 0.5),
+    ),
+    "in a dict": (
+        lambda m, x: m.l(x) * m.kept["a"].beta, {"kept": {"a": Plain()}},
+        lambda m: setattr(m.kept["a"], "beta", 0.5),
+    ),
+    "a function": (
+        lambda m, x: m.kept(m.l(x)), {"kept": double}, lambda m: setattr(m, "kept", triple)
+    ),
+    "a partial": (
+        lambda m, x: m.kept(m.l(x)), {"kept": functools.partial(torch.mul, torch.tensor(2.0))},
+        lambda m: setattr(m, "kept", functools.partial(torch.mul, torch.tensor(3.0))),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Any:
+    yield
+    globals().update(BETA=1.0, COUNT=0)
+    BAG.beta = SLOTTED.beta = NESTED.of.beta = OfClass.beta = OBJECT.beta = TABLE["beta"] = 1.0
+    TABLE.pop("new", None)
+
+
+def net(forward: Forward, kept: dict[str, Any]) -> nn.Module:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.l = nn.Linear(WIDTH, 4)
+            for name, value in kept.items():
+                setattr(self, name, value)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return forward(self, x)
+
+    return Net()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(ROWS, WIDTH), torch.randint(0, 4, (ROWS,))
+
+
+def planned(model: nn.Module, loss_fn: Any = F.cross_entropy) -> ParallelModel:
+    return auto_parallelize(
+        model,
+        Cluster.local(1, measure=False),
+        example_inputs=batch(),
+        global_batch_size=ROWS,
+        loss_fn=loss_fn,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_change_is_refused(kind: str) -> None:
+    forward, kept, change = KINDS[kind]
+    model = net(forward, kept)
+    result = planned(model)
+    result.train_step(batch())
+    change(model)
+    with pytest.raises(ValueError, match=r"since the model was planned|when the model was planned"):
+        result.train_step(batch())
+
+
+def losses() -> dict[str, tuple[Any, Callable[[], object]]]:
+    """Losses, and what changes what they read."""
+    weights, options, cell = [1.0], {"label_smoothing": 0.0}, SimpleNamespace(beta=1.0)
+
+    def closing(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x, y) * weights[0]
+
+    def of_bag(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x, y) * cell.beta
+
+    class Callable_:
+        def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(x, y) * OBJECT.beta
+
+    partial = functools.partial(F.cross_entropy, **options)
+    return {
+        "closure": (closing, lambda: weights.__setitem__(0, 0.5)),
+        "closure over an object": (of_bag, lambda: setattr(cell, "beta", 0.5)),
+        "partial": (partial, lambda: partial.keywords.update(label_smoothing=0.1)),
+        "callable object": (Callable_(), lambda: setattr(OBJECT, "beta", 0.5)),
+        "partial of a closure": (
+            functools.partial(closing), lambda: weights.__setitem__(0, 0.25)
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", losses())
+def test_a_change_of_what_a_loss_reads_is_refused(kind: str) -> None:
+    loss_fn, change = losses()[kind]
+    result = planned(net(lambda m, x: m.l(x), {}), loss_fn)
+    result.train_step(batch())
+    change()
+    with pytest.raises(ValueError, match="was changed since the model was planned"):
+        result.train_step(batch())
+
+
+def counting(model: Any, x: torch.Tensor) -> torch.Tensor:
+    global COUNT
+    COUNT += 1
+    y: torch.Tensor = model.l(x) / COUNT
+    return y
+
+
+def of_bag(model: Any, x: torch.Tensor) -> torch.Tensor:
+    BAG.beta *= 0.9
+    y: torch.Tensor = model.l(x) * BAG.beta
+    return y
+
+
+@pytest.mark.parametrize("forward", [counting, of_bag])
+def test_a_forward_that_changes_it_is_refused(forward: Forward) -> None:
+    with pytest.raises(TraceError, match=r"the forward changes .*(COUNT|BAG).*register_buffer"):
+        planned(net(forward, {}))
+
+
+def timed(model: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = model.l(x) * (1.0 + 0 * time.time())
+    return y
+
+
+def test_the_clock_is_named_in_the_report() -> None:
+    notes = planned(net(timed, {})).report.notes
+    assert any("reads the clock" in note and "test_outside_state.time" in note for note in notes)
+
+
+def test_what_no_forward_reads_may_change() -> None:
+    for forward, kept, _ in KINDS.values():
+        model = net(forward, kept)
+        result = planned(model)
+        BAG.unread, SLOTTED.unread, OfClass.unread = BAG.unread + 1, SLOTTED.unread + 1, 2
+        TABLE["new"] = 2.0  # a cache grows
+        globals()["COUNT"] += 1
+        result.train_step(batch())
