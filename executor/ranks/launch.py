@@ -68,6 +68,11 @@ def world_size() -> int:
     return dist.get_world_size() if running() else 1
 
 
+def local_rank() -> int:
+    """This process' number on its host, as torchrun gives it; 0 without."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
 def rank() -> int:
     """This process' rank; 0 without a process group."""
     return dist.get_rank() if running() else 0
@@ -81,7 +86,7 @@ def on_gpus() -> bool:
 def device_here() -> torch.device:
     """The local GPU under NCCL, else the CPU."""
     if on_gpus() if running() else torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        return torch.device("cuda", local_rank())
     return torch.device("cpu")
 
 
@@ -115,16 +120,15 @@ def start(backend: str) -> None:
     if running() or not under_torchrun():
         return
     if backend == "nccl":
-        local_rank = int(os.environ.get("LOCAL_RANK", 0))
-        if local_rank >= torch.cuda.device_count():
+        if local_rank() >= torch.cuda.device_count():
             raise StateError(
-                f"the cluster's backend is nccl, but local rank {local_rank} finds "
+                f"the cluster's backend is nccl, but local rank {local_rank()} finds "
                 f"{torch.cuda.device_count()} GPUs",
                 legal="a GPU for each rank of a host",
                 way_out="launch as many ranks as there are GPUs, or use Cluster.local(n, 'cpu') to "
                 "run on CPU processes",
             )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(local_rank())
     limit_s = timeout_s()
     longest = timedelta(seconds=FIRST_STEP_FACTOR * limit_s)
     me, world = joining.place()

@@ -177,7 +177,7 @@ class Callbacks:
             max_steps=total,
             num_train_epochs=-(-total // epoch_steps),
             train_batch_size=args.per_device_train_batch_size,
-            is_local_process_zero=first,
+            is_local_process_zero=launch.local_rank() == 0,
             is_world_process_zero=first,
         )
         self.control = TrainerControl()

@@ -246,6 +246,9 @@ class Trainer:
     def is_world_process_zero(self) -> bool:
         return launch.rank() == 0
 
+    def is_local_process_zero(self) -> bool:
+        return launch.local_rank() == 0
+
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the weights for `from_pretrained`, of a model with peft's adapters those alone,
         into `model` in the arguments' folder if no other is given. Collective."""

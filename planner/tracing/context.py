@@ -71,6 +71,7 @@ def recorded_gradients() -> Iterator[None]:
     Reentrant checkpointing, which runs its function under no_grad, calls it directly (recompute is
     the planner's own choice). A custom autograd.Function would get wrong gradients, and hooks of a
     tensor would be lost. CTC's loss, whose workspace depends on the values of lengths, is a leaf.
+    A SyncBatchNorm is a batch norm, whose statistics are over all data-parallel ranks here.
     """
     apply = vars(torch.autograd.Function)["apply"].__func__
 
@@ -85,6 +86,7 @@ def recorded_gradients() -> Iterator[None]:
     with (
         mock.patch.object(torch.utils.checkpoint, "CheckpointFunction", direct),
         mock.patch.object(torch.autograd.Function, "apply", classmethod(keep)),
+        mock.patch.object(torch.nn.SyncBatchNorm, "forward", torch.nn.BatchNorm2d.forward),
         mock.patch.object(functional, "ctc_loss", leaf(functional.ctc_loss, result=_ctc_result)),
         refused_hooks(),
     ):

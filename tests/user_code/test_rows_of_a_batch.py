@@ -285,3 +285,28 @@ def test_a_smaller_batch_of_probabilities() -> None:
     result = tiny.planned(model, example_inputs=(x, targets), loss_fn=F.cross_entropy)
     wanted = float(F.cross_entropy(model(x[:6]), targets[:6]).detach())
     assert float(result.train_step((x[:6], targets[:6]))) == pytest.approx(wanted, rel=1e-5)
+
+
+# --- batch norms ----------------------------------------------------------------------------------
+
+
+def normed(norm: type[nn.Module]) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and the state of a net with a batch norm on two data ranks."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.Flatten(), nn.Linear(4 * 36, 3))
+    x, y = torch.randn(ROWS, 3, 8, 8), torch.arange(ROWS) % 3
+    result = tiny.planned(
+        net, cluster=Cluster.local(RANKS, measure=False), example_inputs=(x, y),
+        global_batch_size=ROWS, loss_fn=F.cross_entropy, overrides=Overrides(dp=2),
+    )  # fmt: skip
+    optimizer = torch.optim.SGD(result.parameters(), lr=0.1)
+    losses = [float(result.train_step((x, y), optimizer=optimizer).detach()) for _ in range(2)]
+    return losses, result.full_state_dict()
+
+
+def test_a_synchronised_batch_norm_is_a_batch_norm() -> None:
+    losses, state = on_ranks(RANKS, normed, nn.SyncBatchNorm)
+    expected, of_plain = on_ranks(RANKS, normed, nn.BatchNorm2d)
+    assert losses == expected
+    for name, x in of_plain.items():
+        assert torch.equal(state[name], x), name
