@@ -3,7 +3,8 @@
 A checkpoint is a folder on a file system that all ranks see:
 
     tensors-<rank>.safetensors   each rank's parts of `model.<FQN>`, for parameters and buffers, the
-                                 first name of tied ones, and of `optimizer.<FQN>.<state>`
+                                 first name of tied ones, of `optimizer.<FQN>.<state>`, and of
+                                 `carried.<FQN>`, written tensors that no state dict has
     manifest.json                where the parts of each tensor are, with their checksums; the plan;
                                  and what is no tensor, the same on all ranks: steps done, seed of
                                  the random masks, loss scale, options and counters of the
@@ -36,7 +37,12 @@ import torch
 import torch.distributed as dist
 
 from meshwright.executor.checkpoint import optimizer_state
-from meshwright.executor.checkpoint.collected import Collected, collect, model_tensors
+from meshwright.executor.checkpoint.collected import (
+    Collected,
+    carried_tensors,
+    collect,
+    model_tensors,
+)
 from meshwright.executor.checkpoint.extra import EXTRA, Merged, RankLoad, RankStates
 from meshwright.executor.checkpoint.name_matching import differences
 from meshwright.executor.checkpoint.notes import ANY_MODEL, make_notes, model_shapes, read_notes
@@ -87,10 +93,12 @@ class Saving:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Targets:
-    """The tensors that a rank loads into, the model's and the optimizer's new states, by FQN; those
-    that are `stored`; the states of `extra`, which `reads` fill."""
+    """The tensors that a rank loads into, the model's, those `carried` beside its state dict, and
+    the optimizer's new states, by FQN; those that are `stored`; the states of `extra`, which
+    `reads` fill."""
 
     model: dict[str, torch.Tensor]
+    carried: dict[str, torch.Tensor]
     optimizer: optimizer_state.States
     stored: Mapping[str, StoredTensor]
     extra: dict[str, Any]
@@ -336,7 +344,10 @@ def _prepared(
                 way_out="load it with the model that it was saved from",
             )
     initialise_buffers(runtime, given=[name.removeprefix("model.") for name in stored])
-    targets = _Targets(model=model, optimizer={}, stored=stored, extra={}, reads=[])
+    carried = _carried(runtime, stored, place)
+    targets = _Targets(
+        model=model, carried=carried, optimizer={}, stored=stored, extra={}, reads=[]
+    )
     _prepare_extra(runtime, targets, extra, notes[EXTRA], place)
     if optimizer is None:
         return targets, []
@@ -349,6 +360,16 @@ def _prepared(
     states = optimizer_state.allocate(optimizer, parameters, saved, stored_states, place)
     targets.optimizer.update(states)
     return targets, optimizer_state.options_of(optimizer, parameters, saved, place)
+
+
+def _carried(
+    runtime: Runtime, stored: Mapping[str, StoredTensor], place: str
+) -> dict[str, torch.Tensor]:
+    """The tensors beside the model's state dict that a checkpoint has. Logs those that it lacks."""
+    carried = carried_tensors(runtime)
+    if missing := sorted(fqn for fqn in carried if f"carried.{fqn}" not in stored):
+        log.warning("%s has no value of %s, which steps write: they keep theirs", place, missing)
+    return {fqn: x for fqn, x in carried.items() if fqn not in missing}
 
 
 def _prepare_extra(
@@ -386,6 +407,7 @@ def _merged_options(
 
 def _read(targets: _Targets, group: dist.ProcessGroup | None, place: str) -> None:
     named = {f"model.{fqn}": x for fqn, x in targets.model.items()}
+    named |= {f"carried.{fqn}": x for fqn, x in targets.carried.items()}
     for fqn, state in targets.optimizer.items():
         named |= {f"optimizer.{fqn}.{name}": x for name, x in state.items()}
     reads = [read for name, x in named.items() for read in LocalChunks.of(x).reads(name)]

@@ -75,6 +75,7 @@ def collect(runtime: Runtime, optimizer: torch.optim.Optimizer | None) -> Collec
         states, notes = optimizer_state.collect(optimizer, parameters, led)
     # in the order of the names, since buffers come in another order on every rank
     named = [(f"model.{fqn}", fqn, x) for fqn, x in sorted(model_tensors(runtime).items())]
+    named += [(f"carried.{fqn}", fqn, x) for fqn, x in sorted(carried_tensors(runtime).items())]
     named += [
         (f"optimizer.{fqn}.{name}", fqn, x)
         for fqn, state in sorted(states.items())
@@ -126,6 +127,16 @@ def model_tensors(state: RankState) -> dict[str, torch.Tensor]:
     """This rank's parameters and buffers, each under its first name."""
     state_dict = state.state_dict()
     return {fqn: x for fqn, x in state_dict.items() if fqn not in state.graph.aliases}
+
+
+def carried_tensors(state: RankState) -> dict[str, torch.Tensor]:
+    """Tensors of this rank that steps write and the model's state dict has not: buffers that are
+    not persistent, and tensors in plain attributes."""
+    return {
+        fqn: b.whole.detach()
+        for fqn, b in state.held_buffers.items()
+        if b.updated and fqn not in state.persistent
+    }
 
 
 def _writing_ranks(runtime: Runtime) -> dict[str, tuple[int, ...]]:

@@ -179,10 +179,12 @@ class _Converter:
                 reads += [(k[0].replace(layer, f"model.{member}", 1), k[1]) for k in of_layer]
         model = self.module.leaf_recorder.model
         buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-        for fqn in self.state.buffers.values():
+        for value, fqn in self.state.buffers.items():
             if fqn not in buffers:  # a tensor that is carried like one
                 path, _, name = f"model.{fqn}".rpartition(".")
-                reads.append((path, name))
+                reads = [key for key in reads if key != (path, name)]
+                if self.slots.read(value) == value:  # which no step writes
+                    reads.append((path, name))
         return tuple(reads)
 
     def _outputs(self, loss: str, returned: Sequence[Any], results: Collection[str]) -> Outputs:

@@ -4,6 +4,7 @@ losses and buffers of three steps are one device's."""
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,16 +107,17 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randint(0, 4, (ROWS,), generator=draw)
 
 
-def of_one_device(name: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+def of_one_device(name: str, steps: int = STEPS) -> tuple[list[float], dict[str, torch.Tensor]]:
     model, (x, y), losses = made(name), batch(), list[float]()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    for _ in range(STEPS):
+    for _ in range(steps):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x), y)
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, dict(model.named_buffers())
+    saved = model.state_dict()
+    return losses, {name: b for name, b in model.named_buffers() if name in saved}
 
 
 def planned(name: str, ranks: int, plan: dict[str, Any]) -> Any:
@@ -175,6 +177,43 @@ class Following(Counting):
             self.drawn.copy_(F.dropout(torch.ones(WIDTH), 0.5))
             self.n += 1
         return self.last(hidden + self.before) + self.drawn.mean()
+
+
+class Kept(Counting):
+    """Writes a tensor in a plain attribute, and a buffer that is not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.centre = torch.zeros(WIDTH)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.9)
+        self.centre = (0.5 * self.centre + 0.1 * self.first.weight.mean(0)).detach()
+        return self.last(F.relu(self.first(x - self.centre))) * self.scale
+
+
+MODELS["kept"] = Kept
+
+
+def resumed(folder: str) -> list[float]:
+    """Losses under ZeRO-2, and of a pipeline that goes on from its checkpoint."""
+    losses = []
+    for plan in ("zero2", "pp2"):
+        result = planned("kept", 2, PLANS[plan])
+        optimizer = torch.optim.SGD(result.parameters(), lr=RATE)
+        if losses:
+            result.load_checkpoint(folder, optimizer=optimizer)
+        for _ in range(STEPS):
+            losses.append(float(result.train_step(batch(), optimizer=optimizer).detach()))
+        result.save_checkpoint(folder, optimizer=optimizer)
+    return losses
+
+
+def test_a_checkpoint_has_what_no_state_dict_has(tmp_path: Path) -> None:
+    expected, _ = of_one_device("kept", 2 * STEPS)
+    assert on_ranks(2, resumed, str(tmp_path / "kept")) == pytest.approx(expected, rel=1e-5)
 
 
 def test_what_follows_rows_or_draws_is_written_in_each_micro_batch() -> None:
