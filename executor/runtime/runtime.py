@@ -514,7 +514,7 @@ class Verdict:
         return (self.max_norm / (self.norm() + ROOM)).clamp(max=1.0)
 
     @property
-    def absent(self) -> set[str]:
+    def absent(self) -> frozenset[str]:
         """Parameters without a gradient, by value."""
         return self.step.absent(self.wait()[3:].tolist())
 
@@ -632,7 +632,7 @@ class Validation:
     def _mend(self, verdict: Verdict) -> None:
         """Drop or clip the gradients, if a verdict asks for it."""
         parameters = self.runtime.stage_parameters
-        absent = verdict.absent if verdict.finite else {p.value for p in parameters}
+        absent = verdict.absent if verdict.finite else frozenset(p.value for p in parameters)
         for p in [p for p in parameters if p.value in absent]:
             p.api.grad = None
         if verdict.finite:

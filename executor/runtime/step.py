@@ -27,7 +27,7 @@ class Step:
     """The stages of a rank, lowered for one shape of batches, and the instructions of a step in
     order; `last` gives the micro-batch of each stage's last backward, `early` what may run before
     the last step's verdict is known, where the plan validates it afterwards, `edges` the operands
-    of leaves that may go without a gradient."""
+    of leaves that may go without a gradient, `behind_loss` all values that may have one."""
 
     plan: Plan
     graph: Graph
@@ -40,6 +40,7 @@ class Step:
     reads: Mapping[int, frozenset[str]]
     early: Early | None
     edges: tuple[Edge, ...]
+    behind_loss: frozenset[str]
 
     @staticmethod
     def of(checked: CheckedPlan, place: Place, stages: Mapping[int, LoweredStage]) -> Step:
@@ -58,17 +59,18 @@ class Step:
             reads={k: stage.reads for k, stage in stages.items()},
             early=early,
             edges=edges_of(graph),
+            behind_loss=frozenset(reached(graph)),
         )
 
     def arrived(self, flow: GradientFlow) -> list[float]:
         """Whether this rank's backward gave each of `edges` a gradient, as numbers to be summed."""
         return [float(edge in flow.arrived) for edge in self.edges]
 
-    def absent(self, arrived: Sequence[float]) -> set[str]:
+    def absent(self, arrived: Sequence[float]) -> frozenset[str]:
         """Parameters that no rank's backward gave a gradient, by value; `arrived` is summed over
         ranks."""
         cut = {edge for edge, count in zip(self.edges, arrived, strict=True) if not count}
-        return reached(self.graph) - reached(self.graph, cut) if cut else set()
+        return self.behind_loss - reached(self.graph, cut) if cut else frozenset()
 
     @property
     def reads_data(self) -> bool:
