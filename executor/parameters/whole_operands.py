@@ -215,7 +215,7 @@ def _write_back(written: Any) -> None:
             base, func, args, kwargs, k = x._view_of
             with torch.no_grad():
                 whole, values = whole_of(base.detach()), whole_of(x.detach())
-                views = func(whole, *args, **kwargs)
+                views = func(whole, *tree_map_only(DTensor, whole_of, args), **kwargs)
                 (views if k is None else views[k]).copy_(values)
                 base._local_tensor.copy_(part_like(base, whole)._local_tensor)
             x = base
@@ -250,14 +250,21 @@ def _written(x: Any, index: Any, value: Any) -> bool:
         return False
     local = x._local_tensor
     held = [_held(x, dim, chosen) for dim, (chosen, _) in enumerate(rows)]
-    into = torch.meshgrid(*(here.to(local.device) for here, _ in held), indexing="ij")
     if not single:
         shape = [len(chosen) for chosen, dropped in rows if not dropped]
         value = value.to(local.device, local.dtype).expand(shape)
         value = value.reshape([len(chosen) for chosen, _ in rows])
-        value = value[torch.meshgrid(*(there.to(local.device) for _, there in held), indexing="ij")]
-    local[into] = value
+        value = value[_index([there for _, there in held], local.device)]
+    local[_index([here for here, _ in held], local.device)] = value
     return True
+
+
+def _index(numbers: list[torch.Tensor], device: torch.device) -> tuple[Any, ...]:
+    """The index of all combinations of numbers along each dim: slices where they are in a row."""
+    ends = [(int(n[0]), int(n[-1]) + 1) if len(n) else (0, 0) for n in numbers]
+    if all(torch.equal(n, torch.arange(*end)) for n, end in zip(numbers, ends, strict=True)):
+        return tuple(slice(*end) for end in ends)
+    return torch.meshgrid(*(n.to(device) for n in numbers), indexing="ij")
 
 
 def _rows(shape: torch.Size, index: Any) -> Rows | None:

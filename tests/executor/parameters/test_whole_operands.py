@@ -97,6 +97,7 @@ WRITES: Mapping[str, Act] = {
     "a column": put(..., 0, value=7.0),
     "a row": put(5, value=PLAIN[0]),
     "the last row": put(-1),
+    "no row": put(slice(4, 4), value=PLAIN[:0]),
     "a new dim": put(None, slice(2, 4)),
     "ids": put(IDS),
     "ids of values": put(IDS, value=PLAIN[:3]),
@@ -124,6 +125,7 @@ VIEWS: Mapping[str, Act] = {
     "set in a slice": lambda x: x[2:9].__setitem__((slice(0, 2), 1), 4.0),
     "several": lambda x: torch._foreach_zero_([x[:3], x[5:7]]),
     "a copy": changed(lambda x: x[:3].clone()),
+    "flags of its own": changed(lambda x: x[x > 3]),
     "a list of rows": changed(lambda x: x[[0, 3]]),
 }
 ACTS = {**BESIDE, **WITHOUT_A_RULE, **WRITES, **VIEWS}
