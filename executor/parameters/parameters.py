@@ -76,8 +76,8 @@ class StageParameter(ParameterSpec):
     `shape` is global. `shard_placement` is ZeRO's shard of the local tensor over the shard axis of
     its holders (R: not sharded); `sharded` is `fully_shard`'s DTensor (ZeRO-3). `gradient` is None
     between steps, `norm` the L2 norm of this rank's gradient as the last backward left it, `api`
-    the user's nn.Parameter. `reached` implies `trainable`. `version` counts the writes to `stored`
-    that a frozen leaf has seen. `staged`: other stages of the plan lie on other ranks.
+    the user's nn.Parameter. `reached` implies `trainable`. `staged`: other stages of the plan lie
+    on other ranks.
     """
 
     shape: tuple[int, ...]
@@ -89,7 +89,6 @@ class StageParameter(ParameterSpec):
     norm: torch.Tensor | None = None
     api: Any = None
     sharded: Any = None
-    version: int = -1
     staged: bool = False
 
     @property
@@ -280,17 +279,13 @@ def load(parameter: StageParameter, source: torch.Tensor, place: Place) -> None:
         parameter.stored.copy_(part_of(parameter, source, place))
 
 
-def refresh_frozen(parameters: Iterable[StageParameter], *, written_only: bool = False) -> None:
-    """Copy stored frozen parameters to their leaves, as no step gathers or casts them: after a
-    load, or where they were written to in place since."""
+def refresh_frozen(parameters: Iterable[StageParameter]) -> None:
+    """Copy stored frozen parameters to their leaves of another dtype, as no step gathers or casts
+    them: after a load, and before each step, as nothing shows all writes to them."""
     with torch.no_grad():
         for p in parameters:
-            if p.aliased or p.trainable:
-                continue
-            version = p.stored._version + p.api._version
-            if not written_only or version != p.version:
+            if not (p.aliased or p.trainable):
                 p.leaf.copy_(p.stored)
-            p.version = version
 
 
 def shard_gradients(parameters: Iterable[StageParameter], place: Place) -> None:

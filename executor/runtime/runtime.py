@@ -388,7 +388,7 @@ class Runtime(RankState):
 
     def _gather_weights(self) -> None:
         """Start the all-gathers and casts of weights."""
-        refresh_frozen(self.stage_parameters, written_only=True)
+        refresh_frozen(self.stage_parameters)
         for gather in self.gathers.values():
             gather.begin()
 

@@ -356,7 +356,10 @@ def test_frozen_weights_written_between_steps_are_seen_in_bf16() -> None:
     def assigned(x: torch.Tensor) -> None:
         model.frozen.weight.data = x
 
-    for write, x in ((copied, new), (loaded, old), (assigned, new)):
+    def unseen(x: torch.Tensor) -> None:
+        model.frozen.weight.data.copy_(x)
+
+    for write, x in ((copied, new), (loaded, old), (assigned, new), (unseen, old)):
         write(x.clone())
         loss = first if x is old else expected
         assert float(result.train_step(batch())) == pytest.approx(loss, rel=1e-3)
