@@ -114,7 +114,8 @@ def _all_reduced(x: torch.Tensor) -> torch.Tensor:
 
 
 class StageGradient(DTensor):
-    """A gradient of one of several pipeline stages, whose norm outside `Reduced` is refused."""
+    """A gradient of one of several pipeline stages, or what is made of its elements outside of
+    optimizers, whose norm outside `Reduced` is refused."""
 
     __slots__: list[str] = []
 
@@ -135,7 +136,12 @@ class StageGradient(DTensor):
                 "`with meshwright.Reduced():`",
             )
         parent: Any = super()
-        return parent.__torch_function__(func, types, args, kwargs)
+        result = parent.__torch_function__(func, types, args, kwargs)
+        of = next((x for x in args if isinstance(x, StageGradient)), None)
+        elements = type(result) is DTensor and of is not None and result.shape == of.shape
+        if elements and not Reduced.entered:
+            result.__class__ = StageGradient
+        return result
 
 
 def read_whole_items() -> None:
