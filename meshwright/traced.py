@@ -9,8 +9,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from itertools import count, zip_longest
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -361,6 +362,10 @@ def _compared(value: Any, depth: int = 0) -> Any:
         return "nan"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):
         return value
+    if isinstance(value, partial):
+        return id(value.func), _compared((value.args, value.keywords), depth)
+    if hasattr(value, "__length_hint__"):  # an iterator
+        return id(value), length_hint(value)
     whole = depth or not hasattr(value, "__dict__")  # attributes of others are read one by one
     if whole and depth <= _DEPTH and not isinstance(value, nn.Module) and not callable(value):
         return type(value), id(value), [(n, _compared(x, depth + 1)) for n, x in held(value)]
@@ -415,6 +420,7 @@ class Calls:
             for name in module._parameters
         ]
         self._forwards = [(path, vars(m), vars(m).get("forward")) for path, m in modules]
+        self._of_classes = {type(m): type(m).forward for _, m in modules}
         self._hooks = [
             (path, vars(module)[kind], _numbers(vars(module)[kind]))
             for path, module in modules
@@ -430,6 +436,13 @@ class Calls:
                     " was replaced after planning, which train_step can't see",
                     place=f"module {what!r}",
                     way_out="call auto_parallelize again",
+                )
+        for cls, forward in self._of_classes.items():
+            if cls.forward is not forward:
+                raise StateError(
+                    f" has another forward than planned: {_PLANNED}",
+                    place=f"class {cls.__qualname__}",
+                    way_out=_WAY_OUT,
                 )
         for path, attributes, forward in self._forwards:
             if attributes.get("forward") is not forward:

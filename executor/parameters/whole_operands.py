@@ -43,6 +43,13 @@ _VIEWS = frozenset((
     "reshape", "select", "split", "squeeze", "swapaxes", "t", "tensor_split", "transpose",
     "unbind", "unflatten", "unfold", "unsqueeze", "view",
 ))  # fmt: skip
+# that draw numbers of the shape of their first argument
+_DRAWS = frozenset((
+    "bernoulli", "bernoulli_", "cauchy_", "dropout", "exponential_", "geometric_", "log_normal_",
+    "multinomial", "normal_", "poisson", "rand_like", "randint_like", "randn_like", "random_",
+    "uniform_",
+))  # fmt: skip
+_NORMS = frozenset(("norm", "vector_norm", "matrix_norm"))
 _GRAD, _DATA = vars(torch._C.TensorBase)["grad"], vars(torch._C.TensorBase)["data"]
 PROPERTY = type(_GRAD.__get__)  # getters and setters of attributes, most of what is called
 
@@ -97,6 +104,8 @@ def _function(
         if func is T.__setitem__ and _written(*args):
             return None
         result = _run(func, args, kwargs)
+        if func.__name__ in _NORMS and isinstance(result, DTensor):
+            return _all_reduced(result)
         if func.__name__ in _VIEWS:
             return _marked(args, func, kwargs, result)
         if _writes(func):
@@ -110,17 +119,26 @@ def attribute(func: Function, args: tuple[Any, ...]) -> Any:
         if len(args) == 1 or func not in (_GRAD.__set__, _DATA.__set__):
             return func(*args)
         x, whole = args
-        if not (isinstance(x, DTensor) and _is_plain(whole) and x.shape == whole.shape):
+        data = func == _DATA.__set__
+        given = isinstance(whole, torch.Tensor) and (data or _is_plain(whole))
+        if not (isinstance(x, DTensor) and given and x.shape == whole.shape):
             return func(x, whole)
-        part = part_like(x, whole.detach())
-        if func == _GRAD.__set__:
+        whole = whole.detach()
+        part = (
+            part_like(x, whole) if _is_plain(whole) else whole.redistribute(placements=x.placements)
+        )
+        if not data:
             return func(x, part)
-        x._local_tensor.data.copy_(part._local_tensor)
+        x._local_tensor.data = part._local_tensor  # what was there stays with who refers to it
         return None
 
 
 def _run(func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The result of an operator, as DTensors run it if they do."""
+    if func.__name__ in _DRAWS:  # of the numbers that one device draws
+        return _on_whole(func, args, kwargs)
+    if func.__name__.startswith("_fused_"):  # steps of optimizers, element by element
+        return func(*tree_map_only(DTensor, _local, args), **tree_map_only(DTensor, _local, kwargs))
     first = args[0] if args else None
     whole = any(_is_plain(x) and x.dim() for x in _tensors(args, kwargs))
     to_plain = _writes(func) and _is_plain(next(iter(_tensors((first,), {})), None))
@@ -179,6 +197,16 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.T
             yield x
         elif isinstance(x, list | tuple):
             yield from (t for t in x if isinstance(t, torch.Tensor))
+
+
+def _local(x: DTensor) -> torch.Tensor:
+    return x._local_tensor
+
+
+def _all_reduced(x: DTensor) -> DTensor:
+    """A DTensor with no partial placement. Collective where it has one."""
+    placements = [Replicate() if p.is_partial() else p for p in x.placements]
+    return x.redistribute(placements=placements) if placements != [*x.placements] else x
 
 
 def _is_plain(x: Any) -> bool:
@@ -276,7 +304,8 @@ def _rows(shape: torch.Size, index: Any) -> Rows | None:
     parts += [slice(None)] * (len(shape) - len(parts))
     lists = [k for k, part in enumerate(parts) if isinstance(part, torch.Tensor | list)]
     for k in lists:
-        parts[k] = torch.as_tensor(parts[k]).cpu()
+        numbers = whole_of(parts[k]) if isinstance(parts[k], torch.Tensor) else parts[k]
+        parts[k] = torch.as_tensor(numbers).cpu()
     odd = any(part is None or isinstance(part, bool) for part in parts)
     if odd or len(parts) != len(shape) or len(lists) > 1 or any(parts[k].dim() != 1 for k in lists):
         return None

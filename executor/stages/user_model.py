@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from meshwright.costmodel.graph import Graph
 from meshwright.executor.errors import OptimizerError, StateError
 from meshwright.executor.host_values import share_memory
-from meshwright.executor.parameters import StageParameter, load
+from meshwright.executor.parameters import StageParameter, load, local_of
 from meshwright.executor.ranks import Place
 from meshwright.executor.stages.optimizer_habits import APART, check_habits
 from meshwright.profiles.inputs import shown
@@ -161,8 +162,9 @@ class UserModel:
                     way_out="write into it in place, `with torch.no_grad(): p.copy_(...)`, or call "
                     "auto_parallelize again",
                 )
-            if self.whole and not share_memory(p.api, p.stored):
-                now = p.api.detach()
+            held = local_of(p.api.detach())
+            if not share_memory(held, p.stored):
+                now = held.detach()
                 if (now.dtype, now.device, now.shape) != (
                     p.stored.dtype, p.stored.device, p.stored.shape,
                 ):  # fmt: skip
@@ -176,8 +178,11 @@ class UserModel:
                     )
                 with torch.no_grad():
                     p.stored.copy_(now)
-                    p.api.data = p.stored
-                    p.stored = p.api.detach()
+                    if isinstance(p.api, DTensor):
+                        p.api._local_tensor.data = p.stored
+                    else:
+                        p.api.data = p.stored
+                        p.stored = p.api.detach()
 
     # --- as it was ------------------------------------------------------------------------------
 

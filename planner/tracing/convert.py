@@ -155,7 +155,17 @@ class _Converter:
     def _check_constants(self) -> None:
         """Raise `KeptTensors` for a tensor attribute that the forward writes in place, and
         `TraceError` for any other tensor from outside of it."""
+        named = self.module.leaf_recorder.model.named_parameters()
+        trained = {name: p for name, p in named if p.requires_grad and not p.is_meta}
         for value, tensor in self.state.constants.items():
+            name = next((n for n, p in trained.items() if share_memory(p, tensor)), None)
+            if name is not None:
+                raise TraceError(
+                    f"the loss reads the parameter {name!r} of the model otherwise than by its "
+                    "forward (in a closure?): its gradient would be lost. Ways out: compute a "
+                    "penalty on weights in the model's forward, or take the optimizer's "
+                    "weight_decay; detach().clone() what is a constant"
+                )
             if self.slots.read(value) == value:
                 continue
             key = self.module.attribute_of(tensor)

@@ -110,7 +110,7 @@ def trace(
 def _with_outside(graph: Graph, outside: user_module.Outside, before: Mapping[str, Any]) -> Graph:
     """The graph with what its forward reads outside of the model, but for what it changes there.
     Raises TraceError where that is a number."""
-    written, now = sorted(outside.changed(before)), outside.values()
+    written, now = sorted(outside.changed(before, tensors=False)), outside.values()
     for name in written:
         if user_module.is_counter(before[name], now[name]):
             raise TraceError(

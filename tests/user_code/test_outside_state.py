@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -96,6 +97,19 @@ KINDS: dict[str, tuple[Forward, dict[str, Any], Callable[[nn.Module], object]]] 
     "a function": (
         lambda m, x: m.kept(m.l(x)), {"kept": double}, lambda m: setattr(m, "kept", triple)
     ),
+    "a class by its instance": (
+        lambda m, x: m.l(x) * type(m).scale, {},
+        lambda m: setattr(type(m), "scale", 0.5),
+    ),
+    "keywords of a partial": (
+        lambda m, x: m.kept(m.l(x)), {"kept": functools.partial(F.leaky_relu, negative_slope=0.1)},
+        lambda m: m.kept.keywords.update(negative_slope=0.5),
+    ),
+    "the forward of a class": (
+        lambda m, x: m.l(x), {}, lambda m: setattr(type(m), "forward", lambda m, x: 2 * m.l(x))
+    ),
+    "an iterator": (lambda m, x: m.l(x) * m.kept.__length_hint__(), {"kept": iter([1.0, 2.0])},
+        lambda m: next(m.kept)),
     "a partial": (
         lambda m, x: m.kept(m.l(x)), {"kept": functools.partial(torch.mul, torch.tensor(2.0))},
         lambda m: setattr(m, "kept", functools.partial(torch.mul, torch.tensor(3.0))),
@@ -113,6 +127,8 @@ def _as_before() -> Any:
 
 def net(forward: Forward, kept: dict[str, Any]) -> nn.Module:
     class Net(nn.Module):
+        scale = 1.0
+
         def __init__(self) -> None:
             super().__init__()
             self.l = nn.Linear(WIDTH, 4)
@@ -146,7 +162,7 @@ def test_a_change_is_refused(kind: str) -> None:
     result = planned(model)
     result.train_step(batch())
     change(model)
-    with pytest.raises(ValueError, match=r"since the model was planned|when the model was planned"):
+    with pytest.raises(ValueError, match=r"the model was planned|another forward than planned"):
         result.train_step(batch())
 
 
@@ -164,8 +180,34 @@ def losses() -> dict[str, tuple[Any, Callable[[], object]]]:
         def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return F.cross_entropy(x, y) * OBJECT.beta
 
-    partial = functools.partial(F.cross_entropy, **options)
+    class Methods:
+        def __init__(self) -> None:
+            self.beta, self.unread = 1.0, 0
+
+        def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(x, y) * self.beta
+
+        def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.loss(x, y)
+
+    def with_default(x: torch.Tensor, y: torch.Tensor, w: list[float] = [1.0]) -> torch.Tensor:  # noqa: B006
+        return F.cross_entropy(x, y) * w[0]
+
+    def weighted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x, y, weight=table["w"])
+
+    partial, bound, called = functools.partial(F.cross_entropy, **options), Methods(), Methods()
+    table, module = {"w": torch.ones(4)}, nn.CrossEntropyLoss(weight=torch.ones(4))
+    many = deque([1.0])
     return {
+        "method": (bound.loss, lambda: setattr(bound, "beta", 0.5)),
+        "object called": (lambda x, y: called(x, y), lambda: setattr(called, "beta", 0.5)),
+        "default": (with_default, lambda: with_default.__defaults__[0].__setitem__(0, 0.5)),
+        "tensor of a dict": (weighted, lambda: table.update(w=2 * torch.ones(4))),
+        "buffer of a module": (
+            lambda x, y: module(x, y), lambda: setattr(module, "weight", torch.ones(4) / 2)
+        ),
+        "deque": (lambda x, y: F.cross_entropy(x, y) * many[-1], lambda: many.append(0.5)),
         "closure": (closing, lambda: weights.__setitem__(0, 0.5)),
         "closure over an object": (of_bag, lambda: setattr(cell, "beta", 0.5)),
         "partial": (partial, lambda: partial.keywords.update(label_smoothing=0.1)),
@@ -223,3 +265,15 @@ def test_what_no_forward_reads_may_change() -> None:
         TABLE["new"] = 2.0  # a cache grows
         globals()["COUNT"] += 1
         result.train_step(batch())
+
+
+@pytest.mark.parametrize("of", ["one weight", "all of them"])
+def test_a_loss_that_reads_weights_is_refused(of: str) -> None:
+    model = net(lambda m, x: m.l(x), {})
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        weights = [model.l.weight] if of == "one weight" else model.parameters()
+        return F.cross_entropy(x, y) + 0.1 * sum(p.square().sum() for p in weights)
+
+    with pytest.raises(TraceError, match=r"reads the parameter 'l\..*in the model's forward"):
+        planned(model, loss)

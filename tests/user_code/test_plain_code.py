@@ -78,9 +78,26 @@ def weights_too(named: Named) -> None:
             named["hidden.bias"].clamp_(max=torch.full((WIDTH,), 0.1))
 
 
+def assigned(named: Named) -> None:
+    for p in named.values():
+        if p.grad is not None:
+            before = p.data
+            p.data = p.data - 0.05 * p.grad
+            p.data, p.grad = before + 0.5 * (p.data - before), p.grad * 0.5
+
+
 BETWEEN: dict[str, Callable[[Named], None]] = {
     f.__name__: f
-    for f in (new_tokens_only, by_mask, by_ids, a_view, clipped_rows, replaced, weights_too)
+    for f in (
+        new_tokens_only,
+        by_mask,
+        by_ids,
+        a_view,
+        clipped_rows,
+        replaced,
+        weights_too,
+        assigned,
+    )
 }
 PLANS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -30,7 +31,7 @@ LIBRARIES = sys.stdlib_module_names | {
     "torchvision",
     "transformers",
 }
-CONTAINERS = (list, tuple, dict, set, frozenset)
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 DEPTH = 3  # of objects in objects
 OUTSIDE = "outside of the model"  # in place of a path in a graph's reads
 # by module, the names that tell what no plan can follow
@@ -76,20 +77,23 @@ class Outside:
         """All of them as they are now, in a form that compares."""
         return {name: _described(find(), names, 0) for name, (find, names) in self.finds.items()}
 
-    def changed(self, before: Mapping[str, Any]) -> set[str]:
+    def changed(self, before: Mapping[str, Any], *, tensors: bool = True) -> set[str]:
         """The names of values that are others than `before`; a dict may have more keys (it is a
-        cache then), and a tensor be another one."""
+        cache then), and a tensor be another one unless `tensors` count."""
         now = self.values()
         both = before.keys() & now.keys()
-        return {name for name in both if not _alike(before[name], now[name])}
+        return {name for name in both if not _alike(before[name], now[name], tensors)}
 
-    def _call(self, path: str, value: Any) -> None:
+    def _call(self, path: str, value: Any, owner: type | None = None) -> None:
         """Look into what a call of a value runs."""
         if isinstance(value, partial):
             self.finds[f"arguments of {path}"] = lambda: (value.args, value.keywords), frozenset()
-            self._call(path, value.func)
-        elif isinstance(value, (FunctionType, MethodType)):
-            self._look_into(value, None)
+            self._call(path, value.func, owner)
+        elif isinstance(value, FunctionType):
+            self._look_into(value, owner)
+        elif isinstance(value, MethodType):
+            self._look_into(value, type(value.__self__))
+            self._value(f"the object of {path}", lambda: value.__self__, _of_class(value.__self__))
         else:
             self._look_into(vars(type(value)).get("__call__"), type(value))
 
@@ -107,18 +111,31 @@ class Outside:
         names = frozenset(_names(function.__code__))
         where = f"{function.__module__}."
         for name in names & function.__globals__.keys():
-            self._value(f"{where}{name}", partial(function.__globals__.get, name, Missing), names)
+            self._value(
+                f"{where}{name}", partial(function.__globals__.get, name, Missing), names, owner
+            )
         cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
         for name, cell in cells:
             if name != "__class__":
-                path = f"{name} in {function.__qualname__}"
-                self._value(path, partial(_content, cell), names)
+                path = self._new(f"{name} in {function.__qualname__}")
+                self._value(path, partial(_content, cell), names, owner)
+        path = self._new(f"defaults and attributes of {function.__qualname__}")
+        self.finds[path] = partial(_held_by, function), names
         for cls in owner.__mro__ if owner else ():
             if _is_users(cls.__module__):
+                self._value(f"{cls.__module__}.{cls.__qualname__}", partial(_itself, cls), names)
                 for name in names & vars(cls).keys():
                     self._look_into(vars(cls)[name], owner)
 
-    def _value(self, path: str, find: Find, names: frozenset[str]) -> None:
+    def _new(self, path: str) -> str:
+        """A path that no other function of the same name has."""
+        while path in self.finds:
+            path += "'"
+        return path
+
+    def _value(
+        self, path: str, find: Find, names: frozenset[str], owner: type | None = None
+    ) -> None:
         """Take up a value that a function names."""
         value = find()
         top = value if isinstance(value, ModuleType) else sys.modules.get(_module_of(value) or "")
@@ -126,8 +143,14 @@ class Outside:
         if kind and (names & telling if isinstance(value, ModuleType | type) else True):
             self.notes.append(f"the forward reads {kind} ({path}): a plan has what it was then")
         if isinstance(value, (FunctionType, MethodType, partial)):
-            self._call(path, value)
-        elif not isinstance(value, nn.Module) and _holds(value, names):
+            self._call(path, value, owner)
+            return
+        call = vars(type(value)).get("__call__")
+        if isinstance(call, FunctionType) and not isinstance(value, (type, nn.Module)):
+            self._look_into(call, type(value))
+            names |= _of_class(value)
+        with_weights = isinstance(value, nn.Module) and any(True for _ in value.parameters())
+        if not with_weights and _holds(value, names):
             self.finds[path] = find, self.finds.get(path, (find, frozenset()))[1] | names
 
 
@@ -144,6 +167,21 @@ def _names(code: CodeType) -> Iterator[str]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _names(inner)
+
+
+def _held_by(function: FunctionType) -> Any:
+    return function.__defaults__, function.__kwdefaults__, vars(function)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _of_class(value: Any) -> frozenset[str]:
+    """Names in the code of an object's methods."""
+    methods = [x for cls in type(value).__mro__ for x in vars(cls).values()]
+    codes = [x.__code__ for x in methods if isinstance(x, FunctionType)]
+    return frozenset(name for code in codes for name in _names(code))
 
 
 def _content(cell: Any) -> Any:
@@ -172,6 +210,8 @@ def _is_librarys(value: Any) -> bool:
 
 def _holds(value: Any, names: frozenset[str]) -> bool:
     """Whether a value, or one of its attributes that are named, may change."""
+    if isinstance(value, nn.Module):
+        return True
     if _is_librarys(value) or isinstance(value, BuiltinFunctionType):
         return False
     return not isinstance(value, (type, ModuleType)) or any(n in names for n, _ in held(value))
@@ -185,11 +225,13 @@ def _is_bag(value: Any) -> bool:
 def _described(value: Any, names: frozenset[str], depth: int) -> Any:
     """A description equal for values that a forward can't tell apart by `names` of attributes."""
     if isinstance(value, torch.Tensor):
-        return "tensor", id(value), 0 if value.is_inference() else value._version
-    if isinstance(value, float):
+        return "tensor", id(value)  # what is written to it is followed
+    if isinstance(value, float) or type(value).__module__ == "itertools":
         return repr(value)
     if isinstance(value, (*PLAIN, enum.Enum)):
         return value
+    if isinstance(value, nn.Module):
+        return type(value), {name: id(x) for name, x in value._buffers.items()}
     if isinstance(value, dict) and depth <= DEPTH:
         return {repr(k): _described(x, names, depth + 1) for k, x in value.items()}
     if isinstance(value, (set, frozenset)):
@@ -198,7 +240,7 @@ def _described(value: Any, names: frozenset[str], depth: int) -> Any:
         return type(value), [_described(x, names, depth + 1) for x in value]
     if isinstance(value, partial):
         return id(value.func), _described((value.args, value.keywords), names, depth)
-    if isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, nn.Module)):
+    if isinstance(value, (FunctionType, MethodType, BuiltinFunctionType)):
         return "function", id(getattr(value, "__func__", value))
     if depth > DEPTH or _is_librarys(value):
         return type(value)
@@ -224,13 +266,14 @@ def held(value: Any) -> Iterable[tuple[str, Any]]:
                 yield name, x
 
 
-def _alike(before: Any, now: Any) -> bool:
+def _alike(before: Any, now: Any, tensors: bool) -> bool:
     if isinstance(before, dict) and isinstance(now, dict):
-        return all(key in now and _alike(x, now[key]) for key, x in before.items())
+        return all(key in now and _alike(x, now[key], tensors) for key, x in before.items())
     if isinstance(before, (list, tuple)) and isinstance(now, (list, tuple)):
-        if before[:1] == now[:1] == ("tensor",):
+        if before[:1] == now[:1] == ("tensor",) and not tensors:
             return True
-        return len(before) == len(now) and all(map(_alike, before, now))
+        parts = zip(before, now, strict=False)
+        return len(before) == len(now) and all(_alike(a, b, tensors) for a, b in parts)
     return bool(before == now)
 
 

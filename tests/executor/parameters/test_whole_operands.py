@@ -108,6 +108,62 @@ WRITES: Mapping[str, Act] = {
     "a mask of its own": lambda x: x.__setitem__(x > 3, 0.0),
     "through data": lambda x: x.data.__setitem__(slice(2, 10), PLAIN[:8]),
 }
+
+
+def swapped(x: torch.Tensor) -> torch.Tensor:
+    """Other data, and the old again."""
+    old = x.data
+    x.data = x.data * 0.5
+    half = x.data.clone()
+    x.data = torch.zeros(x.shape)
+    x.data = old
+    return half
+
+
+def pruned(x: torch.Tensor) -> torch.Tensor:
+    """Zeros the smallest, as torch's pruning does."""
+    mask = torch.ones_like(x)
+    mask.view(-1)[torch.topk(x.abs().view(-1), k=5, largest=False).indices] = 0
+    return mask * x
+
+
+def clipped(x: torch.Tensor) -> torch.Tensor:
+    """Rows clipped by their own norms."""
+    norms = x.norm(dim=1, keepdim=True).clamp_(min=1e-3)
+    return torch.where(norms > 10, x / norms, x)
+
+
+def fused(x: torch.Tensor) -> None:
+    """A fused step with momentum."""
+    moved = [torch.zeros_like(x)]
+    torch._fused_sgd_(
+        [x], [x * 0.5], moved, weight_decay=0.0, momentum=0.9, lr=0.1, dampening=0.0,
+        nesterov=False, maximize=False, is_first_step=True,
+    )  # fmt: skip
+
+
+def drawn(draw: Act) -> Act:
+    """Draws from a seed."""
+
+    def act(x: torch.Tensor) -> Any:
+        torch.manual_seed(3)
+        return draw(x)
+
+    return act
+
+
+OTHERS: Mapping[str, Act] = {
+    "swapped": swapped,
+    "pruned": pruned,
+    "clipped rows": clipped,
+    "fused step": fused,
+    "normal_": drawn(lambda x: nn.init.normal_(x)),
+    "xavier": drawn(nn.init.xavier_uniform_),
+    "truncated": drawn(nn.init.trunc_normal_),
+    "orthogonal": drawn(nn.init.orthogonal_),
+    "noise": drawn(lambda x: x.add_(torch.randn_like(x))),
+    "dropout": drawn(lambda x: nn.functional.dropout(x, 0.5)),
+}
 VIEWS: Mapping[str, Act] = {
     "slice": changed(lambda x: x[2:7]),
     "slices of a slice": changed(lambda x: x[2:9][:, 1:]),
@@ -128,7 +184,7 @@ VIEWS: Mapping[str, Act] = {
     "flags of its own": changed(lambda x: x[x > 3]),
     "a list of rows": changed(lambda x: x[[0, 3]]),
 }
-ACTS = {**BESIDE, **WITHOUT_A_RULE, **WRITES, **VIEWS}
+ACTS = {**BESIDE, **WITHOUT_A_RULE, **WRITES, **OTHERS, **VIEWS}
 
 
 def start() -> torch.Tensor:
