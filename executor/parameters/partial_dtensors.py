@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, _dtensor_spec
+from torch.distributed.tensor import DTensor, _dtensor_spec
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim.optimizer import (
@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from meshwright.executor.errors import StateError
-from meshwright.executor.parameters.whole_operands import PROPERTY, attribute
+from meshwright.executor.parameters.whole_operands import PROPERTY, all_reduced, attribute
 
 NORMS = (
     torch._foreach_norm,
@@ -68,9 +68,9 @@ class Reduced(TorchFunctionMode):
             return attribute(func, args)
         result = func(*args, **(kwargs or {}))
         if isinstance(result, DTensor):
-            return _all_reduced(result)
+            return all_reduced(result)
         if isinstance(result, list | tuple | dict):
-            return tree_map_only(DTensor, _all_reduced, result)
+            return tree_map_only(DTensor, all_reduced, result)
         return result
 
 
@@ -102,15 +102,6 @@ def reduce_in_optimizers() -> None:
 
 def _over_dtensors(optimizer: torch.optim.Optimizer) -> bool:
     return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-
-
-def _all_reduced(x: torch.Tensor) -> torch.Tensor:
-    """A partial DTensor, replicated on its partial axes."""
-    assert isinstance(x, DTensor)
-    if not any(p.is_partial() for p in x.placements):
-        return x
-    placements = [Replicate() if p.is_partial() else p for p in x.placements]
-    return x.redistribute(placements=placements)
 
 
 class StageGradient(DTensor):

@@ -105,7 +105,7 @@ def _function(
             return None
         result = _run(func, args, kwargs)
         if func.__name__ in _NORMS and isinstance(result, DTensor):
-            return _all_reduced(result)
+            return all_reduced(result)
         if func.__name__ in _VIEWS:
             return _marked(args, func, kwargs, result)
         if _writes(func):
@@ -203,7 +203,7 @@ def _local(x: DTensor) -> torch.Tensor:
     return x._local_tensor
 
 
-def _all_reduced(x: DTensor) -> DTensor:
+def all_reduced(x: DTensor) -> DTensor:
     """A DTensor with no partial placement. Collective where it has one."""
     placements = [Replicate() if p.is_partial() else p for p in x.placements]
     return x.redistribute(placements=placements) if placements != [*x.placements] else x

@@ -15,6 +15,7 @@ from torch import nn
 
 from meshwright import Cluster, Overrides, auto_parallelize, leaf
 from tests.helpers.ranks import on_ranks
+from tests.user_code.two_ranks import PLANS
 
 ROWS, WIDTH, CLASSES = 8, 8, 4
 SIGNS = (1.0, 1.0, -1.0, 1.0, -1.0)  # of each step's rows, where a batch is of one sign
@@ -74,14 +75,6 @@ class Model(nn.Module):
         return self.last(F.relu(self.middle(hidden)))
 
 
-PLANS: dict[str, dict[str, Any]] = {
-    "dp2": {"dp": 2, "num_microbatches": 2},
-    "zero2": {"dp": 2, "zero": 2, "num_microbatches": 2},
-    "zero3": {"dp": 2, "zero": 3, "num_microbatches": 2},
-    "tp2": {"tp": 2, "num_microbatches": 2},
-    "pp2": {"pp": 2, "schedule": "1f1b", "num_microbatches": 4},
-    "pp2 zb": {"pp": 2, "schedule": "zb_h1", "num_microbatches": 4},
-}
 KINDS = ["experts", "branch", "upstream"]
 
 

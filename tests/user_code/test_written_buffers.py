@@ -16,6 +16,7 @@ from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.costmodel.sharding import written_once
 from meshwright.planner.tracing.trace import trace
 from tests.helpers.ranks import on_ranks
+from tests.user_code.two_ranks import PLANS
 
 ROWS, WIDTH, STEPS, RATE = 8, 8, 3, 0.1
 
@@ -85,14 +86,6 @@ MODELS = {
     "counter": Counting, "annealed": Annealed, "average": Averaging, "spectral norm": spectral,
     "beside statistics": Mixed,
 }  # fmt: skip
-PLANS: dict[str, dict[str, Any]] = {
-    "dp2": {"dp": 2, "num_microbatches": 2},
-    "zero2": {"dp": 2, "zero": 2, "num_microbatches": 2},
-    "zero3": {"dp": 2, "zero": 3, "num_microbatches": 2},
-    "tp2": {"tp": 2, "num_microbatches": 2},
-    "pp2": {"pp": 2, "schedule": "1f1b", "num_microbatches": 4},
-    "pp2 zb": {"pp": 2, "schedule": "zb_h1", "num_microbatches": 4},
-}
 NOT_ONCE = {"mean"}
 
 

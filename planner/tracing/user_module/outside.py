@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
@@ -20,6 +19,7 @@ from torch import nn
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.rules import LEAVES, leaf_of
+from meshwright.planner.tracing.user_module.attributes import CONTAINERS, DEPTH
 from meshwright.planner.tracing.user_module.leaf import declared
 from meshwright.planner.tracing.user_module.similar_layers import PLAIN
 
@@ -31,8 +31,6 @@ LIBRARIES = sys.stdlib_module_names | {
     "torchvision",
     "transformers",
 }
-CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-DEPTH = 3  # of objects in objects
 OUTSIDE = "outside of the model"  # in place of a path in a graph's reads
 # by module, the names that tell what no plan can follow
 PASSING = {
