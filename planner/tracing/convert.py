@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 
 from meshwright.costmodel.graph import (
@@ -166,8 +166,23 @@ class _Converter:
                     "penalty on weights in the model's forward, or take the optimizer's "
                     "weight_decay; detach().clone() what is a constant"
                 )
+            if tensor.grad_fn is not None:
+                raise TraceError(
+                    f"the forward or the loss reads the tensor {value}, which an earlier forward "
+                    "made, with its gradient: it would stay as it is in every step. Return it "
+                    "from the forward, too, or detach().clone() what is a constant"
+                )
             if self.slots.read(value) == value:
                 continue
+            if isinstance(self.loss_fn, nn.Module) and any(
+                share_memory(tensor, buffer) for buffer in self.loss_fn.buffers()
+            ):
+                raise TraceError(
+                    " writes to a buffer of its own, and a plan keeps no state of a loss",
+                    place="loss_fn",
+                    legal="a loss that is a function of outputs and labels",
+                    way_out="make it a part of the model, which then returns the loss",
+                )
             key = self.module.attribute_of(tensor)
             if key is not None:
                 raise KeptTensors(frozenset({key}))
@@ -234,6 +249,13 @@ class _Converter:
         user_inputs = iter(self.module.batch.inputs)
         for node in self.program.graph.find_nodes(op="placeholder"):
             name = node.name
+            if not isinstance(node.meta["val"], torch.Tensor):
+                raise TraceError(
+                    f"the forward or the loss draws from a generator of its own at "
+                    f"{source_of(next(iter(node.users), node)) or 'an unknown place'}: a plan "
+                    "draws by counter, from its own seed, the same on any number of ranks. Leave "
+                    "generator= out, or draw before the step and give it with the batch"
+                )
             if name in parameters:
                 slot = self._parameter(parameters[name])
             elif name in buffers:

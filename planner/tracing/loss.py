@@ -19,7 +19,7 @@ from meshwright.planner.tracing.context import generators_untouched
 from meshwright.planner.tracing.fake_batch import FakeBatch, tensor_of
 from meshwright.planner.tracing.leaves import LeafRecorder
 from meshwright.planner.tracing.similar import StandIns
-from meshwright.planner.tracing.user_module import Held, Key, Watch, holders_of
+from meshwright.planner.tracing.user_module import Held, Key, Watch, attributes_read, holders_of
 from meshwright.planner.tracing.values import share_memory
 
 
@@ -43,6 +43,7 @@ class LossModule(nn.Module):
         self.stand_ins = stand_ins
         self.leaf_recorder = leaf_recorder
         self.watch = Watch({**holders_of(model, "model"), **holders_of(loss_fn, "loss_fn")})
+        self._read_of_model = attributes_read(leaf_recorder.model, loss_fn)
         self._last = _Last()
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -80,13 +81,17 @@ class LossModule(nn.Module):
         """The loss and the model's output of one forward, from the attributes that the last one
         left."""
         args, kwargs, targets = split_batch(self.batch.filled(tensors), self.loss_fn)
+        before = Held(self.watch.holders) if self._read_of_model else None
         drawn = nullcontext() if self.leaf_recorder.classes else generators_untouched()
         with self.leaf_recorder.recording(), self.watch.recording(), drawn:
             with _buffers_in_place(self.model), self.stand_ins.watched():
                 output = self.model(*args, **kwargs)
+            if before is not None:
+                self._check_read_of_model(before)
             maker = "loss_fn" if self.loss_fn else "the model"
             made_by = _with_lines(self.loss_fn)
-            loss = made_by(output, *targets) if self.loss_fn else _loss_in(output)
+            with _buffers_in_place(self.loss_fn):
+                loss = made_by(output, *targets) if self.loss_fn else _loss_in(output)
             if self.loss_fn and _is_pair(loss):
                 _check_real(maker, *loss)
                 loss = loss[0] / loss[1]
@@ -100,6 +105,18 @@ class LossModule(nn.Module):
             "inputs so that the model computes its loss, or the sum of several losses; a loss_fn "
             "may return (sum, count)"
         )
+
+    def _check_read_of_model(self, before: Held) -> None:
+        """Raise `TraceError` for a loss that reads what the forward just left in the model."""
+        changed = before.changed(Held(self.watch.holders))
+        left = sorted(".".join(key) for key in changed if key[1] in self._read_of_model)
+        if left:
+            raise TraceError(
+                f"the loss reads {left[0].removeprefix('model.')!r} of the model beside its "
+                "output, which the forward sets: a plan keeps none of it between the two. Return "
+                "it from the forward, too (return output, extra)",
+                place="loss_fn",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,13 +165,12 @@ class _Last:
 
 
 @contextmanager
-def _buffers_in_place(model: nn.Module) -> Iterator[None]:
+def _buffers_in_place(model: Any) -> Iterator[None]:
     """Context at whose end buffers that the forward assigned anew (`self.ema = ...`) are the old
     tensors again, with the new values written to them: export sees writes, and no assignment."""
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
     buffers = [
-        (m, path, name, b)
-        for path, m in model.named_modules()
-        for name, b in m.named_buffers(recurse=False)
+        (m, path, name, b) for path, m in modules for name, b in m.named_buffers(recurse=False)
     ]
     yield
     for module, path, name, before in buffers:

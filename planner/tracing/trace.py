@@ -38,7 +38,7 @@ from meshwright.planner.garbage import seldom_collected
 from meshwright.planner.tracing import context, user_module
 from meshwright.planner.tracing.convert import convert
 from meshwright.planner.tracing.fake_batch import FakeBatch, check_call
-from meshwright.planner.tracing.leaves import LeafRecorder
+from meshwright.planner.tracing.leaves import LeafRecorder, check_backwards
 from meshwright.planner.tracing.loss import LossModule
 from meshwright.planner.tracing.similar import Irregular, StandIns
 from meshwright.planner.tracing.transformers import adapted
@@ -170,13 +170,15 @@ class _Tracer:
         program, module, notes = self._export(
             partial(self._loss_module, groups, leaves), full=not groups
         )
-        return convert(
+        graph = convert(
             program,
             module,
             loss_fn=self.loss_fn,
             autocast=self.dtype != torch.float32,
             notes=(*notes, *module.leaf_recorder.notes()),
         )
+        check_backwards(graph)
+        return graph
 
     def short_graph(self, leaves: Mapping[str, str]) -> Graph | None:
         """The graph by way of similar layers; None where only a full trace can tell."""

@@ -277,3 +277,73 @@ def test_a_loss_that_reads_weights_is_refused(of: str) -> None:
 
     with pytest.raises(TraceError, match=r"reads the parameter 'l\..*in the model's forward"):
         planned(model, loss)
+
+
+def kept_by(model: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = model.l(x)
+    model.aux = y.square().mean()
+    return y
+
+
+@pytest.mark.parametrize("named", ["closure", "attribute of an object"])
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_loss_that_reads_what_the_forward_left_is_refused(named: str, ran: bool) -> None:
+    model = net(kept_by, {"aux": None})
+    if ran:  # the attribute is a tensor then, which a trace could take for a constant
+        model(batch()[0])
+    bag = SimpleNamespace(net=model)
+
+    def by_closure(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return F.cross_entropy(x, y) + model.aux
+
+    def by_object(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return F.cross_entropy(x, y) + bag.net.aux
+
+    with pytest.raises(TraceError, match=r"the loss reads 'aux' of the model.*Return it"):
+        planned(model, by_closure if named == "closure" else by_object)
+
+
+class Running(nn.Module):
+    """A loss divided by a running mean, which it writes in place or assigns."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(x, y)
+        with torch.no_grad():
+            if self.in_place:
+                self.mean.mul_(0.9).add_(0.1 * loss)
+            else:
+                self.mean = 0.9 * self.mean + 0.1 * loss
+        return loss / self.mean
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_loss_that_writes_its_buffers_is_refused(in_place: bool) -> None:
+    with pytest.raises(TraceError, match=r"loss_fn writes to a buffer.*a part of the model"):
+        planned(net(lambda m, x: m.l(x), {}), Running(in_place))
+
+
+GENERATOR = torch.Generator()
+
+
+@pytest.mark.parametrize("place", ["forward", "loss"])
+def test_draws_from_a_generator_of_its_own_are_refused(place: str) -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn(x.shape, generator=GENERATOR)
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(noisy(x) if place == "loss" else x, y)
+
+    model = net(lambda m, x: noisy(m.l(x)) if place == "forward" else m.l(x), {})
+    with pytest.raises(TraceError, match=r"generator of its own at .*test_outside_state.py:\d+"):
+        planned(model, loss)
+
+
+def test_a_tensor_of_an_earlier_forward_is_refused() -> None:
+    earlier = nn.Linear(WIDTH, 1)(batch()[0]).mean()
+    with pytest.raises(TraceError, match=r"an earlier forward made, with its gradient"):
+        planned(net(lambda m, x: m.l(x) * earlier, {}))

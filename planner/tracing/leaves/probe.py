@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from meshwright.costmodel import rules
+from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import Work
 from meshwright.planner.errors import TraceError
 from meshwright.planner.operators import Operand, Program
@@ -184,6 +186,76 @@ def probe_by_result(
         source="estimated from its shapes",
     )
     return Probe(leaves=tuple(described), spec=spec, written=(), work=work, random=None)
+
+
+# --- the backward of a leaf that takes no rows ----------------------------------------------------
+#
+# Each rank and each micro-batch runs it on its own part of the gradient, and the parts are summed
+# afterwards: right where the backward is linear, as torch's own are.
+
+
+SCALES = (2.0**-20, 2.0**20)  # thresholds of clamps and of norms lie between
+NONLINEAR = 0.1  # of the largest gradient: rounding to 8 bits is no more
+
+
+def check_backwards(graph: Graph) -> None:
+    """Raises `LeafError` for a leaf of weights alone whose backward is not linear in the gradient
+    that it is given. What draws random numbers, or does not run on small ones, is trusted."""
+    rows, tried = set(graph.batched), set[int]()
+    for op in (*graph.derived, *graph.ops):
+        if not rows.isdisjoint(op.operands):
+            rows.update(op.results)
+        elif op.short in rules.LEAVES:
+            leaf = rules.leaf_of(op)
+            if any(leaf.gradients) and id(leaf) not in tried and not _linear(graph, op):
+                raise LeafError(
+                    f"{leaf.name} is called on weights alone, and its backward is not linear in "
+                    "the gradient that it is given (it clamps, or divides by a norm, say): each "
+                    "rank and each micro-batch has a part of that gradient, and the sum of what "
+                    "is made of the parts is another one. Way out: let its backward pass the "
+                    "gradient on, and change p.grad after the step's backward "
+                    "(clip_grad_value_, a step of your optimizer)",
+                    place=op.source or f"leaf {leaf.name}",
+                )
+            tried.add(id(leaf))
+
+
+def _linear(graph: Graph, op: Op) -> bool:
+    program, metas = rules.leaf_of(op).program, [graph.values[v] for v in op.operands]
+    if sum(meta.nbytes for meta in metas) > REAL_BYTES:
+        return True
+
+    def gradients() -> list[list[torch.Tensor]]:
+        """Those of the operands, by the gradients g, h, g + h, and multiples of g."""
+        operands = [torch.zeros(meta.shape, dtype=meta.dtype) for meta in metas]
+        for x in operands:
+            if x.dtype.is_floating_point:
+                x.normal_().requires_grad_()
+        results = [x for x in program(operands) if x.requires_grad]
+        g, h = ([torch.randn_like(x) for x in results] for _ in range(2))
+        given = [g, h, [a + b for a, b in zip(g, h, strict=True)]]
+        given += [[x * scale for x in g] for scale in SCALES]
+        flowing = [x for x in operands if x.requires_grad]
+        return [
+            [x.float() for x in torch.autograd.grad(
+                results, flowing, some, retain_graph=True, materialize_grads=True
+            )]
+            for some in given
+        ]  # fmt: skip
+
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            of_g, of_h, of_both, *of_scaled = in_plain_thread(gradients, grad=True)
+    except Exception:  # noqa: BLE001 - the user's own; it need not run on the CPU
+        return True
+    pairs = [(both, g + h) for both, g, h in zip(of_both, of_g, of_h, strict=True)]
+    for scale, scaled in zip(SCALES, of_scaled, strict=True):
+        pairs += [(x / scale, g) for x, g in zip(scaled, of_g, strict=True)]
+    finite = all(x.isfinite().all() for pair in pairs for x in pair)
+    return not finite or not any(
+        (x - y).abs().max() > NONLINEAR * y.abs().max() for x, y in pairs if y.numel()
+    )
 
 
 Outcome = tuple[tuple[Any, ...], list[torch.Tensor], Any, tuple[str, ...]]

@@ -18,7 +18,13 @@ from meshwright.planner.tracing.user_module.hooks import (
     taken_hooks,
 )
 from meshwright.planner.tracing.user_module.leaf import TRACE, Declaration, declared, leaf
-from meshwright.planner.tracing.user_module.outside import OUTSIDE, Outside, held, is_counter
+from meshwright.planner.tracing.user_module.outside import (
+    OUTSIDE,
+    Outside,
+    attributes_read,
+    held,
+    is_counter,
+)
 from meshwright.planner.tracing.user_module.similar_layers import (
     PLAIN,
     STATE,

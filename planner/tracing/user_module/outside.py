@@ -49,11 +49,13 @@ class Missing:
 class Outside:
     """Values that the functions of a model and a loss name, by what to call them: `finds` reads
     one as it is now, with the names of attributes that its readers read of anything. `notes` tell
-    what can't be compared. Leaves run as they are: those of a `graph` are not looked into."""
+    what can't be compared; `modules` are those with weights, which are not compared, each with such
+    names. Leaves run as they are: those of a `graph` are not looked into."""
 
     def __init__(self, model: nn.Module, loss_fn: Any, graph: Graph | None = None) -> None:
         self.finds: dict[str, tuple[Find, frozenset[str]]] = {}
         self.notes: list[str] = []
+        self.modules: list[tuple[nn.Module, frozenset[str]]] = []
         self._seen: set[int] = set()
         self._pending: list[tuple[Any, type | None]] = []
         leaves = _leaf_modules(graph) if graph else ()
@@ -147,9 +149,24 @@ class Outside:
         if isinstance(call, FunctionType) and not isinstance(value, (type, nn.Module)):
             self._look_into(call, type(value))
             names |= _of_class(value)
-        with_weights = isinstance(value, nn.Module) and any(True for _ in value.parameters())
-        if not with_weights and _holds(value, names):
+        if not _has_weights(value):
+            parts = () if _is_librarys(value) else held(value)
+            self.modules += [(x, names) for n, x in parts if n in names and _has_weights(x)]
+        else:
+            self.modules.append((value, names))
+        if not _has_weights(value) and _holds(value, names):
             self.finds[path] = find, self.finds.get(path, (find, frozenset()))[1] | names
+
+
+def attributes_read(model: nn.Module, loss_fn: Any) -> frozenset[str]:
+    """Names of attributes that a loss may read of a model, or of a module in it, that it names."""
+    modules = {*map(id, model.modules())}
+    beside = Outside(nn.Module(), loss_fn).modules if loss_fn is not None else []
+    return frozenset().union(*(names for module, names in beside if id(module) in modules))
+
+
+def _has_weights(value: Any) -> bool:
+    return isinstance(value, nn.Module) and any(True for _ in value.parameters())
 
 
 def _leaf_modules(graph: Graph) -> tuple[str, ...]:

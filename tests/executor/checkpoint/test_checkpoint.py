@@ -500,7 +500,7 @@ OF_EVERY_KIND: dict[str, Any] = {
     "texts": ["ä\ud800", b"\0\xff", bytearray(b"1")],
     "tuples": {"rng": (3, tuple(range(5)), None), "empty": ()},
     "keys": {3: "int", None: 1, (1, 2): "tuple", "!": "tag"},
-    "containers": [{1, 2}, frozenset("ab"), Counter("aab"), OrderedDict(b=1, a=[])],
+    "containers": [{1, 2}, frozenset("a"), Counter("aab"), OrderedDict(b=1, a=[])],
     "torch": [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)],
 }
 

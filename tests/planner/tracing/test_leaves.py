@@ -207,6 +207,46 @@ def test_what_no_leaf_can_do_is_refused(function: Callable[..., Any], says: str)
         traced(lambda self, x: leaf(function)(self.l(x)).sum())
 
 
+def _function(backward: Callable[[Tensor, Tensor], Tensor]) -> type[torch.autograd.Function]:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.sign()
+
+        @staticmethod
+        def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+            return backward(*ctx.saved_tensors, g)
+
+    return Function
+
+
+NOT_LINEAR: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "clamped": lambda x, g: g.clamp(-1e-2, 1e-2),
+    "of unit norm": lambda x, g: g / g.norm(),
+    "signs": lambda x, g: g.sign(),
+    "clipped by norm": lambda x, g: g * (3 / g.norm()).clamp(max=1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_LINEAR)
+def test_a_backward_of_weights_that_is_not_linear_is_refused(name: str) -> None:
+    """Each rank and micro-batch would run it on its part of the gradient."""
+    of = _function(NOT_LINEAR[name])
+    with pytest.raises(LeafError, match=r"is not linear in the gradient.*Way out"):
+        traced(lambda self, x: F.linear(x, of.apply(self.l.weight)).sum())
+    traced(lambda self, x: of.apply(self.l(x)).sum())  # rows have their gradients whole
+
+
+def test_linear_backwards_of_weights_are_planned() -> None:
+    for of in (
+        _function(lambda x, g: g * (x.abs() < 1)),
+        _function(lambda x, g: g.to(torch.bfloat16).to(g.dtype)),
+        _function(lambda x, g: torch.zeros_like(g)),
+    ):
+        traced(lambda self, x, of=of: F.linear(x, of.apply(self.l.weight)).sum())
+
+
 def test_graphs_with_leaves_can_be_kept_in_files() -> None:
     again = pickle.loads(pickle.dumps(declared()))
     assert [op.args for op in again.ops] == [op.args for op in declared().ops]
