@@ -132,7 +132,8 @@ class StepGuard:
         with torch.no_grad():
             numbers = self.not_finite(held).view(1)
             if beside:
-                numbers = torch.cat((numbers, numbers.new_tensor(beside)))
+                more = torch.tensor(beside, dtype=torch.float64, device=numbers.device)
+                numbers = torch.cat((numbers.double(), more))
             if self.place.mesh is not None:
                 dist.all_reduce(numbers)
             found_inf, *beside[:] = read(numbers, lambda: [0.0, *beside])

@@ -30,10 +30,11 @@ from meshwright.executor.ranks.object_collectives import (
     together,
 )
 from meshwright.executor.ranks.replicas import (
+    RIDING,
     BatchCheck,
     check_equal,
     make_equal,
     same_random_state,
 )
 from meshwright.executor.ranks.stop_requests import StopRequests
-from meshwright.executor.ranks.watchdog import progress
+from meshwright.executor.ranks.watchdog import EVALUATING, PREPARING, progress

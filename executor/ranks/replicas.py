@@ -25,6 +25,9 @@ from meshwright.executor.resharding import Axis, all_gather_flat
 SHOWN = 3  # names in a message
 FIRST, EVERY = 3, 100  # batches compared: the first ones, and every one of so many
 HASHED_BYTES = 1 << 24  # at a time
+SAMPLE = 512  # values of an input that are compared in each step
+DIGESTS = 2**19  # the sums of whose squares over 2¹⁵ ranks are exact in fp64
+RIDING = 6  # numbers of a batch that are summed at the end of its step
 
 
 def make_equal(tensors: Mapping[str, torch.Tensor], device: torch.device) -> None:
@@ -94,10 +97,14 @@ def digest(x: torch.Tensor) -> int:
 
 
 class BatchCheck:
-    """Compares the batches of all ranks: the first ones, and every so many."""
+    """Compares the batches of all ranks: the first ones and every so many before they are run, by
+    all that they hold; every one by two digests d, of dtypes and sizes and of a sample of values.
+    Of these `riding` has (1, d, d²), or zeros without a batch; their sums over ranks ride on the
+    exchange at the end of the step."""
 
     def __init__(self) -> None:
         self.batches = 0
+        self.riding = [0.0] * RIDING
 
     def check(
         self,
@@ -119,17 +126,17 @@ class BatchCheck:
         """
         due = self.batches < FIRST or self.batches % EVERY == 0
         self.batches += 1
-        if not due or not launch.running() or launch.world_size() == 1:
+        if not launch.running() or launch.world_size() == 1:
+            return
+        digests = _of_kind(inputs or {}, rows, rows_in_all), _of_sample(inputs or {}, rows)
+        self.riding = [
+            float(x) for d in digests for x in ((0, 0, 0) if d is None else (1, d, d * d))
+        ]
+        if not due:
             return
         described = [_described((inputs or {}).get(name)) for name in names]
-        digest = torch.tensor(
-            [int(inputs is None), *share, rows_in_all, *(x for three in described for x in three)],
-            device=device,
-        )
-        size = launch.world_size()
-        every, work = all_gather_flat(digest, Axis("world", size, launch.rank()))
-        work.wait()
-        table = read(every, lambda: [[0] * len(digest)] * size)
+        digest = [int(inputs is None), *share, rows_in_all, *(x for of in described for x in of)]
+        table = _from_all(torch.tensor(digest, device=device))
         if illegal := [rank for rank, row in enumerate(table) if row[0]]:
             raise BatchError(f"batch: it is not as planned on ranks {illegal}, which say why")
         if unlike := _unlike(names, table, CONTENT, alone=rows):
@@ -141,6 +148,53 @@ class BatchCheck:
                 f"batch: ranks give {[row[3] // row[2] for row in table]} rows, where the shares "
                 f"of a global batch are as long: {ROWS}"
             )
+
+    def conclude(self, summed: Sequence[float], device: torch.device | None = None) -> None:
+        """Raise ValueError, on all ranks, where a step's `riding`, `summed` over ranks, tells of
+        different batches: with the ranks, exchanged on `device`, unless another step has begun."""
+        for k, legal in ((0, SIZES), (3, GLOBAL)):
+            count, total, squares = map(int, summed[k : k + 3])
+            if count * squares == total**2:
+                continue
+            where = ""
+            if device is not None:
+                mine = torch.tensor(self.riding, dtype=torch.float64, device=device)
+                table = [(row[k], row[k + 1]) for row in _from_all(mine)]
+                first = next(row for row in table if row[0])
+                others = [rank for rank, row in enumerate(table) if row[0] and row != first]
+                where = f" on ranks {others} than on rank {table.index(first)}"
+            raise BatchError(f"batch: in this step it was another one{where}: {legal}")
+
+
+def _from_all(row: torch.Tensor) -> list[list[Any]]:
+    """The rows of all ranks. Collective."""
+    size = launch.world_size()
+    every, work = all_gather_flat(row, Axis("world", size, launch.rank()))
+    work.wait()
+    table: list[list[Any]] = read(every, lambda: [[0] * len(row)] * size)
+    return table
+
+
+def _of_kind(
+    inputs: Mapping[str, torch.Tensor], rows: Collection[str], rows_in_all: int
+) -> int | None:
+    """A digest of dtypes and sizes, but for the number of rows of those with `rows`."""
+    kinds = [f"{n} {tuple(x.shape)[n in rows :]} {x.dtype}" for n, x in sorted(inputs.items())]
+    return _short(f"{rows_in_all} {kinds}".encode()) if kinds else None
+
+
+def _of_sample(inputs: Mapping[str, torch.Tensor], rows: Collection[str]) -> int | None:
+    """A digest of some values of the inputs without `rows`; None where these are not at hand."""
+    alike = [x.detach() for name, x in sorted(inputs.items()) if name not in rows]
+    if not all(x.device.type == "cpu" and has_values(x) for x in alike):
+        return None
+    samples = [x.flatten()[:: x.numel() // SAMPLE + 1].contiguous() for x in alike]
+    values = b"".join(x.view(torch.uint8).numpy().tobytes() for x in samples)
+    return _short(values) if values else None
+
+
+def _short(values: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(values, digest_size=8).digest(), "little") % DIGESTS
 
 
 CONTENT, KIND = 0, 1  # which digest

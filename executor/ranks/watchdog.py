@@ -14,6 +14,12 @@ A failure goes through the store in three keys:
                frozen
     cause      one line, which every other rank prints before it ends
 
+A rank that lowers the plan for another shape of batches waits for all others to do so. After
+`GRACE_S` it asks whether they do:
+
+    asked      the step it is in
+    passed     that step, and a rank that is in it, or beyond, and has not lowered for it
+
 A rank that hears of a failure has `GRACE_S` to raise by itself, then its listener ends it. Where
 the store is gone, so is the rank (or the torchrun agent) that held it, and the next phase ends this
 rank. Where the interpreter's lock is never released, no thread can run: then faulthandler's timer,
@@ -43,8 +49,13 @@ GRACE_S = 5.0  # for the answers of ranks that are busy, and to come out of a lo
 FIRST_STEP_FACTOR = 4  # compilation and first connections: this many times the timeout
 LINGER_S = 1.0  # this rank may hold the store: the others read the cause before it goes
 SHOWN = 8  # ranks named in a line; there may be thousands
+PREPARING, EVALUATING = "preparing the step", "evaluating a batch"  # until it is known by all
 INTERRUPTED = "interrupted (Ctrl-C)"  # begins the cause where a person ended the run
 _STDERR = 2
+SAME = (
+    "every rank gives the same batch, or with local=True rows of the same sizes; pad to the same "
+    "length on all of them"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +95,8 @@ class Progress:
     def __init__(self) -> None:
         self.stages: Mapping[int, Sequence[int]] = {}
         self.predicted_peak_bytes: int | None = None
+        self.lowered: int | None = None  # the last step that met another shape of batches
+        self.lowering_s: float | None = None  # since when it lowers for that
         self.activity = Activity(
             steps_done=0,
             phase=None,
@@ -126,6 +139,16 @@ class Progress:
             raise
         self._leave(steps=int(is_step))
 
+    @contextmanager
+    def lowering(self) -> Iterator[None]:
+        """A phase, inside of a step, in which the plan is lowered for another shape of batches."""
+        self.lowered, self.lowering_s = self.activity.steps_done, time.monotonic()
+        self.enter("lowering the plan for another shape of batches", waits=True)
+        try:
+            yield
+        finally:
+            self.lowering_s = None
+
     def _leave(self, *, steps: int = 0, raised: str | None = None, waits: bool = False) -> None:
         self.activity = Activity(
             steps_done=self.activity.steps_done + steps,
@@ -159,6 +182,12 @@ class Progress:
         patience_s = GRACE_S if self.activity.waits else 0.0
         in_phase = self.activity.phase is not None
         return in_phase and self.seconds > self.allowed_s(limit_s) + patience_s
+
+    def has_passed(self, step: int) -> bool:
+        """Whether the main thread has begun the step after so many, and not lowered for it."""
+        at = self.activity
+        within = at.phase not in (None, PREPARING, EVALUATING)
+        return self.lowered != step and at.steps_done >= step + (not within)
 
     def name(self, rank: int) -> str:
         """E.g. `rank 3 (stages 0, 7)`."""
@@ -256,8 +285,25 @@ class Watchdog:
                 if self.store.check(["failures"]):
                     self._follow()
                     return
+                self._compare_shapes()
         except RuntimeError:  # of the store: nothing else in here raises it
             self._follow_lost_store()
+
+    def _compare_shapes(self) -> None:
+        """Ask, or tell, who was given a batch of another shape, and end a rank that was alone."""
+        activity = progress.activity
+        since_s = progress.lowering_s
+        if since_s is not None and time.monotonic() - since_s > GRACE_S:
+            self.store.set("asked", str(activity.steps_done))
+            if self.store.check(["passed"]):
+                step, said = json.loads(self.store.get("passed"))
+                if step == activity.steps_done:
+                    reason = f"the batch has a shape that is new here, and not on {said}: {SAME}"
+                    self._fail(reason, self._stack())
+                    os._exit(1)
+        elif self.store.check(["asked"]) and progress.has_passed(int(self.store.get("asked"))):
+            said = f"{progress.name(self.rank)}, which is in {activity}"
+            self.store.set("passed", json.dumps([int(self.store.get("asked")), said]))
 
     def _follow(self) -> None:
         """Another rank failed: answer the roll call, and end this one unless it ends itself."""

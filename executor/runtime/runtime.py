@@ -143,7 +143,7 @@ class Runtime(RankState):
         """The loss scale of fp16; None in other precisions."""
         return self.guard.scale
 
-    @ranks.progress.during("preparing the step", waits=True, is_step=True)
+    @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
     def train_step(
         self, batch: Any, observe: Observer | None = None, *, local: bool = False
     ) -> torch.Tensor:
@@ -213,7 +213,7 @@ class Runtime(RankState):
         `observe` runs each instruction in the runtime's stead."""
         return self.evaluate(batch, observe=observe, local=local)[0]
 
-    @ranks.progress.during("evaluating a batch", waits=True)
+    @ranks.progress.during(ranks.EVALUATING, waits=True)
     def evaluate(
         self,
         batch: Any,
@@ -288,6 +288,7 @@ class Runtime(RankState):
             raise batches.unlike(inputs, str(error)) from error
         for k, stage in self.stages.items():
             stage.program.take(step.stages[k].graphs)
+        ranks.progress.enter("starting the step", waits=True)
         return step, step.batches.filled(inputs)
 
     def _checked(self, batch: Any, local: bool) -> Mapping[str, torch.Tensor] | None:
@@ -311,8 +312,7 @@ class Runtime(RankState):
         if shape not in self.other_steps:
             if self.at_shape is None:
                 raise StateError("plan for this batch", place="batch", way_out="plan for it")
-            ranks.progress.enter("lowering the plan for another shape of batches", waits=True)
-            with self.user.as_passed():
+            with ranks.progress.lowering(), self.user.as_passed():
                 checked = self.at_shape(shape, batch)
             lowering = self.builder.at(checked)
             stages = {k: lowering.stage(k) for k in self.stages}
@@ -403,9 +403,11 @@ class Runtime(RankState):
 
     def _accumulate_grads(self, step: Step) -> None:
         """Add the gradients that there are to `.grad`, if all of them are finite."""
-        arrived = step.arrived(self.flow)
-        if self.guard.admit(self.stage_parameters, arrived):
-            absent = step.absent(arrived)
+        told = [*self.batch_check.riding, *step.arrived(self.flow)]
+        admitted = self.guard.admit(self.stage_parameters, told)
+        self.batch_check.conclude(told[: ranks.RIDING], self.place.device)
+        if admitted:
+            absent = step.absent(told[ranks.RIDING :])
             for p in [p for p in self.stage_parameters if p.value in absent]:
                 p.gradient = None
             accumulate_grads(self.stage_parameters, self.place.device)
@@ -487,9 +489,11 @@ ROOM = 1e-6  # that clipping adds to a norm, as torch's does
 @dataclass(slots=True, kw_only=True)
 class Verdict:
     """Numbers of one step, summed over all ranks: on their way while there is `work`. After the
-    first three, those that `step.absent` reads."""
+    first three, those of its batch, which `batches` compares, and those that `step.absent` reads.
+    """
 
     step: Step
+    batches: ranks.BatchCheck
     numbers: torch.Tensor
     work: dist.Work | None
     max_norm: float | None
@@ -499,6 +503,7 @@ class Verdict:
         if self.work is not None:
             self.work.wait()
             self.work = None
+            self.batches.conclude(self.numbers[3 : 3 + ranks.RIDING].tolist())
         return self.numbers
 
     @property
@@ -516,7 +521,7 @@ class Verdict:
     @property
     def absent(self) -> frozenset[str]:
         """Parameters without a gradient, by value."""
-        return self.step.absent(self.wait()[3:].tolist())
+        return self.step.absent(self.wait()[3 + ranks.RIDING :].tolist())
 
     @property
     def holds(self) -> bool:
@@ -545,7 +550,7 @@ class Validation:
         self.ahead_steps = 0  # that were made before their verdict was known
         self.undone_steps = 0  # of them
 
-    @ranks.progress.during("preparing the step", waits=True, is_step=True)
+    @ranks.progress.during(ranks.PREPARING, waits=True, is_step=True)
     def step(
         self,
         batch: Any,
@@ -590,7 +595,8 @@ class Validation:
             held = [(p, local_of(p.api.grad)) for p in parameters if p.api.grad is not None]
             share = norm_share(held, runtime.place)
         numbers = torch.stack([x.detach().double().cpu().reshape(()) for x in (loss, bad, share)])
-        numbers = torch.cat((numbers, numbers.new_tensor(step.arrived(runtime.flow))))
+        told = [*runtime.batch_check.riding, *step.arrived(runtime.flow)]
+        numbers = torch.cat((numbers, numbers.new_tensor(told)))
         runtime.settle_buffers()
         runtime.steps += 1
         work = None
@@ -599,7 +605,9 @@ class Validation:
                 timeout = timedelta(seconds=ranks.launch.timeout_s())
                 self.group = dist.new_group(backend="gloo", timeout=timeout)
             work = dist.all_reduce(numbers, group=self.group, async_op=True)
-        return Verdict(step=step, numbers=numbers, work=work, max_norm=max_norm)
+        return Verdict(
+            step=step, batches=runtime.batch_check, numbers=numbers, work=work, max_norm=max_norm
+        )
 
     def settle(self) -> None:
         """Wait for the verdict that is outstanding, if any, and do what it asks for."""

@@ -226,7 +226,7 @@ def _linear(graph: Graph, op: Op) -> bool:
         return True
 
     def gradients() -> list[list[torch.Tensor]]:
-        """Those of the operands, by the gradients g, h, g + h, and multiples of g."""
+        """Gradients of the operands by g, by h, by g + h, and by multiples of g."""
         operands = [torch.zeros(meta.shape, dtype=meta.dtype) for meta in metas]
         for x in operands:
             if x.dtype.is_floating_point:

@@ -32,6 +32,7 @@ OPTIMIZER = "optimizer step"  # the user's own code: to the runtime it is no pha
 APART = "user code, while the others are in theirs"  # nobody waits for the one that fails
 SAVING = "saving a checkpoint"
 FEWER = "fewer batches on the failing rank, which ends its loop before the others"
+SHAPE = "longer rows on the failing rank, after those that are compared before a step"
 
 
 class InjectedError(Exception):
@@ -103,8 +104,12 @@ def train(fault: str, failing_rank: str, phase: str, folder: str, resumes: str =
             return
         if failing:
             strike_at(phase, strikes)
+        given = batch(ROWS, step)
+        if phase == SHAPE and step == STEPS - 1 and launch.rank() == int(failing_rank):
+            struck.touch()
+            given = tuple(x.repeat(1, 2) for x in given)
         optimizer.zero_grad()
-        loss = result.train_step(batch(ROWS, step)).item()
+        loss = result.train_step(given).item()
         if failing and phase in (OPTIMIZER, APART):
             strikes()
         elif phase == APART and step == HEALTHY_STEPS:

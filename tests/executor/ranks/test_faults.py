@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ from meshwright.executor.ranks.joining import StartError, agreed_prefix
 from meshwright.executor.ranks.launch import KEY, Interrupts, Lifelines
 from meshwright.executor.ranks.object_collectives import WAITING
 from meshwright.executor.ranks.watchdog import Progress, is_out_of_memory, memory_advice
-from tests.executor.ranks.fault_worker import APART, FEWER, OPTIMIZER, SAVING, STEPS
+from tests.executor.ranks.fault_worker import APART, FEWER, OPTIMIZER, SAVING, SHAPE, STEPS
 from tests.helpers.launching import ROOT, Launch, free_port, launch
 from tests.helpers.tiers import second_tier, tiered
 from tests.helpers.tiny import ROWS, batch, net, planned
@@ -158,6 +159,20 @@ def test_rank_that_has_fewer_batches(tmp_path: Path) -> None:
     assert "other numbers of batches wait for each other so" in said
 
 
+def test_rank_with_a_batch_of_another_shape(tmp_path: Path, monkeypatch: Any) -> None:
+    """It waits for the other to lower for it, too, which says that it is in the step already: both
+    end long before the timeout."""
+    monkeypatch.setenv("MESHWRIGHT_TIMEOUT_S", "600")
+    of = Fault(fault="none", rank=1, phase=SHAPE)
+    rank = _run(tmp_path, of).ranks[1]
+    assert re.search(
+        r"rank 1 \(stage 1\) failed in .*, step 4: "
+        r"the batch has a shape that is new here, and not on rank 0 \(stage 0\), which is in .*, "
+        r"step 4: every rank gives the same batch",
+        rank.stderr,
+    )
+
+
 @second_tier("a crash at any operation of a save, and loads of what it leaves, stay")
 def test_training_goes_on_after_a_restart(tmp_path: Path) -> None:
     """torchrun starts the ranks again after a death in a step: no finished step is done twice, and
@@ -226,6 +241,24 @@ def test_only_a_phase_can_take_too_long(
         )
         expected = allowed_s is not None and spent_s > allowed_s
         assert progress.is_stuck(10.0) == expected, spent_s
+
+
+def test_who_has_begun_a_step_without_lowering_for_it() -> None:
+    progress = Progress()
+
+    def passed() -> list[bool]:
+        return [progress.has_passed(step) for step in range(3)]
+
+    with progress.during(watchdog.PREPARING, is_step=True):
+        assert passed() == [False, False, False]
+        progress.enter("starting the step")
+        assert passed() == [True, False, False]
+    assert passed() == [True, False, False]
+    with progress.during(watchdog.PREPARING, is_step=True):
+        with progress.lowering():
+            assert passed() == [True, False, False]
+        progress.enter("starting the step")
+        assert passed() == [True, False, False]
 
 
 def test_who_waits_names_those_that_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:

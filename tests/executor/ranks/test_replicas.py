@@ -2,7 +2,7 @@
 collectives on objects, their errors, and the watchdog's phases meanwhile."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,41 @@ def shares() -> None:
             check(x, rows, share)
 
 
+def riding() -> None:
+    """Batches of steps that nobody compares before: by what rides on an exchange at their end."""
+    me = launch.rank()
+    same = {"x": torch.arange(4096.0), "y": torch.ones(2, 3)}
+
+    def concluded(inputs: Any, rows: Collection[str] = (), rows_in_all: int = 2) -> None:
+        check = replicas.BatchCheck()
+        check.batches = replicas.FIRST
+        check.check([*same], inputs, CPU, rows=rows, rows_in_all=rows_in_all)
+        numbers = torch.tensor(check.riding, dtype=torch.float64)
+        dist.all_reduce(numbers)
+        check.conclude(numbers.tolist(), CPU)
+
+    own = {**same, "y": torch.full((2 + me, 3), me)}
+    for inputs, rows in ((same, ()), (None if me else same, ()), (own, {"y"})):
+        concluded(inputs, rows)
+    strided = torch.arange(2 * 4096.0)[::2] / 2
+    concluded({**same, "x": strided if me else same["x"]})
+    wrong: list[tuple[Any, Collection[str], int, str]] = [
+        ({**same, "y": torch.ones(2, 3 + me)}, (), 2, r"on ranks \[1\] than on rank 0: rows have"),
+        ({**same, "y": torch.ones(2, 3 + me)}, {"y"}, 2, "rows have the same dtype"),
+        (
+            {**same, "y": own["y"].double() if me else own["y"]},
+            {"y"},
+            2,
+            "rows have the same dtype",
+        ),
+        ({**same, "x": same["x"] + me}, (), 2, r"on ranks \[1\] .*every rank gives the same"),
+        (same, (), 2 + me, "rows have the same dtype"),
+    ]
+    for inputs, rows, rows_in_all, says in wrong:
+        with pytest.raises(ValueError, match=says):
+            concluded(inputs, rows, rows_in_all)
+
+
 def drawn() -> tuple[float, float, float]:
     return float(torch.rand(())), random.random(), float(np.random.rand())
 
@@ -97,7 +132,7 @@ def draws() -> None:
     assert after[1] != after[0]
 
 
-@pytest.mark.parametrize("function", [weights, batches, shares, draws])
+@pytest.mark.parametrize("function", [weights, batches, shares, riding, draws])
 def test_ranks_agree(function: Callable[[], None]) -> None:
     on_ranks(2, function)
 
