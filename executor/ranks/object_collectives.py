@@ -26,7 +26,7 @@ from meshwright.executor.ranks.background import Background
 from meshwright.executor.ranks.watchdog import progress
 from meshwright.profiles.inputs import MeshwrightError
 
-WAITING = "waiting for the other ranks' checkpoint"
+WAITING = "waiting for the other ranks"
 OBJECTS, BESIDE = "objects", "objects in the background"  # the descriptions of groups
 T = TypeVar("T")
 
