@@ -185,12 +185,11 @@ def _of_kind(
 
 def _of_sample(inputs: Mapping[str, torch.Tensor], rows: Collection[str]) -> int | None:
     """A digest of some values of the inputs without `rows`; None where these are not at hand."""
-    alike = [x.detach() for name, x in sorted(inputs.items()) if name not in rows]
+    alike = [x for name, x in sorted(inputs.items()) if name not in rows]
     if not all(x.device.type == "cpu" and has_values(x) for x in alike):
         return None
-    samples = [x.flatten()[:: x.numel() // SAMPLE + 1].contiguous() for x in alike]
-    values = b"".join(x.view(torch.uint8).numpy().tobytes() for x in samples)
-    return _short(values) if values else None
+    samples = [digest(x.flatten()[:: x.numel() // SAMPLE + 1].contiguous()) for x in alike]
+    return _short(f"{samples}".encode()) if samples else None
 
 
 def _short(values: bytes) -> int:

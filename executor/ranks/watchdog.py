@@ -301,9 +301,11 @@ class Watchdog:
                     reason = f"the batch has a shape that is new here, and not on {said}: {SAME}"
                     self._fail(reason, self._stack())
                     os._exit(1)
-        elif self.store.check(["asked"]) and progress.has_passed(int(self.store.get("asked"))):
-            said = f"{progress.name(self.rank)}, which is in {activity}"
-            self.store.set("passed", json.dumps([int(self.store.get("asked")), said]))
+        elif self.store.check(["asked"]):
+            step = int(self.store.get("asked"))
+            if progress.has_passed(step):
+                said = f"{progress.name(self.rank)}, which is in {activity}"
+                self.store.set("passed", json.dumps([step, said]))
 
     def _follow(self) -> None:
         """Another rank failed: answer the roll call, and end this one unless it ends itself."""

@@ -149,12 +149,12 @@ class Outside:
         if isinstance(call, FunctionType) and not isinstance(value, (type, nn.Module)):
             self._look_into(call, type(value))
             names |= _of_class(value)
-        if not _has_weights(value):
-            parts = () if _is_librarys(value) else held(value)
-            self.modules += [(x, names) for n, x in parts if n in names and _has_weights(x)]
-        else:
+        if _has_weights(value):
             self.modules.append((value, names))
-        if not _has_weights(value) and _holds(value, names):
+            return
+        parts = () if _is_librarys(value) else held(value)
+        self.modules += [(x, names) for n, x in parts if n in names and _has_weights(x)]
+        if _holds(value, names):
             self.finds[path] = find, self.finds.get(path, (find, frozenset()))[1] | names
 
 
