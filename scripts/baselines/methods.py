@@ -57,7 +57,8 @@ class Run:
         self.tried += 1
         cost, fits = self.space.cost(choices)
         if fits and cost < self.best_s:
-            self.found.append((self.spent_s, cost, choices))
+            # a try that began in time counts, also where it ends later
+            self.found.append((min(self.spent_s, self.limit_s), cost, choices))
         return cost
 
     @property

@@ -43,6 +43,17 @@ def test_finds_the_best_of_all(method: str) -> None:
     assert all(space.cost(choices)[1] for _, _, choices in run.found)
 
 
+def test_a_try_that_ends_late_counts_with_its_plan() -> None:
+    """The last plan found is the one of the ratio, whenever its price was known."""
+    run = Run(Table(), np.random.default_rng(0), 0.0)
+    for choices in ((0, 0, 0, 0), (1, 4, 0, 5)):
+        run.cost_s(choices)
+    assert run.over and run.found == [
+        (0.0, run.found[0][1], (0, 0, 0, 0)),
+        (0.0, 1.0, (1, 4, 0, 5)),
+    ]
+
+
 @cache
 def searched() -> tuple[Search, PlanSpace]:
     tiny = partial(gpt2, layers=3, hidden=512, length=512, vocab=32000)
