@@ -21,7 +21,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -198,14 +198,14 @@ class Trial:
                 factor=name, kind="partial", what=f"a part does not run: {first_line(error)}"
             )
         for k, result in enumerate(self.whole.results):
-            if off := self._error([_total([run.results[k] for run in runs])], result):
+            if off := self.error([_total([run.results[k] for run in runs])], result):
                 return Fault(factor=name, kind="partial", what=f"result {k} {off}")
         for i, gradient in enumerate(self.whole.gradients):
             if gradient is None:
                 continue
             parts_of = [run.gradients[i] for run in runs]
             free = i in group or i in rule.pinned
-            if off := self._error(parts_of if free else [_total(parts_of)], gradient):
+            if off := self.error(parts_of if free else [_total(parts_of)], gradient):
                 what = f"the gradient of operand {i} {off}"
                 return Fault(factor=name, kind="partial", what=what)
         return None
@@ -227,7 +227,7 @@ class Trial:
             elif summed:
                 total = _total(pieces)
                 pieces = [None if total is None else total * share]
-            if error := self._error(pieces, result):
+            if error := self.error(pieces, result):
                 yield f"result {k} {error}"
         for i, (gradient, dims) in enumerate(zip(self.whole.gradients, rule.operands, strict=True)):
             if gradient is None:
@@ -237,10 +237,29 @@ class Trial:
                 pieces = [_joined(pieces, *place)]
             elif not (summed and i in rule.pinned):
                 pieces = [_total(pieces)]
-            if error := self._error(pieces, gradient):
+            if error := self.error(pieces, gradient):
                 yield f"the gradient of operand {i} {error}"
 
-    def _error(self, pieces: Sequence[torch.Tensor | None], full: torch.Tensor) -> str:
+    def relation(self, whole: torch.Tensor, pieces: Tensors) -> Relation:
+        """A result beside those of parts of the rows."""
+        if not self.error(pieces, whole):
+            return "constant"
+        cut = [
+            d for d in range(whole.dim()) if pieces[0].shape[d : d + 1] != whole.shape[d : d + 1]
+        ]
+        for dim in cut if pieces[0].dim() == whole.dim() else ():
+            size = pieces[0].shape[dim]
+            for before in (n for n in range(1, size + 1) if size % n == 0):
+                if not self.error([join_dim(pieces, dim, before)], whole):
+                    return dim, before
+        if any(x.shape != whole.shape for x in pieces):
+            return "met"
+        total = torch.stack([*pieces]).double().sum(0)
+        if not self.error([total], whole.double()):
+            return "sum"
+        return "met" if self.error([total / len(pieces)], whole.double()) else "mean"
+
+    def error(self, pieces: Sequence[torch.Tensor | None], full: torch.Tensor) -> str:
         """Largest difference of the joined pieces from the whole; empty where there is none."""
         for x in pieces:
             x = torch.zeros_like(full) if x is None else x
@@ -329,6 +348,71 @@ def random_operands(metas: Sequence[TensorMeta], dtype: torch.dtype | None) -> l
     return operands
 
 
+# --- rows of calls without a rule -----------------------------------------------------------------
+
+Place = tuple[int, int]  # of rows in a tensor: the dim, and its major parts before them
+Relation = Place | Literal["sum", "mean", "constant", "met"]
+
+LARGEST_TRIAL = 2**22  # elements of all operands together
+MOST_PARTS = 7
+_RELATED = Memo[str, tuple[Relation, ...]]()  # calls of graphs, with the places of their rows
+
+
+def relations_of_rows(
+    op: Op, operands: Sequence[TensorMeta], rows: Mapping[int, Place], count: int
+) -> tuple[Relation, ...]:
+    """The results of a call on `count` rows beside those of its parts, by trial on random numbers.
+
+    `rows` has the places of rows in operands, by position. Of each result: the place of its rows,
+    each made of its own row alone, forward and backward; whether it is the sum or the mean of the
+    parts'; the same in each; or none of it. Empty where the call can't be tried: more than
+    `LARGEST_TRIAL` elements, random draws, random numbers or parts that it does not take.
+    """
+    parts = next((n for n in range(2, MOST_PARTS + 1) if count % n == 0), 0)
+    if not parts or sum(meta.numel for meta in operands) > LARGEST_TRIAL:
+        return ()
+
+    def tried() -> tuple[Relation, ...]:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            for dtype in (torch.float64, torch.float32, None):
+                with contextlib.suppress(Exception):  # the operator's own: another may run
+                    return _relations(op, random_operands(operands, dtype), rows, parts)
+        return ()
+
+    if traits_of(op).leaf:
+        return tried()
+    call = map_refs((op.args, op.kwargs), lambda _: "")
+    return _RELATED.of(repr((op.target, call, operands, rows, count)), tried)
+
+
+def _relations(
+    op: Op, operands: Tensors, rows: Mapping[int, Place], parts: int
+) -> tuple[Relation, ...]:
+    trial = Trial.of(op, operands)
+    if not trial.repeats():
+        return ()
+    held = [
+        [cut_dim(x, *rows[i], parts, k) if i in rows else x for i, x in enumerate(operands)]
+        for k in range(parts)
+    ]
+    pieces = [[y.detach() for y in called(op, of_part)] for of_part in held]
+    columns = zip(trial.whole.results, zip(*pieces, strict=True), strict=True)
+    relations = tuple(trial.relation(whole, of_parts) for whole, of_parts in columns)
+    if not all(isinstance(relation, tuple) for relation in relations):
+        return relations
+    places = [relation for relation in relations if isinstance(relation, tuple)]
+    for k, of_part in enumerate(held):
+        pairs = zip(trial.cotangents, places, strict=True)
+        seeds = [cut_dim(g, *place, parts, k) for g, place in pairs]
+        gradients = perform(op, of_part, seeds, trial.needs).gradients
+        for i, place in rows.items():
+            whole, part = trial.whole.gradients[i], gradients[i]
+            if whole is not None and trial.error([part], cut_dim(whole, *place, parts, k)):
+                return tuple("met" for _ in relations)
+    return relations
+
+
 # --- rules added ----------------------------------------------------------------------------------
 
 # `meshwright.rule`: a sharding rule for an operator, added in one line and verified before use.
@@ -340,7 +424,6 @@ _TRIED = Memo[str, str]()  # rules on calls: why they were not verified, empty w
 
 SMALL = 6  # elements of a factor in a trial: two odd parts, three even ones; none broadcasts
 DEGREES = (2, 3, 5, 7)  # parts tried, where they divide a factor
-LARGEST_TRIAL = 2**22  # elements of all operands together
 DISCOVER = "scripts/discover_rule proposes a rule"
 
 

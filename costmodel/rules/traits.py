@@ -102,6 +102,8 @@ class Traits:
     backward_joins
                   calls whose backward gives a row a gradient by other rows, too, though the forward
                   does not: of torch's derivatives those that divide by how often an id is there
+    written_in_turn
+                  the operand whose elements, in order, go to where the flags before it are up
     """
 
     kernel: Literal["", "attention", "lookup", "sum"] = ""
@@ -116,6 +118,7 @@ class Traits:
     experts: Literal["", "dispatch", "product", "combine"] = ""
     backward_temporaries: int = 0
     backward_joins: Callable[[Op], bool] | None = None
+    written_in_turn: int | None = None
     draw: Draw | None = None
     statistics: Statistics | None = None
     loss: RowLoss | None = None
@@ -203,6 +206,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType({
     **dict.fromkeys(("view", "_unsafe_view", "squeeze"), Traits(reshapes=True)),
     **dict.fromkeys(("split", "split_with_sizes"), Traits(sizes="parts")),
     "unflatten": Traits(sizes="dims"),
+    "masked_scatter": Traits(written_in_turn=2),
     "dispatch": Traits(experts="dispatch"),
     "grouped_linear": Traits(experts="product", main=True),
     "combine": Traits(experts="combine"),

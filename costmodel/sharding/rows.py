@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from meshwright.costmodel import rules
+from meshwright.costmodel import rules, user_rules
 from meshwright.costmodel.graph import Graph, Op, Ref, argument
 from meshwright.costmodel.sharding.factors import FactorTable, has_rule
 from meshwright.profiles.inputs import MeshwrightError
@@ -198,7 +198,7 @@ class _Reader:
         if rules.row_reduction(op):
             return self._row_loss(op, rows)
         if not has_rule(op, rule):
-            return self._without_rule(op)
+            return self._without_rule(op, rows)
         return self._of_rows(op, rule, rows)
 
     # --- results ---
@@ -241,14 +241,33 @@ class _Reader:
         writes = any(ignored in _numbers(self.maker[v]) for v in behind)
         return self._met(op) if writes or weights else self._all(op, SHARE)
 
-    def _without_rule(self, op: Op) -> list[_State]:
-        """Rows where they come out again; a loss that says how it reduces them."""
+    def _without_rule(self, op: Op, rows: Mapping[int, _Rows]) -> list[_State]:
+        """A loss that says how it reduces rows; of others, what a trial tells, and where there can
+        be none, rows where they come out again."""
         results, shipped = self._declared(op, UNKNOWN), op.target.startswith("aten.")
         names = [name for name, _ in rules.signature_of(op.target)] if shipped else []
-        if UNKNOWN not in results or "reduction" not in names:
+        if UNKNOWN in results and "reduction" in names:
+            how = argument(op, names.index("reduction"), "reduction", 1)
+            return self._summed(op) if how == 2 else self._all(op, SHARE)
+        in_turn = rules.traits_of(op).written_in_turn
+        if in_turn is not None:  # a micro-batch has its own elements, or would begin with the first
+            return results if in_turn in rows else self._met(op)
+        if not self.graph.updates.keys().isdisjoint(op.operands):
+            return results  # statistics of a batch norm inside of a leaf
+        relations = user_rules.relations_of_rows(
+            op,
+            [self.graph.values[v] for v in op.operands],
+            {i: (state.dim, state.before) for i, state in rows.items()},
+            self.rows,
+        )
+        if not relations:
             return results
-        how = argument(op, names.index("reduction"), "reduction", 1)
-        return self._summed(op) if how == 2 else self._all(op, SHARE)
+        if "met" in relations or ("sum" in relations and {*relations} != {"sum"}):
+            return self._met(op)
+        if "sum" in relations:
+            return self._summed(op)
+        named = {"mean": SHARE, "constant": CONSTANT}
+        return [_Rows(*r) if isinstance(r, tuple) else named[r] for r in relations]
 
     def _of_rows(self, op: Op, rule: rules.OpFactors, rows: Mapping[int, _Rows]) -> list[_State]:
         joined = self._joined(op, rows)

@@ -136,6 +136,22 @@ class GlobalLoss(nn.Module):
         return rows.float().sum() if half else rows
 
 
+class ScatteredRows(nn.Module):
+    """`masked_scatter` in one micro-batch of several: a batch's elements, written in order, are
+    those of its micro-batches one after the other where each has as many flags as elements."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        flags = mask.expand(torch.broadcast_shapes(x.shape, mask.shape)).sum()
+        torch._assert_async(
+            flags == source.numel(),
+            "masked_scatter: in a micro-batch the flags are not as many as the elements that they "
+            "select places for, so that elements of other micro-batches would be taken. Give "
+            "batches in which each row has its own (as many image tokens as features), or plan "
+            "with num_microbatches=1",
+        )
+        return x.masked_scatter(mask, source)
+
+
 def row_weight(
     target: torch.Tensor, ignore_index: int, weight: torch.Tensor | None
 ) -> torch.Tensor:

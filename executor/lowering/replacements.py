@@ -32,7 +32,12 @@ from meshwright.executor.context_attention import ContextAttention
 from meshwright.executor.devices import seeded
 from meshwright.executor.host_values import has_values, note_unrun, read
 from meshwright.executor.lowering.context import Context, State, seen_locally
-from meshwright.executor.lowering.implementations import MODULES, GlobalLoss, RunningNorm
+from meshwright.executor.lowering.implementations import (
+    MODULES,
+    GlobalLoss,
+    RunningNorm,
+    ScatteredRows,
+)
 from meshwright.executor.resharding import Axis, Reshard, into_zigzag, local_part, zigzag_chunks
 from meshwright.planner.operators import Program, UnseenWrite
 from meshwright.planner.plan import PlanError
@@ -90,7 +95,17 @@ def replacement(call: Call, context: Context) -> Replacement | None:
     statistics = rules.traits_of(op).statistics
     if statistics is not None and rules.updates_statistics(op):
         return RunningNorm(module, callable_of(op), statistics.training), args
+    if _written_in_parts(op, context):
+        return ScatteredRows(), args
     return (module, args) if module else _deferred(call, context) or _in_8_bits(call, context)
+
+
+def _written_in_parts(op: Op, context: Context) -> bool:
+    """Whether elements are written where flags of rows are up, of one micro-batch of several."""
+    batch, in_turn = context.table.batch, rules.traits_of(op).written_in_turn
+    if batch is None or in_turn is None or context.microbatches == 1:
+        return False
+    return context.table.find(op.operands[in_turn - 1], batch) is not None
 
 
 def callable_of(op: Op) -> Any:

@@ -13,11 +13,11 @@ profiles.measure
 costmodel
 costmodel.schedules
 costmodel.rules
+costmodel.user_rules
 costmodel.sharding
 costmodel.memory
 costmodel.kernels
 costmodel.operators
-costmodel.user_rules
 costmodel.blocks
 costmodel.stages
 planner

@@ -92,6 +92,11 @@ EXACT: dict[str, Loss] = {
     ),
     "clamped where some overflows": clamped,
     "attention": lambda y, m, t: F.scaled_dot_product_attention(y, y, y).mean(),
+    # of operators without a rule, which are tried on numbers
+    "quantile of each token": lambda y, m, t: y.quantile(0.3, dim=-1).mean(),
+    "renormed rows": lambda y, m, t: (y * y.renorm(2, 0, 0.1)).mean(),
+    "turned rows": lambda y, m, t: (y * y.rot90(2, (1, 2))).mean(),
+    "its own elements": lambda y, m, t: y.masked_scatter((m | True)[..., None], 2 * y).mean(),
 }  # fmt: skip
 MEET: dict[str, tuple[Loss, str]] = {
     "infonce": (infonce, "matmul"),
@@ -112,5 +117,17 @@ MEET: dict[str, tuple[Loss, str]] = {
     "exponential": (lambda y, m, t: y.mean().exp(), "exp"),
     "labels by threshold": (thresholded, "cross_entropy_loss"),
     "the first row": (lambda y, m, t: (y * y[0]).mean(), "select"),
+    "quantile": (lambda y, m, t: (y - y.quantile(0.3, dim=0)).square().mean(), "quantile"),
+    "median": (lambda y, m, t: (y - y.nanmedian()).square().mean(), "nanmedian"),
+    "taken by number": (lambda y, m, t: (y[..., 0] * y.take(t)).mean(), "take"),
+    "written by number": (lambda y, m, t: y.put(t, 2 * y[..., 0]).square().mean(), "put"),
+    "turned": (lambda y, m, t: (y * y.rot90(2, (0, 1))).mean(), "rot90"),
+    "renormed columns": (lambda y, m, t: (y * y.renorm(2, 2, 0.1)).mean(), "renorm"),
+    "diagonal": (lambda y, m, t: y.mean() * y[:, :4, 0].trace(), "trace"),
+    "product of rows": (lambda y, m, t: torch.kron(y[:, 0], y[:, 1]).square().mean(), "kron"),
+    "elements in turn": (
+        lambda y, m, t: y.masked_scatter(m[..., None], torch.arange(999.0)).mean(),
+        "masked_scatter",
+    ),
     "shuffled": (lambda y, m, t: (y * y[torch.arange(len(y)).flip(0)]).mean(), "index"),
 }  # fmt: skip

@@ -310,3 +310,37 @@ def test_a_synchronised_batch_norm_is_a_batch_norm() -> None:
     assert losses == expected
     for name, x in of_plain.items():
         assert torch.equal(state[name], x), name
+
+
+class Scattered(nn.Module):
+    """The first three tokens of each row, in order, where flags are up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = self.map(x)
+        return y.masked_scatter(mask[..., None], 2 * y[:, :3]).square().mean()
+
+
+@pytest.mark.parametrize("rows", [(0, 3), (0, 1)], ids=["of each half", "of the first half"])
+def test_elements_written_in_order_stay_in_their_micro_batch(rows: tuple[int, ...]) -> None:
+    """Flags of six tokens in each of two rows; a micro-batch of two rows has six elements."""
+    batch = (torch.randn(4, LENGTH, WIDTH), torch.zeros(4, LENGTH, dtype=torch.bool))
+    batch[1][list(rows)] = True
+    for microbatches in (1, 2):
+        model = Scattered()
+        expected = float(model(*batch).detach())
+        result = meshwright.auto_parallelize(
+            model,
+            Cluster.local(1),
+            example_inputs=batch,
+            global_batch_size=4,
+            overrides=Overrides(num_microbatches=microbatches),
+        )
+        if microbatches == 2 and rows == (0, 1):
+            with pytest.raises(RuntimeError, match="flags are not as many as the elements"):
+                result.train_step(batch)
+        else:
+            assert float(result.train_step(batch).detach()) == pytest.approx(expected, rel=1e-5)
