@@ -129,7 +129,8 @@ class Graph:
     output; `updates` maps a buffer's value name to the value that replaces it after the forward.
     `fixed` are the entries of the user's batch that are no inputs, by path, and `reads` the
     attributes of modules that the forward read, as (FQN, attribute): their values are part of the
-    graph. `outputs` are what the model returns, where it is known.
+    graph. `outputs` are what the model returns, where it is known. `weight_writes` are in-place
+    operators, each on one parameter and plain numbers, that run before a step's first forward.
     """
 
     values: Mapping[str, TensorMeta]
@@ -149,6 +150,7 @@ class Graph:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     reads: tuple[tuple[str, str], ...] = ()
     outputs: Outputs | None = None
+    weight_writes: tuple[Op, ...] = ()
 
     def behind(self, values: Iterable[str]) -> set[str]:
         """These values, and all that they are made of."""

@@ -402,14 +402,18 @@ def _relations(
     if not all(isinstance(relation, tuple) for relation in relations):
         return relations
     places = [relation for relation in relations if isinstance(relation, tuple)]
+    gradients = []
     for k, of_part in enumerate(held):
         pairs = zip(trial.cotangents, places, strict=True)
         seeds = [cut_dim(g, *place, parts, k) for g, place in pairs]
-        gradients = perform(op, of_part, seeds, trial.needs).gradients
-        for i, place in rows.items():
-            whole, part = trial.whole.gradients[i], gradients[i]
-            if whole is not None and trial.error([part], cut_dim(whole, *place, parts, k)):
-                return tuple("met" for _ in relations)
+        gradients.append(perform(op, of_part, seeds, trial.needs).gradients)
+    for i, whole in enumerate(trial.whole.gradients):
+        if whole is None:
+            continue
+        of_parts = [of_part[i] for of_part in gradients]
+        joined = _joined(of_parts, *rows[i]) if i in rows else _total(of_parts)
+        if trial.error([joined], whole):
+            return tuple("met" for _ in relations)
     return relations
 
 

@@ -97,11 +97,11 @@ class TracedModel:
         """The first operator that an evaluation does not share with the graph, which is traced in
         training mode; empty where both run the same."""
         if not any(training for _, training in self._modes):
-            return ""
+            return _writes(self.graph)
         before, self._modes = self._modes, [(m, False) for m, _ in self._modes]
         try:
             evaluated, _ = self._traced(self.graph.batch_size, like=None)
-            return first_difference(self.graph, evaluated)
+            return first_difference(self.graph, evaluated) or _writes(evaluated)
         except ValueError as error:
             return f"its trace in evaluation mode, which fails: {error}"
         finally:
@@ -249,6 +249,13 @@ def first_difference(trained: Graph, evaluated: Graph) -> str:
             mode = "training" if line else "evaluation"
             return f"{op.key} ({op.target}){at} in {mode} mode"
     return ""
+
+
+def _writes(graph: Graph) -> str:
+    """The first write of an evaluation's forward to its own weights, which an evaluation leaves
+    out."""
+    writes = [f"{op.target} on a parameter at {op.source}" for op in graph.weight_writes]
+    return writes[0] if writes else ""
 
 
 def _lines(graph: Graph) -> Iterator[tuple[Op, _Line]]:

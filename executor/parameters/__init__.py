@@ -17,6 +17,7 @@ from meshwright.executor.parameters.parameters import (
     refresh_frozen,
     shard_gradients,
     wrap_like,
+    write_weights,
 )
 from meshwright.executor.parameters.partial_dtensors import Reduced, reduce_in_optimizers
 from meshwright.executor.parameters.reducer import Reducer

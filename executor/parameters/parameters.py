@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.rules import overload
 from meshwright.costmodel.sharding import Placement, R
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.executor.devices import synchronize, to_host
@@ -286,6 +288,18 @@ def refresh_frozen(parameters: Iterable[StageParameter]) -> None:
         for p in parameters:
             if not (p.aliased or p.trainable):
                 p.leaf.copy_(p.stored)
+
+
+def write_weights(parameters: Iterable[StageParameter], graph: Graph) -> None:
+    """Run what the forward writes to its own weights, before a step gathers and casts them: element
+    by element, so that each shard is written by itself."""
+    if not graph.weight_writes:
+        return
+    stored = {p.value: p.stored for p in parameters}
+    with torch.no_grad():
+        for op in graph.weight_writes:
+            if op.operands[0] in stored:
+                overload(op.target)(stored[op.operands[0]], *op.args[1:], **op.kwargs)
 
 
 def shard_gradients(parameters: Iterable[StageParameter], place: Place) -> None:

@@ -39,6 +39,7 @@ from meshwright.executor.parameters import (
     refresh_frozen,
     shard_gradients,
     sum_tied_gradients,
+    write_weights,
 )
 from meshwright.executor.runtime.state import RankState
 from meshwright.executor.runtime.step import PendingScalar, Step, unobserved, with_backward_done
@@ -165,8 +166,7 @@ class Runtime(RankState):
     def passes(
         self, batch: Any, observe: Observer | None, *, local: bool
     ) -> tuple[Step, list[torch.Tensor]]:
-        """Forward and backward of a batch: each stage's parameters have their gradients, reduced.
-        Returns the step, and the losses of the micro-batches on ranks of the last stage."""
+        """Forward, backward and reduction: the step and, on last stages, losses by micro-batch."""
         self._check_ready()
         if not torch.is_grad_enabled():
             raise StateError(
@@ -181,6 +181,7 @@ class Runtime(RankState):
             reducer.begin()
         self.flow.begin()
         observed = observe or unobserved
+        write_weights(self.stage_parameters, self.graph)
         observed(Phase.REFRESH, self._gather_weights)
         seed = self._step_seed()
         run = self.pipeline(

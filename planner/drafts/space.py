@@ -382,7 +382,7 @@ class Space:
         """Whether steps may be validated afterwards, if the search finds that it pays."""
         if "post_validation" not in self.problem.allow or self.restrictions.validated is not None:
             return False
-        runs = self.problem.target.gradients_come
+        runs = self.problem.target.gradients_come and not self.problem.graph.weight_writes
         return runs and not self._held_twice and not self.reliefs[0].host
 
     def schedules(self, groups: int, m: int, sharing: Sharing = UNSHARED) -> list[Pipeline]:

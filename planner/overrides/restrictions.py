@@ -130,10 +130,7 @@ def restrict(
     equal = "unequal_meshes" in wanted.forbid
     for name in MESH if equal else ():  # one value for one block is one for all
         choices[name] = [next(filter(None, choices[name]), None)] * len(names)
-    experts = next((choice for choice in choices["ep"] if choice and choice.value > 1), None)
-    if experts and not has_experts(graph):
-        place = f"override {experts.said}"
-        raise OverrideError("the model has no experts", place=place, legal="1")
+    _check_model(wanted, choices, graph)
     _check_contradictions(choices, names)
     _check_shards(choices, names)
     cuts = stage_cuts(wanted, graph)
@@ -169,6 +166,22 @@ def restrict(
         host_weights=wanted.offloaded("weights") or 0.0,
         host_files=wanted.offloaded("nvme") or 0.0,
     )
+
+
+def _check_model(wanted: Overrides, choices: _Choices, graph: Graph) -> None:
+    """Raise `OverrideError` for what the model does not allow."""
+    experts = next((choice for choice in choices["ep"] if choice and choice.value > 1), None)
+    if experts and not has_experts(graph):
+        place = f"override {experts.said}"
+        raise OverrideError("the model has no experts", place=place, legal="1")
+    if wanted.post_validation and graph.weight_writes:
+        write = graph.weight_writes[0]
+        raise OverrideError(
+            f"the forward writes weights ({write.source or write.module}), which would be done "
+            "twice where a step is undone",
+            place="override post_validation=True",
+            legal="False",
+        )
 
 
 # --- globs over blocks ---------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch.export import ExportedProgram
 
 from meshwright.costmodel.graph import (
     Graph,
+    Op,
     Outputs,
     Ref,
     TensorMeta,
@@ -32,7 +33,7 @@ from meshwright.costmodel.rules import tagged, traits_of_target
 from meshwright.planner.errors import KeptTensors, TraceError
 from meshwright.planner.tracing.leaves import LEAF_OPERATORS
 from meshwright.planner.tracing.loss import LossModule
-from meshwright.planner.tracing.similar import MARKS, CopiedCalls
+from meshwright.planner.tracing.similar import MARKS, CopiedCalls, Irregular
 from meshwright.planner.tracing.user_module import MEMORY_ONLY, Key
 from meshwright.planner.tracing.values import (
     RESHAPES,
@@ -108,6 +109,7 @@ class _Converter:
         self.leaves = module.leaf_recorder.leaves
         self.inputs: dict[str, str] = {}
         self.batched: set[str] = set()
+        self.weight_writes: list[Op] = []
 
     def graph(self, environment: _Environment, notes: tuple[str, ...]) -> Graph:
         self._placeholders(environment)
@@ -118,8 +120,9 @@ class _Converter:
         for value, fqn in state.parameters.items():
             if self.slots.read(value) != value:
                 raise TraceError(
-                    f"the forward changes parameter {fqn} in place; make it a buffer, or change "
-                    "it between steps"
+                    f"the forward changes parameter {fqn} in place, otherwise than element by "
+                    "element, by plain numbers and before it reads it; make it a buffer, or "
+                    "change it between steps"
                 )
         self._check_constants()
         values = self.builder.values
@@ -150,6 +153,7 @@ class _Converter:
             fixed=self.module.batch.fixed,
             reads=self._reads(),
             outputs=self._outputs(loss, returned, results),
+            weight_writes=tuple(w for w in self.weight_writes if w.operands[0] in used),
         )
 
     def _check_constants(self) -> None:
@@ -471,6 +475,8 @@ class _Converter:
         origin = _origin(node)
         slot: str = environment.value(written)
         before = self.slots.read(slot)
+        if self._is_weight_write(node, slot):
+            return slot
         hidden = not environment.grad and self.builder.values[before].requires_grad
         if hidden and self.slots.root(slot) not in self.state.parameters:  # refused at the end
             raise TraceError(
@@ -491,6 +497,38 @@ class _Converter:
         self.copies.check_write(slot)
         self.slots.write(slot, value, origin)
         return slot
+
+    def _is_weight_write(self, node: fx.Node, slot: str) -> bool:
+        """Whether a call changes a parameter, element by element and by plain numbers, before
+        anything reads it: it is then one of the graph's `weight_writes`."""
+        root, target = self.slots.root(slot), str(node.target)
+        if root not in self.state.parameters or not self.slots.as_whole(slot):
+            return False
+        elementwise = tagged(target, torch.Tag.pointwise) and not tagged(
+            target, torch.Tag.nondeterministic_seeded
+        )
+        views = {op.results[0] for op in self.builder.ops if op.short in ("detach", "alias")}
+        read = {v for op in self.builder.ops for v in op.operands if op.results[0] not in views}
+        alone = len(node.all_input_nodes) == 1 and self.slots.read(slot) not in read
+        if not (elementwise and alone and root not in read):
+            return False
+        if self.copies.open is not None:
+            raise Irregular("a layer writes its parameters")
+        origin = _origin(node)
+        _, *numbers = node.args
+        self.weight_writes.append(
+            Op(
+                name=node.name,
+                target=target,
+                args=(Ref(root), *thawed(tuple(numbers))),
+                kwargs=dict(node.kwargs),
+                results=(),
+                key=f"{origin.module}:{node.name}",
+                module=origin.module,
+                source=origin.source,
+            )
+        )
+        return True
 
     def _first(self, node: fx.Node, environment: _Environment) -> tuple[str, torch.Tensor | None]:
         """The slot and the fake tensor of a call's first argument; None where it is no tensor."""

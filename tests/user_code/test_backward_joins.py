@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshwright import Cluster, MeshwrightError, Overrides, auto_parallelize
+from meshwright import Cluster, MeshwrightError, Overrides, auto_parallelize, leaf
 from tests.helpers.ranks import on_ranks
 
 ROWS, WORDS, WIDTH, CLASSES = 8, 6, 8, 4
@@ -38,7 +38,15 @@ class Bags(Words):
         return self.head(F.relu(self.hidden(self.words(ids))))
 
 
-MODELS = {"embedding": Words, "bag": Bags}
+class Kept(Words):
+    """As one node, of which a trial tells."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = leaf(nn.Embedding(WORDS, WIDTH, scale_grad_by_freq=True))
+
+
+MODELS = {"embedding": Words, "bag": Bags, "leaf": Kept}
 PLANS: dict[str, dict[str, Any]] = {
     "dp2": {"dp": 2},
     "zero2": {"dp": 2, "zero": 2},
@@ -100,5 +108,5 @@ def test_gradients_are_one_device_s(name: str, plan: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_several_micro_batches_are_refused_and_not_chosen(name: str) -> None:
     check(name, gradients(name, 1, {}))
-    with pytest.raises(MeshwrightError, match=r"rows of the batch meet in words:embedding"):
+    with pytest.raises(MeshwrightError, match=r"rows of the batch meet in words:(embedding|leaf)"):
         planned(name, 1, num_microbatches=2)

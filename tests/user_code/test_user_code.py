@@ -217,10 +217,10 @@ class HiddenWrite(Stack):
         return F.cross_entropy(self.head(x), labels)
 
 
-class ClippedWeights(Stack):
+class NormedWeights(Stack):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.head.weight.clamp_(-1, 1)
+            self.head.weight.div_(self.head.weight.norm())
         return F.cross_entropy(super().forward(x), labels)
 
 
@@ -252,9 +252,9 @@ REFUSALS: dict[str, tuple[UserModel, str]] = {
     "write under no_grad": (
         UserModel(build=HiddenWrite, batch=vectors), r"clamp_.* under no_grad .* write x = x \+",
     ),
-    "weights clipped in forward": (
-        UserModel(build=ClippedWeights, batch=vectors),
-        "changes parameter head.weight in place; make it a buffer, or change it between steps",
+    "weights normed in forward": (
+        UserModel(build=NormedWeights, batch=vectors),
+        "changes parameter head.weight in place, .* make it a buffer, or change it between steps",
     ),
 }  # fmt: skip
 

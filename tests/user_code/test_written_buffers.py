@@ -1,5 +1,5 @@
-"""Buffers that the forward writes without reading rows are written once a step, under every plan:
-losses and buffers of three steps are one device's."""
+"""Buffers and weights that the forward writes without reading rows are written once a step, under
+every plan: losses, weights and buffers of three steps are one device's."""
 
 from __future__ import annotations
 
@@ -82,7 +82,19 @@ class Mixed(Counting):
         return self.last(hidden) * torch.clamp(self.n / 10, max=1.0)
 
 
+class Clamped(Counting):
+    """Writes its own weights before it reads them, in training."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.first.weight.data.clamp_(-0.1, 0.1)
+            with torch.no_grad():
+                self.last.weight.mul_(0.9)
+        return self.last(F.relu(self.first(x)))
+
+
 MODELS = {
+    "clamped weights": Clamped,
     "counter": Counting, "annealed": Annealed, "average": Averaging, "spectral norm": spectral,
     "beside statistics": Mixed,
 }  # fmt: skip
@@ -109,8 +121,7 @@ def of_one_device(name: str, steps: int = STEPS) -> tuple[list[float], dict[str,
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
-    saved = model.state_dict()
-    return losses, {name: b for name, b in model.named_buffers() if name in saved}
+    return losses, model.state_dict()
 
 
 def planned(name: str, ranks: int, plan: dict[str, Any]) -> Any:
@@ -136,9 +147,9 @@ def trained(name: str, ranks: int, plan: dict[str, Any]) -> tuple[list[float], d
 
 
 def check(name: str, losses: list[float], state: dict[str, Any]) -> None:
-    expected, buffers = of_one_device(name)
+    expected, tensors = of_one_device(name)
     assert losses == pytest.approx(expected, rel=1e-5)
-    for fqn, x in buffers.items():
+    for fqn, x in tensors.items():
         if fqn not in NOT_ONCE:
             torch.testing.assert_close(state[fqn], x, rtol=1e-4, atol=1e-5, msg=fqn)
 
@@ -152,6 +163,19 @@ def test_on_one_device_in_micro_batches(name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_on_two_ranks(name: str, plan: str) -> None:
     check(name, *on_ranks(2, trained, name, 2, PLANS[plan]))
+
+
+def test_steps_that_may_be_undone_write_no_weights() -> None:
+    with pytest.raises(
+        ValueError, match=r"post_validation=True: the forward writes weights \(.*py:"
+    ):
+        planned("clamped weights", 2, {**PLANS["pp2"], "post_validation": True})
+
+
+def test_an_evaluation_writes_no_weights() -> None:
+    result = planned("clamped weights", 1, {})
+    loss, model = float(result.eval_step(batch()).detach()), made("clamped weights").eval()
+    assert loss == pytest.approx(float(F.cross_entropy(model(batch()[0]), batch()[1])), rel=1e-6)
 
 
 class Following(Counting):

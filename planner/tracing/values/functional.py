@@ -196,6 +196,14 @@ class Slots:
             slot = self._views[slot].base
         return slot
 
+    def as_whole(self, slot: str) -> bool:
+        """Whether a slot is all the memory of its root, element by element."""
+        while view := self._views.get(slot):
+            if view.op.short not in ("detach", "alias"):
+                return False
+            slot = view.base
+        return True
+
     def read(self, slot: str) -> str:
         """The current value of a slot; a view is taken again if its memory was written to since."""
         writes = self._writes[self.root(slot)]
@@ -247,7 +255,9 @@ class Slots:
         elif short == "detach":
             raise TraceError(
                 f"at {origin} a tensor with a gradient is changed in place through .data or "
-                "detach(); change parameters between steps, and write other tensors out of place"
+                "detach(), which the forward may do to a parameter alone, element by element, by "
+                "plain numbers and before it reads it; change parameters between steps, and "
+                "write other tensors out of place"
             )
         else:
             raise TraceError(
