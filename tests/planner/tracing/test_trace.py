@@ -310,9 +310,9 @@ def _selecting(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y[y > 0].sum()
 
 
-def _decaying(self: Any, x: torch.Tensor) -> torch.Tensor:
+def _norming(self: Any, x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
-        self.l.weight.mul_(0.9)
+        self.l.weight.div_(self.l.weight.norm())
     return self.l(x).sum()
 
 
@@ -326,7 +326,7 @@ def _decaying(self: Any, x: torch.Tensor) -> torch.Tensor:
         ),
         (_selecting, 2, "masks"),
         (lambda self, x: self.l(x), None, "loss_fn="),
-        (_decaying, None, "between steps"),
+        (_norming, None, "between steps"),
         (lambda self, x: self.l(x).detach().sum(), None, "no trainable parameter"),
     ],
     ids=["branch", "conditional", "selection", "no scalar", "parameter", "no gradient"],
