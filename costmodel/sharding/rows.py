@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
-from meshwright.costmodel import rules, user_rules
+from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Graph, Op, Ref, argument
 from meshwright.costmodel.sharding.factors import FactorTable, has_rule
 from meshwright.profiles.inputs import MeshwrightError
@@ -254,6 +254,8 @@ class _Reader:
             return results if in_turn in rows else self._met(op)
         if not self.graph.updates.keys().isdisjoint(op.operands):
             return results  # statistics of a batch norm inside of a leaf
+        from meshwright.costmodel import user_rules  # which loads torch
+
         relations = user_rules.relations_of_rows(
             op,
             [self.graph.values[v] for v in op.operands],
