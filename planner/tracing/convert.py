@@ -507,7 +507,7 @@ class _Converter:
         elementwise = tagged(target, torch.Tag.pointwise) and not tagged(
             target, torch.Tag.nondeterministic_seeded
         )
-        views = {op.results[0] for op in self.builder.ops if op.short in ("detach", "alias")}
+        views = self.slots.whole_views(root)
         read = {v for op in self.builder.ops for v in op.operands if op.results[0] not in views}
         alone = len(node.all_input_nodes) == 1 and self.slots.read(slot) not in read
         if not (elementwise and alone and root not in read):

@@ -199,10 +199,15 @@ class Slots:
     def as_whole(self, slot: str) -> bool:
         """Whether a slot is all the memory of its root, element by element."""
         while view := self._views.get(slot):
-            if view.op.short not in ("detach", "alias"):
+            if not traits_of(view.op).stride_bound:  # detach, alias
                 return False
             slot = view.base
         return True
+
+    def whole_views(self, root: str) -> set[str]:
+        """The values of views that are all of a root's memory."""
+        views = (slot for slot in self._views if self.root(slot) == root and self.as_whole(slot))
+        return {self.held[slot] for slot in views}
 
     def read(self, slot: str) -> str:
         """The current value of a slot; a view is taken again if its memory was written to since."""
