@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -198,16 +198,11 @@ class Trial:
                 factor=name, kind="partial", what=f"a part does not run: {first_line(error)}"
             )
         for k, result in enumerate(self.whole.results):
-            if off := self.error([_total([run.results[k] for run in runs])], result):
+            if off := self._error([_total([run.results[k] for run in runs])], result):
                 return Fault(factor=name, kind="partial", what=f"result {k} {off}")
-        for i, gradient in enumerate(self.whole.gradients):
-            if gradient is None:
-                continue
-            parts_of = [run.gradients[i] for run in runs]
-            free = i in group or i in rule.pinned
-            if off := self.error(parts_of if free else [_total(parts_of)], gradient):
-                what = f"the gradient of operand {i} {off}"
-                return Fault(factor=name, kind="partial", what=what)
+        same = {*group, *rule.pinned}
+        for what in self.gradient_differences(runs, [None] * len(self.operands), same):
+            return Fault(factor=name, kind="partial", what=what)
         return None
 
     def _cut(
@@ -227,39 +222,46 @@ class Trial:
             elif summed:
                 total = _total(pieces)
                 pieces = [None if total is None else total * share]
-            if error := self.error(pieces, result):
+            if error := self._error(pieces, result):
                 yield f"result {k} {error}"
-        for i, (gradient, dims) in enumerate(zip(self.whole.gradients, rule.operands, strict=True)):
+        places = [rule.place(dims, factor) for dims in rule.operands]
+        yield from self.gradient_differences(runs, places, rule.pinned if summed else ())
+
+    def gradient_differences(
+        self, runs: Sequence[Run], places: Sequence[Place | None], same: Collection[int]
+    ) -> Iterator[str]:
+        """Gradients of operands that differ from the whole's: of those with a place the parts are
+        joined there, of those in `same` each is the whole, of others the parts are summed."""
+        for i, (gradient, place) in enumerate(zip(self.whole.gradients, places, strict=True)):
             if gradient is None:
                 continue
-            pieces = [run.gradients[i] for run in runs]
-            if place := rule.place(dims, factor):
+            pieces: Sequence[torch.Tensor | None] = [run.gradients[i] for run in runs]
+            if place:
                 pieces = [_joined(pieces, *place)]
-            elif not (summed and i in rule.pinned):
+            elif i not in same:
                 pieces = [_total(pieces)]
-            if error := self.error(pieces, gradient):
+            if error := self._error(pieces, gradient):
                 yield f"the gradient of operand {i} {error}"
 
     def relation(self, whole: torch.Tensor, pieces: Tensors) -> Relation:
         """A result beside those of parts of the rows."""
-        if not self.error(pieces, whole):
+        if not self._error(pieces, whole):
             return "constant"
-        cut = [
-            d for d in range(whole.dim()) if pieces[0].shape[d : d + 1] != whole.shape[d : d + 1]
-        ]
-        for dim in cut if pieces[0].dim() == whole.dim() else ():
-            size = pieces[0].shape[dim]
-            for before in (n for n in range(1, size + 1) if size % n == 0):
-                if not self.error([join_dim(pieces, dim, before)], whole):
+        part = pieces[0].shape
+        if len(part) != whole.dim():
+            return "met"
+        for dim in (d for d, size in enumerate(whole.shape) if size != part[d]):
+            for before in (n for n in range(1, part[dim] + 1) if part[dim] % n == 0):
+                if not self._error([join_dim(pieces, dim, before)], whole):
                     return dim, before
-        if any(x.shape != whole.shape for x in pieces):
+        if part != whole.shape:
             return "met"
         total = torch.stack([*pieces]).double().sum(0)
-        if not self.error([total], whole.double()):
+        if not self._error([total], whole.double()):
             return "sum"
-        return "met" if self.error([total / len(pieces)], whole.double()) else "mean"
+        return "met" if self._error([total / len(pieces)], whole.double()) else "mean"
 
-    def error(self, pieces: Sequence[torch.Tensor | None], full: torch.Tensor) -> str:
+    def _error(self, pieces: Sequence[torch.Tensor | None], full: torch.Tensor) -> str:
         """Largest difference of the joined pieces from the whole; empty where there is none."""
         for x in pieces:
             x = torch.zeros_like(full) if x is None else x
@@ -355,7 +357,6 @@ Relation = Place | Literal["sum", "mean", "constant", "met"]
 
 LARGEST_TRIAL = 2**22  # elements of all operands together
 MOST_PARTS = 7
-_RELATED = Memo[str, tuple[Relation, ...]]()  # calls of graphs, with the places of their rows
 
 
 def relations_of_rows(
@@ -371,19 +372,12 @@ def relations_of_rows(
     parts = next((n for n in range(2, MOST_PARTS + 1) if count % n == 0), 0)
     if not parts or sum(meta.numel for meta in operands) > LARGEST_TRIAL:
         return ()
-
-    def tried() -> tuple[Relation, ...]:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            for dtype in (torch.float64, torch.float32, None):
-                with contextlib.suppress(Exception):  # the operator's own: another may run
-                    return _relations(op, random_operands(operands, dtype), rows, parts)
-        return ()
-
-    if traits_of(op).leaf:
-        return tried()
-    call = map_refs((op.args, op.kwargs), lambda _: "")
-    return _RELATED.of(repr((op.target, call, operands, rows, count)), tried)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        for dtype in (torch.float64, torch.float32, None):
+            with contextlib.suppress(Exception):  # the operator's own: another may run
+                return _relations(op, random_operands(operands, dtype), rows, parts)
+    return ()
 
 
 def _relations(
@@ -402,18 +396,14 @@ def _relations(
     if not all(isinstance(relation, tuple) for relation in relations):
         return relations
     places = [relation for relation in relations if isinstance(relation, tuple)]
-    gradients = []
+    runs = []
     for k, of_part in enumerate(held):
         pairs = zip(trial.cotangents, places, strict=True)
         seeds = [cut_dim(g, *place, parts, k) for g, place in pairs]
-        gradients.append(perform(op, of_part, seeds, trial.needs).gradients)
-    for i, whole in enumerate(trial.whole.gradients):
-        if whole is None:
-            continue
-        of_parts = [of_part[i] for of_part in gradients]
-        joined = _joined(of_parts, *rows[i]) if i in rows else _total(of_parts)
-        if trial.error([joined], whole):
-            return tuple("met" for _ in relations)
+        runs.append(perform(op, of_part, seeds, trial.needs))
+    given = [rows.get(i) for i in range(len(operands))]
+    if any(trial.gradient_differences(runs, given, ())):
+        return tuple("met" for _ in relations)
     return relations
 
 

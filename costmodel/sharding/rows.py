@@ -24,7 +24,8 @@ from enum import Enum
 from typing import Any, Literal
 
 from meshwright.costmodel import rules
-from meshwright.costmodel.graph import Graph, Op, Ref, argument
+from meshwright.costmodel.graph import Graph, Op, Ref, argument, map_refs
+from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.sharding.factors import FactorTable, has_rule
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -147,6 +148,7 @@ class _Reader:
         self.meetings: list[Op] = []
         self.bits = FiniteBits(graph)
         self.finite: list[Op] = []  # that join rows in a bit of finite numbers
+        self.relations = Memo[str, tuple[Any, ...]]()  # of calls without a rule, by the call
         self.scaled = False  # a share meets a number, which may be made of the number of rows
 
     def read(self) -> None:
@@ -256,11 +258,12 @@ class _Reader:
             return results  # statistics of a batch norm inside of a leaf
         from meshwright.costmodel import user_rules  # which loads torch
 
-        relations = user_rules.relations_of_rows(
-            op,
-            [self.graph.values[v] for v in op.operands],
-            {i: (state.dim, state.before) for i, state in rows.items()},
-            self.rows,
+        operands = [self.graph.values[v] for v in op.operands]
+        places = {i: (state.dim, state.before) for i, state in rows.items()}
+        call = map_refs((op.args, op.kwargs), lambda _: "")
+        relations = self.relations.of(
+            repr((op.target, call, operands, places)),
+            lambda: user_rules.relations_of_rows(op, operands, places, self.rows),
         )
         if not relations:
             return results

@@ -475,7 +475,8 @@ class _Converter:
         origin = _origin(node)
         slot: str = environment.value(written)
         before = self.slots.read(slot)
-        if self._is_weight_write(node, slot):
+        if weight_write := self._weight_write(node, slot):
+            self.weight_writes.append(weight_write)
             return slot
         hidden = not environment.grad and self.builder.values[before].requires_grad
         if hidden and self.slots.root(slot) not in self.state.parameters:  # refused at the end
@@ -498,37 +499,33 @@ class _Converter:
         self.slots.write(slot, value, origin)
         return slot
 
-    def _is_weight_write(self, node: fx.Node, slot: str) -> bool:
-        """Whether a call changes a parameter, element by element and by plain numbers, before
-        anything reads it: it is then one of the graph's `weight_writes`."""
+    def _weight_write(self, node: fx.Node, slot: str) -> Op | None:
+        """The operator of a call that changes a parameter element by element, by plain numbers and
+        before anything reads it; None for another call. Raises `Irregular` in a similar layer."""
         root, target = self.slots.root(slot), str(node.target)
         if root not in self.state.parameters or not self.slots.as_whole(slot):
-            return False
-        elementwise = tagged(target, torch.Tag.pointwise) and not tagged(
-            target, torch.Tag.nondeterministic_seeded
-        )
+            return None
+        random = tagged(target, torch.Tag.nondeterministic_seeded)
+        alone = "out" not in node.kwargs and len(node.all_input_nodes) == 1
+        if random or not alone or not tagged(target, torch.Tag.pointwise):
+            return None
         views = self.slots.whole_views(root)
         read = {v for op in self.builder.ops for v in op.operands if op.results[0] not in views}
-        alone = len(node.all_input_nodes) == 1 and self.slots.read(slot) not in read
-        if not (elementwise and alone and root not in read):
-            return False
+        if not read.isdisjoint({root, *views}):
+            return None
         if self.copies.open is not None:
             raise Irregular("a layer writes its parameters")
         origin = _origin(node)
-        _, *numbers = node.args
-        self.weight_writes.append(
-            Op(
-                name=node.name,
-                target=target,
-                args=(Ref(root), *thawed(tuple(numbers))),
-                kwargs=dict(node.kwargs),
-                results=(),
-                key=f"{origin.module}:{node.name}",
-                module=origin.module,
-                source=origin.source,
-            )
+        return Op(
+            name=node.name,
+            target=target,
+            args=(Ref(root), *thawed(tuple(node.args[1:]))),
+            kwargs=dict(node.kwargs),
+            results=(),
+            key=f"{origin.module}:{node.name}",
+            module=origin.module,
+            source=origin.source,
         )
-        return True
 
     def _first(self, node: fx.Node, environment: _Environment) -> tuple[str, torch.Tensor | None]:
         """The slot and the fake tensor of a call's first argument; None where it is no tensor."""

@@ -119,6 +119,12 @@ def decays_data(self: Any, x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
+def decays_data_after_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
+    before = self.l.weight.detach().square().sum()
+    self.l.weight.data.mul_(0.9)
+    return self.l(x).sum() * before
+
+
 def assigns_data(self: Any, x: torch.Tensor) -> torch.Tensor:
     y = self.l(x)
     self.l.weight.data = self.l.weight * 0.9
@@ -181,6 +187,9 @@ REFUSED: dict[str, tuple[Forward, Callable[[nn.Module], object] | None, int, str
     ),
     "parameter rebound": (rebinds, None, 2, "replaces 'model.l.weight'.*between steps"),
     "data edited": (decays_data, None, 2, r"in place through .data.*between steps"),
+    "data edited after a view": (
+        decays_data_after_a_view, None, 2, r"in place through .data.*between steps"
+    ),
     "data assigned": (assigns_data, None, 2, "assigns .data"),
     "numpy mask": (draws_numpy, None, 2, "numpy.random.rand.*one outcome.*torch.rand"),
     "python number": (draws_python, None, 1, "random.random.*one outcome"),
