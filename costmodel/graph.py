@@ -131,6 +131,8 @@ class Graph:
     attributes of modules that the forward read, as (FQN, attribute): their values are part of the
     graph. `outputs` are what the model returns, where it is known. `weight_writes` are in-place
     operators, each on one parameter and plain numbers, that run before a step's first forward.
+    `known` are values that follow from inputs alone, with what they were when traced: the course of
+    the forward depends on them.
     """
 
     values: Mapping[str, TensorMeta]
@@ -151,6 +153,7 @@ class Graph:
     reads: tuple[tuple[str, str], ...] = ()
     outputs: Outputs | None = None
     weight_writes: tuple[Op, ...] = ()
+    known: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def behind(self, values: Iterable[str]) -> set[str]:
         """These values, and all that they are made of."""
@@ -261,6 +264,8 @@ def verify_graph(graph: Graph) -> None:
     for buffer, update in graph.updates.items():
         _check(buffer in graph.buffers, f"update of {buffer}, which is no buffer")
         _check(update in defined, f"update {update} of {buffer} is not defined")
+    raw = {*graph.inputs, *(r for op in graph.derived for r in op.results)}
+    _check(graph.known.keys() <= raw, "a known value does not follow from inputs")
     chained = graph.aliases.keys() & set(graph.aliases.values())
     _check(not chained, f"aliases of aliases: {sorted(chained)}")
     if graph.blocks:

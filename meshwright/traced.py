@@ -59,6 +59,7 @@ class TracedModel:
         # at least two rows: a batch of one would look like no batch at all
         self._modes = [(m, m.training) for m in model.modules()]
         self.graph, self.factors = self._traced(max(2, batch_rows(example)), like=like)
+        self._at: dict[int, tuple[Graph, sharding.FactorTable]] = {}  # traces at other rows
         self.phases_s = {"trace": time.process_time() - started}
         self.use = sharding.row_use(self.graph, self.factors)
         self.attributes = Attributes(model, loss_fn, self.graph)
@@ -81,16 +82,11 @@ class TracedModel:
 
     @cached_property
     def run_use(self) -> sharding.RowUse:
-        """Use of rows by a step: as `use`, but smaller batches are not filled up where the loss has
-        their number of rows in it, as its trace at other rows tells."""
+        """Use of rows by a step: as `use`, but smaller batches are not filled up where the number
+        of rows is in it, as its trace at other rows tells."""
         use = self.use
-        if not use.filling or not use.numbers:
-            return use
-        try:
-            same = sharding.same_numbers(self.graph, self.at(2 * self.graph.batch_size)[0])
-        except ValueError:  # it can't be traced there
-            same = False
-        return use if same else replace(use, filling=None)
+        counted = use.filling and self._counts_rows(2 * self.graph.batch_size)
+        return replace(use, filling=None) if counted else use
 
     @cached_property
     def why_not_evaluated(self) -> str:
@@ -121,15 +117,31 @@ class TracedModel:
         """The graph and the factors of its tensors' dims at so many rows, cut into blocks alike."""
         if rows == self.graph.batch_size:
             return self.graph, self.factors
-        return self._traced(rows, like=self.graph)
+        if rows not in self._at:
+            self._at[rows] = self._traced(rows, like=self.graph)
+        return self._at[rows]
 
     def in_microbatches(self, rows: int, batch: int) -> tuple[Graph, sharding.FactorTable]:
         """The graph and factors at so many rows, a micro-batch of a batch, whose loss is its share
         of the batch's. Raises ValueError where that can't be told."""
         graph, factors = self.at(rows)
-        if rows < batch and self.use.numbers:
+        if rows == batch or self.use.meetings:  # which are in each micro-batch by itself
+            return graph, factors
+        other = batch if rows == self.graph.batch_size else rows
+        if self.use.numbers or self._counts_rows(other):
             graph = sharding.with_numbers_of(graph, self.at(batch)[0])
         return graph, factors
+
+    def _counts_rows(self, other: int) -> bool:
+        """Whether a plain number is made of the number of rows, as the trace at another one tells.
+        Where it can't be traced there, only of a loss with numbers it is taken to be."""
+        try:
+            graph = self.at(other)[0]
+        except ValueError:
+            return self.use.numbers
+        if self.use.numbers:
+            return not sharding.same_numbers(self.graph, graph)
+        return sharding.other_numbers(self.graph, graph)
 
     @seldom_collected()
     def _traced(self, rows: int, *, like: Graph | None) -> tuple[Graph, sharding.FactorTable]:

@@ -116,6 +116,7 @@ def row_use(graph: Graph, table: FactorTable) -> RowUse:
         tuple(Meeting(key=op.key, target=op.target, source=op.source) for op in living(ops))
         for ops in (reader.meetings, reader.finite)
     )
+    meetings += tuple(_courses(graph))
     if meetings:  # its micro-batches are trained each by itself, if at all
         return RowUse(meetings=meetings)
     sums = frozenset(op.key for op in living(reader.sums))
@@ -131,6 +132,18 @@ def row_use(graph: Graph, table: FactorTable) -> RowUse:
         numbers=bool(sums or totals or reader.scaled),
         filling=filling,
     )
+
+
+def _courses(graph: Graph) -> Iterator[Meeting]:
+    """Values of rows that decide the course of the forward: it may be another in each part."""
+    makers = {v: op for op in graph.derived for v in op.results}
+    for value in graph.known:
+        if graph.behind({value}).isdisjoint(graph.batched):
+            continue
+        if (op := makers.get(value)) is None:
+            yield Meeting(key=graph.inputs[value], target="the forward's course", source="")
+        else:
+            yield Meeting(key=op.key, target=op.target, source=op.source)
 
 
 class _Reader:
@@ -445,10 +458,17 @@ def same_numbers(graph: Graph, other: Graph) -> bool:
     return _plain(graph) == _plain(other)
 
 
-def _plain(graph: Graph) -> list[object]:
+def other_numbers(graph: Graph, other: Graph) -> bool:
+    """Whether their operators are the same, and their plain numbers others."""
+    (ours, numbers), (theirs, others) = _plain(graph), _plain(other)
+    return ours == theirs and numbers != others
+
+
+def _plain(graph: Graph) -> tuple[list[str], list[object]]:
+    """The operators with plain numbers, and the numbers, first those of constants."""
     ops = [op for op in (*graph.derived, *graph.ops) if _has_numbers(op)]
     single = [x.item() for x in graph.constants.values() if x.numel() == 1]
-    return [*single, *((op.target, [a for a in op.args if is_number(a)]) for op in ops)]
+    return [op.target for op in ops], [*single, *([*_numbers(op)] for op in ops)]
 
 
 def _has_numbers(op: Op) -> bool:

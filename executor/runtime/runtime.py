@@ -126,8 +126,8 @@ class Runtime(RankState):
             parameters = [*(p for p in shared if first[p.fqn] == k), *stage.parameters]
             self.gathers[k] = gather = WeightGather(parameters, place, stage.reader)
             stage.program.ready, stage.program.away = gather.wait, gather.away
-        self.other_steps: dict[BatchShape, Step] = {}
-        self.kept_steps: dict[tuple[BatchShape, frozenset[str]], Step] = {}
+        self.other_steps: list[Step] = []
+        self.kept_steps: dict[tuple[object, frozenset[str]], Step] = {}
         self.at_shape = at_shape
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
         self.pipeline = options.pipeline
@@ -284,7 +284,7 @@ class Runtime(RankState):
         known = {p: tensors[name] for name, p in self.graph.inputs.items() if name in tensors}
         check(known, rows_in_all=shape.rows)
         try:
-            step = self._step_at(shape, batch)
+            step = self._step_at(shape, batch, inputs)
         except ValueError as error:
             raise batches.unlike(inputs, str(error)) from error
         for k, stage in self.stages.items():
@@ -306,26 +306,26 @@ class Runtime(RankState):
             )
         return self.planned.batches.checked(batch)
 
-    def _step_at(self, shape: BatchShape, batch: Any) -> Step:
-        """The step for batches of a shape, lowered for the first of them. Collective then."""
-        if shape == self.planned.batches.planned:
-            return self.planned
-        if shape not in self.other_steps:
-            if self.at_shape is None:
-                raise StateError("plan for this batch", place="batch", way_out="plan for it")
-            with ranks.progress.lowering(), self.user.as_passed():
-                checked = self.at_shape(shape, batch)
-            lowering = self.builder.at(checked)
-            stages = {k: lowering.stage(k) for k in self.stages}
-            self._check_same_tensors(checked.graph, stages)
-            while len(self.other_steps) >= KEPT_SHAPES:
-                del self.other_steps[next(iter(self.other_steps))]
-            self.other_steps[shape] = Step.of(checked, self.place, stages)
-        return self.other_steps[shape]
+    def _step_at(self, shape: BatchShape, batch: Any, inputs: Given) -> Step:
+        """The step for a batch, lowered for the first of its shape and course. Collective then."""
+        for step in (self.planned, *self.other_steps):
+            if step.batches.planned == shape and step.batches.serve(inputs):
+                return step
+        if self.at_shape is None:
+            raise StateError("plan for this batch", place="batch", way_out="plan for it")
+        with ranks.progress.lowering(), self.user.as_passed():
+            checked = self.at_shape(shape, batch)
+        lowering = self.builder.at(checked)
+        stages = {k: lowering.stage(k) for k in self.stages}
+        self._check_same_tensors(checked.graph, stages)
+        step = Step.of(checked, self.place, stages)
+        step.batches.check_served(inputs)
+        self.other_steps = [*self.other_steps[1 - KEPT_SHAPES :], step]
+        return step
 
     def _keeping(self, step: Step, values: frozenset[str]) -> Step:
         """The step, lowered once more so that it hands these values on."""
-        key = step.batches.planned, values
+        key = step.batches, values
         if key not in self.kept_steps:
             lowering = self.builder.at(step.checked, values)
             stages = {k: lowering.stage(k) for k in self.stages}

@@ -128,7 +128,7 @@ class OtherShapes:
         `InfeasibleError` where it would not fit the memory. Collective."""
         plan, traced = plan_of_rows(self.plan, shape.rows), self.traced
         planned = BatchShape.of(traced.graph, shape.rows, traced.graph.values)
-        if shape != planned:  # a batch of as many rows as the example
+        if shape != planned or traced.graph.known:  # a batch of as many rows as the example
             rows = torch.arange(batch_rows(traced.example))
             named, spec = input_leaves(batch)
             leaves = [x[rows % len(x)] if path in traced.batched else x for path, x in named]
@@ -136,11 +136,11 @@ class OtherShapes:
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
         if fingerprint(graph) != plan.model:
             raise MeshwrightError(
-                "at this shape the forward runs other operators (a branch on sizes, or a loop "
+                "for it the forward runs other operators (a branch on sizes or values, or a loop "
                 "over them), of which the plan says nothing",
                 place="batch",
-                legal="shapes at which it runs those planned",
-                way_out="pad to the planned shape",
+                legal="shapes and values with which it runs those planned",
+                way_out="pad to the planned shape, or plan for this batch",
             )
         pairs = zip(shape.sizes, planned.sizes, strict=False)
         if any(size > other for sizes in pairs for size, other in zip(*sizes, strict=True)):

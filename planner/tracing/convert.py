@@ -114,6 +114,7 @@ class _Converter:
     def graph(self, environment: _Environment, notes: tuple[str, ...]) -> Graph:
         self._placeholders(environment)
         loss, returned = self._results(self._run(self.program.graph_module, environment))
+        known = self._known(returned)
         self.copies.check()
         state = self.state
         updates = {b: self.slots.read(b) for b in state.buffers if self.slots.read(b) != b}
@@ -127,7 +128,7 @@ class _Converter:
         self._check_constants()
         values = self.builder.values
         raw = {*self.inputs, *state.buffers, *state.constants}
-        derived, ops = split_derived(self.builder.ops, {loss, *updates.values()}, raw)
+        derived, ops = split_derived(self.builder.ops, {loss, *updates.values(), *known}, raw)
         if not values[loss].requires_grad:
             raise TraceError(
                 "the loss depends on no trainable parameter: all are frozen, or the loss is "
@@ -135,6 +136,7 @@ class _Converter:
             )
         used = {n for op in (*derived, *ops) for n in (*op.operands, *op.results)}
         used |= {loss, *self.inputs, *updates}
+        known = {value: of_value for value, of_value in known.items() if value in used}
         results = {r for op in ops for r in op.results} - set(updates.values())
         return Graph(
             values=_only(values, used),
@@ -151,10 +153,19 @@ class _Converter:
             aliases={k: v for k, v in state.aliases.items() if k != v},
             notes=notes,
             fixed=self.module.batch.fixed,
+            known=known,
             reads=self._reads(),
             outputs=self._outputs(loss, returned, results),
             weight_writes=tuple(w for w in self.weight_writes if w.operands[0] in used),
         )
+
+    def _known(self, returned: list[Any]) -> dict[str, torch.Tensor]:
+        """The values that were asked for, taken off what the program returns."""
+        values = self.module.known
+        first = len(returned) - len(values)
+        slots = returned[first:]
+        del returned[first:]
+        return {self.slots.read(slot): x for slot, x in zip(slots, values, strict=True)}
 
     def _check_constants(self) -> None:
         """Raise `KeptTensors` for a tensor attribute that the forward writes in place, and

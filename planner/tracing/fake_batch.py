@@ -11,11 +11,12 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from meshwright.planner.batch import batch_rows, input_leaves, is_number, split_batch
 from meshwright.planner.errors import TraceError
+from meshwright.planner.tracing.known import KnownValues
 from meshwright.profiles.inputs import MeshwrightError
 
 
@@ -26,7 +27,8 @@ class FakeBatch:
     `leaves` and `spec` are its pytree, numbers that are carried being 0-dim tensors; `inputs` has
     the path of each tensor among the leaves and whether dim 0 is the batch, `numbers` the kind of
     numbers by path, `fixed` the other entries by path. `asked` collects the numbers whose value was
-    needed. `scale` is `rows` over the rows of the user's sample.
+    needed. `scale` is `rows` over the rows of the user's sample. `known` follows what the values of
+    the sample decide, where a trace is to have them.
     """
 
     mode: FakeTensorMode
@@ -38,22 +40,31 @@ class FakeBatch:
     numbers: dict[str, type] = field(default_factory=dict)
     fixed: dict[str, Any] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
+    known: KnownValues | None = None
 
     @staticmethod
     def of(
-        example_inputs: Any, dtype: torch.dtype, batch_size: int | None, fix: Collection[str] = ()
+        example_inputs: Any,
+        dtype: torch.dtype,
+        batch_size: int | None,
+        fix: Collection[str] = (),
+        *,
+        with_values: bool = False,
     ) -> FakeBatch:
         """The user's sample with `batch_size` rows (None: its own). Its floating tensors are in
         float32, which no compute `dtype` rounds, or in `dtype` where they are in half precision;
-        numbers are carried as inputs but for those at the paths `fix`. Raises ValueError for no
-        tensor with a batch dim, a numpy array, or less than one row."""
+        numbers are carried as inputs but for those at the paths `fix`. `with_values` its values are
+        known, of more rows than it has by repeating them. Raises ValueError for no tensor with a
+        batch dim, a numpy array, or less than one row."""
         sample_rows = batch_rows(example_inputs)
         rows = sample_rows if batch_size is None else batch_size
         if rows < 1:
             raise MeshwrightError.refused("batch_size", batch_size, legal="an integer from 1")
         named, spec = input_leaves(example_inputs)
         scale = rows / sample_rows
-        batch = FakeBatch(mode=FakeTensorMode(), spec=spec, rows=rows, scale=scale)
+        values: list[torch.Tensor | None] = []
+        known = KnownValues(values) if with_values else None
+        batch = FakeBatch(mode=FakeTensorMode(), spec=spec, rows=rows, scale=scale, known=known)
         for path, leaf in named:
             if isinstance(leaf, np.ndarray):
                 raise MeshwrightError(
@@ -67,15 +78,21 @@ class FakeBatch:
                     kind = batch.numbers[path] = float if isinstance(leaf, float) else int
                     batch.inputs.append((path, False))
                     batch.leaves.append(torch.zeros((), dtype=DTYPES[kind]))
+                    values.append(None)
                 elif isinstance(leaf, torch.Tensor):
                     batched = leaf.dim() > 0 and leaf.shape[0] == sample_rows
                     shape = (rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
                     traced_dtype = _traced_dtype(leaf.dtype, dtype)
                     batch.inputs.append((path, batched))
                     batch.leaves.append(torch.empty(shape, dtype=traced_dtype))
+                    values.append(leaf)
                 else:
                     batch.fixed[path] = leaf
                     batch.leaves.append(leaf)
+        if with_values:
+            places = torch.arange(rows) % sample_rows
+            for k, (_, batched) in enumerate(batch.inputs):
+                values[k] = _sample_values(values[k], places if batched else None, batch.tensors[k])
         return batch
 
     @property
@@ -91,6 +108,17 @@ class FakeBatch:
         )
         leaves = [next(inputs) if isinstance(x, torch.Tensor) else x for x in self.leaves]
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def _sample_values(
+    leaf: torch.Tensor | None, rows: torch.Tensor | None, traced: torch.Tensor
+) -> torch.Tensor | None:
+    """These rows of a tensor of the sample (None: all of it), like the traced one; None without
+    values."""
+    if leaf is None or leaf.is_meta or isinstance(leaf, FakeTensor):
+        return None
+    values = leaf.detach().to("cpu", traced.dtype)
+    return values if rows is None else values[rows]
 
 
 def _traced_dtype(dtype: torch.dtype, compute: torch.dtype) -> torch.dtype:

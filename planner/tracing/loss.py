@@ -48,8 +48,8 @@ class LossModule(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The loss of one forward, then the tensors among the leaves of the model's output, as
-        `returned` says. Attributes that it changes are noted by `watch`, and put back. Raises
-        TraceError for no loss."""
+        `returned` says, then those whose values were asked for. Attributes that it changes are
+        noted by `watch`, and put back. Raises TraceError for no loss."""
         before = Held(self.watch.holders)
         loss, output = self.once(*tensors)
         after = Held(self.watch.holders)
@@ -62,12 +62,19 @@ class LossModule(nn.Module):
         self.watch.changed = before.changed(after)
         before.restore()
         self._last.returned, outputs = Returned.of(output, loss)
-        return loss, *outputs
+        asked = list(self.batch.known.asked.values()) if self.batch.known else []
+        self._last.known = [value for _, value in asked]
+        return loss, *outputs, *(tensor for tensor, _ in asked)
 
     @property
     def returned(self) -> Returned:
         """The output of the last forward."""
         return self._last.returned
+
+    @property
+    def known(self) -> list[torch.Tensor]:
+        """The values that the last forward asked for, of its last results."""
+        return self._last.known
 
     def attribute_of(self, tensor: torch.Tensor) -> Key | None:
         """The attribute of a module that holds a tensor, or one of its memory; None without."""
@@ -81,6 +88,8 @@ class LossModule(nn.Module):
         """The loss and the model's output of one forward, from the attributes that the last one
         left."""
         args, kwargs, targets = split_batch(self.batch.filled(tensors), self.loss_fn)
+        if self.batch.known is not None:
+            self.batch.known.begin(tensors)
         before = Held(self.watch.holders) if self._read_of_model else None
         drawn = nullcontext() if self.leaf_recorder.classes else generators_untouched()
         with self.leaf_recorder.recording(), self.watch.recording(), drawn:
@@ -162,6 +171,7 @@ class _Last:
     """The last forward's output: an export resets a module's attributes, but not this object's."""
 
     returned: Returned
+    known: list[torch.Tensor]
 
 
 @contextmanager

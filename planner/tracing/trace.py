@@ -54,6 +54,10 @@ DTYPES = {
     **dict.fromkeys(FP8, torch.bfloat16),
 }
 SYMBOLIC = "traced by torch.fx.symbolic_trace, not torch.export alone"
+COURSE = (
+    "the forward's course depends on values of the batch (sizes in a tensor, flags): a batch with "
+    "other values is traced for itself"
+)
 
 
 @seldom_collected()
@@ -89,16 +93,19 @@ def trace(
     before = user_module.Outside(model, loss_fn).values()
     fix: frozenset[str] = frozenset()  # numbers that can't be carried
     carried: frozenset[user_module.Key] = frozenset()
+    first: TraceError | None = None  # of a trace that knows no values
     while True:
-        batch = FakeBatch.of(example_inputs, dtype, batch_size, fix)
+        batch = FakeBatch.of(example_inputs, dtype, batch_size, fix, with_values=first is not None)
         tracer = _Tracer(model=model, loss_fn=loss_fn, dtype=dtype, batch=batch, carried=carried)
         try:
             graph = tracer.with_leaves(repeats)
         except KeptTensors as error:
             carried |= error.attributes
-        except TraceError:
+        except TraceError as error:
+            if not batch.numbers and first is not None:
+                raise first from first.__cause__
             if not batch.numbers:
-                raise
+                first = error
             fix |= batch.asked or batch.numbers.keys()
         else:
             if not batch.asked:
@@ -175,7 +182,7 @@ class _Tracer:
             module,
             loss_fn=self.loss_fn,
             autocast=self.dtype != torch.float32,
-            notes=(*notes, *module.leaf_recorder.notes()),
+            notes=(*notes, *module.leaf_recorder.notes(), *((COURSE,) if module.known else ())),
         )
         check_backwards(graph)
         return graph
@@ -250,6 +257,7 @@ class _Tracer:
             # arguments are validated only where asked to: a trace has no values
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
             context.DataAccess(),
+            self.batch.known or nullcontext(),
             torch.autocast("cpu", dtype=self.dtype) if half else nullcontext(),
         ):
             yield

@@ -41,6 +41,7 @@ FEWER = (
 )  # fmt: skip
 # whose labels could, but whose loss is divided by the number of rows
 BY_ROWS = [f"cross-entropy by {what}" for what in ("rows", "a tensor of rows", "a root of rows")]
+BY_ROWS += ["rows by how many they are", "cross-entropy of rows by how many they are"]
 WHOLE = ("mean", "sum", "mean of row sums", *BY_ROWS)  # in which every row counts
 FIXED = ("row by row", "row by number")  # a loop over rows is another program for each number
 NAMES = [n for n in (*EXACT, "sum and count", "number of items") if n not in FIXED]
@@ -156,7 +157,8 @@ OTHERS = "one loss of each kind is run; costmodel/sharding tells of each by what
 # how a sum is divided: by elements, rows, a count, a weight; an input and none are run on ranks
 WAYS = {
     ("class weights", 2), ("cross-entropy by a tensor of rows", 2), ("masked mean, at least 1", 8),
-    ("by weights of the batch", 2), ("per position", 2), ("clamped where some overflows", 2),
+    ("cross-entropy of rows by how many they are", 2), ("by weights of the batch", 2),
+    ("per position", 2), ("clamped where some overflows", 2),
 }  # fmt: skip
 
 
@@ -180,7 +182,7 @@ RUNS += [(name, layout) for name in MEET for layout in TOGETHER]
 FIRST = {
     ("mean", "dp2"), ("cross-entropy", "dp2 × 2"), ("by the batch's rows", "dp2 × 2"),
     ("masked mean", "pp2 × 4"), ("number of items", "tp2 × 4"), ("per position", "dp2"),
-    ("sum and count", "pp2 × 4"), ("infonce", "dp2"),
+    ("rows by how many they are", "dp2 × 2"), ("sum and count", "pp2 × 4"), ("infonce", "dp2"),
 }  # fmt: skip
 
 

@@ -1,0 +1,350 @@
+"""Values that the sample batch decides: forwards that ask for them are traced, and noted."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional
+
+from meshwright import Cluster, Overrides, auto_parallelize
+from meshwright.executor.errors import BatchError
+from meshwright.planner.errors import TraceError
+from meshwright.planner.tracing import trace
+from tests.helpers.ranks import on_ranks
+from tests.helpers.tiers import second_tier, tiered
+
+SIZES = torch.tensor([3, 1, 4])  # of the parts of eight tokens
+FLAGS = torch.tensor([True, True, False, True])
+
+
+def split(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    """Attention-like: each part of the tokens by itself."""
+    parts = torch.split(x, sizes.tolist(), dim=1)
+    return torch.cat([part - part.mean(1, keepdim=True) for part in parts], 1)
+
+
+def branches(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return x * 2 if flags.all() else x * (sizes.max().item() + 1)
+
+
+def selects(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return x[flags]
+
+
+def selects_all(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    some = sizes > 0
+    some |= sizes == 0
+    return x[:, some.repeat(3)[:8]]
+
+
+def selects_and_more(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return x[flags, sizes[1]]
+
+
+def selects_by_one_flag(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return x[flags[0]][:, :, sizes[0]]
+
+
+def counts(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return x.sum(1)[flags.nonzero()[:, 0]] * torch.unique(sizes).numel()
+
+
+def repeats(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return torch.repeat_interleave(x[:, :3], sizes, dim=1) * x
+
+
+def joins(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    ends = torch.tensor([sizes[:k].sum() for k in range(4)])
+    return torch.cat([x[:, a:b].cumsum(1) for a, b in pairwise(ends)], 1)
+
+
+def writes(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    kept = torch.zeros(8, dtype=torch.bool)
+    kept[: int(sizes[2])] = True
+    return x[:, kept]
+
+
+KINDS = [
+    split, branches, selects, selects_all, selects_and_more, selects_by_one_flag, counts, repeats,
+    joins, writes,
+]  # fmt: skip
+
+
+class Model(nn.Module):
+    def __init__(self, way: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.way = way
+
+    def forward(self, x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        return self.last(self.way(self.first(x).tanh(), sizes, flags)).square().mean()
+
+
+def batch_of(sizes: torch.Tensor = SIZES, flags: torch.Tensor = FLAGS) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(4, 8, 6), "sizes": sizes, "flags": flags}
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+def planned(model: nn.Module, batch: Any, ranks: int = 1, **overrides: Any) -> Any:
+    return auto_parallelize(
+        model,
+        Cluster.local(ranks, measure=False),
+        example_inputs=batch,
+        global_batch_size=4,
+        overrides=Overrides(**overrides),
+    )
+
+
+def check_step(result: Any, model: nn.Module, alone: nn.Module, batch: Any) -> None:
+    """A step gives the loss and the gradients of the model alone."""
+    model.zero_grad()
+    alone.zero_grad()
+    loss = alone(**batch)
+    loss.backward()
+    torch.testing.assert_close(result.train_step(batch), loss)
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("way", KINDS, ids=lambda way: way.__name__)
+def test_a_step_takes_the_course_of_its_batch(way: Callable[..., torch.Tensor]) -> None:
+    model, batch = Model(way), batch_of()
+    alone = copy.deepcopy(model)
+    result = planned(model, batch)
+    check_step(result, model, alone, batch)
+    check_step(result, model, alone, batch_of())  # of the same course
+    assert not result.runtime.other_steps
+
+
+def test_a_batch_of_another_course_is_traced_for_itself_once() -> None:
+    model, batch = Model(split), batch_of()
+    alone = copy.deepcopy(model)
+    result = planned(model, batch)
+    assert any("course depends on values" in note for note in result.report.notes)
+    for sizes in (SIZES.flip(0), SIZES, SIZES.flip(0), torch.tensor([2, 2, 4])):
+        check_step(result, model, alone, batch_of(sizes))
+    assert len(result.runtime.other_steps) == 2
+
+
+def test_a_course_of_other_operators_is_refused() -> None:
+    result = planned(Model(split), batch_of())
+    with pytest.raises(BatchError, match=r"runs other operators .*values"):
+        result.train_step(batch_of(torch.tensor([4, 4])))
+
+
+def test_values_of_rows_that_decide_the_course_stand_against_micro_batches() -> None:
+    model, batch = Model(selects), batch_of()
+    alone = copy.deepcopy(model)
+    with pytest.raises(ValueError, match="rows of the batch meet in"):
+        planned(model, batch, num_microbatches=2)
+    free = planned(model, batch)
+    assert free.plan.num_microbatches == 1
+    check_step(free, model, alone, batch_of(flags=FLAGS.flip(0)))
+
+
+def test_micro_batches_of_different_courses_are_refused() -> None:
+    """With consent to rows that meet, as each is a batch by itself."""
+    options = {
+        "cluster": Cluster.local(1, measure=False),
+        "global_batch_size": 4,
+        "overrides": Overrides(num_microbatches=2),
+        "rows_meet": "per_microbatch",
+    }
+    alike, other = FLAGS[[0, 2, 0, 2]], FLAGS[[0, 2, 2, 0]]
+    result = auto_parallelize(Model(selects), example_inputs=batch_of(flags=alike), **options)
+    result.train_step(batch_of(flags=alike))
+    with pytest.raises(BatchError, match=r"(?s)micro-batches have different values.*num_microbat"):
+        result.train_step(batch_of(flags=other))
+
+
+# --- on ranks -------------------------------------------------------------------------------------
+
+
+LAYOUTS: Mapping[str, Mapping[str, Any]] = {
+    "dp2": {"dp": 2},
+    "zero3": {"dp": 2, "zero": 3},
+    "tp2": {"tp": 2},
+    "pp2": {"pp": 2, "schedule": "1f1b"},
+    "pp2 zb": {"pp": 2, "schedule": "zb_h1"},
+}
+OTHERS = "a course is followed before anything is cut; one layout of each axis stays"
+
+
+def steps_on_ranks(
+    make: Callable[[], nn.Module], batches: Sequence[Any], overrides: Mapping[str, Any]
+) -> list[Any]:
+    """Loss and gradients of a step on each batch, on two ranks."""
+    torch.manual_seed(0)
+    model = make()
+    result, found = planned(model, batches[0], 2, **overrides), []
+    for batch in batches:
+        model.zero_grad()
+        found.append((float(result.train_step(batch)), result.runtime.full_gradients()))
+    return found
+
+
+def check_on_ranks(
+    make: Callable[[], nn.Module], batches: Sequence[Any], overrides: Mapping[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    alone = make()
+    found = on_ranks(2, steps_on_ranks, make, batches, overrides)
+    for batch, (loss, gradients) in zip(batches, found, strict=True):
+        alone.zero_grad()
+        expected = alone(**batch)
+        expected = getattr(expected, "loss", expected)
+        expected.backward()
+        assert loss == pytest.approx(float(expected), rel=1e-5)
+        for name, p in alone.named_parameters():
+            if p.grad is not None:
+                torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "layout", tiered(LAYOUTS, lambda name: name in ("dp2", "tp2", "pp2"), OTHERS)
+)
+@pytest.mark.parametrize("way", [split, selects], ids=lambda way: way.__name__)
+def test_ranks_take_one_course(way: Callable[..., torch.Tensor], layout: str) -> None:
+    other = batch_of(SIZES.flip(0), FLAGS.flip(0))
+    check_on_ranks(partial(Model, way), [batch_of(), other, batch_of()], LAYOUTS[layout])
+
+
+def local_batch() -> str:
+    torch.manual_seed(0)
+    batch = batch_of()
+    result = planned(Model(split), batch, 2, dp=2)
+    with pytest.raises(BatchError) as refused:
+        result.train_step({"x": batch["x"][:2], "sizes": SIZES, "flags": FLAGS[:2]}, local=True)
+    return str(refused.value)
+
+
+def test_a_course_needs_the_global_batch() -> None:
+    assert "give every rank the global batch" in on_ranks(2, local_batch)
+
+
+# --- models that people have ----------------------------------------------------------------------
+
+
+def smol_vlm() -> nn.Module:
+    """Images that are padding are left out, by flags of their pixels."""
+    text = {"model_type": "llama", "vocab_size": 128, **SMALL_TEXT, "pad_token_id": 0}
+    vision = {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+    }  # fmt: skip
+    config = transformers.SmolVLMConfig(
+        text_config=text, vision_config=vision, image_token_id=120, scale_factor=2, pad_token_id=0
+    )
+    return transformers.SmolVLMForConditionalGeneration(config)
+
+
+def qwen2_vl() -> nn.Module:
+    """Patches of all images in one sequence, split by the sizes of the images."""
+    sections = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    vision = {
+        "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+    }  # fmt: skip
+    config = transformers.Qwen2VLConfig(
+        text_config={"vocab_size": 128, **SMALL_TEXT, "rope_parameters": sections},
+        vision_config=vision,
+        image_token_id=120, vision_start_token_id=121, vision_end_token_id=122,
+        video_token_id=123,
+    )  # fmt: skip
+    return transformers.Qwen2VLForConditionalGeneration(config)
+
+
+SMALL_TEXT = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+def with_images() -> dict[str, torch.Tensor]:
+    ids = torch.randint(1, 100, (4, 16))
+    ids[:, 3:7] = 120
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def smol_batches() -> list[Any]:
+    return [{**with_images(), "pixel_values": torch.randn(4, 1, 3, 16, 16)} for _ in range(2)]
+
+
+def qwen_batches() -> list[Any]:
+    """Of square images, then of one that is wide."""
+    batches = []
+    for grid in ([[1, 4, 4]] * 4, [[1, 2, 8], *[[1, 4, 4]] * 3]):
+        texts = with_images()
+        more = {
+            "mm_token_type_ids": (texts["input_ids"] == 120).int(),
+            "pixel_values": torch.randn(64, 3 * 2 * 4 * 4),
+            "image_grid_thw": torch.tensor(grid),
+        }
+        batches.append(texts | more)
+    return batches
+
+
+MODELS = {"SmolVLM": (smol_vlm, smol_batches), "Qwen2-VL": (qwen2_vl, qwen_batches)}
+
+
+@second_tier("courses of small models are followed in the first")
+@pytest.mark.parametrize("layout", ["dp2", "tp2", "pp2"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_images_and_text(name: str, layout: str) -> None:
+    make, batches = MODELS[name]
+    check_on_ranks(make, batches(), LAYOUTS[layout])
+
+
+# --- unknown values -------------------------------------------------------------------------------
+
+
+def test_values_that_weights_or_draws_decide_are_unknown() -> None:
+    def by_weights(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    def by_draw(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.rand(()) > 0.5 else x
+
+    def by_write(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        sums = sizes.float()
+        view = sums[:2]
+        view.add_(x.detach().sum())
+        return x * 2 if sums.sum() > 0 else x
+
+    for way in (by_weights, by_draw, by_write):
+        with pytest.raises(TraceError, match="depends on tensor values"):
+            trace(Model(way), batch_of())
+
+
+def test_no_values_are_known_of_a_sample_without_them() -> None:
+    batch = {name: x.to("meta") for name, x in batch_of().items()}
+    with pytest.raises(TraceError):
+        trace(Model(split), batch)
+
+
+def test_loss_functions_ask_too() -> None:
+    def loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        keep = labels != -100
+        return functional.cross_entropy(output[keep], labels[keep])
+
+    net = nn.Linear(6, 5)
+    alone, x = copy.deepcopy(net), torch.randn(4, 6)
+    labels = torch.tensor([1, -100, 3, 0])
+    result = auto_parallelize(
+        net, Cluster.local(1, "cpu"), example_inputs=(x, labels), global_batch_size=4, loss_fn=loss
+    )
+    for of_batch in (labels, labels.flip(0), labels):
+        torch.testing.assert_close(result.train_step((x, of_batch)), loss(alone(x), of_batch))
