@@ -136,7 +136,6 @@ class _Converter:
             )
         used = {n for op in (*derived, *ops) for n in (*op.operands, *op.results)}
         used |= {loss, *self.inputs, *updates}
-        known = {value: of_value for value, of_value in known.items() if value in used}
         results = {r for op in ops for r in op.results} - set(updates.values())
         return Graph(
             values=_only(values, used),
@@ -165,7 +164,12 @@ class _Converter:
         first = len(returned) - len(values)
         slots = returned[first:]
         del returned[first:]
-        return {self.slots.read(slot): x for slot, x in zip(slots, values, strict=True)}
+        of_inputs = set(self.inputs)
+        for op in self.builder.ops:
+            if not of_inputs.isdisjoint(op.operands):
+                of_inputs.update(op.results)
+        known = {self.slots.read(slot): x for slot, x in zip(slots, values, strict=True)}
+        return {value: x for value, x in known.items() if value in of_inputs}
 
     def _check_constants(self) -> None:
         """Raise `KeptTensors` for a tensor attribute that the forward writes in place, and

@@ -1,11 +1,10 @@
-"""Values that the sample batch decides: forwards that ask for them are traced, and noted."""
+"""Forwards whose course depends on values of the batch: a step takes that of its batch."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,80 +15,9 @@ from torch.nn import functional
 
 from meshwright import Cluster, Overrides, auto_parallelize
 from meshwright.executor.errors import BatchError
-from meshwright.planner.errors import TraceError
-from meshwright.planner.tracing import trace
+from tests.helpers.courses import FLAGS, KINDS, SIZES, Model, batch_of, selects, split
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import second_tier, tiered
-
-SIZES = torch.tensor([3, 1, 4])  # of the parts of eight tokens
-FLAGS = torch.tensor([True, True, False, True])
-
-
-def split(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    """Attention-like: each part of the tokens by itself."""
-    parts = torch.split(x, sizes.tolist(), dim=1)
-    return torch.cat([part - part.mean(1, keepdim=True) for part in parts], 1)
-
-
-def branches(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    return x * 2 if flags.all() else x * (sizes.max().item() + 1)
-
-
-def selects(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    return x[flags]
-
-
-def selects_all(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    some = sizes > 0
-    some |= sizes == 0
-    return x[:, some.repeat(3)[:8]]
-
-
-def selects_and_more(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    return x[flags, sizes[1]]
-
-
-def selects_by_one_flag(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    return x[flags[0]][:, :, sizes[0]]
-
-
-def counts(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    return x.sum(1)[flags.nonzero()[:, 0]] * torch.unique(sizes).numel()
-
-
-def repeats(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    return torch.repeat_interleave(x[:, :3], sizes, dim=1) * x
-
-
-def joins(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    ends = torch.tensor([sizes[:k].sum() for k in range(4)])
-    return torch.cat([x[:, a:b].cumsum(1) for a, b in pairwise(ends)], 1)
-
-
-def writes(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-    kept = torch.zeros(8, dtype=torch.bool)
-    kept[: int(sizes[2])] = True
-    return x[:, kept]
-
-
-KINDS = [
-    split, branches, selects, selects_all, selects_and_more, selects_by_one_flag, counts, repeats,
-    joins, writes,
-]  # fmt: skip
-
-
-class Model(nn.Module):
-    def __init__(self, way: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 1)
-        self.way = way
-
-    def forward(self, x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-        return self.last(self.way(self.first(x).tanh(), sizes, flags)).square().mean()
-
-
-def batch_of(sizes: torch.Tensor = SIZES, flags: torch.Tensor = FLAGS) -> dict[str, torch.Tensor]:
-    return {"x": torch.randn(4, 8, 6), "sizes": sizes, "flags": flags}
 
 
 @pytest.fixture(autouse=True)
@@ -306,33 +234,6 @@ MODELS = {"SmolVLM": (smol_vlm, smol_batches), "Qwen2-VL": (qwen2_vl, qwen_batch
 def test_models_of_images_and_text(name: str, layout: str) -> None:
     make, batches = MODELS[name]
     check_on_ranks(make, batches(), LAYOUTS[layout])
-
-
-# --- unknown values -------------------------------------------------------------------------------
-
-
-def test_values_that_weights_or_draws_decide_are_unknown() -> None:
-    def by_weights(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.sum() > 0 else x
-
-    def by_draw(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-        return x * 2 if torch.rand(()) > 0.5 else x
-
-    def by_write(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
-        sums = sizes.float()
-        view = sums[:2]
-        view.add_(x.detach().sum())
-        return x * 2 if sums.sum() > 0 else x
-
-    for way in (by_weights, by_draw, by_write):
-        with pytest.raises(TraceError, match="depends on tensor values"):
-            trace(Model(way), batch_of())
-
-
-def test_no_values_are_known_of_a_sample_without_them() -> None:
-    batch = {name: x.to("meta") for name, x in batch_of().items()}
-    with pytest.raises(TraceError):
-        trace(Model(split), batch)
 
 
 def test_loss_functions_ask_too() -> None:

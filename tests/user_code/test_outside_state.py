@@ -4,15 +4,19 @@ where the forward changes it, named in the report where nothing can be compared.
 from __future__ import annotations
 
 import functools
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 from meshwright import Cluster, ParallelModel, auto_parallelize
@@ -48,6 +52,16 @@ TABLE = {"beta": 1.0}
 NESTED = SimpleNamespace(of=Slotted())
 OBJECT = Plain()
 COUNT = 0
+VARIABLE = ContextVar("VARIABLE", default=1.0)
+LOCAL = threading.local()
+WEAK = weakref.ref(OBJECT)
+OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+CONFIG = transformers.PretrainedConfig()
+
+
+@functools.lru_cache
+def cached() -> float:
+    return BETA
 
 
 def double(x: torch.Tensor) -> torch.Tensor:
@@ -110,6 +124,23 @@ KINDS: dict[str, tuple[Forward, dict[str, Any], Callable[[nn.Module], object]]] 
     ),
     "an iterator": (lambda m, x: m.l(x) * m.kept.__length_hint__(), {"kept": iter([1.0, 2.0])},
         lambda m: next(m.kept)),
+    "a context variable": (
+        lambda m, x: m.l(x) * VARIABLE.get(), {}, lambda m: VARIABLE.set(0.5)
+    ),
+    "a thread's own": (lambda m, x: m.l(x) * LOCAL.beta, {}, lambda m: setattr(LOCAL, "beta", 0.5)),
+    "a weak reference": (
+        lambda m, x: m.l(x) * WEAK().beta, {}, lambda m: setattr(OBJECT, "beta", 0.5)
+    ),
+    "a cached function": (
+        lambda m, x: m.l(x) * cached(), {}, lambda m: globals().update(BETA=0.5)
+    ),
+    "an optimizer's options": (
+        lambda m, x: m.l(x) * OPTIMIZER.param_groups[0]["lr"], {},
+        lambda m: OPTIMIZER.param_groups[0].update(lr=0.5),
+    ),
+    "a library's config": (
+        lambda m, x: m.l(x) * CONFIG.beta, {}, lambda m: setattr(CONFIG, "beta", 0.5)
+    ),
     "a partial": (
         lambda m, x: m.kept(m.l(x)), {"kept": functools.partial(torch.mul, torch.tensor(2.0))},
         lambda m: setattr(m, "kept", functools.partial(torch.mul, torch.tensor(3.0))),
@@ -119,9 +150,13 @@ KINDS: dict[str, tuple[Forward, dict[str, Any], Callable[[nn.Module], object]]] 
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Any:
+    LOCAL.beta = CONFIG.beta = 1.0
     yield
     globals().update(BETA=1.0, COUNT=0)
     BAG.beta = SLOTTED.beta = NESTED.of.beta = OfClass.beta = OBJECT.beta = TABLE["beta"] = 1.0
+    LOCAL.beta = CONFIG.beta = OPTIMIZER.param_groups[0]["lr"] = 1.0
+    VARIABLE.set(1.0)
+    cached.cache_clear()
     TABLE.pop("new", None)
 
 

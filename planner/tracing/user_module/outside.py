@@ -10,9 +10,12 @@ from __future__ import annotations
 import enum
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import _lru_cache_wrapper, partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
+from weakref import ReferenceType
 
 import torch
 from torch import nn
@@ -137,7 +140,7 @@ class Outside:
         self, path: str, find: Find, names: frozenset[str], owner: type | None = None
     ) -> None:
         """Take up a value that a function names."""
-        value = find()
+        value = _stood_for(find())
         top = value if isinstance(value, ModuleType) else sys.modules.get(_module_of(value) or "")
         kind, telling = PASSING.get(getattr(top, "__name__", ""), ("", set[str]()))
         if kind and (names & telling if isinstance(value, ModuleType | type) else True):
@@ -215,12 +218,24 @@ def _is_users(module: str | None) -> bool:
     return (module or "builtins").partition(".")[0] not in LIBRARIES
 
 
+def _stood_for(value: Any) -> Any:
+    """The value behind a weak reference or a context variable, the function behind a cache."""
+    if isinstance(value, ReferenceType):
+        return value()
+    if isinstance(value, ContextVar):
+        with suppress(LookupError):  # neither set nor with a default
+            return value.get()
+        return Missing
+    return value.__wrapped__ if isinstance(value, _lru_cache_wrapper) else value
+
+
 def _is_librarys(value: Any) -> bool:
-    """Whether a value is a library's module, class, function or object."""
+    """Whether a value is a library's module, class or function, or an object that holds nothing."""
     if isinstance(value, (*PLAIN, *CONTAINERS, torch.Tensor, enum.Enum)):
         return False
     named = isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType))
-    return not _is_users(_module_of(value if named else type(value))) and not _is_bag(value)
+    users = _is_users(_module_of(value if named else type(value)))
+    return not users and (named or not getattr(value, "__dict__", None))
 
 
 def _holds(value: Any, names: frozenset[str]) -> bool:
@@ -229,16 +244,14 @@ def _holds(value: Any, names: frozenset[str]) -> bool:
         return True
     if _is_librarys(value) or isinstance(value, BuiltinFunctionType):
         return False
-    return not isinstance(value, (type, ModuleType)) or any(n in names for n, _ in held(value))
-
-
-def _is_bag(value: Any) -> bool:
-    """Whether an object only holds what a user put there (types.SimpleNamespace)."""
-    return type(value).__module__ == "types" and type(value).__name__ == "SimpleNamespace"
+    named = isinstance(value, (type, ModuleType)) or not _is_users(_module_of(type(value)))
+    plain = isinstance(value, (*PLAIN, *CONTAINERS, torch.Tensor, enum.Enum))
+    return plain or not named or any(n in names for n, _ in held(value))
 
 
 def _described(value: Any, names: frozenset[str], depth: int) -> Any:
     """A description equal for values that a forward can't tell apart by `names` of attributes."""
+    value = _stood_for(value)
     if isinstance(value, torch.Tensor):
         return "tensor", id(value)  # what is written to it is followed
     if isinstance(value, float) or type(value).__module__ == "itertools":

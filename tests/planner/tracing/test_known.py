@@ -1,0 +1,59 @@
+"""Values that the sample batch decides: forwards that ask for them are traced, and noted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from meshwright.costmodel.sharding import analyse, row_use
+from meshwright.planner.errors import TraceError
+from meshwright.planner.tracing import trace
+from tests.helpers.courses import FLAGS, KINDS, SIZES, Model, batch_of, selects, split
+
+
+@pytest.mark.parametrize("way", KINDS, ids=lambda way: way.__name__)
+def test_values_that_were_asked_for_are_known(way: Callable[..., torch.Tensor]) -> None:
+    graph = trace(Model(way), batch_of())
+    assert graph.known
+    for value, x in graph.known.items():
+        meta = graph.values[value]
+        assert (meta.shape, meta.dtype) == (tuple(x.shape), x.dtype)
+        assert {graph.inputs.get(v) for v in graph.behind({value})} & {"sizes", "flags"}
+
+
+def test_what_is_known_is_what_the_forward_asked_for() -> None:
+    of_sizes, of_flags = trace(Model(split), batch_of()), trace(Model(selects), batch_of())
+    assert [x.item() for x in of_sizes.known.values()] == SIZES.tolist()
+    assert [x.tolist() for x in of_flags.known.values()] == [FLAGS.tolist()]
+
+
+def test_rows_that_decide_the_course_meet() -> None:
+    for way, meet in ((split, False), (selects, True)):
+        graph = trace(Model(way), batch_of())
+        assert bool(row_use(graph, analyse(graph)).meetings) == meet, way
+
+
+def test_values_that_weights_or_draws_decide_are_unknown() -> None:
+    def by_weights(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    def by_draw(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        return x * 2 if torch.rand(()) > 0.5 else x
+
+    def by_write(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        sums = sizes.float()
+        view = sums[:2]
+        view.add_(x.detach().sum())
+        return x * 2 if sums.sum() > 0 else x
+
+    for way in (by_weights, by_draw, by_write):
+        with pytest.raises(TraceError, match="depends on tensor values"):
+            trace(Model(way), batch_of())
+
+
+def test_no_values_are_known_of_a_sample_without_them() -> None:
+    batch = {name: x.to("meta") for name, x in batch_of().items()}
+    with pytest.raises(TraceError):
+        trace(Model(split), batch)
