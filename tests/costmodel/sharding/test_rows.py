@@ -42,6 +42,12 @@ def test_rows_meet(name: str) -> None:
     assert ".py:" in meetings[0].source
 
 
+def test_rows_that_decide_the_course_meet() -> None:
+    """Each part of them might take another one."""
+    assert use_of(lambda y, m, t: y.mean() if m.all() else y.sum()).meetings
+    assert use_of(lambda y, m, t: y.square().mean()).meetings == ()
+
+
 def test_sums_totals_and_numbers_of_the_batch() -> None:
     found = use_of(EXACT["masked mean, at least 1"])
     assert len(found.sums) == 1 and list(found.totals.values()) == ["sum"]
