@@ -18,6 +18,8 @@ _PLAIN = (
     torch.memory_format, type(None), type(Ellipsis),
 )  # fmt: skip
 _SELECTS = (torch.Tensor.__getitem__,)
+_INDEXED = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _REPEATS = (torch.repeat_interleave, torch.Tensor.repeat_interleave)
 
 
@@ -48,6 +50,8 @@ class KnownValues(TorchFunctionMode):
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if TRACE.get() is not None and func in _INDEXED:
+            args = args[0], self._with_bounds(args[1]), *args[2:]
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
         known = [x for x in tensors if id(x) in self._values]
@@ -127,7 +131,7 @@ class KnownValues(TorchFunctionMode):
                 return self._repeated(named["input"], named["repeats"], named.get("dim"))
         tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if any(id(x) not in self._values for x in tensors):
-            return None
+            return self._with_sizes(func, args, kwargs)
         result = self._computed(func, args, kwargs)
         for x in tensors if result is not None else ():
             self._asked(x)
@@ -158,6 +162,36 @@ class KnownValues(TorchFunctionMode):
                 return x.flatten(0, part.dim() - 1).clone()
             integers += map(self._constant, chosen)
         return x[tuple(integers)]
+
+    def _with_sizes(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A call on something unknown, with numbers in the place of single known integers
+        (`x.view(height, width)`); None without."""
+        sizes: list[int] = []
+
+        def number(x: torch.Tensor) -> Any:
+            if id(x) not in self._values or x.dim() or x.dtype not in _INTEGERS:
+                return x
+            value = self._asked(x)
+            with _disable_current_modes():
+                sizes.append(int(value))
+            return sizes[-1]
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, number, (args, kwargs))
+        return func(*args, **kwargs) if sizes else None
+
+    def _with_bounds(self, index: Any) -> Any:
+        """An index with numbers in the place of known tensors that bound its slices."""
+        if isinstance(index, tuple):
+            return tuple(map(self._with_bounds, index))
+        if not isinstance(index, slice):
+            return index
+        bounds: list[Any] = [index.start, index.stop, index.step]
+        for k, bound in enumerate(bounds):
+            if isinstance(bound, torch.Tensor) and id(bound) in self._values:
+                value = self._asked(bound)
+                with _disable_current_modes():
+                    bounds[k] = value.item()
+        return slice(*bounds)
 
     def _repeated(self, x: torch.Tensor, repeats: Any, dim: int | None) -> torch.Tensor | None:
         """The elements of `x`, each as often as `repeats` says; None where that has no values."""

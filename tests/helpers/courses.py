@@ -40,6 +40,16 @@ def selects_by_one_flag(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tenso
     return x[flags[0]][:, :, sizes[0]]
 
 
+def selects_a_slice(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    mask = torch.zeros_like(x)
+    mask[:, : sizes[0]] = 1
+    return (x * mask)[:, : sizes[2] // 2]
+
+
+def views(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return x.view(len(x), sizes[2], sizes[2] // 2, 6).cumsum(2)
+
+
 def counts(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
     return x.sum(1)[flags.nonzero()[:, 0]] * torch.unique(sizes).numel()
 
@@ -60,8 +70,8 @@ def writes(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.T
 
 
 KINDS = [
-    split, branches, selects, selects_all, selects_and_more, selects_by_one_flag, counts, repeats,
-    joins, writes,
+    split, branches, selects, selects_all, selects_and_more, selects_by_one_flag, selects_a_slice, views, counts,
+    repeats, joins, writes,
 ]  # fmt: skip
 
 
