@@ -18,7 +18,7 @@ import itertools
 import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -79,6 +79,32 @@ def called(op: Op, operands: Tensors) -> list[torch.Tensor]:
     args, kwargs = map_refs((op.args, dict(op.kwargs)), lambda _: next(tensors))
     results = overload(op.target)(*args, **kwargs)
     return [results] if isinstance(results, torch.Tensor) else list(results)
+
+
+def make_known(
+    ops: Iterable[Op], values: dict[str, torch.Tensor], known: Mapping[str, torch.Tensor]
+) -> bool:
+    """Whether operators make what is `known` of these values, to which their results are added as
+    far as that holds. Operators that can't run on them make something else."""
+    if not all(_same(values[n], x) for n, x in known.items() if n in values):
+        return False
+    for op in ops:
+        try:
+            with torch.no_grad():
+                results = called(op, [values[n] for n in op.operands])
+        except (RuntimeError, IndexError, ValueError):
+            return False
+        values |= dict(zip(op.results, results, strict=True))
+        if not all(_same(values[n], known[n]) for n in op.results if n in known):
+            return False
+    return True
+
+
+def _same(x: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors have the same elements, numbers or not."""
+    if x.shape != other.shape:
+        return False
+    return bool(((x == other) | ((x != x) & (other != other))).all())
 
 
 def cut_dim(x: torch.Tensor, dim: int, split: int, parts: int, rank: int) -> torch.Tensor:

@@ -49,8 +49,11 @@ class TracedModel:
         precision: str,
         *,
         like: Graph | None = None,
+        by_index: bool = False,
     ) -> None:
-        """The model is cut into blocks as in the graph `like`, where there is one."""
+        """The model is cut into blocks as in the graph `like`, where there is one; `by_index` as
+        for `trace`."""
+        self._by_index = by_index
         self.example, self._loss_fn, self._precision = example, loss_fn, precision
         self.model = model
         _check_parameters(model)
@@ -103,12 +106,17 @@ class TracedModel:
         finally:
             self._modes = before
 
-    def with_example(self, example: Any) -> TracedModel:
+    def with_example(self, example: Any, *, by_index: bool = False) -> TracedModel:
         """The model traced with an example of other sizes. The attributes that it reads so are
         among the compared from now on."""
         with self._in_first_modes():
             other = TracedModel(
-                self.model, example, self._loss_fn, self._precision, like=self.graph
+                self.model,
+                example,
+                self._loss_fn,
+                self._precision,
+                like=self.graph,
+                by_index=by_index,
             )
         self.attributes.add(other.graph)
         return other
@@ -153,6 +161,7 @@ class TracedModel:
                 loss_fn=self._loss_fn,
                 batch_size=rows,
                 precision=self._precision,
+                by_index=self._by_index,
             )
         graph = verified(traced)
         _said(1, "which dims belong together")

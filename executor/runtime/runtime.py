@@ -42,7 +42,13 @@ from meshwright.executor.parameters import (
     write_weights,
 )
 from meshwright.executor.runtime.state import RankState
-from meshwright.executor.runtime.step import PendingScalar, Step, unobserved, with_backward_done
+from meshwright.executor.runtime.step import (
+    PendingScalar,
+    Step,
+    Steps,
+    unobserved,
+    with_backward_done,
+)
 from meshwright.executor.stages import (
     BatchShape,
     Builder,
@@ -79,7 +85,6 @@ class RunOptions:
 
 # the plan for batches of another shape than planned, the first of which is given
 AtShape = Callable[[BatchShape, Any], CheckedPlan]
-KEPT_SHAPES = 64  # lowered at a time
 
 
 class Runtime(RankState):
@@ -126,8 +131,7 @@ class Runtime(RankState):
             parameters = [*(p for p in shared if first[p.fqn] == k), *stage.parameters]
             self.gathers[k] = gather = WeightGather(parameters, place, stage.reader)
             stage.program.ready, stage.program.away = gather.wait, gather.away
-        self.other_steps: list[Step] = []
-        self.kept_steps: dict[tuple[object, frozenset[str]], Step] = {}
+        self.lowered = Steps(self.planned)
         self.at_shape = at_shape
         self.guard = StepGuard(place=place, scale=LossScale() if plan.precision == "fp16" else None)
         self.pipeline = options.pipeline
@@ -307,10 +311,9 @@ class Runtime(RankState):
         return self.planned.batches.checked(batch)
 
     def _step_at(self, shape: BatchShape, batch: Any, inputs: Given) -> Step:
-        """The step for a batch, lowered for the first of its shape and course. Collective then."""
-        for step in (self.planned, *self.other_steps):
-            if step.batches.planned == shape and step.batches.serve(inputs):
-                return step
+        """The step for a batch, lowered for the first of its shape and values. Collective then."""
+        if (step := self.lowered.serving(shape, inputs)) is not None:
+            return step
         if self.at_shape is None:
             raise StateError("plan for this batch", place="batch", way_out="plan for it")
         with ranks.progress.lowering(), self.user.as_passed():
@@ -318,21 +321,16 @@ class Runtime(RankState):
         lowering = self.builder.at(checked)
         stages = {k: lowering.stage(k) for k in self.stages}
         self._check_same_tensors(checked.graph, stages)
-        step = Step.of(checked, self.place, stages)
-        step.batches.check_served(inputs)
-        self.other_steps = [*self.other_steps[1 - KEPT_SHAPES :], step]
-        return step
+        return self.lowered.add(Step.of(checked, self.place, stages), inputs)
 
     def _keeping(self, step: Step, values: frozenset[str]) -> Step:
         """The step, lowered once more so that it hands these values on."""
         key = step.batches, values
-        if key not in self.kept_steps:
+        if key not in self.lowered.handing:
             lowering = self.builder.at(step.checked, values)
             stages = {k: lowering.stage(k) for k in self.stages}
-            while len(self.kept_steps) >= KEPT_SHAPES:
-                del self.kept_steps[next(iter(self.kept_steps))]
-            self.kept_steps[key] = Step.of(step.checked, self.place, stages)
-        kept_step = self.kept_steps[key]
+            self.lowered.hand_on(key, Step.of(step.checked, self.place, stages))
+        kept_step = self.lowered.handing[key]
         for k, stage in self.stages.items():
             stage.program.take(kept_step.stages[k].graphs)
         return kept_step

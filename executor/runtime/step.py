@@ -17,8 +17,16 @@ from meshwright.costmodel.sharding import loss_is_summed
 from meshwright.executor.backward import Edge, GradientFlow, edges_of, reached
 from meshwright.executor.errors import StateError
 from meshwright.executor.lowering import row_weight
-from meshwright.executor.ranks import Place
-from meshwright.executor.stages import Batches, CheckedPlan, LoweredStage, Phase, Rows
+from meshwright.executor.ranks import Place, all_gather_object, gloo_group, world_size
+from meshwright.executor.stages import (
+    Batches,
+    BatchShape,
+    CheckedPlan,
+    Given,
+    LoweredStage,
+    Phase,
+    Rows,
+)
 from meshwright.planner.plan import Plan, crossings, pipelines
 
 
@@ -208,3 +216,46 @@ class PendingScalar(torch.Tensor):
             lambda x: x._read() if isinstance(x, PendingScalar) else x, (args, kwargs or {})
         )
         return func(*arguments[0], **arguments[1])
+
+
+KEPT = 64  # steps lowered for other batches, at a time
+
+
+class Steps:
+    """The steps of a plan: the `planned` one, and `others` for batches of other shapes, or of other
+    values that the forward asks for, the last used last; `handing` are those lowered once more so
+    that they hand values on, by their batches and the values."""
+
+    def __init__(self, planned: Step) -> None:
+        self.planned = planned
+        self.others: list[Step] = []
+        self.handing: dict[tuple[Batches, frozenset[str]], Step] = {}
+
+    def hand_on(self, key: tuple[Batches, frozenset[str]], step: Step) -> None:
+        """Keep a step that hands values on."""
+        while len(self.handing) >= KEPT:
+            del self.handing[next(iter(self.handing))]
+        self.handing[key] = step
+
+    def serving(self, shape: BatchShape, inputs: Given) -> Step | None:
+        """The step that serves a batch. Collective where the forward asks for values."""
+        steps = [s for s in (self.planned, *self.others) if s.batches.planned == shape]
+        return self._served(steps, inputs)
+
+    def add(self, step: Step, inputs: Given) -> Step:
+        """Keep a step, which was lowered for these inputs."""
+        if self._served([step], inputs) is None:
+            raise step.batches.unserved()
+        return step
+
+    def _served(self, steps: Sequence[Step], inputs: Given) -> Step | None:
+        """The first of these that serves, on all ranks."""
+        here = [step.batches.serves(inputs) for step in steps]
+        if world_size() > 1 and any(step.graph.known for step in steps):
+            of_ranks = all_gather_object(gloo_group(), here)
+            here = [all(answers) for answers in zip(*of_ranks, strict=True)]
+        step = next((step for step, serves in zip(steps, here, strict=True) if serves), None)
+        if step is not None and step is not self.planned:
+            others = [other for other in self.others if other is not step]
+            self.others = [*others[1 - KEPT :], step]
+        return step

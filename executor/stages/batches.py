@@ -17,9 +17,9 @@ import torch
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.sharding import DataLayout
-from meshwright.costmodel.user_rules import called
+from meshwright.costmodel.user_rules import make_known
 from meshwright.executor.errors import BatchError
-from meshwright.executor.ranks import Place, all_gather_object, gloo_group, launch, world_size
+from meshwright.executor.ranks import Place, launch, world_size
 from meshwright.planner.batch import input_leaves, is_number, same_entry
 from meshwright.planner.plan import Plan
 
@@ -125,49 +125,53 @@ class Batches:
             return replace(shape, rows=self.planned.rows)
         return shape
 
-    def serve(self, inputs: Given) -> bool:
-        """Whether the values that decide the course of the graph's forward are in each micro-batch
-        of a batch of the planned shape what they were when it was traced, on all ranks. Collective
-        where there are such values. Raises ValueError, on all ranks, for a local batch then."""
-        if not self.graph.known or launch.rehearsed():  # in which tensors have no values
+    def serves(self, inputs: Given) -> bool:
+        """Whether the values that the forward asks for are in each micro-batch of a batch of the
+        planned shape what they were when it was traced. Raises ValueError for a local batch where
+        there are such values: a rank has only its part."""
+        graph, rows = self.graph, self.plan.microbatch_rows
+        if not graph.known or launch.rehearsed():  # in which tensors have no values
             return True
         if inputs.local and world_size() > 1:
             raise BatchError(
-                "the forward's course depends on values of it, of which a rank has only its part",
+                f"the forward asks for values of it{self._asked_at}, of which a rank has only its "
+                "part",
                 place="batch",
                 way_out="give every rank the global batch (local=False)",
             )
         assert inputs.tensors is not None, "only a local batch may be left out"
-        same = self._of_known_course(inputs.tensors)
-        return all(all_gather_object(gloo_group(), same)) if world_size() > 1 else same
-
-    def _of_known_course(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        graph, rows = self.graph, self.plan.microbatch_rows
         behind = graph.behind(graph.known)
         ops = [op for op in graph.derived if not behind.isdisjoint(op.results)]
         dtypes = {n: graph.values[n].dtype for n in graph.inputs if n in behind}
-        read = {n: tensors[n].to("cpu", dtype) for n, dtype in dtypes.items()}
+        read = {n: inputs.tensors[n].to("cpu", dtype) for n, dtype in dtypes.items()}
         constants = {n: x.to("cpu") for n, x in graph.constants.items() if n in behind}
         differs = not behind.isdisjoint(graph.batched)
         for first in range(0, self.planned.rows if differs else rows, rows):
             part = slice(first, first + rows)
             values = {n: x[part] if n in graph.batched else x for n, x in read.items()} | constants
-            with torch.no_grad():
-                for op in ops:
-                    results = called(op, [values[n] for n in op.operands])
-                    values |= dict(zip(op.results, results, strict=True))
-            if not all(torch.equal(values[n], x) for n, x in graph.known.items()):
+            if not make_known(ops, values, graph.known):
                 return False
         return True
 
-    def check_served(self, inputs: Given) -> None:
-        """Raise ValueError unless `serve`."""
-        if not self.serve(inputs):
-            raise BatchError(
-                "its micro-batches have different values, on which the forward's course depends",
-                place="batch",
-                way_out="plan with Overrides(num_microbatches=1), or batch samples alike",
-            )
+    @property
+    def _asked_at(self) -> str:
+        """The user's lines that ask for values, for messages."""
+        sources = {
+            op.source for op in self.graph.derived if self.graph.known.keys() & {*op.results}
+        }
+        return f" (at {', '.join(sorted(sources - {''})[:3])})" if sources - {""} else ""
+
+    def unserved(self) -> BatchError:
+        """The error for a batch that even its own trace does not serve."""
+        several = self.plan.num_microbatches > 1
+        return BatchError(
+            f"{'its micro-batches differ' if several else 'it differs from its trace'} in values "
+            f"that the forward asks for{self._asked_at}",
+            place="batch",
+            way_out="plan with Overrides(num_microbatches=1), or batch samples alike"
+            if several
+            else "compute with tensors what depends on these values",
+        )
 
     def _check_fixed(self, leaves: Mapping[str, Any]) -> None:
         """Raise ValueError for entries that are fixed in the plan and differ."""

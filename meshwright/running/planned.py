@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request, one_at_a_time, why_not_here
 from meshwright.decisions.given_plan import check_memory
@@ -114,6 +116,9 @@ class PlannedModel:
 # A plan's decisions at batches of other shapes: other sequence lengths, fewer rows.
 
 
+MANY = 8
+
+
 class OtherShapes:
     """Checks a plan at other shapes of batches."""
 
@@ -121,6 +126,20 @@ class OtherShapes:
         self.plan = plan
         self.problem = problem
         self.traced = traced
+        self.asking = 0  # batches that were traced for their values
+
+    def _count(self, graph: Graph) -> None:
+        """Warn where batch after batch is traced for the values that the forward asks for."""
+        self.asking += bool(graph.known)
+        if self.asking == MANY:
+            lines = {op.source for op in graph.derived if graph.known.keys() & {*op.results}}
+            warnings.warn(
+                f"{MANY} batches were traced anew, as the forward asks for values of the batch "
+                f"that differed (at {', '.join(sorted(lines)[:3])}): each takes seconds. Way out: "
+                "compute with the tensor there (tensor operations in place of .item() and "
+                ".tolist(), masks in place of x[mask])",
+                stacklevel=2,
+            )
 
     @one_at_a_time()
     def __call__(self, shape: BatchShape, batch: Any) -> CheckedPlan:
@@ -128,12 +147,18 @@ class OtherShapes:
         `InfeasibleError` where it would not fit the memory. Collective."""
         plan, traced = plan_of_rows(self.plan, shape.rows), self.traced
         planned = BatchShape.of(traced.graph, shape.rows, traced.graph.values)
-        if shape != planned or traced.graph.known:  # a batch of as many rows as the example
-            rows = torch.arange(batch_rows(traced.example))
+        known, sizes = bool(traced.graph.known), (plan.microbatch_rows, plan.global_batch_size)
+        if shape != planned or known:  # of as many rows as the example, where values don't matter
+            rows = torch.arange(shape.rows if known else batch_rows(traced.example))
             named, spec = input_leaves(batch)
             leaves = [x[rows % len(x)] if path in traced.batched else x for path, x in named]
-            traced = traced.with_example(pytree.tree_unflatten(leaves, spec))
-        graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
+            example = pytree.tree_unflatten(leaves, spec)
+            traced = self.traced.with_example(example)
+        graph, factors = traced.in_microbatches(*sizes)
+        if fingerprint(graph) != plan.model and known:  # of masks some may have taken all
+            traced = self.traced.with_example(example, by_index=True)
+            graph, factors = traced.in_microbatches(*sizes)
+        self._count(graph)
         if fingerprint(graph) != plan.model:
             raise MeshwrightError(
                 "for it the forward runs other operators (a branch on sizes or values, or a loop "

@@ -30,6 +30,7 @@ from meshwright.costmodel.graph import (
     verify_graph,
 )
 from meshwright.costmodel.rules import tagged, traits_of_target
+from meshwright.costmodel.user_rules import make_known
 from meshwright.planner.errors import KeptTensors, TraceError
 from meshwright.planner.tracing.leaves import LEAF_OPERATORS
 from meshwright.planner.tracing.loss import LossModule
@@ -164,11 +165,29 @@ class _Converter:
         first = len(returned) - len(values)
         slots = returned[first:]
         del returned[first:]
-        of_inputs = set(self.inputs)
-        for op in self.builder.ops:
+        known = {self.slots.read(slot): x for slot, x in zip(slots, values, strict=True)}
+        if not known:
+            return {}
+        behind, of_inputs = set(known), set(self.inputs)
+        for op in reversed(self.builder.ops):
+            if not behind.isdisjoint(op.results):
+                behind.update(op.operands)
+        ops = [op for op in self.builder.ops if not behind.isdisjoint(op.results)]
+        for op in ops:
             if not of_inputs.isdisjoint(op.operands):
                 of_inputs.update(op.results)
-        known = {self.slots.read(slot): x for slot, x in zip(slots, values, strict=True)}
+        assert self.module.batch.known is not None, "nobody else is asked"
+        sample = zip(self.inputs, self.module.batch.known.sample, strict=True)
+        given = {value: x for value, x in sample if value in behind and x is not None}
+        given |= {value: x for value, x in self.state.constants.items() if value in behind}
+        drawn = [op for op in ops if tagged(op.target, torch.Tag.nondeterministic_seeded)]
+        made = {*given, *(r for op in ops for r in op.results)}
+        if drawn or not behind <= made or not make_known(ops, given, known):
+            at = (drawn or ops)[-1].source if ops else ""
+            raise TraceError(
+                "the forward asks for a value that random numbers, weights or buffers decide, or "
+                f"that is changed where a trace can't see it: made at {at or 'an unknown place'}"
+            )
         return {value: x for value, x in known.items() if value in of_inputs}
 
     def _check_constants(self) -> None:

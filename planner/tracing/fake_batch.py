@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -44,27 +44,19 @@ class FakeBatch:
 
     @staticmethod
     def of(
-        example_inputs: Any,
-        dtype: torch.dtype,
-        batch_size: int | None,
-        fix: Collection[str] = (),
-        *,
-        with_values: bool = False,
+        example_inputs: Any, dtype: torch.dtype, batch_size: int | None, fix: Collection[str] = ()
     ) -> FakeBatch:
         """The user's sample with `batch_size` rows (None: its own). Its floating tensors are in
         float32, which no compute `dtype` rounds, or in `dtype` where they are in half precision;
-        numbers are carried as inputs but for those at the paths `fix`. `with_values` its values are
-        known, of more rows than it has by repeating them. Raises ValueError for no tensor with a
-        batch dim, a numpy array, or less than one row."""
+        numbers are carried as inputs but for those at the paths `fix`. Raises ValueError for no
+        tensor with a batch dim, a numpy array, or less than one row."""
         sample_rows = batch_rows(example_inputs)
         rows = sample_rows if batch_size is None else batch_size
         if rows < 1:
             raise MeshwrightError.refused("batch_size", batch_size, legal="an integer from 1")
         named, spec = input_leaves(example_inputs)
         scale = rows / sample_rows
-        values: list[torch.Tensor | None] = []
-        known = KnownValues(values) if with_values else None
-        batch = FakeBatch(mode=FakeTensorMode(), spec=spec, rows=rows, scale=scale, known=known)
+        batch = FakeBatch(mode=FakeTensorMode(), spec=spec, rows=rows, scale=scale)
         for path, leaf in named:
             if isinstance(leaf, np.ndarray):
                 raise MeshwrightError(
@@ -78,22 +70,26 @@ class FakeBatch:
                     kind = batch.numbers[path] = float if isinstance(leaf, float) else int
                     batch.inputs.append((path, False))
                     batch.leaves.append(torch.zeros((), dtype=DTYPES[kind]))
-                    values.append(None)
                 elif isinstance(leaf, torch.Tensor):
                     batched = leaf.dim() > 0 and leaf.shape[0] == sample_rows
                     shape = (rows, *leaf.shape[1:]) if batched else tuple(leaf.shape)
                     traced_dtype = _traced_dtype(leaf.dtype, dtype)
                     batch.inputs.append((path, batched))
                     batch.leaves.append(torch.empty(shape, dtype=traced_dtype))
-                    values.append(leaf)
                 else:
                     batch.fixed[path] = leaf
                     batch.leaves.append(leaf)
-        if with_values:
-            places = torch.arange(rows) % sample_rows
-            for k, (_, batched) in enumerate(batch.inputs):
-                values[k] = _sample_values(values[k], places if batched else None, batch.tensors[k])
         return batch
+
+    def with_values(self, example_inputs: Any, *, by_index: bool) -> FakeBatch:
+        """The batch whose values are known, of more rows than the sample has by repeating them."""
+        leaves = dict(input_leaves(example_inputs)[0])
+        rows = torch.arange(self.rows) % batch_rows(example_inputs)
+        values = [
+            _sample_values(leaves[path], rows if batched else None, traced)
+            for (path, batched), traced in zip(self.inputs, self.tensors, strict=True)
+        ]
+        return replace(self, known=KnownValues(values, by_index=by_index))
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -111,11 +107,11 @@ class FakeBatch:
 
 
 def _sample_values(
-    leaf: torch.Tensor | None, rows: torch.Tensor | None, traced: torch.Tensor
+    leaf: Any, rows: torch.Tensor | None, traced: torch.Tensor
 ) -> torch.Tensor | None:
-    """These rows of a tensor of the sample (None: all of it), like the traced one; None without
-    values."""
-    if leaf is None or leaf.is_meta or isinstance(leaf, FakeTensor):
+    """These rows of a tensor of the sample (None: all of it), like the traced one; None of a
+    number, and without values."""
+    if not isinstance(leaf, torch.Tensor) or leaf.is_meta or isinstance(leaf, FakeTensor):
         return None
     values = leaf.detach().to("cpu", traced.dtype)
     return values if rows is None else values[rows]

@@ -62,9 +62,9 @@ class LossModule(nn.Module):
         self.watch.changed = before.changed(after)
         before.restore()
         self._last.returned, outputs = Returned.of(output, loss)
-        asked = list(self.batch.known.asked.values()) if self.batch.known else []
-        self._last.known = [value for _, value in asked]
-        return loss, *outputs, *(tensor for tensor, _ in asked)
+        asked = [*self.batch.known.asked.values()] if self.batch.known else []
+        self._last.known = [x.value for x in asked]
+        return loss, *outputs, *(x.copy for x in asked)
 
     @property
     def returned(self) -> Returned:

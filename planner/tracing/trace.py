@@ -55,8 +55,8 @@ DTYPES = {
 }
 SYMBOLIC = "traced by torch.fx.symbolic_trace, not torch.export alone"
 COURSE = (
-    "the forward's course depends on values of the batch (sizes in a tensor, flags): a batch with "
-    "other values is traced for itself"
+    "the forward asks for values of the batch (sizes in a tensor, flags), and is traced as the "
+    "example has them: a batch with others is traced for itself"
 )
 
 
@@ -69,13 +69,16 @@ def trace(
     batch_size: int | None = None,
     precision: str = "fp32",
     repeats: bool = True,
+    by_index: bool = False,
 ) -> Graph:
     """Trace forward and loss for one micro-batch of `batch_size` rows (default: the example's).
 
     With `repeats`, three of the layers that are built alike are traced for all of them, where that
     gives the graph of a full trace up to the names of values. Modules that can't be traced are kept
-    as leaves. Raises `ValueError` for a batch that does not fit, and `TraceError` with the user's
-    source line where neither `torch.export` nor `torch.fx.symbolic_trace` can follow the model.
+    as leaves. Where a forward can't be traced without values, it is with those of the example, and
+    what it asked for is `known`; a mask that takes all selects nothing then, unless `by_index`.
+    Raises `ValueError` for a batch that does not fit, and `TraceError` with the user's source line
+    where neither `torch.export` nor `torch.fx.symbolic_trace` can follow the model.
     """
     if precision not in DTYPES:
         raise MeshwrightError.refused("precision", precision, legal=DTYPES)
@@ -93,20 +96,25 @@ def trace(
     before = user_module.Outside(model, loss_fn).values()
     fix: frozenset[str] = frozenset()  # numbers that can't be carried
     carried: frozenset[user_module.Key] = frozenset()
-    first: TraceError | None = None  # of a trace that knows no values
+    without_values: TraceError | None = None
     while True:
-        batch = FakeBatch.of(example_inputs, dtype, batch_size, fix, with_values=first is not None)
+        batch = FakeBatch.of(example_inputs, dtype, batch_size, fix)
+        if without_values is not None:
+            batch = batch.with_values(example_inputs, by_index=by_index)
         tracer = _Tracer(model=model, loss_fn=loss_fn, dtype=dtype, batch=batch, carried=carried)
         try:
             graph = tracer.with_leaves(repeats)
         except KeptTensors as error:
             carried |= error.attributes
         except TraceError as error:
-            if not batch.numbers and first is not None:
-                raise first from first.__cause__
-            if not batch.numbers:
-                first = error
-            fix |= batch.asked or batch.numbers.keys()
+            if batch.numbers:
+                fix |= batch.asked or batch.numbers.keys()
+            elif without_values is None:
+                without_values, fix = error, frozenset()
+            else:
+                asks = isinstance(error.__cause__, context.OF_VALUES)
+                shown = without_values if asks else error
+                raise shown from shown.__cause__
         else:
             if not batch.asked:
                 outside = user_module.Outside(model, loss_fn, graph)

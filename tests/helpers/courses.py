@@ -70,8 +70,8 @@ def writes(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.T
 
 
 KINDS = [
-    split, branches, selects, selects_all, selects_and_more, selects_by_one_flag, selects_a_slice, views, counts,
-    repeats, joins, writes,
+    split, branches, selects, selects_all, selects_and_more, selects_by_one_flag, selects_a_slice,
+    views, counts, repeats, joins, writes,
 ]  # fmt: skip
 
 

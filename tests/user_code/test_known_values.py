@@ -1,4 +1,4 @@
-"""Forwards whose course depends on values of the batch: a step takes that of its batch."""
+"""Forwards whose asks for values of the batch of the batch: a step takes that of its batch."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ def test_a_step_takes_the_course_of_its_batch(way: Callable[..., torch.Tensor]) 
     result = planned(model, batch)
     check_step(result, model, alone, batch)
     check_step(result, model, alone, batch_of())  # of the same course
-    assert not result.runtime.other_steps
+    assert not result.runtime.lowered.others
 
 
 def test_a_batch_of_another_course_is_traced_for_itself_once() -> None:
     model, batch = Model(split), batch_of()
     alone = copy.deepcopy(model)
     result = planned(model, batch)
-    assert any("course depends on values" in note for note in result.report.notes)
+    assert any("asks for values of the batch" in note for note in result.report.notes)
     for sizes in (SIZES.flip(0), SIZES, SIZES.flip(0), torch.tensor([2, 2, 4])):
         check_step(result, model, alone, batch_of(sizes))
-    assert len(result.runtime.other_steps) == 2
+    assert len(result.runtime.lowered.others) == 2
 
 
 def test_a_course_of_other_operators_is_refused() -> None:
@@ -94,7 +94,7 @@ def test_micro_batches_of_different_courses_are_refused() -> None:
     alike, other = FLAGS[[0, 2, 0, 2]], FLAGS[[0, 2, 2, 0]]
     result = auto_parallelize(Model(selects), example_inputs=batch_of(flags=alike), **options)
     result.train_step(batch_of(flags=alike))
-    with pytest.raises(BatchError, match=r"(?s)micro-batches have different values.*num_microbat"):
+    with pytest.raises(BatchError, match=r"(?s)micro-batches differ in values.*num_microbat"):
         result.train_step(batch_of(flags=other))
 
 
