@@ -88,8 +88,13 @@ class TracedModel:
         """Use of rows by a step: as `use`, but smaller batches are not filled up where the number
         of rows is in it, as its trace at other rows tells."""
         use = self.use
-        counted = use.filling and self._counts_rows(2 * self.graph.batch_size)
-        return replace(use, filling=None) if counted else use
+        if not use.filling:
+            return use
+        try:
+            same = sharding.same_numbers(self.graph, self.at(2 * self.graph.batch_size)[0])
+        except ValueError:  # it can't be traced there
+            same = not use.numbers
+        return use if same else replace(use, filling=None)
 
     @cached_property
     def why_not_evaluated(self) -> str:
@@ -135,21 +140,13 @@ class TracedModel:
         graph, factors = self.at(rows)
         if rows == batch or self.use.meetings:  # which are in each micro-batch by itself
             return graph, factors
-        other = batch if rows == self.graph.batch_size else rows
-        if self.use.numbers or self._counts_rows(other):
-            graph = sharding.with_numbers_of(graph, self.at(batch)[0])
-        return graph, factors
-
-    def _counts_rows(self, other: int) -> bool:
-        """Whether a plain number is made of the number of rows, as the trace at another one tells.
-        Where it can't be traced there, only of a loss with numbers it is taken to be."""
         try:
-            graph = self.at(other)[0]
+            whole, _ = self.at(batch)
         except ValueError:
-            return self.use.numbers
-        if self.use.numbers:
-            return not sharding.same_numbers(self.graph, graph)
-        return sharding.other_numbers(self.graph, graph)
+            if self.use.numbers:
+                raise
+            return graph, factors  # it has its rows in it, and no number beside them is known
+        return sharding.with_numbers_of(graph, whole), factors
 
     @seldom_collected()
     def _traced(self, rows: int, *, like: Graph | None) -> tuple[Graph, sharding.FactorTable]:

@@ -36,7 +36,6 @@ from meshwright.costmodel.sharding.rows import (
     Meeting,
     RowUse,
     TotalKind,
-    other_numbers,
     row_use,
     running_statistics,
     same_numbers,

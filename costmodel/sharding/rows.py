@@ -423,20 +423,20 @@ def with_numbers_of(graph: Graph, full: Graph) -> Graph:
     """A graph with the plain numbers, but for sizes of tensors, of the same model traced at other
     rows: a loss divided by the number of rows is divided by that of the whole batch. Raises
     ValueError where the two are of other operators."""
-    old, new = ([op for op in (*g.derived, *g.ops) if _has_numbers(op)] for g in (graph, full))
+    old, new = map(_beside_sizes, (graph, full))
     if [op.target for op in old] != [op.target for op in new]:
         raise MeshwrightError(
-            f"the model runs other operators on {graph.batch_size} rows than on {full.batch_size}: "
-            f"its loss's divisor can't be told",
+            f"the model runs other operators on {graph.batch_size} rows than on {full.batch_size}, "
+            "so that what it makes of their number can't be told",
             place="num_microbatches",
             legal="1, where the rows of a micro-batch change what is run",
             way_out="num_microbatches=1 keeps the batch together",
         )
-    numbered = {}
-    for a, b in zip(old, new, strict=True):
-        pairs = zip(a.args, b.args, strict=True)
-        args = (theirs if is_number(theirs) else ours for ours, theirs in pairs)
-        numbered[a.name] = replace(a, args=tuple(args))
+    numbered = {
+        a.name: replace(a, **numbers)
+        for a, b in zip(old, new, strict=True)
+        if (numbers := _others_numbers(a, b))
+    }
 
     def renumbered(ops: Iterable[Op]) -> tuple[Op, ...]:
         return tuple(numbered.get(op.name, op) for op in ops)
@@ -445,37 +445,44 @@ def with_numbers_of(graph: Graph, full: Graph) -> Graph:
         graph,
         ops=renumbered(graph.ops),
         derived=renumbered(graph.derived),
-        constants={
-            name: full.constants.get(name, x) if x.numel() == 1 else x
-            for name, x in graph.constants.items()
-        },
+        constants={n: y if y.shape == x.shape else x for n, x, y in _constants(graph, full)},
         blocks=tuple(replace(block, ops=renumbered(block.ops)) for block in graph.blocks),
     )
 
 
 def same_numbers(graph: Graph, other: Graph) -> bool:
-    """Whether graphs of a model traced at other rows have the same plain numbers."""
-    return _plain(graph) == _plain(other)
+    """Whether graphs of a model traced at other rows have the same operators and plain numbers."""
+    ours, theirs = map(_beside_sizes, (graph, other))
+    if [op.target for op in ours] != [op.target for op in theirs]:
+        return False
+    constants = _constants(graph, other)
+    alike = all(x.shape != y.shape or bool((x == y).all()) for _, x, y in constants)
+    return alike and not any(_others_numbers(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def other_numbers(graph: Graph, other: Graph) -> bool:
-    """Whether their operators are the same, and their plain numbers others."""
-    (ours, numbers), (theirs, others) = _plain(graph), _plain(other)
-    return ours == theirs and numbers != others
+def _beside_sizes(graph: Graph) -> list[Op]:
+    """All operators but those on raw inputs that only have sizes."""
+    return [*filter(_has_numbers, graph.derived), *graph.ops]
 
 
-def _plain(graph: Graph) -> tuple[list[str], list[object]]:
-    """The operators with plain numbers, and the numbers, first those of constants."""
-    ops = [op for op in (*graph.derived, *graph.ops) if _has_numbers(op)]
-    single = [x.item() for x in graph.constants.values() if x.numel() == 1]
-    return [op.target for op in ops], [*single, *([*_numbers(op)] for op in ops)]
+def _constants(graph: Graph, other: Graph) -> Iterator[tuple[str, Any, Any]]:
+    """A graph's constants by name, each beside that of the other."""
+    return ((n, x, other.constants.get(n, x)) for n, x in graph.constants.items())
+
+
+def _others_numbers(op: Op, other: Op) -> Mapping[str, Any]:
+    """The arguments of a call with the plain numbers of another trace's, where they differ."""
+    if not _has_numbers(op):
+        return {}
+    args = tuple(b if is_number(b) else a for a, b in zip(op.args, other.args, strict=True))
+    kwargs = {k: b if is_number(b := other.kwargs[k]) else a for k, a in op.kwargs.items()}
+    return {} if (args, kwargs) == (op.args, op.kwargs) else {"args": args, "kwargs": kwargs}
 
 
 def _has_numbers(op: Op) -> bool:
     """Whether its plain numbers are no sizes."""
-    size = {"full": 0, "new_full": 1}.get(op.short)
-    single = size is not None and not op.args[size]
-    return single or rules.is_pointwise(op) or op.short == "scalar_tensor"
+    filled = op.short in ("full", "full_like", "new_full", "scalar_tensor")
+    return filled or rules.is_pointwise(op)
 
 
 # --- rows that fill up a smaller batch ------------------------------------------------------------

@@ -102,7 +102,7 @@ class Outside:
 
     def _look_into(self, function: Any, owner: type | None) -> None:
         """Take up a function, a method of `owner` perhaps, unless it is a library's."""
-        function = getattr(function, "__func__", function)
+        function = _behind(getattr(function, "__func__", function))
         if isinstance(function, property):
             function = function.fget
         is_users = isinstance(function, FunctionType) and _is_users(function.__module__)
@@ -140,13 +140,15 @@ class Outside:
         self, path: str, find: Find, names: frozenset[str], owner: type | None = None
     ) -> None:
         """Take up a value that a function names."""
-        value = _stood_for(find())
+        found = find()
+        value = _behind(found)
         top = value if isinstance(value, ModuleType) else sys.modules.get(_module_of(value) or "")
         kind, telling = PASSING.get(getattr(top, "__name__", ""), ("", set[str]()))
         if kind and (names & telling if isinstance(value, ModuleType | type) else True):
             self.notes.append(f"the forward reads {kind} ({path}): a plan has what it was then")
         if isinstance(value, (FunctionType, MethodType, partial)):
             self._call(path, value, owner)
+            self.finds.setdefault(path, (find, frozenset()))  # another may take its place
             return
         call = vars(type(value)).get("__call__")
         if isinstance(call, FunctionType) and not isinstance(value, (type, nn.Module)):
@@ -157,7 +159,7 @@ class Outside:
             return
         parts = () if _is_librarys(value) else held(value)
         self.modules += [(x, names) for n, x in parts if n in names and _has_weights(x)]
-        if _holds(value, names):
+        if _holds(value, names) or value is not found:
             self.finds[path] = find, self.finds.get(path, (find, frozenset()))[1] | names
 
 
@@ -218,7 +220,7 @@ def _is_users(module: str | None) -> bool:
     return (module or "builtins").partition(".")[0] not in LIBRARIES
 
 
-def _stood_for(value: Any) -> Any:
+def _behind(value: Any) -> Any:
     """The value behind a weak reference or a context variable, the function behind a cache."""
     if isinstance(value, ReferenceType):
         return value()
@@ -251,7 +253,7 @@ def _holds(value: Any, names: frozenset[str]) -> bool:
 
 def _described(value: Any, names: frozenset[str], depth: int) -> Any:
     """A description equal for values that a forward can't tell apart by `names` of attributes."""
-    value = _stood_for(value)
+    value = _behind(value)
     if isinstance(value, torch.Tensor):
         return "tensor", id(value)  # what is written to it is followed
     if isinstance(value, float) or type(value).__module__ == "itertools":
