@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, redirect_stderr
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
 from types import FunctionType, ModuleType
 from typing import Any
 from unittest import mock
@@ -163,6 +163,26 @@ class DataAccess(TorchFunctionMode):
 
 _TENSOR: Any = torch.Tensor
 _DATA: Any = _TENSOR.data  # the descriptor
+
+
+@contextmanager
+def noted_questions(asked: set[str]) -> Iterator[None]:
+    """Context in which code that asks for a value that a trace doesn't have adds its line to
+    `asked`, also where it catches the error."""
+
+    def noting(plain: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            if TRACE.get() is not None:
+                asked.add(calling_place())
+            plain(self, *args, **kwargs)
+
+        return init
+
+    with ExitStack() as stack:
+        for kind in OF_VALUES:
+            patch = mock.patch.object(kind, "__init__", noting(kind.__init__))
+            stack.enter_context(patch)
+        yield
 
 
 @contextmanager

@@ -194,7 +194,7 @@ class KnownValues(TorchFunctionMode):
             value = self._ask(part)
             with _disable_current_modes():
                 if not part.dim():
-                    integers.append(bool(value) if flags else int(value))
+                    integers.append(int(value))
                     continue
                 chosen, every = value.nonzero(as_tuple=True), bool(value.all())
             if every and len(parts) == 1 and not self.by_index:
@@ -249,9 +249,15 @@ class KnownValues(TorchFunctionMode):
         return func(*args, **kwargs) if sizes else _UNKNOWN
 
     def _with_bounds(self, index: Any) -> Any:
-        """An index with numbers in the place of known tensors that bound its slices."""
+        """An index with numbers in the place of known tensors that bound its slices, and of single
+        flags."""
         if isinstance(index, tuple):
             return tuple(map(self._with_bounds, index))
+        single = isinstance(index, torch.Tensor) and not index.dim() and index.dtype in _FLAGS
+        if single and id(index) in self._values:
+            flag = self._ask(index)
+            with _disable_current_modes():
+                return bool(flag)
         if not isinstance(index, slice):
             return index
         bounds: list[Any] = [index.start, index.stop, index.step]

@@ -18,7 +18,7 @@ import logging
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -97,6 +97,7 @@ def trace(
     fix: frozenset[str] = frozenset()  # numbers that can't be carried
     carried: frozenset[user_module.Key] = frozenset()
     without_values: TraceError | None = None
+    fallback: Graph | None = None  # of code that caught that there were no values
     while True:
         batch = FakeBatch.of(example_inputs, dtype, batch_size, fix)
         if without_values is not None:
@@ -109,6 +110,8 @@ def trace(
         except TraceError as error:
             if batch.numbers:
                 fix |= batch.asked or batch.numbers.keys()
+            elif fallback is not None:
+                return _finished(fallback, model, loss_fn, before)
             elif without_values is None:
                 without_values, fix = error, frozenset()
             else:
@@ -116,15 +119,20 @@ def trace(
                 shown = without_values if asks else error
                 raise shown from shown.__cause__
         else:
-            if not batch.asked:
-                outside = user_module.Outside(model, loss_fn, graph)
-                return _as_stored(_with_outside(graph, outside, before), model)
-            fix |= batch.asked  # the model's code caught what was raised
+            if batch.asked:  # the model's code caught what was raised
+                fix |= batch.asked
+            elif tracer.questions and without_values is None:
+                fallback, without_values, fix = graph, TraceError("no values"), frozenset()
+            else:
+                return _finished(graph, model, loss_fn, before)
 
 
-def _with_outside(graph: Graph, outside: user_module.Outside, before: Mapping[str, Any]) -> Graph:
-    """The graph with what its forward reads outside of the model, but for what it changes there.
-    Raises TraceError where that is a number."""
+def _finished(
+    graph: Graph, model: nn.Module, loss_fn: Callable[..., Any] | None, before: Mapping[str, Any]
+) -> Graph:
+    """The graph with what its forward reads outside of the model, but for what it changes there
+    (since it was as `before`). Raises TraceError where that is a number."""
+    outside = user_module.Outside(model, loss_fn, graph)
     written, now = sorted(outside.changed(before, tensors=False)), outside.values()
     for name in written:
         if user_module.is_counter(before[name], now[name]):
@@ -133,7 +141,8 @@ def _with_outside(graph: Graph, outside: user_module.Outside, before: Mapping[st
                 "when it was traced. Make it a buffer (register_buffer), or an entry of the batch"
             )
     reads = [(user_module.OUTSIDE, name) for name in outside.finds if name not in written]
-    return replace(graph, notes=(*graph.notes, *outside.notes), reads=(*graph.reads, *reads))
+    found = replace(graph, notes=(*graph.notes, *outside.notes), reads=(*graph.reads, *reads))
+    return _as_stored(found, model)
 
 
 def _as_stored(graph: Graph, model: nn.Module) -> Graph:
@@ -151,13 +160,15 @@ def _as_stored(graph: Graph, model: nn.Module) -> Graph:
 class _Tracer:
     """Trace of one model. Of an attempt, `groups` are the similar layers of which only some are
     traced, and `leaves` the modules, by FQN, that are one node because they can't be traced, each
-    with the reason. `carried` are attributes whose tensors are carried like buffers."""
+    with the reason. `carried` are attributes whose tensors are carried like buffers; `questions`
+    are the lines that asked for a value that the trace didn't have."""
 
     model: nn.Module
     loss_fn: Callable[..., Any] | None
     dtype: torch.dtype
     batch: FakeBatch
     carried: frozenset[user_module.Key]
+    questions: set[str] = field(default_factory=set)
 
     def with_leaves(self, repeats: bool) -> Graph:
         """The graph, modules that can't be traced kept as leaves. Raises `TraceError`, and
@@ -220,6 +231,7 @@ class _Tracer:
         first: TraceError | None = None
         for symbolic in (False, True) if full else (False,):
             module = make()
+            self.questions.clear()
             if symbolic and module.leaf_recorder.classes:
                 break  # it would look into leaves
             try:
@@ -265,6 +277,7 @@ class _Tracer:
             # arguments are validated only where asked to: a trace has no values
             mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
             context.DataAccess(),
+            context.noted_questions(self.questions),
             self.batch.known or nullcontext(),
             torch.autocast("cpu", dtype=self.dtype) if half else nullcontext(),
         ):
@@ -359,12 +372,17 @@ def _symbolic(module: LossModule) -> fx.GraphModule:
         if value is None or type(value) in (bool, int, float, str)
     }
     before, drawn = user_module.Held(module.watch.holders), torch.get_rng_state()
+    state = (module.model.named_parameters, module.model.named_buffers)
+    attributes = {name for named in state for name, _ in named(remove_duplicate=False)}
     with module.watch.recording(), context.generators_untouched():
         traced = fx.symbolic_trace(module.model, concrete_args=fixed or None)
     changed = before.changed(user_module.Held(module.watch.holders)) - module.watch.written_first
     if changed or not torch.equal(drawn, torch.get_rng_state()):
         raise TraceError("a forward with state, or random draws, that a symbolic trace would fix")
     traced.graph.eliminate_dead_code()
+    made = [n for n in traced.graph.find_nodes(op="get_attr") if n.target not in attributes]
+    if made:
+        raise TraceError("a tensor made in the forward that a symbolic trace would fix")
     traced.recompile()
     generated = traced.forward
 

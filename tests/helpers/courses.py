@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -69,9 +70,46 @@ def writes(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.T
     return x[:, kept]
 
 
+def asks_twice(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.long)
+    for size in sizes:
+        total += size
+        x = x * total.item()
+    return x
+
+
+def masks(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return torch.masked_select(x, flags[:, None, None]).view(-1, 6)
+
+
+def by_numpy(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    kept = torch.zeros(8, dtype=torch.bool)
+    kept[np.array([0, 2])] = True
+    (places,) = np.nonzero(flags.numpy())
+    return x[places][:, kept] * sizes.numpy()[0]
+
+
+def splits_by_list(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return torch.cat([part.cumsum(1) for part in torch.split(x, list(sizes), 1)], 1)
+
+
+def catches(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    try:
+        factor = int(sizes[0])
+    except Exception:  # noqa: BLE001 - as users do
+        factor = 1
+    return x * factor
+
+
+def asserts(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    torch._assert(flags.any(), "some flag")
+    return x[:, :2] / sizes.float().log().tolist()[1] if sizes.min() > 1 else x
+
+
 KINDS = [
     split, branches, selects, selects_all, selects_and_more, selects_by_one_flag, selects_a_slice,
-    views, counts, repeats, joins, writes,
+    views, counts, repeats, joins, writes, asks_twice, masks, by_numpy, splits_by_list, catches,
+    asserts,
 ]  # fmt: skip
 
 

@@ -44,6 +44,10 @@ class Plain:
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.beta
 
+    @functools.cache  # noqa: B019 - as users do
+    def cached(self) -> float:
+        return BETA
+
 
 BETA = 1.0
 BAG = SimpleNamespace(beta=1.0, unread=1)
@@ -53,6 +57,7 @@ NESTED = SimpleNamespace(of=Slotted())
 OBJECT = Plain()
 COUNT = 0
 VARIABLE = ContextVar("VARIABLE", default=1.0)
+UNSET = ContextVar[float]("UNSET")
 LOCAL = threading.local()
 WEAK = weakref.ref(OBJECT)
 OPTIMIZER = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
@@ -70,6 +75,9 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 def triple(x: torch.Tensor) -> torch.Tensor:
     return 3 * x
+
+
+ACT = double
 
 
 def helper(x: torch.Tensor) -> torch.Tensor:
@@ -127,6 +135,15 @@ KINDS: dict[str, tuple[Forward, dict[str, Any], Callable[[nn.Module], object]]] 
     "a context variable": (
         lambda m, x: m.l(x) * VARIABLE.get(), {}, lambda m: VARIABLE.set(0.5)
     ),
+    "a context variable without a value": (
+        lambda m, x: m.l(x) * UNSET.get(1.0), {}, lambda m: UNSET.set(0.5)
+    ),
+    "another global function": (
+        lambda m, x: ACT(m.l(x)), {}, lambda m: globals().update(ACT=triple)
+    ),
+    "a cached method": (
+        lambda m, x: m.l(x) * OBJECT.cached(), {}, lambda m: globals().update(BETA=0.5)
+    ),
     "a thread's own": (lambda m, x: m.l(x) * LOCAL.beta, {}, lambda m: setattr(LOCAL, "beta", 0.5)),
     "a weak reference": (
         lambda m, x: m.l(x) * WEAK().beta, {}, lambda m: setattr(OBJECT, "beta", 0.5)
@@ -152,7 +169,9 @@ KINDS: dict[str, tuple[Forward, dict[str, Any], Callable[[nn.Module], object]]] 
 def _as_before() -> Any:
     LOCAL.beta = CONFIG.beta = 1.0
     yield
-    globals().update(BETA=1.0, COUNT=0)
+    globals().update(BETA=1.0, COUNT=0, ACT=double)
+    UNSET.set(1.0)
+    Plain.cached.cache_clear()
     BAG.beta = SLOTTED.beta = NESTED.of.beta = OfClass.beta = OBJECT.beta = TABLE["beta"] = 1.0
     LOCAL.beta = CONFIG.beta = OPTIMIZER.param_groups[0]["lr"] = 1.0
     VARIABLE.set(1.0)

@@ -53,6 +53,41 @@ def test_values_that_weights_or_draws_decide_are_unknown() -> None:
             trace(Model(way), batch_of())
 
 
+def drawn_empty(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return x * 2 if torch.empty(1).uniform_().item() < 0.5 else x
+
+
+def drawn_zeros(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return x[:, torch.zeros(8).bernoulli_(0.5).bool()]
+
+
+def drawn_beside(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    gate = torch.zeros(4)
+    gate.uniform_()
+    return x[gate > flags.float()]
+
+
+def written_numpy(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    numbers = sizes.numpy()
+    numbers[0] = 5
+    return x * sizes[0]
+
+
+def written_out(x: torch.Tensor, sizes: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    places = torch.zeros(3, 1, dtype=torch.long)
+    torch.nonzero(flags, out=places)
+    return x[places[:, 0]]
+
+
+UNSEEN = [drawn_empty, drawn_zeros, drawn_beside, written_numpy, written_out]
+
+
+@pytest.mark.parametrize("way", UNSEEN, ids=lambda way: way.__name__)
+def test_what_a_trace_would_get_wrong_is_refused(way: Callable[..., torch.Tensor]) -> None:
+    with pytest.raises(TraceError, match="py:"):
+        trace(Model(way), batch_of())
+
+
 def test_no_values_are_known_of_a_sample_without_them() -> None:
     batch = {name: x.to("meta") for name, x in batch_of().items()}
     with pytest.raises(TraceError):
