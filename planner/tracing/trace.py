@@ -83,13 +83,7 @@ def trace(
     if precision not in DTYPES:
         raise MeshwrightError.refused("precision", precision, legal=DTYPES)
     dtype = DTYPES[precision]
-    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-        raise MeshwrightError(
-            " has parameters of its own",
-            place="loss_fn",
-            legal="a function, or a module without parameters",
-            way_out="make it a part of the model, which then returns the loss",
-        )
+    _check_loss(loss_fn)
     FakeBatch.of(example_inputs, dtype, batch_size)
     check_call(model, example_inputs, loss_fn)
     user_module.check_hooks(model)
@@ -125,6 +119,17 @@ def trace(
                 fallback, without_values, fix = graph, TraceError("no values"), frozenset()
             else:
                 return _finished(graph, model, loss_fn, before)
+
+
+def _check_loss(loss_fn: Callable[..., Any] | None) -> None:
+    """Raise `MeshwrightError` for a loss that would be trained itself."""
+    if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
+        raise MeshwrightError(
+            " has parameters of its own",
+            place="loss_fn",
+            legal="a function, or a module without parameters",
+            way_out="make it a part of the model, which then returns the loss",
+        )
 
 
 def _finished(

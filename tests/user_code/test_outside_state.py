@@ -4,6 +4,8 @@ where the forward changes it, named in the report where nothing can be compared.
 from __future__ import annotations
 
 import functools
+import itertools
+import random
 import threading
 import time
 import weakref
@@ -56,6 +58,7 @@ TABLE = {"beta": 1.0}
 NESTED = SimpleNamespace(of=Slotted())
 OBJECT = Plain()
 COUNT = 0
+DRAWS, TURNS = random.Random(0), itertools.count(1)
 VARIABLE = ContextVar("VARIABLE", default=1.0)
 UNSET = ContextVar[float]("UNSET")
 LOCAL = threading.local()
@@ -295,9 +298,20 @@ def of_bag(model: Any, x: torch.Tensor) -> torch.Tensor:
     return y
 
 
-@pytest.mark.parametrize("forward", [counting, of_bag])
+def drawing(model: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = model.l(x) * DRAWS.random()
+    return y
+
+
+def in_turn(model: Any, x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = model.l(x) / next(TURNS)
+    return y
+
+
+@pytest.mark.parametrize("forward", [counting, of_bag, drawing, in_turn])
 def test_a_forward_that_changes_it_is_refused(forward: Forward) -> None:
-    with pytest.raises(TraceError, match=r"the forward changes .*(COUNT|BAG).*register_buffer"):
+    message = r"the forward changes .*(COUNT|BAG|DRAWS|TURNS).*register_buffer"
+    with pytest.raises(TraceError, match=message):
         planned(net(forward, {}))
 
 

@@ -173,7 +173,7 @@ class Held:
                 return kind, sorted(repr(x) for x in value)
             items = value.items() if isinstance(value, dict) else value
             return kind, [self._described(x, tensors, depth + 1) for x in items]
-        return kind, _state(value)
+        return kind, generator_state(value)
 
     def restore(self) -> None:
         """Give all holders, their classes, lists, dicts and sets what they held."""
@@ -212,7 +212,7 @@ def _in_class(holder: Any, name: str, value: Any) -> bool:
     return any(vars(cls).get(name) is value for cls in type(holder).__mro__)
 
 
-def _state(value: Any) -> Any:
+def generator_state(value: Any) -> Any:
     """The state of a generator of random numbers or an iterator; None of any other object."""
     if isinstance(value, random.Random):
         return value.getstate()

@@ -22,7 +22,7 @@ from torch import nn
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.rules import LEAVES, leaf_of
-from meshwright.planner.tracing.user_module.attributes import CONTAINERS, DEPTH
+from meshwright.planner.tracing.user_module.attributes import CONTAINERS, DEPTH, generator_state
 from meshwright.planner.tracing.user_module.leaf import declared
 from meshwright.planner.tracing.user_module.similar_layers import PLAIN
 
@@ -237,7 +237,8 @@ def _is_librarys(value: Any) -> bool:
         return False
     named = isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType))
     users = _is_users(_module_of(value if named else type(value)))
-    return not users and (named or not getattr(value, "__dict__", None))
+    bare = not getattr(value, "__dict__", None) and generator_state(value) is None
+    return not users and (named or bare)
 
 
 def _holds(value: Any, names: frozenset[str]) -> bool:
@@ -248,7 +249,9 @@ def _holds(value: Any, names: frozenset[str]) -> bool:
         return False
     named = isinstance(value, (type, ModuleType)) or not _is_users(_module_of(type(value)))
     plain = isinstance(value, (*PLAIN, *CONTAINERS, torch.Tensor, enum.Enum))
-    return plain or not named or any(n in names for n, _ in held(value))
+    if plain or not named or generator_state(value) is not None:
+        return True
+    return any(n in names for n, _ in held(value))
 
 
 def _described(value: Any, names: frozenset[str], depth: int) -> Any:
@@ -256,10 +259,12 @@ def _described(value: Any, names: frozenset[str], depth: int) -> Any:
     value = _behind(value)
     if isinstance(value, torch.Tensor):
         return "tensor", id(value)  # what is written to it is followed
-    if isinstance(value, float) or type(value).__module__ == "itertools":
+    if isinstance(value, float):
         return repr(value)
     if isinstance(value, (*PLAIN, enum.Enum)):
         return value
+    if (state := generator_state(value)) is not None:
+        return "drawn", state
     if isinstance(value, nn.Module):
         return type(value), {name: id(x) for name, x in value._buffers.items()}
     if isinstance(value, dict) and depth <= DEPTH:
@@ -308,8 +313,10 @@ def _alike(before: Any, now: Any, tensors: bool) -> bool:
 
 
 def is_counter(before: Any, now: Any) -> bool:
-    """Whether a number, or one in an object, was changed: not what lies in lists and dicts, which
-    a forward fills before it reads them."""
+    """Whether a number, or one in an object, was changed, or a generator of numbers drew one: not
+    what lies in lists and dicts, which a forward fills before it reads them."""
+    if isinstance(before, tuple) and before[:1] == ("drawn",):
+        return bool(before != now)
     if isinstance(before, tuple) and isinstance(now, tuple) and isinstance(before[1], dict):
         return any(is_counter(x, now[1].get(name)) for name, x in before[1].items())
     return isinstance(before, PLAIN) and before != now
