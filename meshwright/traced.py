@@ -380,9 +380,11 @@ def _compared(value: Any, depth: int = 0) -> Any:
     """The key by which a value is compared: plain ones by themselves, nan as nan."""
     if isinstance(value, torch.Tensor):
         return "tensor", id(value), 0 if value.is_inference() else value._version
+    if isinstance(value, dict) and depth <= _DEPTH:
+        pairs = value.items()
+        return type(value), [(_compared(k, depth + 1), _compared(x, depth + 1)) for k, x in pairs]
     if isinstance(value, _CONTAINERS) and depth <= _DEPTH:
-        items = value.items() if isinstance(value, dict) else value
-        return type(value), [_compared(x, depth + 1) for x in items]
+        return type(value), [_compared(x, depth + 1) for x in value]
     if isinstance(value, float) and value != value:
         return "nan"
     if value is None or isinstance(value, (bool, int, float, complex, str, bytes)):

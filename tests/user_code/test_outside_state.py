@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,12 @@ class Slotted:
 
     def __init__(self) -> None:
         self.beta, self.unread = 1.0, 1
+
+
+@dataclass
+class Options:
+    beta: float = 1.0
+    names: dict[str, dict[str, float]] = field(default_factory=lambda: {"a": {"b": 1.0}})
 
 
 class OfClass:
@@ -117,6 +124,10 @@ KINDS: dict[str, tuple[Forward, dict[str, Any], Callable[[nn.Module], object]]] 
     ),
     "in a dict": (
         lambda m, x: m.l(x) * m.kept["a"].beta, {"kept": {"a": Plain()}},
+        lambda m: setattr(m.kept["a"], "beta", 0.5),
+    ),
+    "a dataclass in a dict": (
+        lambda m, x: m.l(x) * m.kept["a"].beta, {"kept": {"a": Options()}},
         lambda m: setattr(m.kept["a"], "beta", 0.5),
     ),
     "a function": (

@@ -293,7 +293,7 @@ def held(value: Any) -> Iterable[tuple[str, Any]]:
                 if not isinstance(value, type) and hasattr(value, name):
                     yield name, getattr(value, name)
             for name, x in vars(cls).items():
-                if isinstance(x, (*PLAIN, *CONTAINERS)):
+                if isinstance(x, (*PLAIN, *CONTAINERS)) and name[:2] != "__":
                     yield name, x
     if not isinstance(value, type):
         for name, x in getattr(value, "__dict__", {}).items():
