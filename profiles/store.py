@@ -163,12 +163,13 @@ class Store:
     def _stored(self, path: Path, *, alone: bool = False) -> Measurements | None:
         """The measurements in a file; None where there is none, or none that can be used, which is
         moved aside."""
-        if not path.exists():
+        try:
+            if kind := irregular(path):
+                raise OSError(f"{path.name} is {kind}")
+            with path.open("rb"):  # or whoever may not read it is told so
+                pass
+        except FileNotFoundError:  # there is none, or another process has just moved it aside
             return None
-        if kind := irregular(path):
-            raise OSError(f"{path.name} is {kind}")
-        with path.open("rb"):  # or whoever may not read it is told so
-            pass
         try:
             return _measurements(read_json(path, most=MAX_MEASURED_BYTES), f"cached {path.name}")
         except MeshwrightError as error:

@@ -13,7 +13,7 @@ import pytest
 from filelock import FileLock
 
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES
+from meshwright.profiles.inputs.files import MAX_MEASURED_BYTES, irregular
 from meshwright.profiles.profile import load_profile
 from meshwright.profiles.store import DeviceId, Measurements, Store
 from tests.profiles.test_store import HERE, aside, call, some, timing
@@ -63,6 +63,21 @@ def test_writers_at_once_lose_nothing(tmp_path: Path) -> None:
         assert [writer.exitcode for writer in writers] == [0] * WRITERS
         assert store.read(HERE).operators.keys() == {call(k + 1) for k in range(2 * WRITERS)}
         assert len(aside(store)) == trial % 2
+
+
+def test_a_file_that_is_moved_aside_while_it_is_looked_at_is_none(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another process does that found it broken."""
+    store.add(some())
+
+    def moved(path: Path) -> str:
+        kind = irregular(path)
+        path.rename(path.with_suffix(".unusable"))
+        return kind
+
+    monkeypatch.setattr("meshwright.profiles.store.irregular", moved)
+    assert not store.read(HERE).operators
 
 
 def _write_when(ready: threading.Barrier, store: Store, k: int) -> None:
