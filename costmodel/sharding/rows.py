@@ -461,8 +461,9 @@ def same_numbers(graph: Graph, other: Graph) -> bool:
 
 
 def _beside_sizes(graph: Graph) -> list[Op]:
-    """All operators but those on raw inputs that only have sizes."""
-    return [*filter(_has_numbers, graph.derived), *graph.ops]
+    """The operators that may have plain numbers: others, which arrange rows, may be left out where
+    there is one."""
+    return [op for op in (*graph.derived, *graph.ops) if _has_numbers(op)]
 
 
 def _constants(graph: Graph, other: Graph) -> Iterator[tuple[str, Any, Any]]:
@@ -472,17 +473,15 @@ def _constants(graph: Graph, other: Graph) -> Iterator[tuple[str, Any, Any]]:
 
 def _others_numbers(op: Op, other: Op) -> Mapping[str, Any]:
     """The arguments of a call with the plain numbers of another trace's, where they differ."""
-    if not _has_numbers(op):
-        return {}
     args = tuple(b if is_number(b) else a for a, b in zip(op.args, other.args, strict=True))
     kwargs = {k: b if is_number(b := other.kwargs[k]) else a for k, a in op.kwargs.items()}
     return {} if (args, kwargs) == (op.args, op.kwargs) else {"args": args, "kwargs": kwargs}
 
 
 def _has_numbers(op: Op) -> bool:
-    """Whether its plain numbers are no sizes."""
+    """Whether it changes elements, so that its plain numbers are no sizes."""
     filled = op.short in ("full", "full_like", "new_full", "scalar_tensor")
-    return filled or rules.is_pointwise(op)
+    return filled or (rules.is_pointwise(op) and op.short not in SAME_ELEMENTS)
 
 
 # --- rows that fill up a smaller batch ------------------------------------------------------------
