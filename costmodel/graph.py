@@ -163,6 +163,12 @@ class Graph:
                 reached.update(op.operands)
         return reached
 
+    @property
+    def asked_at(self) -> list[str]:
+        """The user's lines that ask for `known` values, the first few."""
+        asked = (op for op in self.derived if not self.known.keys().isdisjoint(op.results))
+        return sorted({op.source for op in asked} - {""})[:3]
+
     @cached_property
     def read_once(self) -> frozenset[str]:
         """Values that are one operand of one operator of the blocks."""

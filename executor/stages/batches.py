@@ -156,10 +156,7 @@ class Batches:
     @property
     def _asked_at(self) -> str:
         """The user's lines that ask for values, for messages."""
-        sources = {
-            op.source for op in self.graph.derived if self.graph.known.keys() & {*op.results}
-        }
-        return f" (at {', '.join(sorted(sources - {''})[:3])})" if sources - {""} else ""
+        return f" (at {', '.join(lines)})" if (lines := self.graph.asked_at) else ""
 
     def unserved(self) -> BatchError:
         """The error for a batch that even its own trace does not serve."""

@@ -132,10 +132,9 @@ class OtherShapes:
         """Warn where batch after batch is traced for the values that the forward asks for."""
         self.asking += bool(graph.known)
         if self.asking == MANY:
-            lines = {op.source for op in graph.derived if graph.known.keys() & {*op.results}}
             warnings.warn(
                 f"{MANY} batches were traced anew, as the forward asks for values of the batch "
-                f"that differed (at {', '.join(sorted(lines)[:3])}): each takes seconds. Way out: "
+                f"that differed (at {', '.join(graph.asked_at)}): each takes seconds. Way out: "
                 "compute with the tensor there (tensor operations in place of .item() and "
                 ".tolist(), masks in place of x[mask])",
                 stacklevel=2,

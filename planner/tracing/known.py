@@ -72,8 +72,7 @@ class KnownValues(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in (_GET, _SET):
             args = args[0], self._with_bounds(args[1]), *args[2:]
-        leaves = pytree.tree_leaves((args, kwargs))
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+        tensors = _tensors((args, kwargs))
         known = [x for x in tensors if id(x) in self._values]
         if tensors and not known:
             return func(*args, **kwargs)
@@ -83,6 +82,7 @@ class KnownValues(TorchFunctionMode):
                 return result
         versions = [x._version for x in known]
         result = func(*args, **kwargs)
+        leaves = pytree.tree_leaves((args, kwargs))
         plain = all(isinstance(x, (torch.Tensor, *_PLAIN)) for x in leaves)
         alike = plain and len(known) == len(tensors)
         if not self._follow(result, self._computed(func, args, kwargs) if alike else _UNKNOWN):
@@ -97,7 +97,7 @@ class KnownValues(TorchFunctionMode):
 
     def _computed(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The result of a call on values; `_UNKNOWN` where it draws random numbers, or fails."""
-        operands = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        operands = _tensors((args, kwargs))
         versions = [self._value(x)._version for x in operands]
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._value, (args, kwargs))
         with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -156,7 +156,7 @@ class KnownValues(TorchFunctionMode):
             return self._selected_by_mask(*args)
         if func in _REPEATS and len(named) > 1 and named.get("output_size") is None:
             return self._repeated(named)
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        tensors = _tensors((args, kwargs))
         if any(id(x) not in self._values for x in tensors):
             return self._with_sizes(func, args, kwargs)
         versions = [self._value(x)._version for x in tensors]
@@ -204,8 +204,7 @@ class KnownValues(TorchFunctionMode):
 
     def _followed(self, result: Any, func: Callable[..., Any], operands: Sequence[Any]) -> Any:
         """A result that was made in another way, with its value if all operands have one."""
-        leaves = pytree.tree_leaves(operands)
-        if all(id(x) in self._values for x in leaves if isinstance(x, torch.Tensor)):
+        if all(id(x) in self._values for x in _tensors(operands)):
             self._follow(result, self._computed(func, tuple(operands), {}))
         return result
 
@@ -267,6 +266,10 @@ class KnownValues(TorchFunctionMode):
                 with _disable_current_modes():
                     bounds[k] = int(value)
         return slice(*bounds)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def _needs_values(func: Callable[..., Any], args: Any, kwargs: Any) -> bool:

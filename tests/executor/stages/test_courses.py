@@ -11,9 +11,8 @@ from meshwright.costmodel.sharding import analyse
 from meshwright.executor.ranks import single_process
 from meshwright.executor.stages import Batches, Given
 from meshwright.planner.blocks import cut_blocks
-from meshwright.planner.plan import Plan, StagePlan, fingerprint
 from meshwright.planner.tracing import trace
-from tests.helpers import courses
+from tests.helpers import courses, tiny
 from tests.helpers.courses import FLAGS, SIZES, Model, batch_of, selects, split
 
 
@@ -22,15 +21,7 @@ def test_a_batch_is_served_whose_every_micro_batch_takes_the_course(way: object)
     sample = batch_of(flags=FLAGS[[0, 2, 0, 2]])
     traced = trace(Model(way), sample, batch_size=2)
     graph = cut_blocks(traced, analyse(traced))
-    stage = StagePlan(blocks=tuple(b.name for b in graph.blocks), ranks=(0,), dp=1, tp=1)
-    plan = Plan(
-        model=fingerprint(graph),
-        global_batch_size=4,
-        num_microbatches=2,
-        schedule="1f1b",
-        precision="fp32",
-        stages=(stage,),
-    )
+    plan = tiny.plan_for(graph, dp=1, tp=1, global_batch_size=4)
     batches = Batches(plan, graph, single_process(torch.device("cpu"), ()))
 
     def served(sizes: torch.Tensor, flags: torch.Tensor) -> bool:
