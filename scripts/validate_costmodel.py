@@ -92,6 +92,12 @@ def family_of(row: Mapping[str, str]) -> str:
     return row["source"].split(" (")[0][:40]
 
 
+def later_halves() -> Iterator[tuple[str, bool, Mapping[str, str]]]:
+    """The rows found later by source, as `halves` gives the others."""
+    for row in sorted(later_rows(), key=lambda row: (row["source"], row["model"], row["seq_len"])):
+        yield f"later: {row['source'].split(' (')[0][:27]}", fitted_by_hash(row), row
+
+
 def halves(rows: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, bool, Mapping[str, str]]]:
     """Rows by family, each with its family and whether constants may have been fitted on it."""
     families = collections.defaultdict(list)
