@@ -5,7 +5,8 @@
 
 DIR holds `step_times.csv` (default: the compact tables beside this script). Constants that were
 fitted on a source were fitted on half of its models: its models in order of size, the first, third,
-... (`fit`); the others are scored (`score`), and all steps in fp8, on which nothing is fitted.
+... (`fit`); the others are scored (`score`), and all steps in fp8, on which nothing is fitted. Rows
+that were found later are halved by a hash of source and model.
 A second table has the same rows by GPU, by dense models and mixtures of experts, by framework, and
 by target, of those that `target=` takes. Errors are (predicted - measured) / measured, with no
 shift and no constant per row. `regret` is the measured time of the plan predicted best, over the
@@ -30,7 +31,7 @@ from pathlib import Path
 
 from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.pricing import Evaluation
-from scripts.experts.rows import fp8_rows, published_rows
+from scripts.experts.rows import fitted_by_hash, fp8_rows, later_rows, published_rows
 from scripts.experts.scatter import Point, scatter
 from scripts.published import Unpriced, evaluate_row
 from scripts.ranks.rank_correlation import spearman
@@ -92,9 +93,10 @@ def family_of(row: Mapping[str, str]) -> str:
     return row["source"].split(" (")[0][:40]
 
 
-def later_halves() -> Iterator[tuple[str, bool, Mapping[str, str]]]:
+def later_halves(source: str) -> Iterator[tuple[str, bool, Mapping[str, str]]]:
     """The rows found later by source, as `halves` gives the others."""
-    for row in sorted(later_rows(), key=lambda row: (row["source"], row["model"], row["seq_len"])):
+    rows = later_rows(source)
+    for row in sorted(rows, key=lambda row: (row["source"], row["model"], row["seq_len"])):
         yield f"later: {row['source'].split(' (')[0][:27]}", fitted_by_hash(row), row
 
 
@@ -209,7 +211,9 @@ def main() -> None:
     heading()
     rows = published_rows(args.source, args.data)
     rows += fp8_rows(args.source) if args.data is None else []
-    for name, members in itertools.groupby(halves(rows), key=lambda each: each[0]):
+    found_later = later_halves(args.source) if args.data is None else ()
+    by_family = itertools.chain(halves(rows), found_later)
+    for name, members in itertools.groupby(by_family, key=lambda each: each[0]):
         found: dict[str, list[Scored]] = {"fit": [], "score": []}
         for _, fitted, row in members:
             try:
