@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.schedules import Action
-from meshwright.costmodel.sharding import DataLayout, Placement
+from meshwright.costmodel.sharding import DataLayout, Placement, R
 from meshwright.executor.lowering import boundary_placement
 from meshwright.executor.ranks import BACKWARD, FORWARD, Edge, Place, StageMesh
+from meshwright.executor.resharding import part_of
 
 # --- transfers ------------------------------------------------------------------------------------
 
@@ -64,30 +65,51 @@ def slices(
     source_placements: tuple[Placement, ...],
     target: StageMesh,
     target_placements: tuple[Placement, ...],
+    split: Placement = R,
 ) -> tuple[Slice, ...]:
-    """Every slice that moves a tensor of global `shape` from one stage's layout to another's."""
+    """Every slice that moves a tensor of global `shape` from one stage's layout to another's. Where
+    it is `split` over the tensor axis, of one size on both, each rank sends of its own part alone,
+    in which boxes are."""
     moved: list[Slice] = []
-    taken: Counter[Box] = Counter()
-    holders = _holders(shape, source, source_placements)
+    taken: Counter[tuple[int, Box]] = Counter()
+    of_all = range(source.tp)
+    holders = [
+        _holders(on_tensor_rank(shape, split, target.tp, t), source, source_placements, ranks)
+        for t, ranks in enumerate([[t] if split.sharded else of_all for t in range(target.tp)])
+    ]
     for d in range(target.dp):
-        wanted = held(shape, target_placements, target, d)
         for t in range(target.tp):
-            for box, replicas in holders.items():
+            part = on_tensor_rank(shape, split, target.tp, t)
+            wanted = held(part, target_placements, target, d)
+            for box, replicas in holders[t].items():
                 common = intersect(box, wanted)
                 if common is not None:
-                    origin = replicas[taken[box] % len(replicas)]
-                    taken[box] += 1
+                    key = (t if split.sharded else 0, box)
+                    origin = replicas[taken[key] % len(replicas)]
+                    taken[key] += 1
                     moved.append(Slice(source=origin, target=target.rank(d, t), box=common))
     return tuple(moved)
 
 
+def on_tensor_rank(shape: Sequence[int], split: Placement, tp: int, t: int) -> tuple[int, ...]:
+    """The shape of a tensor on rank t of the tensor axis."""
+    sizes = [*shape]
+    if split.sharded:
+        sizes[split.dim] = part_of(sizes[split.dim], tp, t)[1]
+    return tuple(sizes)
+
+
 def _holders(
-    shape: Sequence[int], mesh: StageMesh, placements: Sequence[Placement]
+    shape: Sequence[int],
+    mesh: StageMesh,
+    placements: Sequence[Placement],
+    tensor_ranks: Sequence[int],
 ) -> dict[Box, list[int]]:
-    """The distinct boxes of a tensor on a mesh, and the ranks that hold each."""
+    """The distinct boxes of a tensor on a mesh, and the ranks that hold each, of these of the
+    tensor axis."""
     holders: dict[Box, list[int]] = {}
     for d in range(mesh.dp):
-        ranks = [mesh.rank(d, t) for t in range(mesh.tp)]
+        ranks = [mesh.rank(d, t) for t in tensor_ranks]
         holders.setdefault(held(shape, placements, mesh, d), []).extend(ranks)
     return holders
 
@@ -178,10 +200,11 @@ def stage_channels(
     graph: Graph,
     place: Place,
     outer_of: Callable[[int], Sequence[DataLayout]],
+    split: Mapping[str, Placement],
 ) -> Channels:
     """The channels of stage k to stages of other ranks; `edges` gives the values that travel,
-    `outer_of` the layouts of a stage on its outer axes. Every value of every edge has its own
-    tag."""
+    `outer_of` the layouts of a stage on its outer axes, `split` the states on the tensor axis of
+    values that are sent in parts. Every value of every edge has its own tag."""
     channels: dict[tuple[Action, int], dict[str, Channel]] = {}
     crossings = [(edge, name) for edge, names in edges.items() for name in names]
     for tag, (edge, name) in enumerate(crossings, start=1):
@@ -194,7 +217,9 @@ def stage_channels(
             for j, mesh in zip(edge, (source, target), strict=True)
         ]
         mesh, placements = ends[edge.index(k)]
-        mine = held(meta.shape, placements, mesh, mesh.coordinate(place.rank)[0])
+        d, t = mesh.coordinate(place.rank)
+        state = split.get(name, R)
+        mine = held(on_tensor_rank(meta.shape, state, mesh.tp, t), placements, mesh, d)
         sends = k == edge[0]
         peer = edge[1] if sends else edge[0]
         forward = Action.SEND_ACTIVATION if sends else Action.RECV_ACTIVATION
@@ -204,7 +229,7 @@ def stage_channels(
         if meta.requires_grad:
             directions.append((backward, BACKWARD, ends[::-1]))
         for action, direction, (start, end) in directions:
-            moved = slices(tuple(meta.shape), *start, *end)
+            moved = slices(tuple(meta.shape), *start, *end, state)
             group = place.edge_groups[edge, direction]
             channel = Channel(moved, place.rank, mine, meta.dtype, place.device, group, tag)
             channels.setdefault((action, peer), {})[name] = channel

@@ -18,7 +18,7 @@ from meshwright.executor.stages.rank_parameters import parameter_states
 from meshwright.executor.stages.stage import StageGraphs
 from meshwright.executor.stages.totals import Total
 from meshwright.executor.transfers import Channels, stage_channels
-from meshwright.planner.plan import away_blocks, crossings, segments_of
+from meshwright.planner.plan import arriving_states, away_blocks, crossings, segments_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +78,8 @@ class StageLowering:
         self.flow = flow
         self.keep = keep
         self.edges = crossings(plan, graph)
+        self.arriving = arriving_states(plan, graph, checked.assignments)
+        self.split = {value: state for of in self.arriving for value, state in of.items()}
         self._layouts: dict[tuple[int, int, str], tuple[sharding.DataLayout, ...]] = {}
         self._classes: dict[Any, Any] = {}  # of blocks, lowered once for all stages
 
@@ -98,7 +100,7 @@ class StageLowering:
         prologue = _prologue(lowering, graph, blocks, updates)
         buffers = buffer_placements(graph, blocks, layouts, chosen, prologue, updates)
         held_as = {name: placement for name, (_, placement) in buffers.items()}
-        states: dict[str, sharding.Placement] = {}  # that the blocks before leave
+        states = dict(self.arriving[k])  # then as the blocks before leave them
         lowered = []
         for block in blocks:
             inputs = {n: states[n] for n in block.inputs if n in states}
@@ -130,7 +132,7 @@ class StageLowering:
                 for (i, j), names in self.edges.items()
                 if i == k and place.meshes[j].ranks == mesh.ranks
             },
-            channels=stage_channels(k, self.edges, graph, place, self._outer),
+            channels=stage_channels(k, self.edges, graph, place, self._outer, self.split),
             totals=self._totals(lowering, (*prologue.outputs, *targets)),
             counts=counts,
             losses=losses,

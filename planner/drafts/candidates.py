@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from typing import Any, TypeAlias
 
 from meshwright.costmodel.graph import Block
@@ -21,7 +21,15 @@ from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharding import Assignment, Entry, Placement
 from meshwright.costmodel.stages import fits
 from meshwright.planner.drafts.combinations import StageDraft
-from meshwright.planner.plan import Plan, StagePlan, away_blocks, express_shardings, stage_on
+from meshwright.planner.plan import (
+    Plan,
+    StagePlan,
+    arriving_states,
+    away_blocks,
+    express_shardings,
+    sent_in_parts,
+    stage_on,
+)
 from meshwright.planner.pricing import Evaluation, StageCoster, evaluate, price_blocks, stage_blocks
 from meshwright.planner.stages import choose_policies, freed_bytes
 from meshwright.profiles.cluster import Cluster
@@ -85,9 +93,13 @@ def make_draft(
     )
     if stages[0].setup.validated and len(plan.devices) > 1:
         plan = dataclasses.replace(plan, post_validation=True)
-    assignments = (d.setup.chain.assignments(d.start, d.stop) for d in stages)
-    blocks = (stage_blocks(plan, k, coster, choices) for k, choices in enumerate(assignments))
-    priced = price_blocks(plan, coster, [d.costs for d in stages], blocks)
+    assignments = _assignments(stages)
+    arriving = arriving_states(plan, coster.graph, assignments)
+    blocks = (
+        stage_blocks(plan, k, coster, *of_stage)
+        for k, of_stage in enumerate(zip(assignments, arriving, strict=True))
+    )
+    priced = price_blocks(plan, coster, [d.costs for d in stages], blocks, arriving)
     fullest = priced.prediction.fullest_bytes
     return PlanDraft(
         stages=tuple(stages),
@@ -98,11 +110,22 @@ def make_draft(
     )
 
 
+def _assignments(stages: Sequence[StageDraft]) -> list[dict[str, Assignment]]:
+    """The assignments of each stage's blocks, by name; what goes to a stage with another
+    tensor-parallel degree is whole."""
+    degrees = [d.setup.mesh.tp for d in stages]
+    alike = [False, *(a == b for a, b in pairwise(degrees)), False]
+    return [
+        d.setup.chain.assignments(d.start, d.stop, whole=(not before, not after))
+        for d, before, after in zip(stages, alike, alike[1:], strict=False)
+    ]
+
+
 def make_candidate(coster: StageCoster, draft: PlanDraft) -> Candidate:
     """The plan of a draft, written out and priced from what is written. Where some blocks are
     recomputed, it is the faster one of two: a stage's highest point may be in its last block's
     backward or not."""
-    assignments = [d.setup.chain.assignments(d.start, d.stop) for d in draft.stages]
+    assignments = _assignments(draft.stages)
     plan = _with_shardings(coster, draft, assignments)
     candidate = _candidate(coster, draft, plan, assignments, ends=True)
     if all(set(stage.policies) == {"none"} for stage in candidate.plan.stages):
@@ -168,10 +191,12 @@ def _with_shardings(
 ) -> Plan:
     """The plan of a draft with the shardings of its stages."""
     known: Known = {}
-    stages = []
-    for d, stage, choices in zip(draft.stages, draft.plan.stages, assignments, strict=True):
+    stages, in_parts = [], sent_in_parts(draft.plan, coster.graph)
+    arriving = arriving_states(draft.plan, coster.graph, assignments)
+    of_stages = zip(draft.stages, draft.plan.stages, assignments, arriving, strict=True)
+    for d, stage, choices, arrives in of_stages:
         blocks = coster.graph.blocks[d.start : d.stop]
-        shardings = _shardings(coster, blocks, choices, stage.tp, known)
+        shardings = _shardings(coster, blocks, choices, stage.tp, known, arrives, in_parts)
         stages.append(dataclasses.replace(stage, shardings=shardings))
     return dataclasses.replace(draft.plan, stages=tuple(stages))
 
@@ -286,12 +311,15 @@ def _shardings(
     assignments: Mapping[str, Assignment],
     tp: int,
     known: Known,
+    arriving: Mapping[str, Placement],
+    in_parts: Collection[str],
 ) -> dict[str, str]:
-    """Decisions that do not follow, as globs; `known` are those of equal blocks."""
+    """Decisions that do not follow, as globs; `known` are those of equal blocks, `arriving` the
+    states of what stages before send `in_parts`."""
     if tp == 1:
         return {}
     entries: dict[str, Entry] = {}
-    states: dict[str, Placement] = {}
+    states = dict(arriving)
     for block in blocks:
         inputs = {n: states[n] for n in block.inputs if n in states}
         names = [*(op.name for op in block.ops), *block.parameters]
@@ -303,17 +331,21 @@ def _shardings(
             known[key] = [(k, layouts[name]) for k, name in enumerate(names) if name in layouts]
         entries |= {names[k]: entry for k, entry in known[key]}
         states |= {n: assignment.states[n] for n in block.outputs}
-    _like_repeats(blocks, entries)
+    _like_repeats(blocks, entries, in_parts)
     return express_shardings(coster.graph, blocks, entries)
 
 
-def _like_repeats(blocks: Sequence[Block], entries: dict[str, Entry]) -> None:
-    """Give each output of the stage the entry of its repeats, so that one glob serves all."""
+def _like_repeats(
+    blocks: Sequence[Block], entries: dict[str, Entry], in_parts: Collection[str]
+) -> None:
+    """Give each output of the stage that is sent whole, whatever its entry says, the entry of its
+    repeats, so that one glob serves all."""
     last = blocks[-1]
     peer = next((b for b in blocks[:-1] if b.class_id == last.class_id), None)
     for op, other in zip(last.ops, peer.ops if peer else (), strict=False):
         alike = entries.get(other.name)
-        if op.results[0] in last.outputs and alike and alike.state:
+        whole = op.results[0] in last.outputs and op.results[0] not in in_parts
+        if whole and alike and alike.state:
             entry = entries.get(op.name, Entry())
             entries[op.name] = dataclasses.replace(entry, state=alike.state)
 

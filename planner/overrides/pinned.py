@@ -20,6 +20,7 @@ from meshwright.planner.plan import (
     pipelines,
     placement_of,
     resolve_shardings,
+    sent_in_parts,
 )
 
 
@@ -83,12 +84,14 @@ def _pinned(blocks: Sequence[str], values: Sequence[Any]) -> Any:
 
 
 def _shardings(plan: Plan, graph: Graph) -> dict[str, str]:
-    """The globs of all stages, over a stage's blocks, as globs over the model. What leaves a stage
-    is whole there, whatever the globs say: its state is not pinned."""
+    """The globs of all stages, over a stage's blocks, as globs over the model. What is sent whole
+    is so whatever the globs say: its state is not pinned."""
     entries: dict[str, Entry] = {}
+    in_parts = sent_in_parts(plan, graph)
     for k, stage in enumerate(plan.stages):
         blocks = [block for block in graph.blocks if block.name in stage.blocks]
         read = {v for block in graph.blocks if block.name not in stage.blocks for v in block.inputs}
+        read -= in_parts
         leaving = {op.name for block in blocks for op in block.ops if read.intersection(op.results)}
         resolved = resolve_shardings(graph, blocks, stage.shardings, f"plan: stage {k}")
         resolved |= {n: replace(resolved[n], state=None) for n in leaving & resolved.keys()}

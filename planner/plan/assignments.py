@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from meshwright.costmodel import sharding
-from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.graph import Block, Graph
+from meshwright.planner.plan.flow import crossings, pipelines, sent_in_parts
 from meshwright.planner.plan.plan import Plan
 from meshwright.planner.plan.ranges import PlanError
 from meshwright.planner.plan.shardings import check_matched, resolve_block
@@ -14,13 +16,48 @@ from meshwright.planner.plan.shardings import check_matched, resolve_block
 Known = dict[Any, Any]  # what `check_plan` remembers of one graph, between plans
 
 
-def stage_assignments(
-    plan: Plan, k: int, graph: Graph, factors: sharding.FactorTable, known: Known
-) -> dict[str, sharding.Assignment]:
-    """The assignment of each block of stage `k`, by name; `known` as for `check_plan`.
+def plan_assignments(
+    plan: Plan, graph: Graph, factors: sharding.FactorTable, known: Known
+) -> list[dict[str, sharding.Assignment]]:
+    """For each stage the assignments of its blocks, by name; `known` as for `check_plan`. Raises
+    `PlanError` for a sharding that matches nothing, or that no assignment has."""
+    in_parts = sent_in_parts(plan, graph)
+    found: dict[int, dict[str, sharding.Assignment]] = {}
+    for stages in pipelines(plan):
+        arriving: dict[str, sharding.Placement] = {}
+        for k in stages:
+            found[k] = _stage_assignments(plan, k, graph, factors, known, arriving, in_parts)
+            arriving |= {
+                value: assignment.states[value]
+                for assignment in found[k].values()
+                for value in in_parts & assignment.states.keys()
+            }
+    return [found[k] for k in range(len(plan.stages))]
 
-    Raises `PlanError` for a sharding that matches nothing, or that no assignment has.
-    """
+
+def arriving_states(
+    plan: Plan, graph: Graph, assignments: Sequence[Mapping[str, sharding.Assignment]]
+) -> list[dict[str, sharding.Placement]]:
+    """For each stage the states of the activations that other stages send in parts."""
+    in_parts = sent_in_parts(plan, graph)
+    arriving: list[dict[str, sharding.Placement]] = [{} for _ in plan.stages]
+    for (source, target), values in crossings(plan, graph).items():
+        states = {v: s for a in assignments[source].values() for v, s in a.states.items()}
+        arriving[target] |= {v: states[v] for v in values if v in in_parts and states[v].sharded}
+    return arriving
+
+
+def _stage_assignments(
+    plan: Plan,
+    k: int,
+    graph: Graph,
+    factors: sharding.FactorTable,
+    known: Known,
+    arriving: Mapping[str, sharding.Placement],
+    in_parts: Collection[str],
+) -> dict[str, sharding.Assignment]:
+    """Assignments of stage `k`, at which activations are `arriving` in these states; what leaves is
+    whole, or as an entry splits it where stages send it `in_parts`."""
     stage, place = plan.stages[k], f"plan: stage {k}"
     names = set(stage.blocks)
     blocks = [block for block in graph.blocks if block.name in names]
@@ -28,25 +65,27 @@ def stage_assignments(
     decisions = frozenset(stage.shardings.items())
     assignments: dict[str, sharding.Assignment] = {}
     matched: set[str] = set()
-    states: dict[str, sharding.Placement] = {}
+    states = dict(arriving)
     for block in blocks:
         inputs = {name: states[name] for name in block.inputs if name in states}
-        leaving = frozenset(read_elsewhere.intersection(block.outputs))
-        key = (block.name, stage.tp, decisions, tuple(inputs.items()), leaving)
+        sent = read_elsewhere.intersection(block.outputs)
+        whole, parts = frozenset(sent.difference(in_parts)), frozenset(sent.intersection(in_parts))
+        key = (block.name, stage.tp, decisions, tuple(inputs.items()), whole, parts)
         if key not in known:
             entries, patterns = resolve_block(graph, block, stage.shardings, place)
+            entries = _without_sums(block, entries, parts)
             keyed = (*(op.name for op in block.ops), *block.parameters)
             by_class = (  # equal for blocks of one class
                 block.class_id,
                 stage.tp,
                 tuple((i, entries[name]) for i, name in enumerate(keyed) if name in entries),
                 tuple(inputs.get(name) for name in block.inputs),
-                tuple(name in leaving for name in block.outputs),
+                tuple(name in whole for name in block.outputs),
             )
             if by_class not in known:
                 layouts = sharding.BlockLayouts(graph, factors, block, stage.tp)
                 try:
-                    assignment = layouts.complete(entries, inputs, leaving)
+                    assignment = layouts.complete(entries, inputs, whole)
                 except ValueError as error:
                     raise PlanError.of(error, place) from None
                 _check_states(layouts, assignment, inputs, place)
@@ -58,6 +97,24 @@ def stage_assignments(
         states |= {name: assignments[block.name].states[name] for name in block.outputs}
     check_matched(graph, blocks, stage.shardings, matched, place)
     return assignments
+
+
+def _without_sums(
+    block: Block, entries: Mapping[str, sharding.Entry], sent: Collection[str]
+) -> dict[str, sharding.Entry]:
+    """The entries, those apart that leave partial what is sent: ranks send no terms of a sum."""
+    partial = {
+        op.name
+        for op in block.ops
+        if op.results[0] in sent
+        and (entry := entries.get(op.name)) is not None
+        and entry.state is not None
+        and not entry.state.sharded
+    }
+    return {
+        name: replace(entry, state=None) if name in partial else entry
+        for name, entry in entries.items()
+    }
 
 
 def _check_states(

@@ -15,7 +15,7 @@ from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
 from meshwright.costmodel.written_buffers import inseparable
 from meshwright.planner.decisions import CONTRADICTIONS, DECISIONS, SHARING, divisors
-from meshwright.planner.plan.assignments import Known, stage_assignments
+from meshwright.planner.plan.assignments import Known, plan_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
@@ -57,9 +57,7 @@ def check_plan(
     check_context(plan, graph, factors)
     _check_parameters(plan, graph)
     _check_buffers(plan, graph)
-    assignments = [
-        stage_assignments(plan, k, graph, factors, known) for k in range(len(plan.stages))
-    ]
+    assignments = plan_assignments(plan, graph, factors, known)
     for k, stage in enumerate(plan.stages):
         check_experts(stage, graph, factors, assignments[k], f"plan: stage {k}")
     return assignments

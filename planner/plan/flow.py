@@ -57,6 +57,16 @@ def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]
     return {edge: tuple(values) for edge, values in sorted(sent.items())}
 
 
+def sent_in_parts(plan: Plan, graph: Graph) -> frozenset[str]:
+    """Activations that are sent as their block leaves them on the tensor axis, each rank its part
+    to its counterpart: all stages that make and read them have one tensor-parallel degree."""
+    degrees: dict[str, set[int]] = {}
+    for edge, values in crossings(plan, graph).items():
+        for value in values:
+            degrees.setdefault(value, set()).update(plan.stages[k].tp for k in edge)
+    return frozenset(value for value, of in degrees.items() if len(of) == 1 and max(of) > 1)
+
+
 def stages_of_parameters(plan: Plan, graph: Graph) -> dict[str, tuple[int, ...]]:
     """Parameter value -> the stages that hold it, ascending."""
     owners = [stage_of(plan, copy) for copy in range(len(pipelines(plan)))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles, verdict
@@ -21,6 +22,7 @@ from meshwright.planner.plan import (
     Plan,
     PlanError,
     StagePlan,
+    arriving_states,
     check_plan,
     crossings,
     shared_apart,
@@ -122,8 +124,8 @@ class Prediction:
 class Evaluation:
     """A priced plan: prediction, costs and micro-batches in flight per stage, the simulated step,
     the messages of a micro-batch between stages, and once a step between copies of the model, of
-    which each stage's `reduce_s` has its part; and the stages as they were walked, where their
-    shardings were asked."""
+    which each stage's `reduce_s` has its part; the activations that are sent `split` over the
+    tensor axis; and the stages as they were walked, where their shardings were asked."""
 
     plan: Plan
     prediction: Prediction
@@ -133,6 +135,7 @@ class Evaluation:
     target: Target
     transfers: Mapping[tuple[int, int], Entry]
     exchanges: Mapping[int, Entry]
+    split: frozenset[str] = frozenset()
     priced: tuple[PricedStage, ...] = field(default=(), repr=False)
 
     def rests_on(self) -> dict[str, float]:
@@ -185,8 +188,13 @@ def evaluate(
     problem's graph may have any batch size."""
     check_host(plan, problem.cluster)
     coster = coster or StageCoster(replace(problem, precision=plan.precision))
-    stages = tuple(priced_stage(plan, k, coster, a) for k, a in enumerate(assignments))
-    return replace(price_blocks(plan, coster, [s.costs for s in stages], stages), priced=stages)
+    arriving = arriving_states(plan, coster.graph, assignments)
+    stages = tuple(
+        priced_stage(plan, k, coster, *of_stage)
+        for k, of_stage in enumerate(zip(assignments, arriving, strict=True))
+    )
+    costs = [stage.costs for stage in stages]
+    return replace(price_blocks(plan, coster, costs, stages, arriving), priced=stages)
 
 
 def check_host(plan: Plan, cluster: Cluster) -> None:
@@ -213,29 +221,37 @@ def price_blocks(
     coster: StageCoster,
     costs: Sequence[StageCosts[float]],
     stages: Iterable[StageBlocks],
+    arriving: Iterable[Iterable[str]],
 ) -> Evaluation:
     """Price a plan whose stages' costs are known, their memory from their blocks (`stages`, which
-    are asked for only then) where the target's steps are followed."""
+    are asked for only then) where the target's steps are followed. `arriving` are the activations
+    that are sent in parts, by stage."""
+    split = frozenset(chain.from_iterable(arriving))
     if not coster.problem.target.gradients_come:
-        return price_stages(plan, coster, costs)
+        return price_stages(plan, coster, costs, split)
     walks = walked_stages(plan, coster, [*stages])
     costs = [replace(cost, **walk.memory) for cost, walk in zip(costs, walks, strict=True)]
-    evaluation = price_stages(plan, coster, costs)
+    evaluation = price_stages(plan, coster, costs, split)
     prediction = evaluation.prediction
     peaks = tuple(placed(peak, walks[peak.stage]) for peak in prediction.peaks)
     return replace(evaluation, prediction=replace(prediction, peaks=peaks))
 
 
 def price_stages(
-    plan: Plan, coster: StageCoster, stages: Sequence[StageCosts[float]], send_scale: float = 1.0
+    plan: Plan,
+    coster: StageCoster,
+    stages: Sequence[StageCosts[float]],
+    split: frozenset[str] = frozenset(),
+    send_scale: float = 1.0,
 ) -> Evaluation:
     """Price a plan whose stages' costs are known, without the sum of gradients over copies of the
-    model; its shardings are not asked. `send_scale` multiplies the seconds of sends."""
+    model; of its shardings it asks which activations are sent `split` over the tensor axis.
+    `send_scale` multiplies the seconds of sends."""
     cluster = coster.cluster
     exchanged = exchanges(plan, coster, stages)
     stages = with_exchanges(stages, exchanged)
     crossed = crossings(plan, coster.graph)
-    transfers = {edge: transfer(plan, coster, edge, values) for edge, values in crossed.items()}
+    transfers = {e: transfer(plan, coster, e, values, split) for e, values in crossed.items()}
     sends = {edge: send_scale * entry.seconds for edge, entry in transfers.items()}
     timeline, step_s, bubble = simulated(plan, coster.problem, stages, sends)
     peak = cluster.device.flops(wide(plan.precision)) * plan.num_ranks
@@ -247,7 +263,7 @@ def price_stages(
     peaks = device_peaks(
         stages,
         pipeline,
-        messages=_message_bytes(plan, coster, crossed) if followed else None,
+        messages=_message_bytes(plan, coster, crossed, split) if followed else None,
         reserved=cluster.device.reserved_bytes + _batch_bytes(plan, coster),
     )
     prediction = Prediction(
@@ -271,6 +287,7 @@ def price_stages(
         target=coster.problem.target,
         transfers=transfers,
         exchanges=exchanged,
+        split=split,
     )
 
 
@@ -324,15 +341,20 @@ def simulated(
 
 
 def _message_bytes(
-    plan: Plan, coster: StageCoster, crossed: Mapping[tuple[int, int], Sequence[str]]
+    plan: Plan,
+    coster: StageCoster,
+    crossed: Mapping[tuple[int, int], Sequence[str]],
+    split: frozenset[str],
 ) -> dict[tuple[int, int], tuple[float, float]]:
     """Bytes of a micro-batch from one stage to another, on a rank of each."""
     stages = {k for edge in crossed for k in edge}
     pricers = {k: coster.pricer(stage_setting(plan, k, coster)) for k in stages}
-    return {
-        (a, b): (sum(map(pricers[a].nbytes, values)), sum(map(pricers[b].nbytes, values)))
-        for (a, b), values in crossed.items()
-    }
+
+    def nbytes(k: int, values: Sequence[str]) -> float:
+        tp = plan.stages[k].tp
+        return sum(pricers[k].nbytes(v) / (tp if v in split else 1) for v in values)
+
+    return {edge: (nbytes(edge[0], v), nbytes(edge[1], v)) for edge, v in crossed.items()}
 
 
 def _batch_bytes(plan: Plan, coster: StageCoster) -> float:
@@ -355,10 +377,15 @@ def _busiest(source: StagePlan, target: StagePlan) -> float:
 
 
 def transfer(
-    plan: Plan, coster: StageCoster, edge: tuple[int, int], values: Sequence[str]
+    plan: Plan,
+    coster: StageCoster,
+    edge: tuple[int, int],
+    values: Sequence[str],
+    split: frozenset[str] = frozenset(),
 ) -> Entry:
-    """Moving `values` of one micro-batch between two stages, the mean of both ways; the busiest
-    rank's share counts. Stages on the same ranks hand over what they hold."""
+    """Moving `values` of one micro-batch between two stages, those that are `split` over the tensor
+    axis in parts, the mean of both ways; the busiest rank's share counts. Stages on the same ranks
+    hand over what they hold."""
     ends = [plan.stages[k] for k in edge]
     rows = plan.microbatch_rows * (_busiest(*ends) + _busiest(*reversed(ends))) / 2
     cp = min(stage.cp for stage in ends)
@@ -368,9 +395,18 @@ def transfer(
     # a value without rows goes in full to every rank, from as many as there are
     copies = (1 + max(sizes) / min(sizes)) / 2
     problem, (source, destination) = coster.problem, (stage.ranks for stage in ends)
-    nbytes = sum(pricer.nbytes(v) * (1 if problem.factors.has_batch(v) else copies) for v in values)
     tp = min(stage.tp for stage in ends)
-    seconds = coster.message_s(nbytes, source, destination, tp=tp)
+    # of a split value each rank sends its part, of its rows
+    share = plan.microbatch_rows / min(stage.dp for stage in ends) / rows / tp
+
+    def of_rank(value: str) -> float:
+        rows_alone = problem.factors.has_batch(value)
+        return pricer.nbytes(value) * (share if value in split else 1 if rows_alone else copies)
+
+    in_parts = sum(of_rank(v) for v in values if v in split)
+    nbytes = sum(map(of_rank, values))
+    seconds = coster.message_s(nbytes - in_parts, source, destination, tp=tp)
+    seconds += coster.message_s(in_parts, source, destination, tp=1)
     return Entry(
         column="send_s",
         kind="collective",

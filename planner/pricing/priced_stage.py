@@ -27,10 +27,14 @@ class PricedStage(StageBlocks):
 
 
 def priced_stage(
-    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+    plan: Plan,
+    k: int,
+    coster: StageCoster,
+    assignments: Mapping[str, Assignment],
+    arriving: Mapping[str, Placement],
 ) -> PricedStage:
-    """Stage k of a checked plan."""
-    walk = stage_blocks(plan, k, coster, assignments)
+    """Stage k of a checked plan, at which activations are `arriving` in parts."""
+    walk = stage_blocks(plan, k, coster, assignments, arriving)
     stage, setting = walk.stage, walk.setting
     rows = stages.Sums(np.stack([block.sums.array for block in walk.blocks]))
     sums, stored = rows.joined(), set[tuple[str, Placement]]()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -322,11 +323,15 @@ class StageCoster:
         return self._known.layouts.of(key, lambda: BlockLayouts(self.graph, factors, block, tp))
 
     def entered(
-        self, pricer: operators.Pricer, stage: StagePlan, assignments: Mapping[str, Assignment]
+        self,
+        pricer: operators.Pricer,
+        stage: StagePlan,
+        assignments: Mapping[str, Assignment],
+        arriving: Mapping[str, Placement],
     ) -> Iterator[Entered]:
         """The blocks of a stage in their order, whose inputs enter as a block before left them, or
-        whole from another stage."""
-        setting, states = pricer.step.of_step, dict[str, Placement]()
+        from another stage: whole, but for those `arriving` in parts."""
+        setting, states = pricer.step.of_step, dict(arriving)
         known = self._known.entered.of((setting.mesh, setting.batch, setting.sharing), Memo)
         for name in stage.blocks:
             block, assignment = self.blocks[name], assignments[name]
@@ -361,10 +366,10 @@ class StageCoster:
         key = (block.name, layouts.degree, assignment.choices, tuple(inputs.values()))
         return known.of(key, lambda: KnownSteps(moves(layouts, assignment, inputs)))
 
-    def send_seconds(self, setting: operators.Setting) -> Floats:
+    def send_seconds(self, setting: operators.Setting, split: Sequence[bool]) -> Floats:
         """(K+1,): seconds to send the activations at each boundary, one micro-batch, one direction,
-        between two stages with this mesh; where some neighbours share a node and others don't, on
-        average."""
+        between two stages with this mesh, in parts over the tensor axis where they are `split`;
+        where some neighbours share a node and others don't, on average."""
         node, devices = self.cluster.devices_per_node, setting.mesh.devices
         # of the stages that share a node in pipeline order, one sends to the next node
         share = min(1.0, devices / node) if self.cluster.num_nodes > 1 else 0.0
@@ -376,9 +381,12 @@ class StageCoster:
             (1 - share, range(inside), range(inside, 2 * inside)),
         )
 
-        def seconds(nbytes: float) -> float:
+        tp = setting.mesh.tp
+
+        def seconds(nbytes: float, in_parts: bool) -> float:
+            of_rank = (nbytes / tp, 1) if in_parts else (nbytes, tp)
             return sum(
-                part * self.message_s(nbytes, *ends, tp=setting.mesh.tp)
+                part * self.message_s(of_rank[0], *ends, tp=of_rank[1])
                 for part, *ends in pairs
                 if part
             )
@@ -388,8 +396,9 @@ class StageCoster:
             (pricer.setting.mesh, pricer.setting.batch),
             lambda: [sum(map(pricer.nbytes, values)) for values in cuts],
         )
-        known = {nbytes: seconds(nbytes) for nbytes in set(sent)}
-        return np.array([known[nbytes] for nbytes in sent])
+        sends = [*zip(sent, split, strict=True)]
+        known = {send: seconds(*send) for send in set(sends)}
+        return np.array([known[send] for send in sends])
 
 
 def stage_setting(plan: Plan, k: int, coster: StageCoster) -> operators.Setting:
@@ -398,10 +407,14 @@ def stage_setting(plan: Plan, k: int, coster: StageCoster) -> operators.Setting:
 
 
 def stage_blocks(
-    plan: Plan, k: int, coster: StageCoster, assignments: Mapping[str, Assignment]
+    plan: Plan,
+    k: int,
+    coster: StageCoster,
+    assignments: Mapping[str, Assignment],
+    arriving: Mapping[str, Placement] = MappingProxyType({}),
 ) -> StageBlocks:
-    """The blocks of stage k of a plan."""
+    """The blocks of stage k of a plan, at which activations are `arriving` in parts."""
     stage, setting = plan.stages[k], stage_setting(plan, k, coster)
     pricer = coster.pricer(setting)
-    blocks = [*coster.entered(pricer, stage, assignments)]
+    blocks = [*coster.entered(pricer, stage, assignments, arriving)]
     return StageBlocks(stage=stage, setting=setting, pricer=pricer, blocks=blocks)

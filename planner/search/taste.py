@@ -255,7 +255,9 @@ def quantile_s(draft: PlanDraft, coster: StageCoster) -> float:
             )
             for d in draft.stages
         ]
-        priced = price_stages(plan, coster, costs, send_scale=1 + communication)
+        priced = price_stages(
+            plan, coster, costs, draft.evaluation.split, send_scale=1 + communication
+        )
         return priced.prediction.step_time_s
 
     computing = compute_error(coster.cluster.device.name)

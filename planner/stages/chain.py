@@ -1,11 +1,10 @@
 """The chain of a model's blocks in one setting, composed into every possible stage.
 
-A block's table gives its seconds for every pair of boundary states. Those of a stage are the
-min-plus product of its blocks' tables, from replicated to replicated on the tensor axis, as tensors
-cross stages. Stages of n blocks are made from those of n-1, all at once, and carry their sums
-(seconds, parameters, saved bytes) along. Stages of the same blocks are one run: 96 equal layers
-have 4,656 stages and 96 runs. Only the pairs of states that some run's best path takes are ever
-priced in detail.
+A block's table gives its seconds for every pair of boundary states on the tensor axis. The best
+path of the whole model through them is that of every stage: stages of one tensor-parallel degree
+send activations in the states in which blocks leave them, so that a cut changes no block. Stages of
+the same blocks are one run: 96 equal layers have 4,656 stages and 96 runs. Only the pairs of states
+on that path are priced in detail.
 
 Shapes: N runs, K blocks, C boundaries where stages may start and end, S boundary states at most.
 """
@@ -56,14 +55,10 @@ class Kind:
     more_s: float
 
 
-Steps: TypeAlias = tuple[Ints, Ints, Ints]
-
-
 @lru_cache(maxsize=8)
-def _steps(kinds: tuple[int, ...]) -> tuple[Sequence[Steps], NDArray[np.int32]]:
-    """Steps from shorter to longer runs of pieces of these kinds: for the distinct runs of each
-    length the run that is one piece shorter, the kind of piece added and the first place of such a
-    run, each (runs,); and the `index` of `Runs`."""
+def _distinct(kinds: tuple[int, ...]) -> tuple[Sequence[Ints], NDArray[np.int32]]:
+    """The first place, (runs,), of the distinct runs of 1, 2, ... pieces of these kinds, and the
+    `index` of `Runs`."""
     row, count, different = np.array(kinds), len(kinds), max(kinds) + 1
     index = np.zeros((count + 1, count + 1), dtype=np.int32)
     of_start = np.zeros(count, dtype=np.int64)  # the run of this length from each start
@@ -71,11 +66,10 @@ def _steps(kinds: tuple[int, ...]) -> tuple[Sequence[Steps], NDArray[np.int32]]:
     for length in range(1, count + 1):
         starts = np.arange(count - length + 1)
         step = of_start[starts] * different + row[starts + length - 1]
-        unique, first, of_start = np.unique(step, return_index=True, return_inverse=True)
-        before, kind = np.divmod(unique, different)
-        by_length.append((before, kind, first))
+        _, first, of_start = np.unique(step, return_index=True, return_inverse=True)
+        by_length.append(first)
         index[starts, starts + length] = total + of_start
-        total += len(unique)
+        total += len(first)
     return by_length, index
 
 
@@ -86,11 +80,11 @@ class Chain:
     `tables` are the solved programs of the blocks (None: no legal assignment), `forced` the
     recompute policies that the user decided; blocks of one of the `kinds`, numbered from 0 in the
     order of their first, have both and the numbers of states at their ends in common. `cuts` are
-    the states that each of the K+1 boundaries may have, `send_s` (K+1,) the seconds to send the
-    activations there. Parameters that several blocks read are `stored` in one state; `shared` has,
-    of each, which blocks read it and the sums and seconds of one copy. `price` gives the sums of a
-    block between two boundary states. Stages start and end `at` C of the boundaries; the blocks
-    between two of those are a piece.
+    the states that each of the K+1 boundaries may have, `sends` gives the seconds (K+1,) to send
+    the activations there, split over the tensor axis or not. Parameters that several blocks read
+    are `stored` in one state; `shared` has, of each, which blocks read it and the sums and seconds
+    of one copy. `price` gives the sums of a block between two boundary states. Stages start and end
+    `at` C of the boundaries; the blocks between two of those are a piece.
     """
 
     setting: Setting
@@ -102,7 +96,7 @@ class Chain:
     kinds: Sequence[int]
     cuts: Sequence[Sequence[Placement]]
     stored: Mapping[str, Placement]
-    send_s: Floats
+    sends: Callable[[Sequence[bool]], Floats]
     shared: Sequence[tuple[Sequence[bool], Sums, float]]
     price: Callable[[BlockTable, tuple[int, ...]], Sums]
     # kind of block and its two boundary states: its sums
@@ -188,10 +182,10 @@ class Chain:
 
     @cached_property
     def _all_blocks(self) -> Sums:
+        if not np.isfinite(self.block_s).all():  # nothing is legal
+            return self.typical()
         where: dict[tuple[int, int, int], list[int]] = {}
-        for j, (s, t) in enumerate(pairwise(self.path(0, len(self.tables)))):
-            if not np.isfinite(self.costs[j][s, t]):  # nothing is legal
-                return self.typical()
+        for j, (s, t) in enumerate(pairwise(self.states)):
             where.setdefault((self.kinds[j], s, t), []).append(j)
         total = Sums.zeros()
         for (_, s, t), alike in where.items():
@@ -220,7 +214,7 @@ class Chain:
 
     @cached_property
     def runs(self) -> Runs:
-        """All stages, replicated at both ends."""
+        """All stages."""
         return self.runs_between(self.at)
 
     @property
@@ -234,45 +228,27 @@ class Chain:
         return np.asarray(self.runs.seconds[self.runs.index])
 
     def runs_between(self, ends: Sequence[int]) -> Runs:
-        """All stages that start and end at these boundaries, replicated at both ends."""
-        numbers: dict[tuple[int, ...], int] = {}
-        pieces: list[_Piece] = []
-        kinds: list[int] = []
-        for start, stop in pairwise(ends):
-            number = numbers.setdefault(tuple(self.kinds[start:stop]), len(numbers))
-            if number == len(pieces):
-                pieces.append(_Piece(self, start, stop))
-            kinds.append(number)
-        by_length, index = _steps(tuple(kinds))
-        most = max(max(piece.cost.shape) for piece in pieces)
-        costs = np.full((len(pieces), most, most), np.inf)  # (kinds of pieces, S, S)
-        for k, piece in enumerate(pieces):
-            costs[k, : piece.cost.shape[0], : piece.cost.shape[1]] = piece.cost
-        parts, priced = Sums.zeros(*costs.shape), np.zeros(costs.shape, dtype=bool)
-        at, states = np.array(ends), np.arange(most)
-        sums, seconds = [Sums.zeros(1).array], [np.full(1, np.inf)]
-        blocks = [np.ones(1, dtype=np.int64)]
-        # (runs of n pieces, S) by the state at their end: least seconds, and sums on that path
-        best, carried = np.where(states == 0, 0.0, np.inf)[None, :], Sums.zeros(1, most)
-        for n, (before, kind, first) in enumerate(by_length, 1):
-            options = best[before][:, :, None] + costs[kind]  # (runs, S, S)
-            pick = options.argmin(axis=1)  # (runs, S): the state before the last piece
-            best = options[np.arange(len(kind))[:, None], pick, states]
-            new = np.isfinite(best) & ~priced[kind[:, None], pick, states]
-            for run, t in np.argwhere(new):
-                where = kind[run], pick[run, t], t
-                parts.array[where] = pieces[kind[run]].parts(int(pick[run, t]), int(t)).array
-                priced[where] = True
-            carried = carried[before[:, None], pick].then(parts[kind[:, None], pick, states])
-            starts, stops = at[first], at[first + n]
-            copies, copies_s = self._copies(starts, stops)
-            sums.append((carried[:, 0] - copies).array)
-            seconds.append(best[:, 0] - copies_s)
-            blocks.append(stops - starts)
+        """All stages that start and end at these boundaries, in the states of the best path."""
+        numbers: dict[tuple[object, ...], int] = {}
+        pieces = [
+            numbers.setdefault((*self.kinds[i:j], *self.states[i : j + 1]), len(numbers))
+            for i, j in pairwise(ends)
+        ]
+        by_length, index = _distinct(tuple(pieces))
+        at = np.array(ends)
+        # run 0 is no stage
+        starts = np.concatenate([[0], *(at[first] for first in by_length)])
+        stops = np.concatenate([[1], *(at[first + n] for n, first in enumerate(by_length, 1))])
+        copies, copies_s = self._copies(starts, stops)
+        added_s, illegal = (
+            np.concatenate([[0], np.cumsum(of_blocks)])
+            for of_blocks in (np.nan_to_num(self.block_s, posinf=0.0), ~np.isfinite(self.block_s))
+        )
+        legal = (illegal[stops] == illegal[starts]) & (np.arange(len(starts)) > 0)
         return Runs(
-            sums=Sums(np.concatenate(sums)),
-            seconds=np.concatenate(seconds),
-            blocks=np.concatenate(blocks),
+            sums=self._of_blocks.spans(starts, stops) - copies,
+            seconds=np.where(legal, added_s[stops] - added_s[starts] - copies_s, np.inf),
+            blocks=stops - starts,
             index=index,
         )
 
@@ -288,29 +264,63 @@ class Chain:
 
     # --- the way back ---
 
-    def path(self, start: int, stop: int, s: int = 0, t: int = 0) -> list[int]:
-        """States at the boundaries start..stop of the best path from state s to state t."""
-        best = np.where(np.arange(len(self.cuts[start])) == s, 0.0, np.inf)
+    def path(self, start: int, stop: int, ends: tuple[int | None, int | None]) -> list[int]:
+        """States at the boundaries start..stop of the best path between the states `ends` (None:
+        any). A block without a legal assignment takes no time on it."""
+        first, last = ends
+        states = np.arange(len(self.cuts[start]))
+        best = np.where((states == first) | (first is None), 0.0, np.inf)
         trail: list[NDArray[np.int64]] = []
         for j in range(start, stop):
-            options = best[:, None] + self.costs[j]
+            cost = self.costs[j] if np.isfinite(self.costs[j]).any() else 0 * _finite(self.costs[j])
+            options = best[:, None] + cost
             trail.append(options.argmin(axis=0))
             best = options.min(axis=0)
-        states = [t]
+        states_back = [int(best.argmin()) if last is None else last]
         for pick in reversed(trail):
-            states.append(int(pick[states[-1]]))
-        return states[::-1]
+            states_back.append(int(pick[states_back[-1]]))
+        return states_back[::-1]
+
+    @cached_property
+    def states(self) -> list[int]:
+        """(K+1,): states at the boundaries on the best path of the whole model. Stages of one
+        tensor-parallel degree send activations in these states: wherever the model is cut, its
+        blocks take as long."""
+        return self.path(0, len(self.tables), (0, 0))
+
+    @cached_property
+    def block_s(self) -> Floats:
+        """(K,): seconds of each block on the best path; inf of one without a legal assignment."""
+        pairs = pairwise(self.states)
+        return np.array([self.costs[j][s, t] for j, (s, t) in enumerate(pairs)])
+
+    @cached_property
+    def send_s(self) -> Floats:
+        """(K+1,): seconds to send the activations at each boundary, in the state of the path."""
+        states = zip(self.cuts, self.states, strict=True)
+        return self.sends([of_cut[s].sharded for of_cut, s in states])
+
+    @cached_property
+    def _of_blocks(self) -> Sums:
+        """(K,): the sums of each block on the best path."""
+        pairs = enumerate(pairwise(self.states))
+        legal = np.isfinite(self.block_s)
+        parts = (self.parts(j, s, t) if legal[j] else Sums.zeros() for j, (s, t) in pairs)
+        return Sums(np.stack([part.array for part in parts]))
 
     def block_sums(self, start: int, stop: int) -> list[Sums]:
-        """The sums of each block of a stage, on its best path."""
-        states = pairwise(self.path(start, stop))
-        return [self.parts(j, s, t) for j, (s, t) in enumerate(states, start)]
+        """The sums of each block of a stage, on the best path."""
+        return [self._of_blocks[j] for j in range(start, stop)]
 
-    def assignments(self, start: int, stop: int) -> dict[str, Assignment]:
-        """The assignments of a stage's blocks on its best path, by block name."""
-        states = self.path(start, stop)
+    def assignments(
+        self, start: int, stop: int, whole: tuple[bool, bool] = (False, False)
+    ) -> dict[str, Assignment]:
+        """The assignments of a stage's blocks on its best path, by block name; what it gets and
+        sends is `whole` at an end, or as on the best path of the model."""
+        ends = tuple(0 if w else self.states[k] for w, k in zip(whole, (start, stop), strict=True))
+        states = pairwise(self.path(start, stop, (ends[0], ends[1])))
         assignments: dict[str, Assignment] = {}
-        for j, between in enumerate(pairwise(states), start):
+        for j, between in enumerate(states, start):
             if (j, *between) not in self._assignments:
                 table = self.tables[j]
                 assert table is not None
@@ -321,22 +331,8 @@ class Chain:
         return assignments
 
 
-class _Piece:
-    """Blocks between two neighbouring boundaries where stages may be cut: always in one stage."""
-
-    def __init__(self, chain: Chain, start: int, stop: int) -> None:
-        self.chain, self.start, self.stop = chain, start, stop
-        self.cost = chain.costs[start]
-        for j in range(start + 1, stop):
-            self.cost = (self.cost[:, :, None] + chain.costs[j][None]).min(axis=1)
-
-    def parts(self, s: int, t: int) -> Sums:
-        """Sums of the piece between its boundary states s and t."""
-        states = pairwise(self.chain.path(self.start, self.stop, s, t))
-        total = self.chain.parts(self.start, *next(states))
-        for j, between in enumerate(states, self.start + 1):
-            total = total.then(self.chain.parts(j, *between))
-        return total
+def _finite(costs: Floats) -> Floats:
+    return np.nan_to_num(costs, posinf=0.0)
 
 
 def boundary_index(table: BlockTable, s: int, t: int) -> tuple[int, ...]:

@@ -158,7 +158,7 @@ class BlockPrograms:
             at=self.cut_at or range(len(self.graph.blocks) + 1),
             cuts=self._cuts(setting.mesh.tp),
             stored=stored,
-            send_s=self.coster.send_seconds(setting),
+            sends=partial(self.coster.send_seconds, setting),
             shared=self._copies(pricer, stored, setting.batch.microbatches),
             price=partial(self._priced, pricer),
         )

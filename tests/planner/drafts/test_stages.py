@@ -93,7 +93,7 @@ def test_what_is_left_out_does_not_fit() -> None:
 def test_the_cut_is_nearly_the_fastest_and_no_cut_beats_the_bound() -> None:
     """The objective knows neither what once-per-step work overlaps nor that two stages are slowest
     in different passes."""
-    excess, missed = [], 0
+    excess, other, missed = [], [], 0
     for search in searches():
         for slot in slots(search):
             for node in search.equal.combinations(slot):
@@ -108,15 +108,19 @@ def test_the_cut_is_nearly_the_fastest_and_no_cut_beats_the_bound() -> None:
                     missed += 1
                     continue
                 best = search.simulated(solved[1], node.pipeline)
+                found = excess
                 if not best.fits:
+                    found = other
                     less = best.lacks_bytes + search.equal.spare_bytes(node, solved[1])
                     again = search.equal.solve(node, float("inf"), less_bytes=less)
                     best = search.simulated(again[1], node.pipeline) if again else best
                 # stages of one group may share the room unevenly
                 missed += not best.fits and node.pipeline.each == 1
                 if best.fits:
-                    excess.append(best.step_time_s / fastest_s - 1)
-    assert min(excess) >= -1e-9
+                    found.append(best.step_time_s / fastest_s - 1)
+    # of a cut that did not fit with its first recompute there is a second try, here alone
+    assert min(excess) >= -1e-9 and len(other) < 0.02 * len(excess)
+    excess += other
     assert len(excess) > 400 and missed <= 0.05 * len(excess)
     assert sum(x <= 1e-9 for x in excess) >= 0.9 * len(excess)
     assert sum(x <= 0.02 for x in excess) >= 0.95 * len(excess)

@@ -415,14 +415,19 @@ def test_globs_of_a_stage_stay_with_its_blocks(first: Said, second: Said) -> Non
 
 
 def test_the_state_of_what_leaves_a_stage_is_not_pinned() -> None:
-    """It is whole there: the glob of its repeats says otherwise, and may."""
+    """Between stages of different tensor-parallel degrees it is whole: the glob of its repeats says
+    otherwise, and may."""
     graph, table = model()
     plan = plan_for(graph, stages=2)
+    given = {"layers.*:add": "-> S(2)"}
     for k, blocks in enumerate(halves(graph)):
-        plan = with_stage(plan, k, blocks=blocks, shardings={"layers.*:add": "-> S(2)"})
+        plan = with_stage(plan, k, blocks=blocks, shardings=given)
     check_plan(plan, graph, table)
-    wanted = {"layers.*:add": "-> S(2)", "layers.1:add": "follow"}
-    assert plan_overrides(plan, graph).shardings == wanted
+    assert plan_overrides(plan, graph).shardings == given
+    other = with_stage(plan, 1, dp=1, tp=4)
+    check_plan(other, graph, table)
+    wanted = {**given, "layers.1:add": "follow"}
+    assert plan_overrides(other, graph).shardings == wanted
 
 
 def test_values_that_differ_are_pinned_by_ranges_of_blocks() -> None:

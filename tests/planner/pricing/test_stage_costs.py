@@ -76,7 +76,8 @@ WALKED = {each.name for each in dataclasses.fields(StageMemory)} | {"activation_
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", tiered([1, 24], (24).__eq__, "another draw of plans"))
 def test_the_plan_of_a_stage_is_priced_as_the_table_says(name: str, seed: int) -> None:
-    """Components of stages from the table equal those of the plan, evaluated and read back."""
+    """Components of stages from the table equal those of the plan, evaluated and read back; of
+    stages with other tensor-parallel degrees beside them, where they get and send the same."""
     programs = programs_of(case(name), odd_cluster(seed), "fp32")
     count = len(programs.graph.blocks)
     whole = [run(programs, 2, 4, 1, "full", "lean")]
@@ -85,6 +86,9 @@ def test_the_plan_of_a_stage_is_priced_as_the_table_says(name: str, seed: int) -
     uneven = [run(programs, 2, 2, 1, "none"), run(programs, 1, 4, 0, "full")]
     for ends, runs in (([], whole), ([], lean), ([2], halves), ([3], uneven)):
         made, expected = candidate(programs, [0, *ends, count], runs)
+        chains = [each.way.chain for each in runs]
+        if runs is uneven and any(c.cuts[3][c.states[3]].sharded for c in chains):
+            continue
         for stage, wanted in zip(made.evaluation.stages, expected, strict=True):
             for field, value in dataclasses.asdict(wanted).items():
                 if field not in WALKED:
@@ -141,5 +145,5 @@ def test_stages_smaller_than_a_node_cross_nodes_in_proportion() -> None:
             p2p_time(16 * 32 * 4, on, crosses_node=crosses, concurrent=min(devices, 4))
             for crosses in (True, False)
         )
-        sent = coster.send_seconds(setting)[2]
+        sent = coster.send_seconds(setting, [False] * (len(of.graph.blocks) + 1))[2]
         assert sent == pytest.approx(share * far + (1 - share) * near)

@@ -48,7 +48,9 @@ def test_recompute_by_block_is_in_the_plan_and_priced(name: str, recompute: dict
         for stage in made.plan.stages:
             for block, policy in zip(stage.blocks, stage.policies, strict=True):
                 assert policy == recompute.get(block, recompute.get("**", "none"))
-        assert made.step_time_s == pytest.approx(draft.step_time_s, rel=1e-9)
+        # what crosses to another tensor-parallel degree is whole: priced when it is written
+        alike = len({stage.tp for stage in made.plan.stages}) == 1
+        assert made.step_time_s == pytest.approx(draft.step_time_s, rel=1e-9 if alike else 0.01)
         ours, written = (c.evaluation.prediction for c in (draft, made))
         for own, other in zip(ours.peak_memory_bytes, written.peak_memory_bytes, strict=True):
             # a message, or a bucket, is much of so small a model
@@ -163,7 +165,7 @@ def test_a_split_backward_gathers_again_and_computes_nothing_again() -> None:
     given = {"devices": 4, "pp": 2, "schedule": "zb_h1", "num_microbatches": 4, "batch": 16}
     ample, least = gathering(**given), gathering(recompute="regather", **given)
     assert policies(ample) == {"none"} and peak(least) < peak(ample)
-    tight = gathering(peak(least) * 1.001, **given)
+    tight = gathering(peak(least) * 1.005, **given)
     assert policies(tight) <= {"none", "regather"} and "regather" in policies(tight)
 
 

@@ -82,10 +82,10 @@ def test_a_quantile_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     on = cluster(2, nodes=4)
     stage = SimpleNamespace(repriced=lambda **factors: factors)
     of_plan = SimpleNamespace(ranks=range(8), host=HostParts(activations=0.5))
-    evaluation = SimpleNamespace(plan=SimpleNamespace(stages=[of_plan]))
+    evaluation = SimpleNamespace(plan=SimpleNamespace(stages=[of_plan]), split=frozenset())
     draft: Any = SimpleNamespace(step_time_s=10.0, evaluation=evaluation, stages=[stage])
 
-    def priced(plan: Any, coster: Any, costs: Any, send_scale: float) -> Any:
+    def priced(plan: Any, coster: Any, costs: Any, split: Any, send_scale: float) -> Any:
         (of,) = costs
         more = 3 * of["compute"] + 5 * of["communication"] + 7 * of["data_axis"] + 11 * send_scale
         more += 13 * of["host"]

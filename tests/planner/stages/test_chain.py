@@ -3,6 +3,7 @@
 import functools
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,19 +55,20 @@ def test_values_cross_cuts_in_every_state_that_ranks_can_hold(name: str, tp: int
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("seed", [0, 2])
-def test_a_stage_costs_its_cheapest_path(name: str, seed: int) -> None:
+def test_stages_are_pieces_of_the_models_cheapest_path(name: str, seed: int) -> None:
     programs = programs_of(case(name), odd_cluster(seed), "fp32")
     chain = chain_of(programs)
     assert np.isinf(chain.seconds[np.tril_indices(len(chain.seconds))]).all()
+    count = len(chain.tables)
+    inner = [range(len(chain.cuts[k])) for k in range(1, count)]
+    best = min(
+        sum(chain.costs[k][a, b] for k, (a, b) in enumerate(itertools.pairwise([0, *path, 0])))
+        for path in itertools.product(*inner)
+    )
+    assert sum(chain.block_s) == pytest.approx(best, rel=1e-9)
     for i, j in stages_of(chain):
-        inner = [range(len(chain.cuts[k])) for k in range(i + 1, j)]
-        paths = ([0, *states, 0] for states in itertools.product(*inner))
-        best = min(
-            sum(chain.costs[k][a, b] for k, (a, b) in enumerate(itertools.pairwise(path), i))
-            for path in paths
-        )
         again = repeats(programs, chain, i, j)
-        assert chain.seconds[i, j] == pytest.approx(best - again, rel=1e-9)
+        assert chain.seconds[i, j] == pytest.approx(sum(chain.block_s[i:j]) - again, rel=1e-9)
 
 
 def repeats(programs: BlockPrograms, chain: Chain, i: int, j: int) -> float:
@@ -90,7 +92,8 @@ def test_the_assignments_of_a_stage_cost_what_the_stage_costs(name: str) -> None
     for i, j in stages_of(chain):
         found = chain.assignments(i, j)
         assert list(found) == [b.name for b in programs.graph.blocks[i:j]]
-        at: dict[str, Placement] = {}
+        arriving, leaving = (chain.cuts[k][chain.states[k]] for k in (i, j))
+        at = dict.fromkeys(programs.coster.activations_at_cuts[i], arriving)
         seconds, parameters = -repeats(programs, chain, i, j), {}
         for block in programs.graph.blocks[i:j]:
             assignment = found[block.name]
@@ -99,7 +102,7 @@ def test_the_assignments_of_a_stage_cost_what_the_stage_costs(name: str) -> None
             states = assignment.states
             parameters |= {v: pricer.numel(v, states[v]) for v in block.parameters}
             at |= {v: states[v] for v in block.outputs}
-        assert all(at[v] == R for v in programs.graph.blocks[j - 1].outputs)
+        assert all(at[v] == leaving for v in programs.coster.activations_at_cuts[j])
         assert seconds == pytest.approx(chain.seconds[i, j], rel=1e-9)
         local = stage_costs(chain.sums[i, j], chain.setting, "none").parameters
         assert local == pytest.approx(sum(parameters.values()))
@@ -250,12 +253,13 @@ def test_stages_share_a_run_if_and_only_if_their_blocks_are_alike(name: str, mix
     of = SHAPES[name]()
     count = len(of.graph.blocks)
     chain = repeated(of, tuple("full" if k % 3 == 1 else None for k in range(count)) * mixed)
-    of_row: dict[int, tuple[tuple[int, str | None], ...]] = {}
+    of_row: dict[int, Any] = {}
     for i, j in itertools.combinations(range(count + 1), 2):
         row = int(chain.runs.index[i, j])
-        assert of_row.setdefault(row, kinds(chain, i, j)) == kinds(chain, i, j)
+        alike = kinds(chain, i, j), chain.states[i : j + 1]
+        assert of_row.setdefault(row, alike) == alike
         assert chain.runs.blocks[row] == j - i
-    assert len(set(of_row.values())) == len(of_row) == len(chain.runs.seconds) - 1
+    assert len(set(map(str, of_row.values()))) == len(of_row) == len(chain.runs.seconds) - 1
     assert (chain.runs.index[np.tril_indices(count + 1)] == 0).all()
     assert np.isinf(chain.runs.seconds[0])
 
