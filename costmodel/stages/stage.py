@@ -1,7 +1,8 @@
 """Costs of a stage on one rank, from the sums over its blocks (`sums.py`).
 
-Formulas: docs/price.md. Device and host share a pass: the longer of both where they differ, 19 %
-more where they are equal (fitted to vTrain's single-node rows); a CPU does one after the other.
+Formulas: docs/price.md. Device and host share a pass: the longer of both where they differ, 9 %
+more where they are equal (as near to vTrain's single-node rows as 19 %, and nearer to steps in fp8
+under Transformer Engine, whose host's work is most of a pass); a CPU does one after the other.
 Both last as long as on the slowest node (`costmodel/intervals.py`). Communication beside compute
 takes part of the compute units and of the memory bandwidth. Hidden so, as far as the target does it
 (`costmodel/target.py`): ZeRO-3's gathers behind both passes (the backward's from a secondary shard
@@ -145,8 +146,11 @@ def _added(besides: Sequence[Beside], where: str) -> Floats:
 
 
 def _issued(device: Floats, host: Floats) -> Floats:
-    """Seconds of a pass that the device and the host share; sharpness 4."""
-    seconds: Floats = np.sqrt(np.sqrt(np.square(np.square(device)) + np.square(np.square(host))))
+    """Seconds of a pass that the device and the host share; sharpness 8."""
+    longer = np.maximum(device, host)
+    part = np.minimum(device, host) / np.where(longer > 0, longer, 1.0)
+    more = 1 + np.square(np.square(np.square(part)))
+    seconds: Floats = longer * np.sqrt(np.sqrt(np.sqrt(more)))
     return seconds
 
 

@@ -3,9 +3,10 @@
     python -m scripts.fits.fit_devices [DEVICE ...] [--data DIR]
 
 The halves are those of `scripts/validate_costmodel`: of each source every other model, in order of
-size; of rows that differ in the number of GPUs alone the one with the fewest is taken, mixtures of
-experts are left out. A fit multiplies each curve of `START` by a factor and minimises over the
-fitted rows, each source weighing as much as the root of its number of rows,
+size, of rows that were found later those that a hash says; of rows that differ in the number of
+GPUs alone the one with the fewest is taken, mixtures of experts are left out. A fit multiplies each
+curve of `START` by a factor and minimises over the fitted rows, each source weighing as much as the
+root of its number of rows,
 
     huber(log(predicted / measured))    and    PULL · (logarithm of each factor)
 
@@ -21,6 +22,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +32,7 @@ from meshwright.profiles.hardware.curve import Curve
 from scripts.experts.rows import published_rows
 from scripts.fits.fit_links import Vector
 from scripts.published import Setup, Unpriced, evaluate, read_row
-from scripts.validate_costmodel import halves
+from scripts.validate_costmodel import halves, later_halves
 
 BROAD = 0.1  # residuals beyond this weigh by their size, not its square
 STEPS = 3
@@ -44,10 +46,11 @@ CURVES: Mapping[str, float] = {
 Points = tuple[tuple[float, float], ...]
 PULL = np.array([0.2, 0.2, 0.5, 1.0])
 # device of the catalog -> text in the GPU of rows
-DEVICES: Mapping[str, str] = {"h100-sxm": "H100-80GB"}
+DEVICES: Mapping[str, str] = {"h100-sxm": "H100-80GB", "a100-80gb": "A100-80GB"}
 # products: as the A100's rise, below the best of 794 TFLOP/s (stas00/ml-engineering); streams: 1630
 # of 2000 GB/s for long copies on the PCIe card (chsasank/device-benchmarks); attention: forwards of
-# FlashAttention-2, and cuDNN's forward and backward (figures of arXiv 2407.08608)
+# FlashAttention-2, and cuDNN's forward and backward (figures of arXiv 2407.08608). The A100's
+# products: 229 to 267 TFLOP/s of best shapes (stas00/ml-engineering); attention: arXiv 2307.08691
 START: Mapping[str, Mapping[str, Points]] = {
     "h100-sxm": {
         "matmul_efficiency": ((0.3, 0.09), (2, 0.24), (17, 0.52), (128, 0.68), (1000, 0.73)),
@@ -58,7 +61,14 @@ START: Mapping[str, Mapping[str, Points]] = {
         "tuned_attention_efficiency": (
             *((512, 0.28), (1024, 0.36), (2048, 0.42), (4096, 0.46), (16384, 0.5)),
         ),
-    }
+    },
+    "a100-80gb": {
+        "matmul_efficiency": ((0.1, 0.32), (10, 0.8), (1000, 0.8)),
+        "memory_efficiency": ((1, 0.5), (100, 0.8)),
+        "attention_efficiency": (
+            *((512, 0.4), (1024, 0.47), (2048, 0.53), (4096, 0.57), (16384, 0.6)),
+        ),
+    },
 }
 
 
@@ -84,7 +94,8 @@ def main() -> None:
 def rows_of(gpu: str, data: Path | None) -> list[Row]:
     """Rows on a GPU that can be priced."""
     found: dict[tuple[str, ...], tuple[int, Row]] = {}
-    for _, fitted, row in halves(published_rows("", data)):
+    later = () if data else later_halves("")
+    for _, fitted, row in chain(halves(published_rows("", data)), later):
         if gpu not in row["gpu"] or row["moe_experts"] not in ("", "0", "1"):
             continue
         try:

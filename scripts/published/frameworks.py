@@ -31,6 +31,11 @@ EXCHANGE_HIDDEN = 0.4
 # Transformer Engine of early 2024 ran FlashAttention-2 on Hopper, cuDNN's kernel later: steps of a
 # million tokens of NeMo 24.03, nearly all attention, take what that takes
 EARLY_ENGINE = r"NeMo 24\.03"
+# GPT-OSS against fused attention of head size 128, with half of its layers' windows, sinks and a
+# head size of 64; and the host's work on its experts, whose biases and clamps are operators of
+# their own: fitted to Megatron-Bridge 26.02 (scripts/experts/published_later.csv)
+SINK_ATTENTION = 0.35
+CLAMPED_EXPERT_HOST = 6.0
 # what libraries that send a token once to each node are called, and their seconds a message
 MESSAGE_S = ((r"DeepEP\+(UCCL|NVSHMEM)", 0.8e-6), (r"DeepEP|HybridEP|Hybrid-EP", 0.0))
 
@@ -86,6 +91,18 @@ _CORE_SCRIPT = replace(
         "gradient reduction and parameter gathering overlapped, not tensor-parallel communication",
     ),
 )
+# Megatron-Core's layers without Transformer Engine and apex, and libraries with such layers: norms
+# and pointwise kernels apart from each other, weights' gradients added by kernels of their own
+# (InternEvo and the fitted half of the Vocabulary Parallelism artifact: -19 and -15 % with those,
+# -4 and 0 without)
+_CORE_LOCAL = replace(
+    _CORE_SCRIPT,
+    target=replace(_CORE_SCRIPT.target, fusion="pointwise", fused_accumulation=False),
+    assumptions=(
+        "fused attention and pointwise kernels, no dropout, sequence parallelism where tp > 1",
+        _CORE_SCRIPT.assumptions[1],
+    ),
+)
 _FSDP = Framework(
     target=targets.FSDP,
     sequence_parallel=True,
@@ -112,8 +129,9 @@ _ZERO_3 = replace(
         "ZeRO-3 gathers one parameter at a time, not overlapped, at a fifth of the bandwidth",
     ),
 )
+# Hugging Face's modules are taken to cost the host what Transformer Engine's do
 _HF = Framework(
-    target=Target(bucket_copies=0, name="eager PyTorch"),
+    target=Target(bucket_copies=0, name="eager PyTorch", host_scale=targets.MODULE_HOST),
     attention="written",
     dropout=0.1,
     assumptions=("eager kernels, scores written to memory, dropout 0.1, nothing overlapped",),
@@ -137,6 +155,23 @@ _AUTOMODEL = replace(
         repeats_whole=False,
     ),
     assumptions=("fused attention and norms", *_FSDP.assumptions[1:]),
+)
+# DeepSpeed of today (0.9 on): ZeRO's collectives beside the passes (`overlap_comm`), a bucket at a
+# time in stages 1 and 2, its parameters by module in stage 3, under the kernels of Hugging Face
+_DEEPSPEED = replace(
+    _HF,
+    target=replace(
+        _HF.target,
+        name="deepspeed-hf",
+        unit="bucket",
+        gathered_unit="block",
+        gradient_bytes=2,
+        overlap_gradients=True,
+        overlap_parameters=True,
+    ),
+    attention="fused",
+    dropout=0.0,
+    assumptions=("eager kernels, fused attention, ZeRO's collectives overlapped, no dropout",),
 )
 _TITAN = replace(
     _FSDP, target=targets.TORCHTITAN, assumptions=(*_FSDP.assumptions, "gradients reduced in fp32")
@@ -167,8 +202,10 @@ _KNOWN = (
     (r"Automodel.*\bTE\b", _AUTOMODEL),
     (r"FSDP", _FSDP),
     (r"NeMo\b(?! Megatron launcher)|Megatron-Bridge", _CORE),
-    (r"Megatron-Core|Mcore|core_r\d", _CORE_SCRIPT),
+    (r"zero-bubble", _CORE_LOCAL),
+    (r"Megatron-Core|Mcore|core_r\d|Megatron-LM main", _CORE_SCRIPT),
     (r"NeMo Megatron launcher", _NEMO_LAUNCHER),
+    (r"(?<!Megatron-)DeepSpeed.*(\b(GH|GB|H|B)\d00|Llama|Qwen|Mistral)", _DEEPSPEED),
     (r"ZeRO-3", _ZERO_3),
     (r"Megatron-DeepSpeed", _MEGATRON),
     # what trains Llamas, or on GPUs since Hopper, is Megatron-Core
@@ -176,7 +213,14 @@ _KNOWN = (
     (r"Megatron", _MEGATRON),
     (r"Alpa", _XLA),
     (r"Paddle", _PADDLE),
+    (r"DeepSpeed", _DEEPSPEED),
     (r"HF", _HF),
+)
+# what no target was written for, to the name of what stands in for it
+_STAND_INS = (
+    (r"InternEvo", "Megatron-Core of zero-bubble"),  # flash-attn's kernels
+    (r"Fast-LLM", "Megatron-Core"),  # fused kernels, its own distributed optimizer
+    (r"Colossal-?AI", "FSDP"),  # Gemini shards states and parameters alike
 )
 
 
@@ -184,19 +228,25 @@ def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") 
     """The framework of a published name, with its assumptions; notes that say "torch.compile",
     "compile" or "flash" count, and the GPU and the model, which date it. Raises `Unpriced` for one
     that is not known."""
-    text = f"{name}; {gpu}; {model}"
+    stand_in = next((known for pattern, known in _STAND_INS if re.search(pattern, name)), "")
+    text = f"{stand_in or name}; {gpu}; {model}"
     framework = next((known for pattern, known in _KNOWN if re.search(pattern, text)), None)
     if framework is None:
         raise Unpriced(
             " is not known",
             place=f"framework {name!r}",
-            legal=f"names that contain one of: {', '.join(part for part, _ in _KNOWN)}",
+            legal=f"names that contain one of: {', '.join(p for p, _ in (*_STAND_INS, *_KNOWN))}",
             way_out="name one of those, or add its habits here",
         )
     target, said = framework.target, list(framework.assumptions)
+    if stand_in:
+        said.insert(0, f"{name} is not modelled: {stand_in} stands in for it")
     if framework in (_FSDP, _TITAN) and re.search(r"\bcompile\b", f"{name}; {notes}"):
         target = replace(target, fusion="full", host_scale=targets.COMPILED_HOST)
         said[0] = "compiled blocks"
+    if framework is _FSDP and re.search(r"\bHF\b|Hugging", name):
+        target = replace(target, host_scale=targets.MODULE_HOST)
+        said.append("modules of Hugging Face")
     if re.search(EARLY_ENGINE, name):
         target = replace(target, tuned_attention=False)
         said.append("FlashAttention-2")
@@ -209,19 +259,36 @@ def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") 
         scale = next(known for pattern, known in FLEX_ATTENTION if re.search(pattern, gpu))
         target = replace(target, tuned_attention=False, attention_scale=scale)
         said.append("FlexAttention")
+    if re.search(r"cuda_graph_impl=full_iteration", notes):
+        target = replace(target, host_scale=0.0)
+        said.append("a whole step captured in a CUDA graph")
+    elif re.search(r"CUDA graphs?(?! off)|TE graphs|cuda_graph_impl=transformer_engine", notes):
+        target = replace(target, host_scale=target.host_scale * GRAPHED_HOST)
+        said.append("part of each layer captured in CUDA graphs")
     if re.search(r"async TP|overlaps:.*TP comm|tp[-_]comm[-_]overlap", notes):
         target = replace(target, overlap_tensor=IN_PARTS)
         said.append("tensor-parallel communication beside products")
     return replace(framework, target=target, assumptions=tuple(said))
 
 
-def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Framework:
-    """The framework as it trains mixtures of experts, as far as a row's `text` says; what is
-    assumed is added to `assumptions`."""
+def with_experts(
+    framework: Framework, text: str, assumptions: list[str], model: str = ""
+) -> Framework:
+    """The framework as it trains mixtures of experts, as far as a row's `text` and its `model` say;
+    what is assumed is added to `assumptions`."""
     target = replace(framework.target, expert_host=targets.EXPERT_HOST)
-    if framework.target is targets.MEGATRON:
-        target = targets.MEGATRON_MOE
-        assumptions.append("the host issues the layers of mixtures operator by operator")
+    assumptions.append("the host issues the layers of mixtures operator by operator")
+    if re.search(r"gpt-oss", model, re.I):
+        target = replace(
+            target,
+            attention_scale=target.attention_scale * SINK_ATTENTION,
+            expert_host=CLAMPED_EXPERT_HOST,
+        )
+        assumptions.append(
+            f"attention with sinks at {SINK_ATTENTION:.0%} of the fused kernel's speed"
+        )
+    if target.name == targets.MEGATRON.name:
+        target = replace(target, name=targets.MEGATRON_MOE.name)
     for pattern, seconds in MESSAGE_S:
         if re.search(pattern, text):
             target = replace(target, dispatch="per_node", message_s=seconds)
@@ -233,9 +300,6 @@ def with_experts(framework: Framework, text: str, assumptions: list[str]) -> Fra
             assumptions.append(
                 "dispatcher unknown: the recipes' DeepEP, which sends a token once to each node"
             )
-    if re.search(r"CUDA graphs?(?! off)|TE graphs", text):
-        target = replace(target, host_scale=target.host_scale * GRAPHED_HOST)
-        assumptions.append("part of each layer captured in CUDA graphs")
     if re.search(r"(?<!no )\b(EP|a2a) (comm )?overlap(?! off)", text):
         target = replace(target, overlap_experts=EXCHANGE_HIDDEN)
         assumptions.append(f"{EXCHANGE_HIDDEN:.0%} of the exchange between experts hidden")

@@ -65,7 +65,8 @@ def _readings(setup: Setup) -> list[Setup]:
         dataclasses.replace(setup, micro_batch=size, chunks=count)
         for size in sizes
         for count in counts
-        if count == 1 or share // size % setup.pp == 0
+        # where it is chosen, as Megatron's scripts want it
+        if count in (1, setup.chunks) or share // size % setup.pp == 0
     ]
 
 

@@ -95,7 +95,8 @@ _OTHER = (
 )
 _PRECISIONS = {"fp16": "fp16", "bf16": "bf16", "amp": "bf16", "fp32": "fp32"}
 _MODERN = re.compile(
-    r"llama|qwen|mistral|mixtral|gemma|nemotron|phi|olmo|deepseek|kimi|moonlight|glm", re.I
+    r"llama|qwen|mistral|mixtral|gemma|nemotron|phi|olmo|deepseek|kimi|moonlight|glm|gpt-oss|internlm",
+    re.I,
 )
 
 
@@ -152,7 +153,8 @@ def read_row(row: Mapping[str, str]) -> Setup:
     elif not cells.text("vp") and pp > 1:
         cells.assume("vp is unknown: taken as 1")
     dims = _dims(cells, framework, tp)
-    if dims.layers < pp * max(1, chunks):
+    # some count the embedding and the head as layers, which may be alone in their stages
+    if dims.layers + 2 < pp * max(1, chunks):
         raise Unpriced(f"{dims.layers} layers can't fill pp={pp} × vp={chunks} stages")
     adapted = _adapted(framework, cells, pp)
     recompute, part = _recompute(cells)
@@ -167,7 +169,7 @@ def read_row(row: Mapping[str, str]) -> Setup:
         ep=cells.whole("ep", 1),
         dp=dp,
         chunks=chunks,
-        sharing=Sharing(zero=_zero(cells)),
+        sharing=_sharing(cells, dp * cp),
         recompute=recompute,
         recompute_part=part,
         micro_batch=micro,
@@ -282,7 +284,7 @@ def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
     """The framework as this row runs it."""
     if cells.whole("moe_experts", 0) > 1:
         text = f"{cells.text('framework')} {cells.text('notes')}"
-        framework = with_experts(framework, text, cells.assumptions)
+        framework = with_experts(framework, text, cells.assumptions, cells.text("model"))
     target = framework.target
     for width, said in ((4, "fp32 grad"), (2, "bf16 grad")):
         if said in cells.text("precision"):
@@ -303,6 +305,15 @@ def _precision(cells: _Cells) -> str:
         if known in text:
             return precision
     raise Unpriced(f"precision {text!r} is not modelled; legal: fp32, bf16, fp16, fp8")
+
+
+def _sharing(cells: _Cells, ranks: int) -> Sharing:
+    """ZeRO, also among so many of the data ranks only as the notes say ("zero1=8")."""
+    zero, among = _zero(cells), re.search(r"\bzero1=(\d+)", cells.text("notes"))
+    if not among or not zero or ranks % int(among[1]) or int(among[1]) == ranks:
+        return Sharing(zero=zero)
+    cells.assume(f"states shared out over {among[1]} ranks")
+    return Sharing(zero=zero, dp_shard=int(among[1]))
 
 
 def _zero(cells: _Cells) -> int:

@@ -105,20 +105,23 @@ def head_in_layers(dims: TransformerDims) -> float:
 
 def _cuts(names: list[str], layers: int, stages: int, head: float = 0.0) -> list[int]:
     """Block index at which each stage starts, and the end. The last stage has fewer layers where
-    the `head` counts as so many; where layers don't divide, the stages at the ends, which have the
-    embedding and the head, get fewer."""
+    the `head` counts as so many, and none where it counts as more than a stage has; where layers
+    don't divide, the stages at the ends, which have the embedding and the head, get fewer."""
     is_layer = [bool(re.fullmatch(r"layers\.\d+", name)) for name in names]
     if sum(is_layer) != layers:
         raise Unpriced(f"the model was cut into {names}, not into {layers} layers")
     fewer = round(head * (stages - 1) / stages) if stages > 1 else 0
-    base, extra = divmod(layers + fewer, stages)
-    counts = [base] * stages
-    middle_first = sorted(range(stages), key=lambda k: (k in (0, stages - 1), k))
+    alone = fewer * (stages - 1) >= layers > 0  # the others have less than the head
+    sharing = stages - alone
+    base, extra = divmod(layers + (0 if alone else fewer), sharing)
+    counts = [base] * sharing
+    middle_first = sorted(range(sharing), key=lambda k: (k in (0, stages - 1), k))
     for k in middle_first[:extra]:
         counts[k] += 1
-    counts[-1] -= fewer
-    if counts[-1] < 0:
-        raise Unpriced(f"the head is worth {head:.1f} layers, more than a stage of {layers} has")
+    if alone:
+        counts.append(0)
+    else:
+        counts[-1] -= fewer
     cuts, position = [0], is_layer.index(True)
     for count in counts[:-1]:
         position += count

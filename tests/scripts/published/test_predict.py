@@ -172,6 +172,21 @@ def test_what_cannot_be_priced_is_refused_with_the_reason(
         evaluate_row({**MEGATRON, **changes})
 
 
+def test_what_ran_is_priced() -> None:
+    """Interleaving with micro-batches that are no multiple of the pipeline's groups; the embedding
+    and the head alone in their stages; a head that is worth more than a stage's layers."""
+    core = {**MEGATRON, "framework": "Megatron-Core", "tp": "1", "dp": "4", "num_gpus": "16"}
+    odd = {**core, "pp": "4", "vp": "3", "layers": "36", "micro_batch": "4", "global_batch": "96"}
+    assert evaluate_row(odd).plan.num_microbatches == 6
+    alone = {**core, "pp": "4", "vp": "2", "layers": "6", "micro_batch": "8", "global_batch": "128"}
+    sizes = [len(stage.blocks) for stage in evaluate_row(alone).plan.stages]
+    assert sizes == [1] * 8
+    nano = {**core, "framework": "Nanotron", "pp": "8", "dp": "2", "layers": "32"}
+    nano |= {"vocab": "400000"}
+    *others, last = evaluate_row({**nano, "vp": ""}).plan.stages
+    assert len(last.blocks) == 1 and sum(len(stage.blocks) for stage in others) == 33
+
+
 # --- read ----------------------------------------------------------------------------------------
 
 
@@ -229,6 +244,13 @@ def test_frameworks_are_known_by_name_gpu_and_model() -> None:
     assert framework_of("Megatron-LM", gpu="A100-80GB").attention == "written"
     assert framework_of("torchtitan", "async TP; compile").target.overlap_tensor
     assert framework_of("torchtitan", "async TP; compile").target.fusion == "full"
+    assert framework_of("Megatron-LM main", gpu="A100-80GB") == script  # dated by the row
+    assert framework_of("DeepSpeed ZeRO-3", gpu="V100").target.zero_bandwidth < 1  # that of 2021
+    today = framework_of("DeepSpeed ZeRO-3", gpu="A100", model="Llama-2-7B").target
+    assert today.zero_bandwidth == 1 and today.overlap_gradients
+    evo = framework_of("InternEvo")
+    assert evo.target == framework_of("Megatron-Core (zero-bubble fork)").target != script.target
+    assert "InternEvo is not modelled: Megatron-Core" in evo.assumptions[0]
     name = "NeMo Automodel (FSDP2); TE+DeepEP"
     te, flex = framework_of(name), framework_of(f"{name}+FlexAttn", gpu="H100-80GB")
     assert (flex.target.tuned_attention, te.target.tuned_attention) == (False, True)
