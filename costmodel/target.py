@@ -48,6 +48,11 @@ class Target:
     tuned_attention: bool = False
     # speed of fused attention, relative to the device's
     attention_scale: float = 1.0
+    # speed of kernels that only move bytes, relative to the device's, which is that of kernels
+    # written by hand, or of each operator's own
+    stream_speed: float = 1.0
+    # speed of 16-bit products of two activations whose sizes along memory are no multiples of 8
+    unaligned_products: float = 1.0
     # the product that makes a weight's gradient adds it to those of earlier micro-batches
     fused_accumulation: bool = False
     # operands in 8 bits are cast with the scales of earlier steps, in one pass, both ways round

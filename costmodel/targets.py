@@ -23,6 +23,11 @@ COMPILED_HOST = 0.3
 # reach: from pairs of vTrain's single-node rows that differ in the number of micro-batches alone,
 # whose steps have 20 ps a parameter in common (a fused Adam, faster than those streams)
 MEGATRON_OPTIMIZER = 0.75
+# kernels that XLA fuses, beside Megatron-LM's, to which the V100 is fitted: of half of Alpa's steps
+XLA_STREAMS = 1.6
+# products of queries, keys and values of CUDA 11's cuBLAS whose heads' size is no multiple of 8:
+# fitted to BLOOM's tuning logs of 200B, heads of 225
+UNALIGNED_PRODUCTS = 0.08
 # the part of the links that DeepSpeed's ZeRO-3 of 2021 reaches: fitted to the 175B rows of Megatron
 # SC21's table 2 (the 530B rows score it)
 ZERO_3_BANDWIDTH = 0.2
@@ -74,6 +79,7 @@ MEGATRON_LM = Target(
     name="megatron-lm",
     fusion="pointwise",
     host_scale=MEGATRON_HOST,
+    unaligned_products=UNALIGNED_PRODUCTS,
     gradient_bytes=2,
     optimizer_passes=MEGATRON_OPTIMIZER,
     bucket_bytes=2**30,
@@ -156,6 +162,7 @@ ALPA = Target(
     name="alpa",
     fusion="full",
     host_scale=0.0,
+    stream_speed=XLA_STREAMS,
     gradient_bytes=2,
     bucket_copies=0,
     whole_gradients=True,

@@ -386,14 +386,14 @@ class _Pass(NamedTuple):
 
 def stream(sizes: LocalSizes, fusion: Fusion, op: Op, strategy: Strategy) -> list[Entry]:
     """The forward and the backward of an operator that moves memory."""
-    device = sizes.setting.cluster.device
+    device, speed = sizes.setting.cluster.device, sizes.setting.target.stream_speed
     launch = 0.0 if op.name in fusion.joined else device.launch_overhead_s
     passes = zip(PASS_COLUMNS, _passes(sizes, fusion, op, strategy), strict=True)
     return [
         Entry(
             column,
             "stream",
-            sum(stream_seconds(device, nbytes) for nbytes in kernels.moved)
+            sum(stream_seconds(device, nbytes) for nbytes in kernels.moved) / speed
             + kernels.launches * launch,
             moved_bytes=sum(kernels.moved),
         )

@@ -17,6 +17,7 @@ from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, is_causal, traits_of
 from meshwright.costmodel.sharding import Strategy, largest_part, replicated
 
+ALIGNED = 8  # elements of 16 bits, 16 bytes
 OF_BACKWARD = 2.5  # FLOPs of attention's backward over its forward's
 
 
@@ -34,13 +35,17 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     narrow = 0.5 if dtype == "fp8" else 1.0  # of operands, 8 bits of 16
     moved += narrow * sum(sizes.nbytes(v, p) for v, p in pair)
 
+    of_activations = sizes.table.has_batch(pair[-1][0])
+    unaligned = of_activations and dtype in ("bf16", "fp16") and (n % ALIGNED or k % ALIGNED)
+    times = scale / (sizes.setting.target.unaligned_products if unaligned else 1.0)
+
     def seconds(rows: float, columns: float, inner: float) -> float:
         busy_s = matmul_seconds(device, dtype, rows, columns, inner, batch, moved)
-        return scale * busy_s + device.launch_overhead_s
+        return times * busy_s + device.launch_overhead_s
 
     of_input, of_weights = (sizes.graph.values[v].requires_grad for v, _ in (pair[0], pair[-1]))
     # a product of two activations has no gradient that could wait
-    waits = of_weights and not sizes.table.has_batch(pair[-1][0])
+    waits = of_weights and not of_activations
     of_weight, flops = seconds(k, n, m) * of_weights, 2 * m * n * k * batch * scale
     entries = [
         Entry(FORWARD_S, "product", seconds(m, n, k), flops=flops, moved_bytes=moved),

@@ -132,7 +132,30 @@ def test_products_of_activations_and_attention() -> None:
     assert found.numel(op.operands[0], Placement("S", 2)) == ROWS * LENGTH * 3
 
 
+def test_products_of_unaligned_activations_are_slow_where_the_target_says() -> None:
+    """Heads of 4, a length of 6: no multiples of 8. Products with weights are as ever."""
+    batch = (torch.empty(ROWS, LENGTH, WIDTH),) * 2
+    of = cut(Net(written=True), batch, F.mse_loss, precision="bf16")
+    slow = dataclasses.replace(EAGER, unaligned_products=0.25)
+    for target, times in ((EAGER, 1), (slow, 4)):
+        found = pricer(of, busy(), precision="bf16", target=target)
+        for cost in costs(found, "matmul"):
+            assert (cost.forward_s, cost.backward_s) == pytest.approx(
+                (times * SCORES, times * 2 * SCORES)
+            )
+        up, *_ = costs(found, "linear")
+        assert up.forward_s == pytest.approx(UP)
+    (exact, _) = costs(pricer(net(written=True), busy(), target=slow), "matmul")
+    assert exact.forward_s == pytest.approx(SCORES)
+
+
 GELU = 4 * ROWS * LENGTH * WIDE
+
+
+def test_a_target_may_move_bytes_faster() -> None:
+    faster = dataclasses.replace(EAGER, stream_speed=2.0)
+    (gelu,) = costs(pricer(net(), moving(), target=faster), "gelu")
+    assert (gelu.forward_s, gelu.backward_s) == pytest.approx((GELU, 1.5 * GELU))
 
 
 def test_a_pointwise_kernel_reads_and_writes_and_views_move_nothing() -> None:
