@@ -1,9 +1,10 @@
 """Products in 8-bit floats: which there are, how operands are scaled, and what casting them moves.
 
-Precision "fp8" (one scale for each tensor) and "fp8_rowwise" (one for each row of what is summed
-over) is bf16 but for products x·Wᵀ with a parameter in layers: in blocks that are the same program
-as another one. The embedding and the head have no such twin, and stay. A tensor x is rounded to
-8 bits by the largest number in it,
+Precision "fp8" (one scale for each tensor), "fp8_rowwise" (one for each row of what is summed over)
+and "mxfp8" (one for each 32 numbers of such a row: OCP's MX format) is bf16 but for products with a
+parameter in layers, x·Wᵀ and those of experts: in blocks that are the same program as another one.
+The embedding and the head have no such twin, and stay. A tensor x is rounded to 8 bits by the
+largest number in it,
 
     s = the least power of two with  max |x| <= s · M,    q = fp8(x / s),    x ≈ s q
 
@@ -25,11 +26,15 @@ once, for both ways, and a weight once a step, which is left out.
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import NamedTuple
 
 from meshwright.costmodel.target import Target
 
-FP8 = ("fp8", "fp8_rowwise")
+TENSOR, ROW, BLOCK = "tensor", "row", "block"
+SCALED_BY = MappingProxyType({"fp8": TENSOR, "fp8_rowwise": ROW, "mxfp8": BLOCK})
+FP8 = tuple(SCALED_BY)
+IN_BLOCK = 32  # numbers of one scale, of which there is a byte
 WIDE = "bf16"  # what all but the products is in
 SIDE = 16  # fp8 units take products whose columns and depth are multiples of it
 # kernels for each tensor cast: the largest, the scale in a few, the quotient, the cast
@@ -57,14 +62,14 @@ def casts_of(
     precision: str, target: Target, x: float, w: float, y: float
 ) -> tuple[Cast, Cast, Cast]:
     """Casts for a product of x and w, whose result's gradient is y, elements each: in the forward,
-    for the gradient of x, and for that of w. With scales by rows each product casts its operands
-    anew, along what it sums over; with one for each tensor y is cast once."""
+    for the gradient of x, and for that of w. With scales by rows or blocks each product casts its
+    operands anew, along what it sums over; with one for each tensor y is cast once."""
     if target.delayed_scaling:
         return Cast(DELAYED_CAST * x, 0), Cast(DELAYED_CAST * y, 0), Cast(0.0, 0)
     eager = target.fusion == "none"
     moved, turning = (EAGER_CAST, TRANSPOSED) if eager else (FUSED_CAST, 0.0)
     calls = EAGER_CALLS if eager else FUSED_CALLS
-    again = precision == "fp8_rowwise"
+    again = SCALED_BY[precision] != TENSOR
     return (
         Cast(moved * (x + w), 2 * calls),
         Cast(moved * (y + w) + turning * w, 2 * calls + eager),

@@ -82,11 +82,11 @@ def auto_parallelize(
     raises.
 
     `precision` is "fp32", "bf16" or "fp16" (parameters are kept in fp32, products cast as
-    torch.autocast does), or "fp8" or "fp8_rowwise": bf16 with the layers' products in 8-bit floats,
-    scaled by tensor or by row; None means fp32 on CPUs, else bf16. `tf32` lets fp32 products and
-    convolutions on GPUs round their operands to TF32, in all of this process, and prices them so;
-    it is off as torch's own flag is. `compile` runs the model's blocks through torch.compile, by
-    its default backend or the one named.
+    torch.autocast does), or "fp8", "fp8_rowwise" or "mxfp8": bf16 with the layers' products in
+    8-bit floats, scaled by tensor, by row or by blocks of 32 (emulated); None means fp32 on CPUs,
+    else bf16. `tf32` lets fp32 products and convolutions on GPUs round their operands to TF32, in
+    all of this process, and prices them so; it is off as torch's own flag is. `compile` runs the
+    model's blocks through torch.compile, by its default backend or the one named.
 
     `plan` (a Plan or a path) skips the search: it is checked and run. `target`, a name of
     `costmodel/targets.py` ("megatron", "fsdp", "torchtitan", ...), says what software is planned

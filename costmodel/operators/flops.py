@@ -5,34 +5,46 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from meshwright.costmodel.fp8 import FP8, wide
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import FactorTable
+from meshwright.profiles.cluster import Device
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFlops:
     """FLOPs of a step: forward once, backward twice, less what frozen parameters spare; recompute
-    is no work (MFU convention)."""
+    is no work (MFU convention). Of them `in_8_bits`, 0 to 1, are of products that a precision in 8
+    bits has so, at the traced sizes."""
 
     per_row: float
     fixed: float
+    in_8_bits: float
 
     def of(self, rows: float) -> float:
         """FLOPs of a step over `rows` rows."""
         return self.per_row * rows + self.fixed
 
+    def peak(self, device: Device, precision: str) -> float:
+        """FLOP/s of a device that does each part at the peak of its dtype."""
+        part = self.in_8_bits if precision in FP8 else 0.0
+        return 1 / (part / device.flops("fp8") + (1 - part) / device.flops(wide(precision)))
+
 
 def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
     """FLOPs of a model's products, per row of the batch and once."""
-    per_row = fixed = 0.0
+    per_row = fixed = narrow = 0.0
     for op in graph.ops:
         if table.ops[op.name].flops:
             work = (1 + _backward_share(graph, op)) * op_flops(table, op)
+            narrow += work * is_fp8(graph, op)
             if is_per_row(table, op):
                 per_row += work / graph.batch_size
             else:
                 fixed += work
-    return ModelFlops(per_row=per_row, fixed=fixed)
+    total = per_row * graph.batch_size + fixed
+    return ModelFlops(per_row=per_row, fixed=fixed, in_8_bits=narrow / total if total else 0.0)
 
 
 def _backward_share(graph: Graph, op: Op) -> int:

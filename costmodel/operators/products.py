@@ -59,16 +59,20 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
         ),
     ]
     wanted = of_input, of_weights, waits
-    return entries if dtype != "fp8" else entries + _casts(sizes, m, n, k, wanted)
+    if dtype != "fp8":
+        return entries
+    elements = m * k * batch, n * k * batch, m * n * batch
+    return entries + _casts(sizes, elements, wanted)
 
 
 def _casts(
-    sizes: LocalSizes, m: float, n: float, k: float, wanted: tuple[bool, bool, bool]
+    sizes: LocalSizes, elements: tuple[float, float, float], wanted: tuple[bool, bool, bool]
 ) -> list[Entry]:
-    """Rounding of a product's operands to 8 bits: in the forward, and for each `wanted` gradient:
-    of the input, and of the weight, which may wait."""
+    """Rounding of a product's operands to 8 bits, of which and of the result there are so many
+    `elements`: in the forward, and for each `wanted` gradient: of the input, and of the weight,
+    which may wait."""
     setting, device = sizes.setting, sizes.setting.cluster.device
-    casts = casts_of(setting.precision, setting.target, m * k, n * k, m * n)
+    casts = casts_of(setting.precision, setting.target, *elements)
     entries = []
     for tensor, cast, runs in zip(("y", "x", "w"), casts, (True, *wanted[:2]), strict=True):
         seconds = stream_seconds(device, cast.nbytes) + cast.calls * device.launch_overhead_s

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
 from meshwright.costmodel.memory import fused
@@ -18,7 +19,7 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.steps import DATA_AXIS, TENSOR_AXIS, linked
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2, "fp8_rowwise": 2}  # of weights
+DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(FP8, 2)}  # of weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

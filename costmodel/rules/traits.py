@@ -234,9 +234,16 @@ def traits_of_target(target: str) -> Traits:
 
 def is_fp8(graph: Graph, op: Op) -> bool:
     """Whether "fp8" multiplies an operator's operands in 8 bits: a layer's product with a parameter
-    whose sides are multiples of `SIDE`, plus a vector or nothing."""
-    product = traits_of(op).product
-    if product is None or op.name not in graph.in_layers:
+    whose sides are multiples of `SIDE`, plus a vector or nothing, or those of its experts."""
+    traits = traits_of(op)
+    product = traits.product
+    if op.name not in graph.in_layers:
+        return False
+    if traits.experts == "product":
+        x, matrices = op.operands[:2]
+        sides = graph.values[matrices].shape[1:]
+        return matrices in graph.parameters and all(side % SIDE == 0 for side in sides)
+    if product is None:
         return False
     if op.kwargs or len(op.args) != len(op.operands):  # factors of the sum
         return False

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.costmodel.fp8 import TENSOR
 from meshwright.costmodel.rules import TRAITS
 from meshwright.executor.backward import eight_bits
 from meshwright.executor.backward.repeated import Later, later
@@ -65,7 +66,7 @@ def accumulate(
 
 class _Product(torch.autograd.Function):
     """The product x w of x (.., in) and w (in, out), or (out, in) if `transposed`, whose backward
-    queues the weight's gradient, and the bias' if `defer_bias`; in 8 bits unless `rowwise` is
+    queues the weight's gradient, and the bias' if `defer_bias`; in 8 bits unless `by` is
     None."""
 
     @staticmethod
@@ -77,7 +78,7 @@ class _Product(torch.autograd.Function):
         queue: WeightGradientQueue,
         transposed: bool,
         defer_bias: bool,
-        rowwise: bool | None,
+        by: str | None,
     ) -> torch.Tensor:
         ctx.later = later(x)
         if ctx.later is None:
@@ -86,9 +87,9 @@ class _Product(torch.autograd.Function):
         ctx.queue = queue
         ctx.transposed = transposed
         ctx.defer_bias = defer_bias
-        ctx.rowwise = rowwise
-        if rowwise is not None:
-            return eight_bits.forward(x, weight, bias, transposed=transposed, rowwise=rowwise)
+        ctx.by = by
+        if by is not None:
+            return eight_bits.forward(x, weight, bias, transposed=transposed, by=by)
         if transposed:
             product: torch.Tensor = F.linear(x, weight, bias)
         else:
@@ -102,12 +103,12 @@ class _Product(torch.autograd.Function):
         saved = () if reads else tuple(x.detach() for x in ctx.saved_tensors)
         (grad,) = grads
         weight, bias = ctx.leaves
-        transposed, rowwise = ctx.transposed, ctx.rowwise
-        narrow = eight_bits.Gradient(grad.reshape(-1, grad.shape[-1]), bool(rowwise))
+        transposed, by = ctx.transposed, ctx.by
+        narrow = eight_bits.Gradient(grad.reshape(-1, grad.shape[-1]), by or TENSOR)
 
         def weight_gradient() -> torch.Tensor:
             x: torch.Tensor = reads.read() if reads else saved[0]
-            if rowwise is not None:
+            if by is not None:
                 return eight_bits.of_w(narrow, x, transposed=transposed)
             rows, out = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
             left, right = (out, rows) if transposed else (rows, out)
@@ -125,7 +126,7 @@ class _Product(torch.autograd.Function):
             else:
                 of_bias = bias_gradient()
         of_input = None
-        if ctx.needs_input_grad[0] and rowwise is not None:
+        if ctx.needs_input_grad[0] and by is not None:
             of_input = eight_bits.of_x(narrow, weight, grad.shape, transposed=transposed)
             narrow.once = None  # until it is wanted, 16 bits are kept
         elif ctx.needs_input_grad[0]:
@@ -138,15 +139,10 @@ _product: Callable[..., torch.Tensor] = _Product.apply
 
 class DeferredProduct(nn.Module):
     """`linear`, `addmm`, `mm` or `matmul` whose backward defers the weight's gradient, and the
-    bias' with `defer_bias`; in 8 bits where `rowwise` says how they are scaled."""
+    bias' with `defer_bias`; in 8 bits where `by` says how they are scaled."""
 
     def __init__(
-        self,
-        operator: str,
-        queue: WeightGradientQueue,
-        *,
-        defer_bias: bool,
-        rowwise: bool | None = None,
+        self, operator: str, queue: WeightGradientQueue, *, defer_bias: bool, by: str | None = None
     ) -> None:
         super().__init__()
         product = TRAITS[operator].product
@@ -154,10 +150,10 @@ class DeferredProduct(nn.Module):
         self.product = product
         self.queue = queue
         self.defer_bias = defer_bias
-        self.rowwise = rowwise
+        self.by = by
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         at = self.product
         bias = args[at.bias] if len(args) > 2 else None
         x, weight = args[at.x], args[at.weight]
-        return _product(x, weight, bias, self.queue, at.transposed, self.defer_bias, self.rowwise)
+        return _product(x, weight, bias, self.queue, at.transposed, self.defer_bias, self.by)

@@ -4,8 +4,10 @@
     ∂x = ∂y w     ∂y by rows, w by columns
     ∂w = ∂yᵀ x    ∂y by columns, x by columns
 
-"By rows" is along what the product sums over: with scales by tensor (`rowwise` False) a tensor has
-one scale whichever way it is read, and gradients are in e5m2; with scales by row all is in e4m3.
+"By rows" is along what the product sums over. A tensor is scaled `by` "tensor": it has one scale
+whichever way it is read, and gradients are in e5m2; by "row", or by "block" of 32 numbers of a row,
+all is in e4m3. Experts' matrices are rounded along what their forward sums over, gradients of what
+they make along its features, once each.
 The scale is the least power of two s with max |x| <= s · M, computed on the bits of the largest
 number, so that x / s is exact in bf16 but where it falls below the least normal number, and a NaN
 or an infinity stays one. Nothing but x and w is kept for the backward: both are cast again.
@@ -27,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.costmodel.fp8 import SIDE
+from meshwright.costmodel.fp8 import BLOCK, IN_BLOCK, ROW, SIDE, TENSOR
 from meshwright.costmodel.rules import TRAITS
 from meshwright.executor.devices import has_streams
 
@@ -39,23 +41,38 @@ UNITS = (8, 9)  # CUDA's least compute capability
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A matrix in 8 bits, and its scale: a number, or one for each row (m, 1)."""
+    """A matrix in 8 bits, and its scale: a number, or one for each row (m, 1), or for each block of
+    a row (m, k / 32)."""
 
     bits: torch.Tensor
     scale: torch.Tensor
 
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a row has several scales, or may have."""
+        return self.scale.dim() > 1 and self.scale.shape[1] != 1
+
     def wide(self) -> torch.Tensor:
         """The numbers that it stands for."""
-        return self.bits.float() * self.scale
+        scale = self.scale
+        if self.in_blocks:
+            scale = scale.repeat_interleave(IN_BLOCK, 1)[:, : self.bits.shape[1]]
+        return self.bits.float() * scale
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype, *, rowwise: bool) -> Rounded:
+def rounded(x: torch.Tensor, dtype: torch.dtype, *, by: str) -> Rounded:
     """A matrix (m, k) in 8 bits."""
-    dim = {"dim": 1, "keepdim": True} if rowwise else {}
+    if by == BLOCK:
+        rows, width = x.shape
+        blocks = F.pad(x, (0, -width % IN_BLOCK)).reshape(-1, IN_BLOCK)
+        found = rounded(blocks, dtype, by=ROW)
+        bits = found.bits.view(torch.uint8).view(rows, -1)[:, :width].view(dtype)
+        return Rounded(bits, found.scale.view(rows, -1))
+    dim = {"dim": 1, "keepdim": True} if by == ROW else {}
     largest = torch.linalg.vector_norm(x, math.inf, **dim)
     exponent = _exponent(largest, dtype)
     inverse = (TOP - exponent).view(torch.float32)
-    bits = (x * (inverse.to(x.dtype) if rowwise else inverse)).to(dtype)
+    bits = (x * (inverse.to(x.dtype) if by == ROW else inverse)).to(dtype)
     return Rounded(bits, exponent.view(torch.float32))
 
 
@@ -78,20 +95,21 @@ def has_units(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= UNITS
 
 
-def formats(device: torch.device, *, rowwise: bool) -> tuple[torch.dtype, torch.dtype]:
+def formats(device: torch.device, *, by: str) -> tuple[torch.dtype, torch.dtype]:
     """The formats of operands and of gradients."""
     kind = ""
     if device.type == "cuda" and torch.version.hip:
         kind = "uz" * ("gfx94" in torch.cuda.get_device_properties(device).gcnArchName)
     operands = getattr(torch, f"float8_e4m3fn{kind}")
     wide = getattr(torch, f"float8_e5m2{'fnuz' if kind else ''}")
-    return operands, operands if rowwise else wide
+    return operands, wide if by == TENSOR else operands
 
 
 def multiplied(a: Rounded, b: Rounded, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
     """a bᵀ of (m, k) and (n, k); `fast` adds up in fewer bits."""
     n, k = b.bits.shape
-    if has_units(a.bits.device) and k % SIDE == 0 and n % SIDE == 0:
+    units = has_units(a.bits.device) and not (a.in_blocks or b.in_blocks)
+    if units and k % SIDE == 0 and n % SIDE == 0:
         product: torch.Tensor = torch._scaled_mm(
             a.bits,
             b.bits.t(),
@@ -104,11 +122,11 @@ def multiplied(a: Rounded, b: Rounded, dtype: torch.dtype, *, fast: bool = False
     return (a.wide() @ b.wide().t()).to(dtype)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, *, rowwise: bool) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor, *, by: str) -> torch.Tensor:
     """x wᵀ of (m, k) and (n, k)."""
-    operands, _ = formats(x.device, rowwise=rowwise)
-    left = rounded(x, operands, rowwise=rowwise)
-    right = rounded(weight, operands, rowwise=rowwise)
+    operands, _ = formats(x.device, by=by)
+    left = rounded(x, operands, by=by)
+    right = rounded(weight, operands, by=by)
     return multiplied(_turned(left), _turned(right), x.dtype, fast=True)
 
 
@@ -117,32 +135,32 @@ class Gradient:
     """A result's gradient (m, n), rounded once where scales are of tensors."""
 
     wide: torch.Tensor
-    rowwise: bool
+    by: str
     once: Rounded | None = None
 
     def of_input(self, weight: torch.Tensor) -> torch.Tensor:
         """∂y w of a weight (n, k)."""
-        operands, gradients = formats(weight.device, rowwise=self.rowwise)
-        left = rounded(self.wide, gradients, rowwise=self.rowwise)
-        self.once = None if self.rowwise else left
-        right = _turned(rounded(weight.t(), operands, rowwise=self.rowwise))
-        return multiplied(_turned(left), right, self.wide.dtype, fast=self.rowwise)
+        operands, gradients = formats(weight.device, by=self.by)
+        left = rounded(self.wide, gradients, by=self.by)
+        self.once = left if self.by == TENSOR else None
+        right = _turned(rounded(weight.t(), operands, by=self.by))
+        return multiplied(_turned(left), right, self.wide.dtype, fast=self.by != TENSOR)
 
     def of_weight(self, x: torch.Tensor) -> torch.Tensor:
         """∂yᵀ x of an input (m, k)."""
-        operands, gradients = formats(x.device, rowwise=self.rowwise)
+        operands, gradients = formats(x.device, by=self.by)
         if self.once is not None:
             left = Rounded(self.once.bits.t(), self.once.scale)
         else:
-            left = rounded(self.wide.t(), gradients, rowwise=self.rowwise)
-        right = rounded(x.t(), operands, rowwise=self.rowwise)
-        return multiplied(_turned(left), _turned(right), x.dtype, fast=self.rowwise)
+            left = rounded(self.wide.t(), gradients, by=self.by)
+        right = rounded(x.t(), operands, by=self.by)
+        return multiplied(_turned(left), _turned(right), x.dtype, fast=self.by != TENSOR)
 
 
 def _turned(x: Rounded) -> Rounded:
     """The same, by rows in memory, of which zeros fill up what units sum over."""
     short = -x.bits.shape[1] % SIDE
-    if short and has_units(x.bits.device):
+    if short and has_units(x.bits.device) and not x.in_blocks:
         bytewise = F.pad(x.bits.view(torch.uint8), (0, short))  # a zero has no bit set
         return Rounded(bytewise.view(x.bits.dtype), x.scale)
     return Rounded(x.bits.contiguous(), x.scale)
@@ -158,18 +176,18 @@ class _Product(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         transposed: bool,
-        rowwise: bool,
+        by: str,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.transposed, ctx.rowwise = transposed, rowwise
-        return forward(x, weight, bias, transposed=transposed, rowwise=rowwise)
+        ctx.transposed, ctx.by = transposed, by
+        return forward(x, weight, bias, transposed=transposed, by=by)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         (grad,) = grads
         of_input = of_weight = of_bias = None
-        gradient = Gradient(_rows(grad), ctx.rowwise)
+        gradient = Gradient(_rows(grad), ctx.by)
         if ctx.needs_input_grad[0]:
             of_input = of_x(gradient, weight, grad.shape, transposed=ctx.transposed)
         if ctx.needs_input_grad[1]:
@@ -183,15 +201,10 @@ _product: Callable[..., torch.Tensor] = _Product.apply
 
 
 def forward(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    transposed: bool,
-    rowwise: bool,
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, transposed: bool, by: str
 ) -> torch.Tensor:
     """The product of x (.., k) with a weight as it lies, plus a vector."""
-    result_rows = product(_rows(x), weight if transposed else weight.t(), rowwise=rowwise)
+    result_rows = product(_rows(x), weight if transposed else weight.t(), by=by)
     result_rows = result_rows if bias is None else result_rows + bias
     return result_rows.view(*x.shape[:-1], result_rows.shape[-1])
 
@@ -217,13 +230,70 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 class EightBitProduct(nn.Module):
     """`linear`, `addmm`, `mm` or `matmul` in 8 bits."""
 
-    def __init__(self, operator: str, *, rowwise: bool) -> None:
+    def __init__(self, operator: str, *, by: str) -> None:
         super().__init__()
         traits = TRAITS[operator].product
         assert traits is not None
-        self.product, self.rowwise = traits, rowwise
+        self.product, self.by = traits, by
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         at = self.product
         bias = args[at.bias] if len(args) > 2 else None
-        return _product(args[at.x], args[at.weight], bias, at.transposed, self.rowwise)
+        return _product(args[at.x], args[at.weight], bias, at.transposed, self.by)
+
+
+class _Rounded(torch.autograd.Function):
+    """The numbers that a tensor in 8 bits stands for, scaled along a dim; gradients pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: str, dim: int) -> torch.Tensor:
+        operands, _ = formats(x.device, by=by)
+        return _stands_for(x.movedim(dim, -1), operands, by).movedim(-1, dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grads[0], None, None
+
+
+class _RoundedGradient(torch.autograd.Function):
+    """A tensor as it is, whose gradient is rounded to 8 bits along its last dim."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, by: str) -> torch.Tensor:
+        ctx.by = by
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (grad,) = grads
+        return _stands_for(grad, formats(grad.device, by=ctx.by)[1], ctx.by), None
+
+
+def _stands_for(x: torch.Tensor, dtype: torch.dtype, by: str) -> torch.Tensor:
+    return rounded(_rows(x), dtype, by=by).wide().to(x.dtype).view(x.shape)
+
+
+_rounded: Callable[..., torch.Tensor] = _Rounded.apply
+_rounded_gradient: Callable[..., torch.Tensor] = _RoundedGradient.apply
+
+
+class RoundedOperand(nn.Module):
+    """An operand of experts' products in 8 bits, scaled along `dim`."""
+
+    def __init__(self, *, by: str, dim: int) -> None:
+        super().__init__()
+        self.by, self.dim = by, dim
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _rounded(x, self.by, self.dim)
+
+
+class RoundedGradient(nn.Module):
+    """A result of experts' products whose gradient is in 8 bits."""
+
+    def __init__(self, *, by: str) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _rounded_gradient(x, self.by)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from meshwright.costmodel import sharding
-from meshwright.costmodel.fp8 import FP8
+from meshwright.costmodel.fp8 import SCALED_BY
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.rules import is_fp8
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
@@ -53,10 +53,10 @@ class Context:
     context_axis: Axis | None = None
     precision: str = ""
 
-    def rowwise(self, op: Op) -> bool | None:
-        """Whether a product in 8 bits is scaled by rows; None if it isn't one."""
-        eight = self.precision in FP8 and is_fp8(self.graph, op)
-        return self.precision == "fp8_rowwise" if eight else None
+    def scaled_by(self, op: Op) -> str | None:
+        """The scaling of operands of a product in 8 bits; None if it isn't one."""
+        eight = self.precision in SCALED_BY and is_fp8(self.graph, op)
+        return SCALED_BY[self.precision] if eight else None
 
     @property
     def axes(self) -> tuple[Axis, ...]:

@@ -134,15 +134,17 @@ def _deferred(call: Call, context: Context) -> Replacement | None:
         return None
     defer_bias = biased and stored[bias]
     module = DeferredProduct(
-        op.short, context.weight_gradients, defer_bias=defer_bias, rowwise=context.rowwise(op)
+        op.short, context.weight_gradients, defer_bias=defer_bias, by=context.scaled_by(op)
     )
     return module, args
 
 
 def _in_8_bits(call: Call, context: Context) -> Replacement | None:
-    """A product in 8 bits."""
-    rowwise = context.rowwise(call.op)
-    return None if rowwise is None else (EightBitProduct(call.op.short, rowwise=rowwise), call.args)
+    """A product of two matrices in 8 bits; those of experts have their operands rounded before."""
+    by = context.scaled_by(call.op)
+    if by is None or rules.traits_of(call.op).product is None:
+        return None
+    return EightBitProduct(call.op.short, by=by), call.args
 
 
 def _drawn(call: Call, context: Context) -> Replacement | None:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.intervals import Quantiles, verdict
 from meshwright.costmodel.kernels import collective_time, crosses_node, group_for
 from meshwright.costmodel.memo import Memo
@@ -254,7 +253,7 @@ def price_stages(
     transfers = {e: transfer(plan, coster, e, values, split) for e, values in crossed.items()}
     sends = {edge: send_scale * entry.seconds for edge, entry in transfers.items()}
     timeline, step_s, bubble = simulated(plan, coster.problem, stages, sends)
-    peak = cluster.device.flops(wide(plan.precision)) * plan.num_ranks
+    peak = coster.model_flops.peak(cluster.device, plan.precision) * plan.num_ranks
     flops = coster.model_flops.of(plan.global_batch_size)
     pipeline = plan.pipeline
     active = tuple(in_flight(pipeline, k) for k in range(pipeline.num_stages))

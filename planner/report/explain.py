@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.fp8 import FP8, wide
+from meshwright.costmodel.fp8 import BLOCK, FP8, IN_BLOCK, SCALED_BY, wide
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.memory import fused, optimizer_named
 from meshwright.costmodel.operators import Problem, op_flops
-from meshwright.costmodel.rules import is_fp8
+from meshwright.costmodel.rules import is_fp8, traits_of
 from meshwright.costmodel.sharding import data_layout, row_use, written_once
 from meshwright.costmodel.target import Target
 from meshwright.planner.decisions import DECISIONS
@@ -290,11 +290,15 @@ def _in_fp8(problem: Problem, precision: str) -> str:
     graph, table = problem.graph, problem.factors
     total = sum(op_flops(table, op) for op in graph.ops if table.ops[op.name].flops)
     part = sum(op_flops(table, op) for op in graph.ops if is_fp8(graph, op)) / total
-    by = "row" if precision == "fp8_rowwise" else "tensor"
+    by = f"{SCALED_BY[precision]}{f's of {IN_BLOCK}' * (SCALED_BY[precision] == BLOCK)}"
     where = "" if "fp8" in problem.cluster.device.peak_flops else ", emulated on this device"
+    experts = any(is_fp8(graph, op) and traits_of(op).experts for op in graph.ops)
+    if not where and problem.target.gradients_come and (experts or by.startswith(BLOCK)):
+        what = "experts' products" if not by.startswith(BLOCK) else "products"
+        where = f", priced at the units' rate, although train_step emulates {what}"
     return (
         f"layers' products, {part:.0%} of the FLOPs, are in 8-bit floats scaled by {by}{where}; "
-        "attention, embedding, head and all else in bf16, whose peak MFU is of"
+        "attention, embedding, head and all else in bf16; MFU is of the peak of each"
     )
 
 

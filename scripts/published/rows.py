@@ -296,15 +296,17 @@ def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
 
 
 def _precision(cells: _Cells) -> str:
-    text = cells.text("precision").lower()
-    if "mx" in text or "fp4" in text:
-        raise Unpriced(f"precision {text!r} is not modelled; legal: fp32, bf16, fp16, fp8")
+    text, legal = cells.text("precision").lower(), "fp32, bf16, fp16, fp8, mxfp8"
+    if "fp4" in text:
+        raise Unpriced(f"precision {text!r} is not modelled; legal: {legal}")
+    if "mx" in text:
+        return "mxfp8"
     if "fp8" in text:
         return "fp8_rowwise" if "row" in text else "fp8"
     for known, precision in _PRECISIONS.items():
         if known in text:
             return precision
-    raise Unpriced(f"precision {text!r} is not modelled; legal: fp32, bf16, fp16, fp8")
+    raise Unpriced(f"precision {text!r} is not modelled; legal: {legal}")
 
 
 def _sharing(cells: _Cells, ranks: int) -> Sharing:

@@ -54,11 +54,11 @@ def test_tf32_is_a_flag_of_fp32() -> None:
         torch.set_float32_matmul_precision(before)
 
 
-@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise", "mxfp8"])
 def test_fp8_is_planned_reported_and_written(precision: str, tmp_path: Path) -> None:
     result = planned_on("h100-sxm", precision)
     assert result.plan.precision == result.report.to_dict()["plan"]["precision"] == precision
-    by = "row" if precision == "fp8_rowwise" else "tensor"
+    by = {"fp8": "tensor", "fp8_rowwise": "row", "mxfp8": "blocks of 32"}[precision]
     assert f"8-bit floats scaled by {by}" in result.report.text(full=True)
     result.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == result.plan

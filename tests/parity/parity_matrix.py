@@ -288,6 +288,8 @@ llama        pp2xtp2    zb_v m4 sequence regather fp8_rowwise
 llama        dp2xcp2    1f1b m2 zero3 ring fp8
 llama        dp2|tp2    eager_1f1b m4 fp8
 t5           dp4        gpipe m2 zero1 fp8_rowwise
+llama        pp2xtp2    zb_h1 m4 sequence mxfp8
+moe          dp2        1f1b m2 zero2 mxfp8
 """
 
 # adapters beside frozen weights, which ZeRO-3 divides like the others

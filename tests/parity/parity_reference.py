@@ -29,9 +29,9 @@ STEPS = 2
 # rounding, so the tolerance is that of bf16.
 TOLERANCE = {
     "fp32": 1e-5, "bf16": 32 * 2**-8, "fp16": 32 * 2**-11, "fp8": 32 * 2**-8,
-    "fp8_rowwise": 32 * 2**-8,
+    "fp8_rowwise": 32 * 2**-8, "mxfp8": 32 * 2**-8,
 }  # fmt: skip
-LOSS_TOLERANCE = TOLERANCE | {"fp8": 2**-8, "fp8_rowwise": 2**-8}
+LOSS_TOLERANCE = TOLERANCE | dict.fromkeys(("fp8", "fp8_rowwise", "mxfp8"), 2**-8)
 FLOOR = 1e-2  # of the largest reference: below it, differences are rounding of larger numbers
 
 Tensors = dict[str, torch.Tensor]

@@ -56,7 +56,7 @@ def test_gradients_are_rounded() -> None:
 
 
 @second_tier("a trend over 25 steps of three seeds; the matrix and the rounding of a step stay")
-@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise"])
+@pytest.mark.parametrize("precision", ["fp8", "fp8_rowwise", "mxfp8"])
 def test_a_run_learns_as_in_bf16_within_the_noise_of_seeds(precision: str) -> None:
     wide, narrow = ([learned(p, s, STEPS)[0] for s in SEEDS] for p in ("bf16", precision))
     ends = [[statistics.fmean(losses[-5:]) for losses in runs] for runs in (wide, narrow)]

@@ -41,7 +41,7 @@ def add_model(
         help="global batch size, rows per optimizer step",
     )
     parser.add_argument(
-        "--precision", help="fp32, bf16, fp16, fp8 or fp8_rowwise (default: fp32 on CPUs)"
+        "--precision", help="fp32, bf16, fp16, fp8, fp8_rowwise or mxfp8 (default: fp32 on CPUs)"
     )
     if not optional:
         add_prices(parser)

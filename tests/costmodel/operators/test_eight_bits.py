@@ -67,7 +67,8 @@ def test_products_take_the_units_of_their_precision() -> None:
     eight = dataclasses.replace(base, device=dataclasses.replace(base.device, peak_flops=rates))
     flops = 2 * ROWS * WIDTH * WIDE
     for on, precision, seconds in (
-        (eight, "fp8", flops / 2), (eight, "fp8_rowwise", flops / 2), (eight, "bf16", flops),
+        (eight, "fp8", flops / 2), (eight, "fp8_rowwise", flops / 2), (eight, "mxfp8", flops / 2),
+        (eight, "bf16", flops),
         (base, "fp8", flops),
     ):  # fmt: skip
         found = cost("layers.0.up", on, precision)
@@ -93,6 +94,9 @@ def test_efficiency_in_8_bits_is_that_of_16_bits_of_as_many_seconds() -> None:
         (EAGER, "fp8", (EAGER_CAST, EAGER_CAST, 0),
          (0, EAGER_CAST + TRANSPOSED, EAGER_CAST), (EAGER_CAST + TRANSPOSED, 0, TRANSPOSED)),
         (EAGER, "fp8_rowwise", (EAGER_CAST, EAGER_CAST, 0),
+         (0, EAGER_CAST + TRANSPOSED, EAGER_CAST),
+         (EAGER_CAST + TRANSPOSED, 0, EAGER_CAST + TRANSPOSED)),
+        (EAGER, "mxfp8", (EAGER_CAST, EAGER_CAST, 0),
          (0, EAGER_CAST + TRANSPOSED, EAGER_CAST),
          (EAGER_CAST + TRANSPOSED, 0, EAGER_CAST + TRANSPOSED)),
         (COMPILED, "fp8", (FUSED_CAST, FUSED_CAST, 0), (0, FUSED_CAST, FUSED_CAST),

@@ -10,11 +10,12 @@ from torch import nn
 
 from meshwright.executor.backward import EightBitProduct, eight_bits
 from meshwright.executor.backward.eight_bits import rounded
+from meshwright.planner.operators import grouped_linear
 
 FORMATS = {torch.float8_e4m3fn: (448.0, 3, -6), torch.float8_e5m2: (57344.0, 2, -14)}
 few = settings(deadline=None, max_examples=30)
 KINDS = pytest.mark.parametrize("dtype", FORMATS)
-BY_ROWS = pytest.mark.parametrize("rowwise", [False, True])
+SCALED = pytest.mark.parametrize("by", ["tensor", "row", "block"])
 M, K, N = 24, 48, 32
 
 
@@ -39,23 +40,25 @@ def by_definition(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (x / scale / step).round() * step * scale  # half to even
 
 
-def wanted(x: torch.Tensor, dtype: torch.dtype, *, rowwise: bool) -> torch.Tensor:
-    if not rowwise:
+def wanted(x: torch.Tensor, dtype: torch.dtype, *, by: str) -> torch.Tensor:
+    if by == "tensor":
         return by_definition(x, dtype)
-    return torch.stack([by_definition(row, dtype) for row in x])
+    width = 32 if by == "block" else x.shape[1]
+    blocks = [torch.cat([by_definition(b, dtype) for b in row.split(width)]) for row in x]
+    return torch.stack(blocks)
 
 
 @KINDS
-@BY_ROWS
+@SCALED
 @few
 @given(seed=st.integers(0, 1000), power=st.integers(-60, 60))
 def test_rounding_is_to_the_nearest_on_the_least_scale(
-    dtype: torch.dtype, rowwise: bool, seed: int, power: int
+    dtype: torch.dtype, by: str, seed: int, power: int
 ) -> None:
     x = numbers(seed, 5, 33, scale=2.0**power)
     x[1] = 0
-    found = rounded(x, dtype, rowwise=rowwise)
-    assert torch.equal(found.wide().double(), wanted(x, dtype, rowwise=rowwise))
+    found = rounded(x, dtype, by=by)
+    assert torch.equal(found.wide().double(), wanted(x, dtype, by=by))
 
 
 @KINDS
@@ -67,38 +70,38 @@ def test_parts_with_scales_of_their_own_are_rounded_as_the_whole(
     """But far below the largest: there the error is a subnormal's half step."""
     most, bits, least = FORMATS[dtype]
     x = numbers(seed, 12, 40)
-    whole = rounded(x, dtype, rowwise=False).wide()
-    apart = torch.cat([rounded(part, dtype, rowwise=False).wide() for part in x.chunk(parts)])
+    whole = rounded(x, dtype, by="tensor").wide()
+    apart = torch.cat([rounded(part, dtype, by="tensor").wide() for part in x.chunk(parts)])
     largest = float(x.float().abs().max())
     normal = x.float().abs() >= 2 * 2.0**least / most * largest
     assert torch.equal(whole[normal], apart[normal])
     assert float((whole - apart).abs().max()) <= 2 * 2.0 ** (least - bits - 1) / most * 2 * largest
 
 
-@BY_ROWS
+@SCALED
 @KINDS
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
-def test_what_is_not_finite_stays_so(dtype: torch.dtype, rowwise: bool, value: str) -> None:
+def test_what_is_not_finite_stays_so(dtype: torch.dtype, by: str, value: str) -> None:
     x = numbers(1, 3, 5)
     x[1, 2] = float(value)
-    assert not bool(rounded(x, dtype, rowwise=rowwise).wide()[1].isfinite().all())
+    assert not bool(rounded(x, dtype, by=by).wide()[1].isfinite().all())
 
 
 def test_zeros_and_the_least_and_largest_numbers_have_scales() -> None:
     for value in (0.0, 1e-38, 3e38):
         x = torch.full((2, 2), value, dtype=torch.bfloat16)
-        found = rounded(x, torch.float8_e4m3fn, rowwise=False)
+        found = rounded(x, torch.float8_e4m3fn, by="tensor")
         assert 0 < float(found.scale) < math.inf
         assert torch.allclose(found.wide(), x.float(), rtol=0.07, atol=2.0**-126)
 
 
-@BY_ROWS
+@SCALED
 @pytest.mark.parametrize(
     ("operator", "biased"),
     [("linear", True), ("linear", False), ("addmm", True), ("matmul", False)],
 )
 def test_products_and_their_gradients_are_those_of_rounded_operands(
-    operator: str, biased: bool, rowwise: bool
+    operator: str, biased: bool, by: str
 ) -> None:
     """In fp32 results would be exact; they are rounded to bf16, once or, with a vector, twice."""
     shape = (N, K) if operator == "linear" else (K, N)
@@ -106,13 +109,13 @@ def test_products_and_their_gradients_are_those_of_rounded_operands(
     w, b = nn.Parameter(numbers(2, *shape)), nn.Parameter(numbers(3, N))
     grad = numbers(4, M, N)
     given = {"linear": (x, w, b), "addmm": (b, x, w), "matmul": (x, w)}[operator]
-    found = EightBitProduct(operator, rowwise=rowwise)(*given[: 3 if biased else 2])
+    found = EightBitProduct(operator, by=by)(*given[: 3 if biased else 2])
     found.backward(grad)
     e4m3, e5m2 = FORMATS
-    gradients = e4m3 if rowwise else e5m2
+    gradients = e5m2 if by == "tensor" else e4m3
 
     def round_(t: torch.Tensor, dtype: torch.dtype = e4m3) -> torch.Tensor:
-        return wanted(t.detach(), dtype, rowwise=rowwise)
+        return wanted(t.detach(), dtype, by=by)
 
     lying = w.detach() if operator == "linear" else w.detach().t()
     y = round_(x) @ round_(lying).t() + (b.detach().double() if biased else 0.0)
@@ -126,10 +129,10 @@ def test_products_and_their_gradients_are_those_of_rounded_operands(
     assert (b.grad is not None) is biased
 
 
-@BY_ROWS
+@SCALED
 @pytest.mark.parametrize("operator", ["linear", "mm"])
 def test_units_give_what_emulation_gives(
-    operator: str, rowwise: bool, monkeypatch: pytest.MonkeyPatch
+    operator: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`torch._scaled_mm` on this CPU, for an uneven number of rows, too; what it is given lies as
     units want it, the left by rows and the right by columns."""
@@ -139,6 +142,8 @@ def test_units_give_what_emulation_gives(
         assert a.is_contiguous() and b.t().is_contiguous()
         return multiply(a, b, *args, **given)
 
+    if by == "block":
+        pytest.skip("blocks are emulated everywhere")
     monkeypatch.setattr(torch, "_scaled_mm", laid)
     for m in (M, 32, 7):
         both = []
@@ -147,7 +152,7 @@ def test_units_give_what_emulation_gives(
             lying = (N, K) if operator == "linear" else (K, N)
             x, w = nn.Parameter(numbers(1, m, K)), nn.Parameter(numbers(2, *lying))
             try:
-                y = EightBitProduct(operator, rowwise=rowwise)(x, w)
+                y = EightBitProduct(operator, by=by)(x, w)
             except RuntimeError as error:
                 if "only supports per-tensor scaling for CPU" not in str(error):
                     raise
@@ -160,9 +165,43 @@ def test_units_give_what_emulation_gives(
             assert float(off) < 2**-7
 
 
+@SCALED
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_experts_are_those_of_rounded_operands(by: str, transposed: bool) -> None:
+    """Operands are rounded along what the forward sums over, the result's gradient along its
+    features; gradients of operands are those of the rounded ones."""
+    e4m3, e5m2 = FORMATS
+    chosen = torch.randint(3, (1, M, 2), generator=torch.Generator().manual_seed(5))
+    x = nn.Parameter(numbers(1, 1, M, 2, K))
+    w = nn.Parameter(numbers(2, 3, *((N, K) if transposed else (K, N))))
+    grad = numbers(4, 1, M, 2, N)
+    dim = 2 if transposed else 1
+    rounded_w = eight_bits.RoundedOperand(by=by, dim=dim)(w)
+    y = grouped_linear(
+        eight_bits.RoundedOperand(by=by, dim=-1)(x), rounded_w, chosen, None, transposed
+    )
+    eight_bits.RoundedGradient(by=by)(y).backward(grad)
+
+    def round_(t: torch.Tensor, dtype: torch.dtype = e4m3) -> torch.Tensor:
+        return wanted(t.detach().reshape(-1, t.shape[-1]), dtype, by=by).view(t.shape)
+
+    of_grad = round_(grad, e5m2 if by == "tensor" else e4m3)
+    matrices = w.detach() if transposed else w.detach().transpose(1, 2)  # by expert: o × i
+    picked = round_(matrices)[chosen]
+    exact_y = torch.einsum("bski,bskoi->bsko", round_(x), picked)
+    of_x = torch.einsum("bsko,bskoi->bski", of_grad, picked)
+    one_hot = torch.nn.functional.one_hot(chosen, 3).double()
+    of_w = torch.einsum("bsko,bski,bske->eoi", of_grad, round_(x), one_hot)
+    assert x.grad is not None and w.grad is not None
+    of_w = of_w if transposed else of_w.transpose(1, 2)
+    for made, exact in ((y, exact_y), (x.grad, of_x), (w.grad, of_w)):
+        off = (made.detach().double() - exact).abs()
+        assert float((off / (exact.abs() + 2**-4 * exact.abs().max())).max()) < 2**-6
+
+
 def test_nothing_but_operands_is_kept() -> None:
     kept: list[torch.Tensor] = []
     x, w = nn.Parameter(numbers(1, M, K)), nn.Parameter(numbers(2, N, K))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        EightBitProduct("linear", rowwise=False)(x, w)
+        EightBitProduct("linear", by="tensor")(x, w)
     assert {t.data_ptr() for t in kept} == {x.data_ptr(), w.data_ptr()}

@@ -284,12 +284,12 @@ def test_units_of_8_bit_products_by_device(monkeypatch: pytest.MonkeyPatch) -> N
     assert eight_bits.has_units(gpu)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not eight_bits.has_units(gpu)
-    assert eight_bits.formats(gpu, rowwise=False)[0] == torch.float8_e4m3fn
+    assert eight_bits.formats(gpu, by="tensor")[0] == torch.float8_e4m3fn
     mi300 = SimpleNamespace(gcnArchName="gfx942")
     monkeypatch.setattr(torch.version, "hip", "6")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: mi300)
     assert eight_bits.has_units(gpu)
-    assert eight_bits.formats(gpu, rowwise=False)[0] == torch.float8_e4m3fnuz
+    assert eight_bits.formats(gpu, by="tensor")[0] == torch.float8_e4m3fnuz
 
 
 OFFLOADED = (
