@@ -31,7 +31,7 @@ from pathlib import Path
 
 from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.pricing import Evaluation
-from scripts.experts.rows import fitted_by_hash, fp8_rows, later_rows, published_rows
+from scripts.experts.rows import fitted_by_hash, fp8_rows, later_rows, memory_rows, published_rows
 from scripts.experts.scatter import Point, scatter
 from scripts.published import Unpriced, evaluate_row
 from scripts.ranks.rank_correlation import spearman
@@ -230,6 +230,8 @@ def main() -> None:
     for part, scores in parts.items():
         print(line("all", part, scores))
     by_kind(parts)
+    if not args.source and args.data is None:
+        print("", *memory_lines(), sep="\n")
     if args.errors:
         print("", *error_lines(parts["score"]), sep="\n")
     if args.plot:
@@ -237,6 +239,28 @@ def main() -> None:
     print(f"\nnot priced: {sum(refused.values())} rows")
     for reason, count in refused.most_common():
         print(f"  {count:4} {reason}")
+
+
+def memory_lines() -> list[str]:
+    """Errors of peak memory by framework, of what allocators said and of what nvidia-smi did: that
+    has the driver's context and what the allocator keeps, too, up to some GB."""
+    lines = []
+    for kind, by_allocator in (("allocator", True), ("nvidia-smi or not said", False)):
+        errors = collections.defaultdict(list)
+        for row in memory_rows(by_allocator=by_allocator):
+            try:
+                peaks = evaluate_row(row).prediction.peak_memory_bytes
+            except Unpriced:
+                continue
+            error = max(peaks) / 2**30 / float(row["peak_mem_gib"]) - 1
+            for name in ("all", row["source"].split(" (")[0][:34]):
+                errors[name].append(error)
+        lines += [
+            f"memory by {kind:24} {name:34} {len(of):4} "
+            f"{100 * statistics.mean(map(abs, of)):6.1f} {100 * statistics.mean(of):+6.1f}"
+            for name, of in errors.items()
+        ]
+    return lines
 
 
 def heading() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 PUBLISHED = Path(__file__).with_name("published.csv")
 PUBLISHED_FP8 = Path(__file__).with_name("published_fp8.csv")  # on which nothing is fitted
 PUBLISHED_LATER = Path(__file__).with_name("published_later.csv")  # halved by `fitted_by_hash`
+PUBLISHED_MEMORY = Path(__file__).with_name("published_memory.csv")  # on which nothing is fitted
 OUT_OF_MEMORY = Path(__file__).with_name("out_of_memory.csv")  # it ended them
 
 
@@ -24,6 +25,13 @@ def fp8_rows(source: str = "") -> list[dict[str, str]]:
 def later_rows(source: str = "") -> list[dict[str, str]]:
     """Rows that were found after the first fits, dense models and mixtures of experts."""
     return _read(PUBLISHED_LATER, source)
+
+
+def memory_rows(*, by_allocator: bool) -> list[dict[str, str]]:
+    """Rows of peak memory: read from torch's allocator (allocated, active or reserved), or by
+    nvidia-smi and unknown means, with the context of the driver; `mem_metric` says which."""
+    rows = _read(PUBLISHED_MEMORY, "")
+    return [row for row in rows if row["mem_metric"].startswith("torch") == by_allocator]
 
 
 def fitted_by_hash(row: Mapping[str, str]) -> bool:

@@ -2,7 +2,7 @@
 
     python -m scripts.fits.fit_intervals [--write]
 
-Rows of the half that nothing was fitted on (`scripts/validate_costmodel`) are priced, and their
+Rows of the halves that nothing was fitted on (`scripts/validate_costmodel`) are priced, and their
 residuals taken apart (`scripts/experts/residuals.py`). Printed are the deviations of each effect,
 the 80 % interval of each GPU, kind of model and target, and the part of the rows of each left-out
 model that lies in the interval of the others: what the intervals are worth. Peak memory is of other
@@ -25,7 +25,7 @@ from meshwright.costmodel.intervals import OTHER, family_of
 from scripts.experts.residuals import NO_LESS, Effects, Residual, coverage, ends, interval
 from scripts.experts.rows import published_rows
 from scripts.published import Unpriced, evaluate_row, read_row
-from scripts.validate_costmodel import halves
+from scripts.validate_costmodel import halves, later_halves
 
 PATH = Path(intervals.__file__).with_name("residuals.json")
 BY_DRIVER = ("BLOOM",)  # sources whose memory is nvidia-smi's, with the context of the driver
@@ -35,7 +35,7 @@ FEWEST_MODELS = 3  # of a target with an interval of its own for memory
 def residuals() -> dict[str, list[Residual]]:
     """Of step times, of dense models and of those with experts, and of memory."""
     found: dict[str, list[Residual]] = {"dense": [], "experts": [], "memory": []}
-    for name, fitted, row in halves(published_rows()):
+    for name, fitted, row in itertools.chain(halves(published_rows()), later_halves("")):
         if fitted:
             continue
         try:

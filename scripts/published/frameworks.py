@@ -255,6 +255,12 @@ def framework_of(name: str, notes: str = "", *, gpu: str = "", model: str = "") 
     if "sequence parallelism" in notes and not framework.sequence_parallel:
         framework = replace(framework, sequence_parallel=True)
         said.append("sequence parallelism where tp > 1")
+    if "sp=False" in notes and framework.sequence_parallel:
+        framework = replace(framework, sequence_parallel=False)
+        said[:] = [each.replace(", sequence parallelism where tp > 1", "") for each in said]
+        said.append("no sequence parallelism")
+    if dropout := re.search(r"\bdropout=([\d.]+)", notes):
+        framework = replace(framework, dropout=float(dropout[1]))
     if re.search(r"Flex-?Att", f"{name}; {notes}"):
         scale = next(known for pattern, known in FLEX_ATTENTION if re.search(pattern, gpu))
         target = replace(target, tuned_attention=False, attention_scale=scale)

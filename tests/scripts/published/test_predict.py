@@ -11,6 +11,7 @@ import itertools
 import pytest
 
 from meshwright.planner.plan.check import check_plan
+from scripts.experts.rows import memory_rows
 from scripts.published.frameworks import Unpriced, framework_of
 from scripts.published.predict import evaluate_row, traced
 from scripts.published.rows import read_row
@@ -172,6 +173,18 @@ def test_what_cannot_be_priced_is_refused_with_the_reason(
         evaluate_row({**MEGATRON, **changes})
 
 
+def test_peaks_that_allocators_said_are_apart() -> None:
+    own, others = (memory_rows(by_allocator=by) for by in (True, False))
+    assert len(own) == 24 and len(others) == 17
+    assert all(
+        "allocated" in r["mem_metric"]
+        or "reserved" in r["mem_metric"]
+        or "active" in r["mem_metric"]
+        for r in own
+    )
+    assert any("nvidia-smi" in r["mem_metric"] for r in others)
+
+
 def test_what_ran_is_priced() -> None:
     """Interleaving with micro-batches that are no multiple of the pipeline's groups; the embedding
     and the head alone in their stages; a head that is worth more than a stage's layers."""
@@ -248,6 +261,13 @@ def test_frameworks_are_known_by_name_gpu_and_model() -> None:
     assert framework_of("DeepSpeed ZeRO-3", gpu="V100").target.zero_bandwidth < 1  # that of 2021
     today = framework_of("DeepSpeed ZeRO-3", gpu="A100", model="Llama-2-7B").target
     assert today.zero_bandwidth == 1 and today.overlap_gradients
+    plain = framework_of("Megatron-Core", "sp=False dropout=0.1 flash attention")
+    assert (script.sequence_parallel, script.dropout) == (True, 0.0)
+    assert (plain.sequence_parallel, plain.dropout) == (False, 0.1)
+    graphed = (
+        framework_of("Megatron-Core", f"cuda_graph_impl={x}") for x in ("x", "full_iteration")
+    )
+    assert [each.target.host_scale for each in graphed] == [script.target.host_scale, 0.0]
     evo = framework_of("InternEvo")
     assert evo.target == framework_of("Megatron-Core (zero-bubble fork)").target != script.target
     assert "InternEvo is not modelled: Megatron-Core" in evo.assumptions[0]
