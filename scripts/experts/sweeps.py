@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 from meshwright.planner.search import TIE, looks_of
 from scripts.published import Unpriced, evaluate_row, read_row
+from scripts.ranks.rank_correlation import spearman
 
-PLANS = 4  # measured plans that make a sweep
+PLANS = 3  # measured plans that make a sweep
 SWEEP = (
     "source", "model", "gpu", "num_gpus", "interconnect", "precision", "global_batch", "seq_len",
     "framework", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "moe_experts", "moe_topk",
@@ -69,11 +70,17 @@ class Sweep:
     def regret(self) -> float:
         return self.choice.measured_s / self.best.measured_s - 1
 
+    @property
+    def rank(self) -> float:
+        """Spearman's correlation of predicted with measured seconds."""
+        return spearman([p.measured_s for p in self.plans], [p.predicted_s for p in self.plans])
+
     def __str__(self) -> str:
         named = dict(zip(SWEEP, self.key, strict=True))
         return (
-            f"{self.regret:6.1%} {named['model']} on {named['num_gpus']} {named['gpu']}, batch "
-            f"{named['global_batch']}: {len(self.plans)} plans [{named['source']}]"
+            f"{self.regret:6.1%} rank {self.rank:+.2f} {named['model']} on {named['num_gpus']} "
+            f"{named['gpu']}, batch {named['global_batch']}: {len(self.plans)} plans "
+            f"[{named['source']}]"
         )
 
 

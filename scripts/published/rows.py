@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from meshwright.costmodel.sharing import Sharing
-from meshwright.costmodel.target import BUCKET_BYTES
 from meshwright.profiles.cluster import Cluster, Link
 from scripts.published.frameworks import Framework, Unpriced, framework_of, with_experts
 from scripts.published.models import Latent, TransformerDims
@@ -156,7 +155,7 @@ def read_row(row: Mapping[str, str]) -> Setup:
     # some count the embedding and the head as layers, which may be alone in their stages
     if dims.layers + 2 < pp * max(1, chunks):
         raise Unpriced(f"{dims.layers} layers can't fill pp={pp} × vp={chunks} stages")
-    adapted = _adapted(framework, cells, pp)
+    adapted = _adapted(framework, cells)
     recompute, part = _recompute(cells)
     return Setup(
         dims=dims,
@@ -280,7 +279,7 @@ def _network(cells: _Cells, link: Link) -> Link:
     )
 
 
-def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
+def _adapted(framework: Framework, cells: _Cells) -> Framework:
     """The framework as this row runs it."""
     if cells.whole("moe_experts", 0) > 1:
         text = f"{cells.text('framework')} {cells.text('notes')}"
@@ -289,9 +288,6 @@ def _adapted(framework: Framework, cells: _Cells, pp: int) -> Framework:
     for width, said in ((4, "fp32 grad"), (2, "bf16 grad")):
         if said in cells.text("precision"):
             target = dataclasses.replace(target, gradient_bytes=width)
-    if target.name == "megatron-lm" and pp == 1 and "DeepSpeed" not in cells.text("framework"):
-        target = dataclasses.replace(target, overlap_gradients=True, bucket_bytes=BUCKET_BYTES)
-        cells.assume("gradient reduction overlapped (torch DDP) where pp = 1")
     return dataclasses.replace(framework, target=target)
 
 

@@ -43,7 +43,8 @@ def test_the_choice_is_the_plan_predicted_fastest_of_plans_measured_once() -> No
     times = [("1", 1, 1), ("2", 2, 2), ("4", 4, 4), ("8", 5, 5), ("8", 7, 7), ("8", 9, 9)]
     (sweep,) = sweeps.sweeps(rows(*times))
     assert [p.measured_s for p in sweep.plans] == [1, 2, 4, 7]
-    assert list(sweeps.sweeps(rows(*times[1:]))) == []
+    assert sweep.rank == pytest.approx(1.0)
+    assert list(sweeps.sweeps(rows(*times[2:]))) == []
 
 
 def sweep_of(*plans: Priced) -> Sweep:
