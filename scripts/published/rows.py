@@ -165,12 +165,13 @@ def read_row(row: Mapping[str, str]) -> Setup:
         tp=tp,
         pp=pp,
         cp=cp,
-        ep=cells.whole("ep", 1),
+        ep=_expert_ranks(cells, dp),
         dp=dp,
         chunks=chunks,
         sharing=_sharing(cells, dp * cp),
         recompute=recompute,
         recompute_part=part,
+        experts_by_tensor=_experts_by_tensor(cells, tp),
         micro_batch=micro,
         global_batch=batch,
         assumptions=(*cells.assumptions, *framework.assumptions),
@@ -197,7 +198,9 @@ def _dims(cells: _Cells, framework: Framework, tp: int) -> TransformerDims:
     sizes: dict[str, Any] = {"ffn": ffn, **facts}
     if experts > 1:
         sizes |= {"experts": experts, "topk": whole("moe_topk"), "expert_ffn": ffn}
-        cells.assume("tokens spread evenly over experts, which are not split by tp")
+        cells.assume("tokens spread evenly over experts")
+        if not _experts_by_tensor(cells, tp):
+            cells.assume("experts are not split by tp")
     return TransformerDims(
         **sizes,
         layers=whole("layers"),
@@ -303,6 +306,27 @@ def _precision(cells: _Cells) -> str:
         if known in text:
             return precision
     raise Unpriced(f"precision {text!r} is not modelled; legal: {legal}")
+
+
+def _expert_ranks(cells: _Cells, dp: int) -> int:
+    """Ranks that share experts out; a library that exchanges tokens tells of several."""
+    ep, experts = cells.whole("ep", 1), cells.whole("moe_experts", 0)
+    if ep > 1 or experts <= 1 or "DeepEP" not in cells.text("framework"):
+        return ep
+    ranks = math.gcd(dp, experts)
+    cells.assume(f"ep is unknown beside DeepEP: taken as {ranks}, all that experts divide among")
+    return ranks
+
+
+def _experts_by_tensor(cells: _Cells, tp: int) -> bool:
+    """Whether experts are split by tp, as notes that say "expert-tensor-parallel 2" mean. Raises
+    `Unpriced` for another degree of theirs."""
+    found = re.search(r"expert-tensor-parallel (\d+)", cells.text("notes"))
+    if not found or int(found[1]) == 1:
+        return False
+    if int(found[1]) != tp:
+        raise Unpriced(f"expert-tensor-parallel {found[1]} beside tp={tp} is not modelled")
+    return tp > 1
 
 
 def _sharing(cells: _Cells, ranks: int) -> Sharing:

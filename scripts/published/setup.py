@@ -46,6 +46,7 @@ class Setup:
     global_batch: int
     assumptions: tuple[str, ...]
     recompute_part: float = 1.0
+    experts_by_tensor: bool = False  # experts' matrices are split over the tensor axis
 
 
 def make_plan(setup: Setup, graph: Graph) -> Plan:
@@ -142,6 +143,9 @@ def _shardings(setup: Setup) -> dict[str, str]:
         "embedding": "vocab",
         "head": "colwise",
     }
+    if setup.experts_by_tensor:
+        split = {"gate": "S(2)", "up": "S(2)", "down": "S(1)"}
+        decisions |= {f"layers.*.mlp.experts.{name}.weight": at for name, at in split.items()}
     if setup.framework.sequence_parallel:
         decisions |= {f"layers.*:{add}": "-> S(1)" for add in ("add", "add#1")}
     return decisions

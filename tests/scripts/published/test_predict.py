@@ -173,6 +173,23 @@ def test_what_cannot_be_priced_is_refused_with_the_reason(
         evaluate_row({**MEGATRON, **changes})
 
 
+def test_experts_may_be_split_by_tensor_parallel_ranks() -> None:
+    """A rank holds a half of each of its experts' matrices, and gathers tokens for them."""
+    mixtral = {
+        **LLAMA, "model": "Mixtral-8x7B", "layers": "4", "moe_experts": "8", "moe_topk": "2",
+        "ffn": "14336", "tp": "2", "cp": "1", "dp": "4", "ep": "4", "micro_batch": "1",
+    }  # fmt: skip
+    whole, split = (
+        evaluate_row({**mixtral, "notes": notes}) for notes in ("", "expert-tensor-parallel 2")
+    )
+    parts = {name: at for name, at in split.plan.stages[0].shardings.items() if "experts" in name}
+    assert sorted(parts.values()) == ["S(1)", "S(2)", "S(2)"]
+    assert max(split.prediction.peak_memory_bytes) < max(whole.prediction.peak_memory_bytes)
+    assert split.stages[0].forward_comm_s > whole.stages[0].forward_comm_s
+    with pytest.raises(Unpriced, match="expert-tensor-parallel 4 beside tp=2"):
+        evaluate_row({**mixtral, "notes": "expert-tensor-parallel 4"})
+
+
 def test_peaks_that_allocators_said_are_apart() -> None:
     own, others = (memory_rows(by_allocator=by) for by in (True, False))
     assert len(own) == 24 and len(others) == 17
