@@ -3,6 +3,6 @@ reads from host memory, products in 8 bits, leaves that give their operands no g
 
 from meshwright.executor.backward.away import Away
 from meshwright.executor.backward.deferred import DeferredProduct, WeightGradientQueue, accumulate
-from meshwright.executor.backward.eight_bits import EightBitProduct, RoundedGradient, RoundedOperand
+from meshwright.executor.backward.eight_bits import EightBitExperts, EightBitProduct
 from meshwright.executor.backward.gradient_flow import Edge, GradientFlow, edges_of, reached
 from meshwright.executor.backward.repeated import repeated

@@ -49,7 +49,7 @@ class Rounded:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether a row has several scales, or may have."""
+        """Whether rows have several scales."""
         return self.scale.dim() > 1 and self.scale.shape[1] != 1
 
     def wide(self) -> torch.Tensor:
@@ -62,6 +62,8 @@ class Rounded:
 
 def rounded(x: torch.Tensor, dtype: torch.dtype, *, by: str) -> Rounded:
     """A matrix (m, k) in 8 bits."""
+    if not x.numel():  # of no rows there is no largest number
+        return Rounded(x.to(dtype), torch.ones((), device=x.device))
     if by == BLOCK:
         rows, width = x.shape
         blocks = F.pad(x, (0, -width % IN_BLOCK)).reshape(-1, IN_BLOCK)
@@ -242,58 +244,68 @@ class EightBitProduct(nn.Module):
         return _product(args[at.x], args[at.weight], bias, at.transposed, self.by)
 
 
-class _Rounded(torch.autograd.Function):
-    """The numbers that a tensor in 8 bits stands for, scaled along a dim; gradients pass."""
+class _OfExperts(torch.autograd.Function):
+    """`multiply` of operands that are rounded to 8 bits, x along its last dim and the weight along
+    `dim`. They are kept as they are; the backward rounds them, and the gradient along its last dim,
+    and multiplies again."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, by: str, dim: int) -> torch.Tensor:
-        operands, _ = formats(x.device, by=by)
-        return _stands_for(x.movedim(dim, -1), operands, by).movedim(-1, dim)
+    def forward(
+        ctx: Any,
+        multiply: Callable[..., torch.Tensor],
+        by: str,
+        dim: int,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *others: Any,
+    ) -> torch.Tensor:
+        ctx.multiply, ctx.by, ctx.dim = multiply, by, dim
+        ctx.tensors = [k for k, other in enumerate(others) if isinstance(other, torch.Tensor)]
+        ctx.others = [None if k in ctx.tensors else other for k, other in enumerate(others)]
+        ctx.save_for_backward(x, weight, *(others[k] for k in ctx.tensors))
+        return multiply(*_narrow(x, weight, by, dim), *others)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grads[0], None, None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        (grad,), (x, weight, *tensors) = grads, ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        others = list(ctx.others)
+        for k, tensor in zip(ctx.tensors, tensors, strict=True):
+            others[k] = tensor
+        given = [*_narrow(x, weight, ctx.by, ctx.dim), *others]
+        leaves = [
+            operand.detach().requires_grad_() if asks else operand
+            for operand, asks in zip(given, wanted, strict=True)
+        ]
+        narrow = _stands_for(grad, formats(grad.device, by=ctx.by)[1], ctx.by)
+        asked = [leaf for leaf, asks in zip(leaves, wanted, strict=True) if asks]
+        with torch.enable_grad():
+            found = iter(torch.autograd.grad(ctx.multiply(*leaves), asked, narrow))
+        return (None, None, None, *(next(found) if asks else None for asks in wanted))
 
 
-class _RoundedGradient(torch.autograd.Function):
-    """A tensor as it is, whose gradient is rounded to 8 bits along its last dim."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, by: str) -> torch.Tensor:
-        ctx.by = by
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (grad,) = grads
-        return _stands_for(grad, formats(grad.device, by=ctx.by)[1], ctx.by), None
+def _narrow(
+    x: torch.Tensor, weight: torch.Tensor, by: str, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    operands, _ = formats(x.device, by=by)
+    turned = _stands_for(weight.movedim(dim, -1), operands, by).movedim(-1, dim)
+    return _stands_for(x, operands, by), turned
 
 
 def _stands_for(x: torch.Tensor, dtype: torch.dtype, by: str) -> torch.Tensor:
     return rounded(_rows(x), dtype, by=by).wide().to(x.dtype).view(x.shape)
 
 
-_rounded: Callable[..., torch.Tensor] = _Rounded.apply
-_rounded_gradient: Callable[..., torch.Tensor] = _RoundedGradient.apply
+_of_experts: Callable[..., torch.Tensor] = _OfExperts.apply
 
 
-class RoundedOperand(nn.Module):
-    """An operand of experts' products in 8 bits, scaled along `dim`."""
+class EightBitExperts(nn.Module):
+    """Products of experts in 8 bits, of copies of tokens and matrices whose `dim` is summed over,
+    by what multiplies them in 16."""
 
-    def __init__(self, *, by: str, dim: int) -> None:
+    def __init__(self, multiply: Callable[..., torch.Tensor], *, by: str, dim: int) -> None:
         super().__init__()
-        self.by, self.dim = by, dim
+        self.multiply, self.by, self.dim = multiply, by, dim
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _rounded(x, self.by, self.dim)
-
-
-class RoundedGradient(nn.Module):
-    """A result of experts' products whose gradient is in 8 bits."""
-
-    def __init__(self, *, by: str) -> None:
-        super().__init__()
-        self.by = by
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _rounded_gradient(x, self.by)
+    def forward(self, x: torch.Tensor, weight: torch.Tensor, *others: Any) -> torch.Tensor:
+        return _of_experts(self.multiply, self.by, self.dim, x, weight, *others)

@@ -10,7 +10,7 @@ of one dim the context axis has the outer parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from typing import Any
@@ -23,7 +23,7 @@ from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Op, argument, map_refs
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.rules import divided, draws, runs_as_reshape, traits_of
-from meshwright.executor.backward import RoundedGradient, RoundedOperand
+from meshwright.executor.backward import EightBitExperts
 from meshwright.executor.host_values import read
 from meshwright.executor.lowering.context import Context, State, seen_locally
 from meshwright.executor.lowering.implementations import Scaled
@@ -190,16 +190,11 @@ class Emitter:
 
     def _run(self, op: Op) -> None:
         call = self._called(op)
-        narrow = self.context.scaled_by(op) if traits_of(op).experts == "product" else None
-        if narrow:
-            call = self._with_narrow_operands(call, narrow)
         node = self._travelling(call)
         if node is None and (replaced := replacement(call, self.context)):
             node = self._call(*replaced)
         if node is None:
             node = self.out.call_function(callable_of(op), tuple(call.args), call.kwargs)
-        if narrow:
-            node = self._call(RoundedGradient(by=narrow), (node,))
         node = self._scaled(call, node)
         if self._at_experts(op):
             self.away.update(op.results)
@@ -209,17 +204,6 @@ class Emitter:
             self.nodes[value, state] = (
                 self.out.call_function(_getitem, (node, k)) if several else node
             )
-
-    def _with_narrow_operands(self, call: Call, by: str) -> Call:
-        """The call of experts' products, whose operands are rounded to 8 bits along what is summed
-        over."""
-        x, weight, *others = call.args
-        transposed = bool(argument(call.op, 4, "transposed", False))
-        narrow = [
-            self._call(RoundedOperand(by=by, dim=dim), (node,))
-            for node, dim in ((x, -1), (weight, 2 if transposed else 1))
-        ]
-        return replace(call, args=[*narrow, *others])
 
     def _called(self, op: Op) -> Call:
         """The call with local operands, sizes and device."""
@@ -338,7 +322,10 @@ class Emitter:
             x, weight = args[:2]
             bias = args[3] if len(args) > 3 else None
             transposed = args[4] if len(args) > 4 else False
-            return self._call(GroupedProduct(transposed=transposed), (x, weight, bias, route))
+            product: nn.Module = GroupedProduct(transposed=transposed)
+            if by := self.context.scaled_by(op):
+                product = EightBitExperts(product, by=by, dim=2 if transposed else 1)
+            return self._call(product, (x, weight, bias, route))
         return self._call(Return(), (args[0], route)) if part == "combine" else None
 
     def _sent(self, name: str, state: State, dispatch: str) -> fx.Node:

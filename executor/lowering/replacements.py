@@ -27,7 +27,7 @@ from meshwright.costmodel.sharding import (
     shift_of,
     token_dim,
 )
-from meshwright.executor.backward import DeferredProduct, EightBitProduct
+from meshwright.executor.backward import DeferredProduct, EightBitExperts, EightBitProduct
 from meshwright.executor.context_attention import ContextAttention
 from meshwright.executor.devices import seeded
 from meshwright.executor.host_values import has_values, note_unrun, read
@@ -140,10 +140,13 @@ def _deferred(call: Call, context: Context) -> Replacement | None:
 
 
 def _in_8_bits(call: Call, context: Context) -> Replacement | None:
-    """A product of two matrices in 8 bits; those of experts have their operands rounded before."""
+    """A product in 8 bits."""
     by = context.scaled_by(call.op)
-    if by is None or rules.traits_of(call.op).product is None:
+    if by is None:
         return None
+    if rules.traits_of(call.op).experts:
+        dim = 2 if argument(call.op, 4, "transposed", False) else 1
+        return EightBitExperts(callable_of(call.op), by=by, dim=dim), call.args
     return EightBitProduct(call.op.short, by=by), call.args
 
 

@@ -111,10 +111,10 @@ def make_draft(
 
 
 def _assignments(stages: Sequence[StageDraft]) -> list[dict[str, Assignment]]:
-    """The assignments of each stage's blocks, by name; what goes to a stage with another
-    tensor-parallel degree is whole."""
-    degrees = [d.setup.mesh.tp for d in stages]
-    alike = [False, *(a == b for a, b in pairwise(degrees)), False]
+    """The assignments of each stage's blocks, by name; what goes to a stage on another mesh is
+    whole."""
+    meshes = [d.setup.mesh for d in stages]
+    alike = [False, *((a.tp, a.dp, a.cp) == (b.tp, b.dp, b.cp) for a, b in pairwise(meshes)), False]
     return [
         d.setup.chain.assignments(d.start, d.stop, whole=(not before, not after))
         for d, before, after in zip(stages, alike, alike[1:], strict=False)

@@ -394,7 +394,7 @@ class UnequalStages:
             runs = chain.runs if at is None else self._coarse.of(chain, rough)
             index, send = runs.index, self.equal.sent(setup)[grid]
             ok = (self.equal.legal & self.equal.allowed(setup))[grid]
-            ok &= np.isfinite(runs.seconds)[index]
+            ok &= np.isfinite(runs.seconds)[index] & chain.legal_whole[grid]
             levels = recompute_levels(runs.sums, setup.setting, policies, runs.blocks)
             for policy, costs in zip(levels.policies, levels.costs, strict=True):
                 options.append(Option(setup=setup, policy=policy))

@@ -59,12 +59,16 @@ def crossings(plan: Plan, graph: Graph) -> dict[tuple[int, int], tuple[str, ...]
 
 def sent_in_parts(plan: Plan, graph: Graph) -> frozenset[str]:
     """Activations that are sent as their block leaves them on the tensor axis, each rank its part
-    to its counterpart: all stages that make and read them have one tensor-parallel degree."""
-    degrees: dict[str, set[int]] = {}
+    to its counterpart: all stages that make and read them have the same degrees, so that whatever
+    the part is of, rows of other ranks or tokens, it is that of the counterpart."""
+    degrees: dict[str, set[tuple[int, int, int]]] = {}
     for edge, values in crossings(plan, graph).items():
         for value in values:
-            degrees.setdefault(value, set()).update(plan.stages[k].tp for k in edge)
-    return frozenset(value for value, of in degrees.items() if len(of) == 1 and max(of) > 1)
+            of_edge = ((s.tp, s.dp, s.cp) for s in (plan.stages[k] for k in edge))
+            degrees.setdefault(value, set()).update(of_edge)
+    return frozenset(
+        value for value, of in degrees.items() if len(of) == 1 and all(tp > 1 for tp, *_ in of)
+    )
 
 
 def stages_of_parameters(plan: Plan, graph: Graph) -> dict[str, tuple[int, ...]]:

@@ -290,11 +290,12 @@ def _in_fp8(problem: Problem, precision: str) -> str:
     graph, table = problem.graph, problem.factors
     total = sum(op_flops(table, op) for op in graph.ops if table.ops[op.name].flops)
     part = sum(op_flops(table, op) for op in graph.ops if is_fp8(graph, op)) / total
-    by = f"{SCALED_BY[precision]}{f's of {IN_BLOCK}' * (SCALED_BY[precision] == BLOCK)}"
+    blocks = SCALED_BY[precision] == BLOCK
+    by = f"blocks of {IN_BLOCK}" if blocks else SCALED_BY[precision]
     where = "" if "fp8" in problem.cluster.device.peak_flops else ", emulated on this device"
     experts = any(is_fp8(graph, op) and traits_of(op).experts for op in graph.ops)
-    if not where and problem.target.gradients_come and (experts or by.startswith(BLOCK)):
-        what = "experts' products" if not by.startswith(BLOCK) else "products"
+    if not where and problem.target.gradients_come and (experts or blocks):
+        what = "products" if blocks else "experts' products"
         where = f", priced at the units' rate, although train_step emulates {what}"
     return (
         f"layers' products, {part:.0%} of the FLOPs, are in 8-bit floats scaled by {by}{where}; "

@@ -1,7 +1,7 @@
 """The chain of a model's blocks in one setting, composed into every possible stage.
 
 A block's table gives its seconds for every pair of boundary states on the tensor axis. The best
-path of the whole model through them is that of every stage: stages of one tensor-parallel degree
+path of the whole model through them is that of every stage: stages on meshes of the same degrees
 send activations in the states in which blocks leave them, so that a cut changes no block. Stages of
 the same blocks are one run: 96 equal layers have 4,656 stages and 96 runs. Only the pairs of states
 on that path are priced in detail.
@@ -262,11 +262,27 @@ class Chain:
             seconds += times * copy_s
         return sums, seconds
 
+    @cached_property
+    def legal_whole(self) -> NDArray[np.bool_]:
+        """(C, C): whether the stage from boundary `at[i]` to `at[j]` may get and send whole
+        activations, as it does between stages of different meshes."""
+        found = np.triu(np.ones((len(self.at),) * 2, dtype=bool), 1)
+        legal = [np.isfinite(cost) for cost in self.costs]
+        if all(of_block[0, 0] for of_block in legal):
+            return found
+        for i, start in enumerate(self.at):
+            reached, there = np.arange(len(self.cuts[start])) == 0, {start: True}
+            for j in range(start, self.at[-1]):
+                reached = (reached[:, None] & legal[j]).any(axis=0)
+                there[j + 1] = bool(reached[0])
+            found[i, i + 1 :] = [there[stop] for stop in self.at[i + 1 :]]
+        return found
+
     # --- the way back ---
 
     def path(self, start: int, stop: int, ends: tuple[int | None, int | None]) -> list[int]:
         """States at the boundaries start..stop of the best path between the states `ends` (None:
-        any). A block without a legal assignment takes no time on it."""
+        any); any path where none is legal. A block without an assignment takes no time on it."""
         first, last = ends
         states = np.arange(len(self.cuts[start]))
         best = np.where((states == first) | (first is None), 0.0, np.inf)
@@ -283,8 +299,8 @@ class Chain:
 
     @cached_property
     def states(self) -> list[int]:
-        """(K+1,): states at the boundaries on the best path of the whole model. Stages of one
-        tensor-parallel degree send activations in these states: wherever the model is cut, its
+        """(K+1,): states at the boundaries on the best path of the whole model. Stages on meshes
+        of the same degrees send activations in these states: wherever the model is cut, its
         blocks take as long."""
         return self.path(0, len(self.tables), (0, 0))
 

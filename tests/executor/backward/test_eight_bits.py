@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from meshwright.executor.backward import EightBitProduct, eight_bits
+from meshwright.executor.backward import EightBitExperts, EightBitProduct, eight_bits
 from meshwright.executor.backward.eight_bits import rounded
 from meshwright.planner.operators import grouped_linear
 
@@ -176,11 +176,8 @@ def test_products_of_experts_are_those_of_rounded_operands(by: str, transposed: 
     w = nn.Parameter(numbers(2, 3, *((N, K) if transposed else (K, N))))
     grad = numbers(4, 1, M, 2, N)
     dim = 2 if transposed else 1
-    rounded_w = eight_bits.RoundedOperand(by=by, dim=dim)(w)
-    y = grouped_linear(
-        eight_bits.RoundedOperand(by=by, dim=-1)(x), rounded_w, chosen, None, transposed
-    )
-    eight_bits.RoundedGradient(by=by)(y).backward(grad)
+    y = EightBitExperts(grouped_linear, by=by, dim=dim)(x, w, chosen, None, transposed)
+    y.backward(grad)
 
     def round_(t: torch.Tensor, dtype: torch.dtype = e4m3) -> torch.Tensor:
         return wanted(t.detach().reshape(-1, t.shape[-1]), dtype, by=by).view(t.shape)
@@ -205,3 +202,21 @@ def test_nothing_but_operands_is_kept() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         EightBitProduct("linear", by="tensor")(x, w)
     assert {t.data_ptr() for t in kept} == {x.data_ptr(), w.data_ptr()}
+    kept.clear()
+    copies, experts = nn.Parameter(numbers(1, 1, M, 2, K)), nn.Parameter(numbers(2, 3, K, N))
+    chosen = torch.zeros(1, M, 2, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        EightBitExperts(grouped_linear, by="block", dim=1)(copies, experts, chosen, None, False)
+    held = (copies, experts, chosen)
+    assert {t.data_ptr() for t in kept} == {each.data_ptr() for each in held}
+
+
+@SCALED
+def test_no_rows_are_rounded_to_none(by: str) -> None:
+    """As on a rank whose experts get no token."""
+    nothing = torch.empty(0, K, dtype=torch.bfloat16, requires_grad=True)
+    w = nn.Parameter(numbers(2, N, K))
+    y = EightBitProduct("linear", by=by)(nothing, w)
+    assert y.shape == (0, N)
+    y.sum().backward()
+    assert w.grad is not None and not bool(w.grad.any())

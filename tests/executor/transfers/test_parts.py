@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwright import Cluster, Overrides, auto_parallelize
-from meshwright.planner.plan import arriving_states
+from meshwright.planner.plan import arriving_states, sent_in_parts
 from tests.helpers import tiny
 from tests.helpers.ranks import on_ranks
 from tests.helpers.tiers import tiered
@@ -64,3 +64,14 @@ def test_stages_send_parts(name: str) -> None:
     for fqn, p in model.named_parameters():
         torch.testing.assert_close(gradients[fqn], p.grad, rtol=1e-4, atol=1e-6)
     assert {state for of in states for state in of.values()} == {"S(1)"}
+
+
+def test_parts_go_between_meshes_of_the_same_degrees_alone() -> None:
+    """Of rows that the tensor axis splits, a rank's counterpart on more data ranks has others."""
+    graph, _ = tiny.cut(tiny.net())
+    plan = tiny.plan_for(graph, stages=2, dp=1, tp=2)
+    (sent,) = sent_in_parts(plan, graph)
+    more = tiny.with_stage(plan, 1, dp=2, ranks=(2, 3, 4, 5))
+    assert not sent_in_parts(more, graph)
+    whole = tiny.plan_for(graph, stages=2, dp=2, tp=1)
+    assert sent and not sent_in_parts(whole, graph)

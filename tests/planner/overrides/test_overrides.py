@@ -31,6 +31,7 @@ from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of
 from meshwright.planner.plan.ranges import compress_ranks
 from meshwright.planner.plan.shardings import resolve_shardings
 from meshwright.planner.search.search import Search, SearchResult
+from tests.helpers import tiny
 from tests.helpers.refusals import refusals, refused
 from tests.helpers.tiny import plan_for, slow_host, with_stage
 from tests.planner.plan.test_check import model
@@ -501,3 +502,17 @@ def test_searching_under_a_pinned_plan_gives_it_back(wanted: Knobs) -> None:
     plan = search(**wanted).best.plan
     pinned: Knobs = plan_overrides(plan, model()[0]).given()
     assert search(**pinned).best.plan == plan
+
+
+@pytest.mark.parametrize(
+    "pinned", [{"layers.*:add": "-> S(1)"}, {"layers.1:add": "-> S(1)"}], ids=["all", "one"]
+)
+def test_what_leaves_blocks_in_parts_may_be_pinned_where_meshes_may_differ(
+    pinned: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between different meshes it is whole, so that such stages are not legal."""
+    monkeypatch.setattr(tiny, "SEQUENCE", 8)
+    monkeypatch.setattr(tiny, "VOCAB", 24)
+    overrides = Overrides(pp=2, shardings=pinned)
+    made = tiny.planned(tiny.net(), cluster=slow_host(8), precision="fp32", overrides=overrides)
+    assert len(made.plan.devices) == 2
