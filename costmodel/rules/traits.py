@@ -240,7 +240,7 @@ def is_fp8(graph: Graph, op: Op) -> bool:
     if op.name not in graph.in_layers:
         return False
     if traits.experts == "product":
-        x, matrices = op.operands[:2]
+        matrices = op.operands[1]
         sides = graph.values[matrices].shape[1:]
         return matrices in graph.parameters and all(side % SIDE == 0 for side in sides)
     if product is None:

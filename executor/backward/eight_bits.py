@@ -15,7 +15,8 @@ or an infinity stays one. Nothing but x and w is kept for the backward: both are
 Products run as `torch._scaled_mm` where the device has units for them, which want the left operand
 by rows and the right one by columns, of sides that are multiples of 16: rows of zeros are added to
 what is summed over, and a part of a weight with other sides is multiplied as elsewhere: its numbers
-rounded to 8 bits, in fp32.
+rounded to 8 bits, in fp32. So are operands with scales by block, everywhere; experts' rounded
+numbers are multiplied in 16 bits.
 """
 
 from __future__ import annotations

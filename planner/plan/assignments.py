@@ -103,16 +103,11 @@ def _without_sums(
     block: Block, entries: Mapping[str, sharding.Entry], sent: Collection[str]
 ) -> dict[str, sharding.Entry]:
     """The entries, those apart that leave partial what is sent: ranks send no terms of a sum."""
-    partial = {
-        op.name
-        for op in block.ops
-        if op.results[0] in sent
-        and (entry := entries.get(op.name)) is not None
-        and entry.state is not None
-        and not entry.state.sharded
-    }
+    senders = {op.name for op in block.ops if op.results[0] in sent}
     return {
-        name: replace(entry, state=None) if name in partial else entry
+        name: replace(entry, state=None)
+        if name in senders and entry.state and not entry.state.sharded
+        else entry
         for name, entry in entries.items()
     }
 

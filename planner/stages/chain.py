@@ -184,13 +184,7 @@ class Chain:
     def _all_blocks(self) -> Sums:
         if not np.isfinite(self.block_s).all():  # nothing is legal
             return self.typical()
-        where: dict[tuple[int, int, int], list[int]] = {}
-        for j, (s, t) in enumerate(pairwise(self.states)):
-            where.setdefault((self.kinds[j], s, t), []).append(j)
-        total = Sums.zeros()
-        for (_, s, t), alike in where.items():
-            total = total.then(self.parts(alike[0], s, t).times(len(alike)))
-        return total - self._counted_again()
+        return self._of_blocks.joined() - self._counted_again()
 
     def _counted_again(self) -> Sums:
         """Sums of shared parameters that one stage of all blocks counts more than once."""
@@ -280,29 +274,27 @@ class Chain:
 
     # --- the way back ---
 
-    def path(self, start: int, stop: int, ends: tuple[int | None, int | None]) -> list[int]:
-        """States at the boundaries start..stop of the best path between the states `ends` (None:
-        any); any path where none is legal. A block without an assignment takes no time on it."""
-        first, last = ends
-        states = np.arange(len(self.cuts[start]))
-        best = np.where((states == first) | (first is None), 0.0, np.inf)
+    def path(self, start: int, stop: int, s: int = 0, t: int = 0) -> list[int]:
+        """States at the boundaries start..stop of the best path from state s to state t; any path
+        where none is legal. A block without an assignment takes no time on it."""
+        best = np.where(np.arange(len(self.cuts[start])) == s, 0.0, np.inf)
         trail: list[NDArray[np.int64]] = []
         for j in range(start, stop):
-            cost = self.costs[j] if np.isfinite(self.costs[j]).any() else 0 * _finite(self.costs[j])
-            options = best[:, None] + cost
+            cost = self.costs[j]
+            options = best[:, None] + (cost if np.isfinite(cost).any() else np.zeros_like(cost))
             trail.append(options.argmin(axis=0))
             best = options.min(axis=0)
-        states_back = [int(best.argmin()) if last is None else last]
+        states = [t]
         for pick in reversed(trail):
-            states_back.append(int(pick[states_back[-1]]))
-        return states_back[::-1]
+            states.append(int(pick[states[-1]]))
+        return states[::-1]
 
     @cached_property
     def states(self) -> list[int]:
         """(K+1,): states at the boundaries on the best path of the whole model. Stages on meshes
         of the same degrees send activations in these states: wherever the model is cut, its
         blocks take as long."""
-        return self.path(0, len(self.tables), (0, 0))
+        return self.path(0, len(self.tables))
 
     @cached_property
     def block_s(self) -> Floats:
@@ -333,8 +325,8 @@ class Chain:
     ) -> dict[str, Assignment]:
         """The assignments of a stage's blocks on its best path, by block name; what it gets and
         sends is `whole` at an end, or as on the best path of the model."""
-        ends = tuple(0 if w else self.states[k] for w, k in zip(whole, (start, stop), strict=True))
-        states = pairwise(self.path(start, stop, (ends[0], ends[1])))
+        s, t = (0 if w else self.states[k] for w, k in zip(whole, (start, stop), strict=True))
+        states = pairwise(self.path(start, stop, s, t))
         assignments: dict[str, Assignment] = {}
         for j, between in enumerate(states, start):
             if (j, *between) not in self._assignments:
@@ -345,10 +337,6 @@ class Chain:
                 self._assignments[j, *between] = choices
             assignments[self.blocks[j].name] = self._assignments[j, *between]
         return assignments
-
-
-def _finite(costs: Floats) -> Floats:
-    return np.nan_to_num(costs, posinf=0.0)
 
 
 def boundary_index(table: BlockTable, s: int, t: int) -> tuple[int, ...]:
