@@ -303,6 +303,22 @@ def test_timeout_must_be_a_number_of_seconds(text: str, monkeypatch: pytest.Monk
         process_group.timeout_s()
 
 
+LEAVES = """
+from meshwright.executor.ranks import launch, watchdog
+watchdog.POLL_S = 0.0  # so that a thread is in the store whenever the interpreter ends
+launch.start("gloo")
+launch.dist.barrier()
+"""
+
+
+def test_a_script_that_just_ends_is_no_failure(tmp_path: Path) -> None:
+    """A thread that comes back from the store while the interpreter ends would abort it."""
+    script = tmp_path / "leaves.py"
+    script.write_text(LEAVES)
+    run = launch(script, ranks=2, timeout_s=END_S)
+    assert run.ok, run.tail()
+
+
 def test_ranks_of_one_start_agree_on_keys_of_their_own() -> None:
     """Over one store, as torchrun keeps it: three starts of three ranks, before each of which some
     ranks had died waiting."""
