@@ -35,7 +35,6 @@ TENSOR, ROW, BLOCK = "tensor", "row", "block"
 SCALED_BY = MappingProxyType({"fp8": TENSOR, "fp8_rowwise": ROW, "mxfp8": BLOCK})
 FP8 = tuple(SCALED_BY)
 IN_BLOCK = 32  # numbers of one scale, of which there is a byte
-WIDE = "bf16"  # what all but the products is in
 SIDE = 16  # fp8 units take products whose columns and depth are multiples of it
 # kernels for each tensor cast: the largest, the scale in a few, the quotient, the cast
 EAGER_CALLS, FUSED_CALLS = 11, 2
@@ -44,11 +43,6 @@ EAGER_CAST = 2.0 + 4.0 + 3.0
 FUSED_CAST = 2.0 + 3.0
 DELAYED_CAST = 4.0  # read, written both ways
 TRANSPOSED = 2.0  # 8 bits, read and written
-
-
-def wide(precision: str) -> str:
-    """The precision of all that is no product in 8 bits."""
-    return WIDE if precision in FP8 else precision
 
 
 class Cast(NamedTuple):

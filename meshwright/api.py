@@ -76,17 +76,18 @@ def auto_parallelize(
     `rows_meet="per_microbatch"` consents to others, in which rows meet within each.
 
     The model may be on meta; it is taken out of DistributedDataParallel and torch.compile. It stays
-    yours: where every rank holds it whole, its parameters (fp32 from here on) are what trains;
-    elsewhere they are replaced by the DTensors that do. Where ranks are running, rank 0's weights
-    and buffers are broadcast when the plan is lowered; `check_replicas` compares them instead, and
-    raises.
+    yours: where every rank holds it whole, its parameters (fp32 from here on, or bf16 if pure) are
+    what trains; elsewhere they are replaced by the DTensors that do. Where ranks are running, rank
+    0's weights and buffers are broadcast when the plan is lowered; `check_replicas` compares them
+    instead, and raises.
 
     `precision` is "fp32", "bf16" or "fp16" (parameters are kept in fp32, products cast as
-    torch.autocast does), or "fp8", "fp8_rowwise" or "mxfp8": bf16 with the layers' products in
-    8-bit floats, scaled by tensor, by row or by blocks of 32 (emulated); None means fp32 on CPUs,
-    else bf16. `tf32` lets fp32 products and convolutions on GPUs round their operands to TF32, in
-    all of this process, and prices them so; it is off as torch's own flag is. `compile` runs the
-    model's blocks through torch.compile, by its default backend or the one named.
+    torch.autocast does), "bf16_pure" (parameters, gradients and moments are in bf16, too, rounded
+    to nearest), or "fp8", "fp8_rowwise" or "mxfp8": bf16 with the layers' products in 8-bit floats,
+    scaled by tensor, by row or by blocks of 32 (emulated); None means fp32 on CPUs, else bf16.
+    `tf32` lets fp32 products and convolutions on GPUs round their operands to TF32, in all of this
+    process, and prices them so; it is off as torch's own flag is. `compile` runs the model's blocks
+    through torch.compile, by its default backend or the one named.
 
     `plan` (a Plan or a path) skips the search: it is checked and run. `target`, a name of
     `costmodel/targets.py` ("megatron", "fsdp", "torchtitan", ...), says what software is planned

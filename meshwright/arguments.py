@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.costmodel.memory import optimizer_bytes
+from meshwright.costmodel.memory import optimizer_named
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.planner.overrides import Overrides
-from meshwright.planner.plan import PRECISIONS, Plan, sized
+from meshwright.planner.plan import Plan, sized
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import MAX_ROWS, is_number
@@ -75,7 +76,7 @@ def check_values(
         )
     if precision not in PRECISIONS:
         raise MeshwrightError.refused("precision", precision, legal=PRECISIONS)
-    optimizer_bytes(optimizer)
+    optimizer_named(optimizer)
     if time_limit_s is not None:
         _check_time_limit(time_limit_s)
     if tf32 and precision != "fp32":

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import in_flight, least_in_flight
 from meshwright.costmodel.stages import Floats, Sums, blocks_here, communicator_bytes, stage_costs
@@ -316,7 +316,7 @@ def _passes(sums: Sums, setting: Setting, policies: tuple[str, ...]) -> tuple[_P
 
 def _copied_s(sums: Sums, setting: Setting) -> Floats:
     """Seconds to copy gathered weights, at the rate at which all are copied at once."""
-    device, weight_bytes = setting.cluster.device, DTYPE_BYTES[setting.precision]
+    device, weight_bytes = setting.cluster.device, setting.weight_bytes
     in_place = not setting.sharing.gathers and weight_bytes == 4
     if in_place or not setting.target.copies_weights:
         return np.zeros(len(sums))

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from meshwright.costmodel.blocks.backward import Moment
-from meshwright.costmodel.memory import FP32
 from meshwright.costmodel.recompute import RECOMPUTE, REGATHER, parts_of
 
 
@@ -44,16 +43,18 @@ def excesses(
     freed: Mapping[str, float],
     *,
     weight_bytes: int,
+    kept_bytes: int,
     alone_bytes: int,
     segmented: bool,
 ) -> dict[str, Excess]:
     """The excess of a block under every policy. `course` are the moments of its backward, `parts`
     those where it gathers again, `numels` the elements of its parameters by their number, `freed`
-    the bytes that policies make again; gradients of `alone_bytes` and more are no copies where
-    autograd makes them in fp32; it may be `segmented`."""
+    the bytes that policies make again; autograd makes gradients in `weight_bytes` an element, which
+    are added up in `kept_bytes`: those of `alone_bytes` and more are no copies where the two are
+    one; it may be `segmented`."""
 
     def releasing(moments: Sequence[Moment]) -> dict[bool, Excess]:
-        sizes = numels, weight_bytes, alone_bytes
+        sizes = numels, weight_bytes, kept_bytes, alone_bytes
         return {flag: _excess(moments, *sizes, releases=flag) for flag in (True, False)}
 
     plain = releasing(course)
@@ -83,13 +84,14 @@ def _excess(
     course: Sequence[Moment],
     numels: Sequence[float],
     weight_bytes: int,
+    kept_bytes: int,
     alone_bytes: int,
     *,
     releases: bool,
 ) -> Excess:
     """Excess beside what is made again; `releases`: what is kept is let go on the way."""
     later = grown = first = second = inside = end = 0.0
-    unreduced = taken = put_off = 0.0  # gradients as autograd makes them, in fp32; what is put off
+    unreduced = taken = put_off = 0.0  # gradients as autograd makes them, added up; what is put off
     for moment in course:
         held = -moment.released * releases
         gradients = [weight_bytes * numels[k] for k in moment.parameters]
@@ -101,10 +103,10 @@ def _excess(
         put_off += moment.put_off
         end = held + moment.after
         for gradient in gradients:
-            copied = FP32 * gradient / weight_bytes
+            copied = kept_bytes * gradient / weight_bytes
             pending, taken, unreduced = pending - gradient, taken + copied, unreduced + gradient
             later = max(later, end + pending + gradient)
-            in_place = weight_bytes == FP32 and copied >= alone_bytes
+            in_place = weight_bytes == kept_bytes and copied >= alone_bytes
             grown = max(grown, end + pending + taken + (0.0 if in_place else gradient))
             inside = max(inside, end + pending + unreduced)
             if moment.put_off:

@@ -18,7 +18,7 @@ from meshwright.costmodel.blocks.repeated import Repeated, repeated_ops
 from meshwright.costmodel.graph import Block, Graph, Op
 from meshwright.costmodel.memory import Storage
 from meshwright.costmodel.mesh import Batch
-from meshwright.costmodel.operators import DTYPE_BYTES, Cost, Pricer, Setting, splits_batch, total
+from meshwright.costmodel.operators import Cost, Pricer, Setting, splits_batch, total
 from meshwright.costmodel.recompute import RECOMPUTE, regathering
 from meshwright.costmodel.rules import recomputable, takes_batch_statistics, traits_of
 from meshwright.costmodel.sharding import (
@@ -112,15 +112,16 @@ class BlockPrice:
     """Cost and memory of a block on one rank under an assignment.
 
     `cost` in seconds (see `Cost`), of its `passes` and parameters; `parameters` local element count
-    of trained parameters, of which `shard_parameters` where ZeRO divides them, `unit_parameters`
-    are moved at once and the largest has `largest_numel`; `frozen_parameters` of the others, of
-    `frozen_bytes`, or `frozen_shard_bytes` where ZeRO-3 divides them, which moves `unit_gathered`
-    of both at once.
+    of trained parameters, whose gradients take `gradient_bytes`, of which `shard_parameters` where
+    ZeRO divides them, `unit_parameters` are moved at once and the largest has `largest_numel`;
+    `frozen_parameters` of the others, of `frozen_bytes`, or `frozen_shard_bytes` where ZeRO-3
+    divides them, which moves `unit_gathered` of both at once.
     """
 
     passes: PassPrice
     cost: Cost
     parameters: float
+    gradient_bytes: float
     shard_parameters: float
     frozen_parameters: float
     frozen_bytes: float
@@ -154,6 +155,7 @@ def price_block(
         passes=passes,
         cost=total([passes.cost, *(pricer.parameter_cost(v, states[v]) for v in block.parameters)]),
         parameters=parameters,
+        gradient_bytes=pricer.setting.kept_bytes * parameters,
         shard_parameters=sum(numel / count for numel, count in zip(numels, shards, strict=True)),
         frozen_parameters=sum(others),
         frozen_bytes=sum(nbytes for nbytes, _ in held),
@@ -227,7 +229,8 @@ def _excess(
             *courses,
             [pricer.numel(value, assignment.states[value]) for value in block.parameters],
             freed,
-            weight_bytes=DTYPE_BYTES[pricer.setting.precision],
+            weight_bytes=pricer.setting.weight_bytes,
+            kept_bytes=pricer.setting.kept_bytes,
             alone_bytes=target.alone_bytes,
             segmented=segmented,
         )

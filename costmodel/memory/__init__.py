@@ -2,22 +2,12 @@
 
 from meshwright.costmodel.memory.gradients import GradientBytes, Reduction, Trained
 from meshwright.costmodel.memory.kept import Call, keep
-from meshwright.costmodel.memory.optimizers import (
-    FP32,
-    FUSED,
-    fused,
-    optimizer_bytes,
-    optimizer_issues,
-    optimizer_named,
-    optimizer_step_bytes,
-    optimizer_temporary_bytes,
-)
+from meshwright.costmodel.memory.optimizers import FUSED, Optimizer, fused, optimizer_named
 from meshwright.costmodel.memory.states import (
     ModelStates,
     fixed_bytes,
     frozen_bytes,
     model_states,
-    undo_bytes,
     working_bytes,
 )
 from meshwright.costmodel.memory.storage import (

@@ -1,15 +1,15 @@
 """Bytes of gradients while backwards make them, as `train_step` holds them (`executor/parameters`).
 
 A backward makes gradients in the reverse order of the forward. What no collective sums stays where
-autograd left it; the rest is copied to fp32 buckets, one after the other for the same collectives,
-large ones being buckets of their own, which the backward that fills them last reduces. What is only
-summed stays in its bucket until the optimizer has read it. What ZeRO-1 and 2 scatter leaves a
-shard: two buckets are under way, and on a CPU hold what was received beside what is sent. ZeRO-3's
-are `fully_shard`'s: those of one block, the fp32 copy that is scattered, and that of the block
-before, if the same backward made it. What goes to host memory leaves with the backward that makes
-it whole, two at a time on their way; but where shards are replicated it waits for the step's end.
-Of a parameter that several blocks read, autograd adds up what they give, and nothing is taken of
-the sum before the first of them has given its part.
+autograd left it; the rest is copied to buckets of the dtype that is kept, one after the other for
+the same collectives, large ones being buckets of their own, which the backward that fills them last
+reduces. What is only summed stays in its bucket until the optimizer has read it. What ZeRO-1 and 2
+scatter leaves a shard: two buckets are under way, and on a CPU hold what was received beside what
+is sent. ZeRO-3's are `fully_shard`'s: those of one block, the copy that is scattered, and that of
+the block before, if the same backward made it. What goes to host memory leaves with the backward
+that makes it whole, two at a time on their way; but where shards are replicated it waits for the
+step's end. Of a parameter that several blocks read, autograd adds up what they give, and nothing is
+taken of the sum before the first of them has given its part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from meshwright.costmodel.memory.optimizers import FP32
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import SCATTERED_AT_ONCE, SENT_AT_ONCE
 
@@ -41,12 +40,13 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reduction:
-    """Reduction of a stage's gradients: its `sharing`, bytes of an element as autograd makes it,
-    bytes of a bucket and of what travels alone, whether a scatter receives beside what it sends
-    (`received`: on a CPU), and whether shards are `replicated`."""
+    """Reduction of a stage's gradients: its `sharing`, bytes of an element as autograd makes it and
+    as it is added up, bytes of a bucket and of what travels alone, whether a scatter receives
+    beside what it sends (`received`: on a CPU), and whether shards are `replicated`."""
 
     sharing: Sharing
     weight_bytes: int
+    kept_bytes: int
     bucket_bytes: int
     alone_bytes: int
     received: bool
@@ -130,7 +130,11 @@ class GradientBytes:
         bucket, p = self._bucket[k], self.trained[k]
         if self.reduction.sharing.gathers and p.shards > 1:  # the rest of it is `fully_shard`'s
             return self._gathered(k)
-        in_place = bucket.alone and self.reduction.weight_bytes == FP32 and not bucket.made
+        in_place = (
+            bucket.alone
+            and self.reduction.weight_bytes == self.reduction.kept_bytes
+            and not bucket.made
+        )
         self.live += 0.0 if bucket.made else bucket.nbytes
         highest = self.live + (0.0 if in_place else self.given(k))
         bucket.made = True
@@ -156,7 +160,7 @@ class GradientBytes:
         highest = self.live
         if len(self._units[p.block]) == self._members[p.block]:
             unit = self._units.pop(p.block)
-            copy = FP32 * sum(self.trained[j].numel for j in unit)
+            copy = self.reduction.kept_bytes * sum(self.trained[j].numel for j in unit)
             self.live += copy - self._scattered
             highest = max(highest, self.live)
             self.live += sum(map(self._new_shard, unit)) - sum(map(self.given, unit))
@@ -168,7 +172,7 @@ class GradientBytes:
         """Bytes of a parameter's shard, the first time that there is one."""
         p, bucket = self.trained[k], self._bucket[k]
         new, bucket.made = not (bucket.made or p.host), True
-        return FP32 * p.numel / p.shards if new else 0.0
+        return self.reduction.kept_bytes * p.numel / p.shards if new else 0.0
 
     def _beside(self, bucket: _Bucket) -> float:
         """Bytes that a reduction makes: the shard, and what is received of it."""
@@ -203,13 +207,16 @@ class GradientBytes:
         filling: dict[tuple[int, int, bool], list[int]] = {}
         filled = defaultdict[tuple[int, int, bool], float](float)  # elements
         for k, p in reversed([*enumerate(self.trained)]):
-            nbytes, gathered = FP32 * p.numel, reduction.sharing.gathers and p.shards > 1
+            nbytes, gathered = (
+                reduction.kept_bytes * p.numel,
+                reduction.sharing.gathers and p.shards > 1,
+            )
             if nbytes >= reduction.alone_bytes or p.holders == 1 or gathered:
                 yield self._new_bucket([k], alone=True)
                 continue
             key = p.holders, p.shards, p.host
             members = filling.setdefault(key, [])
-            if members and FP32 * filled[key] + nbytes > reduction.bucket_bytes:
+            if members and reduction.kept_bytes * filled[key] + nbytes > reduction.bucket_bytes:
                 yield self._new_bucket(members, alone=False)
                 members.clear()
                 filled[key] = 0
@@ -219,7 +226,8 @@ class GradientBytes:
             yield self._new_bucket(members, alone=False)
 
     def _new_bucket(self, members: Sequence[int], *, alone: bool) -> _Bucket:
-        sizes = [(FP32 * self.trained[k].numel, self.trained[k].shards) for k in members]
+        kept_bytes = self.reduction.kept_bytes
+        sizes = [(kept_bytes * self.trained[k].numel, self.trained[k].shards) for k in members]
         sharded = self.reduction.sharing.divides and not self.reduction.sharing.gathers
         return _Bucket(
             members=[*members],

@@ -6,33 +6,67 @@ moments are updated (3; 2 and 3), the roots of the second are made and corrected
 weights are updated (4), in all 20 words of fp32; and the roots of all parameters lie there at once.
 The fused kernel reads weight, gradient and moments, and writes all but the gradient: 7 words, and
 nothing beside. On a CPU the same goes on parameter by parameter, in 3 to 5 times the seconds of the
-fused kernel. 8-bit states are updated by a kernel a tensor (bitsandbytes).
+fused kernel. 8-bit states are updated by a kernel a tensor (bitsandbytes). Of
+weights in bf16 all of these words are halves, but where an optimizer has a type of its own for
+moments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from types import MappingProxyType
 
+from meshwright.costmodel.precisions import FP32
 from meshwright.profiles.inputs import MeshwrightError
 
 FUSED = "_fused"
-FP32 = 4
 DTENSOR_ISSUES = 3.0  # of an operator on distributed tensors, beside one on plain ones (20, 7 us)
+_WORDS = 3  # of a weight that is read and written, and of its gradient
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
-    """Bytes a parameter: its moments (fp32 unless the name says otherwise), what a step reads and
-    writes, and what a step makes beside that on a GPU, of all parameters at once (`temporary`); on
-    a CPU so many fp32 tensors of the size of one parameter (`tensors`), by so many operators."""
+    """Bytes a parameter: its weight, and its gradient, each `kept_bytes`; its `moments`, of their
+    type or (`typed`) of one of their own; what a step reads and writes (`moved`), and what it makes
+    beside that on a GPU, of all parameters at once (`temporary`); on a CPU so many `tensors` of the
+    size of one parameter, by so many `operators`."""
 
     moments: int
     moved: int
     temporary: int = 0
     tensors: int = 0
     operators: int = 0
+    typed: bool = False
+    kept_bytes: int = FP32
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of weight and moments, which undo a wrong step."""
+        return self.kept_bytes + self.moments
+
+    def in_bytes(self, kept_bytes: int) -> Optimizer:
+        """Fp32's record for weights and gradients of so many bytes an element."""
+        part = kept_bytes / FP32
+        own = self.moved - _WORDS * FP32  # of moments
+        return replace(
+            self,
+            moments=self.moments if self.typed else int(part * self.moments),
+            moved=_WORDS * kept_bytes + own if self.typed else int(part * self.moved),
+            temporary=int(part * self.temporary),
+            kept_bytes=kept_bytes,
+        )
+
+    def issues(self, device: str) -> float:
+        """Operators that a step issues for one parameter; on a GPU a few kernels step all."""
+        return self.operators * DTENSOR_ISSUES if device == "cpu" else 0.0
+
+    def temporary_bytes(self, numels: Sequence[float], device: str) -> float:
+        """Bytes that a step makes beside its states for parameters of such sizes."""
+        if device == "cuda":
+            return self.temporary * sum(numels)
+        return self.tensors * self.kept_bytes * max(numels, default=0.0)
 
 
 OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType({
@@ -40,8 +74,8 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType({
     "adamw_fused": Optimizer(moments=8, moved=28),
     "adam": Optimizer(moments=8, moved=72, temporary=4, tensors=2, operators=8),
     "adam_fused": Optimizer(moments=8, moved=28),
-    "adamw_bf16": Optimizer(moments=4, moved=20),
-    "adamw8bit": Optimizer(moments=2, moved=16),
+    "adamw_bf16": Optimizer(moments=4, moved=20, typed=True),
+    "adamw8bit": Optimizer(moments=2, moved=16, typed=True),
     "sgd": Optimizer(moments=0, moved=12, operators=1),
     "momentum": Optimizer(moments=4, moved=20, operators=2),
     "lion": Optimizer(moments=4, moved=20, operators=5),
@@ -49,10 +83,16 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType({
 })  # fmt: skip
 
 
-def optimizer_named(name: str) -> Optimizer:
-    """An optimizer by its name; ValueError for one whose states are unknown."""
+@lru_cache
+def _in_bytes(record: Optimizer, kept_bytes: int) -> Optimizer:
+    return record.in_bytes(kept_bytes)
+
+
+def optimizer_named(name: str, kept_bytes: int = FP32) -> Optimizer:
+    """An optimizer by its name, on weights of so many bytes an element; ValueError for one whose
+    states are unknown."""
     try:
-        return OPTIMIZERS[name]
+        return _in_bytes(OPTIMIZERS[name], kept_bytes)
     except (KeyError, TypeError):  # unknown, or no name at all
         way_out = "name the one with as many moments as yours, which may be any torch optimizer"
         legal = sorted(OPTIMIZERS)
@@ -62,26 +102,3 @@ def optimizer_named(name: str) -> Optimizer:
 def fused(name: str) -> str:
     """The fused kernel of an optimizer, where torch has one, else the optimizer."""
     return name + FUSED if name + FUSED in OPTIMIZERS else name
-
-
-def optimizer_bytes(optimizer: str) -> int:
-    """Moment bytes per parameter."""
-    return optimizer_named(optimizer).moments
-
-
-def optimizer_step_bytes(numel: float, *, optimizer: str) -> float:
-    """Bytes an optimizer step reads and writes for `numel` parameters."""
-    return numel * optimizer_named(optimizer).moved
-
-
-def optimizer_issues(optimizer: str, *, device: str) -> float:
-    """Operators that a step issues for one parameter; on a GPU a few kernels step all of them."""
-    return optimizer_named(optimizer).operators * DTENSOR_ISSUES if device == "cpu" else 0.0
-
-
-def optimizer_temporary_bytes(numels: Sequence[float], *, optimizer: str, device: str) -> float:
-    """Bytes that an optimizer makes beside its states in a step of parameters of such sizes."""
-    record = optimizer_named(optimizer)
-    if device == "cuda":
-        return record.temporary * sum(numels)
-    return record.tensors * FP32 * max(numels, default=0.0)

@@ -1,6 +1,7 @@
 """Model states by precision and ZeRO stage (table: docs/price.md), and communication buffers.
 
-ZeRO-1 divides also the gradient shard handed to the optimizer; of ZeRO-3 only the fp32 shard stays.
+ZeRO-1 divides also the gradient shard handed to the optimizer; of ZeRO-3 only the optimizer's shard
+stays.
 Frozen parameters have no master, gradient and moments. ZeRO-3 divides them like the others, in the
 dtype of the user's model; else they are whole, as they are computed with, beside those of the model
 where these have another dtype.
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.costmodel.graph import TensorMeta
-from meshwright.costmodel.memory.optimizers import optimizer_bytes
+from meshwright.costmodel.memory.optimizers import Optimizer
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
@@ -44,48 +45,50 @@ class ModelStates(Generic[A]):
 def model_states(
     numel: A,
     *,
-    precision: str,
+    weight_bytes: int,
     sharing: Sharing,
     dp: A | int,
-    optimizer: str,
+    optimizer: Optimizer,
     target: Target = EAGER,
     host: float = 0.0,
     sent: float = 0.0,
 ) -> ModelStates[A]:
-    """Bytes of the states of `numel` local (tensor-parallel) parameters, or of an array of them."""
-    moments = optimizer_bytes(optimizer)
-    mixed = precision != "fp32"
-    weight = 2 if mixed else 4
-    gradient = target.gradient_bytes if mixed and not target.gradients_come else 4
-    master = 4 if mixed and target.master else 0
+    """Bytes of the states of `numel` local (tensor-parallel) parameters, or of an array of them,
+    whose weights are computed with in `weight_bytes` an element."""
+    moments, kept = optimizer.moments, optimizer.kept_bytes
+    mixed = weight_bytes < kept
+    gradient = target.gradient_bytes if mixed and not target.gradients_come else kept
+    master = kept if mixed and target.master else 0
     if not sharing.divides:
         return ModelStates(
-            weights=numel * weight,
+            weights=numel * weight_bytes,
             gradients=numel * (gradient * (1 - sent)),
             optimizer=numel * ((1 - host) * (master + moments)),
         )
     if not sharing.divides_gradients:
-        # the fp32 shard the optimizer reads is a part of the gradients where they lie in buckets
-        in_buckets = target.bucket_copies == 0 and gradient == 4
-        shard = 0 if in_buckets or target.gradients_come else 4
+        # the shard the optimizer reads is a part of the gradients where they lie in buckets
+        in_buckets = target.bucket_copies == 0 and gradient == kept
+        shard = 0 if in_buckets or target.gradients_come else kept
         return ModelStates(
-            weights=numel * weight,
+            weights=numel * weight_bytes,
             gradients=numel * (gradient * (1 - sent)),
-            optimizer=numel * (((1 - host) * (4 + moments) + shard * (1 - sent)) / dp),
+            optimizer=numel * (((1 - host) * optimizer.state_bytes + shard * (1 - sent)) / dp),
         )
     parts = numel / dp
     held = numel if target.whole_gradients else parts
     if not sharing.gathers:
-        master = 4 if target.gradients_come else master
+        master = kept if target.gradients_come else master
         return ModelStates(
-            weights=numel * weight,
+            weights=numel * weight_bytes,
             gradients=held * (gradient * (1 - sent)),
             optimizer=parts * ((1 - host) * (master + moments)),
         )
     # one copy of the weights is left, the optimizer's where it has one
     parts, held = parts * (1 - host), held * (1 - host)
     return ModelStates(
-        weights=parts * max(weight, master), gradients=held * gradient, optimizer=parts * moments
+        weights=parts * max(weight_bytes, master),
+        gradients=held * gradient,
+        optimizer=parts * moments,
     )
 
 
@@ -93,24 +96,24 @@ def fixed_bytes(
     numel: float,
     shards: float,
     *,
-    precision: str,
+    weight_bytes: int,
     sharing: Sharing,
-    optimizer: str,
+    optimizer: Optimizer,
     host: bool = False,
 ) -> tuple[float, float]:
     """Bytes of weights and of optimizer states of a trained parameter between the steps of
-    `train_step`: weights in the precision that is computed in; the optimizer's in fp32, ZeRO's
-    shard of them, which are ZeRO-3's weights; not on the device with `host`."""
-    moments, mixed = optimizer_bytes(optimizer), precision != "fp32"
+    `train_step`: weights as they are computed with; the optimizer's, ZeRO's shard of them, which
+    are ZeRO-3's weights; not on the device with `host`."""
+    moments, kept = optimizer.moments, optimizer.kept_bytes
     divided = sharing.divides and shards > 1
-    weights = numel * (2 if mixed else 4)
+    weights = numel * weight_bytes
     if divided and sharing.gathers:
-        return (0.0, 0.0) if host else (4 * numel / shards, moments * numel / shards)
+        return (0.0, 0.0) if host else (kept * numel / shards, moments * numel / shards)
     if host:
         return weights, 0.0
     if divided:
-        return weights, numel * (4 + moments) / shards
-    return weights, numel * ((4 if mixed else 0) + moments)
+        return weights, numel * optimizer.state_bytes / shards
+    return weights, numel * (kept * (weight_bytes < kept) + moments)
 
 
 def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) -> float:
@@ -121,18 +124,13 @@ def frozen_bytes(meta: TensorMeta, numel: float, shards: float | None = None) ->
     return (meta.dtype.itemsize + stored * (meta.stored is not None)) * numel
 
 
-def undo_bytes(numel: A, optimizer: str) -> A:
-    """Bytes of the fp32 copies of weights and moments that undo a wrong step of so many
-    elements."""
-    return numel * (4 + optimizer_bytes(optimizer))
-
-
 def working_bytes(
     numel: A,
     largest: A,
     gathered: A,
     *,
     weight_bytes: int,
+    gradient_bytes: int,
     sharing: Sharing,
     dp: int,
     target: Target,
@@ -145,7 +143,7 @@ def working_bytes(
         return 0.0 * largest
     if not sharing.divides_gradients:
         room = target.bucket_copies * target.bucket_bytes
-        buckets: A = np.minimum(room, numel * target.gradient_bytes)
+        buckets: A = np.minimum(room, numel * gradient_bytes)
         return buckets
-    scattered = 0 if target.whole_gradients else target.gradient_bytes
+    scattered = 0 if target.whole_gradients else gradient_bytes
     return largest * scattered + gathered * (2 * weight_bytes if sharing.gathers else 0)

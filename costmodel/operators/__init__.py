@@ -18,5 +18,5 @@ from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
 from meshwright.costmodel.operators.products import attention
-from meshwright.costmodel.operators.setting import DTYPE_BYTES, Problem, Setting
+from meshwright.costmodel.operators.setting import Problem, Setting
 from meshwright.costmodel.operators.sizes import LocalSizes

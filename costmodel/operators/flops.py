@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from meshwright.costmodel.fp8 import FP8, wide
+from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import FactorTable
 from meshwright.profiles.cluster import Device
@@ -29,7 +30,9 @@ class ModelFlops:
     def peak(self, device: Device, precision: str) -> float:
         """FLOP/s of a device that does each part at the peak of its dtype."""
         part = self.in_8_bits if precision in FP8 else 0.0
-        return 1 / (part / device.flops("fp8") + (1 - part) / device.flops(wide(precision)))
+        return 1 / (
+            part / device.flops("fp8") + (1 - part) / device.flops(PRECISIONS[precision].wide)
+        )
 
 
 def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:

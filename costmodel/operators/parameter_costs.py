@@ -27,9 +27,9 @@ from typing import Any, TypeAlias
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, stream_seconds
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.memory import frozen_bytes, optimizer_issues, optimizer_step_bytes
+from meshwright.costmodel.memory import frozen_bytes
 from meshwright.costmodel.operators.cost import BACKWARD_S, NOTHING, Entry, Priced, priced
-from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
+from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.quantized import (
     CAST_BYTES,
     DEQUANTIZE_BYTES,
@@ -86,7 +86,7 @@ class ParameterPricer:
     def _entries(self, value: str, placement: Placement) -> Iterator[Entry]:
         setting, target, parts = self.setting, self.setting.target, self._parts(value, placement)
         numel, streamed = self.numel(value, placement), self._streamed
-        reduced, weights = numel * target.gradient_bytes, numel * DTYPE_BYTES[setting.precision]
+        reduced, weights = numel * setting.gradient_bytes, numel * setting.weight_bytes
 
         def group(size: int, apart: int = 1) -> Group:
             return setting.group(size=size, stride=parts * apart)
@@ -132,9 +132,9 @@ class ParameterPricer:
         units = {"replicate_s": target.unit, "zero3_replicate_s": target.gathered_unit}
         for column, unit in units.items():
             yield shared(column, "all_reduce", reduced, unit, again, shards.size)
-        moved = optimizer_step_bytes(numel, optimizer=setting.optimizer) * target.optimizer_passes
+        moved = numel * setting.optimizer.moved * target.optimizer_passes
         on = setting.cluster.device
-        issued = optimizer_issues(setting.optimizer, device=on.kind) * on.launch_overhead_s
+        issued = setting.optimizer.issues(on.kind) * on.launch_overhead_s
         stepped = streamed("optimizer_s", "optimizer", moved)
         yield stepped._replace(seconds=stepped.seconds + issued)
         shard = stepped.times(1 / shards.size)
@@ -143,7 +143,7 @@ class ParameterPricer:
     def _gathered(self, numel: float, group: Group, zero3: Zero3) -> Iterator[Entry]:
         """ZeRO-3's all-gather of weights, with the codec where they are quantised."""
         setting, column = self.setting, "zero3_gather_s"
-        itemsize = DTYPE_BYTES[setting.precision]
+        itemsize = setting.weight_bytes
         if not setting.sharing.quantizes_weights or group.size == 1:
             yield zero3(column, "all_gather", numel * itemsize, group)
             return
@@ -156,7 +156,7 @@ class ParameterPricer:
         """ZeRO-3's sum of gradients, with the codec where they are quantised."""
         setting, column = self.setting, "zero3_scatter_s"
         if not setting.sharing.quantizes_gradients or hops[0].size == 1:
-            yield zero3(column, "reduce_scatter", numel * setting.target.gradient_bytes, hops[0])
+            yield zero3(column, "reduce_scatter", numel * setting.gradient_bytes, hops[0])
             return
         codec = QUANTIZE_BYTES[GRADIENT_BITS] + DEQUANTIZE_BYTES[GRADIENT_BITS]
         for group in hops:

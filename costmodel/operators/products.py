@@ -12,7 +12,6 @@ from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import attention_seconds, matmul_seconds, stream_seconds
 from meshwright.costmodel.operators.context import merges, pieces
 from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
-from meshwright.costmodel.operators.setting import DTYPE_BYTES
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, is_causal, traits_of
 from meshwright.costmodel.sharding import Strategy, largest_part, replicated
@@ -93,7 +92,7 @@ def split_product_seconds(sizes: LocalSizes, op: Op) -> float:
     setting = sizes.setting
     m, n, k, batch, scale = _extents(sizes, op, replicated(op))
     n /= setting.mesh.tp
-    moved = (m * n + m * k + k * n) * batch * DTYPE_BYTES[setting.precision]
+    moved = (m * n + m * k + k * n) * batch * setting.weight_bytes
     device = setting.cluster.device
     return scale * matmul_seconds(device, sizes.dtype(op), m, n, k, batch, moved)
 

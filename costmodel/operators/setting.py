@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.kernels import Group, OpProfile, bytes_sent, collective_time, group_for
-from meshwright.costmodel.memory import fused
+from meshwright.costmodel.memory import Optimizer, fused, optimizer_named
 from meshwright.costmodel.mesh import NOT_AWAY, Batch, HostParts, Mesh, Parts
 from meshwright.costmodel.operators.cost import Axis, Entry
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.sharding import FactorTable, Meeting
 from meshwright.costmodel.sharing import UNSHARED, Sharing
 from meshwright.costmodel.target import Target
@@ -19,15 +19,13 @@ from meshwright.costmodel.targets import EAGER
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.steps import DATA_AXIS, TENSOR_AXIS, linked
 
-DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, **dict.fromkeys(FP8, 2)}  # of weights
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """A model to plan: the inputs that all its prices and plans have in common.
 
     `graph` is the traced model cut into blocks, `factors` the factors of its tensors' dims;
-    `precision` one of "fp32", "bf16", "fp16"; `optimizer` a name of `memory/optimizers.py`;
+    `precision` a name of `costmodel/precisions.py`; `optimizer` a name of `memory/optimizers.py`;
     `target` the software that is priced, `profile` measurements on this kind of device, if any.
     `meetings` are operators in which rows of a batch meet, where that keeps it in one micro-batch.
     `allow` names what may change a training's numbers; with `tf32` the cluster's devices compute
@@ -46,9 +44,15 @@ class Problem:
     tf32: bool = False
 
     @property
-    def stepped(self) -> str:
+    def stepped(self) -> Optimizer:
         """Optimizer whose step is counted: frameworks beside ours run fused ones."""
-        return fused(self.optimizer) if self.target.fused_optimizer else self.optimizer
+        name = fused(self.optimizer) if self.target.fused_optimizer else self.optimizer
+        return optimizer_named(name, PRECISIONS[self.precision].kept_dtype.itemsize)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of an element of the weights that are computed with."""
+        return PRECISIONS[self.precision].dtype.itemsize
 
     @property
     def products(self) -> str:
@@ -77,7 +81,23 @@ class Setting:
         return self.problem.precision
 
     @property
-    def optimizer(self) -> str:
+    def weight_bytes(self) -> int:
+        """Bytes of an element of the weights that are computed with."""
+        return self.problem.weight_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of an element of the weights that the optimizer steps, and of gradients as
+        `train_step` adds them up."""
+        return self.optimizer.kept_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of gradients as the target accumulates and reduces them."""
+        return min(self.target.gradient_bytes, self.kept_bytes)
+
+    @property
+    def optimizer(self) -> Optimizer:
         return self.problem.stepped
 
     @property
@@ -156,7 +176,7 @@ class Setting:
     @property
     def secondary_bytes(self) -> float:
         """Bytes of secondary shards for each parameter, in the precision that is gathered."""
-        return DTYPE_BYTES[self.precision] / self.sharing.hpz if self.sharing.hpz else 0.0
+        return self.weight_bytes / self.sharing.hpz if self.sharing.hpz else 0.0
 
     @property
     def hops(self) -> int:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshwright.costmodel import sharding
-from meshwright.costmodel.fp8 import FP8, wide
+from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.memo import Memo
-from meshwright.costmodel.operators.setting import DTYPE_BYTES, Setting
+from meshwright.costmodel.operators.setting import Setting
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.rules import is_fp8
 
 
@@ -70,9 +71,9 @@ class LocalSizes:
     def dtype(self, op: Op) -> str:
         """The precision an operator computes in: "bf16", "fp32", "fp8", ..."""
         itemsize = self.graph.values[op.results[0]].dtype.itemsize if op.results else 4
-        if itemsize != DTYPE_BYTES[self.setting.precision]:
+        if itemsize != self.setting.weight_bytes:
             return "fp32"
-        return "fp8" if self.in_fp8(op) else wide(self.setting.precision)
+        return "fp8" if self.in_fp8(op) else PRECISIONS[self.setting.precision].wide
 
     def in_fp8(self, op: Op) -> bool:
         """Whether an operator is a product in 8 bits."""

@@ -39,8 +39,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from meshwright.costmodel.memory import FP32, fused, optimizer_bytes, optimizer_step_bytes
-from meshwright.costmodel.operators import DTYPE_BYTES, Problem, Setting
+from meshwright.costmodel.memory import fused, optimizer_named
+from meshwright.costmodel.operators import Problem, Setting
 from meshwright.costmodel.stages.sums import Floats, Sums
 from meshwright.profiles.cluster import Device
 from meshwright.profiles.timings import COPIES, FLASH, HOST_STEP, at_once
@@ -79,27 +79,28 @@ def host_costs(sums: Sums, setting: Setting) -> HostCosts:
         none = np.zeros_like(numel)
         return HostCosts(**dict.fromkeys((field.name for field in fields(HostCosts)), none))
     bandwidth = host_bandwidth(setting, HOST_STEP) / setting.cluster.devices_per_node
-    step_bytes = optimizer_step_bytes(1.0, optimizer=fused(setting.optimizer))
+    kept, optimizer = setting.kept_bytes, setting.optimizer
+    step_bytes = optimizer_named(fused(setting.problem.optimizer), kept).moved
     to_device, to_host = (host_bandwidth(setting, kind) for kind in COPIES)
     frozen = frozen_there(sums, setting)
     weights = weights_there(sums, setting)
     part = setting.host.weights  # of the weights, of which a step keeps copies
-    if setting.precision == "fp32" and not setting.sharing.divides:
+    if setting.weight_bytes == kept and not setting.sharing.divides:
         part = min(part, setting.host.files)  # others are what the optimizer steps
-    copied = DTYPE_BYTES[setting.precision] * part * sums.parameters
+    copied = setting.weight_bytes * part * sums.parameters
     here, device = moved - setting.host.files * numel, setting.cluster.device
-    filed = (FP32 + optimizer_bytes(setting.optimizer)) * setting.host.files * numel
-    weights_filed = FP32 * setting.host.files * numel
+    filed = optimizer.state_bytes * setting.host.files * numel
+    weights_filed = kept * setting.host.files * numel
     return HostCosts(
-        fetched_s=(FP32 * moved + frozen) / to_device,
-        returned_s=FP32 * moved / to_host,
-        added_s=3 * FP32 * moved / bandwidth,
+        fetched_s=(kept * moved + frozen) / to_device,
+        returned_s=kept * moved / to_host,
+        added_s=3 * kept * moved / bandwidth,
         step_s=step_bytes * moved / bandwidth + files_s(filed + weights_filed, filed, setting),
         weights_s=weights / to_device,
         kept_s=copied / to_host,
-        nbytes=optimizer_bytes(setting.optimizer) * here
+        nbytes=optimizer.moments * here
         + pinned_bytes(
-            FP32 * (moved + here) + copied + frozen + staged_bytes(sums, setting), device
+            kept * (moved + here) + copied + frozen + staged_bytes(sums, setting), device
         ),
         flash_bytes=filed,
     )
@@ -110,7 +111,7 @@ def staged_bytes(sums: Sums, setting: Setting) -> Floats:
     if setting.cluster.device.kind == "cpu":
         return np.zeros_like(sums.parameters)
     both = np.minimum(2.0 * sums.largest_parameters, setting.host.files * sums.parameters)
-    staged: Floats = FP32 * both / setting.sharing.parts(setting.shards)
+    staged: Floats = setting.kept_bytes * both / setting.sharing.parts(setting.shards)
     return staged
 
 
@@ -143,13 +144,13 @@ def frozen_there(sums: Sums, setting: Setting) -> Floats:
 
 def weights_there(sums: Sums, setting: Setting) -> Floats:
     """Bytes of weights that the device has only while their block runs."""
-    weights: Floats = DTYPE_BYTES[setting.precision] * setting.host.weights * sums.parameters
+    weights: Floats = setting.weight_bytes * setting.host.weights * sums.parameters
     return weights
 
 
 def blocks_here(sums: Sums, setting: Setting) -> Floats:
     """Bytes of those weights that the device has then: of a block, and of the next."""
-    both: Floats = 2.0 * DTYPE_BYTES[setting.precision] * sums.largest_parameters
+    both: Floats = 2.0 * setting.weight_bytes * sums.largest_parameters
     return np.minimum(both, weights_there(sums, setting))
 
 
@@ -174,7 +175,8 @@ def pinned_bytes(nbytes: A, device: Device) -> A:
 
 def held_bytes(problem: Problem) -> float:
     """Bytes of each element whose states lie in host memory; its weight and gradient are pinned."""
-    return pinned_bytes(2.0 * FP32, problem.cluster.device) + optimizer_bytes(problem.stepped)
+    optimizer = problem.stepped
+    return pinned_bytes(2.0 * optimizer.kept_bytes, problem.cluster.device) + optimizer.moments
 
 
 # --- activations ---

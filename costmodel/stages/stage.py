@@ -24,8 +24,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from meshwright.costmodel.intervals import slowest_of
-from meshwright.costmodel.memory import optimizer_step_bytes, undo_bytes
-from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.stages import offload
 from meshwright.costmodel.stages.stage_memory import (
     A,
@@ -258,7 +257,7 @@ def _host_link(
 
 def _copy_s(sums: Sums, setting: Setting) -> Floats:
     """Seconds to copy all gathered weights to where they are read."""
-    device, weight_bytes = setting.cluster.device, DTYPE_BYTES[setting.precision]
+    device, weight_bytes = setting.cluster.device, setting.weight_bytes
     in_place = not setting.sharing.gathers and weight_bytes == 4
     if in_place or not setting.target.copies_weights:
         return np.zeros(())
@@ -272,8 +271,8 @@ def _copying(setting: Setting) -> float:
     """Seconds of an optimizer's step that first copies what it writes, over one that doesn't."""
     if not setting.validated:
         return 1.0
-    copied = 2 * undo_bytes(1.0, setting.optimizer)  # read and written
-    return 1 + copied / optimizer_step_bytes(1.0, optimizer=setting.optimizer)
+    copied = 2 * setting.optimizer.state_bytes  # read and written
+    return 1 + copied / setting.optimizer.moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from meshwright.costmodel import memory
-from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.stages import offload
 from meshwright.costmodel.stages.sums import (
     FIRST,
@@ -92,7 +92,7 @@ def stage_memory(
     sharing = setting.sharing
     states = memory.model_states(
         sums.parameters,
-        precision=setting.precision,
+        weight_bytes=setting.weight_bytes,
         sharing=sharing,
         dp=shards,
         optimizer=setting.optimizer,
@@ -101,7 +101,7 @@ def stage_memory(
         sent=offload.sent_gradients(setting),
     )
     stepped = sums.parameters / sharing.parts(shards)
-    undone = setting.validated * memory.undo_bytes(stepped, setting.optimizer)
+    undone = setting.validated * stepped * setting.optimizer.state_bytes
     frozen = sums.frozen_shard_bytes if sharing.gathers else sums.frozen_bytes
     weights = states.weights + frozen - offload.frozen_there(sums, setting)
     weights = weights - offload.weights_there(sums, setting) + offload.blocks_here(sums, setting)
@@ -112,7 +112,7 @@ def stage_memory(
     # as it comes back, what the micro-batch kept on the device of later blocks is let go
     back = np.maximum(sent.passing_bytes - activations, 0.0)
     half, put_off = repeated.excess[FIRST] + gradients.ahead, repeated.put_off_bytes
-    second = memory.FP32 * sums.parameters + repeated.excess[SECOND]
+    second = sums.gradients + repeated.excess[SECOND]
     if not followed:
         half, put_off, second = gradients.later, activations, gradients.first
     return StageMemory(
@@ -133,11 +133,11 @@ def stage_memory(
 
 def _undivided(sums: Sums, setting: Setting) -> Floats:
     """Bytes of the computing weights of experts that ZeRO-3 divides among nobody."""
-    holders, nbytes = setting.shards, DTYPE_BYTES[setting.precision]
+    holders, nbytes = setting.shards, setting.weight_bytes
     if (
         not setting.sharing.gathers
         or setting.mesh.ep < setting.mesh.holders
-        or nbytes == memory.FP32
+        or nbytes == setting.kept_bytes
     ):
         return np.zeros_like(sums.parameters)
     undivided = (sums.shard_parameters - sums.parameters / holders) / max(1 - 1 / holders, 1e-9)
@@ -150,7 +150,7 @@ def _temporary_bytes(sums: Sums, setting: Setting) -> Floats:
     if setting.cluster.device.kind != "cuda" or not setting.target.gradients_come:
         return np.zeros_like(sums.parameters)
     owned = sums.shard_parameters if setting.sharing.divides else sums.parameters
-    optimizer = memory.optimizer_named(setting.optimizer).temporary
+    optimizer = setting.optimizer.temporary
     temporary: Floats = optimizer * (1 - setting.host.states) * owned
     return temporary
 
@@ -164,7 +164,8 @@ def _added_up(
         sums.parameters,
         sums.largest_parameters,
         gathered,
-        weight_bytes=DTYPE_BYTES[setting.precision],
+        weight_bytes=setting.weight_bytes,
+        gradient_bytes=setting.gradient_bytes,
         sharing=setting.sharing,
         dp=setting.mesh.holders,
         target=setting.target,
@@ -179,12 +180,12 @@ def _followed(
     """Gradients as `train_step` makes and reduces them."""
     sharing, several = setting.sharing, setting.batch.microbatches > 1
     later, grown = repeated.excess[LATER], repeated.excess[GROWN]
-    full, shard = memory.FP32 * sums.parameters, memory.FP32 * sums.shard_parameters
+    full, shard = sums.gradients, setting.kept_bytes * sums.shard_parameters
     here = 1.0 - setting.host.states
     read = here * shard
     summed = setting.mesh.holders > 1
     bucket = np.minimum(setting.target.bucket_bytes, full) * summed
-    largest = memory.FP32 * sums.largest_numel
+    largest = setting.kept_bytes * sums.largest_numel
     sending = np.minimum(SENT_AT_ONCE * largest, full) * offload.sent_gradients(setting)
     if not sharing.divides or not summed:
         first = np.minimum(states.gradients + later, grown + bucket)
@@ -210,7 +211,7 @@ def _followed(
     stays = 1.0 - offload.sent_gradients(setting)
     first, between = scattering + stays * np.minimum(at_peak * part, shard), stays * shard
     # a later one begins while the first block's buckets of the one before are on their way
-    ahead = memory.FP32 * sums.first_parameters
+    ahead = sums.first_gradients
     ahead = np.where(ahead <= largest + bucket, ahead, SCATTERED_AT_ONCE * bucket)
     begun = later + (1 + received) * (ahead + np.minimum(at_peak, np.maximum(largest, bucket)))
     begun = np.maximum(scattering, begun)

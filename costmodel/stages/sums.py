@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from meshwright.costmodel.blocks.excess import Excess
 from meshwright.costmodel.blocks.price import BlockPrice, Repeats
-from meshwright.costmodel.memory import FP32
 from meshwright.costmodel.operators import Cost, Pricer
 from meshwright.costmodel.recompute import RECOMPUTE, parts_of, segment_policy
 from meshwright.costmodel.sharding import Placement
@@ -126,6 +125,7 @@ class Sums:
     shard_s = _Column()
 
     parameters = _Column()
+    gradients = _Column()
     shard_parameters = _Column()
     frozen_parameters = _Column()
     frozen_bytes = _Column()
@@ -142,7 +142,7 @@ class Sums:
     largest_parameters = _Column()
     largest_gathered = _Column()
     largest_numel = _Column()
-    first_parameters = _Column()
+    first_gradients = _Column()
 
     def __init__(self, array: Floats) -> None:
         self.array = array
@@ -163,8 +163,8 @@ class Sums:
         last one that reads it has its gradient, not the first."""
         less = Sums(self.array.copy())
         less.array[..., :-MAXIMA] -= shared.array[..., :-MAXIMA]
-        first = self.first_parameters - shared.first_parameters
-        less.first_parameters = np.maximum(first, 0.0)
+        first = self.first_gradients - shared.first_gradients
+        less.first_gradients = np.maximum(first, 0.0)
         return less
 
     @property
@@ -184,16 +184,16 @@ class Sums:
         unfreed = (self.saved_bytes + self.input_bytes)[..., None]
         kept = np.concatenate([unfreed, unfreed - freed], axis=-1)
         let_go = np.repeat(kept[..., None, :], _EXCESS[0], axis=-2)
-        let_go[..., GROWN, :] -= FP32 * self.parameters[..., None]
+        let_go[..., GROWN, :] -= self.gradients[..., None]
         put_off = self.put_off_bytes[..., None] - _GATHERS * self.regathered_bytes[..., None]
         let_go[..., FIRST, :] -= put_off
         let_go[..., SECOND, :] = 0.0
         return let_go
 
-    def _followed(self, first_parameters: Floats) -> Floats:
+    def _followed(self, first_gradients: Floats) -> Floats:
         """Excess before blocks of which the first one has so many parameters."""
         excess: Floats = self.excess.copy()
-        edge = excess[..., EDGE, :] + FP32 * first_parameters[..., None]
+        edge = excess[..., EDGE, :] + first_gradients[..., None]
         excess[..., INSIDE, :] = np.maximum(excess[..., INSIDE, :], edge)
         return excess
 
@@ -202,9 +202,9 @@ class Sums:
         together = Sums(self.array + following.array)
         largest = np.maximum(self.array[..., _LARGEST], following.array[..., _LARGEST])
         together.array[..., _LARGEST] = largest
-        first = np.where(self.blocks > 0, self.first_parameters, following.first_parameters)
-        together.first_parameters = first
-        before = self._followed(following.first_parameters) - following._let_go()
+        first = np.where(self.blocks > 0, self.first_gradients, following.first_gradients)
+        together.first_gradients = first
+        before = self._followed(following.first_gradients) - following._let_go()
         excess = np.maximum(before, following.excess)
         last = (following.blocks > 0)[..., None]
         excess[..., EDGE, :] = np.where(
@@ -219,7 +219,7 @@ class Sums:
         scaled.array[..., :-MAXIMA] *= factor
         if factor > 1:
             let_go = self._let_go()
-            before = self._followed(self.first_parameters) - let_go
+            before = self._followed(self.first_gradients) - let_go
             excess = np.maximum(self.excess, before - (factor - 2) * np.minimum(let_go, 0.0))
             excess[..., EDGE, :] = self.excess[..., EDGE, :]
             scaled.excess = excess
@@ -243,9 +243,9 @@ class Sums:
             return maxima
 
         sums.array[..., _LARGEST] = most(self.array[..., _LARGEST])
-        sums.first_parameters = self.first_parameters[starts]
+        sums.first_gradients = self.first_gradients[starts]
         let_go = np.concatenate([np.zeros((1, *_EXCESS)), self._let_go().cumsum(axis=0)])
-        followed = self._followed(np.append(self.first_parameters[1:], 0.0)) + let_go[1:]
+        followed = self._followed(np.append(self.first_gradients[1:], 0.0)) + let_go[1:]
         excess, last = self.excess[stops - 1], stops - starts > 1
         ends = np.column_stack([starts, stops - 1]).ravel()
         before = most(followed) - let_go[stops]
@@ -391,7 +391,7 @@ _DATA_AXIS = (
     "zero3_again_s", "zero3_secondary_s", "zero3_replicate_s",
 )  # fmt: skip
 MAXIMA = 4 + _EXCESS[0] * _EXCESS[1]
-COLUMNS = Sums.__dict__["first_parameters"].at + 1 + _EXCESS[0] * _EXCESS[1]
+COLUMNS = Sums.__dict__["first_gradients"].at + 1 + _EXCESS[0] * _EXCESS[1]
 _LARGEST = slice(COLUMNS - MAXIMA, COLUMNS - MAXIMA + 3)
 _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(Cost._fields))
 
@@ -399,7 +399,8 @@ _COST = slice(4 * len(_RECOMPUTE), 4 * len(_RECOMPUTE) + len(Cost._fields))
 def block_sums(price: BlockPrice) -> Sums:
     """A block's contribution to the sums of its stage."""
     passes, sums = price.passes, Sums.zeros().costing(price.cost, price.passes.repeats)
-    sums.parameters = sums.first_parameters = price.parameters
+    sums.parameters, sums.gradients = price.parameters, price.gradient_bytes
+    sums.first_gradients = price.gradient_bytes
     sums.largest_parameters, sums.largest_gathered = price.unit_parameters, price.unit_gathered
     sums.largest_numel, sums.shard_parameters = price.largest_numel, price.shard_parameters
     sums.frozen_parameters = price.frozen_parameters
@@ -419,7 +420,8 @@ def parameter_sums(pricer: Pricer, value: str, state: Placement) -> Sums:
     sums = Sums.zeros().costing(pricer.parameter_cost(value, state), {})
     numel = pricer.numel(value, state)
     if pricer.graph.values[value].requires_grad:
-        sums.parameters = sums.first_parameters = numel
+        sums.parameters = numel
+        sums.gradients = sums.first_gradients = pricer.setting.kept_bytes * numel
         sums.shard_parameters = numel / pricer.parameters.shard_count(value, state)
     else:
         sums.frozen_parameters = numel

@@ -3,11 +3,12 @@
 Up to three tensors stand for one parameter on a rank:
 
     leaf       read by the lowered graphs, in the compute dtype
-    stored     this rank's ZeRO shard: updated by the optimizer, in fp32; frozen, as the user's
-               model has it. It shares the leaf's memory where the two are equal, and that of the
-               user's parameter where it is all of it
-    gradient   accumulated over micro-batches in fp32, all-reduced or reduce-scattered
-               (`reducer.py`), of the shape of `stored` when the step ends
+    stored     this rank's ZeRO shard: updated by the optimizer, in the dtype that the precision
+               keeps (fp32, but in pure bf16); frozen, as the user's model has it. It shares the
+               leaf's memory where the two are equal, and that of the user's parameter where it is
+               all of it
+    gradient   accumulated over micro-batches in the dtype of `stored`, all-reduced or
+               reduce-scattered (`reducer.py`), of the shape of `stored` when the step ends
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ class ParameterSpec:
 
     `value` is its name in the graph, `placement` its state on the tensor axis; `sum_data` and
     `sum_tensor` say on which axes its gradient comes out partial. `sharing` is the stage's; ZeRO-3
-    gathers only a `gatherable` parameter. `dtype` is the leaf's. `shared_stages` are all stages of
-    the plan that hold it. With `experts`, dim 0 counts experts, and the holders'
-    `part` axis splits it before anything else does. `reached`: the loss depends on it. Where its
-    `home` is not the device, the leaf, too, may have memory only while its block runs: `away`
-    (`block_weights.py`).
+    gathers only a `gatherable` parameter. `dtype` is the leaf's, `kept` that of `stored` where it
+    is trained. `shared_stages` are all stages of the plan that hold it. With `experts`, dim 0
+    counts experts, and the holders' `part` axis splits it before anything else does. `reached`: the
+    loss depends on it. Where its `home` is not the device, the leaf, too, may have memory only
+    while its block runs: `away` (`block_weights.py`).
     """
 
     value: str
@@ -59,6 +60,7 @@ class ParameterSpec:
     sharing: Sharing = UNSHARED
     gatherable: bool = True
     dtype: torch.dtype = torch.float32
+    kept: torch.dtype = torch.float32
     shared_stages: tuple[int, ...] = ()
     experts: bool = False
     reached: bool = True
@@ -141,7 +143,8 @@ def make_parameter(spec: ParameterSpec, source: torch.Tensor, place: Place) -> S
         local = torch.empty_like(local, device=where)
     else:
         local = local.to(where, copy=local.shape != source.shape)
-    stored = local.float() if source.requires_grad and source.is_floating_point() else local
+    trained = source.requires_grad and source.is_floating_point()
+    stored = local.to(spec.kept) if trained else local
     if shard.sharded and not gathered:
         stored = local_part(stored, shard, holders.shard.size, holders.shard.rank)
         stored = _moved(stored, spec) if spec.hosted else stored.clone()

@@ -1,19 +1,21 @@
 """Reduction of a step's gradients, in buckets, overlapped with the backward.
 
 A hook takes each gradient off its leaf as the backward makes it. Those that are partial on some
-axis are copied to fp32 buckets, in the order in which a backward makes them. A bucket is reduced as
-soon as the last backward of the step has filled it and those before it: all ranks of an axis run
-the same program, so they start the same collectives in the same order. Under ZeRO-2 every
-micro-batch's backward scatters, and only this rank's shard is accumulated. The collectives:
+axis are copied to buckets of the optimizer's dtype, in the order in which a backward makes them. A
+bucket is reduced as soon as the last backward of the step has filled it and those before it: all
+ranks of an axis run the same program, so they start the same collectives in the same order. Under
+ZeRO-2 every micro-batch's backward scatters, and only this rank's shard is accumulated. The
+collectives:
 
     tensor axis   all-reduce of parameters that every tensor rank reads for its own part of the
                   activations
     data axis     all-reduce; or, where ZeRO shards, reduce-scatter over the shard axis and,
                   once per step and after the backward, all-reduce over the replicate axis
 
-A gradient that is whole on every rank stays where autograd leaves it, in fp32. ZeRO-3's data axis
-is `fully_shard`'s (`zero3.py`). What lies in host memory goes there, and is added up there, as soon
-as it is whole: in each backward where no collective sums it, or ZeRO-2's does, else in the last.
+A gradient that is whole on every rank stays where autograd leaves it, or is added up in that dtype.
+ZeRO-3's data axis is `fully_shard`'s (`zero3.py`). What lies in host memory goes there, and is
+added up there, as soon as it is whole: in each backward where no collective sums it, or ZeRO-2's
+does, else in the last.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class _BucketView:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Bucket:
-    """Gradients reduced together, in one fp32 buffer `flat` of (rows, columns).
+    """Gradients reduced together, in one buffer `flat` of (rows, columns).
 
     `rows` is the number of shards for a reduce-scatter, else 1. `shard` is the reduced result of
     (columns,), accumulated over micro-batches if `reduce_each_microbatch` (ZeRO-2), and at last
@@ -75,12 +77,14 @@ class Bucket:
         p = view.parameter
         stacked = split_parts(gradient, p.shard_placement, self.rows) if p.scattered else gradient
         stacked = stacked.reshape(self.rows, -1)
-        if len(self.views) == 1 and not view.written and stacked.dtype == torch.float32:
+        if len(self.views) == 1 and not view.written and stacked.dtype == p.stored.dtype:
             self.flat, view.written = stacked, True
             return stacked
         if self.flat is None:
             columns = self.views[-1].stop
-            self.flat = torch.empty(self.rows, columns, dtype=torch.float32, device=gradient.device)
+            self.flat = torch.empty(
+                self.rows, columns, dtype=p.stored.dtype, device=gradient.device
+            )
         into = self.flat[:, view.start : view.stop]
         if view.written:
             into.add_(stacked)
@@ -114,7 +118,7 @@ class Bucket:
             work.wait()
         x = x.view(-1)
         if self.to_host is not None:
-            norm = torch.linalg.vector_norm(x)
+            norm = torch.linalg.vector_norm(x, dtype=torch.float32)
             for view in self.views if self.reduce_each_microbatch else ():
                 _count(view.parameter, norm)
             self.to_host.send(id(self), x)
@@ -210,7 +214,7 @@ class Reducer:
         leaf.grad = None
         if self.last_backward:
             if not bucket.reduce_each_microbatch:  # else earlier backwards' are not in it
-                view.parameter.norm = torch.linalg.vector_norm(summed)
+                view.parameter.norm = torch.linalg.vector_norm(summed, dtype=torch.float32)
             bucket.waiting.discard(k)
             while self.next_bucket < len(self.buckets):
                 if self.buckets[self.next_bucket].waiting:
@@ -222,15 +226,17 @@ class Reducer:
                 self._start(bucket)
 
     def _keep_whole(self, p: StageParameter, leaf: torch.Tensor) -> None:
-        """Hook: accumulate in fp32 a gradient that no collective sums; fp32 is left to autograd."""
+        """Hook: accumulate in the optimizer's dtype a gradient that no collective sums; one that
+        has it is left to autograd."""
         if leaf.grad is None:
             return
         summed = leaf.grad
-        if leaf.grad.dtype != torch.float32:
-            summed = leaf.grad.float() if p.gradient is None else p.gradient.add_(leaf.grad)
+        if leaf.grad.dtype != p.stored.dtype:
+            so_far, given = p.gradient, leaf.grad
+            summed = given.to(p.stored.dtype) if so_far is None else so_far.add_(given)
             p.gradient, leaf.grad = summed, None
         if self.last_backward:
-            p.norm = torch.linalg.vector_norm(summed)
+            p.norm = torch.linalg.vector_norm(summed, dtype=torch.float32)
 
     def _send_whole(self, p: StageParameter, place: Place, leaf: torch.Tensor) -> None:
         """Hook: send to the host what this rank's optimizer reads of a gradient."""
@@ -241,7 +247,7 @@ class Reducer:
         if p.shard_placement.sharded:
             shard = place.holders(experts=p.experts).shard
             gradient = local_part(gradient, p.shard_placement, shard.size, shard.rank).contiguous()
-        self.to_host.send(id(p), gradient.float())
+        self.to_host.send(id(p), gradient.to(p.stored.dtype))
 
     def _start_next(self) -> None:
         self._start(self.buckets[self.next_bucket])
@@ -284,7 +290,7 @@ class Reducer:
             p.gradient = there.get(id(p), p.gradient)
             if p.gradient is None:
                 p.gradient = torch.zeros_like(p.leaf) if p.leaf.grad is None else p.leaf.grad
-                p.gradient = p.gradient.float()
+                p.gradient = p.gradient.to(p.stored.dtype)
             p.leaf.grad = None
 
 
@@ -306,11 +312,11 @@ def _collectives(p: StageParameter, place: Place) -> Collectives:
 
 
 def _by_size(parameters: Iterable[StageParameter]) -> Iterator[list[StageParameter]]:
-    """Parameters in order, up to `BUCKET_BYTES` of fp32 gradients each; large ones alone."""
+    """Parameters in order, up to `BUCKET_BYTES` of gradients each; large ones alone."""
     bucket: list[StageParameter] = []
     filled = 0
     for p in parameters:
-        nbytes = 4 * p.leaf.numel()
+        nbytes = p.stored.dtype.itemsize * p.leaf.numel()
         if nbytes >= ALONE_BYTES:
             yield [p]
             continue
@@ -348,7 +354,7 @@ def _bucket(
 
 # Gradients of what lies in host memory, on their way there as a backward makes them.
 #
-# Each is copied on a stream of its own, in fp32, into pinned memory. The first of a step stays
+# Each is copied on a stream of its own into pinned memory. The first of a step stays
 # where it arrives; those of later micro-batches are added to it on the host, which waits for them.
 # At most `UNDER_WAY` are on the device because of that: what one more would hold waits for the
 # oldest.
@@ -363,7 +369,7 @@ class GradientsToHost:
         self.there: dict[int, torch.Tensor] = {}
 
     def send(self, key: int, gradient: torch.Tensor) -> None:
-        """Start the way of an fp32 gradient, which nobody writes to any more."""
+        """Start the way of a gradient, which nobody writes to any more."""
         with torch.no_grad(), self.aside.entered(waits=False):
             arriving = to_host(gradient)
         self.under_way.append((key, gradient, arriving, self.aside.mark()))

@@ -52,9 +52,11 @@ def shard_stage(
     place: Place,
     dtype: torch.dtype,
     *,
+    kept: torch.dtype,
     ends: bool,
 ) -> None:
-    """Apply `fully_shard` to a stage's blocks and to the stage itself, gathering in `dtype`.
+    """Apply `fully_shard` to a stage's blocks and to the stage itself, gathering in `dtype` and
+    reducing in `kept`.
 
     Parameters that are not `gathered` are left alone; those of a block lie in host memory where all
     of them are to. `ends`: the stage's forward is followed at
@@ -71,9 +73,7 @@ def shard_stage(
         over_shards = Shard(p.shard_placement.dim)
         return _ON_OTHER_MESH(over_shards, experts) if p.experts else over_shards
 
-    policy = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=kept, cast_forward_inputs=False)
     # fake tensors can't be pinned
     pinned = has_streams(place.device) and all(has_values(p.stored) for p in parameters)
     for module in (*blocks, stage):

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.costmodel.fp8 import wide
 from meshwright.costmodel.graph import Block, Graph
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.schedules import backward_follows_forward
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
 from meshwright.executor.parameters import StageParameter, shard_stage
@@ -20,8 +20,6 @@ from meshwright.executor.stages.lowered import LoweredStage, StageLowering
 from meshwright.executor.stages.rank_parameters import RankParameters
 from meshwright.executor.stages.stage import BlockModule, StageGraphs, StageProgram
 from meshwright.executor.stages.user_model import UserModel
-
-COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +54,9 @@ class Builder:
         self.weight_gradients = WeightGradientQueue() if splits else None
         self.flow = GradientFlow()
         self.lowering = self.at(checked)
-        self.dtype = COMPUTE[wide(self.plan.precision)]
-        self.parameters = RankParameters(checked, user.module, place, self.dtype)
+        precision = PRECISIONS[self.plan.precision]
+        self.dtype, self.kept = precision.dtype, precision.kept_dtype
+        self.parameters = RankParameters(checked, user.module, place, self.dtype, self.kept)
         self.shared = self.parameters.shared
         self.tied = self.parameters.tied
 
@@ -119,7 +118,7 @@ class Builder:
         )
         if any(p.gathered for p in own):
             ends = graphs.loss is not None and backward_follows_forward(self.plan.pipeline, k)
-            shard_stage(program, modules, own, place, self.dtype, ends=ends)
+            shard_stage(program, modules, own, place, self.dtype, kept=self.kept, ends=ends)
         return program
 
 

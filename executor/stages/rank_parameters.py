@@ -25,19 +25,25 @@ from meshwright.planner.plan import (
 
 
 class RankParameters:
-    """Makes the parameters of the stages of one rank, in the compute `dtype`.
+    """Makes the parameters of the stages of one rank, in the compute `dtype`, the optimizer's in
+    the `kept` one.
 
     `shared` are those that several stages of this rank read, by value name; `tied` gives per FQN
     held by several stages of the plan its layout on each.
     """
 
     def __init__(
-        self, checked: CheckedPlan, model: nn.Module, place: Place, dtype: torch.dtype
+        self,
+        checked: CheckedPlan,
+        model: nn.Module,
+        place: Place,
+        dtype: torch.dtype,
+        kept: torch.dtype,
     ) -> None:
         self.plan = plan = checked.plan
         self.graph = graph = checked.graph
         self.place = place
-        self.dtype = dtype
+        self.dtype, self.kept = dtype, kept
         self.sources = dict(model.named_parameters())
         self.owners = stages_of_parameters(plan, graph)
         self.experts = expert_weights(graph)
@@ -119,6 +125,7 @@ class RankParameters:
             sum_tensor=on_tensor == RP,
             sharing=self.plan.stages[k].sharing,
             dtype=dtype,
+            kept=self.kept,
             shared_stages=owners,
             experts=experts,
             gatherable=gatherable and dtype == self.dtype,

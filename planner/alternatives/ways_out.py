@@ -152,10 +152,10 @@ def _least_nodes(search: Search) -> int:
 def _states_bytes(problem: Problem, numel: float, sharing: Sharing = UNSHARED) -> float:
     return model_states(
         float(numel),
-        precision=problem.precision,
+        weight_bytes=problem.weight_bytes,
         sharing=sharing,
         dp=1,
-        optimizer=problem.optimizer,
+        optimizer=problem.stepped,
         target=problem.target,
     ).nbytes
 

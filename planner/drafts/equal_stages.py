@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.memory import model_states
 from meshwright.costmodel.mesh import Batch, HostParts, Mesh
-from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.recompute import segment_policy
 from meshwright.costmodel.schedules import Pipeline
 from meshwright.costmodel.sharing import UNSHARED, Sharing
@@ -694,17 +694,17 @@ class MemoryFloor:
         states = (
             model_states(
                 part,
-                precision=problem.precision,
+                weight_bytes=problem.weight_bytes,
                 sharing=sharing,
                 dp=sharing.among(mesh.holders),
-                optimizer=problem.optimizer,
+                optimizer=problem.stepped,
                 target=problem.target,
                 host=self.space.most_away.states,
                 sent=self.space.most_away.states,
             ).nbytes
             for sharing in self.space.zeros(mesh)
         )
-        there = self.space.most_away.weights * part * DTYPE_BYTES[problem.precision]
+        there = self.space.most_away.weights * part * problem.weight_bytes
         return any(fits(float(needed) - there, self.space.room_bytes) for needed in states)
 
     def _needs(self, mesh: Mesh, m: int, kinds: Sums, policy: str) -> list[tuple[Floats, Floats]]:

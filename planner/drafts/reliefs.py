@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.costmodel.memory import FP32, optimizer_bytes
 from meshwright.costmodel.mesh import NOT_AWAY, HostParts
 from meshwright.costmodel.operators import Problem
 from meshwright.costmodel.stages import held_bytes
@@ -89,5 +88,5 @@ def held_by_flash(problem: Problem) -> float:
     cluster, host = problem.cluster, problem.cluster.host
     if host is None or not host.has_flash:
         return 0.0
-    filed = FP32 + optimizer_bytes(problem.optimizer)
+    filed = problem.stepped.state_bytes
     return cluster.num_nodes * host.flash_room_bytes / (filed * max(problem.graph.num_trained(), 1))

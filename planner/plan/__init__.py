@@ -28,14 +28,7 @@ if TYPE_CHECKING:
     )
     from meshwright.planner.plan.infeasible import InfeasibleError, Relaxation
     from meshwright.planner.plan.offload import away_blocks, moved_parts, moved_sizes, off_device
-    from meshwright.planner.plan.plan import (
-        PRECISIONS,
-        Plan,
-        StagePlan,
-        recompute_of,
-        segments_of,
-        stage_on,
-    )
+    from meshwright.planner.plan.plan import Plan, StagePlan, recompute_of, segments_of, stage_on
     from meshwright.planner.plan.ranges import (
         PlanError,
         compress_names,

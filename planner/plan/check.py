@@ -10,6 +10,7 @@ from itertools import chain, product, zip_longest
 from typing import Any
 
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.schedules import SCHEDULES
 from meshwright.costmodel.sharding import Assignment, FactorTable
@@ -19,7 +20,7 @@ from meshwright.planner.plan.assignments import Known, plan_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
-from meshwright.planner.plan.plan import PRECISIONS, Plan, StagePlan
+from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks
 from meshwright.profiles.inputs import shown

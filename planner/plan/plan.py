@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Block
 from meshwright.costmodel.mesh import ALL_GATHER, Batch, ContextKind, HostParts, Mesh, Parts
 from meshwright.costmodel.recompute import RECOMPUTE
@@ -33,7 +32,6 @@ from meshwright.profiles.inputs import parse_json, read_json, shown, write_text
 from meshwright.profiles.inputs.limits import MAX_ROWS, MAX_TEXT
 
 FORMAT = 1
-PRECISIONS = ("fp32", "bf16", "fp16", *FP8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

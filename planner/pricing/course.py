@@ -10,7 +10,7 @@ from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from meshwright.costmodel import memory
-from meshwright.costmodel.operators import DTYPE_BYTES, Setting
+from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.recompute import REGATHER, parts_of
 from meshwright.costmodel.schedules import Action
 from meshwright.costmodel.sharding import Placement
@@ -136,15 +136,14 @@ def _stage_bytes(
     return StageBytes(
         fixed=weights + states,
         weights=weights,
-        optimizer=memory.optimizer_temporary_bytes(
-            owned, optimizer=setting.optimizer, device=setting.cluster.device.kind
-        ),
+        optimizer=setting.optimizer.temporary_bytes(owned, setting.cluster.device.kind),
         blocks=sending(priced, blocks),
         seeds=sum(pricer.nbytes(value, outputs[value]) for value in sent),
         trained=trained,
         reduction=memory.Reduction(
             sharing=setting.sharing,
-            weight_bytes=DTYPE_BYTES[setting.precision],
+            weight_bytes=setting.weight_bytes,
+            kept_bytes=setting.kept_bytes,
             bucket_bytes=target.bucket_bytes,
             alone_bytes=target.alone_bytes,
             received=setting.cluster.device.kind == "cpu",
@@ -165,9 +164,8 @@ def bytes_beside_tensors(plan: Plan, priced: Sequence[StageBlocks]) -> list[int]
         for value, state in chain(*(block.parameters for block in walk.blocks)):
             if (ranks, value) not in held and pricer.graph.values[value].requires_grad:
                 parts = walk.stage.parts(pricer.parameters.shard_count(value, state))
-                undo[ranks] += walk.setting.validated * memory.undo_bytes(
-                    pricer.numel(value, state) / parts, walk.setting.optimizer
-                )
+                undone = walk.setting.validated * walk.setting.optimizer.state_bytes
+                undo[ranks] += undone * pricer.numel(value, state) / parts
             held.add((ranks, value))
     return [
         settings[ranks].cluster.device.reserved_bytes
@@ -187,18 +185,17 @@ def _fixed_bytes(
         away[p.block] += p.numel * p.away
     # of these blocks one and the next have weights on the device
     here = max((away[a] + away[b] for a, b in pairwise([*sorted(away), -1])), default=0.0)
-    weights = DTYPE_BYTES[setting.precision] * (here - sum(away.values()))
+    weights = setting.weight_bytes * (here - sum(away.values()))
     again = sum(p.numel for group in (trained, frozen) for p in group if p.shards > 1)
     weights += setting.secondary_bytes * again + sum(p.nbytes for p in frozen)
     sharing, optimizer = setting.sharing, setting.optimizer
-    states = setting.validated * sum(
-        memory.undo_bytes(p.numel / sharing.parts(p.shards), optimizer) for p in trained
-    )
+    undone = setting.validated * optimizer.state_bytes
+    states = undone * sum(p.numel / sharing.parts(p.shards) for p in trained)
     for p in trained:
         weight_bytes, state_bytes = memory.fixed_bytes(
             p.numel,
             p.shards,
-            precision=setting.precision,
+            weight_bytes=setting.weight_bytes,
             sharing=sharing,
             optimizer=optimizer,
             host=p.host,
@@ -264,7 +261,7 @@ def _gathered(
     always = numels.pop()
     before = [0.0, *numels[:-1]]
     behind = [*accumulate(reversed(numels), initial=always)][:0:-1]
-    weight_bytes, secondary = DTYPE_BYTES[setting.precision], setting.secondary_bytes
+    weight_bytes, secondary = setting.weight_bytes, setting.secondary_bytes
     return [
         (
             (weight_bytes * (always + 2 * a) + setting.sharing.buffer_bytes(a), weight_bytes * b),

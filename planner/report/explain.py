@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.fp8 import BLOCK, FP8, IN_BLOCK, SCALED_BY, wide
+from meshwright.costmodel.fp8 import BLOCK, FP8, IN_BLOCK, SCALED_BY
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.memory import fused, optimizer_named
 from meshwright.costmodel.operators import Problem, op_flops
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.rules import is_fp8, traits_of
 from meshwright.costmodel.sharding import data_layout, row_use, written_once
 from meshwright.costmodel.target import Target
@@ -38,6 +39,10 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.timings import OF_HOST, at_once
 
 MAX_EXCLUDED = 6  # products in the notes
+PURE = (
+    "weights, gradients and moments are in bf16 alone, rounded to nearest (precision='bf16_pure'): "
+    "a change of a weight by less than a 512th of it may be lost"
+)
 FILES = (
     "states in files are read and written through mappings, which the step waits for; each rank's "
     "environment variable MESHWRIGHT_NVME names a folder on flash of its node"
@@ -199,6 +204,8 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
             "fp32 products, attention's too, are at TF32's rate (tf32=True); what was measured of "
             "operators is of fp32, and not used"
         )
+    if PRECISIONS[evaluation.plan.precision].kept != "fp32":
+        lines.append(PURE)
     if evaluation.plan.precision in FP8:
         lines.append(_in_fp8(problem, evaluation.plan.precision))
     if problem.profile is not None:
@@ -239,10 +246,10 @@ def _written_buffers(graph: Graph) -> list[str]:
 
 def _kernel_by_kernel(evaluation: Evaluation, problem: Problem) -> list[str]:
     """Seconds and bytes of an optimizer that steps kernel by kernel, beside its fused kernel's."""
-    stepped, faster = problem.stepped, fused(problem.stepped)
-    if stepped == faster:
+    stepped, faster = problem.optimizer, fused(problem.optimizer)
+    slow, fast = problem.stepped, optimizer_named(faster, problem.stepped.kept_bytes)
+    if slow == fast:
         return []
-    slow, fast = optimizer_named(stepped), optimizer_named(faster)
     stages = evaluation.plan.stages
     held = problem.cluster.device.kind == "cuda" and evaluation.target.gradients_come
     if held and all(stage.host.states == 1 for stage in stages):
@@ -306,7 +313,7 @@ def _in_fp8(problem: Problem, precision: str) -> str:
 def _limits(evaluation: Evaluation, problem: Problem) -> list[str]:
     """Notes on whatever slows the plan down, or changes its loss."""
     graph, factors, notes = problem.graph, problem.factors, []
-    precision, device = wide(evaluation.plan.precision), problem.cluster.device
+    precision, device = PRECISIONS[evaluation.plan.precision].wide, problem.cluster.device
     faster = device.fastest
     if precision not in device.peak_flops and device.flops(faster) > device.flops(precision):
         times = device.flops(faster) / device.flops(precision)

@@ -30,8 +30,8 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.planner.batch import split_batch
 from meshwright.planner.errors import KeptTensors, TraceError, Untraceable, enclosing_modules
 from meshwright.planner.garbage import seldom_collected
@@ -47,12 +47,6 @@ from meshwright.profiles.inputs import MeshwrightError
 
 log = logging.getLogger(__name__)
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    **dict.fromkeys(FP8, torch.bfloat16),
-}
 SYMBOLIC = "traced by torch.fx.symbolic_trace, not torch.export alone"
 COURSE = (
     "the forward asks for values of the batch (sizes in a tensor, flags), and is traced as the "
@@ -80,9 +74,9 @@ def trace(
     Raises `ValueError` for a batch that does not fit, and `TraceError` with the user's source line
     where neither `torch.export` nor `torch.fx.symbolic_trace` can follow the model.
     """
-    if precision not in DTYPES:
-        raise MeshwrightError.refused("precision", precision, legal=DTYPES)
-    dtype = DTYPES[precision]
+    if precision not in PRECISIONS:
+        raise MeshwrightError.refused("precision", precision, legal=PRECISIONS)
+    dtype = PRECISIONS[precision].dtype
     _check_loss(loss_fn)
     FakeBatch.of(example_inputs, dtype, batch_size)
     check_call(model, example_inputs, loss_fn)

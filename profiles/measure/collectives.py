@@ -18,15 +18,10 @@ but the slowest twentieth (on two cores twice to five times what calls in a row 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
 import os
-import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -39,7 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.profiles.inputs.errors import MeasuringError
+from meshwright.profiles.measure.local_ranks import run_local
 from meshwright.profiles.timings import CollectiveTiming
 
 SIZES_BYTES = tuple(4**k * 2**10 for k in range(9))  # 1 KiB to 64 MiB
@@ -47,8 +42,6 @@ BUDGET_S = 0.15  # per collective, size and shape
 REPETITIONS = (7, 200)
 WORK = 256  # of CPUs between two collectives: the sides of a product of matrices, some 0.3 ms
 SHORTEST_S = 1e-6  # of a collective; the work varies by more
-START_UP_S = 120.0  # importing torch on every rank, joining, leaving
-TERMINATE_S = 40.0  # torchrun gives its ranks 30 s
 TIMEOUT_S = 60.0  # a rank that hangs stops the others after this long
 
 # torch 2.13 renamed both and warns at the old names, which 2.11 has alone
@@ -95,50 +88,16 @@ def launch_local(ranks: int, backend: str, *, budget_s: float) -> list[Collectiv
     Raises RuntimeError, with their first error, if they fail or take much longer than `budget_s`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        output, log = Path(folder, "collectives.json"), Path(folder, "log")
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--nproc-per-node", str(ranks), "-m", "meshwright.profiles.measure.collectives",
-            "--backend", backend, "--budget", str(budget_s), "--output", str(output),
-        ]  # fmt: skip
-        here = str(Path(__file__).absolute().parents[3])
-        path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        with log.open("w") as said:
-            process = subprocess.Popen(
-                command, stdout=said, stderr=said, env=environment, start_new_session=True
-            )
-            try:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=budget_s + START_UP_S)
-            finally:
-                _end(process)
-        if not output.exists():
-            raise MeasuringError(
-                f"measuring collectives on {ranks} {backend} ranks failed "
-                f"(exit {process.returncode}): {_cause(log.read_text(errors='replace'))}",
-                way_out="mend that, give --budget more seconds, or leave --collectives out",
-            )
+        output = Path(folder, "collectives.json")
+        run_local(
+            "meshwright.profiles.measure.collectives",
+            *("--backend", backend, "--budget", str(budget_s), "--output", str(output)),
+            ranks=ranks,
+            budget_s=budget_s,
+            output=output,
+            way_out="mend that, give --budget more seconds, or leave --collectives out",
+        )
         return [CollectiveTiming(**row) for row in json.loads(output.read_text(encoding="utf-8"))]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Terminate torchrun, which ends its ranks then; killed at once it would leave them behind."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(timeout=TERMINATE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-    process.wait()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _cause(said: str) -> str:
-    """The first error in the output of ranks and torchrun; without one, the output's end."""
-    error = re.search(r"\w+Error: .*", said)
-    return error.group() if error else said[-2000:]
 
 
 # --- on every rank --------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.sharing import Sharing
 from meshwright.profiles.cluster import Cluster, Link
 from scripts.published.frameworks import Framework, Unpriced, framework_of, with_experts
@@ -295,13 +296,15 @@ def _adapted(framework: Framework, cells: _Cells) -> Framework:
 
 
 def _precision(cells: _Cells) -> str:
-    text, legal = cells.text("precision").lower(), "fp32, bf16, fp16, fp8, mxfp8"
+    text, legal = cells.text("precision").lower(), ", ".join(PRECISIONS)
     if "fp4" in text:
         raise Unpriced(f"precision {text!r} is not modelled; legal: {legal}")
     if "mx" in text:
         return "mxfp8"
     if "fp8" in text:
         return "fp8_rowwise" if "row" in text else "fp8"
+    if "bf16 weights and states" in cells.text("notes"):
+        return "bf16_pure"
     for known, precision in _PRECISIONS.items():
         if known in text:
             return precision

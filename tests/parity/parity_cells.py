@@ -21,9 +21,10 @@ import re
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS, ContextKind
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
-from meshwright.planner.plan.plan import PRECISIONS, Plan
+from meshwright.planner.plan.plan import Plan
 from tests.helpers.plan_building import CUTS, Knobs, build_plan
 from tests.helpers.stored import stored
 from tests.models import architectures, branching_models, models, sequence_models

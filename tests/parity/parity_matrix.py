@@ -292,6 +292,18 @@ llama        pp2xtp2    zb_h1 m4 sequence mxfp8
 moe          dp2        1f1b m2 zero2 mxfp8
 """
 
+PURE = """
+gpt2_untied  dp2xtp2    1f1b m2 bf16_pure
+gpt2_tied    dp4        1f1b m2 zero1 bf16_pure
+llama        dp2xtp2    1f1b m4 zero2 mixed sequence bf16_pure
+llama        dp4        1f1b m2 zero3 full bf16_pure
+llama        pp2xtp2    zb_v m4 sequence bf16_pure
+gpt2_tied    pp2xdp2    interleaved_1f1b m4 v2 zero1 bf16_pure
+llama_lora   dp2        1f1b m2 zero3 bf16_pure
+moe          dp4        1f1b m2 zero2 bf16_pure
+gpt2_untied  dp2        1f1b m2 zero2 host2 bf16_pure
+"""
+
 # adapters beside frozen weights, which ZeRO-3 divides like the others
 ADAPTERS = """
 llama_lora   dp2          gpipe m2 zero3 full bf16
@@ -313,7 +325,7 @@ def cells_in(table: str) -> tuple[Cell, ...]:
 
 
 MATRIX = cells_in(TWO_RANKS + FOUR_RANKS + EIGHT_RANKS)
-ALL = (*MATRIX, *cells_in(CONTEXT + COPIES + REGATHERED + SEGMENTED + EIGHT_BITS + ADAPTERS))
+ALL = (*MATRIX, *cells_in(CONTEXT + COPIES + REGATHERED + SEGMENTED + EIGHT_BITS + PURE + ADAPTERS))
 
 # --- the change tier ------------------------------------------------------------------------------
 

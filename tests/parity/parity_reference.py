@@ -1,8 +1,9 @@
 """What the cells of the parity matrix are compared with, made on one device, once.
 
-fp32 cells have an ordinary training loop over the user's model. Half precision rounds every
+fp32 cells have an ordinary training loop over the user's model, those of pure bf16 the same over
+its parameters in bf16. Half precision rounds every
 operator's result, so that a loop of other operators (autocast's) differs by more than any plan
-does: bf16 and fp16 cells have the lowered model on one device, in the same micro-batches.
+does: mixed bf16's and fp16's cells have the lowered model on one device, in the same micro-batches.
 """
 
 import math
@@ -28,10 +29,11 @@ STEPS = 2
 # 8 bits: each rank scales what it has; a sum rounded otherwise may fall to the other side of a
 # rounding, so the tolerance is that of bf16.
 TOLERANCE = {
-    "fp32": 1e-5, "bf16": 32 * 2**-8, "fp16": 32 * 2**-11, "fp8": 32 * 2**-8,
-    "fp8_rowwise": 32 * 2**-8, "mxfp8": 32 * 2**-8,
+    "fp32": 1e-5, "bf16": 32 * 2**-8, "bf16_pure": 32 * 2**-8, "fp16": 32 * 2**-11,
+    "fp8": 32 * 2**-8, "fp8_rowwise": 32 * 2**-8, "mxfp8": 32 * 2**-8,
 }  # fmt: skip
 LOSS_TOLERANCE = TOLERANCE | dict.fromkeys(("fp8", "fp8_rowwise", "mxfp8"), 2**-8)
+PLAIN = {"fp32": torch.float32, "bf16_pure": torch.bfloat16}  # against the user's own model
 FLOOR = 1e-2  # of the largest reference: below it, differences are rounding of larger numbers
 
 Tensors = dict[str, torch.Tensor]
@@ -46,10 +48,14 @@ class Reference:
     state: Tensors
 
 
-def plain_loop(case: Case, rows: int, *, parts: int = 1) -> Reference:
-    """Ordinary PyTorch on one device, a batch of `rows` in `parts` micro-batches of equal
-    weight."""
+def plain_loop(
+    case: Case, rows: int, *, parts: int = 1, dtype: torch.dtype = torch.float32
+) -> Reference:
+    """Ordinary PyTorch on one device, parameters in `dtype`, a batch of `rows` in `parts`
+    micro-batches of equal weight."""
     model = case.model()
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
     part = rows // parts
 
     def loss(step: int, k: int) -> torch.Tensor:
@@ -126,7 +132,7 @@ def _rows(batch: Any, start: int, stop: int) -> Any:
 
 def reference_of(cell: Cell) -> Reference:
     """What a cell has to give: a test makes it, the ranks find it in the store."""
-    parts, half = _parts(cell), cell.precision != "fp32"
+    parts, lowered = _parts(cell), cell.precision not in PLAIN
     return stored(
         "reference",
         STEPS,
@@ -136,20 +142,20 @@ def reference_of(cell: Cell) -> Reference:
         cell.precision,
         make=lambda: _made(cell),
         models=(models, architectures, branching_models, sequence_models),
-        rooms=(*MAKING, "executor", "planner/plan") if half else (),
+        rooms=(*MAKING, "executor", "planner/plan") if lowered else (),
     )
 
 
 def _made(cell: Cell) -> Reference:
     case = CASES[cell.case]
-    if cell.precision == "fp32":
-        return plain_loop(case, cell.rows, parts=_parts(cell))
+    if dtype := PLAIN.get(cell.precision):
+        return plain_loop(case, cell.rows, parts=_parts(cell), dtype=dtype)
     return runtime_loop(case, *plan_of(cell.alone))
 
 
 def _parts(cell: Cell) -> int:
     """The micro-batches of a reference, where its result depends on them."""
-    depends = cell.precision != "fp32" or CASES[cell.case].batch_statistics
+    depends = cell.precision not in PLAIN or CASES[cell.case].batch_statistics
     return cell.microbatches if depends else 1
 
 

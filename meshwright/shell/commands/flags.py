@@ -7,6 +7,7 @@ import argparse
 from typing import Any
 
 from meshwright.arguments import MEMORY_MARGIN, OBJECTIVES, ROWS_MEET
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.targets import TARGETS
 from meshwright.planner.decisions import ALLOWABLE
 
@@ -41,7 +42,7 @@ def add_model(
         help="global batch size, rows per optimizer step",
     )
     parser.add_argument(
-        "--precision", help="fp32, bf16, fp16, fp8, fp8_rowwise or mxfp8 (default: fp32 on CPUs)"
+        "--precision", help=f"{', '.join(PRECISIONS)} (default: fp32 on CPUs, else bf16)"
     )
     if not optional:
         add_prices(parser)

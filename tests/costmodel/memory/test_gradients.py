@@ -24,6 +24,7 @@ def course(
     ]
     trained[:1] = [first] if first else trained[:1]
     fixed = {"weight_bytes": weight_bytes, "bucket_bytes": BUCKET, "alone_bytes": ALONE}
+    fixed |= {"kept_bytes": 4}
     how: dict[str, Any] = {"sharing": Sharing(zero=zero), "received": False, **given}
     return GradientBytes(trained, Reduction(**fixed, **how))
 

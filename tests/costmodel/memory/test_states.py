@@ -16,13 +16,9 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from meshwright.costmodel.memory.optimizers import (
-    OPTIMIZERS,
-    optimizer_bytes,
-    optimizer_step_bytes,
-    optimizer_temporary_bytes,
-)
-from meshwright.costmodel.memory.states import fixed_bytes, model_states, undo_bytes, working_bytes
+from meshwright.costmodel.memory.optimizers import OPTIMIZERS, optimizer_named
+from meshwright.costmodel.memory.states import fixed_bytes, model_states, working_bytes
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.target import Target
 from meshwright.costmodel.targets import EAGER
@@ -33,8 +29,15 @@ SIZES = st.integers(1, 10**12)
 
 
 def states(numel: float, zero: int, dp: int, precision: str = "bf16", target: Target = HALF):
-    given = {"precision": precision, "optimizer": "adamw", "target": target}
+    given = {**in_precision(precision), "target": target}
     return model_states(numel, sharing=Sharing(zero=zero), dp=dp, **given).nbytes
+
+
+def in_precision(name: str) -> dict[str, Any]:
+    """AdamW's states and the weights that are computed with."""
+    precision = PRECISIONS[name]
+    optimizer = optimizer_named("adamw", precision.kept_dtype.itemsize)
+    return {"weight_bytes": precision.dtype.itemsize, "optimizer": optimizer}
 
 
 @given(SIZES, RANKS)
@@ -49,8 +52,10 @@ def test_states_are_those_of_the_zero_paper(psi: int, n: int) -> None:
 
 
 def test_bytes_of_a_parameter_with_adam() -> None:
-    """Without a master copy mixed precision saves four bytes."""
-    for precision, gradient, each in (("fp32", 4, 16), ("fp32", 2, 16), ("bf16", 4, 18)):
+    """Without a master copy mixed precision saves four bytes; pure bf16 has a half of fp32's."""
+    for precision, gradient, each in (
+        ("fp32", 4, 16), ("fp32", 2, 16), ("bf16", 4, 18), ("bf16_pure", 4, 8), ("bf16_pure", 2, 8),
+    ):  # fmt: skip
         target = dataclasses.replace(EAGER, gradient_bytes=gradient)
         assert states(1000, 0, 1, precision, target) == 1000 * each
     bare = dataclasses.replace(HALF, master=False)
@@ -59,7 +64,7 @@ def test_bytes_of_a_parameter_with_adam() -> None:
 
 def test_arrays_are_priced_as_numbers() -> None:
     numels, ranks = np.array([1.0, 50.0, 1e9]), np.array([1.0, 4.0, 64.0])
-    given: dict[str, Any] = {"precision": "bf16", "optimizer": "adamw"}
+    given = in_precision("bf16")
     for zero in (0, 1, 2, 3):
         given["sharing"] = Sharing(zero=zero)
         found = model_states(numels, dp=ranks, **given).nbytes
@@ -83,7 +88,7 @@ def test_arrays_are_priced_as_numbers() -> None:
 )
 def test_buffers_by_hand(zero: int, dp: int, numel: int, nbytes: int) -> None:
     target = Target(name="small buckets", bucket_bytes=1000, bucket_copies=2)
-    given: Any = {"weight_bytes": 2, "sharing": Sharing(zero=zero), "dp": dp}
+    given: Any = {"weight_bytes": 2, "gradient_bytes": 4, "sharing": Sharing(zero=zero), "dp": dp}
     assert working_bytes(numel, 700, 700, **given, target=target) == nbytes
     frozen = working_bytes(numel, 700, 900, **given, target=target) - nbytes
     assert frozen == (2 * 2 * 200 if zero == 3 and dp > 1 else 0)  # they have no gradients
@@ -103,28 +108,33 @@ def test_buffers_by_hand(zero: int, dp: int, numel: int, nbytes: int) -> None:
         ("bf16", 0, 4, True, 2),
         ("fp32", 2, 4, True, 4),
         ("bf16", 3, 4, True, 0),
+        ("bf16_pure", 0, 4, False, 2 + 4),  # one copy of the weights
+        ("bf16_pure", 2, 4, False, 2 + 6 / 4),
+        ("bf16_pure", 3, 4, False, 6 / 4),
     ],
 )
 def test_what_stays_between_steps(
     precision: str, zero: int, shards: int, host: bool, per_parameter: float
 ) -> None:
-    given: Any = {"precision": precision, "optimizer": "adamw", "host": host}
+    given: Any = {**in_precision(precision), "host": host}
     found = fixed_bytes(1000, shards, sharing=Sharing(zero=zero), **given)
     assert sum(found) == 1000 * per_parameter
 
 
 def test_a_step_is_undone_from_weights_and_moments_of_its_optimizer() -> None:
-    assert undo_bytes(1000, "adamw") == 1000 * 12
-    assert undo_bytes(1000, "sgd") == 1000 * (4 + optimizer_bytes("sgd"))
+    assert optimizer_named("adamw").state_bytes == 12
+    assert optimizer_named("sgd").state_bytes == 4
+    assert optimizer_named("adamw", 2).state_bytes == 2 + 2 * 2
+    assert optimizer_named("adamw8bit", 2).state_bytes == 2 + 2 * 1
     assert [Sharing(zero=zero).parts(4) for zero in range(4)] == [1, 4, 4, 4]
     # in single precision but where the name says less
     moments = {"adamw": 2, "adam": 2, "momentum": 1, "lion": 1, "adagrad": 1, "sgd": 0}
     whole = {**moments, "adamw_fused": 2, "adam_fused": 2}
     less = {"adamw_bf16": 2 * 2, "adamw8bit": 2 * 1}
-    kept = {name: optimizer_bytes(name) for name in OPTIMIZERS}
+    kept = {name: optimizer_named(name).moments for name in OPTIMIZERS}
     assert kept == {name: 4 * count for name, count in whole.items()} | less
     with pytest.raises(ValueError, match=r"optimizer='lamb'; legal: adagrad.*moments as yours"):
-        optimizer_bytes("lamb")
+        optimizer_named("lamb")
 
 
 class Traffic(TorchDispatchMode):
@@ -142,30 +152,41 @@ class Traffic(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["adamw", "adam"])
-def test_an_optimizer_moves_what_torch_s_does(name: str) -> None:
+def test_an_optimizer_moves_what_torch_s_does(name: str, dtype: torch.dtype) -> None:
     """Without `fused=True` torch's kernels, one after the other; with it one, which reads weight,
     gradient and moments once and writes all but the gradient."""
-    weight = torch.randn(100).requires_grad_()
-    weight.grad = torch.randn(100)
+    weight = torch.randn(100, dtype=dtype).requires_grad_()
+    weight.grad = torch.randn(100, dtype=dtype)
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
     optimizer = kind([weight], foreach=False)
     optimizer.step()
     with Traffic(100) as traffic:
         optimizer.step()
-    assert optimizer_step_bytes(100, optimizer=name) == 4 * traffic.words
-    assert optimizer_step_bytes(100, optimizer=f"{name}_fused") == 100 * 4 * (4 + 3)
+    nbytes = dtype.itemsize
+    moments = optimizer.state[weight]["exp_avg"], optimizer.state[weight]["exp_avg_sq"]
+    assert {x.dtype for x in moments} == {dtype}
+    slow, fast = (optimizer_named(n, nbytes) for n in (name, f"{name}_fused"))
+    assert 100 * slow.moved == nbytes * traffic.words
+    assert fast.moved == nbytes * (4 + 3)
     made = [
-        optimizer_temporary_bytes([10, 30], optimizer=optimizer, device=device)
-        for optimizer in (name, f"{name}_fused")
+        record.temporary_bytes([10, 30], device)
+        for record in (slow, fast)
         for device in ("cuda", "cpu")
     ]
-    assert made == [4 * 40, 2 * 4 * 30, 0, 0]
+    assert made == [nbytes * 40, 2 * nbytes * 30, 0, 0]
+
+
+def test_moments_of_a_type_of_their_own_stay() -> None:
+    """Weight read and written and gradient read in 2 bytes; moments read and written as ever."""
+    assert optimizer_named("adamw_bf16", 2).moved == 3 * 2 + 2 * 4
+    assert optimizer_named("adamw8bit", 2).moved == 3 * 2 + 2 * 2
 
 
 @pytest.mark.parametrize(("copies", "gradient", "shard"), [(0, 4, 0), (2, 4, 4), (0, 2, 4)])
 def test_zero_1_steps_in_single_precision(copies: int, gradient: int, shard: int) -> None:
     target = Target(name="", bucket_copies=copies, gradient_bytes=gradient)
-    given: Any = {"precision": "bf16", "dp": 4, "optimizer": "adamw", "target": target}
+    given: Any = {**in_precision("bf16"), "dp": 4, "target": target}
     found = model_states(100.0, sharing=Sharing(zero=1), **given)
     assert found.optimizer == 100 / 4 * (4 + 8 + shard)

@@ -29,7 +29,9 @@ from meshwright.profiles.cluster import Cluster
 from tests.costmodel.schedules.pipelines import Shape, shapes
 from tests.helpers.planning import cluster
 
-ALONE = Reduction(sharing=UNSHARED, weight_bytes=4, bucket_bytes=100, alone_bytes=0, received=False)
+ALONE = Reduction(
+    sharing=UNSHARED, weight_bytes=4, kept_bytes=4, bucket_bytes=100, alone_bytes=0, received=False
+)
 
 
 def block(

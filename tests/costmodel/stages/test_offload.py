@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshwright.costmodel.memory import model_states, optimizer_step_bytes
+from meshwright.costmodel.memory import model_states, optimizer_named
 from meshwright.costmodel.operators import Setting
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages.offload import (
@@ -45,7 +45,7 @@ def test_bytes_and_seconds_are_those_of_the_ranks_own_part(zero: int, numel: flo
     assert found.fetched_s == pytest.approx(0.5 * numel * 4 / HOST.link_bandwidth)
     bandwidth = HOST.memory_bandwidth / PER_NODE
     assert found.added_s == pytest.approx(0.5 * numel * 3 * 4 / bandwidth)
-    step = optimizer_step_bytes(0.5 * numel, optimizer="adamw_fused")
+    step = 0.5 * numel * optimizer_named("adamw_fused").moved
     assert step == 0.5 * numel * 28
     assert found.step_s == pytest.approx(step / bandwidth)
 
@@ -89,7 +89,8 @@ def test_devices_let_go_of_what_lies_in_host_memory(zero: int, microbatches: int
     freed = NUMEL / (8 if zero else 1) * (4 + 8 + gradients)
     # those of two buckets on their way are there all the time
     assert (none - all_, none - some) == pytest.approx((freed, freed / 4), rel=0.02)
-    states: Any = {"precision": "bf16", "dp": 8, "optimizer": "adamw", "host": 1.0, "sent": 1.0}
+    optimizer = optimizer_named("adamw")
+    states: Any = {"weight_bytes": 2, "dp": 8, "optimizer": optimizer, "host": 1.0, "sent": 1.0}
     assert all_ >= model_states(NUMEL, sharing=Sharing(zero=zero), **states).nbytes
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshwright.costmodel.intervals import slowest_of
-from meshwright.costmodel.memory.states import model_states
+from meshwright.costmodel.memory import model_states, optimizer_named
 from meshwright.costmodel.operators import Cost, Setting
 from meshwright.costmodel.sharing import Sharing
 from meshwright.costmodel.stages.stage import StageCosts, of_one, stage_costs
@@ -143,7 +143,7 @@ def test_spans_are_sums_and_maxima_of_their_blocks() -> None:
     np.testing.assert_allclose(times.array[:, :-MAXIMA], 3 * blocks.array[:, :-MAXIMA])
     assert not less.array[:, :-MAXIMA].any()
     np.testing.assert_array_equal(less.excess, blocks.excess)
-    assert (less.largest_numel == blocks.largest_numel).all() and not less.first_parameters.any()
+    assert (less.largest_numel == blocks.largest_numel).all() and not less.first_gradients.any()
     for k, one in enumerate(blocks.array):
         thrice = functools.reduce(Sums.then, [Sums(one)] * 3)
         np.testing.assert_allclose(times.array[k], thrice.array)
@@ -329,7 +329,8 @@ def test_states_are_shared_by_those_who_hold_them(zero: int) -> None:
     frozen = {"frozen_bytes": 64 if zero < 3 else 1e9, "frozen_shard_bytes": 1e9}
     frozen |= {"frozen_shard_bytes": 64} if zero == 3 else {}
     found = stage(zero=zero, target=target, precision="bf16", **sums, **frozen)
-    given: Any = {"precision": "bf16", "dp": 2, "optimizer": "adamw", "target": target}
+    optimizer = optimizer_named("adamw")
+    given: Any = {"weight_bytes": 2, "dp": 2, "optimizer": optimizer, "target": target}
     states = model_states(1000, sharing=Sharing(zero=zero), **given)
     assert found.static_bytes == pytest.approx(states.nbytes + 64)
 

@@ -1,0 +1,1 @@
+"""`meshwright selftest`: whether plans are right on this machine, and their prices near."""
