@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
-
-import torch
+from typing import TYPE_CHECKING
 
 from meshwright.costmodel.fp8 import SCALED_BY
 
+if TYPE_CHECKING:
+    import torch
+
 FP32 = 4
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_TYPES = {"fp32": ("float32", FP32), "bf16": ("bfloat16", 2), "fp16": ("float16", 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +33,30 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What is computed in."""
-        return _DTYPES[self.wide]
+        """Type of weights as they are computed with."""
+        return _torch_dtype(self.wide)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of an element of it."""
+        return _TYPES[self.wide][1]
 
     @property
     def kept_dtype(self) -> torch.dtype:
-        """What the optimizer steps."""
-        return _DTYPES[self.kept]
+        """Type of weights that the optimizer steps."""
+        return _torch_dtype(self.kept)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of an element of it."""
+        return _TYPES[self.kept][1]
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch  # names of precisions are asked for by commands that need no torch
+
+    dtype: torch.dtype = getattr(torch, _TYPES[name][0])
+    return dtype
 
 
 PRECISIONS = MappingProxyType({

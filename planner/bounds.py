@@ -317,7 +317,7 @@ def _passes(sums: Sums, setting: Setting, policies: tuple[str, ...]) -> tuple[_P
 def _copied_s(sums: Sums, setting: Setting) -> Floats:
     """Seconds to copy gathered weights, at the rate at which all are copied at once."""
     device, weight_bytes = setting.cluster.device, setting.weight_bytes
-    in_place = not setting.sharing.gathers and weight_bytes == 4
+    in_place = not setting.sharing.gathers and weight_bytes == setting.kept_bytes
     if in_place or not setting.target.copies_weights:
         return np.zeros(len(sums))
     moved = 2 * weight_bytes * sums.moved_weights(setting.sharing)[0]

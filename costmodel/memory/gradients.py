@@ -143,6 +143,9 @@ class GradientBytes:
             bucket.made = False
             self._send(bucket.nbytes)
         elif self._reduces and not bucket.waiting and (bucket.scattered or bucket.host):
+            if bucket in self._under_way:  # its last reduction ends before it begins another
+                self._under_way.remove(bucket)
+                self._finish(bucket)
             self.live += self._beside(bucket)
             highest = max(highest, self.live)
             bucket.made = False

@@ -47,12 +47,12 @@ class Problem:
     def stepped(self) -> Optimizer:
         """Optimizer whose step is counted: frameworks beside ours run fused ones."""
         name = fused(self.optimizer) if self.target.fused_optimizer else self.optimizer
-        return optimizer_named(name, PRECISIONS[self.precision].kept_dtype.itemsize)
+        return optimizer_named(name, PRECISIONS[self.precision].kept_bytes)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of an element of the weights that are computed with."""
-        return PRECISIONS[self.precision].dtype.itemsize
+        return PRECISIONS[self.precision].weight_bytes
 
     @property
     def products(self) -> str:

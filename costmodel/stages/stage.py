@@ -258,7 +258,7 @@ def _host_link(
 def _copy_s(sums: Sums, setting: Setting) -> Floats:
     """Seconds to copy all gathered weights to where they are read."""
     device, weight_bytes = setting.cluster.device, setting.weight_bytes
-    in_place = not setting.sharing.gathers and weight_bytes == 4
+    in_place = not setting.sharing.gathers and weight_bytes == setting.kept_bytes
     if in_place or not setting.target.copies_weights:
         return np.zeros(())
     moved = 2 * weight_bytes * sums.moved_weights(setting.sharing)[0]

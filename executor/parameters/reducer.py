@@ -259,6 +259,8 @@ class Reducer:
         them."""
         bucket.start()
         if bucket.rows > 1 or bucket.to_host is not None:
+            if bucket in self.scattering:  # of an earlier backward, and over
+                self.scattering.remove(bucket)
             self.scattering.append(bucket)
             while len(self.scattering) > SCATTERED_AT_ONCE:
                 self.scattering.popleft().wait()

@@ -194,7 +194,7 @@ def main() -> None:
 
 
 def settings_of(sizes: Sizes, backend: str) -> str:
-    """What `main` reads."""
+    """Settings that `main` reads."""
     return json.dumps({"sizes": asdict(sizes), "backend": backend})
 
 

@@ -7,13 +7,14 @@ seconds of a step, and bytes of tensors at its peak, which on CPU ranks are thos
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -30,9 +31,11 @@ from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import InfeasibleError, describe, seconds, sized
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.profiles.inputs.limits import is_number
 from meshwright.profiles.measure.local_ranks import run_local
 from meshwright.selftest import on_ranks
 from meshwright.selftest.on_ranks import ON_CPU, ON_GPU, SMALL, Sizes
+from meshwright.shell import override_flags
 from meshwright.shell.profile_command import Effort, profile_model
 
 PLANS = 8  # that are timed
@@ -70,7 +73,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selftest:
-    """What a self-test found; `machine` says where, `rehearsed` that no peak was measured."""
+    """Findings of a self-test; `machine` says where, `rehearsed` that no peak was measured."""
 
     machine: dict[str, str]
     cells: Sequence[Cell]
@@ -123,11 +126,46 @@ class Selftest:
         ))  # fmt: skip
 
 
+# plans as `meshwright plan` has them, a line each, for N devices: of the small model, of the larger
+# one on one device, and on several, the most telling first; those of halves where N is 4, 8, ...
+EQUAL = """
+--dp N --zero 0
+--dp N --num-microbatches 1 --zero 3
+--tp N --num-microbatches 2
+--pp N --num-microbatches 4 --schedule 1f1b
+--pp 2 --tp 2 --dp N/4 --num-microbatches 4 --schedule zb_h1
+"""
+ALONE = """
+--num-microbatches 1 --recompute none
+--num-microbatches 2 --recompute none
+--num-microbatches 4 --recompute none
+--num-microbatches 8 --recompute none
+--num-microbatches 1 --recompute full
+--num-microbatches 2 --recompute full
+--num-microbatches 4 --recompute full
+--num-microbatches 8 --recompute full
+"""
+SEVERAL = """
+--dp N --num-microbatches 1 --zero 0 --recompute none
+--dp N --num-microbatches 1 --zero 1 --recompute none
+--dp N --num-microbatches 1 --zero 3 --recompute none
+--dp N --num-microbatches 4 --zero 2 --recompute full
+--tp N --num-microbatches 1 --recompute none
+--pp N --num-microbatches 8 --schedule 1f1b --recompute none
+--pp 2 --tp 2 --dp N/4 --num-microbatches 4 --recompute none
+--dp N/2 --tp 2 --num-microbatches 2 --zero 1 --recompute none
+--pp N --num-microbatches 8 --schedule gpipe --recompute full
+--dp N --num-microbatches 2 --zero 0 --recompute full
+"""
+
+
 def selftest(ranks: int | None = None, *, budget_s: float = 60.0) -> Selftest:
     """Test this machine's GPUs, or else as many CPU ranks as it has cores (8 at most); `budget_s`
     of a profile. Raises ValueError for a number of ranks that the machine has not, or a budget that
     is none, and RuntimeError where ranks fail."""
     started = time.monotonic()
+    if not (is_number(budget_s) and 0 < budget_s < float("inf")):
+        raise MeshwrightError.refused("selftest: budget", budget_s, legal="seconds above 0")
     cluster = _cluster(ranks)
     on_gpus, n = cluster.device.kind == "cuda", cluster.num_devices
     cells = [cell for k in _powers(n) for cell in _parity(_cluster(k, like=cluster), k)]
@@ -164,20 +202,21 @@ def _machine(cluster: Cluster) -> dict[str, str]:
     }
 
 
+def _given(lines: str, n: int) -> list[Overrides]:
+    """The overrides of lines of flags, for n devices."""
+    parser = argparse.ArgumentParser()
+    override_flags.add_arguments(parser)
+    parts = {"N/4": n // 4, "N/2": n // 2, "N": n}
+    return [
+        override_flags.overrides_of(
+            parser.parse_args([str(parts.get(word, word)) for word in line.split()])
+        )
+        for line in lines.strip().splitlines()
+        if "N/" not in line or (n >= 4 and n % 4 == 0)
+    ]
+
+
 # --- parity ---------------------------------------------------------------------------------------
-
-
-def _kinds(n: int) -> Iterator[Overrides]:
-    """A plan of each kind on n devices."""
-    if n == 1:
-        yield Overrides(num_microbatches=2, recompute="full")
-        return
-    yield Overrides(dp=n, zero=0)
-    yield Overrides(dp=n, num_microbatches=1, zero=3)
-    yield Overrides(tp=n)
-    yield Overrides(pp=n, num_microbatches=4, schedule="1f1b")
-    if n >= 4 and n % 2 == 0:
-        yield Overrides(pp=2, tp=2, dp=n // 4, num_microbatches=4, schedule="zb_h1")
 
 
 def _parity(cluster: Cluster, ranks: int) -> list[Cell]:
@@ -187,7 +226,7 @@ def _parity(cluster: Cluster, ranks: int) -> list[Cell]:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         for precision in precisions:
-            for given in _kinds(ranks):
+            for given in _given(EQUAL if ranks > 1 else ALONE, ranks):
                 found = _planned(cluster, SMALL, given, precision)
                 if found is None:
                     continue
@@ -206,26 +245,6 @@ def _parity(cluster: Cluster, ranks: int) -> list[Cell]:
 # --- prices ---------------------------------------------------------------------------------------
 
 
-def _wanted(n: int) -> Iterator[Overrides]:
-    """Plans on n devices that differ in what is decided, the most telling first."""
-    if n == 1:
-        for m in (1, 2, 4, 8):
-            for recompute in ("none", "full"):
-                yield Overrides(num_microbatches=m, recompute=recompute)
-        return
-    yield Overrides()
-    for zero in (0, 1, 3):
-        yield Overrides(dp=n, num_microbatches=1, zero=zero, recompute="none")
-    yield Overrides(dp=n, num_microbatches=4, zero=2, recompute="full")
-    yield Overrides(tp=n, num_microbatches=1, recompute="none")
-    yield Overrides(pp=n, num_microbatches=8, schedule="1f1b", recompute="none")
-    if n >= 4 and n % 2 == 0:
-        yield Overrides(pp=2, tp=2, dp=n // 4, num_microbatches=4, recompute="none")
-        yield Overrides(dp=n // 2, tp=2, num_microbatches=2, zero=1, recompute="none")
-    yield Overrides(pp=n, num_microbatches=8, schedule="gpipe", recompute="full")
-    yield Overrides(dp=n, num_microbatches=2, zero=0, recompute="full")
-
-
 def _timed(cluster: Cluster, sizes: Sizes, budget_s: float) -> list[Timed]:
     """Profile, plan, rehearse and run."""
     precision = "bf16" if cluster.device.kind == "cuda" else "fp32"
@@ -238,7 +257,9 @@ def _timed(cluster: Cluster, sizes: Sizes, budget_s: float) -> list[Timed]:
         precision=precision,
         effort=Effort(budget_s=budget_s),
     )
-    every = (_planned(cluster, sizes, given, precision) for given in _wanted(cluster.num_devices))
+    n = cluster.num_devices
+    wanted = _given(SEVERAL if n > 1 else ALONE, n)
+    every = (_planned(cluster, sizes, given, precision) for given in wanted)
     apart = {describe(found.plan): found for found in every if found is not None}
     plans = dict(islice(apart.items(), PLANS))
     rehearsals = [found.rehearse() for found in plans.values()]
@@ -284,7 +305,7 @@ def _planned(
 
 
 def _run(folder: Path, what: str, sizes: Sizes, cluster: Cluster) -> list[dict[str, Any]]:
-    """What every rank wrote of the folder's plans."""
+    """Findings of every rank about the folder's plans."""
     settings = on_ranks.settings_of(sizes, cluster.backend)
     (folder / "settings.json").write_text(settings, encoding="utf-8")
     outputs = [folder / f"{what}.{rank}.json" for rank in range(cluster.num_devices)]

@@ -62,6 +62,7 @@ running
 data
 shell
 meshwright
+selftest
 shell.commands
 training
 hf

@@ -21,7 +21,7 @@ from meshwright.planner.decisions import FORBIDDABLE
 from meshwright.planner.plan.words import describe
 from meshwright.planner.pricing import Prediction, RehearsedMemory
 from meshwright.rehearsing import margin_needed
-from meshwright.shell.commands.override_flags import add_arguments, overrides_of
+from meshwright.shell.override_flags import add_arguments, overrides_of
 from tests.helpers.tiers import second_tier
 from tests.meshwright.commands import FOUR, PLAN, Captured, failed, printed
 

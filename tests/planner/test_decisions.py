@@ -16,7 +16,7 @@ from meshwright.planner.overrides import OverrideError, Overrides
 from meshwright.planner.plan import Plan, PlanError, StagePlan, describe, plan
 from meshwright.planner.pricing import Evaluator
 from meshwright.planner.report import explain_plan
-from meshwright.shell.commands import override_flags
+from meshwright.shell import override_flags
 from meshwright.shell.commands.diff import between
 from tests.helpers import tiny
 from tests.helpers.refusals import refused

@@ -14,8 +14,9 @@ from meshwright.planner.plan import InfeasibleError, counted, seconds, sized
 from meshwright.planner.report import Report
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
+from meshwright.shell import override_flags
 from meshwright.shell.answer import Answer
-from meshwright.shell.commands import flags, override_flags
+from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.named import cluster_named
 

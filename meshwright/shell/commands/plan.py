@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from meshwright.planner.document import Document, Part
+from meshwright.shell import override_flags
 from meshwright.shell.answer import Answer, say
-from meshwright.shell.commands import flags, override_flags
+from meshwright.shell.commands import flags
 from meshwright.shell.commands.parallelized import parallelized
 from meshwright.shell.commands.rehearse import exit_code
 from meshwright.shell.named import cluster_named

@@ -83,6 +83,18 @@ def test_when_stages_scatter(zero: int, first: float, second: float) -> None:
     assert own.live == second
 
 
+def test_a_bucket_is_scattered_once_at_a_time() -> None:
+    """One bucket of 80 bytes, its shard of 40, and 80 that are received: the next backward's ends
+    the one before, of which the shard stays."""
+    own = course([10, 10], zero=2, received=True)
+    live = list[float]()
+    for _ in range(3):
+        backward(own, last=False)
+        live.append(own.live)
+    assert live == [80 + 40 + 80, 40 + 200, 40 + 200]
+    assert own.finish() == 40
+
+
 def test_third_stage_and_host_hold_gradients_in_passing() -> None:
     """16-bit gradients of 60 bytes, the fp32 copy of 120 that is scattered, for which a shard of 60
     is left; then the next block's, while the copy is there until its own is made."""

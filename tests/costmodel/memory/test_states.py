@@ -36,8 +36,8 @@ def states(numel: float, zero: int, dp: int, precision: str = "bf16", target: Ta
 def in_precision(name: str) -> dict[str, Any]:
     """AdamW's states and the weights that are computed with."""
     precision = PRECISIONS[name]
-    optimizer = optimizer_named("adamw", precision.kept_dtype.itemsize)
-    return {"weight_bytes": precision.dtype.itemsize, "optimizer": optimizer}
+    optimizer = optimizer_named("adamw", precision.kept_bytes)
+    return {"weight_bytes": precision.weight_bytes, "optimizer": optimizer}
 
 
 @given(SIZES, RANKS)

@@ -302,6 +302,8 @@ def test_what_a_block_leaves_is_saved_and_the_rest_passes() -> None:
 PRICED = (
     "llama pp2xdp2 1f1b m4", "llama dp2xtp2 1f1b m2 zero1", "llama dp4 1f1b m1 zero3 hpz2",
     "llama dp4 1f1b m1 zero2", "llama pp2xtp2 1f1b m4", "bert dp4 1f1b m1",
+    "llama dp4 1f1b m4 zero2", "gpt2_untied dp2xtp2 1f1b m4 zero2 bf16_pure",
+    "gpt2_untied dp4 1f1b m2 zero3 bf16_pure", "gpt2_untied pp2xdp2 1f1b m4 zero1 bf16_pure",
     "llama dp4 1f1b m1 zero3", "llama_lora dp4 1f1b m1 zero3", "llama_lora dp4 1f1b m1",
 )  # fmt: skip
 ZERO_ON_BOTH = "the change tier has a pipeline, and ZeRO on both axes"
