@@ -17,8 +17,9 @@ from typing import Any, overload
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param  # private
-from torch.distributed.tensor import DTensor, debug
+from torch.distributed.tensor import DTensor, _sharding_prop, debug
 from torch.distributed.tensor._dtensor_spec import DTensorSpec  # private, as all of this
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils import _pytree as pytree
 
 from meshwright.executor.stand_in.known import Key
@@ -49,10 +50,36 @@ class KnownLayouts:
 
         propagator.propagate_op_sharding_non_cached = propagated
         try:
-            yield
+            with _flags_asked_once():
+                yield
         finally:
             propagator.propagate_op_sharding_non_cached = work_out
             _forget()
+
+
+@contextmanager
+def _flags_asked_once() -> Iterator[None]:
+    """Context in which an operator's operands are asked once whether any is in strided shards;
+    torch asks all of them for each tensor of a list."""
+    module: Any = _sharding_prop
+    spread = getattr(module, "_propagate_use_strided_shard_flag", None)  # as torch 2.13 has it
+    if spread is None:
+        yield
+        return
+    asked: list[tuple[Any, bool]] = [(None, False)]  # the operator, and the answer
+
+    def spread_if_strided(strategy: Any, schema: Any) -> None:
+        if asked[0][0] is not schema:
+            placements = (p for spec in schema.args_spec for p in spec.placements)
+            asked[0] = schema, any(isinstance(p, _StridedShard) for p in placements)
+        if asked[0][1]:
+            spread(strategy, schema)
+
+    module._propagate_use_strided_shard_flag = spread_if_strided
+    try:
+        yield
+    finally:
+        module._propagate_use_strided_shard_flag = spread
 
 
 @dataclass(frozen=True, slots=True)
