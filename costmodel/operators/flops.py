@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.precisions import PRECISIONS
+from meshwright.costmodel.precisions import FP8, PRECISIONS
 from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding import FactorTable
 from meshwright.profiles.cluster import Device

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from meshwright.costmodel.fp8 import cast_calls
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.kernels import Group, stream_seconds
 from meshwright.costmodel.memo import Memo
@@ -33,6 +32,7 @@ from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit
 from meshwright.costmodel.operators.products import attention, product, split_product_seconds
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
+from meshwright.costmodel.precisions import cast_calls
 from meshwright.costmodel.rules import (
     IMPLEMENTATIONS,
     Work,

@@ -1,18 +1,18 @@
 """Matrix products and fused attention: seconds, FLOPs, bytes moved.
 
 matrix product   forward Y = XW, backward dX = dY·Wᵀ and dW = Xᵀ·dY where a gradient is wanted;
-                 in 8 bits with what casts its operands move (`costmodel/fp8.py`)
+                 in 8 bits with what casts its operands move (`costmodel/precisions.py`)
 attention        backward 2.5 × the forward's FLOPs (scores are computed again)
 """
 
 from __future__ import annotations
 
-from meshwright.costmodel.fp8 import casts_of
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import attention_seconds, matmul_seconds, stream_seconds
 from meshwright.costmodel.operators.context import merges, pieces
 from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
 from meshwright.costmodel.operators.sizes import LocalSizes
+from meshwright.costmodel.precisions import casts_of
 from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, is_causal, traits_of
 from meshwright.costmodel.sharding import Strategy, largest_part, replicated
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from meshwright.costmodel import sharding
-from meshwright.costmodel.fp8 import FP8
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.operators.setting import Setting
-from meshwright.costmodel.precisions import PRECISIONS
+from meshwright.costmodel.precisions import FP8, PRECISIONS
 from meshwright.costmodel.rules import is_fp8
 
 

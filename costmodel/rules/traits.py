@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
-from meshwright.costmodel.fp8 import SIDE
 from meshwright.costmodel.graph import Block, Graph, Op, Ref, argument, short_name
+from meshwright.costmodel.precisions import SIDE
 
 if TYPE_CHECKING:
     import torch

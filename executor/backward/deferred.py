@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.costmodel.fp8 import TENSOR
+from meshwright.costmodel.precisions import TENSOR
 from meshwright.costmodel.rules import TRAITS
 from meshwright.executor.backward import eight_bits
 from meshwright.executor.backward.repeated import Later, later

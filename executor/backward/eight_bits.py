@@ -1,4 +1,4 @@
-"""Products of 8-bit floats, forward and backward, of operands in 16 bits (`costmodel/fp8.py`).
+"""Products of 8-bit floats, forward and backward, of operands in 16 bits.
 
     y = x wᵀ      x by rows, w by rows
     ∂x = ∂y w     ∂y by rows, w by columns
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from meshwright.costmodel.fp8 import BLOCK, IN_BLOCK, ROW, SIDE, TENSOR
+from meshwright.costmodel.precisions import BLOCK, IN_BLOCK, ROW, SIDE, TENSOR
 from meshwright.costmodel.rules import TRAITS
 from meshwright.executor.devices import has_streams
 

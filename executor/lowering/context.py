@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from meshwright.costmodel import sharding
-from meshwright.costmodel.fp8 import SCALED_BY
 from meshwright.costmodel.graph import Graph, Op
+from meshwright.costmodel.precisions import SCALED_BY
 from meshwright.costmodel.rules import is_fp8
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
 from meshwright.executor.resharding import Axis

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.costmodel.fp8 import FP8, SIDE
 from meshwright.costmodel.operators import Problem
+from meshwright.costmodel.precisions import FP8, SIDE
 from meshwright.costmodel.rules import is_fp8
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.costmodel.fp8 import BLOCK, FP8, IN_BLOCK, SCALED_BY
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.memory import fused, optimizer_named
 from meshwright.costmodel.operators import Problem, op_flops
-from meshwright.costmodel.precisions import PRECISIONS
+from meshwright.costmodel.precisions import BLOCK, FP8, IN_BLOCK, PRECISIONS, SCALED_BY
 from meshwright.costmodel.rules import is_fp8, traits_of
 from meshwright.costmodel.sharding import data_layout, row_use, written_once
 from meshwright.costmodel.target import Target

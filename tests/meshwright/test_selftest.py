@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright import selftest
 from meshwright.profiles.cluster import Cluster
-from meshwright.selftest import on_ranks, selftest
-from meshwright.selftest.on_ranks import SMALL, STEPS
-from meshwright.selftest.selftest import PLANS, Cell, Selftest, Timed
+from meshwright.selftest import PLANS, SMALL, STEPS, Cell, Selftest, Timed
 from tests.helpers.tiers import second_tier
 from tests.meshwright.commands import Captured, failed, printed
 
@@ -51,9 +50,9 @@ def test_numbers_that_the_machine_has_not(capsys: Captured) -> None:
 
 
 def test_its_model_learns_and_is_the_same_everywhere() -> None:
-    losses = on_ranks.alone(SMALL, torch.device("cpu"))
+    losses = selftest.alone(SMALL, torch.device("cpu"))
     assert len(losses) == STEPS and losses == sorted(losses, reverse=True)
-    assert losses == on_ranks.alone(SMALL, torch.device("cpu"))
+    assert losses == selftest.alone(SMALL, torch.device("cpu"))
 
 
 @second_tier("what it writes stays; this one launches ranks and profiles")

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Answer:
     """Exit 0 where every plan's losses are one device's, else 1."""
-    from meshwright.selftest.selftest import selftest
+    from meshwright.selftest import selftest
 
     found = selftest(args.ranks, budget_s=args.budget)
     if args.output:

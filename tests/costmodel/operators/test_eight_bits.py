@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from meshwright.costmodel.fp8 import DELAYED_CAST, EAGER_CAST, FUSED_CAST, TRANSPOSED
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.operators.cost import Cost
+from meshwright.costmodel.precisions import DELAYED_CAST, EAGER_CAST, FUSED_CAST, TRANSPOSED
 from meshwright.costmodel.rules import is_fp8
 from meshwright.costmodel.sharding.strategies import strategies
 from meshwright.costmodel.targets import COMPILED, EAGER, MEGATRON

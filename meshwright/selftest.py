@@ -3,18 +3,26 @@
 Losses of a small decoder under plans on 1, 2, 4, ... devices are compared with ordinary PyTorch's.
 A larger one is profiled, planned in `PLANS` ways on all devices, and run: predicted and measured
 seconds of a step, and bytes of tensors at its peak, which on CPU ranks are those of a rehearsal.
+
+    torchrun --standalone --nproc-per-node N -m meshwright.selftest FOLDER parity|times
+
+is one of its launches. Each rank writes `FOLDER/<what>.<rank>.json`, by plan file of the folder:
+losses of `STEPS` steps, or the seconds of `TURNS` steps and the most bytes that tensors took on its
+GPU (None on CPUs).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
@@ -23,8 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 from meshwright.api import auto_parallelize
+from meshwright.executor.ranks import launch
 from meshwright.model import ParallelModel
 from meshwright.planner.document import Document, Table
 from meshwright.planner.overrides import OverrideError, Overrides
@@ -33,11 +44,11 @@ from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.profiles.inputs.limits import is_number
 from meshwright.profiles.measure.local_ranks import run_local
-from meshwright.selftest import on_ranks
-from meshwright.selftest.on_ranks import ON_CPU, ON_GPU, SMALL, Sizes
 from meshwright.shell import override_flags
 from meshwright.shell.profile_command import Effort, profile_model
 
+STEPS, TURNS, WARM_UP = 3, 5, 2
+LEARNING_RATE = 0.05
 PLANS = 8  # that are timed
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # of losses, beside those of fp32
 RUN_S = 180.0  # of a launch
@@ -234,7 +245,7 @@ def _parity(cluster: Cluster, ranks: int) -> list[Cell]:
                 found.plan.save(folder / name)
                 names[name] = precision, describe(found.plan)
         (every, *_) = _run(folder, "parity", SMALL, cluster)
-    wanted = on_ranks.alone(SMALL, torch.device(cluster.device.kind))
+    wanted = alone(SMALL, torch.device(cluster.device.kind))
     for name, losses in every.items():
         precision, plan = names[name]
         error = max(abs(a / b - 1) for a, b in zip(losses, wanted, strict=True))
@@ -249,9 +260,9 @@ def _timed(cluster: Cluster, sizes: Sizes, budget_s: float) -> list[Timed]:
     """Profile, plan, rehearse and run."""
     precision = "bf16" if cluster.device.kind == "cuda" else "fp32"
     profile_model(
-        on_ranks.model_of(sizes),
-        on_ranks.batch_of(sizes, 2),
-        on_ranks.loss_of,
+        model_of(sizes),
+        batch_of(sizes, 2),
+        loss_of,
         cluster,
         batch=sizes.rows,
         precision=precision,
@@ -291,11 +302,11 @@ def _planned(
     """The plan under overrides, where there is one that fits."""
     try:
         return auto_parallelize(
-            on_ranks.model_of(sizes),
+            model_of(sizes),
             cluster,
-            example_inputs=on_ranks.batch_of(sizes, 2),
+            example_inputs=batch_of(sizes, 2),
             global_batch_size=sizes.rows,
-            loss_fn=on_ranks.loss_of,
+            loss_fn=loss_of,
             precision=precision,
             optimizer="adamw_fused",
             overrides=given,
@@ -306,11 +317,11 @@ def _planned(
 
 def _run(folder: Path, what: str, sizes: Sizes, cluster: Cluster) -> list[dict[str, Any]]:
     """Findings of every rank about the folder's plans."""
-    settings = on_ranks.settings_of(sizes, cluster.backend)
+    settings = settings_of(sizes, cluster.backend)
     (folder / "settings.json").write_text(settings, encoding="utf-8")
     outputs = [folder / f"{what}.{rank}.json" for rank in range(cluster.num_devices)]
     run_local(
-        "meshwright.selftest.on_ranks",
+        "meshwright.selftest",
         *(str(folder), what),
         ranks=len(outputs),
         budget_s=RUN_S,
@@ -323,3 +334,176 @@ def _run(folder: Path, what: str, sizes: Sizes, cluster: Cluster) -> list[dict[s
             f"ranks {missing} ended without a result", place=f"selftest: {what}", way_out=WAY_OUT
         )
     return [json.loads(output.read_text(encoding="utf-8")) for output in outputs]
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A decoder's sizes, and rows of its global batch."""
+
+    width: int
+    layers: int
+    heads: int
+    tokens: int
+    vocabulary: int
+    rows: int
+
+
+SMALL = Sizes(width=64, layers=4, heads=4, tokens=32, vocabulary=128, rows=8)
+ON_CPU = Sizes(width=256, layers=4, heads=8, tokens=128, vocabulary=2048, rows=16)
+ON_GPU = Sizes(width=2048, layers=8, heads=16, tokens=1024, vocabulary=32768, rows=16)
+
+
+class Layer(nn.Module):
+    """Causal attention and a feed-forward network, each behind a norm, added to what came in."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        width, self.heads = sizes.width, sizes.heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norms[0](x)
+        q, k, v = (
+            p(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        made: torch.Tensor = self.down(F.gelu(self.up(self.norms[1](x))))
+        return x + made
+
+
+class Decoder(nn.Module):
+    """An ordinary decoder: logits of every token's next one."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.positions = nn.Embedding(sizes.tokens, sizes.width)
+        self.layers = nn.ModuleList(Layer(sizes) for _ in range(sizes.layers))
+        self.norm = nn.LayerNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        self.tokens = sizes.tokens
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(self.tokens, device=ids.device)
+        x = self.embed(ids) + self.positions(places)
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+
+def model_of(sizes: Sizes) -> Decoder:
+    """The same weights in every process."""
+    torch.manual_seed(0)
+    return Decoder(sizes)
+
+
+def batch_of(sizes: Sizes, rows: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens (rows, tokens), and their labels, the same in every process."""
+    draw = torch.Generator().manual_seed(1)
+    shape = (rows or sizes.rows, sizes.tokens)
+    ids = torch.randint(0, sizes.vocabulary, shape, generator=draw)
+    return ids, ids.roll(-1, dims=1)
+
+
+def alone(sizes: Sizes, device: torch.device) -> list[float]:
+    """Losses of ordinary PyTorch in fp32 on one device, without any plan."""
+    model, (ids, labels) = model_of(sizes).to(device), batch_of(sizes)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = loss_of(model(ids.to(device)), labels.to(device))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+# --- on every rank --------------------------------------------------------------------------------
+
+
+def _losses(path: Path, sizes: Sizes, device: torch.device) -> list[float]:
+    """Losses under a plan."""
+    result = _built(path, sizes)
+    optimizer = torch.optim.SGD(result.parameters(), lr=LEARNING_RATE)
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        losses.append(result.train_step(batch_of(sizes)).item())
+        optimizer.step()
+    return losses
+
+
+def _steps(path: Path, sizes: Sizes, device: torch.device) -> tuple[list[float], float | None]:
+    """Seconds of steps under a plan, and bytes of tensors at their peak."""
+    on_gpu = device.type == "cuda"
+    gc.collect()
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    result = _built(path, sizes)
+    batch, took = batch_of(sizes), list[float]()
+    optimizer = torch.optim.AdamW(result.parameters(), lr=1e-4, fused=True)
+    for _ in range(WARM_UP + TURNS):
+        launch.agree_on(lambda: None)  # all ranks begin together
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        result.train_step(batch)
+        optimizer.step()
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - started)
+    peak = float(torch.cuda.max_memory_allocated(device)) if on_gpu else None
+    return took[WARM_UP:], peak
+
+
+def _built(path: Path, sizes: Sizes) -> Any:
+    return auto_parallelize(
+        model_of(sizes),
+        Cluster.detect(),
+        example_inputs=batch_of(sizes, 2),
+        global_batch_size=sizes.rows,
+        loss_fn=loss_of,
+        precision=json.loads(path.read_text(encoding="utf-8"))["precision"],
+        plan=path,
+        profile=False,
+    )
+
+
+WORK: Mapping[str, Callable[[Path, Sizes, torch.device], Any]] = {
+    "parity": _losses,
+    "times": _steps,
+}
+
+
+def main() -> None:
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    settings = json.loads((folder / "settings.json").read_text(encoding="utf-8"))
+    sizes = Sizes(**settings["sizes"])
+    with launch.distributed(settings["backend"]):
+        device = launch.device_here()
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        found = {p.name: WORK[what](p, sizes, device) for p in sorted(folder.glob("*.plan.json"))}
+        output = folder / f"{what}.{launch.rank()}.json"
+        output.write_text(json.dumps(found), encoding="utf-8")
+
+
+def settings_of(sizes: Sizes, backend: str) -> str:
+    """Settings that `main` reads."""
+    return json.dumps({"sizes": asdict(sizes), "backend": backend})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""`meshwright selftest`: whether plans are right on this machine, and their prices near."""
