@@ -147,6 +147,9 @@ def start(backend: str) -> None:
             holder=f"{joining.holder_of_store()}, which holds it,",
             first_step=lambda: _shorten_timeouts(limit_s),
         )
+        # a script may just end; a thread that comes back from the store while the interpreter ends
+        # would abort the process
+        atexit.register(_watchdog.close)
         watched = PrefixStore(f"{prefix}/lifelines", shared)
         _lifelines = Lifelines(watched, shared.host, me, _watchdog.lose)
         _interrupts = Interrupts(_end_interrupted)

@@ -230,9 +230,6 @@ class Watchdog:
         self.failing = threading.Event()  # the rank is about to end with an error of its own
         self.cause: str | None = None  # the first failed rank's message, once read
         self.threads = [_thread(self._clock), _thread(self._listen)]
-        # a script may end without `close`; a thread that comes back from the store while the
-        # interpreter ends would abort the process
-        atexit.register(self.close)
 
     def close(self) -> None:
         """End the threads; the timer runs on, for the rest of the shutdown."""

@@ -153,7 +153,7 @@ def test_what_does_not_fit_says_how_much_is_missing() -> None:
         ({"global_batch_size": True}, "global_batch_size=True; legal"),
         ({"time_limit_s": "1"}, "time_limit_s='1'; legal: seconds"),
         ({"model": len}, r"model=.*legal: a torch.nn.Module"),
-        ({"precision": "fp4"}, "precision='fp4'; legal: fp32, bf16, fp16, fp8"),
+        ({"precision": "fp4"}, "precision='fp4'; legal: fp32, bf16, bf16_pure, fp16, fp8"),
         ({"optimizer": "foo"}, "optimizer='foo'.*adam.*sgd"),
         ({"cluster": "h100-sxm"}, "cluster='h100-sxm' is a str; legal: a Cluster"),
         ({"overrides": {"tp": 2}}, "overrides=.*is a dict; legal: Overrides"),

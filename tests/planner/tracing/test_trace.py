@@ -361,7 +361,11 @@ def test_symbolic_trace_where_export_fails() -> None:
         ((rows(WIDTH), rows(4)), {}, r"too many positional.*\['input'\].*loss_fn"),
         ({"input": rows(WIDTH)}, {"loss_fn": F.mse_loss}, "dict with the entry 'targets'; add it"),
         ((rows(WIDTH),), {"loss_fn": F.mse_loss}, "inputs..., targets"),
-        ((rows(WIDTH),), {"loss_fn": torch.sum, "precision": "fp4"}, "legal: fp32, bf16, fp16"),
+        (
+            (rows(WIDTH),),
+            {"loss_fn": torch.sum, "precision": "fp4"},
+            "legal: fp32, bf16, bf16_pure, fp16",
+        ),
         ((rows(WIDTH),), {"loss_fn": torch.sum, "batch_size": 0}, "an integer from 1"),
         ((rows(WIDTH), rows(4)), {"loss_fn": nn.Bilinear(4, 4, 1)}, "parameters of its own"),
     ],

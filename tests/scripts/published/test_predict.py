@@ -153,7 +153,7 @@ def test_what_is_unknown_is_the_fastest_that_fits(
         ({"tp": "0"}, "column tp is '0'; legal: a whole number from 1"),
         ({"num_gpus": "1e99"}, "column num_gpus is '1e99'"),
         ({"gpus_per_node": "16"}, "devices_per_node is 16; legal: for node"),
-        ({"precision": "nvfp4"}, "precision 'nvfp4' is not modelled; legal: fp32, bf16, fp16, fp8"),
+        ({"precision": "nvfp4"}, "precision 'nvfp4' is not modelled; legal: fp32, bf16, bf16_pure"),
         ({"zero_stage_fsdp": "2 + offload"}, "offloading to the host is not modelled"),
         ({"notes": "optimizer offload"}, "offloading to the host is not modelled"),
         ({"gpu": "Abacus"}, "gpu 'Abacus' is not in the catalog"),
