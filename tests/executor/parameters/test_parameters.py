@@ -34,6 +34,9 @@ from meshwright.executor.parameters.reducer import GradientsToHost, Reducer
 from meshwright.executor.parameters.whole_tensors import _owners
 from meshwright.executor.ranks.meshes import StageMesh, single_process
 from meshwright.executor.resharding.reshard import Axis
+from tests.models.models import CASES, GLOBAL_BATCH
+from tests.parity.parity_cells import Cell
+from tests.parity.parity_reference import built
 
 Log = list[tuple[str, Any]]
 CPU = torch.device("cpu")
@@ -287,3 +290,13 @@ def test_weights_of_a_block_and_of_the_one_after_it_are_on_the_device() -> None:
     assert seen == ["ab", "bc", "c", "bc", "ab", "ab", "a"]
     own.let_go()
     assert not any(p.leaf.untyped_storage().nbytes() for (p,) in own.away.values())
+
+
+def test_pure_bf16_has_one_copy_in_bf16() -> None:
+    """Weights as computed with and as stepped, and gradients."""
+    cell = Cell(case="gpt2_untied", microbatches=2, precision="bf16_pure")
+    runtime = built(cell)
+    runtime.train_step(CASES[cell.case].batch(GLOBAL_BATCH, 0))
+    held = [x for p in runtime.stage_parameters for x in (p.leaf, p.stored, p.api, p.api.grad)]
+    assert {x.dtype for x in held} == {torch.bfloat16}
+    assert all(p.aliased for p in runtime.stage_parameters)
