@@ -326,6 +326,7 @@ def _run(folder: Path, what: str, sizes: Sizes, cluster: Cluster) -> list[dict[s
         ranks=len(outputs),
         budget_s=RUN_S,
         output=outputs[0],
+        what=f"testing {what} on {len(outputs)} {cluster.backend} ranks",
         way_out=WAY_OUT,
     )
     missing = [k for k, output in enumerate(outputs) if not output.exists()]

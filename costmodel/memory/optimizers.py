@@ -46,18 +46,6 @@ class Optimizer:
         """Bytes of weight and moments, which undo a wrong step."""
         return self.kept_bytes + self.moments
 
-    def in_bytes(self, kept_bytes: int) -> Optimizer:
-        """Fp32's record for weights and gradients of so many bytes an element."""
-        part = kept_bytes / FP32
-        own = self.moved - _WORDS * FP32  # of moments
-        return replace(
-            self,
-            moments=self.moments if self.typed else int(part * self.moments),
-            moved=_WORDS * kept_bytes + own if self.typed else int(part * self.moved),
-            temporary=int(part * self.temporary),
-            kept_bytes=kept_bytes,
-        )
-
     def issues(self, device: str) -> float:
         """Operators that a step issues for one parameter; on a GPU a few kernels step all."""
         return self.operators * DTENSOR_ISSUES if device == "cpu" else 0.0
@@ -84,8 +72,17 @@ OPTIMIZERS: Mapping[str, Optimizer] = MappingProxyType({
 
 
 @lru_cache
-def _in_bytes(record: Optimizer, kept_bytes: int) -> Optimizer:
-    return record.in_bytes(kept_bytes)
+def _in_bytes(fp32: Optimizer, kept_bytes: int) -> Optimizer:
+    """Fp32's record for weights and gradients of so many bytes an element."""
+    part = kept_bytes / FP32
+    own = fp32.moved - _WORDS * FP32  # of moments
+    return replace(
+        fp32,
+        moments=fp32.moments if fp32.typed else int(part * fp32.moments),
+        moved=_WORDS * kept_bytes + own if fp32.typed else int(part * fp32.moved),
+        temporary=int(part * fp32.temporary),
+        kept_bytes=kept_bytes,
+    )
 
 
 def optimizer_named(name: str, kept_bytes: int = FP32) -> Optimizer:

@@ -203,6 +203,7 @@ def stop() -> None:
         _lifelines.close()
         _lifelines = None
     if _watchdog is not None:
+        atexit.unregister(_watchdog.close)
         _watchdog.close()
         _watchdog = None
     if _interrupts is not None:

@@ -28,7 +28,6 @@ which the clock rewinds whenever it wakes, ends the process without it.
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import json
 import os
@@ -233,7 +232,6 @@ class Watchdog:
 
     def close(self) -> None:
         """End the threads; the timer runs on, for the rest of the shutdown."""
-        atexit.unregister(self.close)
         self.closing.set()
         for thread in self.threads:
             thread.join(timeout=GRACE_S)

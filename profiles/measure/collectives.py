@@ -95,6 +95,7 @@ def launch_local(ranks: int, backend: str, *, budget_s: float) -> list[Collectiv
             ranks=ranks,
             budget_s=budget_s,
             output=output,
+            what=f"measuring collectives on {ranks} {backend} ranks",
             way_out="mend that, give --budget more seconds, or leave --collectives out",
         )
         return [CollectiveTiming(**row) for row in json.loads(output.read_text(encoding="utf-8"))]

@@ -17,12 +17,13 @@ TERMINATE_S = 40.0  # torchrun gives its ranks 30 s
 
 
 def run_local(
-    module: str, *arguments: str, ranks: int, budget_s: float, output: Path, way_out: str
+    module: str, *arguments: str, ranks: int, budget_s: float, output: Path, what: str, way_out: str
 ) -> None:
     """Run `python -m module arguments` on `ranks` processes of one thread, which write `output`;
     what they say goes beside it, and none of them is left when this returns.
 
-    Raises MeasuringError, with their first error, if they fail or take much longer than `budget_s`.
+    Raises MeasuringError, with their first error, if they fail or take much longer than `budget_s`:
+    `what` they do failed.
     """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
@@ -43,8 +44,8 @@ def run_local(
             _end(process)
     if not output.exists():
         raise MeasuringError(
-            f"{module.rpartition('.')[2]} on {ranks} ranks of this machine failed "
-            f"(exit {process.returncode}): {_cause(log.read_text(errors='replace'))}",
+            f"{what} failed (exit {process.returncode}): "
+            + _cause(log.read_text(errors="replace")),
             way_out=way_out,
         )
 

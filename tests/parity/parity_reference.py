@@ -1,9 +1,9 @@
 """What the cells of the parity matrix are compared with, made on one device, once.
 
 fp32 cells have an ordinary training loop over the user's model, those of pure bf16 the same over
-its parameters in bf16. Half precision rounds every
-operator's result, so that a loop of other operators (autocast's) differs by more than any plan
-does: mixed bf16's and fp16's cells have the lowered model on one device, in the same micro-batches.
+its parameters in bf16. Half precision rounds every operator's result, so that a loop of other
+operators (autocast's) differs by more than any plan does: mixed bf16's and fp16's cells have the
+lowered model on one device, in the same micro-batches.
 """
 
 import math
