@@ -132,7 +132,7 @@ class Graph:
     graph. `outputs` are what the model returns, where it is known. `weight_writes` are in-place
     operators, each on one parameter and plain numbers, that run before a step's first forward.
     `known` are values that follow from inputs alone, with what they were when traced: the course of
-    the forward depends on them.
+    the forward depends on them. A graph with its loss in `loss_parts` was made of the `whole`.
     """
 
     values: Mapping[str, TensorMeta]
@@ -154,6 +154,8 @@ class Graph:
     outputs: Outputs | None = None
     weight_writes: tuple[Op, ...] = ()
     known: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    loss_parts: int = 1
+    whole: Graph | None = None
 
     def behind(self, values: Iterable[str]) -> set[str]:
         """These values, and all that they are made of."""

@@ -40,7 +40,7 @@ from meshwright.costmodel.rules import (
     words,
 )
 from meshwright.costmodel.rules import registry as rules
-from meshwright.profiles.inputs.booleans import checked_booleans
+from meshwright.profiles.inputs.limits import checked_booleans
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 

@@ -34,7 +34,7 @@ from meshwright.model import ParallelModel
 from meshwright.planner.overrides import Overrides, check_allow
 from meshwright.planner.plan import Plan
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs.booleans import checked_booleans
+from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.profiles.profile import load_profile
 from meshwright.profiles.steps import RunKind
 from meshwright.traced import TracedModel

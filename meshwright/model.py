@@ -14,7 +14,7 @@ from meshwright.executor.rehearsal import MakeOptimizer, Rehearsal
 from meshwright.planner.overrides import Overrides
 from meshwright.planner.plan import Plan
 from meshwright.profiles.cluster import Cluster
-from meshwright.profiles.inputs.booleans import checked_booleans
+from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.rehearsing import rehearse_plan, with_rehearsal
 from meshwright.running import (
     Evaluation,

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from meshwright.costmodel.operators import Problem
 from meshwright.decisions import Decision, Request, check_units, in_tf32
 from meshwright.executor.ranks import launch
-from meshwright.planner.alternatives import Answers, explain_search, with_ways_out
-from meshwright.planner.overrides import check_overrides, restrict, without_effect
-from meshwright.planner.plan import InfeasibleError, Plan
-from meshwright.planner.search import Search
+from meshwright.planner.alternatives import (
+    CHUNKS,
+    Answers,
+    explain_search,
+    logits_bind,
+    with_ways_out,
+)
+from meshwright.planner.overrides import OverrideError, check_overrides, restrict, without_effect
+from meshwright.planner.plan import (
+    InfeasibleError,
+    Plan,
+    PlanError,
+    in_parts,
+    seconds,
+    with_loss_in,
+)
+from meshwright.planner.search import Search, SearchResult
 from meshwright.planner.stages import BlockPrograms
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.profile import load_profile
 from meshwright.profiles.steps import RunKind
+
+FASTER = 0.99  # times the step with a loss as traced: parts are taken for less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +79,9 @@ def _check(problem: Problem, request: Request) -> None:
 
 
 def search_of(problem: Problem, request: Request, programs: BlockPrograms | None = None) -> Search:
-    """The search for a plan, which has not begun."""
+    """The search for a plan, which has not begun, with `programs` if they are of such a graph."""
+    if programs is not None and programs.graph.loss_parts != problem.graph.loss_parts:
+        programs = None
     return Search(
         problem,
         request.global_batch_size,
@@ -81,20 +99,68 @@ def _searched(
     phases_s: Mapping[str, float],
     programs: BlockPrograms | None,
 ) -> SearchedPlan:
-    search = search_of(problem, request, programs)
-    limit = search.programs.time
-    with limit.until(limit.after(request.time_limit_s)):
-        try:
-            result = search.run()
-        except InfeasibleError as error:
-            raise (error if limit.over() else with_ways_out(search, error)) from None
-    report = explain_search(result, problem, phases_s)
-    restricted = restrict(request.overrides, problem.graph, allow=problem.allow)
+    search, result, whole = _best(problem, request, programs)
+    report = explain_search(result, search.problem, phases_s)
+    restricted = restrict(request.overrides, search.problem.graph, allow=problem.allow)
     unheeded = without_effect(restricted, result.best.plan, result.best.assignments)
-    report = replace(report, notes=(*report.notes, *unheeded))
+    report = replace(report, notes=(*report.notes, *unheeded, *whole))
     return SearchedPlan(
         plan=result.best.plan,
         report=replace(report, deferred=Answers(search=search, result=result)),
         prediction=result.best.evaluation.prediction,
         programs=search.programs,
     )
+
+
+def _best(
+    problem: Problem, request: Request, programs: BlockPrograms | None
+) -> tuple[Search, SearchResult, list[str]]:
+    """The search with the best plan: with the loss in as many parts as is asked for; else as
+    traced, and where nothing fits then or its logits take too much, in `CHUNKS`; then what there is
+    without, in words."""
+    parts, began = request.overrides.everywhere("chunked_loss"), time.monotonic()
+    if parts is not None:
+        problem = _in_parts(problem, parts)
+    search = search_of(problem, request, programs)
+    limit = search.programs.time
+
+    def parted() -> tuple[Search, SearchResult] | None:
+        return None if parts else _in_chunks(problem, request, programs, began)
+
+    with limit.until(limit.after(request.time_limit_s)):
+        try:
+            result = search.run()
+        except InfeasibleError as error:
+            if (found := parted()) is not None:
+                return *found, ["no plan fits with the loss in one part"]
+            raise (error if limit.over() else with_ways_out(search, error)) from None
+        binding = not parts and not limit.over() and logits_bind(search, result)
+    found, whole_s = parted() if binding else None, result.best.step_time_s
+    if found is not None and found[1].best.step_time_s < FASTER * whole_s:
+        return *found, [f"with the loss in one part the best plan takes {seconds(whole_s)}"]
+    return search, result, []
+
+
+def _in_chunks(
+    problem: Problem, request: Request, programs: BlockPrograms | None, began: float
+) -> tuple[Search, SearchResult] | None:
+    """The search with the loss in `CHUNKS`, in the time that is left; None where there is none, no
+    such loss, or no plan."""
+    parted, left_s = with_loss_in(problem, CHUNKS), request.time_limit_s
+    if left_s is not None:
+        left_s -= time.monotonic() - began
+    if parted is None or (left_s is not None and left_s <= 0):
+        return None
+    search = search_of(parted, replace(request, time_limit_s=left_s), programs)
+    try:
+        return search, search.run()
+    except InfeasibleError:
+        return None
+
+
+def _in_parts(problem: Problem, parts: int) -> Problem:
+    try:
+        graph, factors = in_parts(problem.graph, problem.factors, parts)
+    except PlanError as error:
+        raise OverrideError.of(error, "override") from None
+    return replace(problem, graph=graph, factors=factors)

@@ -47,12 +47,12 @@ def cut_blocks(graph: Graph, factors: FactorTable, like: Graph | None = None) ->
     if like is not None and [op.target for op in like.ops] == [op.target for op in graph.ops]:
         sizes = itertools.accumulate((len(b.ops) for b in like.blocks), initial=0)
         starts = dict(zip(sizes, (b.name for b in like.blocks), strict=False))
-        return dataclasses.replace(graph, blocks=_make_blocks(graph, starts))
+        return dataclasses.replace(graph, blocks=blocks_from(graph, starts))
     work = [_work(graph, factors, op) for op in graph.ops]
     starts = _container_starts(graph, work) or structural_starts(graph, work)
     inside = inside_experts(graph.ops)  # copies of tokens come home before a block ends
     starts = {at: name for at, name in starts.items() if at not in inside}
-    return dataclasses.replace(graph, blocks=_make_blocks(graph, starts))
+    return dataclasses.replace(graph, blocks=blocks_from(graph, starts))
 
 
 def _work(graph: Graph, factors: FactorTable, op: Op) -> float:
@@ -188,7 +188,7 @@ def _instance(module: str, depth: int) -> str:
     return ".".join(parts[: places[:depth][-1] + 1]) if places else ""
 
 
-def _make_blocks(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
+def blocks_from(graph: Graph, starts: Mapping[int, str]) -> tuple[Block, ...]:
     """Blocks from each start to the next; a name that recurs is numbered `name@2`."""
     order = sorted(starts)
     runs = [graph.ops[a:b] for a, b in itertools.pairwise([*order, len(graph.ops)])]

@@ -278,6 +278,11 @@ _TABLE = (
         cell=lambda parts: offloaded([parts]), line=offloaded,
     ),
     Decision(
+        "chunked_loss", "parts of its rows in which a model's last product and loss run",
+        acts="plan", written="plan", forbidden=True,
+        line=lambda parts: "".join(f"loss in {n} parts" for n in parts if n > 1),
+    ),
+    Decision(
         "post_validation",
         "stages step their optimizers without waiting for each other, and validate it later",
         off=False, acts="plan", written="plan", allowed="steps", of_train_step=True,

@@ -12,6 +12,9 @@ by target, of those that `target=` takes. Errors are (predicted - measured) / me
 shift and no constant per row. `regret` is the measured time of the plan predicted best, over the
 best measured one, within groups of the same model, GPUs and batch.
 
+Beside kinds of GPU and model of which several sources tell stands the error of the simplest model,
+one constant MFU for all: that of the other sources' rows which is least wrong on them.
+
 `--errors` prints root mean squares of the errors of the half that is scored: by GPU, of rows in
 which communication is less than 5 % of the predicted step, for `costmodel/intervals.py`, and of the
 others, where both kinds are mixed; of peak memory by framework.
@@ -80,6 +83,7 @@ class Scored:
     memory_error: float | None
     communication: float  # its part of a step, not hidden
     target: str
+    mfu: float  # measured
 
     @property
     def gpu(self) -> str:
@@ -142,6 +146,7 @@ def score(row: Mapping[str, str]) -> Scored:
         memory_error=memory / float(published) - 1 if published else None,
         communication=communication_part(evaluation),
         target=evaluation.target.name,
+        mfu=prediction.mfu * prediction.step_time_s / measured,
     )
 
 
@@ -180,6 +185,20 @@ def regret(scored: Iterable[Scored]) -> float:
         if len(group) > 1
     ]
     return statistics.mean(lost) if lost else float("nan")
+
+
+def by_constant_mfu(scored: Sequence[Scored]) -> float | None:
+    """Mean error of steps at one MFU, for each source the best one for the rows of the others; None
+    for a single source."""
+    sources = {s.row["source"] for s in scored}
+    if len(sources) < 2:
+        return None
+    errors = list[float]()
+    for source in sources:
+        others = [s.mfu for s in scored if s.row["source"] != source]
+        best = min(others, key=lambda mfu: sum(abs(other / mfu - 1) for other in others))
+        errors += [abs(s.mfu / best - 1) for s in scored if s.row["source"] == source]
+    return statistics.mean(errors)
 
 
 def line(name: str, part: str, scored: Sequence[Scored]) -> str:
@@ -283,8 +302,10 @@ def by_kind(parts: Mapping[str, Sequence[Scored]]) -> None:
                 of[part].append(scored)
     for name in sorted(kinds):
         for part, scores in kinds[name].items():
+            constant = None if "," in name else by_constant_mfu(scores)
             if scores:
-                print(line(name, part, scores))
+                beside = "" if constant is None else f"   constant MFU {100 * constant:.1f}"
+                print(line(name, part, scores) + beside)
 
 
 def plot(parts: Mapping[str, Sequence[Scored]]) -> str:

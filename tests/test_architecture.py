@@ -193,6 +193,7 @@ KNOBS = {
     "virtual stages": {"virtual", "virtual_stages"},
     "placement": {"placement", "placements"},
     "post_validation": {"post_validation"},
+    "chunked_loss": {"chunked_loss"},
     "recompute": {"recompute"},
     "schedule": {"schedule"},
     "zero": {"zero"},

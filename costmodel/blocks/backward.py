@@ -15,7 +15,7 @@ from itertools import groupby
 from meshwright.costmodel.blocks.block_memory import BlockMemory
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.memory import Storage
-from meshwright.costmodel.operators import Pricer, backward_temporaries
+from meshwright.costmodel.operators import Pricer, backward_temporaries, chunk_bytes
 from meshwright.costmodel.rules import traits_of
 from meshwright.costmodel.sharding import Leave, Move, Placement, Run, Step, Strategy
 
@@ -150,6 +150,8 @@ class _Backward:
         during = sum(self.live.values()) + further
         during += traits.backward_temporaries * self.pricer.nbytes(*operands[0])
         during += backward_temporaries(self.pricer, op, strategy)
+        if traits.kernel == "chunked":
+            during += chunk_bytes(self.pricer, op, strategy)
         if traits.loss is not None and traits.loss.kind == "cross_entropy":
             during += self.pricer.nbytes(*operands[0])  # of the log-softmax
         before, ungathered = self.released, self.ungathered

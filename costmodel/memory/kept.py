@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 from meshwright.costmodel.graph import Op, argument
 from meshwright.costmodel.memory import storage
-from meshwright.costmodel.rules import LEAVES, is_causal, leaf_of
+from meshwright.costmodel.rules import LEAVES, LOSS_IN_PARTS, is_causal, leaf_of
 
 INDEX = 8  # bytes of an index
 CUDA_ROWS = 32  # the memory-efficient kernel's normalisers are padded to whole tiles of rows
@@ -360,6 +360,13 @@ def _vocabulary_parallel(call: Call, results: Results) -> Storages:
     yield from _count(call, logits)
 
 
+def _chunked(call: Call, results: Results) -> Storages:
+    """Operands, and of each row the logarithm of its Σ exponentials."""
+    yield from (x.storage for x in call.operands)
+    yield new(call.operands[1].numel, width(call.operands[0]))
+    yield from _count(call, call.operands[0])
+
+
 def _parallel_embedding(call: Call, results: Results) -> list[storage.Storage]:
     """The executor's look-up in split rows: local ids, and which are elsewhere."""
     ids = call.operands[1]
@@ -391,6 +398,7 @@ SPECIAL: Mapping[str, Saver] = MappingProxyType({
     "dropout": _dropout,
     "log_sigmoid": _log_sigmoid,
     "cross_entropy_loss": _cross_entropy,
+    LOSS_IN_PARTS: _chunked,
     "nll_loss": _nll,
     "nll_loss_nd": _nll,
     "l1_loss": lambda call, results: [storage.Storage(call.operands[0].nbytes)],
@@ -400,6 +408,7 @@ SPECIAL: Mapping[str, Saver] = MappingProxyType({
 REPLACED: Mapping[str, Saver] = MappingProxyType({
     "batch_norm": _synchronised,
     "cross_entropy": _vocabulary_parallel,
+    LOSS_IN_PARTS: _chunked,
     "embedding": _parallel_embedding,
 })  # fmt: skip
 # where the results of an operator lie, if not as `storage.placed` says

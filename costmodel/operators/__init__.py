@@ -17,6 +17,6 @@ from meshwright.costmodel.operators.flops import ModelFlops, is_per_row, model_f
 from meshwright.costmodel.operators.fusion import Fusion, fuse
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.pricing import Pricer
-from meshwright.costmodel.operators.products import attention
+from meshwright.costmodel.operators.products import attention, chunk_bytes
 from meshwright.costmodel.operators.setting import Problem, Setting
 from meshwright.costmodel.operators.sizes import LocalSizes

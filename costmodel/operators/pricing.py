@@ -29,7 +29,12 @@ from meshwright.costmodel.operators.cost import (
 from meshwright.costmodel.operators.fusion import Fusion, is_free
 from meshwright.costmodel.operators.local_call import signature
 from meshwright.costmodel.operators.parameter_costs import ParameterPricer, unit_numels
-from meshwright.costmodel.operators.products import attention, product, split_product_seconds
+from meshwright.costmodel.operators.products import (
+    attention,
+    loss_in_parts,
+    product,
+    split_product_seconds,
+)
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.operators.sizes import LocalSizes
 from meshwright.costmodel.precisions import cast_calls
@@ -344,7 +349,8 @@ class Pricer(ReshardPricer):
             return leaf(self, op, strategy)
         if not self.table.ops[op.name].matmul:
             return stream(self, self.fusion, op, strategy)
-        return (attention if traits.kernel == "attention" else product)(self, op, strategy)
+        modelled = {"attention": attention, "chunked": loss_in_parts}.get(traits.kernel, product)
+        return modelled(self, op, strategy)
 
     def _implementation(self, op: Op, strategy: Strategy) -> list[Entry]:
         """Collectives inside an implementation."""

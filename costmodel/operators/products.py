@@ -3,9 +3,14 @@
 matrix product   forward Y = XW, backward dX = dY·Wᵀ and dW = Xᵀ·dY where a gradient is wanted;
                  in 8 bits with what casts its operands move (`costmodel/precisions.py`)
 attention        backward 2.5 × the forward's FLOPs (scores are computed again)
+loss in parts    forward Y = XW and its loss, backward Y again, dX and dW: one product of each kind
+                 per part, and what moves its logits
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 
 from meshwright.costmodel.graph import Op
 from meshwright.costmodel.kernels import attention_seconds, matmul_seconds, stream_seconds
@@ -18,6 +23,10 @@ from meshwright.costmodel.sharding import Strategy, largest_part, replicated
 
 ALIGNED = 8  # elements of 16 bits, 16 bytes
 OF_BACKWARD = 2.5  # FLOPs of attention's backward over its forward's
+WIDE = 4  # bytes of a logit in single precision
+# over logits in single precision, of a logsumexp and of its gradient, counted as those of a
+# cross-entropy are: what is read and written once (half of what eager kernels move)
+PASSES = 3
 
 
 def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
@@ -28,8 +37,8 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
         # tokens of all ranks of the expert axis come to a rank's experts
         batch = sizes.table.ops[op.name].sizes[EXPERT_FACTOR] / sizes.setting.mesh.ep
         m *= sizes.crowding(op.results[0]) / batch
-    first = _left(op)
-    pair = list(zip(op.operands, strategy.operands, strict=True))[first : first + 2]
+    placed = list(zip(op.operands, strategy.operands, strict=True))
+    pair = [placed[k] for k in _pair(op)]
     moved = sizes.nbytes(op.results[0], strategy.results[0])
     narrow = 0.5 if dtype == "fp8" else 1.0  # of operands, 8 bits of 16
     moved += narrow * sum(sizes.nbytes(v, p) for v, p in pair)
@@ -127,15 +136,61 @@ def attention(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     return entries + merges(sizes, op, strategy)
 
 
+def loss_in_parts(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
+    """A product and a loss of its rows, one part of them after the other."""
+    device, dtype, (parts, steps) = sizes.setting.cluster.device, sizes.dtype(op), op.args[9:]
+    m, n, k, *_ = _extents(sizes, op, strategy)
+    x, weight = (sizes.graph.values[op.operands[i]] for i in _pair(op))
+    rows, narrow = m / parts, x.dtype.itemsize
+    products = narrow * (rows * n + rows * k + k * n)
+    # a step reads and writes logits; where they are narrow, single precision is made of them
+    forward = 2 * narrow * len(steps) + (narrow + WIDE) * (narrow < WIDE)
+    backward, passes = 2 * forward, PASSES * WIDE
+    if sizes.setting.target.fusion == "full":
+        forward, backward, passes = 0, 2 * narrow, narrow
+
+    def entry(column: str, extents: Sequence[tuple[float, float, float]], logit: float) -> Entry:
+        busy_s = sum(matmul_seconds(device, dtype, *e, 1, products) for e in extents)
+        busy_s += stream_seconds(device, rows * n * logit) / sizes.setting.target.stream_speed
+        flops = sum(2 * math.prod(extent) for extent in extents)
+        launches = len(extents) + len(steps) + 2 * PASSES
+        return Entry(
+            column,
+            "product",
+            parts * (busy_s + launches * device.launch_overhead_s),
+            flops=parts * flops,
+            moved_bytes=parts * (products * len(extents) + rows * n * logit),
+        )
+
+    again = (rows, n, k)
+    gradients = [(rows, k, n)] * x.requires_grad + [(k, n, rows)] * weight.requires_grad
+    return [
+        entry(FORWARD_S, [again], forward + passes),
+        entry(BACKWARD_S, [again, *gradients], backward + passes),
+    ]
+
+
+def chunk_bytes(sizes: LocalSizes, op: Op, strategy: Strategy) -> float:
+    """Bytes that the backward of a loss in parts holds beside gradients of its operands: a part's
+    logits in single precision with their gradient, those between steps, and the weight's gradient
+    where it is added up in single precision."""
+    parts, steps = op.args[9:]
+    m, n, k, *_ = _extents(sizes, op, strategy)
+    x, weight = (sizes.graph.values[op.operands[i]] for i in _pair(op))
+    narrow, wide = x.dtype.itemsize, sizes.setting.kept_bytes
+    logit = WIDE + narrow * (narrow < WIDE) + (narrow * (1 + len(steps)) if steps else 0)
+    held = max(0, wide - narrow) * weight.requires_grad  # beside the gradient that is made of it
+    return m / float(parts) * n * logit + held * n * k
+
+
 def _extents(
     sizes: LocalSizes, op: Op, strategy: Strategy
 ) -> tuple[float, float, float, float, float]:
     """(m, n, k, batch, FLOPs over 2mnk·batch) of a product at local sizes: factors of the result in
     the left operand alone, in the right one alone, summed ones, and those that all have."""
     factors, atoms = sizes.table.ops[op.name], sizes.table.letters[op.name]
-    first = _left(op)
-    of_left, of_right = (_letters(dims) for dims in factors.operands[first : first + 2])
-    result = _letters(factors.results[0])
+    of_left, of_right = (_letters(factors.operands[k]) for k in _pair(op))
+    result = _letters(factors.results[0]) or of_left ^ of_right
     m = n = k = batch = 1.0
     tokens = "" if sizes.context is None else sizes.context.strategies[op.name].split_factor
     for letter in factors.flop_factors:
@@ -159,9 +214,12 @@ def _extents(
     return m, n, k, batch, factors.flops / 2
 
 
-def _left(op: Op) -> int:
-    """Position of a product's left operand."""
-    return (traits_of(op).product or Product()).x
+def _pair(op: Op) -> tuple[int, int]:
+    """Positions of a product's left and right operands."""
+    if traits_of(op).kernel == "chunked":
+        return 0, 2
+    first = (traits_of(op).product or Product()).x
+    return first, first + 1
 
 
 def _letters(dims: Dims) -> frozenset[str]:

@@ -9,7 +9,7 @@ from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.operators.setting import Setting
 from meshwright.costmodel.precisions import FP8, PRECISIONS
-from meshwright.costmodel.rules import is_fp8
+from meshwright.costmodel.rules import is_fp8, traits_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,7 +69,8 @@ class LocalSizes:
 
     def dtype(self, op: Op) -> str:
         """The precision an operator computes in: "bf16", "fp32", "fp8", ..."""
-        itemsize = self.graph.values[op.results[0]].dtype.itemsize if op.results else 4
+        told = op.operands if traits_of(op).kernel == "chunked" else op.results
+        itemsize = self.graph.values[told[0]].dtype.itemsize if told else 4
         if itemsize != self.setting.weight_bytes:
             return "fp32"
         return "fp8" if self.in_fp8(op) else PRECISIONS[self.setting.precision].wide

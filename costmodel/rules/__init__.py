@@ -37,10 +37,13 @@ if TYPE_CHECKING:
     from meshwright.costmodel.rules.shuffle import PERMUTATIONS, permutation
     from meshwright.costmodel.rules.traits import (
         IMPLEMENTATIONS,
+        LOSS_IN_PARTS,
+        SCORES,
         TRAITS,
         Draw,
         Product,
         backward_joins,
+        class_weights,
         draws,
         draws_anew,
         is_causal,

@@ -28,7 +28,7 @@ from meshwright.costmodel.rules.language import (
     factors,
     replicated,
 )
-from meshwright.costmodel.rules.traits import draws
+from meshwright.costmodel.rules.traits import LOSS_IN_PARTS, draws
 from meshwright.profiles.inputs import MeshwrightError
 
 
@@ -64,6 +64,19 @@ def _cross_entropy(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
     inner = {"vocab": "cross_entropy"} if plain else {}
     spec = "n vocab *x, n *x -> " + ("" if reduced else "n *x")
     return ein(spec, whole="" if plain else "vocab", inner=inner)(op, operands, results)
+
+
+def _chunked_loss(op: Op, operands: Metas, results: Metas) -> OpFactors:
+    """Rows of x summed, classes exchanged inside: x, targets, the weight, its bias."""
+    smoothing, transposed = op.args[5], op.args[8]
+    weight = "out d" if transposed else "d out"
+    rule = ein(
+        f"n d, n, {weight}, out ->",
+        whole="d out" if smoothing else "d",
+        inner={} if smoothing else {"out": LOSS_IN_PARTS},
+        flops=2.0,
+    )
+    return rule(op, operands, results)
 
 
 def _nll_loss(op: Op, operands: Metas, results: Metas) -> OpFactors | None:
@@ -304,6 +317,7 @@ RULES: dict[str, Rule] = {
     "aten.scaled_dot_product_attention": _sdpa,
     **{f"aten.{name}": _softmax for name in ("softmax", "_softmax", "log_softmax")},
     "aten.cross_entropy_loss": _cross_entropy,
+    f"meshwright.{LOSS_IN_PARTS}": _chunked_loss,
     **dict.fromkeys(("aten.nll_loss", "aten.nll_loss_nd"), _nll_loss),
     **{f"aten.{name}_loss": _pointwise_loss(2) for name in ("mse", "l1", "smooth_l1", "huber")},
     "aten.binary_cross_entropy_with_logits": _pointwise_loss(4),

@@ -65,7 +65,7 @@ class RowLoss:
     the number of the others, over all ranks and micro-batches. `reduction`: position of the
     argument, none (0), mean (1) or sum (2)."""
 
-    kind: Literal["cross_entropy", "nll"]
+    kind: Literal["cross_entropy", "nll", "chunked"]
     reduction: int = 3
 
 
@@ -84,7 +84,8 @@ class Traits:
     """Properties of an operator; the defaults are those of an ordinary one.
 
     kernel        how it is priced, where that is not by its FLOPs and bytes: fused attention, a
-                  look-up of rows (dense gradient), a sum whose gradient passes through
+                  look-up of rows (dense gradient), a sum whose gradient passes through, a product
+                  with its loss in parts
     fused_at      the least `Target.fusion` level at which it joins another's kernel, as pointwise
                   operators do
     copies        moves memory, though its rule is a view's
@@ -106,7 +107,7 @@ class Traits:
                   the operand whose elements, in order, go to where the flags before it are up
     """
 
-    kernel: Literal["", "attention", "lookup", "sum"] = ""
+    kernel: Literal["", "attention", "lookup", "sum", "chunked"] = ""
     fused_at: Literal["", "pointwise", "full"] = ""
     copies: bool = False
     stride_bound: bool = False
@@ -141,6 +142,8 @@ class Implementation:
 
 
 ORDINARY = Traits()
+LOSS_IN_PARTS = "loss_in_parts"  # the operator of `planner/plan/loss_parts.py`
+SCORES = "scores"  # stands for logits among the arguments of its steps
 
 
 def _drops(op: Op) -> bool:
@@ -188,6 +191,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType({
     "instance_norm": Traits(statistics=Statistics(of_batch=False)),
     "cross_entropy_loss": Traits(loss=RowLoss(kind="cross_entropy"), fused_at="full"),
     **dict.fromkeys(("nll_loss", "nll_loss_nd"), Traits(loss=RowLoss(kind="nll"))),
+    LOSS_IN_PARTS: Traits(loss=RowLoss(kind="chunked"), kernel="chunked", main=True),
     "dropout": Traits(draw=Draw(kind="dropout", when=_drops, training=True)),
     "feature_dropout": Traits(draw=Draw(kind="channel dropout", when=_drops, training=True)),
     "native_dropout": Traits(draw=Draw(when=_drops)),
@@ -217,6 +221,7 @@ TRAITS: Mapping[str, Traits] = MappingProxyType({
 IMPLEMENTATIONS: Mapping[str, Implementation] = MappingProxyType({
     "": Implementation(),  # the operator itself
     "cross_entropy": Implementation(exchanges=True, per_row=3),  # maximum, Σ exponentials, target
+    LOSS_IN_PARTS: Implementation(exchanges=True, per_row=3),
     "batch_norm": Implementation(exchanges=True),
     "embedding": Implementation(),  # results come out partial
 })  # fmt: skip
@@ -313,6 +318,12 @@ def row_reduction(op: Op) -> int:
     """Reduction of a loss of rows: mean (1) or sum (2); 0 if it has none, or is no such loss."""
     loss = traits_of(op).loss
     return 0 if loss is None else int(argument(op, loss.reduction, "reduction", 1))
+
+
+def class_weights(op: Op) -> str | None:
+    """The value that weighs the classes of a loss of rows, if there is one."""
+    weights = argument(op, 2, "weight", None)
+    return weights.name if isinstance(weights, Ref) else None
 
 
 def runs_as_reshape(op: Op) -> bool:

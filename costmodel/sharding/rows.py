@@ -247,9 +247,9 @@ class _Reader:
             return self._met(op)
         if rules.row_reduction(op) == 2:
             return self._summed(op)
-        target, *weights = op.operands[1:]
+        target, weights = op.operands[1], rules.class_weights(op)
         floating = self.graph.values[target].dtype.is_floating_point
-        if floating or self.raw.issuperset(op.operands[1:]):
+        if floating or self.raw.issuperset(filter(None, (target, weights))):
             return self._all(op, SHARE)
         ignored = argument(op, 4, "ignore_index", -100)
         behind = self.graph.behind({target}) & self.maker.keys() - self.raw

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.rules import Dims
+from meshwright.costmodel.rules import Dims, traits_of
 from meshwright.costmodel.sharding.factors import FactorTable
 from meshwright.profiles.inputs import MeshwrightError
 
@@ -181,7 +181,8 @@ def _split(graph: Graph, table: FactorTable, op: Op, letter: str, atom: int) -> 
                 return Placement("S", d, before) if atoms.count(atom) == 1 else None
         return without
 
-    needed = [R if kind == "inner" else _whole(graph, value) for value in op.operands]
+    alone = kind == "inner" and traits_of(op).loss is None  # their gradients are whole
+    needed = [R if alone else _whole(graph, value) for value in op.operands]
     if summed:
         needed = [P if i in factors.pinned else at for i, at in enumerate(needed)]
     otherwise = [None if kind == "map" else P if summed else R] * len(op.results)

@@ -1,12 +1,14 @@
 """Operators that know the axis they are split on.
 
 Each replaces one ATen operator where its rule names an implementation: vocabulary-parallel
-cross-entropy, masked embedding, synchronised batch norm; the loss normalised by a global count.
+cross-entropy, masked embedding, synchronised batch norm; the loss normalised by a global count, and
+in parts of its rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from meshwright.costmodel.rules import SCORES
 from meshwright.costmodel.sharding import RP, P
 from meshwright.executor.resharding import Axis, Reshard, all_reduce
 
@@ -118,6 +121,17 @@ class GlobalLoss(nn.Module):
             if label_smoothing:
                 options["label_smoothing"] = label_smoothing
             loss = self._of_rows(logits, target, options)
+        return self.divided(loss, target, ignore_index, denominator, weight)
+
+    def divided(
+        self,
+        loss: torch.Tensor,
+        target: torch.Tensor,
+        ignore_index: int,
+        denominator: torch.Tensor | None = None,
+        weight: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The Σ over rows as it is reduced."""
         if self.reduction == 2:
             return loss
         if denominator is None:
@@ -134,6 +148,173 @@ class GlobalLoss(nn.Module):
         loss = F.nll_loss if self.kind == "nll" else F.cross_entropy
         rows = loss(logits, target, reduction="none" if half else "sum", **options)
         return rows.float().sum() if half else rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunks:
+    """The way to take a loss in `parts`: what makes logits of rows, which class each wants. `steps`
+    are (operator, arguments, keywords) on logits, of which `SCORES` stands for those before;
+    gradients of the weight are added up in `summed`, or as they are made."""
+
+    parts: int
+    steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
+    transposed: bool  # the weight is [classes, d], else [d, classes]
+    summed: torch.dtype | None
+    ignore_index: int
+    label_smoothing: float
+    classes: Axis | None
+    first_class: int
+
+    def logits(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        return F.linear(x, weight if self.transposed else weight.t(), bias)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits after the steps."""
+
+        def given(argument: Any) -> Any:
+            return logits if isinstance(argument, str) and argument == SCORES else argument
+
+        for step, args, kwargs in self.steps:
+            logits = step(*map(given, args), **kwargs)
+        return logits
+
+    def places(self, target: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The place of each row's class among those here, and whether it is one and counts."""
+        local = target - self.first_class
+        here = (local >= 0) & (local < classes) & (target != self.ignore_index)
+        return local.masked_fill(~here, 0).unsqueeze(1), here
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Σ cross-entropy over rows of `x weightᵀ + bias`, of one part of the rows after the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        how: Chunks,
+    ) -> torch.Tensor:
+        parts = zip(x.chunk(how.parts), target.chunk(how.parts), strict=True)
+        losses, sums = zip(*(_of_part(how, *part, weight, bias) for part in parts), strict=True)
+        ctx.how = how
+        ctx.save_for_backward(x, target, weight, bias, torch.cat(sums))
+        return torch.stack(losses).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        how, (x, target, weight, bias, sums) = ctx.how, ctx.saved_tensors
+        to_x, _, to_weight, to_bias, _ = ctx.needs_input_grad
+        wide = how.summed or weight.dtype
+        of_x = torch.empty_like(x) if to_x else x
+        of_weight = torch.zeros_like(weight, dtype=wide) if to_weight else None
+        of_bias = torch.zeros_like(bias, dtype=wide) if to_bias else None
+        parts = zip(*(t.chunk(how.parts) for t in (x, target, sums)), strict=True)
+        for (rows, wanted, total), of_rows in zip(parts, of_x.chunk(how.parts), strict=True):
+            grad = _of_logits(how, (rows, wanted, total), weight, bias, grads[0])
+            if to_x:
+                torch.mm(grad, weight if how.transposed else weight.t(), out=of_rows)
+            if of_weight is not None:
+                _add_product(of_weight, *((grad, rows) if how.transposed else (rows, grad)))
+            if of_bias is not None:
+                of_bias += grad.sum(0, dtype=wide)
+            del grad  # before the next part's is made
+        return (
+            of_x if to_x else None,
+            None,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(weight.dtype),
+            None,
+        )
+
+
+def _wide(scores: torch.Tensor, *, own: bool) -> torch.Tensor:
+    """Logits in single precision at least, in memory of their own."""
+    wide = scores.detach().to(torch.promote_types(scores.dtype, torch.float32))
+    return wide.clone() if wide.dtype == scores.dtype and not own else wide
+
+
+def _of_part(
+    how: Chunks,
+    rows: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a part of the rows, and of each row the logarithm of its Σ exponentials."""
+    scores = _wide(how.scores(how.logits(rows, weight, bias)), own=True)
+    place, here = how.places(target, scores.shape[1])
+    top, hit = scores.amax(1), scores.gather(1, place).squeeze(1) * here
+    mean = scores.mean(1) if how.label_smoothing else hit
+    if how.classes is not None:
+        top = all_reduce(top, how.classes, "max")
+    total = scores.sub_(top.unsqueeze(1)).exp_().sum(1)
+    if how.classes is not None:
+        total, hit = all_reduce(torch.stack([total, hit]), how.classes)
+    total = total.log() + top
+    loss = total - (1 - how.label_smoothing) * hit - how.label_smoothing * mean
+    return (loss * (target != how.ignore_index)).sum(), total
+
+
+def _of_logits(
+    how: Chunks,
+    part: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    of_loss: torch.Tensor,
+) -> torch.Tensor:
+    """The gradient of the logits, which are made again, of a part: rows of x, their classes, and
+    the logarithms of their Σ exponentials."""
+    rows, target, total = part
+    logits = how.logits(rows, weight, bias)
+    with torch.enable_grad():
+        scores = how.scores(logits.requires_grad_(bool(how.steps)))
+    dtype, classes = scores.dtype, scores.shape[1]
+    grad = _wide(scores, own=not how.steps)
+    if not how.steps:
+        del logits, scores
+    grad.sub_(total.unsqueeze(1)).exp_()  # the softmax
+    place, here = how.places(target, classes)
+    if how.label_smoothing:
+        grad.sub_(how.label_smoothing / classes)
+    grad.scatter_add_(1, place, (here * (how.label_smoothing - 1)).to(grad.dtype).unsqueeze(1))
+    grad.mul_(((target != how.ignore_index) * of_loss).unsqueeze(1))
+    grad = grad.to(dtype)
+    return torch.autograd.grad(scores, logits, grad)[0] if how.steps else grad
+
+
+def _add_product(to: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add leftᵀ · right to a sum, in place where it has the product's type."""
+    if to.dtype == left.dtype:
+        to.addmm_(left.t(), right)
+    else:
+        to += left.t() @ right
+
+
+_chunked_loss: Callable[..., torch.Tensor] = _ChunkedLoss.apply
+
+
+class ChunkedLoss(nn.Module):
+    """The cross-entropy of a product, in parts; `loss` divides its sum over rows."""
+
+    def __init__(self, loss: GlobalLoss, how: Chunks) -> None:
+        super().__init__()
+        self.loss, self.how = loss, how
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        target: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        denominator: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        total = _chunked_loss(x, target, weight, bias, self.how)
+        return self.loss.divided(total, target, self.how.ignore_index, denominator)
 
 
 class ScatteredRows(nn.Module):

@@ -104,7 +104,8 @@ class Lowering:
 
     def _module(self, block: Block, written: Written) -> nn.Module:
         """The written graph with its recompute, compiled if it can be."""
-        opaque = written.exchanges or any(traits_of(op).leaf for op in block.ops)
+        traits = [traits_of(op) for op in block.ops]
+        opaque = written.exchanges or any(t.leaf or t.kernel == "chunked" for t in traits)
         opaque |= any(isinstance(m, ContextAttention) for m in written.module.children())
         compiled = self.backend is not None and not opaque  # which a compiler can look into
         module = repeated(written.module, self._again(block, written, compiled=compiled))

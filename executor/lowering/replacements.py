@@ -15,6 +15,7 @@ from torch import fx, nn
 
 from meshwright.costmodel import rules
 from meshwright.costmodel.graph import Graph, Op, Ref, argument
+from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.rules import Draw, row_reduction, traits_of
 from meshwright.costmodel.sharding import (
     BY_BLOCKS,
@@ -34,6 +35,8 @@ from meshwright.executor.host_values import has_values, note_unrun, read
 from meshwright.executor.lowering.context import Context, State, seen_locally
 from meshwright.executor.lowering.implementations import (
     MODULES,
+    ChunkedLoss,
+    Chunks,
     GlobalLoss,
     RunningNorm,
     ScatteredRows,
@@ -82,6 +85,8 @@ def replacement(call: Call, context: Context) -> Replacement | None:
         return _halo(call, context)
     if any(strategy.implementation == BY_BLOCKS for strategy in call.strategies):
         return _by_blocks(call, context)
+    if rules.traits_of(op).kernel == "chunked":
+        return _chunked(call, context)
     if is_global(op, context, call.strategies):
         ignore = argument(op, 4, "ignore_index", -100)
         smoothing = argument(op, 5, "label_smoothing", 0.0)
@@ -98,6 +103,27 @@ def replacement(call: Call, context: Context) -> Replacement | None:
     if _written_in_parts(op, context):
         return ScatteredRows(), args
     return (module, args) if module else _deferred(call, context) or _in_8_bits(call, context)
+
+
+def _chunked(call: Call, context: Context) -> Replacement:
+    """A loss in parts of its rows."""
+    x, target, _, _, ignore, smoothing, weight, bias, transposed, parts, steps = call.args
+    loss = global_loss(call.op, context, call.strategies)
+    wide = (
+        PRECISIONS[context.precision].kept_bytes
+        > context.graph.values[call.op.operands[2]].dtype.itemsize
+    )
+    how = Chunks(
+        parts=parts,
+        steps=tuple((rules.overload(name), args, kwargs) for name, args, kwargs in steps),
+        transposed=transposed,
+        summed=torch.float32 if wide else None,
+        ignore_index=ignore,
+        label_smoothing=smoothing,
+        classes=loss.classes,
+        first_class=loss.first_class,
+    )
+    return ChunkedLoss(loss, how), (x, target, weight, bias, call.count)
 
 
 def _written_in_parts(op: Op, context: Context) -> bool:
@@ -685,13 +711,13 @@ def global_loss(op: Op, context: Context, strategies: Sequence[Strategy]) -> Glo
     """The module in the place of such a loss."""
     on_axes = list(zip(strategies, context.axes, strict=True))
     # the data axis splits classes too where they are rows, as in a contrastive loss
-    vocabulary = next((axis for x, axis in on_axes if x.implementation), None)
+    inner = next(((x.split_factor, axis) for x, axis in on_axes if x.implementation), None)
     sizes, loss = context.table.ops[op.name].sizes, traits_of(op).loss
     assert loss is not None
     return GlobalLoss(
         loss.kind,
         row_reduction(op),
-        vocabulary,
+        inner and inner[1],
         tuple(axis for x, axis in on_axes if x.split_factor and not x.implementation),
-        first_class=vocabulary.part(sizes["vocab"])[0] if vocabulary else 0,
+        first_class=inner[1].part(sizes[inner[0]])[0] if inner else 0,
     )

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.costmodel.graph import Graph, Op, argument
-from meshwright.costmodel.rules import row_reduction, traits_of
+from meshwright.costmodel.rules import class_weights, row_reduction, traits_of
 from meshwright.costmodel.sharding import ContextLayout, Placement, R, RowUse, token_dim
 from meshwright.executor.errors import StateError
 from meshwright.executor.lowering import State, local_view, row_weight
@@ -24,7 +24,7 @@ from meshwright.executor.resharding import Axis, Reshard, all_gather
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.runtime.step import Step
 from meshwright.executor.stages import Keep
-from meshwright.planner.plan import pipelines, stage_of
+from meshwright.planner.plan import NO_LOGITS, pipelines, stage_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,16 @@ def forward(
     has, or with `gather` all, on every rank. Collective.
 
     With `at` a value [rows, positions, ...] is read at one position per row: [rows, ...]. Raises
-    `StateError` for a value without rows in a plan of several micro-batches.
+    `StateError` for a value without rows in a plan of several micro-batches, and for logits where
+    the loss runs in parts.
     """
+    if not runtime.graph.values.keys() >= set(values):
+        raise StateError(
+            "logits are asked for, of which the plan never has more than a part: its loss runs in "
+            f"{runtime.graph.loss_parts}",
+            place="forward",
+            **NO_LOGITS,
+        )
     outputs: list[_Kept] = []
 
     def keep(step: Step) -> Keep:
@@ -258,13 +266,13 @@ def counting(graph: Graph, use: RowUse) -> Counting:
         op = makers[op.operands[0]]
     known = derived | set(graph.buffers) | set(graph.constants)
     if row_reduction(op) == 1 and not graph.values[op.operands[1]].dtype.is_floating_point:
-        _, target, *weight = op.operands
-        if target in derived and known.issuperset(weight):
+        target, weight = op.operands[1], class_weights(op)
+        if target in derived and (weight is None or weight in known):
             return Counting(
                 target=target,
                 ignored=int(argument(op, 4, "ignore_index", -100)),
-                weight=next(iter(weight), None),
-                exponential=not weight and not argument(op, 5, "label_smoothing", 0.0),
+                weight=weight,
+                exponential=weight is None and not argument(op, 5, "label_smoothing", 0.0),
             )
     elif op.short == "div" and len(op.operands) == 2 and op.operands[1] in derived:
         return Counting(divisor=op.operands[1])

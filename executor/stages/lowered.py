@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Block, Graph, Op
+from meshwright.costmodel.rules import class_weights
 from meshwright.costmodel.written_buffers import updates_of
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
 from meshwright.executor.lowering import Context, Lowered, Lowering, State
@@ -251,7 +252,7 @@ def _counts(
         for name in block.losses:
             op = ops[name]
             ignored = op.kwargs.get("ignore_index", op.args[4] if len(op.args) > 4 else -100)
-            losses[name] = (op.operands[1], int(ignored), next(iter(op.operands[2:]), None))
+            losses[name] = (op.operands[1], int(ignored), class_weights(op))
     if not losses:
         return None, {}
     read = dict.fromkeys(v for target, _, weight in losses.values() for v in (target, weight))

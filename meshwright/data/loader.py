@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from meshwright.data import loader_arguments
 from meshwright.executor.ranks import all_gather_object, background, gloo_group, launch
 from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.profiles.inputs.booleans import checked_booleans
+from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.running import DataParallel, Steps
 
 log = logging.getLogger(__name__)

@@ -16,8 +16,7 @@ from meshwright.executor.ranks import all_gather_object, background, run_on_all,
 from meshwright.executor.runtime import Counted, Counting, Runtime, counting, forward, group_of
 from meshwright.planner.batch import batch_rows, input_leaves, unusual_kind
 from meshwright.profiles.inputs import shown
-from meshwright.profiles.inputs.booleans import checked_booleans
-from meshwright.profiles.inputs.limits import MAX_COUNT, is_number
+from meshwright.profiles.inputs.limits import MAX_COUNT, checked_booleans, is_number
 from meshwright.running.planned import PlannedModel
 from meshwright.running.steps import with_targets
 from meshwright.traced import TracedModel

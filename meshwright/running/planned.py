@@ -18,7 +18,7 @@ from meshwright.executor.ranks import launch, progress
 from meshwright.executor.runtime import RunOptions, Runtime
 from meshwright.executor.stages import BatchShape, CheckedPlan
 from meshwright.planner.batch import batch_rows, input_leaves
-from meshwright.planner.plan import Plan, fingerprint
+from meshwright.planner.plan import Plan, fingerprint, graph_for
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.inputs import MeshwrightError
 from meshwright.running.data_parallel import DataParallel
@@ -58,7 +58,7 @@ class PlannedModel:
         """The plan, checked on the graph of its micro-batch."""
         plan, traced = self.plan, self._traced
         graph, factors = traced.in_microbatches(plan.microbatch_rows, plan.global_batch_size)
-        return CheckedPlan.of(plan, graph, factors, traced.run_use)
+        return CheckedPlan.of(plan, *graph_for(plan, graph, factors), traced.run_use)
 
     def _lowered(self) -> Runtime:
         """The plan's part of this rank."""
@@ -171,7 +171,7 @@ class OtherShapes:
             problem = replace(self.problem, graph=traced.graph, factors=traced.factors)
             prediction = launch.agree_on(lambda: Evaluator(problem).price(plan).prediction)
             check_memory(prediction, problem.cluster)
-        return CheckedPlan.of(plan, graph, factors, traced.run_use)
+        return CheckedPlan.of(plan, *graph_for(plan, graph, factors), traced.run_use)
 
 
 def plan_of_rows(plan: Plan, rows: int) -> Plan:

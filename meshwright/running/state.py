@@ -15,7 +15,7 @@ from meshwright.executor.parameters import WholeTensors
 from meshwright.executor.ranks import background, progress, run_on_all
 from meshwright.executor.runtime import group_of
 from meshwright.executor.stages import check_trains
-from meshwright.profiles.inputs.booleans import checked_booleans
+from meshwright.profiles.inputs.limits import checked_booleans
 from meshwright.running.planned import PlannedModel
 
 

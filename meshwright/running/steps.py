@@ -24,8 +24,7 @@ from meshwright.planner.batch import batch_rows
 from meshwright.planner.plan import Plan, sized
 from meshwright.planner.pricing import Evaluator
 from meshwright.profiles.inputs import MeshwrightError, shown
-from meshwright.profiles.inputs.booleans import checked_booleans
-from meshwright.profiles.inputs.limits import is_number
+from meshwright.profiles.inputs.limits import checked_booleans, is_number
 from meshwright.running.planned import PlannedModel
 
 log = logging.getLogger(__name__)

@@ -43,6 +43,7 @@ from meshwright.planner.plan import (
     seconds,
     sized,
     slower,
+    with_loss_in,
 )
 from meshwright.planner.pricing import Evaluator, StageCoster, evaluate
 from meshwright.planner.report import busiest, device_groups, excluded
@@ -480,6 +481,8 @@ class Sensitivity:
 MAX_BATCHES = 3  # searched
 SEARCH_S = 0.5  # for one of them; no new one after twice as long
 LOGITS = 0.25  # of the peak, from which on a loss in chunks is worth a line
+BINDING = 0.1  # of the peak, from which on a plan is searched with one
+FULL = 0.7  # of what a device may hold, from which on memory shapes a plan
 KERNEL_MULTIPLE = 8  # elements of 16 bits in the 16 bytes that tensor cores load at once
 PAD_TO = 64  # which also fills their tiles
 
@@ -674,19 +677,34 @@ def _words(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
 
 def _logits(search: Search, result: SearchResult) -> Iterator[dict[str, Any]]:
     """The fullest device's bytes without most of its logits, in the chosen plan."""
-    best = result.best
-    lighter = with_chunked_loss(replace(search.problem, precision=best.plan.precision))
-    if lighter is None:
-        return
-    priced = evaluate(best.plan, lighter, best.assignments, StageCoster(lighter))
-    before, after = (e.prediction.fullest_bytes for e in (best.evaluation, priced))
-    taken = (before - after) / (1 - 1 / CHUNKS)
+    taken, before, after = _logits_bytes(search, result)
     if taken > LOGITS * before:
+        ours = f"chunked_loss={CHUNKS}" * (with_loss_in(search.problem, CHUNKS) is not None)
+        theirs = f"a chunked or fused loss (in {CHUNKS} parts)"
         yield {
             "kind": "logits",
             "logits_bytes": taken,
             "peak_bytes_without": after,
             "advice": f"logits and their gradients take {sized(taken)} of the peak's "
-            f"{sized(before)}: a chunked or fused loss (in {CHUNKS} parts) leaves "
-            f"{sized(after)}",
+            f"{sized(before)}: {ours or theirs} leaves {sized(after)}",
         }
+
+
+def _logits_bytes(search: Search, result: SearchResult) -> tuple[float, float, float]:
+    """Bytes of the fullest device that are logits, all, and those without most of its logits; 0
+    logits where its loss has none, or is in parts."""
+    best = result.best
+    before = best.evaluation.prediction.fullest_bytes
+    lighter = with_chunked_loss(replace(search.problem, precision=best.plan.precision))
+    if lighter is None:
+        return 0.0, before, before
+    priced = evaluate(best.plan, lighter, best.assignments, StageCoster(lighter))
+    after = priced.prediction.fullest_bytes
+    return (before - after) / (1 - 1 / CHUNKS), before, after
+
+
+def logits_bind(search: Search, result: SearchResult) -> bool:
+    """Whether a plan may gain by a loss in parts: its fullest device is full, of logits not
+    least."""
+    taken, before, _ = _logits_bytes(search, result)
+    return taken > BINDING * before and before > FULL * search.space.memory_bytes

@@ -43,7 +43,8 @@ def with_chunked_loss(problem: Problem) -> Problem | None:
     classes."""
     classes = set[int]()
     for op in problem.graph.ops:
-        if traits_of(op).loss is not None:
+        loss = traits_of(op).loss
+        if loss is not None and loss.kind != "chunked":
             scores, targets = (problem.factors.dims[v] for v in op.operands[:2])
             classes |= {a for d in scores for a in d} - {a for d in targets for a in d}
     return _resized(problem, classes, lambda size: -(-size // CHUNKS)) if classes else None

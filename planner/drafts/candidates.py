@@ -90,6 +90,7 @@ def make_draft(
         schedule=pipeline.schedule,
         precision=coster.problem.precision,
         stages=tuple(_stage_plan(coster, draft, here) for draft, here in placed),
+        chunked_loss=coster.graph.loss_parts,
     )
     if stages[0].setup.validated and len(plan.devices) > 1:
         plan = dataclasses.replace(plan, post_validation=True)

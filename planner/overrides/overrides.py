@@ -64,9 +64,11 @@ class Overrides:
     `offload` is the part of each stage's optimizer states, with their step, in host memory, and of
     its blocks those that send what they save for the backward there: {"optimizer": 0.5,
     "activations": 1}, what isn't named 0; free, there is none unless nothing fits without, or it is
-    faster. With `post_validation` stages of a pipeline step their optimizers without waiting for
-    each other, in `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and
-    pays. `forbid` lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
+    faster. `chunked_loss` is the number of parts of its rows in which the last product, which makes
+    logits, and their cross-entropy run; free, there are several where logits take too much. With
+    `post_validation` stages of a pipeline step their optimizers without waiting for each other, in
+    `train_step(..., optimizer=)` and `fit`; free, they do where it is allowed and pays. `forbid`
+    lists what must not be used: one of `FORBIDDABLE`. Raises `OverrideError`.
     """
 
     tp: int | Mapping[str, int] | None = None
@@ -89,6 +91,7 @@ class Overrides:
     stages: Sequence[Sequence[str]] | None = None
     shardings: Mapping[str, str] = field(default_factory=dict)
     offload: Mapping[str, float] | None = None
+    chunked_loss: int | None = None
     post_validation: bool | None = None
     forbid: Collection[str] = ()
 

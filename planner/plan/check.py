@@ -20,6 +20,7 @@ from meshwright.planner.plan.assignments import Known, plan_assignments
 from meshwright.planner.plan.context_parallel import check_context
 from meshwright.planner.plan.expert_parallel import check_experts
 from meshwright.planner.plan.flow import check_copies, pipelines
+from meshwright.planner.plan.loss_parts import check_parts
 from meshwright.planner.plan.plan import Plan, StagePlan
 from meshwright.planner.plan.ranges import PlanError, compress_names, compress_ranks
 from meshwright.planner.plan.ranks import check_ranks
@@ -28,7 +29,8 @@ from meshwright.profiles.inputs import shown
 
 def fingerprint(graph: Graph) -> str:
     """Structural hash of a model, 16 hex digits, over parameters and operators: the same for any
-    batch size and precision."""
+    batch size and precision, and with its loss in parts."""
+    graph = graph.whole or graph
     parameters = sorted(
         f"{fqn}{graph.values[value].shape}" for value, fqn in graph.parameters.items()
     )
@@ -138,6 +140,7 @@ def _check_model(plan: Plan, graph: Graph, known: Known) -> None:
             legal=actual,
             way_out="plan again, or use the model it was made for",
         )
+    check_parts(plan, graph)
 
 
 def _check_step(plan: Plan) -> None:

@@ -176,7 +176,8 @@ class Plan:
 
     `model` is the fingerprint of the model it was made for. With `post_validation`, steps that
     `train_step` makes together with the optimizer's (`optimizer=`) are validated afterwards, so
-    that a device group begins the next one as soon as it is done with its own part.
+    that a device group begins the next one as soon as it is done with its own part. The rows of the
+    loss run in `chunked_loss` parts.
     """
 
     model: str
@@ -185,6 +186,7 @@ class Plan:
     schedule: str
     precision: str
     stages: tuple[StagePlan, ...]
+    chunked_loss: int = 1
     post_validation: bool = False
 
     @property

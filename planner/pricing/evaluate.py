@@ -24,6 +24,7 @@ from meshwright.planner.plan import (
     arriving_states,
     check_plan,
     crossings,
+    graph_for,
     shared_apart,
 )
 from meshwright.planner.pricing.copies import exchanges, with_exchanges
@@ -156,25 +157,32 @@ class Evaluation:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Prices plans of one problem, each in its own precision; `price` is a pure function of the
-    plan. Checked shardings and block prices are remembered."""
+    """Prices plans of one problem, each in its own precision and with its loss in as many parts;
+    `price` is a pure function of the plan. Checked shardings and block prices are remembered."""
 
     problem: Problem
-    _checked: Known = field(default_factory=dict)
-    _costers: Memo[str, StageCoster] = field(default_factory=Memo, init=False)
+    _checked: dict[int, Known] = field(default_factory=dict)  # by parts of the loss
+    _costers: Memo[tuple[str, int], StageCoster] = field(default_factory=Memo, init=False)
 
     def price(self, plan: Plan) -> Evaluation:
         """Check a plan and price it; raises `PlanError` as `check_plan` does."""
-        problem = self.problem
-        assignments = check_plan(plan, problem.graph, problem.factors, self._checked)
         coster = self._costers.of(
-            plan.precision, lambda: StageCoster(replace(problem, precision=plan.precision))
+            (plan.precision, plan.chunked_loss),
+            lambda: StageCoster(_problem_of(plan, self.problem)),
         )
+        problem, checked = coster.problem, self._checked.setdefault(plan.chunked_loss, {})
+        assignments = check_plan(plan, problem.graph, problem.factors, checked)
         return evaluate(plan, problem, assignments, coster)
 
     def on(self, cluster: Cluster) -> Evaluator:
         """The same on another cluster."""
         return Evaluator(replace(self.problem, cluster=cluster), self._checked)
+
+
+def _problem_of(plan: Plan, problem: Problem) -> Problem:
+    """The problem that a plan solves. Raises `PlanError` where its loss can't be in parts."""
+    graph, factors = graph_for(plan, problem.graph, problem.factors)
+    return replace(problem, graph=graph, factors=factors, precision=plan.precision)
 
 
 def evaluate(

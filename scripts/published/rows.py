@@ -22,6 +22,7 @@ from scripts.published.models import Latent, TransformerDims
 from scripts.published.setup import Setup
 
 # the first pattern that "gpu | interconnect" matches, to a catalog node
+LOSS_PARTS = 8  # of rows that say "chunked cross-entropy", torchtune's
 _NODES = (
     (r"H100-96GB", "grand-teton-h100"),
     (r"p5\.48xlarge", "p5.48xlarge"),
@@ -173,6 +174,7 @@ def read_row(row: Mapping[str, str]) -> Setup:
         recompute=recompute,
         recompute_part=part,
         experts_by_tensor=_experts_by_tensor(cells, tp),
+        loss_parts=LOSS_PARTS if "chunked cross-entropy" in cells.text("notes") else 1,
         micro_batch=micro,
         global_batch=batch,
         assumptions=(*cells.assumptions, *framework.assumptions),

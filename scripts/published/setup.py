@@ -47,6 +47,7 @@ class Setup:
     assumptions: tuple[str, ...]
     recompute_part: float = 1.0
     experts_by_tensor: bool = False  # experts' matrices are split over the tensor axis
+    loss_parts: int = 1
 
 
 def make_plan(setup: Setup, graph: Graph) -> Plan:
@@ -81,6 +82,7 @@ def make_plan(setup: Setup, graph: Graph) -> Plan:
         schedule="interleaved_1f1b" if setup.chunks > 1 else "1f1b",
         precision=setup.precision,
         stages=tuple(plans),
+        chunked_loss=setup.loss_parts,
     )
 
 

@@ -12,7 +12,7 @@ the case's own with the activations between layers split along the sequence); wh
 cut; `spread`, the placement that puts a pipeline's neighbours next to each other; `rows12`, the
 global batch; `host50`, percent of the optimizer states in host memory, `weights50` of the weights,
 `nvme50` of the states in files;
-`away50`, of each stage's blocks those whose activations go there.
+`away50`, of each stage's blocks those whose activations go there; `chunks3`, the parts of the loss.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from meshwright.costmodel.mesh import ALL_GATHER, CONTEXT_KINDS, ContextKind
 from meshwright.costmodel.precisions import PRECISIONS
 from meshwright.costmodel.recompute import RECOMPUTE
 from meshwright.costmodel.schedules import SCHEDULES
+from meshwright.planner.plan.loss_parts import in_parts
 from meshwright.planner.plan.plan import Plan
 from tests.helpers.plan_building import CUTS, Knobs, build_plan
 from tests.helpers.stored import stored
@@ -35,7 +36,7 @@ Meshes = tuple[tuple[int, int], ...]
 _COUNTS = {
     "m": "microbatches", "v": "virtual", "zero": "zero", "shard": "dp_shard", "hpz": "hpz",
     "rows": "rows", "seg": "segments", "host": "host", "weights": "weights",
-    "away": "away", "nvme": "nvme",
+    "away": "away", "nvme": "nvme", "chunks": "chunks",
 }  # fmt: skip
 _SEQUENCE = {
     "gpt2": {"transformer.h.*:add": "-> S(1)", "transformer.h.*:add#1": "-> S(1)"},
@@ -69,6 +70,7 @@ class Cell:
     weights: int = 0
     away: int = 0
     nvme: int = 0
+    chunks: int = 1
     name: str = ""
 
     @staticmethod
@@ -174,4 +176,5 @@ def plan_of(cell: Cell, of: Traced | None = None) -> tuple[Plan, Traced]:
             nvme=cell.nvme / 100,
         ),
     )
-    return plan, of
+    graph, table = in_parts(of.graph, of.table, cell.chunks)
+    return replace(plan, chunked_loss=cell.chunks), replace(of, graph=graph, table=table)

@@ -304,6 +304,20 @@ moe          dp4        1f1b m2 zero2 bf16_pure
 gpt2_untied  dp2        1f1b m2 zero2 host2 bf16_pure
 """
 
+# a loss in parts, of which some have fewer rows than others
+CHUNKED = """
+gpt2_tied    tp2        gpipe m2 chunks3
+gpt2_untied  pp2xdp2    interleaved_1f1b m4 v2 zero1 chunks3 bf16
+gpt2_untied  dp4        1f1b m2 zero3 full chunks3
+llama        dp2xtp2    1f1b m2 zero2 sequence chunks5
+llama        pp2xtp2    zb_h1 m4 mixed chunks2 fp16
+llama        dp2xcp2    1f1b m2 zero3 ring chunks3
+llama        dp4        1f1b m2 zero3 chunks4 bf16_pure
+bert         dp2xtp2    1f1b m4 zero1 chunks3
+plain_gpt    tp2        gpipe m4 chunks3
+llama_lora   dp2xtp2    1f1b m2 zero2 chunks3 bf16
+"""
+
 # adapters beside frozen weights, which ZeRO-3 divides like the others
 ADAPTERS = """
 llama_lora   dp2          gpipe m2 zero3 full bf16
@@ -325,7 +339,8 @@ def cells_in(table: str) -> tuple[Cell, ...]:
 
 
 MATRIX = cells_in(TWO_RANKS + FOUR_RANKS + EIGHT_RANKS)
-ALL = (*MATRIX, *cells_in(CONTEXT + COPIES + REGATHERED + SEGMENTED + EIGHT_BITS + PURE + ADAPTERS))
+BEYOND = CONTEXT + COPIES + REGATHERED + SEGMENTED + EIGHT_BITS + PURE + CHUNKED + ADAPTERS
+ALL = (*MATRIX, *cells_in(BEYOND))
 
 # --- the change tier ------------------------------------------------------------------------------
 
@@ -367,7 +382,8 @@ def _covers(cell: Cell) -> frozenset[Covered]:
     others = {
         *((k, getattr(cell, k)) for k in ("case", "cut", "placement", "shardings", "rows")),
         ("unequal", len(set(meshes)) > 1), ("segments", cell.segments > 1),
-        ("divided", cell.dp_shard is not None), ("hpz", cell.hpz is not None),
+        ("chunked", cell.chunks > 1), ("divided", cell.dp_shard is not None),
+        ("hpz", cell.hpz is not None),
         *([("cp_kind", cell.cp_kind)] if cell.cp > 1 else []),
     }  # fmt: skip
     pairs = combinations(sorted(of_pairs, key=str), 2)

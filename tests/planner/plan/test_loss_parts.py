@@ -1,0 +1,270 @@
+"""A loss in parts of its rows: where it can be, what it holds, when it is chosen."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from meshwright import Cluster, Overrides, Plan, auto_parallelize
+from meshwright.costmodel.graph import verify_graph
+from meshwright.costmodel.operators import op_flops
+from meshwright.executor.errors import StateError
+from meshwright.model import ParallelModel
+from meshwright.planner.overrides import OverrideError
+from meshwright.planner.plan import InfeasibleError, PlanError, fingerprint, in_parts
+from tests.helpers.planning import cut
+
+ROWS, TOKENS, WIDTH, CLASSES = 4, 16, 32, 96
+SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
+class Head(nn.Module):
+    """A layer, a product with a matrix of weights, and what a test does with its logits."""
+
+    def __init__(self, ends: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.ends, self.body = ends, nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, CLASSES)
+        self.other = nn.Linear(WIDTH, CLASSES)
+        self.matrix = nn.Parameter(torch.randn(WIDTH, CLASSES) / 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.ends(self, self.body(x).tanh(), y)
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    made = torch.Generator().manual_seed(seed)
+    y = torch.randint(0, CLASSES, (ROWS, TOKENS), generator=made)
+    y[0, :3] = -100
+    return torch.randn(ROWS, TOKENS, WIDTH, generator=made), y
+
+
+def _flat(self: Head, h: torch.Tensor, y: torch.Tensor, **how: Any) -> torch.Tensor:
+    return F.cross_entropy(self.out(h).float().view(-1, CLASSES), y.view(-1), **how)
+
+
+def _shifted(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logits = self.out(h)[:, :-1].contiguous()
+    return F.cross_entropy(logits.view(-1, CLASSES), y[:, 1:].reshape(-1))
+
+
+def _capped(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logits = 3.0 * (self.out(h) / 3.0).tanh()
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def _by_hand(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logits = torch.addmm(self.out.bias, h.flatten(0, 1), self.matrix)
+    return F.cross_entropy(logits, y.flatten())
+
+
+def _multiplied(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy((h @ self.matrix).flatten(0, 1), y.flatten())
+
+
+def _smooth(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _flat(self, h, y, label_smoothing=0.1)
+
+
+def _summed(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _flat(self, h, y, reduction="sum") / 64
+
+
+ENDS = (_flat, _shifted, _capped, _by_hand, _multiplied, _smooth, _summed)
+
+
+@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16_pure"])
+def test_training_is_the_same(ends: Callable[..., torch.Tensor], precision: str) -> None:
+    """Losses and gradients in 1 and in 3 parts, of which one has other sizes."""
+    found = []
+    for parts in (1, 3):
+        torch.manual_seed(1)
+        model = Head(ends)
+        ours = auto_parallelize(
+            model,
+            Cluster.local(1, measure=False),
+            example_inputs=batch(),
+            global_batch_size=ROWS,
+            precision=precision,
+            overrides=Overrides(chunked_loss=parts, num_microbatches=2),
+        )
+        assert ours.plan.chunked_loss == parts
+        losses = [float(ours.train_step(batch(seed)).detach()) for seed in (1, 2)]
+        grads = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
+        found.append((losses, grads))
+    (losses, grads), (others, changed) = found
+    close = {"rtol": 1e-5, "atol": 1e-6} if precision == "fp32" else {"rtol": 0.02, "atol": 2e-3}
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(others), **close)
+    assert grads.keys() == changed.keys() and len(grads) >= 3
+    torch.testing.assert_close(grads, changed, **close)
+
+
+def _weighed(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _flat(self, h, y, weight=self.other.bias.detach())
+
+
+def _read_twice(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logits = self.out(h).flatten(0, 1)
+    return F.cross_entropy(logits, y.flatten()) + logits.logsumexp(-1).square().mean()
+
+
+def _adapted(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    logits = self.out(h) + self.other(h)
+    return F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def _dropped(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(F.dropout(self.out(h), 0.1).flatten(0, 1), y.flatten())
+
+
+def _two(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return _flat(self, h, y) + F.cross_entropy(self.other(h).flatten(0, 1), y.flatten())
+
+
+def _squared(self: Head, h: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return self.out(h).square().mean() * (y.float().mean() * 0 + 1)
+
+
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        (_weighed, "weighs its classes"),
+        (_read_twice, "something else than the loss reads"),
+        (_adapted, r"add \(aten.add.Tensor\) lies between"),
+        (_dropped, r"dropout \(aten.dropout.default\) lies between"),
+        (_two, "2 cross-entropies"),
+        (_squared, "0 cross-entropies"),
+    ],
+)
+def test_other_losses_are_refused(ends: Callable[..., torch.Tensor], why: str) -> None:
+    of = cut(Head(ends), batch(), precision="fp32")
+    with pytest.raises(PlanError, match=f"{why}.*legal: 1; or more, where.*leave chunked_loss"):
+        in_parts(of.graph, of.table, 4)
+    with pytest.raises(OverrideError, match=f"override: chunked_loss.*{why}"):
+        auto_parallelize(
+            Head(ends),
+            Cluster.local(1, measure=False),
+            example_inputs=batch(),
+            global_batch_size=ROWS,
+            overrides=Overrides(chunked_loss=4),
+        )
+
+
+def test_a_graph_in_parts() -> None:
+    """It is one, of the same model, does a product more, and comes back."""
+    with torch.device("meta"):
+        model = Gemma2ForCausalLM(Gemma2Config(vocab_size=CLASSES, head_dim=8, **SIZES))
+        ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    of = cut(model, {"input_ids": ids, "labels": ids})
+    graph, table = in_parts(of.graph, of.table, 4)
+    verify_graph(graph)
+    assert [b.name for b in graph.blocks] == [b.name for b in of.graph.blocks]
+    assert fingerprint(graph) == fingerprint(of.graph)
+    loss = graph.ops[-1]
+    product = next(op for op in of.graph.ops if op.module == "lm_head")
+    assert loss.short == "loss_in_parts" and loss.module == "lm_head"
+    assert op_flops(table, loss) == op_flops(of.table, product)
+    assert max(graph.values[v].numel for op in graph.ops for v in op.results) < (
+        of.graph.values[product.results[0]].numel
+    )
+    assert of.graph.outputs is not None and "logits" in of.graph.outputs.known
+    assert graph.outputs is not None and "logits" not in graph.outputs.known
+    again, _ = in_parts(graph, table, 2)
+    assert again.loss_parts == 2 and again.whole is of.graph
+    assert in_parts(graph, table, 1)[0] is of.graph
+
+
+# --- what it holds, when it is chosen -------------------------------------------------------------
+
+
+def wide(
+    on: Cluster, rows: int = 8, *, precision: str = "bf16", classes: int = 32_000, **given: Any
+) -> ParallelModel:
+    """A plan for a model of many classes beside its layers."""
+    sizes = SIZES | {"hidden_size": 256, "intermediate_size": 512}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=classes, **sizes))
+        ids = torch.zeros(rows, 512, dtype=torch.long)
+    return auto_parallelize(
+        model,
+        on,
+        example_inputs={"input_ids": ids, "labels": ids},
+        global_batch_size=rows,
+        precision=precision,
+        overrides=Overrides(num_microbatches=1, recompute="none", **given),
+        memory_margin=0.0,
+    )
+
+
+def with_memory(nbytes: float) -> Cluster:
+    h100 = Cluster.from_catalog("h100-sxm", devices_per_node=1)
+    device = replace(h100.device, memory_bytes=int(nbytes))
+    return replace(h100, device=device, host=None)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure"])
+def test_memory_is_what_a_rehearsal_holds(precision: str) -> None:
+    peaks = {}
+    for parts in (1, 2, 16):
+        ours = wide(with_memory(80e9), precision=precision, chunked_loss=parts)
+        made = torch.optim.AdamW if precision == "bf16_pure" else None
+        rehearsed = ours.rehearse(optimizer=made)
+        (peaks[parts],), (priced,) = rehearsed.peak_bytes, rehearsed.priced_bytes
+        assert priced == pytest.approx(peaks[parts], rel=0.04)
+    assert peaks[16] < peaks[2] < 0.6 * peaks[1]
+
+
+def test_parts_are_chosen_where_logits_bind() -> None:
+    free = wide(with_memory(80e9))
+    assert free.plan.chunked_loss == 1
+    needs = [
+        wide(with_memory(80e9), chunked_loss=parts).prediction.fullest_bytes for parts in (1, 8)
+    ]
+    assert needs[1] < 0.8 * needs[0]
+    between = with_memory(sum(needs) / 2)
+    chosen = wide(between)
+    assert chosen.plan.chunked_loss == 8
+    assert "loss in 8 parts" in str(chosen.report).splitlines()[1]
+    assert any("no plan fits with the loss in one part" in note for note in chosen.report.notes)
+    for never in ({"chunked_loss": 1}, {"forbid": ["chunked_loss"]}):
+        with pytest.raises(InfeasibleError, match="does not fit"):
+            wide(between, **never)
+
+
+def test_a_file_has_the_parts(tmp_path: Any) -> None:
+    ours = wide(with_memory(80e9), chunked_loss=5)
+    ours.plan.save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan == ours.plan and plan.chunked_loss == 5
+
+
+def test_logits_need_a_plan_that_makes_them() -> None:
+    """What an evaluation counts does not; plans with and without parts follow each other."""
+    sizes = SIZES | {"vocab_size": CLASSES}
+    ids = torch.arange(ROWS * TOKENS).view(ROWS, TOKENS) % CLASSES
+    given = {"input_ids": ids, "labels": ids}
+    whole = auto_parallelize(
+        LlamaForCausalLM(LlamaConfig(**sizes)),
+        Cluster.local(1, measure=False),
+        example_inputs=given,
+        global_batch_size=ROWS,
+    )
+    before, logits = whole.evaluate([given]), whole.forward(given).logits
+    assert whole.plan.chunked_loss == 1 and logits.shape == (ROWS, TOKENS, CLASSES)
+    parted = whole.replan(Overrides(chunked_loss=3))
+    assert parted.plan.chunked_loss == 3
+    assert parted.evaluate([given]).loss == pytest.approx(before.loss, rel=1e-6)
+    for asks in (lambda: parted.forward(given), lambda: parted.generate(ids[:2, :5], 3)):
+        with pytest.raises(StateError, match=r"runs in 3; legal: .*chunked_loss=1; .*replan"):
+            asks()
+    again = parted.replan(Overrides(forbid=["chunked_loss"]))
+    torch.testing.assert_close(again.forward(given).logits, logits)
