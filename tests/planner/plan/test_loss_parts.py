@@ -12,12 +12,17 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from meshwright import Cluster, Overrides, Plan, auto_parallelize
 from meshwright.costmodel.graph import verify_graph
-from meshwright.costmodel.operators import op_flops
+from meshwright.costmodel.mesh import Batch, Mesh
+from meshwright.costmodel.operators import Pricer, Setting, op_flops
+from meshwright.costmodel.operators.cost import PASS_COLUMNS
+from meshwright.costmodel.sharding import Run
+from meshwright.costmodel.sharding.strategies import replicated
 from meshwright.executor.errors import StateError
 from meshwright.model import ParallelModel
 from meshwright.planner.overrides import OverrideError
 from meshwright.planner.plan import InfeasibleError, PlanError, fingerprint, in_parts
-from tests.helpers.planning import cut
+from tests.helpers.planning import cut, problem_of
+from tests.models.models import Traced
 
 ROWS, TOKENS, WIDTH, CLASSES = 4, 16, 32, 96
 SIZES: dict[str, Any] = {
@@ -268,3 +273,28 @@ def test_logits_need_a_plan_that_makes_them() -> None:
             asks()
     again = parted.replan(Overrides(forbid=["chunked_loss"]))
     torch.testing.assert_close(again.forward(given).logits, logits)
+
+
+def test_a_backward_makes_logits_again() -> None:
+    """A product more, in as many launches as parts."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=CLASSES, **SIZES))
+        ids = torch.zeros(ROWS, TOKENS, dtype=torch.long)
+    of = cut(model, {"input_ids": ids, "labels": ids})
+    flops = {}
+    for parts in (1, 4):
+        graph, table = in_parts(of.graph, of.table, parts)
+        problem = problem_of(Traced(graph=graph, table=table), with_memory(80e9))
+        setting = Setting(problem=problem, mesh=Mesh(dp=1, tp=1), batch=Batch(rows=ROWS))
+        pricer = Pricer(graph=graph, table=table, setting=setting)
+        entries = [
+            entry
+            for op in graph.ops
+            if op.module == "lm_head"
+            for entry in pricer.step_entries(Run(op, replicated(op)))
+        ]
+        flops[parts] = [
+            sum(e.flops for e in entries if e.column == column) for column in PASS_COLUMNS
+        ]
+    product = 2 * ROWS * TOKENS * WIDTH * CLASSES
+    assert flops == {1: [product, 2 * product], 4: [product, 3 * product]}
