@@ -1,4 +1,5 @@
-"""Precisions by name: what is computed in, what the optimizer steps, and what is rounded to 8 bits.
+"""Precisions by name: what is computed in, what the optimizer steps, and what is rounded to 8 bits
+or 4.
 
 A step of mixed precision computes with 16-bit weights that are copied from the optimizer's, in
 fp32; so are gradients added up, and moments kept (Micikevicius et al., "Mixed precision training",
@@ -18,21 +19,23 @@ from meshwright.costmodel.target import Target
 if TYPE_CHECKING:
     import torch
 
-TENSOR, ROW, BLOCK = "tensor", "row", "block"
-SCALED_BY = MappingProxyType({"fp8": TENSOR, "fp8_rowwise": ROW, "mxfp8": BLOCK})
-FP8 = tuple(SCALED_BY)
+TENSOR, ROW, BLOCK, FINE = "tensor", "row", "block", "fine"
+SCALED_BY = MappingProxyType({"fp8": TENSOR, "fp8_rowwise": ROW, "mxfp8": BLOCK, "nvfp4": FINE})
+IN_BLOCK = MappingProxyType({BLOCK: 32, FINE: 16})  # numbers of one scale, of which there is a byte
+NARROW = MappingProxyType({"fp8": 8, "fp4": 4})  # bits of products' types
 FP32 = 4
 _TYPES = {"fp32": ("float32", FP32), "bf16": ("bfloat16", 2), "fp16": ("float16", 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
-    """`wide`: the dtype of weights as they are computed with, and of all but products in 8 bits;
-    `kept`: that of the weights that the optimizer steps, of gradients as they are added up, and of
-    moments."""
+    """`wide`: the dtype of weights as they are computed with, and of all but layers' products in a
+    `narrow` one; `kept`: that of the weights that the optimizer steps, of gradients as they are
+    added up, and of moments."""
 
     wide: str
     kept: str = "fp32"
+    narrow: str = ""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -67,11 +70,12 @@ PRECISIONS = MappingProxyType({
     "bf16": Precision(wide="bf16"),
     "bf16_pure": Precision(wide="bf16", kept="bf16"),
     "fp16": Precision(wide="fp16"),
-    **dict.fromkeys(SCALED_BY, Precision(wide="bf16")),
+    **dict.fromkeys(("fp8", "fp8_rowwise", "mxfp8"), Precision(wide="bf16", narrow="fp8")),
+    "nvfp4": Precision(wide="bf16", narrow="fp4"),
 })  # fmt: skip
 
 
-# --- products in 8 bits ---------------------------------------------------------------------------
+# --- products in 8 and 4 bits ---------------------------------------------------------------------
 
 # Products in 8-bit floats: which there are, how operands are scaled, and what casting them moves.
 #
@@ -93,21 +97,24 @@ PRECISIONS = MappingProxyType({
 # whose error is at most 2^-10 s < 4.4e-6 max |x| (e4m3). So ranks, and micro-batches, scale what
 # they have by themselves, and nothing is sent.
 #
+# Precision "nvfp4" rounds such products' operands to 4 bits (e2m1: M = 6), with a scale in e4m3 for
+# each 16 numbers of a row, all times one power of two for the tensor (NVIDIA, "Pretraining large
+# language models with NVFP4", arXiv 2509.25149). All is rounded to the nearest: gradients are not
+# rounded at random, nor rotated before a weight's gradient, and no layer is left out.
+#
 # The largest number, the quotient and the cast are three kernels in eager torch, two passes fused;
 # a product whose operand lies the other way round (fp8 units take rows by columns) copies it in 8
 # bits. With scales of earlier steps (`Target.delayed_scaling`: Transformer Engine's), a tensor is
 # read once, for both ways, and a weight once a step, which is left out.
 
 
-IN_BLOCK = 32  # numbers of one scale, of which there is a byte
 SIDE = 16  # fp8 units take products whose columns and depth are multiples of it
 # kernels for each tensor cast: the largest, the scale in a few, the quotient, the cast
 EAGER_CALLS, FUSED_CALLS = 11, 2
-# bytes moved for each element, of 2 bytes before
-EAGER_CAST = 2.0 + 4.0 + 3.0
-FUSED_CAST = 2.0 + 3.0
-DELAYED_CAST = 4.0  # read, written both ways
-TRANSPOSED = 2.0  # 8 bits, read and written
+# bytes read for each element, of 2 bytes before
+EAGER_CAST = 2.0 + 4.0 + 2.0
+FUSED_CAST = 2.0 + 2.0
+DELAYED_CAST = 2.0  # written both ways
 
 
 class Cast(NamedTuple):
@@ -123,10 +130,13 @@ def casts_of(
     """Casts for a product of x and w, whose result's gradient is y, elements each: in the forward,
     for the gradient of x, and for that of w. With scales by rows or blocks each product casts its
     operands anew, along what it sums over; with one for each tensor y is cast once."""
+    written = NARROW[PRECISIONS[precision].narrow] / 8
     if target.delayed_scaling:
-        return Cast(DELAYED_CAST * x, 0), Cast(DELAYED_CAST * y, 0), Cast(0.0, 0)
+        moved = DELAYED_CAST + 2 * written
+        return Cast(moved * x, 0), Cast(moved * y, 0), Cast(0.0, 0)
     eager = target.fusion == "none"
-    moved, turning = (EAGER_CAST, TRANSPOSED) if eager else (FUSED_CAST, 0.0)
+    moved = (EAGER_CAST if eager else FUSED_CAST) + written
+    turning = 2 * written * eager  # read and written
     calls = EAGER_CALLS if eager else FUSED_CALLS
     again = SCALED_BY[precision] != TENSOR
     return (

@@ -83,8 +83,9 @@ def auto_parallelize(
 
     `precision` is "fp32", "bf16" or "fp16" (parameters are kept in fp32, products cast as
     torch.autocast does), "bf16_pure" (parameters, gradients and moments are in bf16, too, rounded
-    to nearest), or "fp8", "fp8_rowwise" or "mxfp8": bf16 with the layers' products in 8-bit floats,
-    scaled by tensor, by row or by blocks of 32 (emulated); None means fp32 on CPUs, else bf16.
+    to nearest), "fp8", "fp8_rowwise" or "mxfp8": bf16 with the layers' products in 8-bit floats,
+    scaled by tensor, by row or by blocks of 32 (emulated), or "nvfp4": in 4-bit floats, scaled by
+    blocks of 16 (emulated); None means fp32 on CPUs, else bf16.
     `tf32` lets fp32 products and convolutions on GPUs round their operands to TF32, in all of this
     process, and prices them so; it is off as torch's own flag is. `compile` runs the model's blocks
     through torch.compile, by its default backend or the one named.

@@ -5,8 +5,8 @@
 
 DIR holds `step_times.csv` (default: the compact tables beside this script). Constants that were
 fitted on a source were fitted on half of its models: its models in order of size, the first, third,
-... (`fit`); the others are scored (`score`), and all steps in fp8, on which nothing is fitted. Rows
-that were found later are halved by a hash of source and model.
+... (`fit`); the others are scored (`score`), and all steps in 8 or 4 bits, on which nothing is
+fitted. Rows that were found later are halved by a hash of source and model.
 A second table has the same rows by GPU, by dense models and mixtures of experts, by framework, and
 by target, of those that `target=` takes. Errors are (predicted - measured) / measured, with no
 shift and no constant per row. `regret` is the measured time of the plan predicted best, over the
@@ -59,6 +59,7 @@ FAMILIES = (
     ),
     ("fp8: torchtitan", "torchtitan", _in_fp8),
     ("fp8: FlagPerf", "FlagPerf", _in_fp8),
+    ("fp4: Megatron-Bridge", "Megatron-Bridge", lambda row: "fp4" in row["precision"]),
     ("vTrain multi-node", "vTrain", lambda row: int(row["num_gpus"]) > 8),
     ("vTrain single-node", "vTrain", lambda row: int(row["num_gpus"]) <= 8),
     ("Megatron SC21", "SC21", lambda row: True),
@@ -110,7 +111,7 @@ def halves(rows: Iterable[Mapping[str, str]]) -> Iterator[tuple[str, bool, Mappi
     for row in rows:
         families[family_of(row)].append(row)
     for name, members in families.items():
-        fitted = used_to_fit(members) if not name.startswith("fp8") else set()
+        fitted = used_to_fit(members) if not name.startswith(("fp8", "fp4")) else set()
         for row in sorted(members, key=lambda row: (row["model"], row["seq_len"])):
             yield name, row["model"] in fitted, row
 

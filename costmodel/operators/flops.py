@@ -6,8 +6,8 @@ import dataclasses
 import math
 
 from meshwright.costmodel.graph import Graph, Op
-from meshwright.costmodel.precisions import FP8, PRECISIONS
-from meshwright.costmodel.rules import is_fp8
+from meshwright.costmodel.precisions import PRECISIONS
+from meshwright.costmodel.rules import is_narrow
 from meshwright.costmodel.sharding import FactorTable
 from meshwright.profiles.cluster import Device
 
@@ -20,7 +20,7 @@ class ModelFlops:
 
     per_row: float
     fixed: float
-    in_8_bits: float
+    narrow: float
 
     def of(self, rows: float) -> float:
         """FLOPs of a step over `rows` rows."""
@@ -28,9 +28,11 @@ class ModelFlops:
 
     def peak(self, device: Device, precision: str) -> float:
         """FLOP/s of a device that does each part at the peak of its dtype."""
-        part = self.in_8_bits if precision in FP8 else 0.0
+        record = PRECISIONS[precision]
+        part = self.narrow if record.narrow else 0.0
         return 1 / (
-            part / device.flops("fp8") + (1 - part) / device.flops(PRECISIONS[precision].wide)
+            part / device.flops(record.narrow or record.wide)
+            + (1 - part) / device.flops(record.wide)
         )
 
 
@@ -40,13 +42,13 @@ def model_flops(graph: Graph, table: FactorTable) -> ModelFlops:
     for op in graph.ops:
         if table.ops[op.name].flops:
             work = (1 + _backward_share(graph, op)) * op_flops(table, op)
-            narrow += work * is_fp8(graph, op)
+            narrow += work * is_narrow(graph, op)
             if is_per_row(table, op):
                 per_row += work / graph.batch_size
             else:
                 fixed += work
     total = per_row * graph.batch_size + fixed
-    return ModelFlops(per_row=per_row, fixed=fixed, in_8_bits=narrow / total if total else 0.0)
+    return ModelFlops(per_row=per_row, fixed=fixed, narrow=narrow / total if total else 0.0)
 
 
 def _backward_share(graph: Graph, op: Op) -> int:

@@ -324,7 +324,7 @@ class Pricer(ReshardPricer):
         issued = 0.0 if op.name in self.fusion.joined else VIEW_HOST_SHARE if free else 1.0
         if traits.leaf:
             issued = float(leaf_of(op).work.kernels)
-        if self.in_fp8(op):
+        if self.in_narrow(op):
             issued += cast_calls(target)
         host = issued * device.host_overhead_s * target.host_scale * self.setting.correction(HOST)
         return host * target.expert_host if traits.experts else host
@@ -336,7 +336,7 @@ class Pricer(ReshardPricer):
             return None
         if setting.mesh.cp > 1 or setting.mesh.ep > 1:  # not in signatures
             return None
-        if setting.profile is None or self.in_fp8(op):  # timed in 16 bits
+        if setting.profile is None or self.in_narrow(op):  # timed in 16 bits
             return None
         rows, tp = setting.batch.rows, setting.mesh.tp
         call = signature(self.graph, self.table, op, strategy, rows=rows, tp=tp)

@@ -17,7 +17,7 @@ from meshwright.costmodel.kernels import attention_seconds, matmul_seconds, stre
 from meshwright.costmodel.operators.context import merges, pieces
 from meshwright.costmodel.operators.cost import BACKWARD_S, FORWARD_S, Entry
 from meshwright.costmodel.operators.sizes import LocalSizes
-from meshwright.costmodel.precisions import casts_of
+from meshwright.costmodel.precisions import NARROW, casts_of
 from meshwright.costmodel.rules import EXPERT_FACTOR, Dims, Product, is_causal, traits_of
 from meshwright.costmodel.sharding import Strategy, largest_part, replicated
 
@@ -40,8 +40,7 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
     placed = list(zip(op.operands, strategy.operands, strict=True))
     pair = [placed[k] for k in _pair(op)]
     moved = sizes.nbytes(op.results[0], strategy.results[0])
-    narrow = 0.5 if dtype == "fp8" else 1.0  # of operands, 8 bits of 16
-    moved += narrow * sum(sizes.nbytes(v, p) for v, p in pair)
+    moved += NARROW.get(dtype, 16) / 16 * sum(sizes.nbytes(v, p) for v, p in pair)
 
     of_activations = sizes.table.has_batch(pair[-1][0])
     unaligned = of_activations and dtype in ("bf16", "fp16") and (n % ALIGNED or k % ALIGNED)
@@ -67,7 +66,7 @@ def product(sizes: LocalSizes, op: Op, strategy: Strategy) -> list[Entry]:
         ),
     ]
     wanted = of_input, of_weights, waits
-    if dtype != "fp8":
+    if dtype not in NARROW:
         return entries
     elements = m * k * batch, n * k * batch, m * n * batch
     return entries + _casts(sizes, elements, wanted)

@@ -8,8 +8,8 @@ from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.memo import Memo
 from meshwright.costmodel.operators.setting import Setting
-from meshwright.costmodel.precisions import FP8, PRECISIONS
-from meshwright.costmodel.rules import is_fp8, traits_of
+from meshwright.costmodel.precisions import PRECISIONS
+from meshwright.costmodel.rules import is_narrow, traits_of
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,8 +73,9 @@ class LocalSizes:
         itemsize = self.graph.values[told[0]].dtype.itemsize if told else 4
         if itemsize != self.setting.weight_bytes:
             return "fp32"
-        return "fp8" if self.in_fp8(op) else PRECISIONS[self.setting.precision].wide
+        precision = PRECISIONS[self.setting.precision]
+        return precision.narrow if self.in_narrow(op) else precision.wide
 
-    def in_fp8(self, op: Op) -> bool:
-        """Whether an operator is a product in 8 bits."""
-        return self.setting.precision in FP8 and is_fp8(self.graph, op)
+    def in_narrow(self, op: Op) -> bool:
+        """Whether an operator is a product in 8 bits or 4."""
+        return bool(PRECISIONS[self.setting.precision].narrow) and is_narrow(self.graph, op)

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         draws,
         draws_anew,
         is_causal,
-        is_fp8,
+        is_narrow,
         recomputable,
         row_reduction,
         runs_as_reshape,

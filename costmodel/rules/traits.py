@@ -237,9 +237,10 @@ def traits_of_target(target: str) -> Traits:
     return TRAITS.get(short_name(target), ORDINARY)
 
 
-def is_fp8(graph: Graph, op: Op) -> bool:
-    """Whether "fp8" multiplies an operator's operands in 8 bits: a layer's product with a parameter
-    whose sides are multiples of `SIDE`, plus a vector or nothing, or those of its experts."""
+def is_narrow(graph: Graph, op: Op) -> bool:
+    """Whether "fp8" and the like multiply an operator's operands in few bits: a layer's product
+    with a parameter whose sides are multiples of `SIDE`, plus a vector or nothing, or those of its
+    experts."""
     traits = traits_of(op)
     product = traits.product
     if op.name not in graph.in_layers:

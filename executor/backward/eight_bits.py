@@ -1,4 +1,4 @@
-"""Products of 8-bit floats, forward and backward, of operands in 16 bits.
+"""Products of 8- or 4-bit floats, forward and backward, of operands in 16 bits.
 
     y = x wᵀ      x by rows, w by rows
     ∂x = ∂y w     ∂y by rows, w by columns
@@ -6,7 +6,8 @@
 
 "By rows" is along what the product sums over. A tensor is scaled `by` "tensor": it has one scale
 whichever way it is read, and gradients are in e5m2; by "row", or by "block" of 32 numbers of a row,
-all is in e4m3. Experts' matrices are rounded along what their forward sums over, gradients of what
+all is in e4m3; "fine" is e2m1, of which blocks of 16 have a scale in e4m3, held as e4m3 numbers.
+Experts' matrices are rounded along what their forward sums over, gradients of what
 they make along its features, once each.
 The scale is the least power of two s with max |x| <= s · M, computed on the bits of the largest
 number, so that x / s is exact in bf16 but where it falls below the least normal number, and a NaN
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,16 +38,18 @@ from meshwright.executor.devices import has_streams
 # of fp32's bits: the first of an exponent, all of them, those of a number and its inverse together
 ONE, EXPONENT, TOP = 2**23, 255 * 2**23, 254 * 2**23
 MOST = 253  # exponents, so that 1/s is a normal number, too
+MOST_OF_4 = 6.0  # the largest number of e2m1
 UNITS = (8, 9)  # CUDA's least compute capability
 
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """A matrix in 8 bits, and its scale: a number, or one for each row (m, 1), or for each block of
-    a row (m, k / 32)."""
+    """A matrix in 8 bits, and its scale: a number, or one for each row (m, 1), or for each `block`
+    of a row (m, k / block)."""
 
     bits: torch.Tensor
     scale: torch.Tensor
+    block: int = 0
 
     @property
     def in_blocks(self) -> bool:
@@ -57,7 +60,7 @@ class Rounded:
         """The numbers that it stands for."""
         scale = self.scale
         if self.in_blocks:
-            scale = scale.repeat_interleave(IN_BLOCK, 1)[:, : self.bits.shape[1]]
+            scale = scale.repeat_interleave(self.block, 1)[:, : self.bits.shape[1]]
         return self.bits.float() * scale
 
 
@@ -65,18 +68,30 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, *, by: str) -> Rounded:
     """A matrix (m, k) in 8 bits."""
     if not x.numel():  # of no rows there is no largest number
         return Rounded(x.to(dtype), torch.ones((), device=x.device))
-    if by == BLOCK:
+    if block := IN_BLOCK.get(by, 0):
         rows, width = x.shape
-        blocks = F.pad(x, (0, -width % IN_BLOCK)).reshape(-1, IN_BLOCK)
-        found = rounded(blocks, dtype, by=ROW)
+        blocks = F.pad(x, (0, -width % block)).reshape(-1, block)
+        found = rounded(blocks, dtype, by=ROW) if by == BLOCK else _in_4_bits(blocks, dtype)
         bits = found.bits.view(torch.uint8).view(rows, -1)[:, :width].view(dtype)
-        return Rounded(bits, found.scale.view(rows, -1))
+        return Rounded(bits, found.scale.view(rows, -1), block)
     dim = {"dim": 1, "keepdim": True} if by == ROW else {}
     largest = torch.linalg.vector_norm(x, math.inf, **dim)
     exponent = _exponent(largest, dtype)
     inverse = (TOP - exponent).view(torch.float32)
     bits = (x * (inverse.to(x.dtype) if by == ROW else inverse)).to(dtype)
     return Rounded(bits, exponent.view(torch.float32))
+
+
+def _in_4_bits(blocks: torch.Tensor, dtype: torch.dtype) -> Rounded:
+    """Blocks (n, 16) on e2m1's grid, 0 to 2 in steps of 1/2, to 4 in steps of 1, to 6 in steps of
+    2, each times a scale that `dtype` holds, times a power of two for all."""
+    largest = blocks.abs().amax(1, keepdim=True).float() / MOST_OF_4
+    scale = rounded(largest.t(), dtype, by=TENSOR).wide().t()
+    quotient = blocks.float() / torch.where(scale == 0, 1.0, scale)
+    quotient = quotient.clamp(-MOST_OF_4, MOST_OF_4)
+    size = quotient.abs()
+    step = 0.5 + 0.5 * (size >= 2) + (size >= 4)
+    return Rounded(((quotient / step).round() * step).to(dtype), scale)
 
 
 def _exponent(largest: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -166,7 +181,7 @@ def _turned(x: Rounded) -> Rounded:
     if short and has_units(x.bits.device) and not x.in_blocks:
         bytewise = F.pad(x.bits.view(torch.uint8), (0, short))  # a zero has no bit set
         return Rounded(bytewise.view(x.bits.dtype), x.scale)
-    return Rounded(x.bits.contiguous(), x.scale)
+    return replace(x, bits=x.bits.contiguous())
 
 
 class _Product(torch.autograd.Function):

@@ -16,7 +16,7 @@ import torch
 from meshwright.costmodel import sharding
 from meshwright.costmodel.graph import Graph, Op
 from meshwright.costmodel.precisions import SCALED_BY
-from meshwright.costmodel.rules import is_fp8
+from meshwright.costmodel.rules import is_narrow
 from meshwright.executor.backward import GradientFlow, WeightGradientQueue
 from meshwright.executor.resharding import Axis
 
@@ -55,7 +55,7 @@ class Context:
 
     def scaled_by(self, op: Op) -> str | None:
         """The scaling of operands of a product in 8 bits; None if it isn't one."""
-        eight = self.precision in SCALED_BY and is_fp8(self.graph, op)
+        eight = self.precision in SCALED_BY and is_narrow(self.graph, op)
         return SCALED_BY[self.precision] if eight else None
 
     @property

@@ -1,4 +1,4 @@
-"""Products in 8 bits, on a cluster's devices and in a model; fp32 products in TF32."""
+"""Products in 8 and 4 bits, on a cluster's devices and in a model; fp32 products in TF32."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.costmodel.operators import Problem
-from meshwright.costmodel.precisions import FP8, SIDE
-from meshwright.costmodel.rules import is_fp8
+from meshwright.costmodel.precisions import NARROW, PRECISIONS, SIDE
+from meshwright.costmodel.rules import is_narrow
 from meshwright.profiles.cluster import Cluster
 from meshwright.profiles.hardware.catalog_reader import catalog_names, read_entry
 from meshwright.profiles.inputs import MeshwrightError
@@ -15,13 +15,13 @@ from meshwright.profiles.steps import NO_CORRECTIONS
 
 
 def check_units(precision: str, cluster: Cluster) -> None:
-    """ValueError for 8 bits on a GPU without units for them; CPUs emulate them."""
-    device = cluster.device
-    if precision not in FP8 or device.kind == "cpu" or "fp8" in device.peak_flops:
+    """ValueError for 8 or 4 bits on a GPU without units for them; CPUs emulate them."""
+    device, narrow = cluster.device, PRECISIONS[precision].narrow
+    if not narrow or device.kind == "cpu" or narrow in device.peak_flops:
         return
-    devices = (n for n in catalog_names() if "peak_flops.fp8" in read_entry(n).quantities)
+    devices = (n for n in catalog_names() if f"peak_flops.{narrow}" in read_entry(n).quantities)
     raise MeshwrightError(
-        f"={precision!r}: {device.name} has no units for 8-bit floats",
+        f"={precision!r}: {device.name} has no units for {NARROW[narrow]}-bit floats",
         place="precision",
         legal=f"bf16, fp16 or fp32; {precision} on {', '.join(devices)}",
         way_out="choose another precision, or such a device",
@@ -29,12 +29,12 @@ def check_units(precision: str, cluster: Cluster) -> None:
 
 
 def check_products(problem: Problem) -> Problem:
-    """The problem. Raises ValueError where none of its products would be in 8 bits."""
-    graph = problem.graph
-    if problem.precision not in FP8 or any(is_fp8(graph, op) for op in graph.ops):
+    """The problem. Raises ValueError where none of its products would be in few bits."""
+    graph, narrow = problem.graph, PRECISIONS[problem.precision].narrow
+    if not narrow or any(is_narrow(graph, op) for op in graph.ops):
         return problem
     raise MeshwrightError(
-        f"={problem.precision!r}: no product of the model would be in 8 bits",
+        f"={problem.precision!r}: no product of the model would be in {NARROW[narrow]} bits",
         place="precision",
         legal=(
             "models with layers (blocks that are one program on several parameters) that multiply "

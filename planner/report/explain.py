@@ -9,8 +9,8 @@ from typing import Any
 from meshwright.costmodel.graph import Graph
 from meshwright.costmodel.memory import fused, optimizer_named
 from meshwright.costmodel.operators import Problem, op_flops
-from meshwright.costmodel.precisions import BLOCK, FP8, IN_BLOCK, PRECISIONS, SCALED_BY
-from meshwright.costmodel.rules import is_fp8, traits_of
+from meshwright.costmodel.precisions import IN_BLOCK, NARROW, PRECISIONS, SCALED_BY
+from meshwright.costmodel.rules import is_narrow, traits_of
 from meshwright.costmodel.sharding import data_layout, row_use, written_once
 from meshwright.costmodel.target import Target
 from meshwright.planner.decisions import DECISIONS
@@ -205,8 +205,8 @@ def _assumptions(evaluation: Evaluation, problem: Problem) -> list[str]:
         )
     if PRECISIONS[evaluation.plan.precision].kept != "fp32":
         lines.append(PURE)
-    if evaluation.plan.precision in FP8:
-        lines.append(_in_fp8(problem, evaluation.plan.precision))
+    if PRECISIONS[evaluation.plan.precision].narrow:
+        lines.append(_in_few_bits(problem, evaluation.plan.precision))
     if problem.profile is not None:
         lines += [f"corrected by steps that ran: {by}" for by in problem.profile.corrected_by()]
     if evaluation.prediction.host_memory_bytes and problem.cluster.host is not None:
@@ -291,21 +291,22 @@ def _software(target: Target, *, hides: bool) -> str:
     return f"target {target.name}: kernels fused: {target.fusion}; {', '.join(words)}{without}"
 
 
-def _in_fp8(problem: Problem, precision: str) -> str:
-    """Products in 8 bits, and their scales."""
+def _in_few_bits(problem: Problem, precision: str) -> str:
+    """Products in 8 or 4 bits, and their scales."""
     graph, table = problem.graph, problem.factors
     total = sum(op_flops(table, op) for op in graph.ops if table.ops[op.name].flops)
-    part = sum(op_flops(table, op) for op in graph.ops if is_fp8(graph, op)) / total
-    blocks = SCALED_BY[precision] == BLOCK
-    by = f"blocks of {IN_BLOCK}" if blocks else SCALED_BY[precision]
-    where = "" if "fp8" in problem.cluster.device.peak_flops else ", emulated on this device"
-    experts = any(is_fp8(graph, op) and traits_of(op).experts for op in graph.ops)
+    part = sum(op_flops(table, op) for op in graph.ops if is_narrow(graph, op)) / total
+    narrow, scaled = PRECISIONS[precision].narrow, SCALED_BY[precision]
+    blocks = IN_BLOCK.get(scaled)
+    by = f"blocks of {blocks}" if blocks else scaled
+    where = "" if narrow in problem.cluster.device.peak_flops else ", emulated on this device"
+    experts = any(is_narrow(graph, op) and traits_of(op).experts for op in graph.ops)
     if not where and problem.target.gradients_come and (experts or blocks):
         what = "products" if blocks else "experts' products"
         where = f", priced at the units' rate, although train_step emulates {what}"
     return (
-        f"layers' products, {part:.0%} of the FLOPs, are in 8-bit floats scaled by {by}{where}; "
-        "attention, embedding, head and all else in bf16; MFU is of the peak of each"
+        f"layers' products, {part:.0%} of the FLOPs, are in {NARROW[narrow]}-bit floats scaled by "
+        f"{by}{where}; attention, embedding, head and all else in bf16; MFU is of the peak of each"
     )
 
 

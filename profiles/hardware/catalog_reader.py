@@ -62,6 +62,7 @@ _QUANTITIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "peak_flops.bf16?": "FLOP/s",
             "peak_flops.fp16?": "FLOP/s",
             "peak_flops.fp8?": "FLOP/s",
+            "peak_flops.fp4?": "FLOP/s",
             "memory_bandwidth": "bytes/s",
             "matmul_efficiency": "fraction over FLOP",
             "attention_efficiency": "fraction over tokens",

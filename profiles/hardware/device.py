@@ -15,7 +15,8 @@ from meshwright.profiles.hardware.curve import FULL, Curve, as_curve
 from meshwright.profiles.inputs import MeshwrightError, shown
 from meshwright.profiles.inputs.limits import LEAST_NUMBER, MAX_COUNT, MOST_NUMBER, is_number
 
-DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
+DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp4")
+NARROW = {"fp8": "bf16", "fp4": "fp8"}  # of some products alone -> where units for it lack
 _EFFICIENCIES = (
     *("matmul_efficiency", "attention_efficiency", "memory_efficiency"),
     "tuned_attention_efficiency",
@@ -53,12 +54,12 @@ class Rates(Mapping[str, float]):
 class Device:
     """One accelerator or CPU process.
 
-    `peak_flops` is by dtype ("fp32", "bf16", "fp16", "fp8"; fp32 always present), "tf32" that of
-    fp32 products whose operands may be rounded. Fractions of it:
-    `matmul_efficiency`, over the FLOPs of one matrix product and before its output is cut into
-    `tiles` (largest first) that `compute_units` share in waves; `attention_efficiency`, over the
-    sequence length, for fused attention, and `tuned_attention_efficiency` for kernels written for
-    this device (cuDNN's), the same where there are none. `memory_efficiency` is the fraction of
+    `peak_flops` is by dtype ("fp32", "bf16", "fp16", "fp8", "fp4"; fp32 always present), "tf32"
+    that of fp32 products whose operands may be rounded. Fractions of it: `matmul_efficiency`, over
+    the FLOPs of one matrix product and before its output is cut into `tiles` (largest first) that
+    `compute_units` share in waves; `attention_efficiency`, over the sequence length, for fused
+    attention, and `tuned_attention_efficiency` for kernels written for this device (cuDNN's), the
+    same where there are none. `memory_efficiency` is the fraction of
     `memory_bandwidth`, over the bytes moved. Each kernel costs the device `launch_overhead_s`, and
     the host `host_overhead_s` to issue where operators run eagerly. While a collective runs,
     compute is slower by the fraction `overlap_slowdown`. `reserved_bytes` is never available to
@@ -97,7 +98,7 @@ class Device:
             raise MeshwrightError(
                 "peak_flops has no fp32",
                 place=what,
-                legal="fp32, and bf16, fp16 and fp8 where the device has them",
+                legal="fp32, and bf16, fp16, fp8 and fp4 where the device has them",
                 way_out="give the fp32 rate",
             )
         for dtype, rate in self.peak_flops.items():
@@ -124,22 +125,22 @@ class Device:
 
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s in `dtype`; one the device has no units for (V100 bf16) runs at fp32's, or
-        in fp8, which is emulated, at bf16's."""
+        in fp8, which is emulated, at bf16's; in fp4 at fp8's."""
         if dtype not in DTYPES:
             raise unknown_name("dtype", dtype, DTYPES)
-        if dtype == "fp8" and dtype not in self.peak_flops:
-            dtype = "bf16"
+        while dtype in NARROW and dtype not in self.peak_flops:
+            dtype = NARROW[dtype]
         return self.peak_flops.get(dtype, self.peak_flops["fp32"])
 
     @property
     def fastest(self) -> str:
-        """The dtype of the highest peak, but for fp8, which is for some products alone."""
-        return max((dtype for dtype in self.peak_flops if dtype != "fp8"), key=self.flops)
+        """The dtype of the highest peak, but for those that are for some products alone."""
+        return max((dtype for dtype in self.peak_flops if dtype not in NARROW), key=self.flops)
 
     def product_rate(self, dtype: str, flops: float) -> float:
-        """FLOP/s of one matrix product of so many FLOPs, before tiles and waves. One in 8 bits is
-        as far from its peak as one in 16 that would take as long."""
-        if dtype != "fp8" or dtype not in self.peak_flops:
+        """FLOP/s of one matrix product of so many FLOPs, before tiles and waves. One in 8 bits
+        or 4 is as far from its peak as one in 16 that would take as long."""
+        if dtype not in NARROW or dtype not in self.peak_flops:
             return self.flops(dtype) * self.matmul_efficiency(flops)
         faster = self.flops(dtype) / self.flops("bf16")
         return self.flops(dtype) * self.matmul_efficiency(flops / faster)

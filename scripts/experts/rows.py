@@ -18,7 +18,7 @@ def published_rows(source: str = "", folder: Path | None = None) -> list[dict[st
 
 
 def fp8_rows(source: str = "") -> list[dict[str, str]]:
-    """Rows of steps with products in 8 bits, of dense models."""
+    """Rows of steps with products in 8 or 4 bits, of dense models."""
     return _read(PUBLISHED_FP8, source)
 
 

@@ -300,7 +300,7 @@ def _adapted(framework: Framework, cells: _Cells) -> Framework:
 def _precision(cells: _Cells) -> str:
     text, legal = cells.text("precision").lower(), ", ".join(PRECISIONS)
     if "fp4" in text:
-        raise Unpriced(f"precision {text!r} is not modelled; legal: {legal}")
+        return "nvfp4"
     if "mx" in text:
         return "mxfp8"
     if "fp8" in text:

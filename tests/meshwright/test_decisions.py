@@ -64,6 +64,15 @@ def test_fp8_is_planned_reported_and_written(precision: str, tmp_path: Path) -> 
     assert Plan.load(tmp_path / "plan.json") == result.plan
 
 
+def test_nvfp4_is_for_units_of_4_bits() -> None:
+    result = planned_on("gb200", "nvfp4")
+    assert "4-bit floats scaled by blocks of 16" in result.report.text(full=True)
+    eight = planned_on("gb200", "mxfp8")
+    assert result.prediction.step_time_s < eight.prediction.step_time_s
+    with pytest.raises(ValueError, match=r"'nvfp4': h100-sxm has no units for 4-bit.*gb200"):
+        planned_on("h100-sxm", "nvfp4")
+
+
 @pytest.mark.parametrize(
     ("name", "layers", "says"),
     [

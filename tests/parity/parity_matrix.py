@@ -290,6 +290,9 @@ llama        dp2|tp2    eager_1f1b m4 fp8
 t5           dp4        gpipe m2 zero1 fp8_rowwise
 llama        pp2xtp2    zb_h1 m4 sequence mxfp8
 moe          dp2        1f1b m2 zero2 mxfp8
+gpt2_untied  dp2xtp2    1f1b m2 zero2 nvfp4
+llama        dp4        1f1b m2 zero3 full nvfp4
+moe          dp2        1f1b m2 zero1 nvfp4
 """
 
 PURE = """

@@ -31,8 +31,11 @@ STEPS = 2
 TOLERANCE = {
     "fp32": 1e-5, "bf16": 32 * 2**-8, "bf16_pure": 32 * 2**-8, "fp16": 32 * 2**-11,
     "fp8": 32 * 2**-8, "fp8_rowwise": 32 * 2**-8, "mxfp8": 32 * 2**-8,
+    "nvfp4": 32 * 2**-7,
 }  # fmt: skip
-LOSS_TOLERANCE = TOLERANCE | dict.fromkeys(("fp8", "fp8_rowwise", "mxfp8"), 2**-8)
+LOSS_TOLERANCE = (
+    TOLERANCE | dict.fromkeys(("fp8", "fp8_rowwise", "mxfp8"), 2**-8) | {"nvfp4": 2**-7}
+)
 PLAIN = {"fp32": torch.float32, "bf16_pure": torch.bfloat16}  # against the user's own model
 FLOOR = 1e-2  # of the largest reference: below it, differences are rounding of larger numbers
 

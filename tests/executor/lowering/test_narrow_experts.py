@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.costmodel.rules import is_fp8
+from meshwright.costmodel.rules import is_narrow
 from meshwright.executor.runtime.runtime import Runtime
 from meshwright.executor.stages import CheckedPlan
 from meshwright.moe import MoE
@@ -69,7 +69,7 @@ def test_experts_in_8_bits_learn_as_in_16_wherever_they_are(precision: str) -> N
     assert SEQUENCE % 2 == 0
     graph = graph_of(precision).graph
     middle = [op for op in graph.ops if op.short == "grouped_linear" and op.name in graph.in_layers]
-    assert middle and all(is_fp8(graph, op) for op in middle)
+    assert middle and all(is_narrow(graph, op) for op in middle)
     run = partial(on_ranks, WORLD, losses_of)
     wide, alone, shared = run(4, 1, 1, "bf16"), run(4, 1, 1, precision), run(4, 1, 2, precision)
     assert alone != wide and alone == pytest.approx(wide, rel=2**-5)
