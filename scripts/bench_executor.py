@@ -17,6 +17,9 @@ the same kind first, so that no library counts.
 
 `--link-gbit` puts every rank on an emulated host of its own (`scripts/emulated_cluster`; needs
 root), joined by links of that speed. The case `startup` builds a deep model on 4 ranks.
+
+torch's context parallelism has no attention for CPUs, and its `CPUOffloadPolicy` moves nothing
+there: no case has them.
 """
 
 from __future__ import annotations
@@ -166,6 +169,7 @@ def setting_of(case: Case, size: Size) -> Setting:
         length=LENGTH,
         rows=size.rows,
         microbatches=case.microbatches,
+        adapters=case.adapters,
     )
 
 
@@ -181,7 +185,9 @@ def work(args: argparse.Namespace) -> None:
         else:
             case = CASES[name]
             setting = setting_of(case, Size(layers=args.layers, hidden=args.hidden, rows=args.rows))
-            makes = {"ours": measure.ours(case.overrides(args.layers)), "theirs": case.theirs}
+            overrides = case.overrides(args.layers)
+            ours = measure.ours(overrides, compile=case.compile)
+            makes = {"ours": ours, "theirs": case.theirs}
             if args.worker == "time":
                 trainers = {side: make(setting) for side, make in makes.items()}
                 turns = measure.take_turns(trainers, setting.batch(), args.pairs)

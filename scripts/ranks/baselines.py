@@ -55,6 +55,7 @@ class Setting:
     length: int
     rows: int
     microbatches: int = 1
+    adapters: int = 0  # the rank of those beside frozen weights (LoRA); 0: all is trained
 
     def batch(self, rows: int | None = None) -> Batch:
         """The same rows in every process."""
@@ -66,7 +67,26 @@ class Setting:
     def model(self) -> GPT:
         """The same weights in every process."""
         torch.manual_seed(0)
-        return GPT(self)
+        model = GPT(self)
+        if self.adapters:
+            model.requires_grad_(False)
+            for module in model.layers.modules():
+                if isinstance(module, Attention):
+                    module.q, module.v = (Adapted(m, self.adapters) for m in (module.q, module.v))
+        return model
+
+
+class Adapted(nn.Module):
+    """A frozen projection with an adapter of low rank beside it, which is trained."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
 
 
 class Attention(nn.Module):
@@ -164,7 +184,7 @@ class Trainer:
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """Of all variants; one group per mesh, because the fused kernel takes no mixture of them."""
     groups: dict[object, list[nn.Parameter]] = {}
-    for p in parameters:
+    for p in (p for p in parameters if p.requires_grad):
         groups.setdefault(p.device_mesh if isinstance(p, DTensor) else None, []).append(p)
     return torch.optim.AdamW(
         [{"params": group} for group in groups.values()], lr=LEARNING_RATE, fused=True
@@ -214,8 +234,24 @@ def eager(setting: Setting) -> Trainer:
     return _plainly(model, adamw(model.parameters()), microbatches=setting.microbatches)
 
 
+def compiled(setting: Setting) -> Trainer:
+    model = setting.model()
+    model.compile()
+    return _plainly(model, adamw(model.parameters()), microbatches=setting.microbatches)
+
+
 def ddp(setting: Setting) -> Trainer:
-    model = DistributedDataParallel(setting.model(), gradient_as_bucket_view=True)
+    return _replicated(setting.model())
+
+
+def compiled_ddp(setting: Setting) -> Trainer:
+    model = setting.model()
+    model.compile()
+    return _replicated(model)
+
+
+def _replicated(module: nn.Module) -> Trainer:
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
     return _plainly(model, adamw(model.parameters()), dp=dist.get_world_size())
 
 
@@ -228,8 +264,20 @@ def ddp_zero1(setting: Setting) -> Trainer:
 
 
 def fsdp(setting: Setting) -> Trainer:
+    return _divided(setting.model())
+
+
+def compiled_fsdp(setting: Setting) -> Trainer:
+    """Each layer compiled, then divided."""
+    model = setting.model()
+    for layer in model.layers.values():
+        layer.compile()
+    return _divided(model)
+
+
+def _divided(module: GPT) -> Trainer:
     ranks = dist.get_world_size()
-    model = _sharded(setting.model(), init_device_mesh("cpu", (ranks,)))
+    model = _sharded(module, init_device_mesh("cpu", (ranks,)))
     return _plainly(model, adamw(model.parameters()), dp=ranks)
 
 

